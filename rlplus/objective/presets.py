@@ -1,0 +1,120 @@
+"""The objective's fields and the published algorithms written in them."""
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from math import isfinite
+from typing import Literal
+
+INTERNAL = ("ratio", "clip", "reinforce")
+EXTERNAL = ("mis", "proxy", "omega", "bayes", "shaped", "nll", "none")
+Reduction = Literal["token", "sequence", "constant", "official"]
+
+
+def _check_name(what: str, name: object, valid: tuple[str, ...]) -> None:
+    if name not in valid:
+        near = get_close_matches(str(name), valid, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"want {what} one of {', '.join(valid)}; got {name!r}{hint}")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a token contributes to the loss, as a function of its logprob and per-token constants.
+
+    Sampled (internal) and demonstrated (external) tokens each have a surrogate g(logprob); a token's loss is
+    -advantage * g. The formulas stand in `surrogates.py`. Change fields with `dataclasses.replace`.
+
+    internal       "ratio" (RL-PLUS), "clip" (PPO, GRPO, DAPO) or "reinforce"
+    external       "mis" (RL-PLUS eq. 4 with the Bayes-optimal estimate), "proxy", "omega", "bayes" (the paper's
+                   ablations), "shaped" (LUFFY), "nll" (supervised; ignores the advantage) or "none"
+    gamma          exponent of the exploration weight (1 - p)^gamma on external tokens (RL-PLUS eq. 6); 0 = off
+    kappa          LUFFY's shaping constant, for "shaped"
+    clip_low, clip_high   the ratio is clipped to [1 - clip_low, 1 + clip_high], for "clip"
+    dual_clip      lower bound c * advantage on the objective of a negative advantage, c > 1, for "clip"; None = off
+    kl_coef        coefficient of the k3 estimate of KL(policy || reference); needs `ref_logprob`
+    entropy_coef   coefficient of the entropy bonus
+    mismatch_cap   internal surrogates are weighted by min(exp(old_logprob - engine_logprob), cap); None = off
+    """
+
+    internal: str = "ratio"
+    external: str = "mis"
+    gamma: float = 0.5
+    kappa: float = 0.1
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+    mismatch_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_name("internal surrogate", self.internal, INTERNAL)
+        _check_name("external surrogate", self.external, EXTERNAL)
+        for field, low, strict in (
+            ("gamma", 0.0, False),
+            ("kappa", 0.0, True),
+            ("clip_low", 0.0, False),
+            ("clip_high", 0.0, False),
+            ("dual_clip", 1.0, True),
+            ("kl_coef", 0.0, False),
+            ("entropy_coef", None, False),
+            ("mismatch_cap", 0.0, True),
+        ):
+            value = getattr(self, field)
+            if value is None and field in ("dual_clip", "mismatch_cap"):
+                continue
+            number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+            if not number or (low is not None and (value <= low if strict else value < low)):
+                bound = "" if low is None else f" {'>' if strict else '>='} {low:g}"
+                raise ValueError(f"want {field} a finite number{bound}; got {value!r}")
+
+    @classmethod
+    def preset(cls, name: str) -> "Objective":
+        """The objective of a published algorithm; `ALGORITHMS` lists the names."""
+        return algorithm(name).objective
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An objective and what the algorithm does around it.
+
+    reduction        the normaliser, see `token_weights`
+    normalize_std    whether advantages are divided by the group's standard deviation
+    demonstrations   "none"; "group": one member of each group is a demonstration; "apart": trained on beside the
+                     group, outside its statistics, with denominators of its own; "only": no rollouts at all
+    """
+
+    objective: Objective
+    reduction: Reduction = "token"
+    normalize_std: bool = True
+    demonstrations: Literal["none", "group", "apart", "only"] = "group"
+
+
+def _grpo(reduction: Reduction, normalize_std: bool = True, **fields: float) -> Algorithm:
+    return Algorithm(Objective("clip", "none", gamma=0.0, **fields), reduction, normalize_std, "none")  # type: ignore[arg-type]
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "rlplus": Algorithm(Objective()),
+    "rlplus-official": Algorithm(Objective(entropy_coef=1e-3), "official", normalize_std=False),
+    "rlplus-no-eba": Algorithm(Objective(gamma=0.0)),
+    "rlplus-no-mis": Algorithm(Objective(external="omega")),
+    "rlplus-proxy": Algorithm(Objective(external="proxy", gamma=0.0)),
+    "rlplus-omega": Algorithm(Objective(external="omega", gamma=0.0)),
+    "rlplus-bayes": Algorithm(Objective(external="bayes", gamma=0.0)),
+    "luffy": Algorithm(
+        Objective(external="shaped", gamma=0.0, entropy_coef=1e-3), "official", normalize_std=False
+    ),
+    "grpo": _grpo("sequence"),
+    "grpo-sft": Algorithm(Objective(external="nll", gamma=0.0), demonstrations="apart"),
+    "dr-grpo": _grpo("constant", normalize_std=False),
+    "dapo": _grpo("token", clip_high=0.28),
+    "simplerl": _grpo("token", kl_coef=1e-3, entropy_coef=1e-3),
+    "sft": Algorithm(Objective(external="nll", gamma=0.0), demonstrations="only"),
+}
+
+
+def algorithm(name: str) -> Algorithm:
+    """The algorithm of that name; ValueError names the nearest one."""
+    _check_name("algorithm", name, tuple(ALGORITHMS))
+    return ALGORITHMS[name]

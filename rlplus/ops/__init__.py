@@ -1,0 +1,194 @@
+"""The public operations on a language-model head: policy loss and logprobs without the full logits."""
+
+import os
+from difflib import get_close_matches
+from math import isfinite
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlplus.objective import MISMATCH_STATS, STATS, Objective
+from rlplus.objective.inputs import check_constants, check_tensor, check_values, check_weights, describe
+from rlplus.ops import library, reference
+from rlplus.ops.chunked import Head
+
+BACKENDS = ("reference", "torch")
+MAX_SCRATCH_MB = 1250.0
+
+
+class PolicyLoss(NamedTuple):
+    """loss: 0-d, differentiable in hidden, weight and bias. The others are detached.
+
+    logprob, entropy (...): of every row, in nats, fp32 (fp64 for fp64 inputs); logprob is NaN where the target is no
+    token. stats: 0-d sums and counts, which add up over micro-batches and ranks.
+    """
+
+    loss: Tensor
+    logprob: Tensor
+    entropy: Tensor
+    stats: dict[str, Tensor]
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    old_logprob: Tensor | None,
+    advantage: Tensor,
+    token_weight: Tensor,
+    external: Tensor,
+    behavior_logprob: Tensor | None = None,
+    ref_logprob: Tensor | None = None,
+    engine_logprob: Tensor | None = None,
+    entropy_weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    objective: Objective | None = None,
+    grad_filter: float = 0.0,
+    max_scratch_mb: float | None = None,
+    backend: str = "auto",
+) -> PolicyLoss:
+    """The RL-PLUS loss (eq. 7, or another `objective`; None means `Objective()`) straight from the head's inputs.
+
+    hidden (..., H) and weight (V, H), bias (V,) or None: one floating dtype; target (...) int64.
+    logits = (hidden weight^T + bias) / temperature, accumulated and kept in fp32 (fp64 for fp64 inputs).
+    Per token (...): external bool; the others floating. loss = sum of token_weight * token loss, see `token_weights`.
+      old_logprob        under the policy that sampled; None = the current policy (one update per batch)
+      behavior_logprob   under the demonstrations' author, when known
+      ref_logprob, engine_logprob   needed by objective.kl_coef and objective.mismatch_cap
+      entropy_weight     weights of the entropy bonus; None = token_weight
+    Rows of weight 0 are left out by selection: their contents, NaN included, change no bit of loss and gradients,
+    and their target may be anything.
+
+    grad_filter        drop, per chunk, the smallest rows of the backward pass while their summed L1 mass stays within
+                       this share of the whole; refused with an entropy bonus
+    max_scratch_mb     memory for logits, 10^6 bytes; None = 1250
+    backend            "auto", "torch" or "reference"; the environment variable RLPLUS_BACKEND replaces "auto"
+
+    Differentiable once. Raises ValueError for wrong shapes, dtypes, devices, options and (on the CPU; elsewhere
+    asserted on the device) for targets outside [0, V) and non-finite weights.
+    """
+    objective = Objective() if objective is None else objective
+    head = _head(hidden, weight, target, bias, temperature)
+    inputs = {
+        "advantage": advantage,
+        "token_weight": token_weight,
+        "external": external,
+        "old_logprob": old_logprob,
+        "behavior_logprob": behavior_logprob,
+        "ref_logprob": ref_logprob,
+        "engine_logprob": engine_logprob,
+        "entropy_weight": entropy_weight,
+    }
+    constants = check_constants(inputs, target.shape, hidden.device, head.dtype, objective)
+    if not 0 <= grad_filter < 1:
+        raise ValueError(f"want grad_filter in [0, 1); got {grad_filter}")
+    if grad_filter and objective.entropy_coef:
+        raise ValueError(f"want grad_filter 0 with an entropy bonus (its gradient is not bounded by 1 - p); got {grad_filter}")
+    scratch = _scratch_bytes(max_scratch_mb)
+    if resolve_backend(backend) == "reference":
+        check_weights(constants)
+        counted = constants.token_weight != 0
+        if constants.entropy_weight is not None and objective.entropy_coef:
+            counted = counted | (constants.entropy_weight != 0)
+        library.check_targets(head.target, counted, len(weight))
+        loss, logprob, entropy, stats = reference.linear_policy_loss(head, constants, objective, grad_filter)
+    else:
+        grad = torch.is_grad_enabled()
+        needs = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+        loss, logprob, entropy, sums, *_ = library.linear_policy_loss(
+            head.hidden, weight, bias, head.target, list(constants), *library.encode(objective),
+            head.temperature, float(grad_filter), scratch, needs,
+        )  # fmt: skip
+        names = STATS if engine_logprob is None else STATS + MISMATCH_STATS
+        stats = dict(zip(names, sums.detach().unbind(), strict=True))
+    return PolicyLoss(loss, logprob.detach().view(target.shape), entropy.detach().view(target.shape), stats)
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    max_scratch_mb: float | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """logprob and entropy (...) in nats, fp32 (fp64 for fp64 inputs), both differentiable once.
+
+    hidden (..., H), weight (V, H), bias (V,) or None of one floating dtype; target (...) int64 in [0, V).
+    logits = (hidden weight^T + bias) / temperature. Options and errors as in `linear_policy_loss`.
+    """
+    head = _head(hidden, weight, target, bias, temperature)
+    scratch = _scratch_bytes(max_scratch_mb)
+    if resolve_backend(backend) == "reference":
+        library.check_targets(head.target, torch.ones_like(head.target, dtype=torch.bool), len(weight))
+        logprob, entropy = reference.logprob_and_entropy(head)
+    else:
+        logprob, entropy = library.linear_logprob(*head, scratch)
+    return logprob.view(target.shape), entropy.view(target.shape)
+
+
+class RLPlusLoss(nn.Module):
+    """`linear_policy_loss` as a module: options are given once, tensors at each call.
+
+    objective: an `Objective` or a preset's name; options: keyword arguments of `linear_policy_loss` that hold for
+    every call, such as temperature, max_scratch_mb, backend.
+    """
+
+    def __init__(self, objective: str | Objective = "rlplus", **options: Any) -> None:
+        super().__init__()
+        self.objective = Objective.preset(objective) if isinstance(objective, str) else objective
+        known = ("temperature", "grad_filter", "max_scratch_mb", "backend")
+        for name in options:
+            if name not in known:
+                near = get_close_matches(name, known, n=1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise ValueError(f"want options among {', '.join(known)}; got {name!r}{hint}")
+        self.options = options
+
+    def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, **inputs: Any) -> PolicyLoss:
+        """hidden (..., H), weight (V, H), target (...) and the per-token inputs of `linear_policy_loss`."""
+        return linear_policy_loss(hidden, weight, target, objective=self.objective, **(self.options | inputs))
+
+    def extra_repr(self) -> str:
+        return ", ".join([repr(self.objective), *(f"{k}={v!r}" for k, v in self.options.items())])
+
+
+@torch.compiler.assume_constant_result
+def resolve_backend(name: str) -> str:
+    """The backend that runs; ValueError says what there is."""
+    if name == "auto":
+        name = os.environ.get("RLPLUS_BACKEND", "auto")
+    if name == "auto":
+        return "torch"
+    if name not in BACKENDS:
+        raise ValueError(f"want backend 'auto' or one of {', '.join(BACKENDS)}; got {name!r}")
+    return name
+
+
+def _scratch_bytes(max_scratch_mb: float | None) -> float:
+    mb = MAX_SCRATCH_MB if max_scratch_mb is None else max_scratch_mb
+    if not mb > 0:
+        raise ValueError(f"want max_scratch_mb > 0; got {max_scratch_mb}")
+    return mb * 1e6
+
+
+def _head(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, temperature: float) -> Head:
+    tensors = all(isinstance(t, Tensor) for t in (hidden, weight, target))
+    if not tensors or hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or not len(weight):
+        raise ValueError(f"want hidden (..., H) and weight (V, H), V > 0; got {describe(hidden)} and {describe(weight)}")
+    if not hidden.is_floating_point() or weight.dtype != hidden.dtype or weight.device != hidden.device:
+        raise ValueError(f"want hidden and weight of one floating dtype and device; got {describe(hidden)}, {describe(weight)}")
+    check_tensor("target", target, hidden.shape[:-1], hidden.device, dtype=torch.int64)
+    if bias is not None:
+        check_tensor("bias", bias, weight.shape[:1], hidden.device, dtype=hidden.dtype)
+    if not (isinstance(temperature, int | float) and temperature > 0 and isfinite(temperature)):
+        raise ValueError(f"want temperature a finite number > 0; got {temperature!r}")
+    return Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1), float(temperature))
+
+
+__all__ = ["BACKENDS", "MAX_SCRATCH_MB", "PolicyLoss", "RLPlusLoss", "linear_logprob", "linear_policy_loss"]

@@ -1,0 +1,200 @@
+"""The `torch` backend: chunks of tokens, one pass, three GEMMs, any device; the full logits never exist.
+
+Per chunk: logits in fp32 (fp64 for fp64 inputs), log-softmax in place, logprob and entropy of every row, the
+objective, the logits' gradient written over the logits, and the two GEMMs that take it to hidden and weight.
+
+Scratch: two buffers (rows, V) of the accumulation dtype, so rows = max_scratch_mb * 10^6 / (8 V) in fp32. On a GPU
+with half-precision inputs a third, of the gradient in that dtype. The dW accumulator (V, H) is not counted.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
+
+FLOOR = -1e30  # stands in for log 0: exp(FLOOR) = 0, yet 0 * FLOOR is not NaN
+VOCABULARY_BLOCK = 8192  # rows of a half-precision weight that are widened at a time where no mixed GEMM exists
+
+
+class Head(NamedTuple):
+    """hidden (N, H), weight (V, H), bias (V,) or None, target (N,) int64; logits = (hidden weight^T + bias) / T."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    temperature: float
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of logits, statistics and accumulators."""
+        return torch.promote_types(self.hidden.dtype, torch.float32)
+
+
+class Gradients(NamedTuple):
+    """What is wanted of dhidden (N, H), dweight (V, H), dbias (V,); the others have no elements.
+
+    Those of weight and bias are sums over chunks, so they accumulate in fp32 (fp64) and are rounded once.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+
+    @classmethod
+    def zeros(cls, head: Head, needs: list[bool]) -> "Gradients":
+        kinds = ((head.hidden.shape, head.hidden.dtype), (head.weight.shape, head.dtype), (head.weight.shape[:1], head.dtype))
+        wanted = zip(kinds, needs, strict=True)
+        return cls(*(head.hidden.new_zeros(shape if need else (0,), dtype=dtype) for (shape, dtype), need in wanted))
+
+    def finish(self, head: Head) -> tuple[Tensor, Tensor, Tensor]:
+        return tuple(g.to(head.hidden.dtype) for g in self)  # type: ignore[return-value]
+
+
+def policy_loss(
+    head: Head, constants: TokenConstants, objective: Objective, grad_filter: float, scratch_bytes: float, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed."""
+    N, dtype = len(head.target), head.dtype
+    logprob, entropy = (head.hidden.new_empty(N, dtype=dtype) for _ in range(2))
+    loss = head.hidden.new_zeros((), dtype=dtype)
+    names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
+    stats = head.hidden.new_zeros(len(names), dtype=dtype)
+    grads = Gradients.zeros(head, needs)
+    for rows in _chunks(head, scratch_bytes):
+        part = TokenConstants(*(None if x is None else x[rows] for x in constants))
+        logp, p, logprob[rows], entropy[rows] = _statistics(head, rows)
+        out = token_loss(logprob[rows], entropy[rows], part, objective)
+        loss += out.loss
+        stats += torch.stack(list(out.stats.values()))
+        if any(needs):
+            dlogprob = drop_smallest(out.dlogprob, logprob[rows], grad_filter)
+            dentropy = out.dentropy if objective.entropy_coef else None
+            _backward(head, rows, logp, p, dlogprob, dentropy, entropy[rows], grads)
+    return loss, logprob, entropy, stats, grads.finish(head)
+
+
+def logprob(head: Head, scratch_bytes: float) -> tuple[Tensor, Tensor]:
+    """-> logprob (N,), entropy (N,)."""
+    logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
+    for rows in _chunks(head, scratch_bytes):
+        _, _, logprob[rows], entropy[rows] = _statistics(head, rows)
+    return logprob, entropy
+
+
+def logprob_backward(
+    head: Head, dlogprob: Tensor, dentropy: Tensor, scratch_bytes: float, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of sum(dlogprob * logprob + dentropy * entropy); recomputes the logits."""
+    grads = Gradients.zeros(head, needs)
+    for rows in _chunks(head, scratch_bytes):
+        logp, p, _, entropy = _statistics(head, rows)
+        _backward(head, rows, logp, p, dlogprob[rows], dentropy[rows], entropy, grads)
+    return grads.finish(head)
+
+
+def drop_smallest(dlogprob: Tensor, logprob: Tensor, grad_filter: float) -> Tensor:
+    """Zero the smallest rows while their summed L1 mass, 2 |dlogprob| (1 - p) each, stays <= grad_filter of the whole.
+
+    Hence the L1 norm of the change of the logits' gradient is at most grad_filter of its L1 norm.
+    """
+    if not grad_filter:
+        return dlogprob
+    # A row whose mass is exactly 0 costs nothing to drop; one without a gradient may hold a NaN logprob.
+    mass = torch.where(dlogprob == 0, 0.0, 2 * dlogprob.abs() * -torch.expm1(logprob.clamp(max=0.0)))
+    order = mass.argsort()
+    small = mass[order].cumsum(0) <= grad_filter * mass.sum()
+    return dlogprob.masked_fill(torch.zeros_like(small).scatter(0, order, small), 0.0)
+
+
+def _chunks(head: Head, scratch_bytes: float) -> Iterator[slice]:
+    N, V = len(head.target), len(head.weight)
+    bytes_per_row = V * 2 * head.dtype.itemsize
+    if head.hidden.is_cuda and head.hidden.dtype != head.dtype:
+        bytes_per_row += V * head.hidden.dtype.itemsize
+    rows = max(1, int(scratch_bytes // bytes_per_row))
+    return (slice(start, min(start + rows, N)) for start in range(0, N, rows))
+
+
+def _statistics(head: Head, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log p (n, V), p (n, V), logprob (n,), entropy (n,) of a chunk; logprob is NaN where the target is no token."""
+    z = _logits(head.hidden[rows], head)
+    if head.bias is not None:
+        z += head.bias
+    if head.temperature != 1.0:
+        z /= head.temperature
+    z -= z.amax(-1, keepdim=True)
+    p = z.exp()
+    logp = z.sub_(p.sum(-1, keepdim=True).log()).clamp_(min=FLOOR)
+    torch.exp(logp, out=p)
+    entropy = -torch.bmm(p.unsqueeze(1), logp.unsqueeze(2)).view(-1)
+    target = head.target[rows]
+    known = (target >= 0) & (target < logp.shape[1])
+    logprob = logp.gather(1, target.where(known, 0)[:, None]).squeeze(1)
+    return logp, p, logprob.masked_fill(~known, torch.nan), entropy
+
+
+def _backward(
+    head: Head, rows: slice, logp: Tensor, p: Tensor, dlogprob: Tensor, dentropy: Tensor | None, entropy: Tensor, grads: Gradients
+) -> None:
+    """Write dlogprob (onehot - p) - dentropy p (log p + entropy) over logp and add the chunk to the gradients."""
+    active = dlogprob != 0
+    c = dlogprob / head.temperature
+    if dentropy is None:
+        dz = torch.mul(p, -c[:, None], out=logp)
+    else:
+        active |= dentropy != 0
+        dz = logp.add_(entropy[:, None]).mul_(-dentropy[:, None] / head.temperature).sub_(c[:, None]).mul_(p)
+    hit = head.target[rows].clamp(0, logp.shape[1] - 1)
+    dz.scatter_add_(1, hit[:, None], c[:, None])
+    hidden = head.hidden[rows]
+    keep: Tensor | slice = rows
+    if dz.device.type == "cpu":  # leave rows without a gradient out of the GEMMs; p's memory is free by now
+        index = active.nonzero().squeeze(1)
+        if len(index) < len(active):
+            dz, hidden = torch.index_select(dz, 0, index, out=p[: len(index)]), hidden[index]
+            keep = index + rows.start
+    else:  # counting them would wait for the device
+        dz, hidden = dz.masked_fill_(~active[:, None], 0.0), hidden.masked_fill(~active[:, None], 0.0)
+    if grads.hidden.numel():
+        grads.hidden[keep] = _dhidden(dz, head).to(grads.hidden.dtype)
+    if grads.weight.numel():
+        _add_dweight(grads.weight, dz, hidden)
+    if grads.bias.numel():
+        grads.bias.add_(dz.sum(0))
+
+
+def _mixed(head: Head) -> bool:
+    """Whether half-precision inputs go into GEMMs that accumulate and return fp32, which CUDA has and the CPU not."""
+    return head.hidden.is_cuda and head.hidden.dtype != head.dtype
+
+
+def _blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    step = len(weight) if weight.dtype == dtype else VOCABULARY_BLOCK
+    for start in range(0, len(weight), step):
+        yield slice(start, start + step), weight[start : start + step].to(dtype)
+
+
+def _logits(hidden: Tensor, head: Head) -> Tensor:
+    if _mixed(head):
+        return torch.mm(hidden, head.weight.t(), out_dtype=head.dtype)
+    hidden, z = hidden.to(head.dtype), hidden.new_empty(len(hidden), len(head.weight), dtype=head.dtype)
+    for v, block in _blocks(head.weight, head.dtype):
+        torch.mm(hidden, block.t(), out=z[:, v])
+    return z
+
+
+def _dhidden(dz: Tensor, head: Head) -> Tensor:
+    if _mixed(head):
+        return torch.mm(dz.to(head.hidden.dtype), head.weight, out_dtype=head.dtype)
+    return sum(dz[:, v] @ block for v, block in _blocks(head.weight, head.dtype))  # type: ignore[return-value]
+
+
+def _add_dweight(dweight: Tensor, dz: Tensor, hidden: Tensor) -> None:
+    if dz.is_cuda and hidden.dtype != dz.dtype:
+        dweight += torch.mm(dz.to(hidden.dtype).t(), hidden, out_dtype=dz.dtype)
+    else:
+        dweight.addmm_(dz.t(), hidden.to(dz.dtype))

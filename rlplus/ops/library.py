@@ -1,0 +1,140 @@
+"""The fused operations as torch sees them: custom ops with fake versions and gradients.
+
+The policy loss computes its gradients in the forward pass and hands them out in the backward pass, scaled.
+"""
+
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
+from rlplus.objective.inputs import check_values, check_weights
+from rlplus.ops import chunked
+from rlplus.ops.chunked import Head
+
+COEFFICIENTS = ("gamma", "kappa", "clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_coef", "mismatch_cap")
+
+
+def encode(objective: Objective) -> tuple[str, list[float]]:
+    """An objective in the types that a torch op takes; None becomes inf."""
+    values = [getattr(objective, name) for name in COEFFICIENTS]
+    return f"{objective.internal}/{objective.external}", [inf if v is None else float(v) for v in values]
+
+
+def decode(surrogates: str, coefficients: Sequence[float]) -> Objective:
+    internal, external = surrogates.split("/")
+    values = {name: None if v == inf else v for name, v in zip(COEFFICIENTS, coefficients, strict=True)}
+    return Objective(internal, external, **values)  # type: ignore[arg-type]
+
+
+def check_targets(target: Tensor, counted: Tensor, V: int) -> None:
+    check_values(
+        ((target >= 0) & (target < V)) | ~counted,
+        f"want target in [0, {V}) wherever the token's weight is not 0; got a value outside",
+    )
+
+
+@torch.library.custom_op("rlplus::linear_policy_loss", mutates_args=())
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    constants: Sequence[Tensor | None],
+    surrogates: str,
+    coefficients: Sequence[float],
+    temperature: float,
+    grad_filter: float,
+    scratch_bytes: float,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """-> loss, logprob, entropy, stats, dhidden, dweight, dbias (without elements where not needed)."""
+    row, objective = TokenConstants(*constants), decode(surrogates, coefficients)  # type: ignore[arg-type]
+    check_weights(row)
+    counted = row.token_weight != 0
+    if row.entropy_weight is not None and objective.entropy_coef:
+        counted = counted | (row.entropy_weight != 0)
+    check_targets(target, counted, len(weight))
+    head = Head(hidden, weight, bias, target, temperature)
+    loss, logprob, entropy, stats, grads = chunked.policy_loss(
+        head, row, objective, grad_filter, scratch_bytes, list(needs)
+    )
+    return loss, logprob, entropy, stats, *grads
+
+
+@linear_policy_loss.register_fake
+def _(hidden, weight, bias, target, constants, surrogates, coefficients, temperature, grad_filter, scratch_bytes, needs):  # type: ignore[no-untyped-def]
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    names = STATS if TokenConstants(*constants).engine_logprob is None else STATS + MISMATCH_STATS
+    rows = (hidden.new_empty(len(target), dtype=dtype) for _ in range(2))
+    wanted = zip((hidden.shape, weight.shape, weight.shape[:1]), needs, strict=True)
+    grads = (hidden.new_empty(shape if need else (0,)) for shape, need in wanted)
+    return hidden.new_empty((), dtype=dtype), *rows, hidden.new_empty(len(names), dtype=dtype), *grads
+
+
+def _keep_gradients(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(*output[4:])
+
+
+def _scale_gradients(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    grads = (g * grad_loss.to(g.dtype) if g.numel() else None for g in ctx.saved_tensors)
+    return *grads, *(None,) * 8
+
+
+linear_policy_loss.register_autograd(_scale_gradients, setup_context=_keep_gradients)
+
+
+@torch.library.custom_op("rlplus::linear_logprob", mutates_args=())
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: float, scratch_bytes: float
+) -> tuple[Tensor, Tensor]:
+    """-> logprob (N,), entropy (N,)."""
+    check_targets(target, torch.ones_like(target, dtype=torch.bool), len(weight))
+    return chunked.logprob(Head(hidden, weight, bias, target, temperature), scratch_bytes)
+
+
+@linear_logprob.register_fake
+def _(hidden, weight, bias, target, temperature, scratch_bytes):  # type: ignore[no-untyped-def]
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    return hidden.new_empty(len(target), dtype=dtype), hidden.new_empty(len(target), dtype=dtype)
+
+
+@torch.library.custom_op("rlplus::linear_logprob_backward", mutates_args=())
+def linear_logprob_backward(
+    dlogprob: Tensor,
+    dentropy: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    temperature: float,
+    scratch_bytes: float,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    head = Head(hidden, weight, bias, target, temperature)
+    return chunked.logprob_backward(head, dlogprob, dentropy, scratch_bytes, list(needs))
+
+
+@linear_logprob_backward.register_fake
+def _(dlogprob, dentropy, hidden, weight, bias, target, temperature, scratch_bytes, needs):  # type: ignore[no-untyped-def]
+    wanted = zip((hidden.shape, weight.shape, weight.shape[:1]), needs, strict=True)
+    return tuple(hidden.new_empty(shape if need else (0,)) for shape, need in wanted)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:
+    *tensors, ctx.temperature, ctx.scratch_bytes = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _recompute(ctx: Any, dlogprob: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:
+    needs = list(ctx.needs_input_grad[:3])
+    grads = linear_logprob_backward(
+        dlogprob, dentropy, *ctx.saved_tensors, ctx.temperature, ctx.scratch_bytes, needs
+    )
+    return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None
+
+
+linear_logprob.register_autograd(_recompute, setup_context=_keep_inputs)

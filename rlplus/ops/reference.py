@@ -1,0 +1,39 @@
+"""The `reference` backend: whole logits, autograd, nothing clever. For tests and small inputs; exact in fp64."""
+
+import torch
+from torch import Tensor
+
+from rlplus.objective import Objective, TokenConstants, policy_loss, token_loss
+from rlplus.ops.chunked import FLOOR, Head, drop_smallest
+
+
+def logprob_and_entropy(head: Head) -> tuple[Tensor, Tensor]:
+    """-> logprob (N,), NaN where the target is no token, and entropy (N,), in nats; differentiable."""
+    logits = head.hidden.to(head.dtype) @ head.weight.to(head.dtype).T
+    if head.bias is not None:
+        logits = logits + head.bias
+    logp = (logits / head.temperature).log_softmax(-1).clamp(min=FLOOR)
+    known = (head.target >= 0) & (head.target < len(head.weight))
+    logprob = logp.gather(1, head.target.where(known, 0)[:, None]).squeeze(1)
+    return torch.where(known, logprob, torch.nan), -(logp.exp() * logp).sum(-1)
+
+
+def linear_policy_loss(
+    head: Head, constants: TokenConstants, objective: Objective, grad_filter: float
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """-> loss (differentiable), logprob (N,), entropy (N,), stats."""
+    with torch.no_grad():
+        logprob, entropy = logprob_and_entropy(head)
+        row = token_loss(logprob, entropy, constants, objective)
+    counts = constants.token_weight != 0
+    if constants.entropy_weight is not None and objective.entropy_coef:
+        counts = counts | (constants.entropy_weight != 0)
+    # Rows that don't count enter the differentiated pass as zeros: no gradient can come from what stood there.
+    clean = head._replace(
+        hidden=torch.where(counts[:, None], head.hidden, 0.0), target=torch.where(counts, head.target, 0)
+    )
+    live_logprob, live_entropy = logprob_and_entropy(clean)
+    kept = drop_smallest(row.dlogprob, logprob, grad_filter) != 0
+    live_logprob = torch.where(kept, live_logprob, live_logprob.detach())
+    loss, stats = policy_loss(live_logprob, entropy=live_entropy, objective=objective, **constants._asdict())
+    return loss, logprob, entropy, stats
