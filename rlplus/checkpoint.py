@@ -1,0 +1,111 @@
+"""Checkpoints that are complete or not there, and that resume exactly.
+
+    checkpoints/latest            the name of the newest complete checkpoint
+    checkpoints/step-000050/      DeepSpeed's shards, rng-<rank>.pt, state.json
+    checkpoints/saving/           one that is being written, or was when the process died
+
+A checkpoint is written under the name `saving`, flushed to the disk, renamed, and only then named in `latest`.
+Loading unpickles (DeepSpeed's format does): load only checkpoints that you wrote yourself.
+"""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+SAVING = "saving"
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest complete checkpoint under `folder`, or None."""
+    pointer = folder / "latest"
+    if not pointer.is_file():
+        return None
+    checkpoint = folder / pointer.read_text().strip()
+    if not (checkpoint / "state.json").is_file():
+        raise ValueError(f"{pointer} names {checkpoint.name}, which is not there or not complete")
+    return checkpoint
+
+
+def save(engine: Any, folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
+    """Write the DeepSpeed engine, every rank's random state and `state` (JSON) as step `step`; keep the newest `keep`.
+
+    Called by all ranks. Raises OSError (a full disk, say) with the previous checkpoint intact.
+    """
+    final, saving = folder / f"step-{step:06d}", folder / SAVING
+    if latest(folder) == final:
+        return final
+    main = dist.get_rank() == 0
+    if main:
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in (saving, final):  # `final` without a pointer: the process died between rename and pointer
+            if leftover.exists():
+                shutil.rmtree(leftover)
+    dist.barrier()
+    try:
+        engine.save_checkpoint(str(folder), tag=SAVING, save_latest=False)
+        torch.save(_random_state(), saving / f"rng-{dist.get_rank()}.pt")
+    except (OSError, RuntimeError) as error:
+        raise OSError(f"could not write the checkpoint of step {step} under {saving}: {error}") from error
+    dist.barrier()
+    if main:
+        (saving / "state.json").write_text(json.dumps(state | {"step": step, "world_size": dist.get_world_size()}))
+        for path in (*saving.rglob("*"), saving):
+            _flush(path)
+        saving.rename(final)
+        pointer = folder / "latest.new"
+        pointer.write_text(final.name)
+        _flush(pointer)
+        pointer.replace(folder / "latest")
+        _flush(folder)
+        for old in sorted(folder.glob("step-*"))[:-keep]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return final
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The JSON state of a checkpoint: `save`'s `state`, "step" and "world_size"."""
+    state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
+    return state
+
+
+def load(engine: Any, checkpoint: Path) -> None:
+    """Restore the DeepSpeed engine and this rank's random state; ValueError when the number of ranks differs."""
+    saved = read_state(checkpoint)["world_size"]
+    if saved != dist.get_world_size():
+        raise ValueError(f"{checkpoint} was written by {saved} ranks: want as many to resume; got {dist.get_world_size()}")
+    path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    if path is None:
+        raise ValueError(f"DeepSpeed found no checkpoint in {checkpoint}")
+    _set_random_state(torch.load(checkpoint / f"rng-{dist.get_rank()}.pt", weights_only=False))
+
+
+def _random_state() -> dict[str, Any]:
+    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _flush(path: Path) -> None:
+    """Force a file's contents, or a folder's list of names, onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

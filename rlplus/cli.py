@@ -1,0 +1,93 @@
+"""The command line: rlplus train | eval | report | demo."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from rlplus import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; errors of the user's making end in one message and exit status 2, not in a traceback."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    _quiet_imports()
+    try:
+        return int(args.run(args) or 0)
+    except (ValueError, OSError) as error:
+        print(f"rlplus {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rlplus", description="RL-PLUS for language models, with fused losses.")
+    parser.add_argument("--version", action="version", version=f"rlplus {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    train = commands.add_parser("train", help="train as a configuration file says")
+    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in output_dir")
+    train.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the DeepSpeed launcher's
+    train.set_defaults(run=_train)
+
+    evaluate = commands.add_parser("eval", help="pass@1 and pass@k of a model on a configuration's evaluation data")
+    evaluate.add_argument("--model", help="Hugging Face folder; default: output_dir/model, the run's result")
+    evaluate.add_argument("--output", help="JSON file for the result; default: output_dir/evaluation.json")
+    evaluate.set_defaults(run=_eval)
+
+    for command in (train, evaluate):
+        command.add_argument("config", help="YAML file, such as configs/gsm8k-tiny.yaml")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.lr=1e-6")
+
+    report = commands.add_parser("report", help="curves and tables of runs as one HTML file")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="output folders of runs")
+    report.add_argument("-o", "--output", default="report.html", help="default: report.html")
+    report.set_defaults(run=_report)
+
+    demo = commands.add_parser("demo", help="train a small model with GRPO and RL-PLUS and compare them")
+    demo.add_argument("--seeds", type=int, default=1, help="how many seeds, from 0 on; default 1")
+    demo.add_argument("--output", default="runs/demo", help="default: runs/demo")
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _quiet_imports() -> None:
+    """Keep libraries' banners off the terminal, and DeepSpeed from searching for accelerators where there is none."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def _train(args: argparse.Namespace) -> None:
+    from rlplus.config import load_config
+    from rlplus.evaluation import evaluate_run
+
+    config = load_config(args.config, args.overrides)
+    from rlplus.trainer import train
+
+    train(config, resume=args.resume, evaluate=evaluate_run)
+
+
+def _eval(args: argparse.Namespace) -> None:
+    from rlplus.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    from rlplus.evaluation import evaluate_model
+
+    evaluate_model(config, args.model, args.output)
+
+
+def _report(args: argparse.Namespace) -> None:
+    from rlplus.report import report_runs
+
+    report_runs(args.runs, args.output)
+
+
+def _demo(args: argparse.Namespace) -> None:
+    from rlplus.demo import run_demo
+
+    run_demo(args.output, seeds=args.seeds)

@@ -1,0 +1,6 @@
+"""Training with DeepSpeed: one readable loop (`loop.py`) and its parts."""
+
+from rlplus.trainer.loop import Evaluate, train
+from rlplus.trainer.run import Run
+
+__all__ = ["Evaluate", "Run", "train"]

@@ -1,0 +1,78 @@
+"""The training loop: sync, generate, score, weigh, update, log, save. Everything it calls fits on a page each."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rlplus import checkpoint
+from rlplus.config import Config
+from rlplus.trainer.batch import generate, make_micro_batches, score, set_advantages
+from rlplus.trainer.metrics import Tally, tally_mismatch, tally_samples, tally_update
+from rlplus.trainer.run import Run
+
+Evaluate = Callable[[Run], dict[str, float]]
+
+
+def train(config: Config, *, resume: bool = False, evaluate: Evaluate | None = None) -> Path:
+    """Train as `config` says; every rank calls it. Returns the output folder.
+
+    output_dir/ receives config.yaml, metrics.jsonl, tensorboard/, checkpoints/ and, at the end, model/ (Hugging Face).
+    resume: go on from the newest checkpoint (from the start when there is none). evaluate: called on rank 0 every
+    `evaluation.every` steps with the engine holding the step's weights; its numbers are logged.
+    SIGINT and SIGTERM let the step end, write a checkpoint and return. Raises ValueError for what the configuration or
+    the data have wrong, RuntimeError when training or engine go astray.
+    """
+    with Run(config, resume) as run:
+        algorithm, objective = run.algorithm, run.algorithm.objective
+        while not run.finished:
+            tally = Tally()
+
+            # The engine samples from exactly the weights that are about to be trained.
+            with tally.time("sync"):
+                run.rollout.push_weights(run.policy.weights(), version=run.step)
+            if evaluate is not None and run.evaluation_due:
+                with tally.time("evaluate"):
+                    run.evaluate(evaluate, tally)
+
+            # Groups: G rollouts a prompt, or G - 1 and a demonstration. Each rank has prompts of its own.
+            examples = run.next_examples()
+            with tally.time("generate"):
+                samples = generate(run.rollout, examples, algorithm, config, run.generation_seed())
+            with tally.time("score"):
+                statuses = score(samples, examples, run.scorer, run.decode)
+            set_advantages(samples, algorithm)
+            tally_samples(tally, samples, statuses)
+            generated = sum(len(s.response) for s in samples if not s.external)
+
+            # Mini-batches of whole groups, each one optimiser step.
+            with tally.time("pack"):
+                updates = [
+                    make_micro_batches(part, algorithm, config, run.pad_id, run.policy.device)
+                    for part in run.split(samples)
+                ]
+            with tally.time("old_logprob"):
+                for batch in (batch for batches in updates for batch in batches):
+                    # With one update a batch, its own forward pass is the old policy: nothing to compute here.
+                    if len(updates) > 1:
+                        batch.old_logprob = run.policy.logprob(batch)
+                        tally_mismatch(tally, batch.old_logprob, batch.engine_logprob)
+                    if objective.kl_coef:
+                        batch.ref_logprob = run.policy.logprob(batch, reference=True)
+            with tally.time("update"):
+                for batches in updates:
+                    if not batches:  # no sample of any rank has a gradient
+                        continue
+                    outputs, applied = run.policy.update(batches)
+                    run.count_nonfinite(applied)
+                    tally_update(tally, outputs, run.policy.grad_norm, run.policy.lr, applied)
+                    if len(updates) == 1:
+                        for batch, out in zip(batches, outputs, strict=True):
+                            tally_mismatch(tally, out.logprob, batch.engine_logprob)
+
+            metrics = run.end_step(tally, generated)
+            run.check_mismatch(metrics)
+            if run.checkpoint_due:
+                run.save_checkpoint()
+        if not run.interrupted:
+            run.policy.export(str(run.folder / "model"))
+            run.save_tokenizer()
+        return run.folder

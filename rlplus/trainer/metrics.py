@@ -1,0 +1,182 @@
+"""What a step saw, over all ranks, to the terminal, metrics.jsonl and TensorBoard."""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+
+from rlplus.data import Sample
+from rlplus.ops import PolicyLoss
+
+PLAIN_SECONDS = 10.0  # without a terminal: a line at most this often
+
+
+class Tally:
+    """Means and maxima of one step, over all ranks."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+        self.means: dict[str, list[float]] = {}
+        self.maxima: dict[str, float] = {}
+
+    def mean(self, name: str, total: float, count: float = 1.0) -> None:
+        entry = self.means.setdefault(name, [0.0, 0.0])
+        entry[0] += float(total)
+        entry[1] += float(count)
+
+    def maximum(self, name: str, value: float) -> None:
+        self.maxima[name] = max(float(value), self.maxima.get(name, float(value)))
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        """Seconds of a phase, as time/<phase>: those of the slowest rank."""
+        start = time.perf_counter()
+        yield
+        name = f"time/{phase}"
+        self.maxima[name] = self.maxima.get(name, 0.0) + time.perf_counter() - start
+
+    def reduce(self) -> dict[str, float]:
+        """All ranks' together; a mean of nothing is left out."""
+        self.maxima["time/step"] = time.perf_counter() - self.started
+        ranks: list[tuple[dict, dict]] = [({}, {})] * dist.get_world_size()
+        dist.all_gather_object(ranks, (self.means, self.maxima))
+        whole = Tally()
+        for means, maxima in ranks:
+            for name, (total, count) in means.items():
+                whole.mean(name, total, count)
+            for name, value in maxima.items():
+                whole.maximum(name, value)
+        return {name: total / count for name, (total, count) in whole.means.items() if count} | whole.maxima
+
+
+def tally_samples(tally: Tally, samples: Sequence[Sample], statuses: Sequence[str]) -> None:
+    """Rewards, lengths and how many groups were solved by all or none of their rollouts."""
+    groups: dict[int, list[float]] = {}
+    for sample, status in zip(samples, statuses, strict=True):
+        tally.mean("reward/mean", sample.reward)
+        tally.mean("reward/external" if sample.external else "reward/internal", sample.reward)
+        if not sample.external:
+            groups.setdefault(sample.group, []).append(sample.reward)
+            tally.mean("response_length/mean", len(sample.response))
+            tally.maximum("response_length/max", len(sample.response))
+            tally.mean("response_length/clipped", sample.truncated)
+            for problem in ("unparsed", "timeout", "crash", "bad_gold"):
+                tally.mean(f"reward/{problem}", status == problem)
+    for rewards in groups.values():
+        tally.mean("batch/solve_all", min(rewards) >= 1)
+        tally.mean("batch/solve_none", max(rewards) <= 0)
+
+
+def tally_update(tally: Tally, outputs: Sequence[PolicyLoss], grad_norm: float | None, lr: float, applied: bool) -> None:
+    """The statistics of one optimiser step's micro-batches."""
+    total = {name: float(torch.stack([out.stats[name] for out in outputs]).sum()) for name in outputs[0].stats}
+    once = 1.0 if dist.get_rank() == 0 else 0.0  # losses are sums over ranks, of normalised parts
+    for name in ("loss_internal", "loss_external", "loss_kl", "loss_entropy"):
+        tally.mean(f"actor/{name}", total[name], once)
+        tally.mean("actor/loss", total[name], once if name == "loss_internal" else 0.0)
+    for metric, name, count in (
+        ("entropy", "entropy", "tokens"),
+        ("active_rows", "active_rows", "tokens"),
+        ("prob_internal", "prob_internal", "tokens_internal"),
+        ("prob_external", "prob_external", "tokens_external"),
+        ("ratio_external_mean", "ratio_external", "tokens_external"),
+        ("kl_old", "kl_old", "tokens_internal"),
+        ("clip_fraction", "clipped", "tokens_internal"),
+    ):
+        tally.mean(f"actor/{metric}", total[name], total[count])
+    tally.mean("actor/nonfinite", not applied)
+    tally.mean("actor/lr", lr)
+    if applied and grad_norm is not None:
+        tally.mean("actor/grad_norm", grad_norm)
+
+
+def tally_mismatch(tally: Tally, logprob: Tensor, engine_logprob: Tensor | None) -> None:
+    """The gap between the trainer's and the rollout engine's logprob of the same tokens (N,); NaN = not sampled."""
+    if engine_logprob is None:
+        return
+    gap = (logprob - engine_logprob)[~engine_logprob.isnan()].double()
+    if gap.numel():
+        tally.mean("mismatch/mean", float(gap.abs().sum()), gap.numel())
+        tally.mean("mismatch/outside_10pct", float((torch.expm1(gap).abs() > 0.1).sum()), gap.numel())
+        tally.maximum("mismatch/max", float(gap.abs().max()))
+
+
+class RunLog:
+    """Writes a run's metrics; only rank 0 has one that does anything.
+
+    metrics.jsonl has one object a step. Resuming at a step drops the lines after it.
+    """
+
+    def __init__(self, folder: Path, step: int, title: str, enabled: bool) -> None:
+        self.enabled = enabled
+        if not enabled:
+            return
+        self.console = Console(stderr=True)
+        self.path = folder / "metrics.jsonl"
+        kept = [line for line in _complete_lines(self.path) if json.loads(line)["step"] <= step]
+        rewritten = self.path.with_suffix(".new")
+        rewritten.write_text("".join(f"{line}\n" for line in kept))
+        rewritten.replace(self.path)
+        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self.progress = Progress(
+            TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), TaskProgressColumn(),
+            TextColumn("{task.fields[shown]}"), TimeRemainingColumn(), console=self.console,
+        )  # fmt: skip
+        self.task = self.progress.add_task(title, total=1.0, shown="")
+        self.title, self.printed = title, 0.0
+        self.progress.start()
+
+    def write(self, step: int, metrics: dict[str, float], done: float) -> None:
+        """One step's line; `done` is the share of the run that is finished."""
+        if not self.enabled:
+            return
+        with self.path.open("a") as file:
+            file.write(json.dumps({"step": step} | metrics) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # the line of a step is on the disk before its checkpoint is
+        for name, value in metrics.items():
+            self.board.add_scalar(name, value, step)
+        shown = _shown(step, metrics)
+        self.progress.update(self.task, completed=done, shown=shown)
+        if not self.console.is_terminal and time.monotonic() - self.printed > PLAIN_SECONDS:
+            self.printed = time.monotonic()
+            self.console.print(f"{self.title} {done:4.0%} {shown}", highlight=False)
+
+    def say(self, message: str) -> None:
+        if self.enabled:
+            self.console.print(message, highlight=False, markup=False)
+
+    def close(self) -> None:
+        if self.enabled:
+            self.progress.stop()
+            self.board.close()
+
+
+def _shown(step: int, metrics: dict[str, float]) -> str:
+    parts = [f"step {step}"]
+    for name, label, form in (
+        ("reward/internal", "reward", ".3f"),
+        ("response_length/mean", "length", ".0f"),
+        ("actor/entropy", "entropy", ".3f"),
+        ("tokens_per_second", "tok/s", ",.0f"),
+    ):
+        if name in metrics:
+            parts.append(f"{label} {metrics[name]:{form}}")
+    return "  ".join(parts)
+
+
+def _complete_lines(path: Path) -> list[str]:
+    """Lines of a JSONL file; a last one that a killed process left without its end is dropped."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return text[: text.rfind("\n") + 1].splitlines()

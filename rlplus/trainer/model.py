@@ -1,0 +1,68 @@
+"""The model a run starts from: a folder, a name on the hub, or random weights made on the spot."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+
+from rlplus.config import ModelConfig, ScratchModel
+from rlplus.data import byte_tokenizer
+
+
+def prepare_model(config: ModelConfig, folder: Path, seed: int) -> tuple[str, PretrainedConfig]:
+    """(path, configuration) to load the model from; all ranks call it.
+
+    A scratch model is written to `folder`/scratch, with its tokenizer, by rank 0.
+    """
+    path = config.path
+    if config.scratch is not None:
+        path = str(folder / "scratch")
+        if dist.get_rank() == 0 and not (Path(path) / "config.json").exists():
+            tokenizer = byte_tokenizer()
+            make_scratch_model(config.scratch, tokenizer, seed).save_pretrained(path)
+            tokenizer.save_pretrained(path)
+        dist.barrier()
+    assert path is not None
+    return path, _with_overrides(path, config.overrides, config.trust_remote_code)
+
+
+def make_scratch_model(scratch: ScratchModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen2ForCausalLM:
+    """A Qwen2 with random weights, tied embeddings and the tokenizer's vocabulary."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(
+            Qwen2Config(
+                vocab_size=len(tokenizer),
+                hidden_size=scratch.hidden_size,
+                intermediate_size=scratch.intermediate_size,
+                num_hidden_layers=scratch.layers,
+                num_attention_heads=scratch.heads,
+                num_key_value_heads=scratch.heads,
+                max_position_embeddings=scratch.max_position_embeddings,
+                initializer_range=scratch.initializer_range,
+                tie_word_embeddings=True,
+                bos_token_id=None,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        )
+
+
+def _with_overrides(path: str, overrides: dict[str, Any], trust_remote_code: bool) -> PretrainedConfig:
+    """The model's configuration with the run's fields; ValueError for one that this kind of model doesn't have."""
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"want model.path a Hugging Face folder or hub name; got {path!r}: {error}") from error
+    fields = config.to_dict()
+    for name, value in overrides.items():
+        if name == "rope_theta" and isinstance(fields.get("rope_parameters"), dict):
+            fields["rope_parameters"] = fields["rope_parameters"] | {"rope_theta": value}
+        elif name in fields:
+            fields[name] = value
+        else:
+            raise ValueError(f"model.overrides.{name}: want a field of {type(config).__name__}; it has {', '.join(fields)}")
+    return type(config).from_dict(json.loads(json.dumps(fields, default=str))) if overrides else config

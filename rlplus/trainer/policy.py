@@ -1,0 +1,203 @@
+"""The policy under DeepSpeed: a causal language model whose head is the fused loss."""
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from rlplus.config import Config
+from rlplus.data import MicroBatch
+from rlplus.objective import Objective
+from rlplus.ops import PolicyLoss, linear_logprob, linear_policy_loss
+
+GATHER_BYTES = 64 * 2**20  # ZeRO-3 weights are gathered for the rollout engine in pieces of about this size
+
+
+def initialize_distributed() -> None:
+    """Join the process group: under torchrun, the DeepSpeed launcher, or as the only process."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    if "RANK" not in os.environ:
+        os.environ.update(alone)  # else DeepSpeed looks for MPI
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    else:
+        # Without this DeepSpeed compiles a shared-memory transport, a minute of compiler that gloo makes unnecessary.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo", verbose=False)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class PackedModel(nn.Module):
+    """A causal LM called with packed sequences; only hidden states that predict a response token reach the head.
+
+    The head's own `forward` is replaced, so that ZeRO-3's hooks on that module gather its weight around the fused op.
+    """
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.lm = lm
+        lm.get_output_embeddings().forward = MethodType(_fused_head, lm.get_output_embeddings())
+
+    def forward(self, batch: MicroBatch, op: Callable[..., Any]) -> Any:
+        body = self.lm.base_model(**batch.model_inputs(self.lm.config._attn_implementation))
+        hidden = body.last_hidden_state.flatten(0, 1)[batch.rows]
+        return self.lm.get_output_embeddings()(hidden, op)
+
+
+def _fused_head(head: nn.Linear, hidden: Tensor, op: Callable[..., Any]) -> Any:
+    return op(hidden, head.weight, bias=head.bias)
+
+
+class Policy:
+    """Forward passes, updates and weights of the model that is trained, on this rank's shard.
+
+    `model_path` is a Hugging Face folder or hub name, `model_config` its configuration with the run's changes, and
+    `objective` what updates optimise.
+    """
+
+    def __init__(self, config: Config, model_path: str, model_config: PretrainedConfig, objective: Objective) -> None:
+        self.config, self.objective, self.model_config = config, objective, model_config
+        cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        model = PackedModel(self._load(model_path))
+        if config.model.gradient_checkpointing:
+            model.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        train = config.train
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=train.lr, betas=train.betas, weight_decay=train.weight_decay
+        )
+        warmup = max(1, train.warmup_steps)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / warmup))
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=schedule, config=deepspeed_config(config)
+        )
+        self.reference: PackedModel | None = None
+        if objective.kl_coef:  # frozen; each rank holds a whole copy
+            self.reference = PackedModel(self._load(model_path)).to(self.device).eval().requires_grad_(False)
+
+    def _load(self, model_path: str) -> PreTrainedModel:
+        lm: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            model_path,
+            config=self.model_config,
+            dtype=getattr(torch, self.config.model.dtype),
+            attn_implementation=self.config.model.attention,
+            trust_remote_code=self.config.model.trust_remote_code,
+        )
+        return lm
+
+    @torch.no_grad()
+    def logprob(self, batch: MicroBatch, *, reference: bool = False) -> Tensor:
+        """log p (N,) of the batch's targets at the sampling temperature, under the policy or the frozen reference."""
+        model = self.reference if reference else self.engine
+        assert model is not None, "the reference policy exists only when objective.kl_coef is not 0"
+        op = partial(linear_logprob, target=batch.target, **self._head_options())
+        logprob: Tensor = model(batch, op)[0]
+        return logprob
+
+    def update(self, batches: Sequence[MicroBatch]) -> tuple[list[PolicyLoss], bool]:
+        """One optimiser step on the sum of the micro-batches' losses; every rank calls it with as many of them.
+
+        Returns the outputs and whether the step was taken: a non-finite gradient leaves the weights alone.
+        """
+        outputs = []
+        for i, batch in enumerate(batches):
+            self.engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
+            out = self.engine(batch, self._loss_op(batch))
+            # DeepSpeed averages over ranks; the weights' denominators are global already.
+            self.engine.backward(out.loss * dist.get_world_size())
+            outputs.append(out._replace(loss=out.loss.detach()))
+        self.engine.step()
+        return outputs, self.engine.was_step_applied()
+
+    def _loss_op(self, batch: MicroBatch) -> Callable[..., PolicyLoss]:
+        return partial(
+            linear_policy_loss,
+            target=batch.target,
+            old_logprob=batch.old_logprob,
+            advantage=batch.advantage,
+            token_weight=batch.token_weight,
+            external=batch.external,
+            ref_logprob=batch.ref_logprob,
+            engine_logprob=batch.engine_logprob,
+            entropy_weight=batch.entropy_weight,
+            objective=self.objective,
+            **self._head_options(),
+        )
+
+    def _head_options(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "temperature": config.rollout.temperature,
+            "max_scratch_mb": config.train.max_scratch_mb,
+            "backend": config.train.backend,
+        }
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return float(self.engine.get_lr()[0])
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global gradient norm of the last update, before clipping."""
+        norm = self.engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of every parameter under its Hugging Face name; all ranks call it and exhaust it."""
+        named = [(name.removeprefix("lm."), p) for name, p in self.engine.module.named_parameters()]
+        if self.config.train.zero_stage < 3:
+            yield from ((name, p.detach()) for name, p in named)
+            return
+        bucket: list[tuple[str, nn.Parameter]] = []
+        for i, (name, p) in enumerate(named):
+            bucket.append((name, p))
+            if i == len(named) - 1 or sum(q.ds_numel * q.element_size() for _, q in bucket) >= GATHER_BYTES:
+                with deepspeed.zero.GatheredParameters([q for _, q in bucket]):
+                    yield from ((n, q.detach()) for n, q in bucket)
+                bucket = []
+
+    def export(self, folder: str) -> None:
+        """Write the weights as a Hugging Face folder (safetensors); all ranks call it."""
+        state = {}
+        for name, weight in self.weights():
+            if dist.get_rank() == 0:
+                state[name] = weight.cpu().clone()
+        if dist.get_rank() == 0:
+            self.engine.module.lm.save_pretrained(folder, state_dict=state)
+        dist.barrier()
+
+
+def deepspeed_config(config: Config) -> dict[str, Any]:
+    """What DeepSpeed is told; `train.deepspeed` is merged in last."""
+    base: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,  # the update sets the boundaries itself: the number of micro-batches varies
+        "gradient_clipping": config.train.grad_clip,
+        "zero_optimization": {"stage": config.train.zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": config.model.dtype == "bfloat16", "check_grad_overflow": True},
+    }
+    return _merge(base, config.train.deepspeed)
+
+
+def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = _merge(base[key], value) if both else value
+    return merged

@@ -1,0 +1,244 @@
+"""A run's parts and its place in time: everything that the loop needs and a checkpoint must remember."""
+
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from rlplus import checkpoint
+from rlplus.config import Config
+from rlplus.data import Example, PromptSampler, Sample, load_examples, load_tokenizer
+from rlplus.objective import Algorithm
+from rlplus.reward import Scorer, grade_demonstrations
+from rlplus.rollout import RolloutEngine, make_engine
+from rlplus.trainer.metrics import RunLog, Tally
+from rlplus.trainer.model import prepare_model
+from rlplus.trainer.policy import Policy, initialize_distributed
+
+# What may differ between a checkpoint's configuration and the one that resumes it.
+MAY_CHANGE = ("output_dir", "checkpoint", "evaluation", "train.steps", "train.generated_tokens", "train.max_nonfinite")
+MAY_CHANGE += ("reward.workers", "reward.timeout_s", "reward.memory_mb")
+
+log = logging.getLogger(__name__)
+
+
+class Run:
+    """Use as a context manager: entering builds everything, leaving closes it in the order that vLLM and gloo bear."""
+
+    def __init__(self, config: Config, resume: bool) -> None:
+        self.config, self.resume = config, resume
+        self.folder = Path(config.output_dir)
+        self.algorithm: Algorithm = config.algorithm.resolve()
+        self.step = self.generated = self.nonfinite = 0
+        self.stop_signal = 0
+        self.interrupted = False
+        self.signals: dict[int, Any] = {}
+        self.scorer: Scorer | None = None  # type: ignore[assignment]
+        self.rollout: RolloutEngine | None = None  # type: ignore[assignment]
+        self.log: RunLog | None = None  # type: ignore[assignment]
+
+    def __enter__(self) -> Self:
+        try:
+            self._build()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _build(self) -> None:
+        config = self.config
+        last = checkpoint.latest(self.checkpoints)
+        if last is not None and not self.resume:
+            raise ValueError(
+                f"{self.folder} already holds a run, at {last.name}: resume it (--resume), or choose another output_dir"
+            )
+        initialize_distributed()
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        if config.train.prompts_per_step % self.world or (config.train.prompts_per_update or 0) % self.world:
+            raise ValueError(f"want prompts per step and per update to be multiples of the number of ranks; got {self.world} ranks")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        model_path, model_config = prepare_model(config.model, self.folder, config.train.seed)
+        self.tokenizer = load_tokenizer(config.model.model_copy(update={"path": model_path, "scratch": None}))
+        self.pad_id = self.tokenizer.pad_token_id
+        self.scorer = Scorer(config.reward)
+        self.examples, notes = self._load_data()
+        self.sampler = PromptSampler(len(self.examples), config.train.prompts_per_step, config.train.seed)
+        self.policy = Policy(config, model_path, model_config, self.algorithm.objective)
+        if last is not None:
+            self._restore(last)
+        model_config.save_pretrained(str(self.folder / f"model_config/{self.rank}"))
+        self.rollout = make_engine(
+            config.rollout,
+            model_path,
+            dtype=config.model.dtype,
+            max_model_len=config.max_generation_length,
+            eos_token_id=self.tokenizer.eos_token_id,
+            pad_token_id=self.pad_id,
+            seed=config.train.seed,
+            trust_remote_code=config.model.trust_remote_code,
+            config_path=str(self.folder / f"model_config/{self.rank}"),
+        )
+        if self.rank == 0:
+            (self.folder / "config.yaml").write_text(config.to_yaml())
+        self.log = RunLog(self.folder, self.step, config.algorithm.preset, enabled=self.rank == 0)
+        for note in (*notes, f"rollouts by {self.rollout.name}; output in {self.folder}"):
+            self.log.say(note)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.signals[number] = signal.signal(number, self._on_signal)
+
+    def _load_data(self) -> tuple[list[Example], list[str]]:
+        """Examples whose demonstrations the run's own reward accepts, and what was dropped on the way."""
+        data = self.config.data
+        examples, report = load_examples(
+            data, self.tokenizer, max_demonstration_length=self.config.max_demonstration_length
+        )
+        notes = [report.summary()]
+        if self.algorithm.demonstrations != "none":
+            examples, graded = grade_demonstrations(examples, self.scorer, self.decode)
+            notes.append(graded.summary())
+            if graded.dropped_share > data.max_dropped_share:
+                raise ValueError(
+                    f"{graded.summary()}; want at most data.max_dropped_share={data.max_dropped_share:g} of them dropped"
+                )
+        if self.algorithm.demonstrations == "only":
+            examples = [e for e in examples if e.demonstration is not None]
+        return examples, notes
+
+    def _restore(self, last: Path) -> None:
+        state = checkpoint.read_state(last)
+        changed = _differences(state["config"], self.config.model_dump(mode="json"))
+        if changed:
+            raise ValueError(f"{last} was written with another configuration: {'; '.join(changed)}")
+        self.step, self.generated, self.nonfinite = state["step"], state["generated"], state["nonfinite"]
+        self.sampler.load_state_dict(state["sampler"])
+        checkpoint.load(self.policy.engine, last)
+
+    def _on_signal(self, number: int, _: Any) -> None:
+        if self.stop_signal:
+            raise KeyboardInterrupt  # the second one does not wait for the step
+        self.stop_signal = number
+        self.log.say("stopping after this step, with a checkpoint; once more to stop at once, without")
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.signals.items():
+            signal.signal(number, handler)
+        for part in (self.log, self.scorer, self.rollout):  # vLLM last: it takes the process group's users with it
+            if part is not None:
+                part.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def finished(self) -> bool:
+        return self.interrupted or self._share_done >= 1
+
+    @property
+    def _share_done(self) -> float:
+        train = self.config.train
+        tokens = self.generated / train.generated_tokens if train.generated_tokens else 0.0
+        return min(1.0, max(self.step / train.steps, tokens))
+
+    @property
+    def evaluation_due(self) -> bool:
+        every = self.config.evaluation.every
+        return every > 0 and self.step % every == 0
+
+    @property
+    def checkpoint_due(self) -> bool:
+        every = self.config.checkpoint.every
+        return self.finished or (every > 0 and self.step % every == 0)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Response tokens as the reward reads them, without special tokens."""
+        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+    def next_examples(self) -> list[Example]:
+        """This rank's share of the next prompts."""
+        return [self.examples[i] for i in self.sampler.next()[self.rank :: self.world]]
+
+    def generation_seed(self) -> int:
+        """A seed of its own for every step and rank, the same after a resume."""
+        return (self.config.train.seed * 1_000_003 + self.step) * self.world + self.rank
+
+    def split(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """Samples of each update, whole groups in order."""
+        config = self.config.train
+        groups = (config.prompts_per_update or config.prompts_per_step) // self.world
+        parts: list[list[Sample]] = [[] for _ in range(config.prompts_per_step // self.world // groups)]
+        for sample in samples:
+            parts[sample.group // groups].append(sample)
+        return parts
+
+    def count_nonfinite(self, applied: bool) -> None:
+        """RuntimeError after `max_nonfinite` updates in a row that a non-finite gradient made impossible."""
+        self.nonfinite = 0 if applied else self.nonfinite + 1
+        if not applied:
+            self.log.say(f"step {self.step + 1}: non-finite gradient, update skipped")
+        if self.nonfinite >= self.config.train.max_nonfinite:
+            raise RuntimeError(
+                f"{self.nonfinite} updates in a row had a non-finite gradient; the newest checkpoint is "
+                f"{checkpoint.latest(self.checkpoints)}. Lower train.lr, or use a bounded objective"
+            )
+
+    def check_mismatch(self, metrics: dict[str, float]) -> None:
+        """RuntimeError when engine and trainer disagree about the logprobs: the engine does not run the policy."""
+        limit = self.config.rollout.max_logprob_gap or (1e-4 if self.config.model.dtype == "float32" else 5e-2)
+        gap = metrics.get("mismatch/mean", 0.0)
+        if not gap <= limit:
+            raise RuntimeError(
+                f"step {self.step}: the mean gap between the logprobs of the {self.rollout.name} engine and of the trainer "
+                f"is {gap:.2e}; want at most rollout.max_logprob_gap={limit:g}"
+            )
+
+    def evaluate(self, evaluate: Callable[["Run"], dict[str, float]], tally: Tally) -> None:
+        """On rank 0; the others meet it again at the next collective."""
+        if self.rank == 0:
+            for name, value in evaluate(self).items():
+                tally.mean(f"val/{name}", value)
+
+    def end_step(self, tally: Tally, generated: int) -> dict[str, float]:
+        """Count the step, log it, and let all ranks agree whether a signal ended the run."""
+        tally.mean("generated", generated * self.world)
+        tally.maximum("signal", self.stop_signal)
+        metrics = tally.reduce()
+        self.step += 1
+        self.generated += round(metrics.pop("generated"))
+        self.interrupted = bool(metrics.pop("signal"))
+        if "time/generate" in metrics and generated:
+            metrics["tokens_per_second"] = metrics.get("response_length/mean", 0) and generated * self.world / metrics["time/generate"]
+        self.log.write(self.step, {"generated_tokens": self.generated} | metrics, self._share_done)
+        return metrics
+
+    def save_checkpoint(self) -> None:
+        state = {
+            "generated": self.generated,
+            "nonfinite": self.nonfinite,
+            "sampler": self.sampler.state_dict(),
+            "config": self.config.model_dump(mode="json"),
+        }
+        checkpoint.save(self.policy.engine, self.checkpoints, self.step, state, self.config.checkpoint.keep)
+
+    def save_tokenizer(self) -> None:
+        if self.rank == 0:
+            self.tokenizer.save_pretrained(str(self.folder / "model"))
+
+
+def _differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for key in sorted(saved.keys() | now.keys()):
+        name, was, is_ = f"{prefix}{key}", saved.get(key), now.get(key)
+        if name in MAY_CHANGE or was == is_:
+            continue
+        if isinstance(was, dict) and isinstance(is_, dict):
+            found += _differences(was, is_, f"{name}.")
+        else:
+            found.append(f"{name} was {was!r}, is {is_!r}")
+    return found
