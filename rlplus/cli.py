@@ -57,7 +57,9 @@ def _quiet_imports() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     import torch
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -67,9 +69,16 @@ def _train(args: argparse.Namespace) -> None:
     from rlplus.evaluation import evaluate_run
 
     config = load_config(args.config, args.overrides)
+    import torch
+
+    from rlplus.evaluation import evaluate_run
     from rlplus.trainer import train
 
-    train(config, resume=args.resume, evaluate=evaluate_run)
+    try:
+        train(config, resume=args.resume, evaluate=evaluate_run)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def _eval(args: argparse.Namespace) -> None:

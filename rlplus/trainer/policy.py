@@ -22,7 +22,9 @@ GATHER_BYTES = 64 * 2**20  # ZeRO-3 weights are gathered for the rollout engine 
 
 
 def initialize_distributed() -> None:
-    """Join the process group: under torchrun, the DeepSpeed launcher, or as the only process."""
+    """Join the process group: under torchrun, the DeepSpeed launcher, or as the only process. Does so once."""
+    if dist.is_initialized():
+        return
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     if "RANK" not in os.environ:
         os.environ.update(alone)  # else DeepSpeed looks for MPI

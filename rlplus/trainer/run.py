@@ -26,7 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class Run:
-    """Use as a context manager: entering builds everything, leaving closes it in the order that vLLM and gloo bear."""
+    """Use as a context manager: entering builds everything, leaving closes it.
+
+    The process group stays, for the next run of the process: DeepSpeed keeps references to it.
+    """
 
     def __init__(self, config: Config, resume: bool) -> None:
         self.config, self.resume = config, resume
@@ -125,11 +128,9 @@ class Run:
     def __exit__(self, *_: object) -> None:
         for number, handler in self.signals.items():
             signal.signal(number, handler)
-        for part in (self.log, self.scorer, self.rollout):  # vLLM last: it takes the process group's users with it
+        for part in (self.log, self.scorer, self.rollout):
             if part is not None:
                 part.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
     @property
     def checkpoints(self) -> Path:

@@ -1,0 +1,29 @@
+"""The configuration of a run: typed, frozen, checked as a whole before anything is loaded."""
+
+from rlplus.config.load import load_config
+from rlplus.config.schema import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    ScratchModel,
+    TrainConfig,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "EvaluationConfig",
+    "ModelConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "ScratchModel",
+    "TrainConfig",
+    "load_config",
+]

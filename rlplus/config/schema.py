@@ -1,0 +1,357 @@
+"""The sections of a run's configuration and every check that needs nothing but the configuration.
+
+Lengths are in tokens, times in seconds. Relative paths start at the current directory, wherever the YAML file is; `~`
+is the home folder. Types are strict: nothing is converted except an integer where a float is wanted.
+"""
+
+import os
+import re
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from string import Formatter
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from rlplus.objective import ALGORITHMS, Algorithm, Objective
+
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Text = Annotated[str, Field(min_length=1)]
+PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
+
+
+def _one_group(pattern: str) -> str:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"want a regular expression; got {pattern!r} ({error})") from error
+    if groups != 1:
+        raise ValueError(f"want a regular expression with exactly one group; got {pattern!r} with {groups}")
+    return pattern
+
+
+def _template(template: str) -> str:
+    try:
+        names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+    except ValueError as error:
+        raise ValueError(f"want a str.format template, braces doubled; got {template!r} ({error})") from error
+    if not names or names - {"demonstration", "answer"}:
+        came = ", ".join(f"{{{name}}}" for name in sorted(names)) or "none"
+        raise ValueError(f"want the fields {{demonstration}} and {{answer}}, other braces doubled; got {came}")
+    return template
+
+
+def _objective_field(name: str) -> str:
+    names = [field.name for field in fields(Objective)]
+    if name not in names:
+        raise ValueError(f"unknown key; nearest: algorithm.objective.{get_close_matches(name, names, 1, 0)[0]}")
+    return name
+
+
+Pattern = Annotated[str, AfterValidator(_one_group)]
+Template = Annotated[str, AfterValidator(_template)]
+
+
+class Section(BaseModel):
+    """Unknown keys are errors, values are not converted, and nothing changes after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+
+class ScratchModel(Section):
+    """A Qwen2 with random weights and a byte-level tokenizer, made on the spot."""
+
+    hidden_size: Count = 64
+    layers: Count = 2
+    heads: Count = 2
+    intermediate_size: Count = 192
+    initializer_range: Positive = 0.12  # at 64 wide, the usual 0.02 learns nothing within minutes
+    max_position_embeddings: Count = 4096
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.hidden_size % (2 * self.heads):
+            raise ValueError(
+                f"want hidden_size a multiple of 2 * heads (rotary embeddings turn pairs); "
+                f"got hidden_size {self.hidden_size}, heads {self.heads}"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """`path`: a folder, or a name on the Hugging Face hub. `overrides`: fields of the Hugging Face configuration."""
+
+    path: PathText | None = None
+    scratch: ScratchModel | None = None
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    gradient_checkpointing: bool = False
+    trust_remote_code: bool = False
+    overrides: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.path is None) == (self.scratch is None):
+            raise ValueError(f"want exactly one of path and scratch; got {'neither' if self.path is None else 'both'}")
+        if self.attention == "flash_attention_2" and self.dtype == "float32":
+            raise ValueError("attention flash_attention_2 computes in half precision: want dtype bfloat16; got float32")
+        return self
+
+
+class DataConfig(Section):
+    """JSONL or Parquet, one prompt a row.
+
+    path                     a file, or a list of files that are read one after the other
+    prompt, answer           column names, dotted for nested ones: "reward_model.ground_truth". A prompt is a string or
+                             a list of chat messages {role, content}
+    demonstration            column of a worked solution (a string or one chat message); None = no demonstrations
+    answer_pattern           regular expression with one group, searched in the answer column: the group is the answer
+    demonstration_pattern    the same for the demonstration column
+    demonstration_template   str.format template with {demonstration} and {answer}
+    system_prompt            put before the prompt as a system message
+    chat                     a string prompt becomes a user message and goes through the tokenizer's chat template
+    max_prompt_length        a row with a longer prompt is dropped
+    max_demonstration_length a longer demonstration, its end token counted, is dropped; None = the limit of responses
+    max_dropped_share        refuse the data when more than this share of rows, or of demonstrations, is dropped
+    limit                    read only the first rows
+    """
+
+    path: str | list[str]
+    prompt: Text = "prompt"
+    answer: Text = "answer"
+    demonstration: Text | None = None
+    answer_pattern: Pattern | None = None
+    demonstration_pattern: Pattern | None = None
+    demonstration_template: Template | None = None
+    system_prompt: Text | None = None
+    chat: bool = False
+    max_prompt_length: Count = 1024
+    max_demonstration_length: Count | None = None
+    max_dropped_share: Fraction = 0.1
+    limit: Count | None = None
+
+    @property
+    def paths(self) -> list[str]:
+        return [self.path] if isinstance(self.path, str) else self.path
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _check_path(cls, value: Any) -> str | list[str]:
+        paths = value if isinstance(value, list) else [value]
+        if not paths or not all(isinstance(path, str) and path for path in paths):
+            raise ValueError(f"want a path or a list of paths; got {value!r}")
+        expanded = [os.path.expanduser(path) for path in paths]
+        return expanded if isinstance(value, list) else expanded[0]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("demonstration_pattern", "demonstration_template", "max_demonstration_length"):
+            if self.demonstration is None and getattr(self, name) is not None:
+                raise ValueError(f"{name} is set but demonstration is not: name the column that holds them")
+        return self
+
+
+class RewardConfig(Section):
+    """Exactly one of `kind` and `function` ("module:name", called with the response's text and the answer).
+
+    `pattern`: one group; the last match in the text is what exact_match compares. `require_think`: only the text after
+    the last `</think>` counts, and a response without one is worth 0. `memory_mb`: limit of a worker's address space.
+    """
+
+    kind: Literal["exact_match", "math_verify"] | None = None
+    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
+    pattern: Pattern | None = None
+    require_think: bool = False
+    workers: Count = 2
+    timeout_s: Positive = 10.0
+    memory_mb: Annotated[int, Field(ge=256)] = 2048
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.kind is None) == (self.function is None):
+            raise ValueError(f"want exactly one of kind and function; got {'neither' if self.kind is None else 'both'}")
+        if self.pattern is not None and self.kind != "exact_match":
+            raise ValueError("pattern belongs to kind exact_match, and would be ignored here: leave it out")
+        return self
+
+
+class RolloutConfig(Section):
+    """`engine` auto: vllm when it is installed, else transformers. The sizes in memory are vLLM's.
+
+    `group_size` counts the demonstration where the algorithm puts one into the group. `max_logprob_gap`: the run stops
+    when a token's logprob in the engine and in the trainer differ by more; None = 1e-4 in float32, 5e-2 in bfloat16.
+    """
+
+    engine: Literal["auto", "vllm", "transformers"] = "auto"
+    group_size: Count = 8
+    temperature: Positive = 1.0
+    max_response_length: Count
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    kv_cache_memory_mb: Count | None = None
+    enforce_eager: bool = False
+    max_logprob_gap: Positive | None = None
+
+
+class AlgorithmConfig(Section):
+    """A published algorithm by name, and what this run changes of it. None = as the preset has it."""
+
+    preset: str = "rlplus"
+    objective: dict[Annotated[str, AfterValidator(_objective_field)], Any] = {}
+    reduction: Literal["token", "sequence", "constant", "official"] | None = None
+    normalize_std: bool | None = None
+
+    @field_validator("preset")
+    @classmethod
+    def _check_preset(cls, name: str) -> str:
+        if name not in ALGORITHMS:
+            nearest = get_close_matches(name, ALGORITHMS, n=1, cutoff=0)[0]
+            raise ValueError(f"want one of {', '.join(ALGORITHMS)}; got {name!r} (nearest: {nearest})")
+        return name
+
+    @field_validator("objective")
+    @classmethod
+    def _check_objective(cls, changes: dict[str, Any]) -> dict[str, Any]:
+        replace(Objective(), **changes)  # it checks its values itself
+        return changes
+
+    def resolve(self) -> Algorithm:
+        """The algorithm to run: the preset with this section's changes."""
+        preset = ALGORITHMS[self.preset]
+        return replace(
+            preset,
+            objective=replace(preset.objective, **self.objective),
+            reduction=preset.reduction if self.reduction is None else self.reduction,
+            normalize_std=preset.normalize_std if self.normalize_std is None else self.normalize_std,
+        )
+
+
+class TrainConfig(Section):
+    """One step: `prompts_per_step` groups are generated and trained on in mini-batches of `prompts_per_update` groups.
+
+    `generated_tokens` ends the run early, once that many tokens have been generated. `tokens_per_micro_batch` bounds
+    the tokens of one forward pass, padding included. `deepspeed` is merged last into the configuration of DeepSpeed.
+    `max_nonfinite`: so many steps in a row with a non-finite loss or gradient stop the run.
+    """
+
+    steps: Count
+    generated_tokens: Count | None = None
+    prompts_per_step: Count = 128
+    prompts_per_update: Count | None = None
+    tokens_per_micro_batch: Count = 32768
+    lr: Positive = 1e-6
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
+    warmup_steps: NonNegative = 0
+    grad_clip: Positive = 1.0
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    seed: NonNegative = 0
+    deepspeed: dict[str, Any] = {}
+    backend: Literal["auto", "reference", "torch", "cpp", "triton"] = "auto"
+    max_scratch_mb: Count | None = None
+    max_nonfinite: Count = 3
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.prompts_per_update is not None and self.prompts_per_step % self.prompts_per_update:
+            raise ValueError(
+                f"want prompts_per_update to divide prompts_per_step; "
+                f"got prompts_per_update {self.prompts_per_update}, prompts_per_step {self.prompts_per_step}"
+            )
+        return self
+
+
+class CheckpointConfig(Section):
+    """`every`: steps between two checkpoints, 0 = only at the end. `keep`: how many are kept."""
+
+    every: NonNegative = 50
+    keep: Count = 2
+
+
+class EvaluationConfig(Section):
+    """`every`: steps between two evaluations, 0 = none during training. `limit`: only the first problems."""
+
+    data: DataConfig | None = None
+    every: NonNegative = 0
+    samples: Count = 32
+    k: list[Count] = [1]
+    temperature: Positive = 1.0
+    limit: Count | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.k or max(self.k) > self.samples:
+            raise ValueError(f"want at least one k, and none above samples; got k {self.k}, samples {self.samples}")
+        if self.every and self.data is None:
+            raise ValueError(f"every is {self.every} but there is no data: give evaluation.data")
+        return self
+
+
+class Config(Section):
+    """One run. `output_dir` receives the metrics, checkpoints and the final model."""
+
+    output_dir: PathText
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig
+    rollout: RolloutConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    train: TrainConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @property
+    def max_demonstration_length(self) -> int:
+        """Longest demonstration, its end token counted."""
+        return self.data.max_demonstration_length or self.rollout.max_response_length
+
+    @property
+    def max_sample_length(self) -> int:
+        """Longest prompt and response, or prompt and demonstration, that the trainer can meet."""
+        demonstrations = self.algorithm.resolve().demonstrations != "none"
+        longest = max(self.rollout.max_response_length, self.max_demonstration_length if demonstrations else 0)
+        return self.data.max_prompt_length + longest
+
+    @property
+    def max_generation_length(self) -> int:
+        """Longest prompt and response that the rollout engine can meet, evaluation included."""
+        data = [self.data] if self.evaluation.data is None else [self.data, self.evaluation.data]
+        return max(part.max_prompt_length for part in data) + self.rollout.max_response_length
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        problems = []
+        if self.model.dtype == "bfloat16" and self.train.zero_stage == 0:
+            problems.append(
+                "model.dtype bfloat16 wants train.zero_stage 1, 2 or 3 (stage 0 takes one Adam step too many); got 0"
+            )
+        algorithm = self.algorithm.resolve()
+        if algorithm.demonstrations != "none" and self.data.demonstration is None:
+            problems.append(f"algorithm.preset {self.algorithm.preset} uses demonstrations: want data.demonstration")
+        if algorithm.demonstrations in ("group", "apart") and self.rollout.group_size < 2:
+            problems.append(
+                f"algorithm.preset {self.algorithm.preset} gives one place of each group to a demonstration: "
+                f"want rollout.group_size >= 2; got {self.rollout.group_size}"
+            )
+        if self.max_sample_length > self.train.tokens_per_micro_batch:
+            problems.append(
+                f"the longest prompt and response have {self.max_sample_length} tokens together: "
+                f"want train.tokens_per_micro_batch at least that; got {self.train.tokens_per_micro_batch}"
+            )
+        longest = max(self.max_sample_length, self.max_generation_length)
+        scratch = self.model.scratch
+        if scratch is not None and longest > scratch.max_position_embeddings:
+            problems.append(
+                f"the longest prompt and response have {longest} tokens together: "
+                f"want model.scratch.max_position_embeddings at least that; got {scratch.max_position_embeddings}"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def to_yaml(self) -> str:
+        """Every value, defaults included; `load_config` reads it back."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,18 @@
+"""Prompts, answers and demonstrations from files; the order in which they are used; packing for the trainer."""
+
+from rlplus.data.load import Example, LoadReport, load_examples
+from rlplus.data.pack import MicroBatch, Sample, pack
+from rlplus.data.sampler import PromptSampler
+from rlplus.data.tokenizer import byte_tokenizer, load_tokenizer
+
+__all__ = [
+    "Example",
+    "LoadReport",
+    "MicroBatch",
+    "PromptSampler",
+    "Sample",
+    "byte_tokenizer",
+    "load_examples",
+    "load_tokenizer",
+    "pack",
+]

@@ -1,0 +1,117 @@
+"""Rows of JSONL and Parquet files, and columns by dotted name."""
+
+import json
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+Row = dict[str, Any]
+
+
+def read_rows(paths: Sequence[str], columns: Sequence[str], limit: int | None) -> Iterator[tuple[str, Row]]:
+    """The first `limit` rows of all files together, each with its place ("train.jsonl:12") for messages.
+
+    ValueError for a missing file, an unknown kind of file, a malformed line, and a column that a Parquet file lacks.
+    """
+    for path in map(Path, paths):  # before any is read: a run must not fail on its last file after minutes
+        if not path.is_file():
+            what = "it is a folder" if path.is_dir() else f"no such file (current directory: {Path.cwd()})"
+            raise ValueError(f"want a data file; got data.path {path}: {what}")
+        if path.suffix not in (".jsonl", ".parquet"):
+            raise ValueError(f"want data.path to end in .jsonl or .parquet; got {path}")
+
+    def rows() -> Iterator[tuple[str, Row]]:
+        for path in map(Path, paths):
+            yield from _jsonl(path) if path.suffix == ".jsonl" else _parquet(path, columns)
+
+    return islice(rows(), limit)
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                row = json.loads(line.rstrip().decode("utf-8-sig" if number == 1 else "utf-8"))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where}: invalid JSON: {error.msg} at column {error.colno}") from error
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: want UTF-8 text; got {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{where}: want a JSON object; got {type(row).__name__}")
+            yield where, row
+
+
+def _parquet(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    try:
+        with pq.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            for column in columns:
+                if not _in_schema(schema, column):
+                    raise missing_column(str(path), column, _schema_names(schema))
+            heads = [column if column in schema.names else column.split(".")[0] for column in columns]
+            number = 0
+            for batch in file.iter_batches(batch_size=1024, columns=list(dict.fromkeys(heads))):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path} row {number}", row
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path}: not a readable Parquet file: {error}") from error
+
+
+def _in_schema(schema: Any, column: str) -> bool:
+    if column in schema.names:
+        return True
+    fields, kind = {field.name: field for field in schema}, None
+    for part in column.split("."):
+        if part not in fields:
+            return False
+        kind = fields[part].type
+        fields = {field.name: field for field in kind.fields} if pa.types.is_struct(kind) else {}
+    return True
+
+
+def _schema_names(schema: Any) -> list[str]:
+    names = []
+    for field in schema:
+        names.append(field.name)
+        if pa.types.is_struct(field.type):
+            names += [f"{field.name}.{inner.name}" for inner in field.type.fields]
+    return names
+
+
+def row_names(row: Row) -> list[str]:
+    """The names that `get_column` accepts for this row, two levels deep."""
+    names = []
+    for name, value in row.items():
+        names.append(name)
+        if isinstance(value, dict):
+            names += [f"{name}.{inner}" for inner in value]
+    return names
+
+
+def get_column(row: Row, column: str) -> Any:
+    """The value under a dotted name, None inside a null; KeyError when there is no such column."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for part in column.split("."):
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise KeyError(column)
+        value = value[part]
+    return value
+
+
+def missing_column(where: str, column: str, names: Sequence[str]) -> ValueError:
+    near = get_close_matches(column, names, n=1, cutoff=0)
+    hint = f"; nearest: {near[0]}" if near else ""
+    return ValueError(f"{where}: want a column {column!r}; got {', '.join(names) or 'none'}{hint}")

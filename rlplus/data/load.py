@@ -1,0 +1,256 @@
+"""Prompts, answers and demonstrations as token ids; what is too long or unreadable is dropped and counted."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from rlplus.config import DataConfig
+from rlplus.data.files import Row, get_column, missing_column, read_rows, row_names
+
+CHUNK = 1000  # rows tokenised together, on all cores
+Prompt = str | list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A row: its number over all files, prompt token ids, the answer, and demonstration token ids that end with eos."""
+
+    index: int
+    prompt: tuple[int, ...]
+    answer: str
+    demonstration: tuple[int, ...] | None
+
+
+@dataclass
+class LoadReport:
+    """What became of the rows. `first` names the first place of each kind of loss."""
+
+    max_prompt_length: int
+    max_demonstration_length: int
+    rows: int = 0
+    kept: int = 0
+    prompts_too_long: int = 0
+    answers_missing: int = 0
+    demonstrations: int = 0
+    demonstrations_missing: int = 0
+    demonstrations_unmatched: int = 0
+    demonstrations_too_long: int = 0
+    first: dict[str, str] = field(default_factory=dict)
+
+    def count(self, what: str, where: str) -> None:
+        setattr(self, what, getattr(self, what) + 1)
+        self.first.setdefault(what, where)
+
+    @property
+    def dropped_share(self) -> float:
+        """Of the rows."""
+        return (self.prompts_too_long + self.answers_missing) / max(1, self.rows)
+
+    @property
+    def dropped_demonstration_share(self) -> float:
+        """Of the demonstrations that kept rows came with."""
+        dropped = self.demonstrations_unmatched + self.demonstrations_too_long
+        return dropped / max(1, self.demonstrations + dropped)
+
+    def summary(self) -> str:
+        """One line, for logs and errors."""
+        labels = {
+            "prompts_too_long": f"prompts longer than {self.max_prompt_length} tokens",
+            "answers_missing": "rows without an answer, or not matched by answer_pattern",
+            "demonstrations_too_long": f"demonstrations longer than {self.max_demonstration_length} tokens",
+            "demonstrations_unmatched": "demonstrations not matched by demonstration_pattern",
+            "demonstrations_missing": "rows without a demonstration",
+        }
+        losses = [
+            f"{getattr(self, name)} {labels[name]} (first: {self.first[name]})" for name in labels if name in self.first
+        ]
+        kept = f"{self.rows} rows, {self.kept} kept, {self.demonstrations} demonstrations"
+        return "; ".join([kept, *losses])
+
+
+@dataclass
+class _Parsed:
+    index: int
+    where: str
+    prompt: Prompt
+    answer: str | None
+    demonstration: str | None
+    lost: str | None  # why there is no demonstration: the counter in LoadReport
+
+
+def load_examples(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, max_demonstration_length: int
+) -> tuple[list[Example], LoadReport]:
+    """Read and tokenise the data.
+
+    A prompt string is tokenised with the tokenizer's default special tokens, chat messages through its template with
+    the generation prompt; a demonstration without special tokens, and then eos. A row whose prompt is too long or whose
+    answer cannot be found is dropped; a demonstration that is too long (eos counted) or does not match its pattern
+    leaves the row without one. Nothing is cut. ValueError, with the counts, if more than `max_dropped_share` of either
+    is dropped or nothing is left; with the place, if a row is malformed.
+    """
+    report = LoadReport(config.max_prompt_length, max_demonstration_length)
+    examples: list[Example] = []
+    # One int object for each id: long demonstrations of a large data set would fill gigabytes with copies.
+    shared = list(range(len(tokenizer)))
+    rows = _parse_rows(config)
+    while chunk := list(islice(rows, CHUNK)):
+        prompts, demonstrations = _encode_prompts(chunk, tokenizer), _encode_demonstrations(chunk, tokenizer)
+        for row, prompt, demonstration in zip(chunk, prompts, demonstrations, strict=True):
+            report.rows += 1
+            if not prompt:
+                raise ValueError(f"{row.where}: want a prompt of at least one token; got {row.prompt!r}")
+            if row.answer is None:
+                report.count("answers_missing", row.where)
+                continue
+            if len(prompt) > config.max_prompt_length:
+                report.count("prompts_too_long", row.where)
+                continue
+            lost = row.lost
+            if demonstration is not None and len(demonstration) > max_demonstration_length:
+                demonstration, lost = None, "demonstrations_too_long"
+            if lost is not None:
+                report.count(lost, row.where)
+            report.kept += 1
+            report.demonstrations += demonstration is not None
+            examples.append(
+                Example(
+                    row.index,
+                    tuple(map(shared.__getitem__, prompt)),
+                    row.answer,
+                    None if demonstration is None else tuple(map(shared.__getitem__, demonstration)),
+                )
+            )
+    _refuse(config, report)
+    return examples, report
+
+
+def _refuse(config: DataConfig, report: LoadReport) -> None:
+    shares = [("rows", report.dropped_share), ("demonstrations", report.dropped_demonstration_share)]
+    for what, share in shares:
+        if share > config.max_dropped_share:
+            raise ValueError(
+                f"{', '.join(config.paths)}: {share:.1%} of the {what} would be dropped, "
+                f"data.max_dropped_share allows {config.max_dropped_share:.1%}: {report.summary()}"
+            )
+    if not report.kept:
+        raise ValueError(f"{', '.join(config.paths)}: want at least one row; got {report.summary()}")
+    if config.demonstration is not None and not report.demonstrations:
+        raise ValueError(
+            f"{', '.join(config.paths)}: want demonstrations in column {config.demonstration!r}; got {report.summary()}"
+        )
+
+
+def _parse_rows(config: DataConfig) -> Iterator[_Parsed]:
+    columns = [name for name in (config.prompt, config.answer, config.demonstration) if name is not None]
+    row: Row = {}
+    demonstration_seen = config.demonstration is None
+    for index, (where, row) in enumerate(read_rows(config.paths, columns, config.limit)):
+        prompt = _prompt(config, where, _column(where, row, config.prompt))
+        answer = _match(config.answer_pattern, _answer(where, _column(where, row, config.answer)))
+        answer = answer and answer.strip()
+        demonstration, lost = None, None
+        if config.demonstration is not None:
+            try:
+                value = get_column(row, config.demonstration)
+                demonstration_seen = True
+            except KeyError:  # JSONL rows may leave it out, but not all of them
+                value = None
+            text = _demonstration(where, value)
+            demonstration = _match(config.demonstration_pattern, text)
+            if demonstration is None:
+                lost = "demonstrations_missing" if text is None else "demonstrations_unmatched"
+            elif config.demonstration_template is not None:
+                demonstration = config.demonstration_template.format(demonstration=demonstration, answer=answer)
+        yield _Parsed(index, where, prompt, answer, demonstration, lost)
+    if not demonstration_seen and row:
+        assert config.demonstration is not None
+        raise missing_column(", ".join(config.paths), config.demonstration, row_names(row))
+
+
+def _column(where: str, row: Row, column: str) -> Any:
+    try:
+        return get_column(row, column)
+    except KeyError:
+        raise missing_column(where, column, row_names(row)) from None
+
+
+def _match(pattern: str | None, text: str | None) -> str | None:
+    """The pattern's group, or the whole text; None when there is nothing but white space."""
+    if pattern is not None and text is not None:
+        found = re.search(pattern, text)
+        text = found.group(1) if found else None
+    return text if text and text.strip() else None
+
+
+def _answer(where: str, value: Any) -> str | None:
+    if isinstance(value, list) and len(value) == 1:  # verl's ground_truth may be a list of one
+        value = value[0]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if value is None or isinstance(value, str):
+        return value
+    raise ValueError(f"{where}: want the answer as a string or a number; got {value!r}")
+
+
+def _demonstration(where: str, value: Any) -> str | None:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):  # one chat message
+        value = value[0].get("content")
+    if value is None or isinstance(value, str):
+        return value if value and value.strip() else None
+    raise ValueError(f"{where}: want the demonstration as a string or one chat message; got {value!r}")
+
+
+def _prompt(config: DataConfig, where: str, value: Any) -> Prompt:
+    if isinstance(value, str) and value.strip():
+        if not config.chat:
+            if config.system_prompt is not None:
+                raise ValueError(f"{where}: data.system_prompt wants chat messages, or data.chat true; got plain text")
+            return value
+        messages = [{"role": "user", "content": value}]
+    elif isinstance(value, list) and value and all(_is_message(message) for message in value):
+        messages = [{"role": message["role"], "content": message["content"]} for message in value]
+    else:
+        raise ValueError(f"{where}: want the prompt as a string or as chat messages {{role, content}}; got {value!r}")
+    if config.system_prompt is not None:
+        if messages[0]["role"] == "system":
+            raise ValueError(f"{where}: the prompt has a system message already: leave data.system_prompt out")
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    return messages
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def _encode_prompts(chunk: Sequence[_Parsed], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    plain = [row.prompt for row in chunk if isinstance(row.prompt, str)]
+    encoded = iter(tokenizer(plain).input_ids if plain else [])
+    return [next(encoded) if isinstance(row.prompt, str) else _encode_chat(row, tokenizer) for row in chunk]
+
+
+def _encode_chat(row: _Parsed, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{row.where}: chat messages need a chat template, and the tokenizer of {tokenizer.name_or_path!r} has none"
+        )
+    try:
+        return tokenizer.apply_chat_template(row.prompt, add_generation_prompt=True, return_dict=False)
+    except TemplateError as error:
+        raise ValueError(f"{row.where}: the tokenizer's chat template refuses these messages: {error}") from error
+
+
+def _encode_demonstrations(chunk: Sequence[_Parsed], tokenizer: PreTrainedTokenizerBase) -> list[list[int] | None]:
+    texts = [row.demonstration for row in chunk if row.demonstration is not None]
+    encoded = iter(tokenizer(texts, add_special_tokens=False).input_ids if texts else [])
+    eos = tokenizer.eos_token_id
+    demonstrations: list[list[int] | None] = []
+    for row in chunk:
+        ids = None if row.demonstration is None else next(encoded)
+        demonstrations.append(ids if ids is None or ids[-1] == eos else [*ids, eos])
+    return demonstrations

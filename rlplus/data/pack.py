@@ -1,0 +1,170 @@
+"""Samples -> packed rows without padding between sequences, grouped into micro-batches under a token budget."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Sample:
+    """One trajectory: a prompt and a response that was sampled, or demonstrated (`external`). Token ids.
+
+    group           which of the batch's prompts it answers
+    truncated       the response was cut at the length limit
+    engine_logprob  the rollout engine's logprob of each response token; None = unknown (demonstrations)
+    """
+
+    prompt: Sequence[int]
+    response: Sequence[int]
+    group: int
+    external: bool
+    truncated: bool
+    engine_logprob: Sequence[float] | None
+    reward: float = 0.0
+    advantage: float = 0.0
+
+
+@dataclass
+class MicroBatch:
+    """R packed rows of L tokens, and N response tokens. All per-token arrays are in the same order.
+
+    input_ids, position_ids (R, L) int64: positions restart at 0 for every sequence and for the padding at a row's end
+    rows (N,) int64: where, in the R * L flattened positions, the hidden state lies that predicts the token
+    target (N,) int64, advantage (N,) float32, external (N,) bool, token_weight (N,) float32
+    engine_logprob (N,) float32, NaN where unknown
+    sequence (N,) int64: index of the token's sample in the list given to `pack`
+    tokens: prompt and response tokens, without padding
+    old_logprob, ref_logprob, entropy_weight (N,) float32: set by the trainer where the objective needs them
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    rows: Tensor
+    target: Tensor
+    advantage: Tensor
+    external: Tensor
+    token_weight: Tensor
+    engine_logprob: Tensor
+    sequence: Tensor
+    tokens: int
+    old_logprob: Tensor | None = None
+    ref_logprob: Tensor | None = None
+    entropy_weight: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> Self:
+        """A copy with every tensor on the device."""
+        tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
+
+    def model_inputs(self, attention: str) -> dict[str, Any]:
+        """Arguments for a Hugging Face model under which no sequence sees another; `rows` index its flattened output.
+
+        The model tells sequences apart by the restarts in position_ids, and only if it gets no attention_mask and makes
+        no cache. flash_attention_2 looks for them in a batch of one row only: it gets all rows as one.
+        """
+        shape = (1, -1) if attention == "flash_attention_2" else self.input_ids.shape
+        return {
+            "input_ids": self.input_ids.reshape(shape),
+            "position_ids": self.position_ids.reshape(shape),
+            "attention_mask": None,
+            "use_cache": False,
+        }
+
+
+def pack(
+    samples: Sequence[Sample],
+    token_weight: Sequence[Tensor],
+    *,
+    row_length: int,
+    tokens_per_micro_batch: int,
+    pad_id: int,
+) -> list[MicroBatch]:
+    """Pack samples, first-fit decreasing, into rows of at most `row_length` tokens, and rows into micro-batches.
+
+    token_weight: for each sample, the weights of its response tokens. A micro-batch has R rows of the length L of its
+    longest, R * L <= tokens_per_micro_batch, but always at least one row. ValueError for a sample longer than a row, an
+    empty prompt or response, or per-token values that are not as many as the response's tokens.
+    """
+    if row_length < 1 or tokens_per_micro_batch < 1:
+        raise ValueError(f"want row_length and tokens_per_micro_batch >= 1; got {row_length}, {tokens_per_micro_batch}")
+    if len(token_weight) != len(samples):
+        raise ValueError(f"want one token_weight for each of {len(samples)} samples; got {len(token_weight)}")
+    for index, (sample, weight) in enumerate(zip(samples, token_weight, strict=True)):
+        _check(index, sample, weight, row_length)
+    lengths = [len(sample.prompt) + len(sample.response) for sample in samples]
+    rows: list[list[int]] = []
+    used: list[int] = []
+    for index in sorted(range(len(samples)), key=lambda i: -lengths[i]):
+        row = next((r for r, taken in enumerate(used) if taken + lengths[index] <= row_length), len(rows))
+        if row == len(rows):
+            rows.append([])
+            used.append(0)
+        rows[row].append(index)
+        used[row] += lengths[index]
+    batches: list[list[int]] = []
+    for row in sorted(range(len(rows)), key=lambda r: -used[r]):  # rows of like length together: little padding
+        if not batches or (len(batches[-1]) + 1) * used[batches[-1][0]] > tokens_per_micro_batch:
+            batches.append([])
+        batches[-1].append(row)
+    return [_micro_batch([rows[row] for row in batch], samples, token_weight, lengths, pad_id) for batch in batches]
+
+
+def _check(index: int, sample: Sample, weight: Tensor, row_length: int) -> None:
+    prompt, response = len(sample.prompt), len(sample.response)
+    if not prompt or not response:
+        raise ValueError(f"sample {index}: want a prompt and a response; got {prompt} and {response} tokens")
+    if prompt + response > row_length:
+        raise ValueError(f"sample {index}: want at most row_length {row_length} tokens; got {prompt} + {response}")
+    if weight.shape != (response,):
+        raise ValueError(f"sample {index}: want token_weight ({response},); got {tuple(weight.shape)}")
+    if sample.engine_logprob is not None and len(sample.engine_logprob) != response:
+        raise ValueError(f"sample {index}: want {response} engine_logprob; got {len(sample.engine_logprob)}")
+
+
+def _micro_batch(
+    rows: list[list[int]], samples: Sequence[Sample], token_weight: Sequence[Tensor], lengths: list[int], pad_id: int
+) -> MicroBatch:
+    used = [sum(lengths[index] for index in row) for row in rows]
+    width = max(used)
+    input_ids = torch.full((len(rows), width), pad_id, dtype=torch.int64)
+    position_ids = torch.empty((len(rows), width), dtype=torch.int64)
+    predictors: list[Tensor] = []
+    for r, row in enumerate(rows):
+        start = 0
+        for index in row:
+            sample, end = samples[index], start + lengths[index]
+            input_ids[r, start:end] = torch.tensor([*sample.prompt, *sample.response])
+            position_ids[r, start:end] = torch.arange(lengths[index])
+            first = (
+                r * width + start + len(sample.prompt) - 1
+            )  # the prompt's last token predicts the first response token
+            predictors.append(torch.arange(first, first + len(sample.response)))
+            start = end
+        position_ids[r, start:] = torch.arange(width - start)
+    order = [index for row in rows for index in row]
+    count = torch.tensor([len(samples[index].response) for index in order])
+
+    def per_token(values: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).repeat_interleave(count)
+
+    return MicroBatch(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        rows=torch.cat(predictors),
+        target=torch.cat([torch.tensor(list(samples[index].response)) for index in order]),
+        advantage=per_token([samples[index].advantage for index in order], torch.float32),
+        external=per_token([samples[index].external for index in order], torch.bool),
+        token_weight=torch.cat([token_weight[index].detach().to("cpu", torch.float32) for index in order]),
+        engine_logprob=torch.cat([_engine_logprob(samples[index]) for index in order]),
+        sequence=per_token(order, torch.int64),
+        tokens=sum(used),
+    )
+
+
+def _engine_logprob(sample: Sample) -> Tensor:
+    if sample.engine_logprob is None:
+        return torch.full((len(sample.response),), torch.nan)
+    return torch.tensor(list(sample.engine_logprob), dtype=torch.float32)

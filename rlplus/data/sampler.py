@@ -1,0 +1,45 @@
+"""The order in which prompts are used."""
+
+from random import Random
+
+
+class PromptSampler:
+    """Endless batches of indices 0..n-1: every epoch is a new seeded shuffle, and a batch may run into the next one.
+
+    The order depends on n and seed only: the state is one counter, and a resumed run draws what an unbroken one would.
+    """
+
+    def __init__(self, n: int, batch: int, seed: int) -> None:
+        if not 1 <= batch <= n:
+            raise ValueError(f"want a batch between 1 and the number of prompts, {n}; got {batch}")
+        self.n = n
+        self.batch = batch
+        self.seed = seed
+        self.drawn = 0
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    def next(self) -> list[int]:
+        """The next `batch` indices."""
+        indices = [self._at(self.drawn + i) for i in range(self.batch)]
+        self.drawn += self.batch
+        return indices
+
+    def _at(self, position: int) -> int:
+        epoch, offset = divmod(position, self.n)
+        if self._order[0] != epoch:
+            order = list(range(self.n))
+            Random(f"{self.seed}:{epoch}").shuffle(order)  # a text seed is hashed: neighbouring seeds are unrelated
+            self._order = (epoch, order)
+        return self._order[1][offset]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": self.n, "seed": self.seed, "drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where `state` was taken; the batch size may differ. ValueError if it has another n or seed."""
+        here = self.state_dict()
+        if state.keys() != here.keys() or any(state[key] != here[key] for key in ("n", "seed")):
+            raise ValueError(f"want the state of a sampler with n {self.n} and seed {self.seed}; got {state}")
+        if state["drawn"] < 0:
+            raise ValueError(f"want drawn >= 0; got {state}")
+        self.drawn = state["drawn"]

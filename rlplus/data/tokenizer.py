@@ -1,0 +1,60 @@
+"""The tokenizer of a run."""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from rlplus.config import ModelConfig
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, its id the byte's value, and <|pad|> 256, <|endoftext|> 257: any text comes back exactly.
+
+    The two special tokens exist as ids only. Text that spells one of them is bytes like any other, so no prompt can end
+    a sequence or pass for padding; the role markers of the chat template are plain text too.
+    """
+    tokenizer = Tokenizer(models.BPE(vocab={sign: byte for byte, sign in enumerate(_byte_signs())}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|pad|>", "<|endoftext|>"])  # in the order of their ids
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def _byte_signs() -> list[str]:
+    """The printable sign that the byte-level pre-tokenizer writes for each byte: itself, or the next from U+0100."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with a pad token (the end token where it has none of its own).
+
+    ValueError when there is none at `model.path`, or it has no end token.
+    """
+    if model.path is None:
+        return byte_tokenizer()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"want a folder or a hub name with a tokenizer as model.path {model.path!r}: {reason}"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"want a tokenizer with an end token (eos_token); the one of {model.path!r} has none")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

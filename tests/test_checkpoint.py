@@ -1,0 +1,135 @@
+"""Checkpoints: exact resume, and never a half-written one, whenever the process is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_runs import metrics, run_config
+
+from rlplus import checkpoint
+from rlplus.trainer import train
+
+
+def with_steps(config, steps, output=None):
+    train_section = config.train.model_copy(update={"steps": steps})
+    changes = {"train": train_section} | ({"output_dir": str(output)} if output else {})
+    return config.model_copy(update=changes)
+
+
+@pytest.mark.parametrize(("stage", "preset"), [(1, "rlplus"), (2, "grpo"), (3, "rlplus")])
+def test_resume_is_bitwise_over_an_epoch_boundary(tmp_path, stage, preset):
+    """6 prompts at 4 a step: steps 2, 3 and 5 cross into the next epoch."""
+    config = run_config(tmp_path, train={"zero_stage": stage}, algorithm={"preset": preset})
+    whole = train(with_steps(config, 6, tmp_path / "whole"))
+    train(with_steps(config, 2))
+    train(with_steps(config, 4), resume=True)
+    parts = train(with_steps(config, 6), resume=True)
+    first, second = (load_file(folder / "model/model.safetensors") for folder in (whole, parts))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert metrics(whole) == metrics(parts)
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[2])
+from rlplus import checkpoint
+from rlplus.config import load_config
+from rlplus.trainer import train
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+saves = 0
+save = checkpoint.save
+def second_save_dies(engine, folder, *rest):
+    global saves
+    saves += 1
+    if saves == 2:
+        if sys.argv[3] == "shards":  # some of DeepSpeed's files are there
+            engine._save_zero_checkpoint = die
+        elif sys.argv[3] == "flush":  # all files are there, not yet renamed
+            checkpoint._flush = die
+        else:  # renamed, not yet named in `latest`
+            real = checkpoint.Path.replace
+            checkpoint.Path.replace = lambda self, to: die() if self.name == "latest.new" else real(self, to)
+    return save(engine, folder, *rest)
+
+checkpoint.save = second_save_dies
+train(load_config(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("moment", ["shards", "flush", "pointer"])
+def test_kill_in_the_middle_of_a_checkpoint_loses_only_that_one(tmp_path, moment):
+    config = run_config(tmp_path, train={"steps": 3}, checkpoint={"every": 1})
+    path = tmp_path / "run.yaml"
+    path.write_text(config.to_yaml())
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(path), str(Path(__file__).parent), moment],
+        capture_output=True, text=True, env=clean | {"DS_ACCELERATOR": "cpu"}, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    checkpoints = Path(config.output_dir) / "checkpoints"
+    assert checkpoint.latest(checkpoints).name == "step-000001"
+    leftovers = {p.name for p in checkpoints.iterdir() if p.is_dir()} - {"step-000001"}
+    assert leftovers == ({"step-000002"} if moment == "pointer" else {"saving"})
+    folder = train(config, resume=True)
+    assert [row["step"] for row in metrics(folder)] == [1, 2, 3]
+    whole = train(config.model_copy(update={"output_dir": str(tmp_path / "whole"), "checkpoint": config.checkpoint}))
+    assert metrics(whole) == metrics(folder)
+    assert checkpoint.latest(checkpoints).name == "step-000003"
+    assert not (checkpoints / "saving").exists()
+
+
+def test_a_torn_last_line_of_metrics_is_dropped_on_resume(tmp_path):
+    config = run_config(tmp_path, checkpoint={"every": 1})
+    folder = train(with_steps(config, 1))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2, "from": "a step after the checkpoint"}) + "\n" + '{"step": 3, "rew')
+    train(with_steps(config, 2), resume=True)
+    assert [sorted(row)[0] for row in metrics(folder)] == ["actor/active_rows"] * 2
+
+
+def test_latest_refuses_a_pointer_to_nothing(tmp_path):
+    assert checkpoint.latest(tmp_path) is None
+    (tmp_path / "latest").write_text("step-000007")
+    with pytest.raises(ValueError, match=r"names step-000007, which is not there or not complete"):
+        checkpoint.latest(tmp_path)
+
+
+def test_another_number_of_ranks_is_refused(tmp_path):
+    config = run_config(tmp_path)
+    folder = train(with_steps(config, 1))
+    path = folder / "checkpoints/step-000001/state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"world_size": 8}))
+    with pytest.raises(ValueError, match=r"written by 8 ranks: want as many to resume; got 1"):
+        train(with_steps(config, 2), resume=True)
+
+
+def test_a_failing_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    config = run_config(tmp_path, checkpoint={"every": 1})
+    folder = train(with_steps(config, 1))
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match=r"could not write the checkpoint of step 2 under .*No space left"):
+        train(with_steps(config, 2), resume=True)
+    monkeypatch.undo()
+    assert checkpoint.latest(folder / "checkpoints").name == "step-000001"
+    train(with_steps(config, 2), resume=True)
+    assert [row["step"] for row in metrics(folder)] == [1, 2]
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    folder = train(with_steps(run_config(tmp_path, checkpoint={"every": 1, "keep": 2}), 4))
+    assert sorted(p.name for p in (folder / "checkpoints").glob("step-*")) == ["step-000003", "step-000004"]

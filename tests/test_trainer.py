@@ -1,0 +1,243 @@
+"""The trainer's contract: the gradient of the whole batch however it is cut, every preset, clean stops, clear refusals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_runs import metrics, run_config
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlplus.config import Config, load_config
+from rlplus.data import Sample
+from rlplus.objective import ALGORITHMS
+from rlplus.trainer import Run, train
+from rlplus.trainer.batch import make_micro_batches, set_advantages
+
+
+@pytest.fixture
+def tiny_run(tmp_path):
+    """A run that is built and not yet trained."""
+    with Run(run_config(tmp_path), resume=False) as run:
+        yield run
+
+
+def batch_of_samples(seed: int = 0) -> list[Sample]:
+    """Groups of three rollouts and a demonstration with distinct rewards and lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for group in range(4):
+        for member in range(4):
+            lengths = [int(torch.randint(1, 9, (), generator=generator)) for _ in range(2)]
+            prompt, response = (torch.randint(0, 256, (n,), generator=generator).tolist() for n in lengths)
+            external = member == 3
+            samples.append(Sample(prompt, response, group, external, False, None, reward=float(external or member == group)))
+    return samples
+
+
+def naive_gradients(run: Run, samples: list[Sample]) -> dict[str, torch.Tensor]:
+    """RL-PLUS eq. 1-7 written out in float64, a sequence at a time, through the plain model: no package code."""
+    lm = AutoModelForCausalLM.from_pretrained(str(run.folder / "scratch"), dtype=torch.float64)
+    tokens = sum(len(s.response) for s in samples)
+    for group in range(4):
+        members = [s for s in samples if s.group == group]
+        rewards = torch.tensor([s.reward for s in members], dtype=torch.float64)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        for s, advantage in zip(members, advantages, strict=True):
+            ids = torch.tensor([[*s.prompt, *s.response]])
+            logp = lm(ids).logits[0, len(s.prompt) - 1 : -1].log_softmax(-1)
+            p = logp.gather(1, torch.tensor(s.response)[:, None]).squeeze(1).exp()
+            old = p.detach()
+            weight = 4 * p / (3 * old + 1) * (1 - old) ** 0.5 if s.external else p / old
+            (-(advantage * weight).sum() / tokens).backward()
+    return {name: p.grad for name, p in lm.named_parameters()}
+
+
+@pytest.mark.parametrize("tokens_per_micro_batch", [16, 32, 64, 4096])
+def test_gradient_is_that_of_the_whole_batch_however_it_is_cut(tiny_run, tokens_per_micro_batch):
+    samples = batch_of_samples()
+    set_advantages(samples, tiny_run.algorithm)
+    config = tiny_run.config
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"tokens_per_micro_batch": tokens_per_micro_batch})}
+    )
+    batches = make_micro_batches(samples, tiny_run.algorithm, config, tiny_run.pad_id, tiny_run.policy.device)
+    assert len(batches) == {16: 12, 32: 7, 64: 4, 4096: 1}.get(tokens_per_micro_batch) or len(batches) > 0
+    lm = tiny_run.policy.engine.module
+    for batch in batches:
+        lm(batch, tiny_run.policy._loss_op(batch)).loss.backward()
+    want = naive_gradients(tiny_run, samples)
+    got = {name.removeprefix("lm."): p.grad for name, p in lm.named_parameters()}
+    assert got.keys() == want.keys()
+    for name, gradient in want.items():
+        torch.testing.assert_close(got[name].double(), gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max()), msg=name)
+
+
+def test_update_takes_adamws_step_on_that_gradient(tiny_run):
+    samples = batch_of_samples(1)
+    set_advantages(samples, tiny_run.algorithm)
+    batches = make_micro_batches(samples, tiny_run.algorithm, tiny_run.config, tiny_run.pad_id, tiny_run.policy.device)
+    assert len(batches) > 2
+    gradients = naive_gradients(tiny_run, samples)
+    norm = torch.stack([g.norm() for g in gradients.values()]).norm()
+    before = {name: p.clone() for name, p in tiny_run.policy.weights()}
+    _, applied = tiny_run.policy.update(batches)
+    assert applied
+    assert tiny_run.policy.grad_norm == pytest.approx(float(norm), rel=1e-4)
+    clip = min(1.0, 1.0 / float(norm))
+    for name, p in tiny_run.policy.weights():
+        g = gradients[name] * clip
+        want = before[name].double() * (1 - 1e-3 * 0.01) - 1e-3 * g / (g.abs() + 1e-8)  # AdamW's first step
+        clear = g.abs() > 1e-5  # where g is rounding noise, so is its sign
+        torch.testing.assert_close(p.double()[clear], want[clear], rtol=1e-4, atol=2e-6, msg=name)
+
+
+def test_nonfinite_gradients_leave_the_weights_alone_and_three_in_a_row_stop_the_run(tiny_run):
+    samples = batch_of_samples()
+    set_advantages(samples, tiny_run.algorithm)
+    samples[0].advantage = float("inf")
+    before = {name: p.clone() for name, p in tiny_run.policy.weights()}
+    for _ in range(2):
+        batches = make_micro_batches(samples, tiny_run.algorithm, tiny_run.config, tiny_run.pad_id, tiny_run.policy.device)
+        outputs, applied = tiny_run.policy.update(batches)
+        assert not applied
+        assert not torch.stack([out.loss for out in outputs]).sum().isfinite()
+        tiny_run.count_nonfinite(applied)
+    assert all(torch.equal(p, before[name]) for name, p in tiny_run.policy.weights())
+    with pytest.raises(RuntimeError, match=r"3 updates in a row had a non-finite gradient.*None"):
+        tiny_run.count_nonfinite(False)
+    samples[0].advantage = 0.5
+    batches = make_micro_batches(samples, tiny_run.algorithm, tiny_run.config, tiny_run.pad_id, tiny_run.policy.device)
+    assert tiny_run.policy.update(batches)[1]
+    assert not all(torch.equal(p, before[name]) for name, p in tiny_run.policy.weights())
+
+
+def test_leaving_out_samples_without_a_gradient_changes_nothing(tiny_run):
+    samples = batch_of_samples(2)
+    for sample in samples:
+        if sample.group == 1:
+            sample.reward = 1.0
+    set_advantages(samples, tiny_run.algorithm)
+    silent = [s for s in samples if s.advantage == 0]
+    assert len(silent) == 4
+    batches = make_micro_batches(samples, tiny_run.algorithm, tiny_run.config, tiny_run.pad_id, tiny_run.policy.device)
+    kept = sum(len(s.response) for s in samples if s not in silent)
+    assert sum(len(batch.target) for batch in batches) == kept
+    for batch in batches:  # the denominator still counts everybody
+        weights = batch.token_weight
+        torch.testing.assert_close(weights, torch.full_like(weights, 1 / sum(len(s.response) for s in samples)))
+
+
+@pytest.mark.parametrize("preset", ALGORITHMS)
+def test_every_preset_trains(tmp_path, preset):
+    config = run_config(tmp_path, algorithm={"preset": preset}, train={"prompts_per_update": 2})
+    folder = train(config)
+    rows = metrics(folder)
+    assert [row["step"] for row in rows] == [1, 2]
+    uses = ALGORITHMS[preset].demonstrations
+    assert ("reward/external" in rows[0]) == (uses != "none")
+    assert ("reward/internal" in rows[0]) == (uses != "only")
+    if uses in ("group", "apart"):  # the demonstration's slot is not generated
+        assert rows[0]["reward/mean"] == pytest.approx((3 * rows[0]["reward/internal"] + rows[0]["reward/external"]) / 4)
+    if uses != "none" or "actor/grad_norm" in rows[0]:
+        assert rows[0]["actor/grad_norm"] > 0
+    assert rows[0].get("mismatch/mean", 0) < 1e-5
+
+
+def test_a_run_leaves_all_that_is_promised(tmp_path):
+    config = run_config(tmp_path, checkpoint={"every": 1, "keep": 1})
+    folder = train(config)
+    assert load_config(folder / "config.yaml") == config
+    row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    for name in (
+        "generated_tokens", "reward/mean", "reward/internal", "reward/external", "batch/solve_all", "batch/solve_none",
+        "response_length/mean", "response_length/max", "response_length/clipped", "actor/loss", "actor/loss_internal",
+        "actor/loss_external", "actor/entropy", "actor/grad_norm", "actor/lr", "actor/ratio_external_mean",
+        "actor/prob_external", "actor/prob_internal", "actor/kl_old", "actor/clip_fraction", "actor/active_rows",
+        "mismatch/mean", "mismatch/max", "mismatch/outside_10pct", "time/generate", "time/score", "time/old_logprob",
+        "time/update", "time/sync", "time/step", "tokens_per_second",
+    ):  # fmt: skip
+        assert name in row, name
+    assert [p.name for p in (folder / "checkpoints").glob("step-*")] == ["step-000002"]
+    assert list((folder / "tensorboard").iterdir())
+    lm = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert tokenizer.decode(tokenizer("2+2=").input_ids) == "2+2="
+    start = load_file(folder / "scratch/model.safetensors")
+    assert any(not torch.equal(p, start[name]) for name, p in lm.named_parameters())
+
+
+def test_generated_tokens_end_the_run(tmp_path):
+    folder = train(run_config(tmp_path, train={"steps": 50, "generated_tokens": 200}))
+    rows = metrics(folder)
+    assert rows[-2]["generated_tokens"] < 200 <= rows[-1]["generated_tokens"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_step_end_and_leaves_a_checkpoint(tmp_path, number):
+    config = run_config(tmp_path, train={"steps": 40}, evaluation={"data": {"path": "-", "max_prompt_length": 8}, "every": 1})
+
+    def interrupt(run: Run) -> dict[str, float]:
+        if run.step == 1:
+            os.kill(os.getpid(), number)
+        return {}
+
+    handler = signal.getsignal(number)
+    folder = train(config, evaluate=interrupt)
+    assert [row["step"] for row in metrics(folder)] == [1, 2]
+    assert signal.getsignal(number) is handler
+    assert not (folder / "model").exists()
+    config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3})})
+    train(config, resume=True)
+    assert [row["step"] for row in metrics(folder)] == [1, 2, 3]
+    assert (folder / "model").exists()
+
+
+def changed(config: Config, section: str, **values: object) -> Config:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
+def test_refusals_say_what_to_do(tmp_path):
+    config = run_config(tmp_path, train={"steps": 1})
+    train(config)
+    with pytest.raises(ValueError, match=r"already holds a run, at step-000001: resume it"):
+        train(config)
+    with pytest.raises(ValueError, match=r"another configuration: train.lr was 0.001, is 0.5"):
+        train(changed(config, "train", lr=0.5), resume=True)
+    wrong = changed(config, "model", overrides={"rope_thta": 1.0}).model_copy(update={"output_dir": str(tmp_path / "b")})
+    with pytest.raises(ValueError, match=r"model.overrides.rope_thta: want a field of Qwen2Config"):
+        train(wrong)
+    with pytest.raises(ValueError, match=r"want model.path a Hugging Face folder or hub name; got '.*/nowhere'"):
+        train(run_config(tmp_path, "c", model={"scratch": None, "path": str(tmp_path / "nowhere")}))
+    unlearnable = run_config(tmp_path, "d", reward={"pattern": r"\[(.*)\]"})
+    with pytest.raises(ValueError, match=r"0 of 6 pass the run's own reward; dropped: 6 unparsed; want at most"):
+        train(unlearnable)
+
+
+def test_overrides_reach_the_model(tmp_path):
+    config = run_config(tmp_path, train={"steps": 1}, model={"overrides": {"rope_theta": 40000.0}})
+    with Run(config, resume=False) as run:
+        assert run.policy.engine.module.lm.config.rope_parameters["rope_theta"] == 40000.0
+    assert replace(run.algorithm) == run.algorithm
+
+
+@pytest.mark.slow
+def test_two_ranks_train_what_one_does(tmp_path):
+    """torchrun with two ranks: the same denominators, gradients averaged, one set of metrics."""
+    one = run_config(tmp_path, "one", train={"steps": 1}, rollout={"group_size": 2}, algorithm={"preset": "sft"})
+    train(one)
+    two = one.model_copy(update={"output_dir": str(tmp_path / "two")})
+    path = tmp_path / "two.yaml"
+    path.write_text(two.to_yaml())
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "rlplus", "train", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, second = (metrics(Path(config.output_dir))[0] for config in (one, two))
+    assert second["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=1e-5)
+    assert second["actor/loss"] == pytest.approx(first["actor/loss"], rel=1e-5)

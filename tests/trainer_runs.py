@@ -1,0 +1,40 @@
+"""A tiny task and the configuration of runs on it, for the tests of trainer, checkpoint and command line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rlplus.config import Config
+
+
+def write_task(folder: Path, n: int = 6) -> Path:
+    """`n` prompts like "3+4=", answers and demonstrations, as JSONL."""
+    path = folder / "task.jsonl"
+    rows = [{"prompt": f"{i}+{i % 3}=", "answer": str(i + i % 3), "demonstration": f"<{i + i % 3}>"} for i in range(n)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run_config(folder: Path, output: str = "run", **sections: dict[str, Any]) -> Config:
+    """A run of a random one-layer model; `sections` change what stands here."""
+    values: dict[str, dict[str, Any]] = {
+        "model": {
+            "scratch": {"hidden_size": 32, "layers": 1, "heads": 1, "intermediate_size": 64, "max_position_embeddings": 64},
+            "dtype": "float32",
+        },
+        "data": {"path": str(write_task(folder)), "demonstration": "demonstration", "max_prompt_length": 8},
+        "reward": {"kind": "exact_match", "pattern": "<([^>]*)>", "workers": 1},
+        "rollout": {"engine": "transformers", "group_size": 4, "max_response_length": 8},
+        "algorithm": {"preset": "rlplus"},
+        "train": {"steps": 2, "prompts_per_step": 4, "tokens_per_micro_batch": 64, "lr": 1e-3},
+        "checkpoint": {"every": 0},
+    }
+    for name, changes in sections.items():
+        values[name] = values.get(name, {}) | changes
+    return Config.model_validate({"output_dir": str(folder / output)} | values)
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    """metrics.jsonl without what differs between two identical runs: the clock."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith("time/") and k != "tokens_per_second"} for row in rows]
