@@ -80,7 +80,9 @@ def load(engine: Any, checkpoint: Path) -> None:
     """Restore the DeepSpeed engine and this rank's random state; ValueError when the number of ranks differs."""
     saved = read_state(checkpoint)["world_size"]
     if saved != dist.get_world_size():
-        raise ValueError(f"{checkpoint} was written by {saved} ranks: want as many to resume; got {dist.get_world_size()}")
+        raise ValueError(
+            f"{checkpoint} was written by {saved} ranks: want as many to resume; got {dist.get_world_size()}"
+        )
     path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     if path is None:
         raise ValueError(f"DeepSpeed found no checkpoint in {checkpoint}")

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rlplus import __version__
 
@@ -66,16 +67,15 @@ def _quiet_imports() -> None:
 
 def _train(args: argparse.Namespace) -> None:
     from rlplus.config import load_config
-    from rlplus.evaluation import evaluate_run
+    from rlplus.evaluation import evaluator
 
     config = load_config(args.config, args.overrides)
     import torch
 
-    from rlplus.evaluation import evaluate_run
     from rlplus.trainer import train
 
     try:
-        train(config, resume=args.resume, evaluate=evaluate_run)
+        train(config, resume=args.resume, evaluate=evaluator(config))
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
@@ -85,15 +85,30 @@ def _eval(args: argparse.Namespace) -> None:
     from rlplus.config import load_config
 
     config = load_config(args.config, args.overrides)
+    from rich.console import Console
+    from rich.table import Table
+
     from rlplus.evaluation import evaluate_model
 
-    evaluate_model(config, args.model, args.output)
+    result = evaluate_model(config, args.model)
+    output = Path(args.output or Path(config.output_dir) / "evaluation.json")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    result.save(output)
+    table = Table("pass@k", "mean", "95% interval", title=f"{result.name}: {len(result.problems)} problems")
+    for k in result.k:
+        estimate = result.pass_at(k)
+        table.add_row(f"pass@{k}", f"{estimate.mean:.3f}", f"[{estimate.low:.3f}, {estimate.high:.3f}]")
+    Console().print(table, f"written to {output}")
 
 
 def _report(args: argparse.Namespace) -> None:
-    from rlplus.report import report_runs
+    from rlplus.evaluation import Evaluation
+    from rlplus.report import load_run, write_report
 
-    report_runs(args.runs, args.output)
+    folders = [Path(run) for run in args.runs]
+    runs = {str(folder): load_run(folder) for folder in folders}
+    results = {str(f): Evaluation.load(f / "evaluation.json") for f in folders if (f / "evaluation.json").exists()}
+    write_report(Path(args.output), runs, results, title=", ".join(folder.name for folder in folders))
 
 
 def _demo(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""The trainer's contract: the gradient of the whole batch however it is cut, every preset, clean stops, clear refusals."""
+"""The gradient of the whole batch however it is cut, every preset, clean stops and clear refusals."""
 
 import json
 import os
@@ -37,7 +37,9 @@ def batch_of_samples(seed: int = 0) -> list[Sample]:
             lengths = [int(torch.randint(1, 9, (), generator=generator)) for _ in range(2)]
             prompt, response = (torch.randint(0, 256, (n,), generator=generator).tolist() for n in lengths)
             external = member == 3
-            samples.append(Sample(prompt, response, group, external, False, None, reward=float(external or member == group)))
+            samples.append(
+                Sample(prompt, response, group, external, False, None, reward=float(external or member == group))
+            )
     return samples
 
 
@@ -76,7 +78,9 @@ def test_gradient_is_that_of_the_whole_batch_however_it_is_cut(tiny_run, tokens_
     got = {name.removeprefix("lm."): p.grad for name, p in lm.named_parameters()}
     assert got.keys() == want.keys()
     for name, gradient in want.items():
-        torch.testing.assert_close(got[name].double(), gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max()), msg=name)
+        torch.testing.assert_close(
+            got[name].double(), gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max()), msg=name
+        )
 
 
 def test_update_takes_adamws_step_on_that_gradient(tiny_run):
@@ -104,7 +108,9 @@ def test_nonfinite_gradients_leave_the_weights_alone_and_three_in_a_row_stop_the
     samples[0].advantage = float("inf")
     before = {name: p.clone() for name, p in tiny_run.policy.weights()}
     for _ in range(2):
-        batches = make_micro_batches(samples, tiny_run.algorithm, tiny_run.config, tiny_run.pad_id, tiny_run.policy.device)
+        batches = make_micro_batches(
+            samples, tiny_run.algorithm, tiny_run.config, tiny_run.pad_id, tiny_run.policy.device
+        )
         outputs, applied = tiny_run.policy.update(batches)
         assert not applied
         assert not torch.stack([out.loss for out in outputs]).sum().isfinite()
@@ -144,7 +150,9 @@ def test_every_preset_trains(tmp_path, preset):
     assert ("reward/external" in rows[0]) == (uses != "none")
     assert ("reward/internal" in rows[0]) == (uses != "only")
     if uses in ("group", "apart"):  # the demonstration's slot is not generated
-        assert rows[0]["reward/mean"] == pytest.approx((3 * rows[0]["reward/internal"] + rows[0]["reward/external"]) / 4)
+        assert rows[0]["reward/mean"] == pytest.approx(
+            (3 * rows[0]["reward/internal"] + rows[0]["reward/external"]) / 4
+        )
     if uses != "none" or "actor/grad_norm" in rows[0]:
         assert rows[0]["actor/grad_norm"] > 0
     assert rows[0].get("mismatch/mean", 0) < 1e-5
@@ -181,7 +189,9 @@ def test_generated_tokens_end_the_run(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_the_step_end_and_leaves_a_checkpoint(tmp_path, number):
-    config = run_config(tmp_path, train={"steps": 40}, evaluation={"data": {"path": "-", "max_prompt_length": 8}, "every": 1})
+    config = run_config(
+        tmp_path, train={"steps": 40}, evaluation={"data": {"path": "-", "max_prompt_length": 8}, "every": 1}
+    )
 
     def interrupt(run: Run) -> dict[str, float]:
         if run.step == 1:
@@ -210,7 +220,9 @@ def test_refusals_say_what_to_do(tmp_path):
         train(config)
     with pytest.raises(ValueError, match=r"another configuration: train.lr was 0.001, is 0.5"):
         train(changed(config, "train", lr=0.5), resume=True)
-    wrong = changed(config, "model", overrides={"rope_thta": 1.0}).model_copy(update={"output_dir": str(tmp_path / "b")})
+    wrong = changed(config, "model", overrides={"rope_thta": 1.0}).model_copy(
+        update={"output_dir": str(tmp_path / "b")}
+    )
     with pytest.raises(ValueError, match=r"model.overrides.rope_thta: want a field of Qwen2Config"):
         train(wrong)
     with pytest.raises(ValueError, match=r"want model.path a Hugging Face folder or hub name; got '.*/nowhere'"):
@@ -235,8 +247,20 @@ def test_two_ranks_train_what_one_does(tmp_path):
     two = one.model_copy(update={"output_dir": str(tmp_path / "two")})
     path = tmp_path / "two.yaml"
     path.write_text(two.to_yaml())
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "rlplus", "train", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "rlplus",
+        "train",
+        str(path),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     first, second = (metrics(Path(config.output_dir))[0] for config in (one, two))
     assert second["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=1e-5)

@@ -19,7 +19,13 @@ def run_config(folder: Path, output: str = "run", **sections: dict[str, Any]) ->
     """A run of a random one-layer model; `sections` change what stands here."""
     values: dict[str, dict[str, Any]] = {
         "model": {
-            "scratch": {"hidden_size": 32, "layers": 1, "heads": 1, "intermediate_size": 64, "max_position_embeddings": 64},
+            "scratch": {
+                "hidden_size": 32,
+                "layers": 1,
+                "heads": 1,
+                "intermediate_size": 64,
+                "max_position_embeddings": 64,
+            },
             "dtype": "float32",
         },
         "data": {"path": str(write_task(folder)), "demonstration": "demonstration", "max_prompt_length": 8},

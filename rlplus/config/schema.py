@@ -247,7 +247,7 @@ class TrainConfig(Section):
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
     warmup_steps: NonNegative = 0
     grad_clip: Positive = 1.0
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: Literal[1, 2, 3] = 1
     seed: NonNegative = 0
     deepspeed: dict[str, Any] = {}
     backend: Literal["auto", "reference", "torch", "cpp", "triton"] = "auto"
@@ -272,14 +272,13 @@ class CheckpointConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """`every`: steps between two evaluations, 0 = none during training. `limit`: only the first problems."""
+    """`every`: steps between two evaluations, 0 = none in training. `samples`: of each problem, for every pass@`k`."""
 
     data: DataConfig | None = None
     every: NonNegative = 0
     samples: Count = 32
     k: list[Count] = [1]
     temperature: Positive = 1.0
-    limit: Count | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -324,10 +323,6 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         problems = []
-        if self.model.dtype == "bfloat16" and self.train.zero_stage == 0:
-            problems.append(
-                "model.dtype bfloat16 wants train.zero_stage 1, 2 or 3 (stage 0 takes one Adam step too many); got 0"
-            )
         algorithm = self.algorithm.resolve()
         if algorithm.demonstrations != "none" and self.data.demonstration is None:
             problems.append(f"algorithm.preset {self.algorithm.preset} uses demonstrations: want data.demonstration")

@@ -1,6 +1,7 @@
 """Training with DeepSpeed: one readable loop (`loop.py`) and its parts."""
 
 from rlplus.trainer.loop import Evaluate, train
+from rlplus.trainer.model import prepare_model
 from rlplus.trainer.run import Run
 
-__all__ = ["Evaluate", "Run", "train"]
+__all__ = ["Evaluate", "Run", "prepare_model", "train"]

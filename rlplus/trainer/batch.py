@@ -1,6 +1,7 @@
 """From prompts to micro-batches: who is in a group, what each member is worth, what each token weighs."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,9 @@ def generate(
     return samples
 
 
-def score(samples: Sequence[Sample], examples: Sequence[Example], scorer: Scorer, decode: Callable[..., str]) -> list[str]:
+def score(
+    samples: Sequence[Sample], examples: Sequence[Example], scorer: Scorer, decode: Callable[..., str]
+) -> list[str]:
     """Set every sample's reward; returns each one's status, "ok" or what went wrong."""
     scores = scorer([decode(s.response) for s in samples], [examples[s.group].answer for s in samples])
     for sample, result in zip(samples, scores, strict=True):
@@ -122,7 +125,7 @@ def _dummy(pad_id: int) -> MicroBatch:
     return pack([sample], [torch.zeros(1)], row_length=2, tokens_per_micro_batch=2, pad_id=pad_id)[0]
 
 
-def _all_reduce(value: float, op: dist.ReduceOp) -> float:
+def _all_reduce(value: float, op: Any) -> float:
     tensor = torch.tensor(value, dtype=torch.float64)
     if torch.cuda.is_available():
         tensor = tensor.cuda()

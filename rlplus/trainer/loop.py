@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from rlplus import checkpoint
 from rlplus.config import Config
 from rlplus.trainer.batch import generate, make_micro_batches, score, set_advantages
 from rlplus.trainer.metrics import Tally, tally_mismatch, tally_samples, tally_update

@@ -76,7 +76,9 @@ def tally_samples(tally: Tally, samples: Sequence[Sample], statuses: Sequence[st
         tally.mean("batch/solve_none", max(rewards) <= 0)
 
 
-def tally_update(tally: Tally, outputs: Sequence[PolicyLoss], grad_norm: float | None, lr: float, applied: bool) -> None:
+def tally_update(
+    tally: Tally, outputs: Sequence[PolicyLoss], grad_norm: float | None, lr: float, applied: bool
+) -> None:
     """The statistics of one optimiser step's micro-batches."""
     total = {name: float(torch.stack([out.stats[name] for out in outputs]).sum()) for name in outputs[0].stats}
     once = 1.0 if dist.get_rank() == 0 else 0.0  # losses are sums over ranks, of normalised parts

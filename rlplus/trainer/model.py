@@ -64,5 +64,7 @@ def _with_overrides(path: str, overrides: dict[str, Any], trust_remote_code: boo
         elif name in fields:
             fields[name] = value
         else:
-            raise ValueError(f"model.overrides.{name}: want a field of {type(config).__name__}; it has {', '.join(fields)}")
+            raise ValueError(
+                f"model.overrides.{name}: want a field of {type(config).__name__}; it has {', '.join(fields)}"
+            )
     return type(config).from_dict(json.loads(json.dumps(fields, default=str))) if overrides else config

@@ -25,7 +25,13 @@ def initialize_distributed() -> None:
     """Join the process group: under torchrun, the DeepSpeed launcher, or as the only process. Does so once."""
     if dist.is_initialized():
         return
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
     if "RANK" not in os.environ:
         os.environ.update(alone)  # else DeepSpeed looks for MPI
     if torch.cuda.is_available():
@@ -165,7 +171,7 @@ class Policy:
         if self.config.train.zero_stage < 3:
             yield from ((name, p.detach()) for name, p in named)
             return
-        bucket: list[tuple[str, nn.Parameter]] = []
+        bucket: list[tuple[str, Any]] = []  # parameters with the fields that ZeRO-3 adds
         for i, (name, p) in enumerate(named):
             bucket.append((name, p))
             if i == len(named) - 1 or sum(q.ds_numel * q.element_size() for _, q in bucket) >= GATHER_BYTES:

@@ -1,8 +1,8 @@
 """A run's parts and its place in time: everything that the loop needs and a checkpoint must remember."""
 
-import logging
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,10 +19,8 @@ from rlplus.trainer.model import prepare_model
 from rlplus.trainer.policy import Policy, initialize_distributed
 
 # What may differ between a checkpoint's configuration and the one that resumes it.
-MAY_CHANGE = ("output_dir", "checkpoint", "evaluation", "train.steps", "train.generated_tokens", "train.max_nonfinite")
-MAY_CHANGE += ("reward.workers", "reward.timeout_s", "reward.memory_mb")
-
-log = logging.getLogger(__name__)
+MAY_CHANGE = {"output_dir", "checkpoint", "evaluation", "train.steps", "train.generated_tokens", "train.max_nonfinite"}
+MAY_CHANGE |= {"reward.workers", "reward.timeout_s", "reward.memory_mb"}
 
 
 class Run:
@@ -38,20 +36,14 @@ class Run:
         self.step = self.generated = self.nonfinite = 0
         self.stop_signal = 0
         self.interrupted = False
-        self.signals: dict[int, Any] = {}
-        self.scorer: Scorer | None = None  # type: ignore[assignment]
-        self.rollout: RolloutEngine | None = None  # type: ignore[assignment]
-        self.log: RunLog | None = None  # type: ignore[assignment]
 
     def __enter__(self) -> Self:
-        try:
-            self._build()
-        except BaseException:
-            self.__exit__()
-            raise
+        with ExitStack() as stack:  # closes what was opened when building fails half-way
+            self._build(stack)
+            self._open = stack.pop_all()
         return self
 
-    def _build(self) -> None:
+    def _build(self, stack: ExitStack) -> None:
         config = self.config
         last = checkpoint.latest(self.checkpoints)
         if last is not None and not self.resume:
@@ -60,20 +52,23 @@ class Run:
             )
         initialize_distributed()
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        if config.train.prompts_per_step % self.world or (config.train.prompts_per_update or 0) % self.world:
-            raise ValueError(f"want prompts per step and per update to be multiples of the number of ranks; got {self.world} ranks")
+        per_update = config.train.prompts_per_update or config.train.prompts_per_step
+        if per_update % self.world:
+            raise ValueError(
+                f"want prompts_per_step and _per_update multiples of the {self.world} ranks; got {per_update}"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         model_path, model_config = prepare_model(config.model, self.folder, config.train.seed)
         self.tokenizer = load_tokenizer(config.model.model_copy(update={"path": model_path, "scratch": None}))
         self.pad_id = self.tokenizer.pad_token_id
-        self.scorer = Scorer(config.reward)
+        self.scorer = stack.enter_context(Scorer(config.reward))
         self.examples, notes = self._load_data()
         self.sampler = PromptSampler(len(self.examples), config.train.prompts_per_step, config.train.seed)
         self.policy = Policy(config, model_path, model_config, self.algorithm.objective)
         if last is not None:
             self._restore(last)
         model_config.save_pretrained(str(self.folder / f"model_config/{self.rank}"))
-        self.rollout = make_engine(
+        self.rollout: RolloutEngine = make_engine(
             config.rollout,
             model_path,
             dtype=config.model.dtype,
@@ -84,13 +79,15 @@ class Run:
             trust_remote_code=config.model.trust_remote_code,
             config_path=str(self.folder / f"model_config/{self.rank}"),
         )
+        stack.callback(self.rollout.close)
         if self.rank == 0:
             (self.folder / "config.yaml").write_text(config.to_yaml())
         self.log = RunLog(self.folder, self.step, config.algorithm.preset, enabled=self.rank == 0)
+        stack.callback(self.log.close)
         for note in (*notes, f"rollouts by {self.rollout.name}; output in {self.folder}"):
             self.log.say(note)
         for number in (signal.SIGINT, signal.SIGTERM):
-            self.signals[number] = signal.signal(number, self._on_signal)
+            stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
 
     def _load_data(self) -> tuple[list[Example], list[str]]:
         """Examples whose demonstrations the run's own reward accepts, and what was dropped on the way."""
@@ -104,7 +101,7 @@ class Run:
             notes.append(graded.summary())
             if graded.dropped_share > data.max_dropped_share:
                 raise ValueError(
-                    f"{graded.summary()}; want at most data.max_dropped_share={data.max_dropped_share:g} of them dropped"
+                    f"{graded.summary()}; want at most data.max_dropped_share={data.max_dropped_share:g} dropped"
                 )
         if self.algorithm.demonstrations == "only":
             examples = [e for e in examples if e.demonstration is not None]
@@ -126,11 +123,7 @@ class Run:
         self.log.say("stopping after this step, with a checkpoint; once more to stop at once, without")
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self.signals.items():
-            signal.signal(number, handler)
-        for part in (self.log, self.scorer, self.rollout):
-            if part is not None:
-                part.close()
+        self._open.close()
 
     @property
     def checkpoints(self) -> Path:
@@ -195,8 +188,8 @@ class Run:
         gap = metrics.get("mismatch/mean", 0.0)
         if not gap <= limit:
             raise RuntimeError(
-                f"step {self.step}: the mean gap between the logprobs of the {self.rollout.name} engine and of the trainer "
-                f"is {gap:.2e}; want at most rollout.max_logprob_gap={limit:g}"
+                f"step {self.step}: the mean gap between the logprobs of the {self.rollout.name} engine and of the "
+                f"trainer is {gap:.2e}; want at most rollout.max_logprob_gap={limit:g}"
             )
 
     def evaluate(self, evaluate: Callable[["Run"], dict[str, float]], tally: Tally) -> None:
@@ -211,10 +204,11 @@ class Run:
         tally.maximum("signal", self.stop_signal)
         metrics = tally.reduce()
         self.step += 1
-        self.generated += round(metrics.pop("generated"))
+        tokens = round(metrics.pop("generated"))
+        self.generated += tokens
         self.interrupted = bool(metrics.pop("signal"))
-        if "time/generate" in metrics and generated:
-            metrics["tokens_per_second"] = metrics.get("response_length/mean", 0) and generated * self.world / metrics["time/generate"]
+        if tokens:
+            metrics["tokens_per_second"] = tokens / metrics["time/generate"]
         self.log.write(self.step, {"generated_tokens": self.generated} | metrics, self._share_done)
         return metrics
 

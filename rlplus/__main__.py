@@ -1,0 +1,8 @@
+"""``python -m rlplus``, the same as the command ``rlplus``."""
+
+import sys
+
+from rlplus.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""pass@k: sampling, the unbiased estimate, and what can be said about it (bootstrap over seeds and problems)."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from rlplus.config import Config
+from rlplus.data import Example, load_examples, load_tokenizer
+from rlplus.reward import Scorer
+from rlplus.rollout import RolloutEngine, make_engine
+from rlplus.trainer import Evaluate, Run, prepare_model
+
+_COMPLETIONS_A_CALL = 4096  # bounds what is held as Python lists at a time
+_REPLICATES = 2000
+_INDICES_AT_ONCE = 1 << 22  # bootstrap indices held at a time (32 MB)
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Probability that at least one of k samples is right, estimated without bias from c right ones among n.
+
+    1 - C(n-c, k) / C(n, k) of Chen et al. 2021 (arXiv 2107.03374, eq. 1), in integers and therefore exact until the one
+    division. ValueError unless 0 <= c <= n and 1 <= k <= n.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"want 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}")
+    subsets = math.comb(n, k)
+    return (subsets - math.comb(n - c, k)) / subsets
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with the limits of its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Counts of one model on one set of problems; `problems`, `n` and `correct` are aligned.
+
+    `n`: samples of each problem, `correct`: those with reward >= 1. `k`: the values asked for. `mean_response_length`
+    in tokens, the end token included. `truncated_share`: samples that met `max_tokens` without an end. `statuses`:
+    number of scores by status (see rlplus.reward.Score).
+    """
+
+    name: str
+    problems: tuple[int, ...]
+    n: tuple[int, ...]
+    correct: tuple[int, ...]
+    k: tuple[int, ...]
+    temperature: float
+    seed: int
+    mean_response_length: float
+    truncated_share: float
+    statuses: dict[str, int]
+
+    def __post_init__(self) -> None:
+        if not self.problems or not len(self.problems) == len(self.n) == len(self.correct):
+            lengths = (len(self.problems), len(self.n), len(self.correct))
+            raise ValueError(f"want problems, n and correct of one length above 0, got lengths {lengths}")
+
+    def pass_at(self, k: int) -> Estimate:
+        """Mean pass@k over the problems, with a bootstrap interval over the problems."""
+        return pooled_pass_at([self], k)
+
+    def values(self, k: int) -> Tensor:
+        """pass@k of every problem, (problems,) float64."""
+        counts = zip(self.n, self.correct, strict=True)
+        return torch.tensor([pass_at_k(n, c, k) for n, c in counts], dtype=torch.float64)
+
+    def save(self, path: Path) -> None:
+        """Write as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote. ValueError if the file holds something else."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        wanted = {field.name for field in fields(cls)}
+        if not isinstance(content, dict) or set(content) != wanted:
+            got = sorted(content) if isinstance(content, dict) else type(content).__name__
+            raise ValueError(f"want an evaluation with the fields {sorted(wanted)} in {path}, got {got}")
+        values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in content.items()}
+        return cls(**values)
+
+
+def evaluate(
+    engine: RolloutEngine,
+    scorer: Scorer,
+    examples: Sequence[Example],
+    decode: Callable[[Sequence[int]], str],
+    *,
+    samples: int,
+    k: Sequence[int],
+    temperature: float,
+    max_tokens: int,
+    seed: int,
+    name: str = "",
+) -> Evaluation:
+    """Sample every problem `samples` times, score, count. `decode` must leave out the special tokens.
+
+    ValueError without problems, or if a k is not in 1..samples.
+    """
+    if not examples:
+        raise ValueError("want at least one problem to evaluate on, got none")
+    if not k or min(k) < 1 or max(k) > samples:
+        raise ValueError(f"want every k in 1..samples={samples}, got k={list(k)}")
+    correct: list[int] = []
+    statuses: Counter[str] = Counter()
+    tokens = truncated = 0
+    batch = max(1, _COMPLETIONS_A_CALL // samples)
+    for start in range(0, len(examples), batch):
+        part = examples[start : start + batch]
+        groups = engine.generate(
+            [example.prompt for example in part],
+            [samples] * len(part),
+            temperature=temperature,
+            max_tokens=max_tokens,
+            seed=seed + start,  # equal prompts in different calls must not get equal samples
+        )
+        if [len(group) for group in groups] != [samples] * len(part):
+            raise ValueError(f"want {samples} samples for each of {len(part)} problems; {engine.name} gave others")
+        completions = [completion for group in groups for completion in group]
+        tokens += sum(len(completion.tokens) for completion in completions)
+        truncated += sum(completion.truncated for completion in completions)
+        texts = [decode(completion.tokens) for completion in completions]
+        scores = scorer(texts, [example.answer for example in part for _ in range(samples)])
+        statuses.update(score.status for score in scores)
+        right = [score.value >= 1 for score in scores]
+        correct += [sum(right[i : i + samples]) for i in range(0, len(right), samples)]
+    total = samples * len(examples)
+    return Evaluation(
+        name=name,
+        problems=tuple(example.index for example in examples),
+        n=(samples,) * len(examples),
+        correct=tuple(correct),
+        k=tuple(k),
+        temperature=temperature,
+        seed=seed,
+        mean_response_length=tokens / total,
+        truncated_share=truncated / total,
+        statuses=dict(statuses),
+    )
+
+
+def evaluator(config: Config) -> Evaluate | None:
+    """What `train` calls every `evaluation.every` steps: pass@k on the evaluation data, as val/<file>/pass@<k>."""
+    if not config.evaluation.every:
+        return None
+    problems: list[Example] = []
+
+    def evaluate_run(run: Run) -> dict[str, float]:
+        if not problems:
+            problems.extend(_problems(config, run.tokenizer))
+        result = _evaluate(config, run.rollout, run.scorer, problems, run.decode)
+        return {f"{result.name}/pass@{k}": result.pass_at(k).mean for k in result.k}
+
+    return evaluate_run
+
+
+def evaluate_model(config: Config, model: str | None = None) -> Evaluation:
+    """pass@k of a Hugging Face folder (None: the run's own result, output_dir/model) on `evaluation.data`.
+
+    The same problems, samples and seed for every model. ValueError without evaluation data or model.
+    """
+    path = Path(config.output_dir) / "model" if model is None else Path(model)
+    if model is None and not (path / "config.json").is_file():
+        raise ValueError(f"want a trained model in {path}, or --model with a folder; got none")
+    settings = config.model.model_copy(update={"path": str(path), "scratch": None})
+    tokenizer = load_tokenizer(settings)
+    problems = _problems(config, tokenizer)
+    _, model_config = prepare_model(settings, path, config.train.seed)
+    with TemporaryDirectory() as folder, Scorer(config.reward) as scorer:
+        model_config.save_pretrained(folder)
+        engine = make_engine(
+            config.rollout,
+            str(path),
+            dtype=config.model.dtype,
+            max_model_len=config.max_generation_length,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            seed=config.train.seed,
+            trust_remote_code=config.model.trust_remote_code,
+            config_path=folder,
+        )
+        try:
+            decode = partial(tokenizer.decode, skip_special_tokens=True)
+            return _evaluate(config, engine, scorer, problems, lambda tokens: decode(list(tokens)))
+        finally:
+            engine.close()
+
+
+def _problems(config: Config, tokenizer: Any) -> list[Example]:
+    data = config.evaluation.data
+    if data is None:
+        raise ValueError("want evaluation.data, the problems to evaluate on; the configuration has none")
+    return load_examples(data, tokenizer, max_demonstration_length=config.max_demonstration_length)[0]
+
+
+def _evaluate(
+    config: Config,
+    engine: RolloutEngine,
+    scorer: Scorer,
+    problems: Sequence[Example],
+    decode: Callable[[Sequence[int]], str],
+) -> Evaluation:
+    settings = config.evaluation
+    assert settings.data is not None
+    return evaluate(
+        engine,
+        scorer,
+        problems,
+        decode,
+        samples=settings.samples,
+        k=settings.k,
+        temperature=settings.temperature,
+        max_tokens=config.rollout.max_response_length,
+        seed=config.train.seed,
+        name="+".join(Path(path).stem for path in settings.data.paths),
+    )
+
+
+def pooled_pass_at(evaluations: Sequence[Evaluation], k: int) -> Estimate:
+    """Mean pass@k over seeds (each weighs the same), with a bootstrap over seeds and, within each, problems.
+
+    One evaluation a seed. Few seeds say little about the spread over seeds: in simulations where it was about twice the
+    standard error over problems, 95% intervals covered the truth in 78% of trials with 2 seeds, 82% with 3, 93% with 5.
+    """
+    return _bootstrap([evaluation.values(k) for evaluation in evaluations])
+
+
+def paired_difference(first: Sequence[Evaluation], second: Sequence[Evaluation], k: int) -> Estimate:
+    """pass@k of `second` minus that of `first`, seed by seed on the same problems; interval as in `pooled_pass_at`."""
+    if len(first) != len(second):
+        raise ValueError(f"want as many evaluations on both sides, got {len(first)} and {len(second)}")
+    for one, other in zip(first, second, strict=True):
+        if one.problems != other.problems:
+            raise ValueError(f"want the same problems on both sides, got others for {one.name!r} and {other.name!r}")
+    return _bootstrap([other.values(k) - one.values(k) for one, other in zip(first, second, strict=True)])
+
+
+def _bootstrap(seeds: Sequence[Tensor]) -> Estimate:
+    """Percentile interval of the mean over seeds of the means over problems; resamples seeds, then their problems."""
+    if not seeds:
+        raise ValueError("want at least one evaluation, got none")
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(len(seeds), (_REPLICATES, len(seeds)), generator=generator)
+    means = torch.empty(_REPLICATES, len(seeds), dtype=torch.float64)
+    for seed, values in enumerate(seeds):
+        places = (chosen == seed).nonzero()
+        for part in places.split(max(1, _INDICES_AT_ONCE // len(values))):
+            problems = torch.randint(len(values), (len(part), len(values)), generator=generator)
+            means[part[:, 0], part[:, 1]] = values[problems].mean(1)
+    limits = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    low, high = means.mean(1).quantile(limits).tolist()
+    return Estimate(torch.stack([values.mean() for values in seeds]).mean().item(), low, high)

@@ -1,0 +1,211 @@
+"""Rollouts: token ids of prompts in, sampled responses with their logprobs out, behind one protocol.
+
+Two engines: `vllm` (the real one, in the trainer's process) and `transformers` (embedded, for small models and machines
+without vLLM). Both keep a copy of the model, which `push_weights` brings up to date.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlplus.config import RolloutConfig
+
+__all__ = ["Completion", "RolloutEngine", "make_engine"]
+
+logger = logging.getLogger(__name__)
+
+MIN_TEMPERATURE = 0.01  # vLLM raises a lower temperature to this one, and the logprobs would be those of another policy
+DEFAULT_CACHE_MB = 512  # for keys and values, where rollout.kv_cache_memory_mb is not set
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response: its token ids with the stop token, if it came, as the last.
+
+    logprob: of each token, in nats, under log_softmax(logits / temperature), the distribution it was drawn from; after
+    greedy decoding (temperature 0) under log_softmax(logits).
+    truncated: max_tokens ended it and no stop token.
+    """
+
+    tokens: list[int]
+    logprob: list[float]
+    truncated: bool
+
+
+class RolloutEngine(Protocol):
+    name: str
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: Sequence[int], *, temperature: float, max_tokens: int, seed: int
+    ) -> list[list[Completion]]:
+        """Sample n[i] responses of at most max_tokens tokens to each prompts[i], from the whole distribution.
+
+        The same arguments and weights give the same tokens; every response of a call has noise of its own. Ranks that
+        generate at the same time need different seeds. temperature 0 decodes greedily.
+        ValueError, before anything is generated: a prompt that is empty, has a token id outside the vocabulary or
+        leaves no room for max_tokens; n of another length or below 0; a temperature between 0 and 0.01.
+        """
+        ...
+
+    def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace every parameter: Hugging Face names and full shapes, any float dtype, a tied lm_head left out.
+
+        Exhausts the iterator. ValueError names a parameter that is unknown, misshaped, given twice or missing; the
+        engine then holds a mixture of two models and refuses to generate.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the model and the cache. The trainer's process group stays."""
+        ...
+
+
+def make_engine(
+    config: RolloutConfig,
+    model_path: str,
+    *,
+    dtype: str,
+    max_model_len: int,
+    eos_token_id: int,
+    pad_token_id: int,
+    seed: int,
+    trust_remote_code: bool = False,
+    config_path: str | None = None,
+) -> RolloutEngine:
+    """Start the engine that config.engine names, on the model in the folder model_path.
+
+    dtype: "float32" or "bfloat16". max_model_len: tokens of a prompt and its response together. config_path: folder of
+    the config.json to use in place of the model's own, for a run that changes, say, the rope (write it with
+    `model.config.save_pretrained`). Where torch.distributed is used, initialise it first and call this on all ranks:
+    each gets an engine of its own. ValueError: config.engine is not installed.
+    """
+    name = _choose(config.engine)
+    logger.info("rollout engine: %s (rollout.engine is %r)", name, config.engine)
+    if name == "vllm":
+        from rlplus.rollout.vllm import VLLMEngine
+
+        return VLLMEngine(
+            config,
+            model_path,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            eos_token_id=eos_token_id,
+            seed=seed,
+            trust_remote_code=trust_remote_code,
+            config_path=config_path,
+        )
+    from rlplus.rollout.transformers import TransformersEngine
+
+    return TransformersEngine(
+        config,
+        model_path,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        trust_remote_code=trust_remote_code,
+        config_path=config_path,
+    )
+
+
+def _choose(engine: str) -> str:
+    if engine == "transformers":
+        return engine
+    if find_spec("vllm") is None:
+        if engine == "auto":
+            return "transformers"
+        raise ValueError(
+            "rollout.engine is 'vllm', but vLLM is not installed: "
+            "pip install 'rlplus[vllm]' (CUDA) or 'rlplus[cpu]', or set rollout.engine=transformers"
+        )
+    from rlplus.rollout.vllm import import_vllm
+
+    try:
+        import_vllm()
+    except (ImportError, OSError) as error:
+        # A broken installation is not a missing one: falling back here would hide it.
+        raise ValueError(
+            f"vLLM is installed but does not import ({error}): reinstall 'rlplus[vllm]' (CUDA) or 'rlplus[cpu]' (then "
+            "uninstall torchvision, torchaudio and torchcodec, which want CUDA), or set rollout.engine=transformers"
+        ) from error
+    return "vllm"
+
+
+def check_request(
+    prompts: Sequence[Sequence[int]],
+    n: Sequence[int],
+    *,
+    temperature: float,
+    max_tokens: int,
+    max_model_len: int,
+    vocabulary: int,
+) -> None:
+    """What `RolloutEngine.generate` promises to refuse."""
+    if len(n) != len(prompts) or any(count < 0 for count in n):
+        raise ValueError(f"want one count of at least 0 for each of {len(prompts)} prompts; got n={list(n)}")
+    if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
+        raise ValueError(f"want a temperature of 0 (greedy) or at least {MIN_TEMPERATURE}; got {temperature}")
+    if max_tokens < 1:
+        raise ValueError(f"want max_tokens of at least 1; got {max_tokens}")
+    for index, prompt in enumerate(prompts):
+        if not 1 <= len(prompt) <= max_model_len - max_tokens:
+            raise ValueError(
+                f"want prompts of 1 to {max_model_len - max_tokens} tokens (max_model_len={max_model_len} less "
+                f"max_tokens={max_tokens}); prompt {index} has {len(prompt)}"
+            )
+        if min(prompt) < 0 or max(prompt) >= vocabulary:
+            low, high = min(prompt), max(prompt)
+            raise ValueError(f"want token ids from 0 to {vocabulary - 1}; prompt {index} has {low} to {high}")
+
+
+def check_logprobs(completions: list[list[Completion]]) -> list[list[Completion]]:
+    """Pass completions on; RuntimeError if a logprob is not finite, which is how wrong weights show in an engine."""
+    for index, group in enumerate(completions):
+        for completion in group:
+            if len(completion.logprob) != len(completion.tokens) or not all(map(math.isfinite, completion.logprob)):
+                raise RuntimeError(
+                    f"want {len(completion.tokens)} finite logprobs, one a token, for a response to prompt {index};"
+                    f" got {completion.logprob[:8]}"
+                )
+    return completions
+
+
+def checked_weights(
+    weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights, detached, while they fit shapes; ValueError at a misfit, and at the end for a missing one.
+
+    Lazy: under ZeRO-3 the iterator gathers a few parameters at a time.
+    """
+    missing = set(shapes)
+    for name, weight in weights:
+        if name not in shapes:
+            raise ValueError(f"want the model's parameter names; got {name!r}, which it does not have")
+        if name not in missing:
+            raise ValueError(f"want every parameter once; {name!r} came twice")
+        if weight.shape != shapes[name]:
+            raise ValueError(f"want {name} of shape {tuple(shapes[name])}; got {tuple(weight.shape)}")
+        missing.remove(name)
+        yield name, weight.detach()
+    if missing:
+        raise ValueError(f"want every parameter; {len(missing)} did not come: {', '.join(sorted(missing)[:5])}")
+
+
+@contextmanager
+def whole_model() -> Iterator[None]:
+    """Build Hugging Face models whole inside: under a live ZeRO-3 HfDeepSpeedConfig they would be made in shards."""
+    from transformers.integrations import deepspeed as integration
+
+    trainers = integration._hf_deepspeed_config_weak_ref
+    integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        integration._hf_deepspeed_config_weak_ref = trainers

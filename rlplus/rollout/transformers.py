@@ -1,0 +1,183 @@
+"""Rollouts with Hugging Face `generate`: no further package, slower than vLLM except on toys."""
+
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import LongTensor, Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PretrainedConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.utils import logging as transformers_logging
+
+from rlplus.config import RolloutConfig
+from rlplus.rollout import DEFAULT_CACHE_MB, Completion, check_logprobs, check_request, checked_weights, whole_model
+
+
+class _Temperature(LogitsProcessor):
+    """Logits (B, V) -> logprob (B, V) at the temperature, kept until the next step so that `_Recorder` can read it."""
+
+    def __init__(self, temperature: float) -> None:
+        self.temperature = temperature
+        self.logprob = torch.empty(0)
+
+    def __call__(self, input_ids: LongTensor, scores: Any) -> Any:
+        self.logprob = (scores / self.temperature).log_softmax(dim=-1)
+        return self.logprob
+
+
+class _Recorder(StoppingCriteria):
+    """Never stops: `generate` asks it right after a draw, when the logprob can be read and the (B, V) dropped."""
+
+    def __init__(self, distribution: _Temperature) -> None:
+        self.distribution = distribution
+        self.logprob: list[Tensor] = []
+
+    def __call__(self, input_ids: LongTensor, scores: Any, **kwargs: Any) -> Any:
+        self.logprob.append(self.distribution.logprob.gather(1, input_ids[:, -1:]))
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+class TransformersEngine:
+    """A copy of the model of its own, on the current CUDA device if there is one, else on the CPU."""
+
+    name = "transformers"
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_path: str,
+        *,
+        dtype: str,
+        max_model_len: int,
+        eos_token_id: int,
+        pad_token_id: int,
+        trust_remote_code: bool = False,
+        config_path: str | None = None,
+    ) -> None:
+        cuda = torch.cuda.is_available()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self._max_model_len = max_model_len
+        self._eos, self._pad = eos_token_id, pad_token_id
+        self._failure: str | None = None
+        model_config = AutoConfig.from_pretrained(config_path or model_path, trust_remote_code=trust_remote_code)
+        with self._forked_rng(), whole_model(), _no_progress_bar():
+            self._model: Any = AutoModelForCausalLM.from_pretrained(
+                model_path, config=model_config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
+            )
+        self._model.to(self._device).eval().requires_grad_(False)
+        # generate() fills every setting left open from here: a penalty of the model's own would change the sampling.
+        self._model.generation_config = GenerationConfig()
+        self._vocabulary = self._model.get_input_embeddings().num_embeddings
+        self._cache_bytes = (config.kv_cache_memory_mb or DEFAULT_CACHE_MB) * 2**20
+        self._bytes_per_token = _cache_bytes_per_token(model_config, self._model.dtype)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: Sequence[int], *, temperature: float, max_tokens: int, seed: int
+    ) -> list[list[Completion]]:
+        if self._failure:
+            raise RuntimeError(self._failure)
+        check_request(
+            prompts,
+            n,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            max_model_len=self._max_model_len,
+            vocabulary=self._vocabulary,
+        )
+        # Prompts of like length together: less padding.
+        owners = [i for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])) for _ in range(n[i])]
+        longest = max((len(prompts[i]) for i in owners), default=0)
+        # A sequence's keys and values, and its row of logits with the three copies that scaling and sampling make.
+        bytes_per_sequence = (longest + max_tokens) * self._bytes_per_token + 4 * 4 * self._vocabulary
+        size = max(1, self._cache_bytes // bytes_per_sequence)
+        completions: list[list[Completion]] = [[] for _ in prompts]
+        with self._forked_rng(), torch.no_grad():
+            torch.manual_seed(seed)
+            for start in range(0, len(owners), size):
+                batch = owners[start : start + size]
+                samples = self._generate_batch([prompts[i] for i in batch], temperature, max_tokens)
+                for owner, sample in zip(batch, samples, strict=True):
+                    completions[owner].append(sample)
+        return check_logprobs(completions)
+
+    def _generate_batch(
+        self, prompts: Sequence[Sequence[int]], temperature: float, max_tokens: int
+    ) -> list[Completion]:
+        width = max(map(len, prompts))
+        input_ids = torch.tensor([[self._pad] * (width - len(p)) + list(p) for p in prompts], device=self._device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._device)
+        whole_distribution: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        distribution = _Temperature(temperature or 1.0)
+        recorder = _Recorder(distribution)
+        output = self._model.generate(
+            input_ids,
+            attention_mask=mask,
+            generation_config=GenerationConfig(
+                max_new_tokens=max_tokens,
+                eos_token_id=self._eos,
+                pad_token_id=self._pad,
+                use_cache=True,
+                **(whole_distribution if temperature else {"do_sample": False}),
+            ),
+            logits_processor=LogitsProcessorList([distribution]),
+            stopping_criteria=StoppingCriteriaList([recorder]),
+            synced_gpus=False,  # ranks generate on their own, also while the trainer's own model is in shards
+        )
+        tokens = output[:, width:].tolist()
+        logprob = torch.cat(recorder.logprob, dim=1).tolist()
+        return [self._cut(*row) for row in zip(tokens, logprob, strict=True)]
+
+    def _cut(self, tokens: list[int], logprob: list[float]) -> Completion:
+        stopped = self._eos in tokens
+        length = tokens.index(self._eos) + 1 if stopped else len(tokens)
+        return Completion(tokens[:length], logprob[:length], truncated=not stopped)
+
+    def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        if self._model is None:
+            raise RuntimeError(self._failure)
+        parameters = dict(self._model.named_parameters())
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        self._failure = f"the push of version {version} failed half-way: push a whole model before generating"
+        with torch.no_grad():
+            for name, weight in checked_weights(weights, shapes):
+                parameters[name].copy_(weight)
+        self._failure = None
+
+    def close(self) -> None:
+        self._failure = "the engine is closed"
+        self._model = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _forked_rng(self) -> Any:
+        return torch.random.fork_rng([self._device] if self._device.type == "cuda" else [])
+
+
+def _cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of keys and values that one token takes in all layers together."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads * width * dtype.itemsize
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,243 @@
+"""Rollouts with vLLM, in the trainer's own process: the weights are handed over in memory."""
+
+import gc
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlplus.config import RolloutConfig
+from rlplus.rollout import DEFAULT_CACHE_MB, Completion, check_logprobs, check_request, checked_weights, whole_model
+
+
+def import_vllm() -> Any:
+    """The module vllm, set up for use inside this process; ImportError or OSError if it is missing or broken."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process: weights need no copy between two
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if "VLLM_LOGGING_LEVEL" not in os.environ:
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # it speaks while it is imported, before it reads its setting
+    with _no_future_warnings():
+        import vllm
+        from vllm import LLM  # noqa: F401  # `import vllm` is lazy and passes on a broken installation
+    return vllm
+
+
+class VLLMEngine:
+    """vLLM with one engine a rank (no tensor parallelism), on the rank's GPU or on the CPU.
+
+    A process can have several one after the other, but not two at a time: vLLM's groups are global. An exception out of
+    `push_weights` leaves the engine unusable: close it and make a new one.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_path: str,
+        *,
+        dtype: str,
+        max_model_len: int,
+        eos_token_id: int,
+        seed: int,
+        trust_remote_code: bool = False,
+        config_path: str | None = None,
+    ) -> None:
+        self._vllm = import_vllm()
+        from vllm.platforms import current_platform
+
+        self._cpu = current_platform.is_cpu()
+        self._eos = eos_token_id
+        self._max_model_len = max_model_len
+        self._failure: str | None = None
+        self._foreign_group = dist.is_initialized()
+        cache_mb = config.kv_cache_memory_mb or (DEFAULT_CACHE_MB if self._cpu else None)
+        model_config = AutoConfig.from_pretrained(config_path or model_path, trust_remote_code=trust_remote_code)
+        with _process_state_kept(), whole_model(), _no_future_warnings():
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
+            self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+            self._vocabulary = model.get_input_embeddings().num_embeddings
+            self._llm: Any = self._vllm.LLM(
+                model=model_path,
+                hf_config_path=config_path,
+                skip_tokenizer_init=True,
+                trust_remote_code=trust_remote_code,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                seed=seed,
+                enforce_eager=config.enforce_eager or self._cpu,
+                gpu_memory_utilization=config.gpu_memory_utilization,
+                kv_cache_memory_bytes=cache_mb * 2**20 if cache_mb else None,
+                logprobs_mode="processed_logprobs",
+                generation_config="vllm",  # nothing of the model's own sampling settings
+                use_tqdm_on_load=False,
+                # More than one rank: take rank and device from the launcher, else every engine would use the first GPU.
+                distributed_executor_backend="external_launcher" if _world_size() > 1 else None,
+            )
+        self._repack_head = self._cpu and "lm_head.weight" not in self._shapes
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: Sequence[int], *, temperature: float, max_tokens: int, seed: int
+    ) -> list[list[Completion]]:
+        if self._failure:
+            raise RuntimeError(self._failure)
+        check_request(
+            prompts,
+            n,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            max_model_len=self._max_model_len,
+            vocabulary=self._vocabulary,
+        )
+        params = self._sampling_params(n, temperature, max_tokens, seed)
+        asked = [i for i, count in enumerate(n) if count]
+        if not asked:
+            return [[] for _ in prompts]
+        outputs = self._run([{"prompt_token_ids": list(prompts[i])} for i in asked], [params[i] for i in asked])
+        completions: list[list[Completion]] = [[] for _ in prompts]
+        for i, output in zip(asked, outputs, strict=True):
+            samples = [_completion(sample) for sample in output.outputs]
+            completions[i] = samples if temperature else samples * n[i]
+        return check_logprobs(completions)
+
+    def _sampling_params(self, n: Sequence[int], temperature: float, max_tokens: int, seed: int) -> list[Any]:
+        """One a prompt. vLLM seeds the j-th response to a prompt with seed + j: the prompts' seeds are n apart."""
+        # Hashed: calls with consecutive seeds would share most of theirs. 32 bits: the CPU generator reads no more.
+        first = random.Random(str(seed)).getrandbits(32)
+        params = []
+        for count in n:
+            params.append(
+                self._vllm.SamplingParams(
+                    n=max(count, 1) if temperature else 1,  # it refuses n > 1 in greedy decoding
+                    temperature=temperature,
+                    top_p=1.0,
+                    top_k=0,
+                    max_tokens=max_tokens,
+                    seed=first,
+                    logprobs=0,  # of the sampled token only
+                    flat_logprobs=True,
+                    ignore_eos=True,  # the one stop token is the caller's, whatever else the model's config calls eos
+                    stop_token_ids=[self._eos],
+                    detokenize=False,
+                )
+            )
+            first += count
+        return params
+
+    def _run(self, prompts: list[dict[str, list[int]]], params: list[Any]) -> list[Any]:
+        # On the CPU vLLM compiles one small function of its sampler, which takes longer than everything it could save.
+        compiler = torch.compiler.set_stance("force_eager") if self._cpu else nullcontext()
+        with _process_state_kept(), compiler:
+            try:
+                return self._llm.generate(prompts, params, use_tqdm=False)
+            except BaseException:
+                # Requests left behind would hang the next call.
+                engine = self._llm.llm_engine
+                engine.abort_request(list(engine.output_processor.request_states), internal=True)
+                raise
+
+    def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        if self._failure:
+            raise RuntimeError(self._failure)
+        self._failure = f"the push of version {version} failed half-way: close this engine and make a new one"
+        iterator = checked_weights(weights, self._shapes)
+        with _process_state_kept():
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
+            if (left := next(iterator, None)) is not None:
+                raise RuntimeError(f"vLLM stopped loading at {left[0]}")
+            if self._repack_head:
+                self._llm.apply_model(_repack_tied_head)
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights would be used")
+        self._llm.update_weight_version(str(version))
+        if (tag := self._llm.get_weight_version()) != str(version):
+            raise RuntimeError(f"want the weights of version {version} in vLLM; it has {tag}")
+        self._failure = None
+
+    def close(self) -> None:
+        if self._llm is None:
+            return
+        self._failure = "the engine is closed"
+        llm, self._llm = self._llm, None
+        with _default_group_kept() if self._foreign_group else nullcontext():
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def _completion(sample: Any) -> Completion:
+    if sample.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"want responses that end with stop or length; vLLM ended one with {sample.finish_reason}")
+    return Completion(list(sample.token_ids), list(sample.logprobs.logprobs), sample.finish_reason == "length")
+
+
+def _repack_tied_head(model: nn.Module) -> None:
+    """On the CPU the head multiplies with a packed copy of its weight. A reload renews it only for an untied head."""
+    head: Any = model.lm_head
+    head.quant_method.process_weights_after_loading(head)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+@contextmanager
+def _no_future_warnings() -> Iterator[None]:
+    """About vLLM's own use of torch: nothing that a user of this package could act on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+@contextmanager
+def _process_state_kept() -> Iterator[None]:
+    """Put back what vLLM changes in its process.
+
+    It seeds every random generator, on the CPU replaces torch.set_num_threads by nothing, and rewrites two variables
+    that child processes inherit: the launcher's LOCAL_WORLD_SIZE and LD_PRELOAD.
+    """
+    environment = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _default_group_kept() -> Iterator[None]:
+    """vLLM's shutdown destroys torch.distributed's default group with its own, also where the trainer made it."""
+    destroy = dist.destroy_process_group
+
+    def destroy_subgroup(group: Any = None) -> None:
+        if group is not None and group is not dist.group.WORLD:
+            destroy(group)
+
+    dist.destroy_process_group = destroy_subgroup
+    try:
+        yield
+    finally:
+        dist.destroy_process_group = destroy

@@ -1,0 +1,227 @@
+"""pass@k against enumeration; the bootstrap's coverage; the counting of `evaluate` with a scripted engine."""
+
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlplus.data import Example
+from rlplus.evaluation import Estimate, Evaluation, evaluate, paired_difference, pass_at_k, pooled_pass_at
+from rlplus.reward import Score
+from rlplus.rollout import Completion
+
+
+def evaluation(correct: Sequence[int], n: int = 8, **changes: object) -> Evaluation:
+    base = Evaluation(
+        name="m",
+        problems=tuple(range(len(correct))),
+        n=(n,) * len(correct),
+        correct=tuple(correct),
+        k=(1, 4),
+        temperature=1.0,
+        seed=0,
+        mean_response_length=3.5,
+        truncated_share=0.25,
+        statuses={"ok": n * len(correct)},
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n: int) -> None:
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
+        share = Fraction(sum(any(subset) for subset in subsets), len(subsets))
+        assert pass_at_k(n, c, k) == float(share)
+
+
+def test_pass_at_k_is_unbiased() -> None:
+    # Expectation over c ~ Binomial(n, p), in exact fractions, is 1 - (1-p)^k.
+    n, p = 10, Fraction(3, 17)
+    for k in range(1, n + 1):
+        terms = (
+            Fraction(len(list(itertools.combinations(range(n), c))))
+            * p**c
+            * (1 - p) ** (n - c)
+            * Fraction(pass_at_k(n, c, k))
+            for c in range(n + 1)
+        )
+        assert float(sum(terms)) == pytest.approx(float(1 - (1 - p) ** k), abs=1e-15)
+
+
+def test_pass_at_k_with_many_samples() -> None:
+    # 1 - prod_{i=n-c+1}^{n} (1 - k/i), in fractions
+    for n, c, k in [(1024, 1, 1), (1024, 1, 512), (2000, 3, 1), (2000, 1999, 2), (4096, 700, 64)]:
+        product = Fraction(1)
+        for i in range(n - c + 1, n + 1):
+            product *= 1 - Fraction(k, i)
+        assert pass_at_k(n, c, k) == float(1 - product)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)])
+def test_pass_at_k_refuses(n: int, c: int, k: int) -> None:
+    with pytest.raises(ValueError, match=f"n={n}, c={c}, k={k}"):
+        pass_at_k(n, c, k)
+
+
+def test_mean_is_the_mean_over_problems_and_the_interval_is_reproducible() -> None:
+    one = evaluation([0, 2, 8, 5])
+    estimate = one.pass_at(4)
+    assert estimate.mean == pytest.approx(sum(pass_at_k(8, c, 4) for c in (0, 2, 8, 5)) / 4, abs=1e-15)
+    assert estimate.low < estimate.mean < estimate.high
+    assert one.pass_at(4) == estimate
+    assert evaluation([8] * 5).pass_at(1) == Estimate(1.0, 1.0, 1.0)
+
+
+def test_interval_agrees_with_the_normal_one_for_many_problems() -> None:
+    generator = random.Random(1)
+    one = evaluation([generator.randint(0, 8) for _ in range(600)])
+    values = one.values(1)
+    error = 1.96 * values.std().item() / 600**0.5
+    estimate = one.pass_at(1)
+    assert estimate.low == pytest.approx(estimate.mean - error, abs=0.1 * error)
+    assert estimate.high == pytest.approx(estimate.mean + error, abs=0.1 * error)
+
+
+def draw(problems: int, difficulty: float, generator: torch.Generator, n: int = 16) -> tuple[int, ...]:
+    """Right answers of problems whose success rates are uniform in difficulty +- 0.4."""
+    rate = difficulty + 0.8 * (torch.rand(problems, generator=generator, dtype=torch.float64) - 0.5)
+    return tuple(int(c) for c in torch.binomial(torch.full_like(rate, n), rate, generator=generator))
+
+
+def test_coverage_over_problems() -> None:
+    generator = torch.Generator().manual_seed(3)
+    trials, inside = 200, 0
+    truth = 0.5
+    for _ in range(trials):
+        estimate = evaluation(draw(60, 0.5, generator), n=16).pass_at(1)
+        inside += estimate.low <= truth <= estimate.high
+    assert 0.90 <= inside / trials <= 0.985  # 95% nominal; the standard error here is 1.5%
+
+
+def test_pooled_interval_covers_the_spread_over_seeds() -> None:
+    generator = torch.Generator().manual_seed(4)
+    trials, pooled, problems_only = 100, 0, 0
+    for _ in range(trials):
+        levels = 0.4 + 0.2 * torch.rand(10, generator=generator, dtype=torch.float64)  # one a seed
+        runs = [evaluation(draw(40, level, generator), n=16) for level in levels.tolist()]
+        estimate = pooled_pass_at(runs, 1)
+        pooled += estimate.low <= 0.5 <= estimate.high
+        everything = evaluation([c for run in runs for c in run.correct], n=16).pass_at(1)
+        problems_only += everything.low <= 0.5 <= everything.high
+    assert pooled / trials >= 0.88
+    assert problems_only < pooled
+
+
+def test_pooled_mean_weighs_seeds_equally_and_one_seed_is_the_plain_interval() -> None:
+    one, two = evaluation([8, 8, 8, 0]), evaluation([0, 0])
+    assert pooled_pass_at([one, two], 1).mean == pytest.approx((0.75 + 0.0) / 2)
+    assert pooled_pass_at([one], 1) == one.pass_at(1)
+    with pytest.raises(ValueError, match="at least one"):
+        pooled_pass_at([], 1)
+
+
+def test_paired_difference_uses_the_pairing() -> None:
+    generator = random.Random(2)
+    base = [generator.randint(0, 7) for _ in range(50)]
+    first, second = evaluation(base), evaluation([c + 1 for c in base])
+    difference = paired_difference([first], [second], 1)
+    assert difference.mean == pytest.approx(1 / 8)
+    assert (difference.low, difference.high) == pytest.approx((1 / 8, 1 / 8))
+    assert paired_difference([second], [first], 1).mean == pytest.approx(-1 / 8)
+
+
+def test_paired_difference_refuses_other_problems() -> None:
+    first, second = evaluation([1, 2]), evaluation([1, 2], problems=(0, 7), name="other")
+    with pytest.raises(ValueError, match=r"same problems.*'other'"):
+        paired_difference([first], [second], 1)
+    with pytest.raises(ValueError, match="2 and 1"):
+        paired_difference([first, first], [first], 1)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    one = evaluation([0, 2, 8], name="gsm8k ☃")
+    one.save(tmp_path / "one.json")
+    assert Evaluation.load(tmp_path / "one.json") == one
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "not JSON"), ("[]", "list"), ('{"name": "x"}', "'name'")])
+def test_load_refuses_something_else(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Evaluation.load(tmp_path / "x.json")
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers prompt (p,) with p right ones among n; a right one is (1, eos), a wrong one (0, 0, 0, 0) truncated."""
+
+    name: str = "scripted"
+    calls: list[dict[str, object]] = field(default_factory=list)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: Sequence[int], *, temperature: float, max_tokens: int, seed: int
+    ) -> list[list[Completion]]:
+        self.calls.append({"prompts": len(prompts), "temperature": temperature, "max_tokens": max_tokens, "seed": seed})
+        right = Completion(tokens=[1, 9], logprob=[0.0] * 2, truncated=False)
+        wrong = Completion(tokens=[0] * 4, logprob=[0.0] * 4, truncated=True)
+        return [[right] * prompt[0] + [wrong] * (count - prompt[0]) for prompt, count in zip(prompts, n, strict=True)]
+
+    def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+def score(texts: Sequence[str], answers: Sequence[str]) -> list[Score]:
+    return [
+        Score(1.0, "ok") if text == answer else Score(0.5, "ok") if text == "1 9" else Score(0.0, "unparsed")
+        for text, answer in zip(texts, answers, strict=True)
+    ]
+
+
+def spell(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+@pytest.mark.parametrize("at_once", [4096, 8])
+def test_evaluate_counts(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setattr("rlplus.evaluation._COMPLETIONS_A_CALL", at_once)
+    rights = [0, 3, 4, 1, 2]
+    examples = [
+        Example(index=10 + i, prompt=(right,), answer="1 9" if i != 4 else "2", demonstration=None)
+        for i, right in enumerate(rights)
+    ]
+    engine = ScriptedEngine()
+    settings = {"samples": 4, "k": [1, 4], "temperature": 0.6, "max_tokens": 4, "seed": 5}
+    result = evaluate(engine, score, examples, spell, name="toy", **settings)  # type: ignore[arg-type]
+    assert result.name == "toy"
+    assert result.problems == (10, 11, 12, 13, 14)
+    assert result.n == (4,) * 5
+    assert result.correct == (0, 3, 4, 1, 0)  # the last one has reward 0.5: not right
+    assert result.statuses == {"ok": 10, "unparsed": 10}
+    assert result.mean_response_length == pytest.approx((10 * 2 + 10 * 4) / 20)
+    assert result.truncated_share == pytest.approx(0.5)
+    assert result.pass_at(1).mean == pytest.approx(8 / 20)
+    assert result.pass_at(4).mean == pytest.approx(3 / 5)
+    assert sum(int(str(call["prompts"])) for call in engine.calls) == 5
+    assert [call["seed"] for call in engine.calls] == ([5] if at_once == 4096 else [5, 7, 9])
+    assert all(call["temperature"] == 0.6 and call["max_tokens"] == 4 for call in engine.calls)
+
+
+def test_evaluate_refuses_before_it_generates() -> None:
+    example = Example(index=0, prompt=(1,), answer="1", demonstration=None)
+    engine = ScriptedEngine()
+    settings = {"samples": 4, "temperature": 1.0, "max_tokens": 4, "seed": 0}
+    cases = [([], [1], "at least one problem"), ([example], [5], "samples=4"), ([example], [], "every k")]
+    for examples, k, message in cases:
+        with pytest.raises(ValueError, match=message):
+            evaluate(engine, score, examples, spell, k=k, **settings)  # type: ignore[arg-type]
+    assert engine.calls == []
