@@ -70,15 +70,10 @@ def _train(args: argparse.Namespace) -> None:
     from rlplus.evaluation import evaluator
 
     config = load_config(args.config, args.overrides)
-    import torch
 
     from rlplus.trainer import train
 
-    try:
-        train(config, resume=args.resume, evaluate=evaluator(config))
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    train(config, resume=args.resume, evaluate=evaluator(config))
 
 
 def _eval(args: argparse.Namespace) -> None:

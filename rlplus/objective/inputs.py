@@ -6,10 +6,6 @@ from torch import Tensor
 from rlplus.objective.presets import Objective
 from rlplus.objective.surrogates import TokenConstants
 
-NAMES = ("advantage", "token_weight", "external", "old_logprob", "behavior_logprob", "ref_logprob", "engine_logprob")
-NAMES += ("entropy_weight",)
-REQUIRED = ("advantage", "token_weight", "external")
-
 
 def describe(value: object) -> str:
     """A tensor as an error message shows it."""
@@ -19,34 +15,43 @@ def describe(value: object) -> str:
 
 
 def check_tensor(
-    name: str, value: object, shape: torch.Size, device: torch.device, *, dtype: torch.dtype | None = None
+    name: str, value: object, like: tuple[torch.Size, torch.device] | None = None, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """ValueError unless `value` is a tensor of that shape, device and dtype (None: any floating dtype)."""
-    fits = isinstance(value, Tensor) and value.shape == shape and value.device == device
-    if not fits or (not value.is_floating_point() if dtype is None else value.dtype != dtype):  # type: ignore[attr-defined]
-        kind = "floating" if dtype is None else str(dtype).removeprefix("torch.")
-        raise ValueError(f"want {name} {kind} {tuple(shape)} on {device}; got {describe(value)}")
-    return value  # type: ignore[return-value]
+    """ValueError unless `value` is a tensor of that shape and device (None: any) and dtype (None: any floating one)."""
+    if (
+        isinstance(value, Tensor)
+        and (like is None or (value.shape, value.device) == like)
+        and (value.is_floating_point() if dtype is None else value.dtype == dtype)
+    ):
+        return value
+    kind = "floating" if dtype is None else str(dtype).removeprefix("torch.")
+    where = "" if like is None else f" {tuple(like[0])} on {like[1]}"
+    raise ValueError(f"want {name} a tensor, {kind}{where}; got {describe(value)}")
 
 
 def check_constants(
-    inputs: dict[str, Tensor | None], shape: torch.Size, device: torch.device, dtype: torch.dtype, objective: Objective
+    inputs: TokenConstants, shape: torch.Size, device: torch.device, dtype: torch.dtype, objective: Objective
 ) -> TokenConstants:
     """Per-token inputs of one shape (...) -> flat constants (N,) in `dtype`; ValueError says what was wanted."""
     if not isinstance(objective, Objective):
         raise ValueError(f"want objective an rlplus.Objective; got {type(objective).__name__}")
     for coefficient, needed in (("kl_coef", "ref_logprob"), ("mismatch_cap", "engine_logprob")):
-        if getattr(objective, coefficient) and inputs[needed] is None:
+        if getattr(objective, coefficient) and getattr(inputs, needed) is None:
             raise ValueError(f"objective.{coefficient}={getattr(objective, coefficient):g} needs {needed}; got None")
     flat: dict[str, Tensor | None] = {}
-    for name in NAMES:
-        value = inputs[name]
-        if value is None and name not in REQUIRED:
+    for name, value in inputs._asdict().items():
+        if value is None and name in TokenConstants._field_defaults:
             flat[name] = None
             continue
-        value = check_tensor(name, value, shape, device, dtype=torch.bool if name == "external" else None)
-        flat[name] = value.detach().reshape(-1).to(value.dtype if name == "external" else dtype)
+        kind = torch.bool if name == "external" else None
+        flat[name] = check_tensor(name, value, (shape, device), dtype=kind).detach().reshape(-1).to(kind or dtype)
     return TokenConstants(**flat)  # type: ignore[arg-type]
+
+
+def check_differentiated_once() -> None:
+    """For backward passes whose derivatives are constants: a second derivative would be silently wrong."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("want create_graph=False: the loss is differentiable once; got create_graph=True")
 
 
 def check_values(ok: Tensor, message: str) -> None:

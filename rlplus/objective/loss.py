@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.objective.inputs import check_constants, check_tensor, check_weights
+from rlplus.objective.inputs import check_constants, check_differentiated_once, check_tensor, check_weights
 from rlplus.objective.presets import Objective
-from rlplus.objective.surrogates import token_loss
+from rlplus.objective.surrogates import TokenConstants, token_loss
 
 
 class _Linearized(torch.autograd.Function):
@@ -20,6 +20,7 @@ class _Linearized(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, Tensor, Tensor]:
+        check_differentiated_once()
         dlogprob, dentropy = ctx.saved_tensors
         return None, None, None, grads[0] * dlogprob, grads[0] * dentropy
 
@@ -49,23 +50,16 @@ def policy_loss(
     Raises ValueError for wrong shapes, dtypes, devices, missing inputs and non-finite weights.
     """
     objective = Objective() if objective is None else objective
-    check_tensor("logprob", logprob, getattr(logprob, "shape", torch.Size()), getattr(logprob, "device", "?"))  # type: ignore[arg-type]
-    inputs = {
-        "advantage": advantage,
-        "token_weight": token_weight,
-        "external": external,
-        "old_logprob": old_logprob,
-        "behavior_logprob": behavior_logprob,
-        "ref_logprob": ref_logprob,
-        "engine_logprob": engine_logprob,
-        "entropy_weight": entropy_weight,
-    }
+    check_tensor("logprob", logprob)
+    inputs = TokenConstants(
+        advantage, token_weight, external, old_logprob, behavior_logprob, ref_logprob, engine_logprob, entropy_weight
+    )
     dtype = torch.promote_types(logprob.dtype, torch.float32)
     constants = check_constants(inputs, logprob.shape, logprob.device, dtype, objective)
     if entropy is None and objective.entropy_coef:
         raise ValueError(f"objective.entropy_coef={objective.entropy_coef:g} needs entropy; got None")
     if entropy is not None:
-        check_tensor("entropy", entropy, logprob.shape, logprob.device)
+        check_tensor("entropy", entropy, (logprob.shape, logprob.device))
     check_weights(constants)
     flat = logprob.reshape(-1).to(dtype)
     flat_entropy = torch.zeros_like(flat) if entropy is None else entropy.reshape(-1).to(dtype)

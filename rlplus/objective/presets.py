@@ -91,7 +91,7 @@ class Algorithm:
 
 
 def _grpo(reduction: Reduction, normalize_std: bool = True, **fields: float) -> Algorithm:
-    return Algorithm(Objective("clip", "none", gamma=0.0, **fields), reduction, normalize_std, "none")  # type: ignore[arg-type]
+    return Algorithm(Objective("clip", "none", gamma=0.0, **fields), reduction, normalize_std, "none")
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -102,9 +102,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "rlplus-proxy": Algorithm(Objective(external="proxy", gamma=0.0)),
     "rlplus-omega": Algorithm(Objective(external="omega", gamma=0.0)),
     "rlplus-bayes": Algorithm(Objective(external="bayes", gamma=0.0)),
-    "luffy": Algorithm(
-        Objective(external="shaped", gamma=0.0, entropy_coef=1e-3), "official", normalize_std=False
-    ),
+    "luffy": Algorithm(Objective(external="shaped", gamma=0.0, entropy_coef=1e-3), "official", normalize_std=False),
     "grpo": _grpo("sequence"),
     "grpo-sft": Algorithm(Objective(external="nll", gamma=0.0), demonstrations="apart"),
     "dr-grpo": _grpo("constant", normalize_std=False),

@@ -64,7 +64,7 @@ def token_loss(logprob: Tensor, entropy: Tensor, constants: TokenConstants, obje
     """logprob, entropy (N,) fp32 or fp64, constants of the same dtype -> loss, its derivatives, statistics.
 
     Rows of weight 0 are left out by selection: whatever stands there, NaN included, reaches nothing.
-    Source: RL-PLUS eq. 1-7; ../DECISIONS.md for what the paper leaves open.
+    Source: RL-PLUS eq. 1-7; DECISIONS.md for what the paper leaves open.
     """
     c, o = constants, objective
     zero = torch.zeros_like(logprob)
@@ -117,11 +117,7 @@ def token_loss(logprob: Tensor, entropy: Tensor, constants: TokenConstants, obje
     )
     stats = dict(zip(STATS, sums, strict=True))
     if c.engine_logprob is not None:
-        outside = torch.expm1(mismatch).abs() > 0.1
-        truncated = mismatch > log(o.mismatch_cap) if o.mismatch_cap is not None else torch.zeros_like(on)
-        stats["mismatch_abs"] = total(mismatch.abs(), internal)
-        stats["mismatch_outside_10pct"] = total(one, internal & outside)
-        stats["mismatch_truncated"] = total(one, internal & truncated)
+        stats |= _mismatch_stats(mismatch, internal, o)
     return TokenLoss(sum(sums[5:8], sums[4]), dlogprob, dentropy, stats)
 
 
@@ -159,6 +155,13 @@ def _mismatch(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor,
     if o.mismatch_cap is None:
         return gap, torch.ones_like(logprob)
     return gap, gap.exp().clamp(max=o.mismatch_cap)
+
+
+def _mismatch_stats(gap: Tensor, internal: Tensor, o: Objective) -> dict[str, Tensor]:
+    outside = torch.expm1(gap).abs() > 0.1
+    truncated = torch.zeros_like(internal) if o.mismatch_cap is None else gap > log(o.mismatch_cap)
+    values = (gap.abs(), outside.to(gap.dtype), truncated.to(gap.dtype))
+    return {k: torch.where(internal, v, 0.0).sum() for k, v in zip(MISMATCH_STATS, values, strict=True)}
 
 
 def _external(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor, Tensor]:

@@ -28,10 +28,10 @@ def group_advantages(
     with fewer than two included rows has nothing to be compared with: mean 0, so A = R.
     Raises ValueError for wrong shapes and dtypes and for non-finite rewards.
     """
-    check_tensor("rewards", rewards, getattr(rewards, "shape", torch.Size()), getattr(rewards, "device", "?"))  # type: ignore[arg-type]
-    check_tensor("group_ids", group_ids, rewards.shape, rewards.device, dtype=torch.int64)
+    check_tensor("rewards", rewards)
+    check_tensor("group_ids", group_ids, (rewards.shape, rewards.device), dtype=torch.int64)
     if include is not None:
-        check_tensor("include", include, rewards.shape, rewards.device, dtype=torch.bool)
+        check_tensor("include", include, (rewards.shape, rewards.device), dtype=torch.bool)
     if not rewards.isfinite().all():
         raise ValueError("want rewards finite everywhere; got NaN or Inf")
     R = rewards.reshape(-1).double()
@@ -83,7 +83,8 @@ def token_weights(
     if reduction not in get_args(Reduction):
         raise ValueError(f"want reduction one of {', '.join(get_args(Reduction))}; got {reduction!r}")
     on = _as_mask(mask)
-    ids = _sequence_ids(on, sequence_ids, needed=reduction in ("sequence", "constant"))
+    counts_sequences = reduction == "sequence" or (reduction == "constant" and total_sequences is None)
+    ids = _sequence_ids(on, sequence_ids, needed=counts_sequences)
     if reduction in ("constant", "official") and (max_length is None or max_length < 1):
         raise ValueError(f"want max_length >= 1 for reduction {reduction!r}; got {max_length}")
     if ranks < 1:
@@ -91,7 +92,7 @@ def token_weights(
     if external is None or reduction == "official":
         kinds = [torch.ones_like(on)]
     else:
-        check_tensor("external", external, mask.shape, mask.device, dtype=torch.bool)
+        check_tensor("external", external, (mask.shape, mask.device), dtype=torch.bool)
         kinds = [~external, external]
     totals = (
         _per_kind("total_tokens", total_tokens, len(kinds)),
@@ -124,9 +125,11 @@ def _as_mask(mask: Tensor) -> Tensor:
 
 def _sequence_ids(on: Tensor, sequence_ids: Tensor | None, needed: bool) -> Tensor:
     if sequence_ids is not None:
-        return check_tensor("sequence_ids", sequence_ids, on.shape, on.device, dtype=torch.int64)
-    if needed and on.ndim < 2:
-        raise ValueError(f"want sequence_ids, or a mask (sequences, tokens); got a mask {tuple(on.shape)} alone")
+        return check_tensor("sequence_ids", sequence_ids, (on.shape, on.device), dtype=torch.int64)
+    if on.ndim < 2:
+        if needed:
+            raise ValueError(f"want sequence_ids, or a mask (sequences, tokens); got a mask {tuple(on.shape)} alone")
+        return torch.zeros_like(on, dtype=torch.int64)
     rows = on.shape[:-1]
     return torch.arange(rows.numel(), device=on.device).view(*rows, 1).expand(on.shape)
 
@@ -138,4 +141,7 @@ def _per_kind(name: str, value: Total | None, kinds: int) -> tuple[int | Tensor 
     if len(values) != kinds:
         wanted = "a pair (internal, external) with external given" if kinds == 2 else "one number"
         raise ValueError(f"want {name} {wanted}; got {value!r}")
+    for number in values:
+        if isinstance(number, int) and number < 0:
+            raise ValueError(f"want {name} >= 0; got {number}")
     return values

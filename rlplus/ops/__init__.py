@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rlplus.objective import MISMATCH_STATS, STATS, Objective
-from rlplus.objective.inputs import check_constants, check_tensor, check_values, check_weights, describe
+from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
+from rlplus.objective.inputs import check_constants, check_tensor, check_weights, describe
 from rlplus.ops import library, reference
 from rlplus.ops.chunked import Head
 
@@ -72,35 +72,28 @@ def linear_policy_loss(
     """
     objective = Objective() if objective is None else objective
     head = _head(hidden, weight, target, bias, temperature)
-    inputs = {
-        "advantage": advantage,
-        "token_weight": token_weight,
-        "external": external,
-        "old_logprob": old_logprob,
-        "behavior_logprob": behavior_logprob,
-        "ref_logprob": ref_logprob,
-        "engine_logprob": engine_logprob,
-        "entropy_weight": entropy_weight,
-    }
+    inputs = TokenConstants(
+        advantage, token_weight, external, old_logprob, behavior_logprob, ref_logprob, engine_logprob, entropy_weight
+    )
     constants = check_constants(inputs, target.shape, hidden.device, head.dtype, objective)
     if not 0 <= grad_filter < 1:
         raise ValueError(f"want grad_filter in [0, 1); got {grad_filter}")
     if grad_filter and objective.entropy_coef:
-        raise ValueError(f"want grad_filter 0 with an entropy bonus (its gradient is not bounded by 1 - p); got {grad_filter}")
+        raise ValueError(
+            f"want grad_filter 0 with an entropy bonus (its gradient is not bounded by 1 - p); got {grad_filter}"
+        )
     scratch = _scratch_bytes(max_scratch_mb)
     if resolve_backend(backend) == "reference":
         check_weights(constants)
-        counted = constants.token_weight != 0
-        if constants.entropy_weight is not None and objective.entropy_coef:
-            counted = counted | (constants.entropy_weight != 0)
-        library.check_targets(head.target, counted, len(weight))
+        library.check_targets(head.target, constants.token_weight != 0, len(weight))
         loss, logprob, entropy, stats = reference.linear_policy_loss(head, constants, objective, grad_filter)
     else:
         grad = torch.is_grad_enabled()
         needs = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+        given = {name: value for name, value in constants._asdict().items() if value is not None}
         loss, logprob, entropy, sums, *_ = library.linear_policy_loss(
-            head.hidden, weight, bias, head.target, list(constants), *library.encode(objective),
-            head.temperature, float(grad_filter), scratch, needs,
+            head.hidden, weight, bias, head.target, list(given.values()), " ".join(given),
+            *library.encode(objective), head.temperature, float(grad_filter), scratch, needs,
         )  # fmt: skip
         names = STATS if engine_logprob is None else STATS + MISMATCH_STATS
         stats = dict(zip(names, sums.detach().unbind(), strict=True))
@@ -162,7 +155,7 @@ class RLPlusLoss(nn.Module):
 def resolve_backend(name: str) -> str:
     """The backend that runs; ValueError says what there is."""
     if name == "auto":
-        name = os.environ.get("RLPLUS_BACKEND", "auto")
+        name = os.environ.get("RLPLUS_BACKEND") or "auto"
     if name == "auto":
         return "torch"
     if name not in BACKENDS:
@@ -180,12 +173,16 @@ def _scratch_bytes(max_scratch_mb: float | None) -> float:
 def _head(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, temperature: float) -> Head:
     tensors = all(isinstance(t, Tensor) for t in (hidden, weight, target))
     if not tensors or hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or not len(weight):
-        raise ValueError(f"want hidden (..., H) and weight (V, H), V > 0; got {describe(hidden)} and {describe(weight)}")
+        raise ValueError(
+            f"want hidden (..., H) and weight (V, H), V > 0; got {describe(hidden)} and {describe(weight)}"
+        )
     if not hidden.is_floating_point() or weight.dtype != hidden.dtype or weight.device != hidden.device:
-        raise ValueError(f"want hidden and weight of one floating dtype and device; got {describe(hidden)}, {describe(weight)}")
-    check_tensor("target", target, hidden.shape[:-1], hidden.device, dtype=torch.int64)
+        raise ValueError(
+            f"want hidden and weight of one floating dtype and device; got {describe(hidden)}, {describe(weight)}"
+        )
+    check_tensor("target", target, (hidden.shape[:-1], hidden.device), dtype=torch.int64)
     if bias is not None:
-        check_tensor("bias", bias, weight.shape[:1], hidden.device, dtype=hidden.dtype)
+        check_tensor("bias", bias, (weight.shape[:1], hidden.device), dtype=hidden.dtype)
     if not (isinstance(temperature, int | float) and temperature > 0 and isfinite(temperature)):
         raise ValueError(f"want temperature a finite number > 0; got {temperature!r}")
     return Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1), float(temperature))

@@ -19,6 +19,11 @@ FLOOR = -1e30  # stands in for log 0: exp(FLOOR) = 0, yet 0 * FLOOR is not NaN
 VOCABULARY_BLOCK = 8192  # rows of a half-precision weight that are widened at a time where no mixed GEMM exists
 
 
+def without_autocast(device: torch.device) -> torch.autocast:
+    """Autocast off: logits and their gradient are accumulated in fp32, also where the caller's context says bf16."""
+    return torch.autocast(device.type, enabled=False)
+
+
 class Head(NamedTuple):
     """hidden (N, H), weight (V, H), bias (V,) or None, target (N,) int64; logits = (hidden weight^T + bias) / T."""
 
@@ -46,7 +51,11 @@ class Gradients(NamedTuple):
 
     @classmethod
     def zeros(cls, head: Head, needs: list[bool]) -> "Gradients":
-        kinds = ((head.hidden.shape, head.hidden.dtype), (head.weight.shape, head.dtype), (head.weight.shape[:1], head.dtype))
+        kinds = (
+            (head.hidden.shape, head.hidden.dtype),
+            (head.weight.shape, head.dtype),
+            (head.weight.shape[:1], head.dtype),
+        )
         wanted = zip(kinds, needs, strict=True)
         return cls(*(head.hidden.new_zeros(shape if need else (0,), dtype=dtype) for (shape, dtype), need in wanted))
 
@@ -55,7 +64,12 @@ class Gradients(NamedTuple):
 
 
 def policy_loss(
-    head: Head, constants: TokenConstants, objective: Objective, grad_filter: float, scratch_bytes: float, needs: list[bool]
+    head: Head,
+    constants: TokenConstants,
+    objective: Objective,
+    grad_filter: float,
+    scratch_bytes: float,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
     """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed."""
     N, dtype = len(head.target), head.dtype
@@ -65,7 +79,7 @@ def policy_loss(
     stats = head.hidden.new_zeros(len(names), dtype=dtype)
     grads = Gradients.zeros(head, needs)
     for rows in _chunks(head, scratch_bytes):
-        part = TokenConstants(*(None if x is None else x[rows] for x in constants))
+        part = TokenConstants(*(None if x is None else x[rows] for x in constants))  # type: ignore[arg-type]
         logp, p, logprob[rows], entropy[rows] = _statistics(head, rows)
         out = token_loss(logprob[rows], entropy[rows], part, objective)
         loss += out.loss
@@ -138,7 +152,14 @@ def _statistics(head: Head, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def _backward(
-    head: Head, rows: slice, logp: Tensor, p: Tensor, dlogprob: Tensor, dentropy: Tensor | None, entropy: Tensor, grads: Gradients
+    head: Head,
+    rows: slice,
+    logp: Tensor,
+    p: Tensor,
+    dlogprob: Tensor,
+    dentropy: Tensor | None,
+    entropy: Tensor,
+    grads: Gradients,
 ) -> None:
     """Write dlogprob (onehot - p) - dentropy p (log p + entropy) over logp and add the chunk to the gradients."""
     active = dlogprob != 0

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
-from rlplus.objective.inputs import check_values, check_weights
+from rlplus.objective.inputs import check_differentiated_once, check_values, check_weights
 from rlplus.ops import chunked
-from rlplus.ops.chunked import Head
+from rlplus.ops.chunked import Head, without_autocast
 
 COEFFICIENTS = ("gamma", "kappa", "clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_coef", "mismatch_cap")
 
@@ -43,7 +43,8 @@ def linear_policy_loss(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    constants: Sequence[Tensor | None],
+    constants: Sequence[Tensor],
+    names: str,
     surrogates: str,
     coefficients: Sequence[float],
     temperature: float,
@@ -51,37 +52,45 @@ def linear_policy_loss(
     scratch_bytes: float,
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """-> loss, logprob, entropy, stats, dhidden, dweight, dbias (without elements where not needed)."""
-    row, objective = TokenConstants(*constants), decode(surrogates, coefficients)  # type: ignore[arg-type]
+    """-> loss, logprob, entropy, stats, dhidden, dweight, dbias (without elements where not needed).
+
+    names: those of `constants`, separated by spaces. (A list with None in it would change the form that torch wants
+    the backward pass to return with the inputs.)
+    """
+    row = TokenConstants(**dict(zip(names.split(), constants, strict=True)))
+    objective = decode(surrogates, coefficients)
     check_weights(row)
-    counted = row.token_weight != 0
-    if row.entropy_weight is not None and objective.entropy_coef:
-        counted = counted | (row.entropy_weight != 0)
-    check_targets(target, counted, len(weight))
+    check_targets(target, row.token_weight != 0, len(weight))
     head = Head(hidden, weight, bias, target, temperature)
-    loss, logprob, entropy, stats, grads = chunked.policy_loss(
-        head, row, objective, grad_filter, scratch_bytes, list(needs)
-    )
+    with without_autocast(hidden.device):
+        loss, logprob, entropy, stats, grads = chunked.policy_loss(
+            head, row, objective, grad_filter, scratch_bytes, list(needs)
+        )
     return loss, logprob, entropy, stats, *grads
 
 
 @linear_policy_loss.register_fake
-def _(hidden, weight, bias, target, constants, surrogates, coefficients, temperature, grad_filter, scratch_bytes, needs):  # type: ignore[no-untyped-def]
+def _(hidden, weight, bias, target, constants, names, *options):  # type: ignore[no-untyped-def]
+    *_, needs = options
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    names = STATS if TokenConstants(*constants).engine_logprob is None else STATS + MISMATCH_STATS
+    stats = STATS + MISMATCH_STATS if "engine_logprob" in names.split() else STATS
     rows = (hidden.new_empty(len(target), dtype=dtype) for _ in range(2))
     wanted = zip((hidden.shape, weight.shape, weight.shape[:1]), needs, strict=True)
     grads = (hidden.new_empty(shape if need else (0,)) for shape, need in wanted)
-    return hidden.new_empty((), dtype=dtype), *rows, hidden.new_empty(len(names), dtype=dtype), *grads
+    return hidden.new_empty((), dtype=dtype), *rows, hidden.new_empty(len(stats), dtype=dtype), *grads
 
 
 def _keep_gradients(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(*output[4:])
+    ctx.constants = len(inputs[4])
 
 
-def _scale_gradients(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    grads = (g * grad_loss.to(g.dtype) if g.numel() else None for g in ctx.saved_tensors)
-    return *grads, *(None,) * 8
+def _scale_gradients(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | list[None] | None, ...]:
+    check_differentiated_once()
+    # In fp32: a loss scale of 65536 is infinite in fp16.
+    needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+    grads = ((g.to(grad_loss.dtype) * grad_loss).to(g.dtype) if need else None for g, need in needed)
+    return *grads, None, [None] * ctx.constants, *(None,) * 7
 
 
 linear_policy_loss.register_autograd(_scale_gradients, setup_context=_keep_gradients)
@@ -93,7 +102,8 @@ def linear_logprob(
 ) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), entropy (N,)."""
     check_targets(target, torch.ones_like(target, dtype=torch.bool), len(weight))
-    return chunked.logprob(Head(hidden, weight, bias, target, temperature), scratch_bytes)
+    with without_autocast(hidden.device):
+        return chunked.logprob(Head(hidden, weight, bias, target, temperature), scratch_bytes)
 
 
 @linear_logprob.register_fake
@@ -115,7 +125,8 @@ def linear_logprob_backward(
     needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     head = Head(hidden, weight, bias, target, temperature)
-    return chunked.logprob_backward(head, dlogprob, dentropy, scratch_bytes, list(needs))
+    with without_autocast(hidden.device):
+        return chunked.logprob_backward(head, dlogprob, dentropy, scratch_bytes, list(needs))
 
 
 @linear_logprob_backward.register_fake
@@ -130,10 +141,9 @@ def _keep_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _recompute(ctx: Any, dlogprob: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:
+    check_differentiated_once()
     needs = list(ctx.needs_input_grad[:3])
-    grads = linear_logprob_backward(
-        dlogprob, dentropy, *ctx.saved_tensors, ctx.temperature, ctx.scratch_bytes, needs
-    )
+    grads = linear_logprob_backward(dlogprob, dentropy, *ctx.saved_tensors, ctx.temperature, ctx.scratch_bytes, needs)
     return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None
 
 

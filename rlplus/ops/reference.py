@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 from rlplus.objective import Objective, TokenConstants, policy_loss, token_loss
-from rlplus.ops.chunked import FLOOR, Head, drop_smallest
+from rlplus.ops.chunked import FLOOR, Head, drop_smallest, without_autocast
 
 
 def logprob_and_entropy(head: Head) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), NaN where the target is no token, and entropy (N,), in nats; differentiable."""
-    logits = head.hidden.to(head.dtype) @ head.weight.to(head.dtype).T
+    with without_autocast(head.hidden.device):
+        logits = head.hidden.to(head.dtype) @ head.weight.to(head.dtype).T
     if head.bias is not None:
         logits = logits + head.bias
     logp = (logits / head.temperature).log_softmax(-1).clamp(min=FLOOR)

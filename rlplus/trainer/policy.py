@@ -1,5 +1,6 @@
 """The policy under DeepSpeed: a causal language model whose head is the fused loss."""
 
+import atexit
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,7 @@ def initialize_distributed() -> None:
         # Without this DeepSpeed compiles a shared-memory transport, a minute of compiler that gloo makes unnecessary.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo", verbose=False)
+    atexit.register(dist.destroy_process_group)  # not earlier: DeepSpeed keeps references to the group
 
 
 def _free_port() -> int:

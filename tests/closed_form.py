@@ -1,0 +1,144 @@
+"""The objectives written a second time, token by token, straight from the formulas: what the tests compare with.
+
+Nothing here uses the package's surrogates. Values are autograd graphs of 0-d tensors, so derivatives come for free;
+what the mathematics holds constant in the backward pass is detached.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlplus import Objective
+
+INTERNAL = ("ratio", "clip", "reinforce")
+EXTERNAL = ("mis", "proxy", "omega", "bayes", "shaped", "nll", "none")
+FEATURES: dict[str, dict[str, Any]] = {  # fields of the objective, one combination an entry
+    "plain": {},
+    "no-gamma": {"gamma": 0.0},
+    "asymmetric-dual": {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5, "kappa": 0.3},
+    "kl": {"kl_coef": 0.7},
+    "entropy": {"entropy_coef": 0.4},
+    "mismatch": {"mismatch_cap": 1.2},
+    "all": {"gamma": 1.7, "dual_clip": 1.1, "kl_coef": 0.3, "entropy_coef": 0.2, "mismatch_cap": 1.5},
+}
+OPTIONAL = ("old_logprob", "behavior_logprob", "ref_logprob", "engine_logprob", "entropy_weight")
+
+
+def all_objectives(features: Iterable[str] = FEATURES) -> list[tuple[str, str, str]]:
+    return list(product(INTERNAL, EXTERNAL, features))
+
+
+def sample_constants(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """Per-token inputs of every kind: signs, zero advantages, rows of weight 0, ratios on both sides of the clip."""
+    g = torch.Generator().manual_seed(seed)
+
+    def rand() -> Tensor:
+        return torch.rand(*shape, generator=g, dtype=torch.float64)
+
+    constants = {
+        "old_logprob": -0.05 - 4 * rand(),
+        "advantage": torch.where(rand() < 0.15, 0.0, 4 * rand() - 2),
+        "token_weight": torch.where(rand() < 0.25, 0.0, 0.01 + rand()),
+        "behavior_logprob": -0.05 - 4 * rand(),
+        "ref_logprob": -0.05 - 4 * rand(),
+        "engine_logprob": -0.05 - 4 * rand(),
+        "entropy_weight": torch.where(rand() < 0.3, 0.0, rand()),
+    }
+    for name in ("token_weight", "entropy_weight"):
+        constants[name][..., ::7] = 0.0  # rows that count for nothing at all
+    near = rand() < 0.5  # half of the engine's logprobs are close to the trainer's
+    constants["engine_logprob"] = torch.where(
+        near, constants["old_logprob"] + 0.1 * rand(), constants["engine_logprob"]
+    )
+    for rows, gap in ((slice(1, 4), 0.098), (slice(4, 7), -0.104)):  # ratios of 1.103 and 0.901: only one is 10% off
+        constants["engine_logprob"][..., rows] = constants["old_logprob"][..., rows] - gap
+    return {k: v.to(dtype) for k, v in constants.items()} | {"external": rand() < 0.5}
+
+
+def token_loss(o: Objective, l: Tensor, external: bool, A: float, old: float | None, behavior: float | None) -> Tensor:  # noqa: E741
+    """The surrogate loss of one token as a differentiable function of its logprob (objectives.md, section 3)."""
+    p, p_old = l.exp(), (l.detach() if old is None else l.new_tensor(old)).exp()
+    if not external:
+        r = p / p_old
+        if o.internal == "ratio":
+            return -A * r
+        if o.internal == "reinforce":
+            return -A * l
+        gain = torch.minimum(r * A, r.clamp(1 - o.clip_low, 1 + o.clip_high) * A)
+        if o.dual_clip is not None and A < 0:
+            gain = torch.maximum(gain, l.new_tensor(o.dual_clip * A))
+        return -gain
+    if o.external == "none":
+        return 0 * l
+    explore = (1 - p.detach().clamp(max=1.0)) ** o.gamma
+    if o.external == "nll":
+        return -explore * l
+    p_omega = None if behavior is None else l.new_tensor(behavior).exp()
+    estimate = (p_old + 1) / 2
+    g = {
+        "mis": 2 * p / ((estimate if p_omega is None else p_omega) + p_old),
+        "proxy": p / p_old,
+        "omega": p / (1.0 if p_omega is None else p_omega),
+        "bayes": p / estimate,
+        "shaped": p / (p + o.kappa),
+    }[o.external]
+    return -A * explore * g
+
+
+def policy_loss(
+    o: Objective, logprob: Tensor, entropy: Tensor | None, c: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, float]]:
+    """The loss of flat (N,) inputs, differentiable in logprob and entropy, and the statistics that a user expects."""
+    rows = {
+        name: None if c.get(name) is None else c[name].tolist()
+        for name in (*OPTIONAL, "advantage", "token_weight", "external")
+    }
+    terms = {"internal": logprob.new_zeros(()), "external": logprob.new_zeros(()), "kl": logprob.new_zeros(())}
+    terms["entropy"] = logprob.new_zeros(())
+    stats = dict.fromkeys(
+        ("tokens", "tokens_internal", "tokens_external", "entropy", "prob_internal", "prob_external"), 0.0
+    )
+    if c.get("engine_logprob") is not None:
+        stats |= dict.fromkeys(("mismatch_abs", "mismatch_outside_10pct", "mismatch_truncated"), 0.0)
+    stats["kl_old"] = 0.0
+    for t, l in enumerate(logprob):  # noqa: E741
+        here = {name: None if row is None else row[t] for name, row in rows.items()}
+        m, kind = here["token_weight"], "external" if here["external"] else "internal"
+        m_entropy = m if here["entropy_weight"] is None else here["entropy_weight"]
+        if m_entropy and o.entropy_coef and entropy is not None:
+            terms["entropy"] = terms["entropy"] - o.entropy_coef * m_entropy * entropy[t]
+        if not m:
+            continue
+        loss = token_loss(o, l, here["external"], here["advantage"], here["old_logprob"], here["behavior_logprob"])
+        old = l.item() if here["old_logprob"] is None else here["old_logprob"]
+        if kind == "internal" and here["engine_logprob"] is not None:
+            weight = l.new_tensor(old - here["engine_logprob"]).exp().item()
+            stats["mismatch_abs"] += abs(old - here["engine_logprob"])
+            stats["mismatch_outside_10pct"] += not 0.9 <= weight <= 1.1
+            if o.mismatch_cap is not None:
+                stats["mismatch_truncated"] += weight > o.mismatch_cap
+                loss = loss * min(weight, o.mismatch_cap)
+        terms[kind] = terms[kind] + m * loss
+        if o.kl_coef:
+            d = here["ref_logprob"] - l
+            terms["kl"] = terms["kl"] + o.kl_coef * m * (d.exp() - d - 1)
+        stats["tokens"] += 1
+        stats[f"tokens_{kind}"] += 1
+        stats[f"prob_{kind}"] += l.exp().item()
+        stats["entropy"] += 0.0 if entropy is None else entropy[t].item()
+        if kind == "internal":
+            stats["kl_old"] += (l - old).exp().item() - (l.item() - old) - 1
+    stats |= {f"loss_{name}": value.item() for name, value in terms.items()}
+    return sum(terms.values(), logprob.new_zeros(())), stats
+
+
+def logprob_and_entropy(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(N, H), (V, H), (N,) -> (N,), (N,), from the whole logits, in the inputs' dtype."""
+    z = (hidden @ weight.T + (0.0 if bias is None else bias)) / temperature
+    logp = z - z.logsumexp(-1, keepdim=True)
+    return logp[torch.arange(len(target)), target], -(logp.exp() * logp).sum(-1)

@@ -1,0 +1,66 @@
+"""What every test shares: one thread, no network, no launcher's variables, and uninitialised memory that shows."""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+# Before torch is imported, here and in the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", VLLM_NO_USAGE_STATS="1", MPLBACKEND="Agg")
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+for name in (*LAUNCHER, "RLPLUS_BACKEND"):
+    os.environ.pop(name, None)
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+hypothesis.settings.register_profile("rlplus", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("rlplus")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skip(reason="no CUDA device")
+    no_vllm = pytest.mark.skip(reason="vLLM is not installed")
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+        if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
+            item.add_marker(no_vllm)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leave_no_process_group() -> Iterator[None]:
+    """Training joins a process group and stays in it; the next test file starts without one."""
+    yield
+    if torch.distributed.is_initialized():
+        deepspeed_comm = sys.modules.get("deepspeed.comm.comm")
+        if deepspeed_comm is not None and deepspeed_comm.cdb is not None:
+            deepspeed_comm.destroy_process_group()
+            deepspeed_comm.cdb = None
+        else:
+            torch.distributed.destroy_process_group()
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+
+
+def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``allocate``, its memory filled with NaN (floating), the largest number (integer) or True (bool)."""
+
+    def wrapper(*args: object, **kwargs: object) -> torch.Tensor:
+        tensor = allocate(*args, **kwargs)
+        with torch.no_grad():
+            if tensor.is_floating_point() or tensor.is_complex():
+                return tensor.fill_(float("nan"))
+            return tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
+
+    return wrapper
+
+
+@pytest.fixture(autouse=True)
+def poison_uninitialised_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result that reads memory it never wrote is NaN, not by chance right. vLLM's own buffers are not our concern."""
+    if request.node.get_closest_marker("vllm") is None:
+        for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+            monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))

@@ -1,0 +1,111 @@
+"""The command line as a user meets it: train, evaluate, report; and one message, not a traceback, for what is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from trainer_runs import metrics, run_config, write_task
+
+from rlplus.cli import main
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    """The YAML file of a tiny run with evaluation data."""
+    evaluation = {
+        "data": {"path": str(write_task(tmp_path)), "max_prompt_length": 8},
+        "every": 2,
+        "samples": 4,
+        "k": [1, 4],
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(run_config(tmp_path, evaluation=evaluation).to_yaml())
+    return path
+
+
+def test_train_evaluate_report(config_file, tmp_path, capsys):
+    assert main(["train", str(config_file), "train.steps=3"]) == 0
+    run = tmp_path / "run"
+    rows = metrics(run)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert {"val/task/pass@1", "val/task/pass@4"} <= rows[0].keys() & rows[2].keys()
+    assert "val/task/pass@1" not in rows[1]
+    assert main(["eval", str(config_file)]) == 0
+    result = json.loads((run / "evaluation.json").read_text())
+    assert len(result["problems"]) == 6
+    assert result["n"] == [4] * 6
+    assert "pass@4" in capsys.readouterr().out
+    assert (
+        main(["eval", str(config_file), "--model", str(run / "scratch"), "--output", str(tmp_path / "base.json")]) == 0
+    )
+    report = tmp_path / "report.html"
+    assert main(["report", str(run), "-o", str(report)]) == 0
+    page = report.read_text()
+    assert "pass@4" in page
+    assert "<svg" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train.lrr=1"], r"train.lrr: unknown key; nearest: train.lr"),
+        (["train.lr=fast"], r"train.lr: want a valid number; got 'fast' (str)"),
+        (["data.path=nowhere.jsonl"], r"nowhere.jsonl: no such file"),
+        (["data.max_prompt_length=2"], r"100.0% of the rows would be dropped"),
+        (["data.max_demonstration_length=2"], r"demonstrations longer than 2 tokens"),
+        (["algorithm.preset=rlpuls"], r"nearest: rlplus"),
+        (
+            ["model.scratch=null", "model.path=nowhere"],
+            r"want model.path a Hugging Face folder or hub name; got 'nowhere'",
+        ),
+        (["train.backend=triton"], r"train.backend: want 'auto', 'reference' or 'torch'; got 'triton'"),
+    ],
+)
+def test_what_is_wrong_is_one_message(config_file, capsys, arguments, message):
+    assert main(["train", str(config_file), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_a_malformed_line_is_named(config_file, tmp_path, capsys):
+    with (tmp_path / "task.jsonl").open("a") as file:
+        file.write('{"prompt": "1+1=", \n')
+    assert main(["train", str(config_file)]) == 2
+    assert "task.jsonl:7: invalid JSON" in capsys.readouterr().err
+
+
+def test_a_second_run_in_the_same_folder_is_refused(config_file, capsys):
+    assert main(["train", str(config_file), "train.steps=1"]) == 0
+    assert main(["train", str(config_file), "train.steps=1"]) == 2
+    assert "already holds a run, at step-000001: resume it (--resume)" in capsys.readouterr().err
+
+
+def test_eval_without_data_or_model(config_file, capsys):
+    assert main(["eval", str(config_file)]) == 2
+    assert "want a trained model in" in capsys.readouterr().err
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_train_with_vllm_in_a_process_of_its_own(config_file, tmp_path):
+    """Real DeepSpeed and real vLLM together: the engine follows the policy to fp32 rounding, and a resume works."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+
+    def rlplus(*arguments: str) -> None:
+        command = [sys.executable, "-m", "rlplus", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=clean, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    options = ["rollout.engine=vllm", "train.lr=0.01", "rollout.kv_cache_memory_mb=64"]
+    rlplus("train", str(config_file), *options, "train.steps=2")
+    rlplus("train", str(config_file), *options, "train.steps=4", "--resume")
+    rows = metrics(Path(tmp_path / "run"))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["mismatch/max"] for row in rows if "mismatch/max" in row) < 1e-4
+    rlplus("eval", str(config_file), *options)
+    assert (tmp_path / "run/evaluation.json").exists()

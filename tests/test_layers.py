@@ -1,0 +1,45 @@
+"""A module imports only from the layers on its left."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "rlplus"
+ORDER = "kernels < objective < ops < config < data < reward < rollout < checkpoint < trainer"
+LAYERS = f"{ORDER} < evaluation < report < plan < demo < cli < __main__".split(" < ")
+MODULES = sorted([*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").rglob("*.py")])  # rglob does not follow the link
+ALLOWED = {name: LAYERS[:i] for i, name in enumerate(LAYERS)}
+ALLOWED["__init__"] = ALLOWED["integrations"] = ["kernels", "objective", "ops"]  # importing rlplus stays cheap
+ALLOWED["cli"].append("__version__")
+
+
+def imported_layers(path: Path, text: str) -> Iterator[str]:
+    """Names of the layers of rlplus that the module at ``path`` imports, at its top or inside a function."""
+    package = ["rlplus", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            names = [".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names]
+        else:
+            continue
+        for name in names:
+            top, _, rest = name.partition(".")
+            if top == "rlplus":
+                yield rest.split(".")[0] or "__init__"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_only_from_the_left(path: Path) -> None:
+    layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    assert layer in ALLOWED, f"{layer} has no place in the order of layers: {' < '.join(LAYERS)}"
+    wrong = set(imported_layers(path, path.read_text())) - {layer, *ALLOWED[layer]}
+    assert not wrong, f"{layer} imports {sorted(wrong)}; it may import {ALLOWED[layer]}"
+
+
+def test_every_form_of_import_is_seen() -> None:
+    text = "import rlplus, rlplus.cli\nfrom rlplus import demo\nfrom ..plan import x\ndef f(): from .. import report"
+    assert list(imported_layers(PACKAGE / "reward" / "x.py", text)) == ["__init__", "cli", "demo", "plan", "report"]

@@ -1,0 +1,250 @@
+"""Contract of the door to rlplus.ops: memory, torch.library, torch.compile, choice of backend, errors."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from closed_form import sample_constants
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import rlplus
+from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
+from rlplus.ops import BACKENDS, chunked, library
+
+N, H, V = 12, 4, 9
+BOTH = pytest.mark.parametrize("backend", BACKENDS)
+EVERYTHING = Objective("clip", "mis", kl_coef=0.1, entropy_coef=0.2, mismatch_cap=2.0)
+
+
+def sample(n: int = N, h: int = H, v: int = V, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """All tensor arguments of linear_policy_loss; hidden, weight and bias require a gradient."""
+    g = torch.Generator().manual_seed(n * v)
+    shapes = {"hidden": (n, h), "weight": (v, h), "bias": (v,)}
+    head = {k: torch.randn(s, generator=g, dtype=dtype).requires_grad_() for k, s in shapes.items()}
+    return head | {"target": torch.randint(v, (n,), generator=g)} | sample_constants((n,), 0, dtype)
+
+
+def head_of(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {k: inputs[k] for k in ("hidden", "weight", "bias", "target")}
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest number of elements that an operation returned."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor):
+                self.largest = max(self.largest, tensor.numel())
+        return out
+
+
+# ---- memory
+
+
+def test_the_torch_backend_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    n, v, rows = 640, 300, 32
+    inputs = sample(n, H, v)
+    limit = {"backend": "torch", "max_scratch_mb": rows * 2 * v * 4 / 1e6}
+    seen = LargestTensor()
+
+    def watched(function: Any) -> Any:  # a mode does not look inside a registered op unless it is entered there
+        def inside(*args: Any) -> Any:
+            with seen:
+                return function(*args)
+
+        return inside
+
+    for name in ("policy_loss", "logprob", "logprob_backward"):
+        seen.largest = 0
+        monkeypatch.setattr(chunked, name, watched(getattr(chunked, name)))
+        if name == "policy_loss":
+            linear_policy_loss(**inputs, objective=EVERYTHING, **limit).loss.backward()
+        else:
+            logprob, entropy = linear_logprob(**head_of(inputs), **limit)
+            (logprob + entropy).sum().backward()
+        assert seen.largest == rows * v  # n * h, v * h and n are all smaller
+    with seen:
+        linear_policy_loss(**inputs, objective=EVERYTHING, backend="reference")
+    assert seen.largest == n * v  # the instrument does see whole logits
+
+
+# ---- torch.library and torch.compile
+
+
+@pytest.mark.parametrize("needs", [[True, True, True], [False, True, False]])
+@pytest.mark.parametrize("engine", [True, False])
+def test_policy_loss_is_a_well_formed_torch_op(needs: list[bool], engine: bool) -> None:
+    inputs = sample()
+    for need, name in zip(needs, ("hidden", "weight", "bias"), strict=True):
+        inputs[name].requires_grad_(need)
+    objective = EVERYTHING if engine else Objective()
+    names = ["advantage", "token_weight", "external", "old_logprob", "behavior_logprob", "ref_logprob"]
+    names += ["entropy_weight", "engine_logprob"] if engine else []
+    constants = [inputs[k] for k in names]
+    options = (constants, " ".join(names), *library.encode(objective), 0.7, 0.0, 400.0, needs)
+    head = (inputs["hidden"], inputs["weight"], inputs["bias"], inputs["target"])
+    torch.library.opcheck(library.linear_policy_loss, (*head, *options))
+
+
+def test_logprob_is_a_well_formed_torch_op() -> None:
+    inputs = sample()
+    head = (inputs["hidden"], inputs["weight"], inputs["bias"], inputs["target"])
+    torch.library.opcheck(library.linear_logprob, (*head, 0.7, 400.0))
+    torch.library.opcheck(
+        library.linear_logprob, (inputs["hidden"], inputs["weight"], None, inputs["target"], 1.0, 1e9)
+    )
+    upstream = (torch.randn(N), torch.randn(N))
+    detached = [t.detach() for t in head]
+    torch.library.opcheck(library.linear_logprob_backward, (*upstream, *detached, 0.7, 400.0, [True, True, True]))
+    torch.library.opcheck(library.linear_logprob_backward, (*upstream, *detached, 0.7, 400.0, [False, True, False]))
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@BOTH
+def test_compiles_into_one_graph(backend: str, compiler: str) -> None:
+    inputs = sample(dtype=torch.float64)
+    leaves = [inputs[k] for k in ("hidden", "weight", "bias")]
+
+    def step(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
+        out = linear_policy_loss(**inputs, objective=EVERYTHING, backend=backend, max_scratch_mb=1e-3)
+        logprob, entropy = linear_logprob(**head_of(inputs), backend=backend)
+        return out.loss + (logprob * entropy).sum(), out.logprob, out.entropy, *out.stats.values()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend=compiler)
+    got, want = compiled(inputs), step(inputs)
+    torch.testing.assert_close(got, want)
+    grads = [torch.autograd.grad(out[0], leaves) for out in (got, want)]
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_runs_on_tensors_without_data() -> None:
+    inputs = {k: v.detach().to("meta").requires_grad_(v.requires_grad) for k, v in sample().items()}
+    out = linear_policy_loss(**inputs, objective=EVERYTHING)
+    out.loss.backward()
+    assert inputs["weight"].grad.shape == (V, H)
+    assert (out.logprob.shape, out.stats["tokens"].shape) == ((N,), ())
+
+
+# ---- choice of backend
+
+
+def test_backend_argument_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch backend passes through the registered op, the reference does not."""
+    seen: list[str] = []
+    original = library.linear_policy_loss
+    monkeypatch.setattr(library, "linear_policy_loss", lambda *a: (seen.append("torch"), original(*a))[1])
+    inputs = sample()
+
+    def uses_op(**options: Any) -> bool:
+        seen.clear()
+        linear_policy_loss(**inputs, **options)
+        return bool(seen)
+
+    assert uses_op()
+    assert uses_op(backend="torch")
+    assert not uses_op(backend="reference")
+    monkeypatch.setenv("RLPLUS_BACKEND", "reference")
+    assert not uses_op()
+    assert uses_op(backend="torch")  # an explicit choice stands
+    monkeypatch.setenv("RLPLUS_BACKEND", "")
+    assert uses_op()
+    monkeypatch.setenv("RLPLUS_BACKEND", "cuda")
+    with pytest.raises(ValueError, match=r"one of reference, torch.*got 'cuda'"):
+        uses_op()
+
+
+# ---- the module
+
+
+def test_module_is_the_function_with_its_options() -> None:
+    inputs = sample()
+    hidden, weight, target = (inputs.pop(k) for k in ("hidden", "weight", "target"))
+    options = {"temperature": 0.7, "backend": "reference", "max_scratch_mb": 1.0}
+    for objective in ("dapo", EVERYTHING):
+        module = RLPlusLoss(objective, **options)
+        resolved = Objective.preset(objective) if isinstance(objective, str) else objective
+        got = module(hidden, weight, target, **inputs)
+        want = linear_policy_loss(hidden, weight, target, objective=resolved, **options, **inputs)
+        assert torch.equal(got.loss, want.loss)
+        assert "temperature=0.7" in repr(module)
+    assert RLPlusLoss().objective == Objective.preset("rlplus")
+    assert not list(RLPlusLoss().parameters())
+    loud = module(hidden, weight, target, **inputs, temperature=2.0)  # a call overrides the options
+    assert loud.loss != got.loss
+
+
+def test_module_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(ValueError, match=r"got 'temprature'.*did you mean 'temperature'"):
+        RLPlusLoss(temprature=1.0)
+    with pytest.raises(ValueError, match="did you mean 'dapo'"):
+        RLPlusLoss("dapoo")
+
+
+# ---- errors
+
+BAD_HEADS: list[tuple[dict[str, Any], str]] = [
+    ({"hidden": torch.zeros(N, H + 1)}, r"want hidden \(\.\.\., H\) and weight \(V, H\).*got .*\(12, 5\).*\(9, 4\)"),
+    ({"weight": torch.zeros(V)}, r"want hidden .* and weight \(V, H\).*\(9,\)"),
+    ({"weight": torch.zeros(0, H)}, r"V > 0; got .*\(0, 4\)"),
+    ({"weight": None}, "got .* and NoneType"),
+    ({"weight": torch.zeros(V, H, dtype=torch.float64)}, "one floating dtype and device; got float32 .*float64"),
+    ({"weight": torch.zeros(V, H, device="meta")}, "one floating dtype and device; got .*cpu.*meta"),
+    ({"target": torch.zeros(N, dtype=torch.int32)}, r"want target a tensor, int64 \(12,\) on cpu; got int32 \(12,\)"),
+    ({"target": torch.zeros(N - 1, dtype=torch.int64)}, r"want target .*int64 \(12,\).*got int64 \(11,\)"),
+    ({"target": torch.zeros(N, dtype=torch.int64, device="meta")}, "want target .*on cpu.*got .*on meta"),
+    ({"target": torch.full((N,), V)}, r"want target in \[0, 9\).*got a value outside"),
+    ({"target": torch.full((N,), -1)}, r"want target in \[0, 9\)"),
+    ({"bias": torch.zeros(V - 1)}, r"want bias .*\(9,\).*got float32 \(8,\)"),
+    ({"bias": torch.zeros(V, dtype=torch.float64)}, "want bias .*float32.*got float64"),
+    ({"temperature": 0.0}, "want temperature a finite number > 0; got 0.0"),
+    ({"temperature": math.nan}, "want temperature a finite number > 0; got nan"),
+    ({"max_scratch_mb": 0}, "want max_scratch_mb > 0; got 0"),
+    ({"backend": "triton"}, "want backend 'auto' or one of reference, torch; got 'triton'"),
+]
+BAD_LOSSES: list[tuple[dict[str, Any], str]] = [
+    ({"advantage": torch.zeros(N + 1)}, r"want advantage .*floating \(12,\) on cpu; got float32 \(13,\)"),
+    ({"token_weight": torch.ones(N, dtype=torch.bool)}, r"want token_weight .*floating.*got bool"),
+    ({"token_weight": torch.full((N,), math.nan)}, "want token_weight finite"),
+    ({"entropy_weight": torch.full((N,), math.inf)}, "want entropy_weight finite"),
+    ({"external": torch.zeros(N)}, "want external .*bool.*got float32"),
+    ({"engine_logprob": torch.zeros(N, device="meta")}, "want engine_logprob .*on cpu; got .*on meta"),
+    ({"ref_logprob": None, "objective": Objective(kl_coef=1.0)}, "kl_coef=1 needs ref_logprob; got None"),
+    ({"engine_logprob": None, "objective": Objective(mismatch_cap=1.0)}, "mismatch_cap=1 needs engine_logprob"),
+    ({"objective": "rlplus"}, r"want objective an rlplus\.Objective; got str"),
+    ({"grad_filter": 1.0}, r"want grad_filter in \[0, 1\); got 1.0"),
+    ({"grad_filter": -0.1}, r"want grad_filter in \[0, 1\)"),
+    ({"grad_filter": 0.1, "objective": EVERYTHING}, "want grad_filter 0 with an entropy bonus.*got 0.1"),
+]
+
+
+@BOTH
+@pytest.mark.parametrize(("change", "message"), BAD_HEADS + BAD_LOSSES)
+def test_policy_loss_says_what_it_wanted_and_what_came(change: dict[str, Any], message: str, backend: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear_policy_loss(**(sample() | {"backend": backend} | change))
+
+
+@BOTH
+@pytest.mark.parametrize(("change", "message"), BAD_HEADS)
+def test_logprob_says_what_it_wanted_and_what_came(change: dict[str, Any], message: str, backend: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        linear_logprob(**(head_of(sample()) | {"backend": backend} | change))
+
+
+def test_the_public_names() -> None:
+    assert set(rlplus.__all__) >= {
+        "Objective",
+        "RLPlusLoss",
+        "group_advantages",
+        "linear_logprob",
+        "linear_policy_loss",
+        "policy_loss",
+        "token_weights",
+    }
+    assert all(hasattr(rlplus, name) for name in rlplus.__all__)

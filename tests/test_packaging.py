@@ -1,0 +1,122 @@
+"""The package as others get it: a wheel, an sdist, and next to Hugging Face's package ``kernels``."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROBE = "rlplus/kernels/probe.py"  # added to the copy that is built, so that the link is tested with any kernels
+
+
+def run(*command: str | Path, cwd: Path, path: Path | None = None) -> str:
+    """Standard output of a Python process; an error in it fails the test with all that it wrote."""
+    environment = {**os.environ, "PYTHONPATH": str(path) if path else ""}
+    done = subprocess.run([sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what the build reads: building in the checkout would leave files there."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("rlplus", "kernels", "configs", "csrc"):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "kernels" / "probe.py").write_text("import triton\n")
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that ``build`` makes from the sdist that it makes from the checkout."""
+    out = tmp_path_factory.mktemp("dist")
+    run("-m", "build", "--no-isolation", "--outdir", out, source, cwd=out)
+    assert [path.name for path in out.glob("*.tar.gz")]
+    return next(out.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("installed")
+    run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", target, wheel, cwd=target)
+    return target
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path, source: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    folders = [source / "rlplus", source / "rlplus/kernels", source / "rlplus/configs"]  # rglob does not follow links
+    files = {path for folder in folders for kind in ("*.py", "*.yaml", "py.typed") for path in folder.rglob(kind)}
+    assert names == {str(path.relative_to(source)) for path in files}
+    assert {PROBE, "rlplus/configs/demo.yaml", "rlplus/py.typed"} <= names
+
+
+def test_every_module_imports_from_the_wheel(wheel: Path, installed: Path, tmp_path: Path) -> None:
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")]
+    modules = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in names]
+    script = """
+import sys
+from importlib import import_module
+elsewhere = [name for name in sys.argv[2:] if not import_module(name).__file__.startswith(sys.argv[1])]
+assert not elsewhere, elsewhere
+"""
+    run("-c", script, installed, *modules, cwd=tmp_path, path=installed)
+
+
+def test_command_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    assert "train" in run("-m", "rlplus", "--help", cwd=tmp_path, path=installed)
+
+
+def test_import_is_cheap() -> None:
+    script = "import rlplus, sys; print({'deepspeed', 'transformers', 'vllm', 'pyarrow'} & set(sys.modules))"
+    assert run("-c", script, cwd=ROOT).strip() == "set()"
+
+
+def test_kernels_is_a_link_to_a_folder_that_is_no_package() -> None:
+    assert (ROOT / "rlplus/kernels").readlink() == Path("../kernels")
+    assert not (ROOT / "kernels/__init__.py").exists()
+
+
+FAKE_KERNELS = """
+class Anything:  # a maker of decorators that change nothing, a class, an enumeration
+    def __call__(self, *args, **kwargs): return lambda decorated: decorated
+    def __getattr__(self, name): return self
+    def __or__(self, other): return self
+    __ror__ = __or__
+def __getattr__(name): return Anything()
+"""
+USE_QWEN2 = """
+import sys
+from pathlib import Path
+from transformers.utils.import_utils import KERNELS_MIN_VERSION, is_kernels_available
+if len(sys.argv) > 1:
+    sys.path.append(sys.argv[1])  # behind the checkout, as site-packages is
+    folder = Path(sys.argv[1], f"kernels-{KERNELS_MIN_VERSION}.dist-info")
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: kernels\\nVersion: {KERNELS_MIN_VERSION}\\n")
+from transformers import Qwen2Config, Qwen2ForCausalLM
+sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=1, num_key_value_heads=1))
+print(is_kernels_available(), getattr(sys.modules.get("kernels"), "__file__", None))
+"""
+
+
+def test_hugging_face_kernels_is_not_shadowed(tmp_path: Path) -> None:
+    """transformers imports Hugging Face's ``kernels`` where it is installed; our folder must not stand in its way."""
+    module = tmp_path / "kernels/__init__.py"
+    module.parent.mkdir()
+    module.write_text(FAKE_KERNELS)
+    assert run("-c", USE_QWEN2, tmp_path, cwd=ROOT).strip() == f"True {module}"
+
+
+def test_our_folder_is_not_taken_for_hugging_face_kernels() -> None:
+    if any(distribution.name == "kernels" for distribution in distributions()):
+        pytest.skip("Hugging Face's kernels is installed")
+    assert run("-c", USE_QWEN2, cwd=ROOT).strip() == "False None"
