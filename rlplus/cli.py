@@ -20,6 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"rlplus {args.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"rlplus {args.command}: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,10 +70,9 @@ def _quiet_imports() -> None:
 
 def _train(args: argparse.Namespace) -> None:
     from rlplus.config import load_config
+
+    config = load_config(args.config, args.overrides)  # before the slow imports: its errors should come at once
     from rlplus.evaluation import evaluator
-
-    config = load_config(args.config, args.overrides)
-
     from rlplus.trainer import train
 
     train(config, resume=args.resume, evaluate=evaluator(config))

@@ -41,7 +41,12 @@ def initialize_distributed() -> None:
         # Without this DeepSpeed compiles a shared-memory transport, a minute of compiler that gloo makes unnecessary.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo", verbose=False)
-    atexit.register(dist.destroy_process_group)  # not earlier: DeepSpeed keeps references to the group
+    atexit.register(_leave_distributed)  # not earlier: DeepSpeed keeps references to the group
+
+
+def _leave_distributed() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _free_port() -> int:
@@ -86,6 +91,7 @@ class Policy:
         if config.model.gradient_checkpointing:
             model.lm.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
+        parameters = sum(p.numel() for p in model.parameters())
         train = config.train
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=train.lr, betas=train.betas, weight_decay=train.weight_decay
@@ -93,7 +99,7 @@ class Policy:
         warmup = max(1, train.warmup_steps)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / warmup))
         self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=schedule, config=deepspeed_config(config)
+            model=model, optimizer=optimizer, lr_scheduler=schedule, config=deepspeed_config(config, parameters)
         )
         self.reference: PackedModel | None = None
         if objective.kl_coef:  # frozen; each rank holds a whole copy
@@ -192,13 +198,18 @@ class Policy:
         dist.barrier()
 
 
-def deepspeed_config(config: Config) -> dict[str, Any]:
-    """What DeepSpeed is told; `train.deepspeed` is merged in last."""
+def deepspeed_config(config: Config, parameters: int) -> dict[str, Any]:
+    """What DeepSpeed is told about a model with so many parameters; `train.deepspeed` is merged in last."""
+    bucket = min(parameters, 500_000_000)  # DeepSpeed's default, 2 GB in fp32, is allocated whatever the model's size
     base: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,  # the update sets the boundaries itself: the number of micro-batches varies
         "gradient_clipping": config.train.grad_clip,
-        "zero_optimization": {"stage": config.train.zero_stage},
+        "zero_optimization": {
+            "stage": config.train.zero_stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+        },
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": config.model.dtype == "bfloat16", "check_grad_overflow": True},
     }
