@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -72,21 +73,29 @@ def save(engine: Any, folder: Path, step: int, state: dict[str, Any], keep: int)
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The JSON state of a checkpoint: `save`'s `state`, "step" and "world_size"."""
-    state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
+    file = checkpoint / "state.json"
+    try:
+        state: dict[str, Any] = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged, it is not JSON: {error}") from error
     return state
 
 
 def load(engine: Any, checkpoint: Path) -> None:
-    """Restore the DeepSpeed engine and this rank's random state; ValueError when the number of ranks differs."""
+    """Restore the DeepSpeed engine and this rank's random state; ValueError for another number of ranks, or damage."""
     saved = read_state(checkpoint)["world_size"]
     if saved != dist.get_world_size():
         raise ValueError(
             f"{checkpoint} was written by {saved} ranks: want as many to resume; got {dist.get_world_size()}"
         )
-    path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    try:
+        path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+        random_state = torch.load(checkpoint / f"rng-{dist.get_rank()}.pt", weights_only=False)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise ValueError(f"{checkpoint} is damaged, a file cannot be read: {error}") from error
     if path is None:
         raise ValueError(f"DeepSpeed found no checkpoint in {checkpoint}")
-    _set_random_state(torch.load(checkpoint / f"rng-{dist.get_rank()}.pt", weights_only=False))
+    _set_random_state(random_state)
 
 
 def _random_state() -> dict[str, Any]:

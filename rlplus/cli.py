@@ -4,25 +4,39 @@ import argparse
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlplus import __version__
+from rlplus.rollout import RunFailed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; errors of the user's making end in one message and exit status 2, not in a traceback."""
-    args = _parser().parse_args(argv)
+    """Run a command; foreseen errors end in one message and exit status 2, not in a traceback."""
+    args = _parse(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     _quiet_imports()
     try:
         return int(args.run(args) or 0)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RunFailed) as error:
         print(f"rlplus {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"rlplus {args.command}: interrupted", file=sys.stderr)
         return 130
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    # argparse gives a list of positionals only one stretch: the overrides behind an option are left over.
+    more = [text for text in rest if hasattr(args, "overrides") and not text.startswith("-")]
+    if len(more) < len(rest):
+        parser.error(f"unrecognized arguments: {' '.join(text for text in rest if text not in more)}")
+    if more:
+        args.overrides = [*args.overrides, *more]
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,6 +74,8 @@ def _quiet_imports() -> None:
     """Keep libraries' banners off the terminal, and DeepSpeed from searching for accelerators where there is none."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    # About DeepSpeed's own use of torch: nothing that a user could act on.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import torch
     from transformers.utils import logging as transformers_logging
 

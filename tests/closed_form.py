@@ -103,7 +103,7 @@ def policy_loss(
     )
     if c.get("engine_logprob") is not None:
         stats |= dict.fromkeys(("mismatch_abs", "mismatch_outside_10pct", "mismatch_truncated"), 0.0)
-    stats["kl_old"] = 0.0
+    stats["kl_old"] = stats["entropy_internal"] = 0.0
     for t, l in enumerate(logprob):  # noqa: E741
         here = {name: None if row is None else row[t] for name, row in rows.items()}
         m, kind = here["token_weight"], "external" if here["external"] else "internal"
@@ -130,6 +130,7 @@ def policy_loss(
         stats[f"prob_{kind}"] += l.exp().item()
         stats["entropy"] += 0.0 if entropy is None else entropy[t].item()
         if kind == "internal":
+            stats["entropy_internal"] += 0.0 if entropy is None else entropy[t].item()
             stats["kl_old"] += (l - old).exp().item() - (l.item() - old) - 1
     stats |= {f"loss_{name}": value.item() for name, value in terms.items()}
     return sum(terms.values(), logprob.new_zeros(())), stats

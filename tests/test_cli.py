@@ -85,6 +85,30 @@ def test_a_second_run_in_the_same_folder_is_refused(config_file, capsys):
     assert "already holds a run, at step-000001: resume it (--resume)" in capsys.readouterr().err
 
 
+def test_overrides_may_follow_an_option(config_file, capsys):
+    assert main(["train", str(config_file), "--resume", "train.lrr=1"]) == 2
+    assert "train.lrr: unknown key" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", str(config_file), "train.steps=1", "--resum", "train.lr=1", "--nothing"])
+    assert "unrecognized arguments: --nothing" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_is_one_message(config_file, capsys):
+    assert main(["train", str(config_file), "rollout.max_logprob_gap=1e-30"]) == 2
+    assert "the mean gap between the logprobs" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_named(config_file, tmp_path, capsys):
+    assert main(["train", str(config_file), "train.steps=1"]) == 0
+    saved = tmp_path / "run/checkpoints/step-000001"
+    os.truncate(saved / "mp_rank_00_model_states.pt", 100)
+    assert main(["train", str(config_file), "train.steps=2", "--resume"]) == 2
+    assert f"{saved} is damaged, a file cannot be read" in capsys.readouterr().err
+    (saved / "state.json").write_text("{")
+    assert main(["train", str(config_file), "train.steps=2", "--resume"]) == 2
+    assert f"{saved}/state.json is damaged" in capsys.readouterr().err
+
+
 def test_eval_without_data_or_model(config_file, capsys):
     assert main(["eval", str(config_file)]) == 2
     assert "want a trained model in" in capsys.readouterr().err

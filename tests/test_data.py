@@ -334,7 +334,9 @@ def draw(sampler: PromptSampler, times: int) -> list[list[int]]:
 
 
 def test_sampler_refuses_what_it_cannot_mean() -> None:
-    with pytest.raises(ValueError, match="want a batch between 1 and the number of prompts, 3; got 4"):
+    with pytest.raises(
+        ValueError, match=r"want a batch \(prompts_per_step\) between 1 and the number of prompts, 3; got 4"
+    ):
         PromptSampler(3, 4, 0)
     sampler = PromptSampler(8, 2, 0)
     for state in ({"n": 9, "seed": 0, "drawn": 4}, {"n": 8, "seed": 1, "drawn": 4}, {"drawn": 4}):

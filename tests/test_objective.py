@@ -235,7 +235,7 @@ def test_stats_are_detached_scalars_and_the_loss_is_their_sum() -> None:
     base = {"tokens", "tokens_internal", "tokens_external", "active_rows", "loss_internal", "loss_external", "loss_kl"}
     base |= {"loss_entropy", "prob_internal", "prob_external", "ratio_external", "kl_old", "clipped"}
     mismatch = {"mismatch_abs", "mismatch_outside_10pct", "mismatch_truncated"}
-    assert set(stats) == base | mismatch | {"entropy"}
+    assert set(stats) == base | mismatch | {"entropy", "entropy_internal"}
     assert all(value.shape == () and not value.requires_grad for value in stats.values())
     torch.testing.assert_close(
         loss.detach(), sum(stats[f"loss_{k}"] for k in ("internal", "external", "kl", "entropy"))

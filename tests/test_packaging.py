@@ -85,6 +85,8 @@ def test_kernels_is_a_link_to_a_folder_that_is_no_package() -> None:
 
 
 FAKE_KERNELS = """
+from importlib.metadata import version
+__version__ = version("kernels")
 class Anything:  # a maker of decorators that change nothing, a class, an enumeration
     def __call__(self, *args, **kwargs): return lambda decorated: decorated
     def __getattr__(self, name): return self

@@ -15,8 +15,8 @@ NASTY = "<script>alert('x')</script> & \"$\\frac$\" ☃"
 
 
 def step_line(step: int, **metrics: float) -> dict[str, float]:
-    base = {"step": step, "generated_tokens": 1000 * step, "time/step": 2.0}
-    return base | {"reward/internal": step / 100, "actor/entropy": 1 / step, "response_length/mean": 20.0} | metrics
+    base = {"step": step, "generated_tokens": 1000 * step, "time/step": 2.0, "reward/internal": step / 100}
+    return base | {"actor/entropy_internal": 1 / step, "response_length/mean": 20.0} | metrics
 
 
 def run(steps: int = 40, config: str = "train:\n  lr: 1.0e-3\n", warnings: tuple[str, ...] = ()) -> RunData:

@@ -28,6 +28,14 @@ def tiny_run(tmp_path):
         yield run
 
 
+def test_a_scratch_model_left_by_an_unfinished_run_is_not_used(tmp_path, tiny_run):
+    left = load_file(tiny_run.folder / "scratch/model.safetensors")
+    with Run(run_config(tmp_path, train={"seed": 1}), resume=False):
+        made = load_file(tiny_run.folder / "scratch/model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(left[name], made[name])
+
+
 def batch_of_samples(seed: int = 0) -> list[Sample]:
     """Groups of three rollouts and a demonstration with distinct rewards and lengths."""
     generator = torch.Generator().manual_seed(seed)
@@ -166,10 +174,10 @@ def test_a_run_leaves_all_that_is_promised(tmp_path):
     for name in (
         "generated_tokens", "reward/mean", "reward/internal", "reward/external", "batch/solve_all", "batch/solve_none",
         "response_length/mean", "response_length/max", "response_length/clipped", "actor/loss", "actor/loss_internal",
-        "actor/loss_external", "actor/entropy", "actor/grad_norm", "actor/lr", "actor/ratio_external_mean",
-        "actor/prob_external", "actor/prob_internal", "actor/kl_old", "actor/clip_fraction", "actor/active_rows",
-        "mismatch/mean", "mismatch/max", "mismatch/outside_10pct", "time/generate", "time/score", "time/old_logprob",
-        "time/update", "time/sync", "time/step", "tokens_per_second",
+        "actor/loss_external", "actor/entropy", "actor/entropy_internal", "actor/grad_norm", "actor/lr",
+        "actor/ratio_external_mean", "actor/prob_external", "actor/prob_internal", "actor/kl_old",
+        "actor/clip_fraction", "actor/active_rows", "mismatch/mean", "mismatch/max", "mismatch/outside_10pct",
+        "time/generate", "time/score", "time/old_logprob", "time/update", "time/sync", "time/step", "tokens_per_second",
     ):  # fmt: skip
         assert name in row, name
     assert [p.name for p in (folder / "checkpoints").glob("step-*")] == ["step-000002"]

@@ -159,7 +159,8 @@ class RewardConfig(Section):
     """Exactly one of `kind` and `function` ("module:name", called with the response's text and the answer).
 
     `pattern`: one group; the last match in the text is what exact_match compares. `require_think`: only the text after
-    the last `</think>` counts, and a response without one is worth 0. `memory_mb`: limit of a worker's address space.
+    the last `</think>` counts, and a response without one is worth 0. `workers`: processes of each rank. `memory_mb`:
+    limit of a worker's address space.
     """
 
     kind: Literal["exact_match", "math_verify"] | None = None
@@ -183,7 +184,8 @@ class RolloutConfig(Section):
     """`engine` auto: vllm when it is installed, else transformers. The sizes in memory are vLLM's.
 
     `group_size` counts the demonstration where the algorithm puts one into the group. `max_logprob_gap`: the run stops
-    when a token's logprob in the engine and in the trainer differ by more; None = 1e-4 in float32, 5e-2 in bfloat16.
+    when the tokens' logprobs in the engine and in the trainer differ by more in a step's mean; None = 1e-4 in float32,
+    5e-2 in bfloat16.
     """
 
     engine: Literal["auto", "vllm", "transformers"] = "auto"

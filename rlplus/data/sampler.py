@@ -11,7 +11,7 @@ class PromptSampler:
 
     def __init__(self, n: int, batch: int, seed: int) -> None:
         if not 1 <= batch <= n:
-            raise ValueError(f"want a batch between 1 and the number of prompts, {n}; got {batch}")
+            raise ValueError(f"want a batch (prompts_per_step) between 1 and the number of prompts, {n}; got {batch}")
         self.n = n
         self.batch = batch
         self.seed = seed

@@ -65,5 +65,5 @@ def policy_loss(
     flat_entropy = torch.zeros_like(flat) if entropy is None else entropy.reshape(-1).to(dtype)
     loss, dlogprob, dentropy, stats = token_loss(flat.detach(), flat_entropy.detach(), constants, objective)
     if entropy is None:
-        del stats["entropy"]
+        del stats["entropy"], stats["entropy_internal"]
     return _Linearized.apply(loss, dlogprob, dentropy, flat, flat_entropy), stats

@@ -17,12 +17,16 @@ from torch import Tensor
 
 from rlplus.config import RolloutConfig
 
-__all__ = ["Completion", "RolloutEngine", "make_engine"]
+__all__ = ["Completion", "RolloutEngine", "RunFailed", "make_engine"]
 
 logger = logging.getLogger(__name__)
 
 MIN_TEMPERATURE = 0.01  # vLLM raises a lower temperature to this one, and the logprobs would be those of another policy
 DEFAULT_CACHE_MB = 512  # for keys and values, where rollout.kv_cache_memory_mb is not set
+
+
+class RunFailed(RuntimeError):
+    """Training or its engine went astray. The message says how: the command line shows it without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +170,11 @@ def check_request(
 
 
 def check_logprobs(completions: list[list[Completion]]) -> list[list[Completion]]:
-    """Pass completions on; RuntimeError if a logprob is not finite, which is how wrong weights show in an engine."""
+    """Pass completions on; RunFailed if a logprob is not finite, which is how wrong weights show in an engine."""
     for index, group in enumerate(completions):
         for completion in group:
             if len(completion.logprob) != len(completion.tokens) or not all(map(math.isfinite, completion.logprob)):
-                raise RuntimeError(
+                raise RunFailed(
                     f"want {len(completion.tokens)} finite logprobs, one a token, for a response to prompt {index};"
                     f" got {completion.logprob[:8]}"
                 )

@@ -18,7 +18,7 @@ def train(config: Config, *, resume: bool = False, evaluate: Evaluate | None = N
     resume: go on from the newest checkpoint (from the start when there is none). evaluate: called on rank 0 every
     `evaluation.every` steps with the engine holding the step's weights; its numbers are logged.
     SIGINT and SIGTERM let the step end, write a checkpoint and return. Raises ValueError for what the configuration or
-    the data have wrong, RuntimeError when training or engine go astray.
+    the data have wrong, RunFailed when training or engine go astray.
     """
     with Run(config, resume) as run:
         algorithm, objective = run.algorithm, run.algorithm.objective
@@ -71,7 +71,5 @@ def train(config: Config, *, resume: bool = False, evaluate: Evaluate | None = N
             run.check_mismatch(metrics)
             if run.checkpoint_due:
                 run.save_checkpoint()
-        if not run.interrupted:
-            run.policy.export(str(run.folder / "model"))
-            run.save_tokenizer()
+        run.conclude()
         return run.folder

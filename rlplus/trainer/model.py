@@ -15,12 +15,13 @@ from rlplus.data import byte_tokenizer
 def prepare_model(config: ModelConfig, folder: Path, seed: int) -> tuple[str, PretrainedConfig]:
     """(path, configuration) to load the model from; all ranks call it.
 
-    A scratch model is written to `folder`/scratch, with its tokenizer, by rank 0.
+    A scratch model is written to `folder`/scratch, with its tokenizer, by rank 0: always, since what lies there may be
+    half-written, or of another seed or size.
     """
     path = config.path
     if config.scratch is not None:
         path = str(folder / "scratch")
-        if dist.get_rank() == 0 and not (Path(path) / "config.json").exists():
+        if dist.get_rank() == 0:
             tokenizer = byte_tokenizer()
             make_scratch_model(config.scratch, tokenizer, seed).save_pretrained(path)
             tokenizer.save_pretrained(path)

@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,8 +13,8 @@ from rlplus import checkpoint
 from rlplus.config import Config
 from rlplus.data import Example, PromptSampler, Sample, load_examples, load_tokenizer
 from rlplus.objective import Algorithm
-from rlplus.reward import Scorer, grade_demonstrations
-from rlplus.rollout import RolloutEngine, make_engine
+from rlplus.reward import DemonstrationReport, Scorer, grade_demonstrations
+from rlplus.rollout import RolloutEngine, RunFailed, make_engine
 from rlplus.trainer.metrics import RunLog, Tally
 from rlplus.trainer.model import prepare_model
 from rlplus.trainer.policy import Policy, initialize_distributed
@@ -97,7 +98,7 @@ class Run:
         )
         notes = [report.summary()]
         if self.algorithm.demonstrations != "none":
-            examples, graded = grade_demonstrations(examples, self.scorer, self.decode)
+            examples, graded = self._grade(examples)
             notes.append(graded.summary())
             if graded.dropped_share > data.max_dropped_share:
                 raise ValueError(
@@ -106,6 +107,17 @@ class Run:
         if self.algorithm.demonstrations == "only":
             examples = [e for e in examples if e.demonstration is not None]
         return examples, notes
+
+    def _grade(self, examples: list[Example]) -> tuple[list[Example], DemonstrationReport]:
+        """`grade_demonstrations` by rank 0 for all: a grader that times out on one rank only would set them apart."""
+        verdict: list[Any] = [None, None]
+        if self.rank == 0:
+            kept, report = grade_demonstrations(examples, self.scorer, self.decode)
+            verdict = [[example.demonstration is not None for example in kept], report]
+        dist.broadcast_object_list(verdict, src=0)
+        passed, graded = verdict
+        kept = [e if ok else replace(e, demonstration=None) for e, ok in zip(examples, passed, strict=True)]
+        return kept, graded
 
     def _restore(self, last: Path) -> None:
         state = checkpoint.read_state(last)
@@ -172,22 +184,22 @@ class Run:
         return parts
 
     def count_nonfinite(self, applied: bool) -> None:
-        """RuntimeError after `max_nonfinite` updates in a row that a non-finite gradient made impossible."""
+        """RunFailed after `max_nonfinite` updates in a row that a non-finite gradient made impossible."""
         self.nonfinite = 0 if applied else self.nonfinite + 1
         if not applied:
             self.log.say(f"step {self.step + 1}: non-finite gradient, update skipped")
         if self.nonfinite >= self.config.train.max_nonfinite:
-            raise RuntimeError(
+            raise RunFailed(
                 f"{self.nonfinite} updates in a row had a non-finite gradient; the newest checkpoint is "
                 f"{checkpoint.latest(self.checkpoints)}. Lower train.lr, or use a bounded objective"
             )
 
     def check_mismatch(self, metrics: dict[str, float]) -> None:
-        """RuntimeError when engine and trainer disagree about the logprobs: the engine does not run the policy."""
+        """RunFailed when engine and trainer disagree about the logprobs: the engine does not run the policy."""
         limit = self.config.rollout.max_logprob_gap or (1e-4 if self.config.model.dtype == "float32" else 5e-2)
         gap = metrics.get("mismatch/mean", 0.0)
         if not gap <= limit:
-            raise RuntimeError(
+            raise RunFailed(
                 f"step {self.step}: the mean gap between the logprobs of the {self.rollout.name} engine and of the "
                 f"trainer is {gap:.2e}; want at most rollout.max_logprob_gap={limit:g}"
             )
@@ -221,9 +233,16 @@ class Run:
         }
         checkpoint.save(self.policy.engine, self.checkpoints, self.step, state, self.config.checkpoint.keep)
 
-    def save_tokenizer(self) -> None:
+    def conclude(self) -> None:
+        """Write the model, unless a signal ended the run; say what there is."""
+        if self.interrupted:
+            self.log.say(f"stopped after step {self.step}: --resume goes on from here")
+            return
+        model = self.folder / "model"
+        self.policy.export(str(model))
         if self.rank == 0:
-            self.tokenizer.save_pretrained(str(self.folder / "model"))
+            self.tokenizer.save_pretrained(str(model))
+        self.log.say(f"{self.step} steps done; model in {model}")
 
 
 def _differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
