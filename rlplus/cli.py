@@ -51,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
 
     evaluate = commands.add_parser("eval", help="pass@1 and pass@k of a model on a configuration's evaluation data")
     evaluate.add_argument("--model", help="Hugging Face folder; default: output_dir/model, the run's result")
-    evaluate.add_argument("--output", help="JSON file for the result; default: output_dir/evaluation.json")
+    evaluate.add_argument(
+        "--output", help="JSON file for the result (one a benchmark); default: output_dir/evaluation.json"
+    )
     evaluate.set_defaults(run=_eval)
 
     for command in (train, evaluate):
@@ -103,15 +105,19 @@ def _eval(args: argparse.Namespace) -> None:
 
     from rlplus.evaluation import evaluate_model
 
-    result = evaluate_model(config, args.model)
+    results = evaluate_model(config, args.model)
     output = Path(args.output or Path(config.output_dir) / "evaluation.json")
     output.parent.mkdir(parents=True, exist_ok=True)
-    result.save(output)
-    table = Table("pass@k", "mean", "95% interval", title=f"{result.name}: {len(result.problems)} problems")
-    for k in result.k:
-        estimate = result.pass_at(k)
-        table.add_row(f"pass@{k}", f"{estimate.mean:.3f}", f"[{estimate.low:.3f}, {estimate.high:.3f}]")
-    Console().print(table, f"written to {output}")
+    table = Table("benchmark", "problems", "pass@k", "mean", "95% interval")
+    for name, result in results.items():
+        path = output if len(results) == 1 else output.with_stem(f"{output.stem}-{name.replace('/', '_')}")
+        result.save(path)
+        for k in result.k:
+            estimate = result.pass_at(k)
+            interval = f"[{estimate.low:.3f}, {estimate.high:.3f}]"
+            table.add_row(name, str(len(result.problems)), f"pass@{k}", f"{estimate.mean:.3f}", interval)
+        table.add_section()
+    Console().print(table, f"written to {output.parent}")
 
 
 def _report(args: argparse.Namespace) -> None:
@@ -120,7 +126,11 @@ def _report(args: argparse.Namespace) -> None:
 
     folders = [Path(run) for run in args.runs]
     runs = {str(folder): load_run(folder) for folder in folders}
-    results = {str(f): Evaluation.load(f / "evaluation.json") for f in folders if (f / "evaluation.json").exists()}
+    results: dict[str, Evaluation] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("evaluation*.json")):
+            result = Evaluation.load(path)
+            results[str(folder) if path.name == "evaluation.json" else f"{folder}: {result.name}"] = result
     write_report(Path(args.output), runs, results, title=", ".join(folder.name for folder in folders))
 
 

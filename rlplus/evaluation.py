@@ -161,7 +161,7 @@ def evaluate(
 
 
 def evaluator(config: Config) -> Evaluate | None:
-    """What `train` calls every `evaluation.every` steps: pass@k on the evaluation data, as val/<file>/pass@<k>."""
+    """What `train` calls every `evaluation.every` steps: pass@k on the evaluation data, as <benchmark>/pass@<k>."""
     if not config.evaluation.every:
         return None
     problems: list[Example] = []
@@ -169,14 +169,14 @@ def evaluator(config: Config) -> Evaluate | None:
     def evaluate_run(run: Run) -> dict[str, float]:
         if not problems:
             problems.extend(_problems(config, run.tokenizer))
-        result = _evaluate(config, run.rollout, run.scorer, problems, run.decode)
-        return {f"{result.name}/pass@{k}": result.pass_at(k).mean for k in result.k}
+        results = _evaluate(config, run.rollout, run.scorer, problems, run.decode)
+        return {f"{name}/pass@{k}": one.pass_at(k).mean for name, one in results.items() for k in one.k}
 
     return evaluate_run
 
 
-def evaluate_model(config: Config, model: str | None = None) -> Evaluation:
-    """pass@k of a Hugging Face folder (None: the run's own result, output_dir/model) on `evaluation.data`.
+def evaluate_model(config: Config, model: str | None = None) -> dict[str, Evaluation]:
+    """pass@k by benchmark on `evaluation.data`, of a Hugging Face folder (None: the run's result, output_dir/model).
 
     The same problems, samples and seed for every model. ValueError without evaluation data or model.
     """
@@ -220,21 +220,29 @@ def _evaluate(
     scorer: Scorer,
     problems: Sequence[Example],
     decode: Callable[[Sequence[int]], str],
-) -> Evaluation:
+) -> dict[str, Evaluation]:
+    """By benchmark; without a column that names it, the files' names together are one."""
     settings = config.evaluation
     assert settings.data is not None
-    return evaluate(
-        engine,
-        scorer,
-        problems,
-        decode,
-        samples=settings.samples,
-        k=settings.k,
-        temperature=settings.temperature,
-        max_tokens=config.rollout.max_response_length,
-        seed=config.train.seed,
-        name="+".join(Path(path).stem for path in settings.data.paths),
-    )
+    files = "+".join(Path(path).stem for path in settings.data.paths)
+    benchmarks: dict[str, list[Example]] = {}
+    for problem in problems:
+        benchmarks.setdefault(problem.benchmark or files, []).append(problem)
+    return {
+        name: evaluate(
+            engine,
+            scorer,
+            examples,
+            decode,
+            samples=settings.samples,
+            k=settings.k,
+            temperature=settings.temperature,
+            max_tokens=config.rollout.max_response_length,
+            seed=config.train.seed,
+            name=name,
+        )
+        for name, examples in benchmarks.items()
+    }
 
 
 def pooled_pass_at(evaluations: Sequence[Evaluation], k: int) -> Estimate:

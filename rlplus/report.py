@@ -37,7 +37,7 @@ _STYLE = {
 }
 _CURVES = (  # metric, title, label of the y axis
     ("reward/internal", "Reward", "mean reward of own responses"),
-    ("actor/entropy_internal", "Entropy", "entropy of a token of own responses (nats)"),
+    ("actor/entropy_internal", "Entropy", "entropy of own responses (nats)"),
     ("response_length/mean", "Response length", "mean length (tokens)"),
 )
 _FEW_SEEDS = 5  # see pooled_pass_at

@@ -32,8 +32,8 @@ def test_train_evaluate_report(config_file, tmp_path, capsys):
     run = tmp_path / "run"
     rows = metrics(run)
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert {"val/task/pass@1", "val/task/pass@4"} <= rows[0].keys() & rows[2].keys()
-    assert "val/task/pass@1" not in rows[1]
+    assert {"val/task/pass@1", "val/task/pass@4"} <= rows[1].keys()
+    assert "val/task/pass@1" not in rows[0].keys() | rows[2].keys()
     assert main(["eval", str(config_file)]) == 0
     result = json.loads((run / "evaluation.json").read_text())
     assert len(result["problems"]) == 6
@@ -47,6 +47,21 @@ def test_train_evaluate_report(config_file, tmp_path, capsys):
     page = report.read_text()
     assert "pass@4" in page
     assert "<svg" in page
+
+
+def test_benchmarks_are_reported_apart(config_file, tmp_path, capsys):
+    rows = [
+        json.loads(line) | {"data_source": f"bench/{i % 2}"} for i, line in enumerate((tmp_path / "task.jsonl").open())
+    ]
+    (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["train", str(config_file), "evaluation.data.benchmark=data_source"]) == 0
+    assert {"val/bench/0/pass@1", "val/bench/1/pass@1"} <= metrics(tmp_path / "run")[1].keys()
+    assert main(["eval", str(config_file), "evaluation.data.benchmark=data_source"]) == 0
+    assert "bench/1" in capsys.readouterr().out
+    result = json.loads((tmp_path / "run/evaluation-bench_1.json").read_text())
+    assert result["problems"] == [1, 3, 5]
+    assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html")]) == 0
+    assert "run: bench/0" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

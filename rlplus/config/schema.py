@@ -112,6 +112,7 @@ class DataConfig(Section):
     answer_pattern           regular expression with one group, searched in the answer column: the group is the answer
     demonstration_pattern    the same for the demonstration column
     demonstration_template   str.format template with {demonstration} and {answer}
+    benchmark                column that names the benchmark of a row: evaluations report each one by itself
     system_prompt            put before the prompt as a system message
     chat                     a string prompt becomes a user message and goes through the tokenizer's chat template
     max_prompt_length        a row with a longer prompt is dropped
@@ -127,6 +128,7 @@ class DataConfig(Section):
     answer_pattern: Pattern | None = None
     demonstration_pattern: Pattern | None = None
     demonstration_template: Template | None = None
+    benchmark: Text | None = None
     system_prompt: Text | None = None
     chat: bool = False
     max_prompt_length: Count = 1024

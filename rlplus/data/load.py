@@ -18,12 +18,16 @@ Prompt = str | list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Example:
-    """A row: its number over all files, prompt token ids, the answer, and demonstration token ids that end with eos."""
+    """A row: its number over all files, prompt token ids, the answer, and demonstration token ids that end with eos.
+
+    benchmark: what the column `data.benchmark` says; empty without one.
+    """
 
     index: int
     prompt: tuple[int, ...]
     answer: str
     demonstration: tuple[int, ...] | None
+    benchmark: str = ""
 
 
 @dataclass
@@ -81,6 +85,7 @@ class _Parsed:
     answer: str | None
     demonstration: str | None
     lost: str | None  # why there is no demonstration: the counter in LoadReport
+    benchmark: str
 
 
 def load_examples(
@@ -124,6 +129,7 @@ def load_examples(
                     tuple(map(shared.__getitem__, prompt)),
                     row.answer,
                     None if demonstration is None else tuple(map(shared.__getitem__, demonstration)),
+                    row.benchmark,
                 )
             )
     _refuse(config, report)
@@ -147,7 +153,8 @@ def _refuse(config: DataConfig, report: LoadReport) -> None:
 
 
 def _parse_rows(config: DataConfig) -> Iterator[_Parsed]:
-    columns = [name for name in (config.prompt, config.answer, config.demonstration) if name is not None]
+    names = (config.prompt, config.answer, config.demonstration, config.benchmark)
+    columns = [name for name in names if name is not None]
     row: Row = {}
     demonstration_seen = config.demonstration is None
     for index, (where, row) in enumerate(read_rows(config.paths, columns, config.limit)):
@@ -167,7 +174,8 @@ def _parse_rows(config: DataConfig) -> Iterator[_Parsed]:
                 lost = "demonstrations_missing" if text is None else "demonstrations_unmatched"
             elif config.demonstration_template is not None:
                 demonstration = config.demonstration_template.format(demonstration=demonstration, answer=answer)
-        yield _Parsed(index, where, prompt, answer, demonstration, lost)
+        benchmark = "" if config.benchmark is None else str(_column(where, row, config.benchmark))
+        yield _Parsed(index, where, prompt, answer, demonstration, lost, benchmark)
     if not demonstration_seen and row:
         assert config.demonstration is not None
         raise missing_column(", ".join(config.paths), config.demonstration, row_names(row))

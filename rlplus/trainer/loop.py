@@ -16,7 +16,7 @@ def train(config: Config, *, resume: bool = False, evaluate: Evaluate | None = N
 
     output_dir/ receives config.yaml, metrics.jsonl, tensorboard/, checkpoints/ and, at the end, model/ (Hugging Face).
     resume: go on from the newest checkpoint (from the start when there is none). evaluate: called on rank 0 every
-    `evaluation.every` steps with the engine holding the step's weights; its numbers are logged.
+    `evaluation.every` steps with the engine holding the step's new weights; its numbers are logged.
     SIGINT and SIGTERM let the step end, write a checkpoint and return. Raises ValueError for what the configuration or
     the data have wrong, RunFailed when training or engine go astray.
     """
@@ -28,9 +28,6 @@ def train(config: Config, *, resume: bool = False, evaluate: Evaluate | None = N
             # The engine samples from exactly the weights that are about to be trained.
             with tally.time("sync"):
                 run.rollout.push_weights(run.policy.weights(), version=run.step)
-            if evaluate is not None and run.evaluation_due:
-                with tally.time("evaluate"):
-                    run.evaluate(evaluate, tally)
 
             # Groups: G rollouts a prompt, or G - 1 and a demonstration. Each rank has prompts of its own.
             examples = run.next_examples()
@@ -58,6 +55,7 @@ def train(config: Config, *, resume: bool = False, evaluate: Evaluate | None = N
                         batch.ref_logprob = run.policy.logprob(batch, reference=True)
             with tally.time("update"):
                 for batches in updates:
+                    tally.mean("actor/updated", bool(batches))
                     if not batches:  # no sample of any rank has a gradient
                         continue
                     outputs, applied = run.policy.update(batches)
@@ -67,6 +65,9 @@ def train(config: Config, *, resume: bool = False, evaluate: Evaluate | None = N
                         for batch, out in zip(batches, outputs, strict=True):
                             tally_mismatch(tally, out.logprob, batch.engine_logprob)
 
+            if evaluate is not None and run.evaluation_due:
+                with tally.time("evaluate"):
+                    run.evaluate(evaluate, tally)
             metrics = run.end_step(tally, generated)
             run.check_mismatch(metrics)
             if run.checkpoint_due:

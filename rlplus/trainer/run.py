@@ -154,7 +154,7 @@ class Run:
     @property
     def evaluation_due(self) -> bool:
         every = self.config.evaluation.every
-        return every > 0 and self.step % every == 0
+        return every > 0 and (self.step + 1) % every == 0
 
     @property
     def checkpoint_due(self) -> bool:
@@ -205,7 +205,8 @@ class Run:
             )
 
     def evaluate(self, evaluate: Callable[["Run"], dict[str, float]], tally: Tally) -> None:
-        """On rank 0; the others meet it again at the next collective."""
+        """With the weights of the step that ends, on rank 0; the others meet it again at the next collective."""
+        self.rollout.push_weights(self.policy.weights(), version=self.step + 1)
         if self.rank == 0:
             for name, value in evaluate(self).items():
                 tally.mean(f"val/{name}", value)
