@@ -235,6 +235,9 @@ def test_refusals_say_what_to_do(tmp_path):
         train(wrong)
     with pytest.raises(ValueError, match=r"want model.path a Hugging Face folder or hub name; got '.*/nowhere'"):
         train(run_config(tmp_path, "c", model={"scratch": None, "path": str(tmp_path / "nowhere")}))
+    short = run_config(tmp_path, "e", model={"overrides": {"max_position_embeddings": 12}})
+    with pytest.raises(ValueError, match=r"have 16 tokens together, the model has 12 positions"):
+        train(short)
     unlearnable = run_config(tmp_path, "d", reward={"pattern": r"\[(.*)\]"})
     with pytest.raises(ValueError, match=r"0 of 6 pass the run's own reward; dropped: 6 unparsed; want at most"):
         train(unlearnable)

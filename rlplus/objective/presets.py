@@ -68,6 +68,10 @@ class Objective:
                 bound = "" if low is None else f" {'>' if strict else '>='} {low:g}"
                 raise ValueError(f"want {field} a finite number{bound}; got {value!r}")
 
+    def external_gradient(self, advantage: float) -> bool:
+        """Whether a demonstrated token of that advantage can have a gradient, KL and entropy aside."""
+        return self.external != "none" and (self.external == "nll" or advantage != 0)
+
     @classmethod
     def preset(cls, name: str) -> "Objective":
         """The objective of a published algorithm; `ALGORITHMS` lists the names."""

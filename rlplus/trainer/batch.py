@@ -95,9 +95,7 @@ def make_micro_batches(
 
 
 def _has_gradient(sample: Sample, algorithm: Algorithm) -> bool:
-    if sample.external and algorithm.objective.external in ("nll", "none"):
-        return algorithm.objective.external == "nll"
-    return sample.advantage != 0
+    return algorithm.objective.external_gradient(sample.advantage) if sample.external else sample.advantage != 0
 
 
 def _token_weights(samples: Sequence[Sample], algorithm: Algorithm, config: Config) -> list[Tensor]:

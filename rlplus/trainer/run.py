@@ -60,6 +60,12 @@ class Run:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         model_path, model_config = prepare_model(config.model, self.folder, config.train.seed)
+        longest = max(config.max_sample_length, config.max_generation_length)
+        if longest > (places := getattr(model_config, "max_position_embeddings", longest)):
+            raise ValueError(
+                f"the longest prompt and response have {longest} tokens together, the model has {places} positions: "
+                "shorten them, or raise model.overrides.max_position_embeddings (and the rope with it)"
+            )
         self.tokenizer = load_tokenizer(config.model.model_copy(update={"path": model_path, "scratch": None}))
         self.pad_id = self.tokenizer.pad_token_id
         self.scorer = stack.enter_context(Scorer(config.reward))
