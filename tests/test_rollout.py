@@ -198,6 +198,13 @@ def test_n_differs_by_prompt(case: Case) -> None:
     assert case.engine.generate([], [], temperature=1.0, max_tokens=8, seed=0) == []
 
 
+def test_more_prompt_tokens_than_one_pass_takes(case: Case) -> None:
+    """vLLM would split a prompt between two passes, and fails on the CPU when that one is seeded."""
+    prompts = [[1 + (i + j) % 40 for j in range(30)] for i in range(150)]  # 4500 tokens; a pass takes 4096
+    groups = case.engine.generate(prompts, [1] * 150, temperature=1.0, max_tokens=2, seed=0)
+    assert gap(case.model, groups, prompts, 1.0) < 1e-4
+
+
 def test_stop_token_is_kept_and_truncation_is_told(case: Case) -> None:
     completions = [c for group in case.sample(n=60, max_tokens=16) for c in group]
     stopped = [c for c in completions if not c.truncated]

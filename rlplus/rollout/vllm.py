@@ -18,6 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlplus.config import RolloutConfig
 from rlplus.rollout import DEFAULT_CACHE_MB, Completion, check_logprobs, check_request, checked_weights, whole_model
 
+CPU_BATCHED_TOKENS = 4096  # vLLM's own default there, of which a whole prompt must not be more
+
 
 def import_vllm() -> Any:
     """The module vllm, set up for use inside this process; ImportError or OSError if it is missing or broken."""
@@ -77,6 +79,9 @@ class VLLMEngine:
                 max_model_len=max_model_len,
                 seed=seed,
                 enforce_eager=config.enforce_eager or self._cpu,
+                # On the CPU vLLM fails on a seeded request whose prompt it takes in two parts.
+                enable_chunked_prefill=not self._cpu,
+                max_num_batched_tokens=max(CPU_BATCHED_TOKENS, max_model_len) if self._cpu else None,
                 gpu_memory_utilization=config.gpu_memory_utilization,
                 kv_cache_memory_bytes=cache_mb * 2**20 if cache_mb else None,
                 logprobs_mode="processed_logprobs",

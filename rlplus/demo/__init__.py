@@ -1,0 +1,186 @@
+"""`rlplus demo`: makes a task and a base model, trains GRPO and RL-PLUS from it and compares the three by pass@k."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.resources import as_file, files
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlplus.demo.base import Recipe, make_base
+from rlplus.demo.task import EASY, HARD, draw_splits, read_jsonl, write_jsonl
+from rlplus.evaluation import Estimate, Evaluation, paired_difference, pooled_pass_at
+from rlplus.report import load_run, write_report
+from rlplus.rollout import RunFailed
+
+BASE, GRPO, RLPLUS = "base", "GRPO", "RL-PLUS"
+RUNS = {GRPO: "grpo", RLPLUS: "rlplus"}  # label -> preset, and the name of the run's folder
+MARK = ".rlplus-demo"  # only a folder with this file is written to again
+TAIL, LONGEST = 30, 500  # lines of a failed command's log that are shown, and characters of a line
+
+NOTES = (
+    "The task: add numbers of five base-4 digits, digit by digit. Half of the evaluation's problems have two numbers, "
+    "which the base model mostly adds at once; half have five, where its direct answers are guesses and only writing "
+    "down the running sums helps. It was taught to do that, and then to do it seldom and carelessly. The "
+    "demonstrations do it always and without a slip. A quarter of the problems to train on have five numbers.",
+    "GRPO and RL-PLUS start from the same base, with the same learning rate, and stop at the same number of generated "
+    "tokens. No problem of the evaluation occurs in the base model's training or in theirs.",
+    "The setting was chosen on other seeds, after several in which GRPO solved the hard problems too. How GRPO fares "
+    "depends on the learning rate: at the one used, it lost nearly all hard problems on all five seeds of a confirming "
+    "experiment; at a half and at a third of it, it learnt to solve them by itself on one of two other seeds.",
+)
+
+
+def run_demo(output: str | Path, *, seeds: int = 1, overrides: Sequence[str] = ()) -> Path:
+    """Run the comparison for the seeds 0 ... seeds - 1 and print it; returns the path of the report.
+
+    output/seed<N>/ receives train.jsonl, test.jsonl, base/, grpo/, rlplus/ and the evaluations; output/ report.html. A
+    finished base of the same recipe is used again, everything else is made afresh. overrides: "train.lr=1e-4", for both
+    runs. ValueError if `output` is something else's folder or seeds < 1; RunFailed if a run fails.
+    """
+    if seeds < 1:
+        raise ValueError(f"want at least one seed; got {seeds}")
+    folder = _claim(Path(output).expanduser())
+    console = Console(stderr=True)
+    started = time.monotonic()
+    with as_file(files("rlplus") / "configs" / "demo.yaml") as config, _terminated_as_exit():
+        for seed in range(seeds):
+            _run_seed(folder / f"seed{seed}", seed, config, overrides, console)
+    evaluations = {label: [_evaluation(folder, seed, label) for seed in range(seeds)] for label in (BASE, *RUNS)}
+    runs = {label: [load_run(folder / f"seed{seed}" / name) for seed in range(seeds)] for label, name in RUNS.items()}
+    report = folder / "report.html"
+    write_report(report, runs, evaluations, "RL-PLUS and GRPO from the same base model", NOTES)
+    kinds = [problem.hard for problem in read_jsonl(folder / "seed0" / "test.jsonl")]
+    Console().print(results_table(evaluations, kinds), differences_table(evaluations))
+    console.print(f"Report: {report}  ({(time.monotonic() - started) / 60:.1f} minutes)", highlight=False)
+    return report
+
+
+def _claim(folder: Path) -> Path:
+    """The folder, made if needed. What an earlier demo left there may be replaced; anything else may not."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"want a folder as output; got the file {folder}")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / MARK).exists() and any(folder.iterdir()):
+        raise ValueError(f"want an empty folder, or an earlier demo's, as output; got {folder}, which is neither")
+    (folder / MARK).touch()
+    return folder
+
+
+@contextmanager
+def _terminated_as_exit() -> Iterator[None]:
+    """SIGTERM ends the demo as an exception does, so that the command under way is ended too."""
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run_seed(folder: Path, seed: int, config: Path, overrides: Sequence[str], console: Console) -> None:
+    """Data, base model, the two runs and the three evaluations of one seed."""
+    console.rule(f"seed {seed}: {folder}")
+    folder.mkdir(exist_ok=True)
+    train, test = draw_splits(seed)
+    write_jsonl(folder / "train.jsonl", train)
+    write_jsonl(folder / "test.jsonl", test)
+    base = folder / "base"
+    console.print(f"data: {len(train)} problems to train on, {len(test)} others to evaluate on", highlight=False)
+    if not make_base(base, Recipe(seed), frozenset(test), console):
+        console.print(f"base model: the finished one in {base} is used again (delete it to make it anew)")
+    common = [
+        f"model.path={base}",
+        f"data.path={folder / 'train.jsonl'}",
+        f"evaluation.data.path={folder / 'test.jsonl'}",
+        f"train.seed={seed}",
+        *overrides,
+    ]
+    for label, preset in RUNS.items():
+        run = folder / preset
+        if run.exists():
+            console.print(f"{label}: the earlier run in {run} is replaced", highlight=False)
+            shutil.rmtree(run)
+        settings = [*common, f"algorithm.preset={preset}", f"output_dir={run}"]
+        _command(f"{label}: training", ["train", str(config), *settings], folder / f"{preset}-train.log", console)
+    models = {BASE: base, **{label: folder / preset / "model" for label, preset in RUNS.items()}}
+    for label, model in models.items():
+        command = ["eval", str(config), "--model", str(model), "--output", str(_result_path(folder, label)), *common]
+        _command(f"{label}: evaluation", command, folder / f"{label.lower()}-eval.log", console)
+
+
+def _result_path(folder: Path, label: str) -> Path:
+    return folder / f"{RUNS.get(label, label)}-evaluation.json"
+
+
+def _evaluation(folder: Path, seed: int, label: str) -> Evaluation:
+    return replace(Evaluation.load(_result_path(folder / f"seed{seed}", label)), name=f"{label}, seed {seed}")
+
+
+def _command(title: str, arguments: Sequence[str], log: Path, console: Console) -> None:
+    """Run an rlplus command in a process of its own: its live display goes to the terminal, the rest to `log`."""
+    console.print(f"[bold]{title}", highlight=False)
+    with log.open("w", encoding="utf-8") as file:
+        command = [sys.executable, "-m", "rlplus", *arguments]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # more gain nothing here, and wait for busy cores
+        status = subprocess.run(command, stdout=file, env=environment).returncode
+    if status:
+        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
+        for line in tail:
+            console.print(line[:LONGEST], markup=False, highlight=False)
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        raise RunFailed(f"{title} failed with {how}; the whole log is {log}")
+
+
+def results_table(evaluations: Mapping[str, Sequence[Evaluation]], hard: Sequence[bool]) -> Table:
+    """pass@k of each model over all problems and over either kind. `hard`: the kind of each problem by its number."""
+    first = evaluations[BASE][0]
+    seeds = f", {len(evaluations[BASE])} seeds" if len(evaluations[BASE]) > 1 else ""
+    title = f"% of {len(first.problems)} unseen problems solved with k samples (95% intervals{seeds})"
+    caption = f"easy: {EASY} numbers to add, hard: {HARD}"
+    table = Table("problems", "model", *(f"pass@{k}" for k in first.k), title=title, caption=caption)
+    for kind, wanted in (("all", (True, False)), ("easy", (False,)), ("hard", (True,))):
+        for label, each in evaluations.items():
+            parts = [_subset(one, [hard[problem] in wanted for problem in one.problems]) for one in each]
+            table.add_row(kind if label == BASE else "", label, *(_percent(pooled_pass_at(parts, k)) for k in first.k))
+        table.add_section()
+    return table
+
+
+def differences_table(evaluations: Mapping[str, Sequence[Evaluation]]) -> Table:
+    """Differences between the models over all problems, in bold where 0 is outside the interval."""
+    ks = evaluations[BASE][0].k
+    table = Table("difference", *(f"pass@{k}" for k in ks), title="Differences on the same problems (95% intervals)")
+    for first, second in ((BASE, GRPO), (BASE, RLPLUS), (GRPO, RLPLUS)):
+        estimates = [paired_difference(evaluations[first], evaluations[second], k) for k in ks]
+        cells = [Text(_percent(e, "+"), "bold" if e.low > 0 or e.high < 0 else "") for e in estimates]
+        table.add_row(f"{second} − {first}", *cells)
+    return table
+
+
+def _percent(estimate: Estimate, sign: str = "") -> str:
+    """Short enough for three of them on a terminal of 80 columns."""
+    mean, low, high = (100 * value for value in (estimate.mean, estimate.low, estimate.high))
+    return f"{mean:{sign}.1f} ({low:{sign}.0f}..{high:{sign}.0f})"
+
+
+def _subset(evaluation: Evaluation, chosen: Sequence[bool]) -> Evaluation:
+    """The evaluation of the chosen problems only; lengths and statuses stay those of all."""
+    places = [i for i, wanted in enumerate(chosen) if wanted]
+    lists = (evaluation.problems, evaluation.n, evaluation.correct)
+    problems, n, correct = (tuple(values[i] for i in places) for values in lists)
+    return replace(evaluation, problems=problems, n=n, correct=correct)
