@@ -1,104 +1,19 @@
 """The rollout engines, real ones, against the Hugging Face model they are copies of."""
 
-import json
 import math
-import os
-import random
-import socket
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from rollout_models import EOS, PROMPTS, VOCABULARY, gap, global_state, logprobs, save, start, tiny_model
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import rlplus.rollout
-from rlplus.config import RolloutConfig
-from rlplus.rollout import Completion, RolloutEngine, check_logprobs, checked_weights, make_engine
-
-EOS, PAD, VOCABULARY, MAX_MODEL_LEN = 1, 0, 48, 320
-PROMPTS = [[5, 9, 12], [7], [5, 9, 12, 30, 31, 22, 8, 2, 40]]
-
-
-def tiny_model(tied: bool, seed: int = 0) -> Qwen2ForCausalLM:
-    """Two layers, far from uniform; vLLM's attention on the CPU wants heads of 32."""
-    with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
-        config = Qwen2Config(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=MAX_MODEL_LEN,
-            tie_word_embeddings=tied,
-            initializer_range=0.12 if tied else 0.2,
-            eos_token_id=EOS,
-            pad_token_id=PAD,
-        )
-        return Qwen2ForCausalLM(config).float().eval()
-
-
-def save(model: Qwen2ForCausalLM, path: Path) -> None:
-    model.save_pretrained(path)
-    # What published models bring along, exaggerated: none of it may change the sampling.
-    GenerationConfig(
-        do_sample=True, temperature=0.1, top_k=1, top_p=0.2, repetition_penalty=5.0, eos_token_id=[EOS, 20]
-    ).save_pretrained(path)
-
-
-def start(kind: str, path: Path, **options: object) -> RolloutEngine:
-    config = RolloutConfig(engine=kind, max_response_length=16, kv_cache_memory_mb=options.pop("cache_mb", 16))  # type: ignore[arg-type]
-    return make_engine(
-        config,
-        str(path),
-        dtype="float32",
-        max_model_len=MAX_MODEL_LEN,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-        seed=0,
-        **options,  # type: ignore[arg-type]
-    )
-
-
-def logprobs(model: Qwen2ForCausalLM, prompt: Sequence[int], response: Sequence[int], temperature: float) -> Tensor:
-    """(len(response), V): the distributions that the tokens of response were drawn from, one sequence on its own."""
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(dim=-1)
-
-
-def gap(model: Qwen2ForCausalLM, groups: list[list[Completion]], prompts: Sequence[Sequence[int]], t: float) -> float:
-    """The largest difference between an engine's logprob and the model's."""
-    gaps = [
-        logprobs(model, prompt, c.tokens, t).gather(1, torch.tensor(c.tokens)[:, None])[:, 0] - torch.tensor(c.logprob)
-        for prompt, group in zip(prompts, groups, strict=True)
-        for c in group
-    ]
-    return max(float(difference.abs().max()) for difference in gaps)
-
-
-def global_state() -> list[object]:
-    return [
-        torch.get_rng_state().tolist(),
-        random.getstate(),
-        np.random.get_state()[1].tolist(),  # type: ignore[index, union-attr]
-        torch.get_num_threads(),
-        torch.set_num_threads,
-        torch.get_default_dtype(),
-        os.sched_getaffinity(0),
-        os.environ.get("LD_PRELOAD"),
-        os.environ.get("LOCAL_WORLD_SIZE"),
-    ]
+from rlplus.rollout import Completion, RolloutEngine
 
 
 @dataclass
@@ -373,127 +288,3 @@ def test_transformers_batches_are_bounded_by_the_cache(tmp_path: Path, monkeypat
     assert sum(sizes) == 123
     assert [len(group) for group in groups] == [40, 41, 42]
     assert gap(model, groups, PROMPTS, 1.0) <= 1e-4
-
-
-def test_checked_weights() -> None:
-    shapes = {"a": torch.Size([2]), "b": torch.Size([3])}
-    a, b = torch.zeros(2, requires_grad=True), torch.zeros(3)
-    passed = dict(checked_weights([("b", b), ("a", a)], shapes))
-    assert passed.keys() == shapes.keys()
-    assert not passed["a"].requires_grad
-    for weights, message in [
-        ([("a", a), ("c", b)], "got 'c', which it does not have"),
-        ([("a", a), ("a", a)], "'a' came twice"),
-        ([("a", b)], r"want a of shape \(2,\); got \(3,\)"),
-        ([("a", a)], "1 did not come: b"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            list(checked_weights(weights, shapes))
-
-
-def test_a_logprob_that_is_not_finite_is_an_error() -> None:
-    good = [[Completion([3, EOS], [-1.0, -2.0], False)]]
-    assert check_logprobs(good) is good
-    for logprob in ([-1.0, math.nan], [-1.0, -math.inf], [-1.0]):
-        with pytest.raises(RuntimeError, match=r"want 2 finite logprobs, .* prompt 1; got"):
-            check_logprobs([[], [Completion([3, EOS], logprob, False)]])
-
-
-def test_choice_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = rlplus.rollout._choose
-    monkeypatch.setattr(rlplus.rollout, "find_spec", lambda name: None)
-    assert choose("auto") == "transformers"
-    assert choose("transformers") == "transformers"
-    with pytest.raises(ValueError, match=r"vLLM is not installed: pip install 'rlplus\[vllm\]' .* or 'rlplus\[cpu\]'"):
-        choose("vllm")
-    # Installed and broken, as with CUDA builds on a machine without CUDA: neither choice passes over it.
-    monkeypatch.setattr(rlplus.rollout, "find_spec", lambda name: object())
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    for engine in ("auto", "vllm"):
-        with pytest.raises(ValueError, match=r"does not import .*LLM.*reinstall"):
-            choose(engine)
-
-
-@pytest.mark.vllm
-def test_auto_takes_vllm_where_it_is_installed() -> None:
-    assert rlplus.rollout._choose("auto") == "vllm"
-
-
-def test_the_choice_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save(tiny_model(tied=False), tmp_path)
-    with caplog.at_level("INFO", logger="rlplus.rollout"):
-        start("transformers", tmp_path).close()
-    assert "rollout engine: transformers" in caplog.text
-
-
-def run_ranks(path: Path, kind: str, ranks: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
-    for tied in (False, True):
-        save(tiny_model(tied), path / str(tied))
-    done = subprocess.run(
-        [*launch, __file__, kind, str(path)], capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[1]
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    reports = [json.loads(line.split("REPORT ")[1]) for line in done.stdout.splitlines() if "REPORT" in line]
-    assert len(reports) == ranks
-    for report in reports:
-        assert report["gaps"] == pytest.approx([0] * len(report["gaps"]), abs=1e-5)
-        assert report["sum_over_ranks"] == ranks
-        assert report["undisturbed"]
-    assert len({report["tokens"] for report in reports}) == ranks, "ranks with different seeds sample different tokens"
-
-
-@pytest.mark.vllm
-def test_vllm_in_the_trainers_process_group(tmp_path: Path) -> None:
-    run_ranks(tmp_path, "vllm", 1)
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_vllm_on_two_ranks(tmp_path: Path) -> None:
-    run_ranks(tmp_path, "vllm", 2)
-
-
-@pytest.mark.slow
-def test_transformers_on_two_ranks(tmp_path: Path) -> None:
-    run_ranks(tmp_path, "transformers", 2)
-
-
-def _rank(kind: str, path: Path) -> None:
-    """One rank of a run: the trainer's group and its ZeRO-3 config exist, two engines come and go, the group stays."""
-    from transformers.integrations import HfDeepSpeedConfig
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    zero3 = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
-    models = {}
-    for tied in (False, True):
-        with rlplus.rollout.whole_model():
-            models[tied] = (tiny_model(tied), tiny_model(tied, seed=1))
-    before = global_state()
-    gaps, tokens = [], []
-    for tied, (old, new) in models.items():
-        engine = start(kind, path / str(tied))
-        prompts = PROMPTS[rank:]  # ranks have different work
-        for model in (old, new):
-            engine.push_weights(model.named_parameters(), 1)
-            groups = engine.generate(prompts, [2] * len(prompts), temperature=1.0, max_tokens=16, seed=rank)
-            gaps.append(gap(model, groups, prompts, 1.0))
-            tokens.append([c.tokens for group in groups for c in group])
-        engine.close()
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    undisturbed = before == global_state() and is_deepspeed_zero3_enabled() and zero3.is_zero3()
-    report = {"gaps": gaps, "tokens": str(tokens), "sum_over_ranks": total.item(), "undisturbed": undisturbed}
-    sys.stdout.write("REPORT " + json.dumps(report) + "\n")
-    sys.stdout.flush()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _rank(sys.argv[1], Path(sys.argv[2]))
