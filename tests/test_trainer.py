@@ -78,7 +78,8 @@ def test_gradient_is_that_of_the_whole_batch_however_it_is_cut(tiny_run, tokens_
         update={"train": config.train.model_copy(update={"tokens_per_micro_batch": tokens_per_micro_batch})}
     )
     batches = make_micro_batches(samples, tiny_run.algorithm, config, tiny_run.pad_id, tiny_run.policy.device)
-    assert len(batches) == {16: 12, 32: 7, 64: 4, 4096: 1}.get(tokens_per_micro_batch) or len(batches) > 0
+    total = sum(len(s.prompt) + len(s.response) for s in samples)
+    assert total / tokens_per_micro_batch <= len(batches) <= 2 * total / tokens_per_micro_batch + 1
     lm = tiny_run.policy.engine.module
     for batch in batches:
         lm(batch, tiny_run.policy._loss_op(batch)).loss.backward()
