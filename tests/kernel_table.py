@@ -63,6 +63,9 @@ def launches() -> Iterator[tuple[str, bool, Callable[[], Any]]]:
             yield where, V % 16 == 0, lambda rest=rest: linear_logprob.row_statistics(*rest)
         out = torch.empty(2, V, dtype=dtype)
         yield where, V % 16 == 0, lambda out=out, rest=rest: linear_logprob.row_gradient(out, rest[2], *rest)
+    one = (torch.empty(1, 6), torch.empty(1, 1), torch.zeros(1, dtype=torch.int64), None, 1.0)  # 1 is compiled in
+    yield "one row, V 1", False, lambda: linear_logprob.row_statistics(*one)
+    yield "one row, V 1", False, lambda: linear_logprob.row_gradient(torch.empty(1, 1), one[2], *one)
     numbers = policy_loss.Coefficients(0.5, 0.1, 0.2, 0.2, 3.0, 0.1, 0.1, 2.0)
     for internal, external, all_given in product(INTERNAL, EXTERNAL, (False, True)):
         given = policy_loss.Given(all_given, all_given, all_given)

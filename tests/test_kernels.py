@@ -121,24 +121,15 @@ def test_matches_the_closed_form(internal: str, external: str, features: str) ->
 
 
 @pytest.mark.parametrize("objective", [Objective(), EVERYTHING, Objective.preset("dapo"), Objective.preset("sft")])
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float32,
-        *(
-            pytest.param(d, marks=pytest.mark.skipif(DEVICE == "cuda", reason="rounds dlogits too"))
-            for d in (torch.float16, torch.bfloat16)
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @EVERY
 def test_low_precision_inputs_keep_the_errors_of_fp32(
     max_scratch_mb: float | None, dtype: torch.dtype, objective: Objective
 ) -> None:
     head, constants = sample(23, V=61, dtype=dtype)
     got = fused(head, constants, objective, max_scratch_mb=max_scratch_mb)
-    check_precision(got, head, constants, objective)
+    gemm_dtype = dtype if DEVICE == "cuda" else torch.float32
+    check_precision(got, head, constants, objective, gemm_dtype=gemm_dtype)
 
 
 @pytest.mark.parametrize("V", [1, 2, BLOCK_V - 1, BLOCK_V, BLOCK_V + 1, 2 * BLOCK_V + 16])
@@ -181,6 +172,37 @@ def test_nothing_to_learn_from(n: int) -> None:
     assert not any(value.item() for value in got["stats"].values())
     assert len(got["logprob"]) == n
     assert got["logprob"].isnan().all()
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e5])
+def test_fp16_gradients_of_the_logits_do_not_vanish(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: the gradient of the logits is rounded to fp16 before the backward GEMMs."""
+    head, constants = sample(23, dtype=torch.float32)
+    for name in ("token_weight", "entropy_weight"):
+        constants[name] *= size
+    want = fused(head, constants, EVERYTHING)
+    if DEVICE == "cuda":
+        head = {k: v.half() if v.is_floating_point() else v for k, v in head.items()}
+    else:
+        monkeypatch.setattr(backend, "_gradient_dtype", lambda head: torch.float16)
+        monkeypatch.setattr(backend, "_dhidden", lambda dz, head, f=backend._dhidden: f(dz.float(), head))
+        monkeypatch.setattr(backend, "_add_dweight", lambda dw, dz, h, f=backend._add_dweight: f(dw, dz.float(), h))
+    got = fused(head, constants, EVERYTHING)
+    for name in ("dhidden", "dweight", "dbias"):
+        error = (got[name].float() - want[name]).abs().max()
+        assert error <= 4 * torch.finfo(torch.float16).eps * want[name].abs().max(), name
+
+
+@EVERY
+def test_in_a_cuda_graph_every_row_takes_part(max_scratch_mb: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same result; NaN in rows of weight 0 still reaches nothing."""
+    head, constants = sample(23, dtype=torch.float32)
+    off = (constants["token_weight"] == 0) & (constants["entropy_weight"] == 0)
+    head["hidden"][off] = math.nan
+    want = fused(head, constants, EVERYTHING, max_scratch_mb=max_scratch_mb)
+    monkeypatch.setattr(backend, "_capturing", lambda device: True)
+    got = fused(head, constants, EVERYTHING, max_scratch_mb=max_scratch_mb)
+    torch.testing.assert_close(tensors(got), tensors(want), equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
 # ---- laws

@@ -108,9 +108,17 @@ def absolute_sums(
 
 
 def check_precision(
-    got: dict[str, Any], head: Head, constants: dict[str, Tensor], objective: Objective, temperature: float = 1.0
+    got: dict[str, Any],
+    head: Head,
+    constants: dict[str, Tensor],
+    objective: Objective,
+    temperature: float = 1.0,
+    gemm_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Against fp64 of the same rounded inputs; gradients of bf16 and fp16 are rounded to their dtype, once."""
+    """Against fp64 of the same rounded inputs; gradients of bf16 and fp16 are rounded to their dtype, once.
+
+    gemm_dtype: to which the gradient of the logits was rounded.
+    """
     wide, dtype = to(constants, torch.float64), head["hidden"].dtype
     exact = closed(to(head, torch.float64), wide, objective, temperature)
     plain = closed(to(head, torch.float32), constants, objective, temperature)
@@ -120,6 +128,8 @@ def check_precision(
         is_input_gradient = name.startswith("d")
         assert value.dtype == (dtype if is_input_gradient else torch.float32)
         bound = 2 * (plain[name] - exact[name]).abs().max() + 8 * eps * sums[name]
+        if is_input_gradient and gemm_dtype != torch.float32:
+            bound = bound + torch.finfo(gemm_dtype).eps * sums[name]
         if is_input_gradient and dtype != torch.float32:
             bound = bound + torch.finfo(dtype).eps * exact[name].abs() + torch.finfo(dtype).tiny
         error = (value - exact[name]).abs()

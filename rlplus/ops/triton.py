@@ -54,7 +54,7 @@ def policy_loss(
     sums = [values.new_zeros(1, token_kernels.SUMS.value)]
     with _on(head.hidden.device):
         rows, capacity = plan(head, scratch_bytes, any(needs))
-        buffer = GradientBuffer(head, needs, capacity)
+        buffer = GradientBuffer(head, needs, capacity, *_weights(constants, objective))
         for chunk in _chunks(head, rows):
             value, logits = values[chunk], _logits(head.hidden[chunk], head)
             row_kernels.row_statistics(value, logits, *_rest(head, chunk))
@@ -90,7 +90,7 @@ def logprob_backward(
     values[:, DLOGPROB], values[:, DENTROPY] = dlogprob, dentropy
     with _on(head.hidden.device):
         rows, capacity = plan(head, scratch_bytes, any(needs))
-        buffer = GradientBuffer(head, needs, capacity)
+        buffer = GradientBuffer(head, needs, capacity, dlogprob, dentropy)
         for chunk in _chunks(head, rows):
             logits = _logits(head.hidden[chunk], head)
             row_kernels.row_statistics(values[chunk], logits, *_rest(head, chunk))
@@ -120,38 +120,56 @@ def _tiles(rows: float) -> int:
 class GradientBuffer:
     """Gathers the logits' gradients of active rows over chunks and takes them to hidden, weight and bias, many at once.
 
-    Between calls `filled` rows are in use, which only the device knows; `seen` is a copy for the host, on its way.
+    Between calls `filled` rows are in use, which only the device knows; `seen` is a copy for the host, on its way. In a
+    CUDA graph nothing can be awaited: there every row takes part, those without a gradient as zeros.
+
+    weights (N,): something that the slopes are proportional to.
     """
 
-    def __init__(self, head: Head, needs: list[bool], capacity: int) -> None:
+    def __init__(self, head: Head, needs: list[bool], capacity: int, *weights: Tensor) -> None:
         self.head, self.capacity, device = head, capacity, head.hidden.device
         self.grads = Gradients.zeros(head, needs)
         self.dlogits = head.hidden.new_empty(capacity, len(head.weight), dtype=_gradient_dtype(head))
+        self.scale = _scale(*weights) if self.dlogits.dtype == torch.float16 else None
         # Which token a row belongs to; one element more for tokens that have none.
         self.token = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
+        self.active = torch.zeros(len(head.target), dtype=torch.bool, device=device)
         self.filled = torch.zeros(1, dtype=torch.int64, device=device)
-        self.seen, self.event = self.filled, None
-        if device.type == "cuda":
+        self.seen, self.event, self.fixed = self.filled, None, _capturing(device)
+        if self.fixed:
+            self.seen = torch.zeros(1, dtype=torch.int64)
+        elif device.type == "cuda":
             self.seen, self.event = torch.zeros(1, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
 
     def add(self, chunk: slice, values: Tensor, logits: Tensor) -> None:
-        """Take in the rows of a chunk that have a gradient. Its logits should be under way: here the host waits."""
+        """Take in the rows of a chunk that have a gradient; their slopes may be scaled in `values`.
+
+        The logits should be under way: here the host waits.
+        """
         filled = self._filled()
         if filled + len(values) > self.capacity:
             self._empty(filled)
-        active = (values[:, DLOGPROB] != 0) | (values[:, DENTROPY] != 0)
-        slot = (self.filled + active.cumsum(0) - 1).where(active, -1)
+        active = self.active[chunk] = (values[:, DLOGPROB] != 0) | (values[:, DENTROPY] != 0)
+        taken = torch.ones_like(active) if self.fixed else active
+        slot = (self.filled + taken.cumsum(0) - 1).where(taken, -1)
         token = torch.arange(chunk.start, chunk.stop, device=slot.device)
-        self.token.scatter_(0, slot.where(active, self.capacity), token)
+        self.token.scatter_(0, slot.where(taken, self.capacity), token)
+        if self.scale is not None:
+            values[:, DLOGPROB:] *= self.scale
         row_kernels.row_gradient(self.dlogits, slot, values, logits, *_rest(self.head, chunk))
-        self.filled += active.sum()
-        if self.event is not None:
+        self.filled += taken.sum()
+        if self.fixed:
+            self.seen += len(values)
+        elif self.event is not None:
             self.seen.copy_(self.filled, non_blocking=True)
             self.event.record()
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """-> gradients of hidden, weight and bias where needed."""
         self._empty(self._filled())
+        if self.scale is not None:
+            self.grads.weight.div_(self.scale)
+            self.grads.bias.div_(self.scale)
         return self.grads.finish(self.head)
 
     def _filled(self) -> int:
@@ -163,13 +181,31 @@ class GradientBuffer:
         if filled:
             dlogits, token = self.dlogits[:filled], self.token[:filled]
             if self.grads.hidden.numel():
-                dhidden = _dhidden(dlogits, self.head).to(self.grads.hidden.dtype)
-                self.grads.hidden.index_copy_(0, token, dhidden)
+                dhidden = _dhidden(dlogits, self.head)
+                if self.scale is not None:
+                    dhidden /= self.scale
+                self.grads.hidden.index_copy_(0, token, dhidden.to(self.grads.hidden.dtype))
             if self.grads.weight.numel():
-                _add_dweight(self.grads.weight, dlogits, self.head.hidden[token])
+                hidden = self.head.hidden[token]
+                if self.fixed:
+                    hidden.masked_fill_(~self.active[token, None], 0.0)
+                _add_dweight(self.grads.weight, dlogits, hidden)
             if self.grads.bias.numel():
                 self.grads.bias.add_(dlogits.sum(0, dtype=self.grads.bias.dtype))
         self.filled.zero_()
+        if self.fixed:
+            self.seen.zero_()
+
+
+def _scale(*weights: Tensor) -> Tensor:
+    """A power of two that brings the largest weight near 1: in fp16 the gradients of weights like 1e-6 would vanish."""
+    largest = torch.cat([weights[0].new_zeros(1), *(w.abs() for w in weights)]).amax()
+    usable = (largest > 2.0**-100) & (largest < 2.0**100)
+    return torch.where(usable, torch.exp2(-largest.where(usable, 1.0).log2().floor()), 1.0)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _gradient_dtype(head: Head) -> torch.dtype:
@@ -201,6 +237,10 @@ def _columns(c: TokenConstants) -> tuple[Tensor, token_kernels.Given]:
     )
     absent = torch.zeros_like(c.advantage)
     return torch.stack([absent if x is None else x for x in filled], 1), given
+
+
+def _weights(c: TokenConstants, objective: Objective) -> list[Tensor]:
+    return [c.token_weight] + ([c.entropy_weight] if objective.entropy_coef and c.entropy_weight is not None else [])
 
 
 def _coefficients(objective: Objective) -> token_kernels.Coefficients:
