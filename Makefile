@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint clean
+.PHONY: help setup demo test test-slow lint kernels clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -38,6 +38,9 @@ test-slow: setup  ## run the slow tests
 lint: setup  ## run ruff and mypy
 	@$(BIN)/ruff check .
 	$(BIN)/mypy
+
+kernels: setup  ## compile the Triton kernels, no GPU needed; print registers, shared memory, spills
+	@PYTHONPATH=. $(BIN)/python tests/kernel_table.py
 
 clean:  ## remove the virtual environment, caches and build outputs; never a run
 	@if [ -e "$(MARK)" ]; then rm -rf "$(VENV)"; fi

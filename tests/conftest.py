@@ -16,6 +16,9 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # decides at the import of a kernel's module how the kernel will run
+
 hypothesis.settings.register_profile("rlplus", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("rlplus")
 

@@ -87,8 +87,11 @@ def test_every_backend_and_chunk_size_matches_the_closed_form(backend: str, max_
     assert not any(t.requires_grad for t in (got["logprob"], got["entropy"], *got["stats"].values()))
 
 
-def absolute_sums(head: Head, constants: dict[str, Tensor], objective: Objective, exact: dict[str, Any]) -> Head:
+def absolute_sums(
+    head: Head, constants: dict[str, Tensor], objective: Objective, exact: dict[str, Any], temperature: float = 1.0
+) -> Head:
     """Sums of absolute terms: the scale of the rounding errors that no order of summation avoids."""
+    head = head | {k: head[k] / temperature for k in ("hidden", "bias")}
     hidden, weight, bias = (head[k].abs() for k in ("hidden", "weight", "bias"))
     z = hidden @ weight.T + bias
     # The gradient of the logits, seen through a bias for each row.
@@ -100,7 +103,37 @@ def absolute_sums(head: Head, constants: dict[str, Tensor], objective: Objective
     size = z.max() * dz.clamp(min=dz.amax(-1, keepdim=True))  # an error of the logits is one of every probability
     terms = max(abs(v) for k, v in stats.items() if k.startswith("loss_"))
     sums = {"loss": 20 * terms, "logprob": z.max(), "entropy": z.max() * exact["entropy"].max()}
-    return sums | {"dhidden": size @ weight, "dweight": size.T @ hidden, "dbias": size.sum(0)}
+    size /= temperature
+    return sums | {"dhidden": size @ weight, "dweight": size.T @ hidden * temperature, "dbias": size.sum(0)}
+
+
+def check_precision(
+    got: dict[str, Any],
+    head: Head,
+    constants: dict[str, Tensor],
+    objective: Objective,
+    temperature: float = 1.0,
+    gemm_dtype: torch.dtype = torch.float32,
+) -> None:
+    """Against fp64 of the same rounded inputs; gradients of bf16 and fp16 are rounded to their dtype, once.
+
+    gemm_dtype: to which the gradient of the logits was rounded.
+    """
+    wide, dtype = to(constants, torch.float64), head["hidden"].dtype
+    exact = closed(to(head, torch.float64), wide, objective, temperature)
+    plain = closed(to(head, torch.float32), constants, objective, temperature)
+    sums = absolute_sums(to(head, torch.float64), wide, objective, exact, temperature)
+    eps = torch.finfo(torch.float32).eps
+    for name, value in tensors(got).items():
+        is_input_gradient = name.startswith("d")
+        assert value.dtype == (dtype if is_input_gradient else torch.float32)
+        bound = 2 * (plain[name] - exact[name]).abs().max() + 8 * eps * sums[name]
+        if is_input_gradient and gemm_dtype != torch.float32:
+            bound = bound + torch.finfo(gemm_dtype).eps * sums[name]
+        if is_input_gradient and dtype != torch.float32:
+            bound = bound + torch.finfo(dtype).eps * exact[name].abs() + torch.finfo(dtype).tiny
+        error = (value - exact[name]).abs()
+        assert (error <= bound).all(), f"{name}: error {error.max():.1e}, bound {bound.max():.1e}"
 
 
 @pytest.mark.parametrize("objective", [Objective(), EVERYTHING, Objective.preset("dapo"), Objective.preset("sft")])
@@ -109,23 +142,10 @@ def absolute_sums(head: Head, constants: dict[str, Tensor], objective: Objective
 def test_low_precision_inputs_keep_the_errors_of_fp32(
     backend: str, max_scratch_mb: float | None, dtype: torch.dtype, objective: Objective, monkeypatch: Any
 ) -> None:
-    """Against fp64 of the same rounded inputs; gradients of bf16 and fp16 are rounded to their dtype, once."""
     monkeypatch.setattr(chunked, "VOCABULARY_BLOCK", 16)  # several blocks of the vocabulary
     head, constants = sample(23, V=61, dtype=dtype)
-    wide = to(constants, torch.float64)
-    exact = closed(to(head, torch.float64), wide, objective)
-    plain = closed(to(head, torch.float32), constants, objective)
     got = run(head, constants, objective, backend=backend, max_scratch_mb=max_scratch_mb)
-    sums = absolute_sums(to(head, torch.float64), wide, objective, exact)
-    eps = torch.finfo(torch.float32).eps
-    for name, value in tensors(got).items():
-        is_input_gradient = name.startswith("d")
-        assert value.dtype == (dtype if is_input_gradient else torch.float32)
-        bound = 2 * (plain[name] - exact[name]).abs().max() + 8 * eps * sums[name]
-        if is_input_gradient and dtype != torch.float32:
-            bound = bound + torch.finfo(dtype).eps * exact[name].abs() + torch.finfo(dtype).tiny
-        error = (value - exact[name]).abs()
-        assert (error <= bound).all(), f"{name}: error {error.max():.1e}, bound {bound.max():.1e}"
+    check_precision(got, head, constants, objective)
 
 
 @BOTH

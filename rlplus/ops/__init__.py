@@ -2,6 +2,7 @@
 
 import os
 from difflib import get_close_matches
+from importlib.util import find_spec
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -13,7 +14,8 @@ from rlplus.objective.inputs import check_constants, check_tensor, check_weights
 from rlplus.ops import library, reference
 from rlplus.ops.chunked import Head
 
-BACKENDS = ("reference", "torch")
+BACKENDS = ("reference", "torch", "triton")
+HAS_TRITON = find_spec("triton") is not None
 MAX_SCRATCH_MB = 1250.0
 
 
@@ -65,7 +67,8 @@ def linear_policy_loss(
     grad_filter        drop, per chunk, the smallest rows of the backward pass while their summed L1 mass stays within
                        this share of the whole; refused with an entropy bonus
     max_scratch_mb     memory for logits, 10^6 bytes; None = 1250
-    backend            "auto", "torch" or "reference"; the environment variable RLPLUS_BACKEND replaces "auto"
+    backend            "auto", "torch", "triton" (CUDA; bf16, fp16, fp32) or "reference"; "auto" is triton where it can
+                       run, else torch; the environment variable RLPLUS_BACKEND replaces "auto"
 
     Differentiable once. Raises ValueError for wrong shapes, dtypes, devices, options and (on the CPU; elsewhere
     asserted on the device) for targets outside [0, V) and non-finite weights.
@@ -83,7 +86,8 @@ def linear_policy_loss(
             f"want grad_filter 0 with an entropy bonus (its gradient is not bounded by 1 - p); got {grad_filter}"
         )
     scratch = _scratch_bytes(max_scratch_mb)
-    if resolve_backend(backend) == "reference":
+    backend = resolve_backend(backend, head.hidden)
+    if backend == "reference":
         check_weights(constants)
         library.check_targets(head.target, constants.token_weight != 0, len(weight))
         loss, logprob, entropy, stats = reference.linear_policy_loss(head, constants, objective, grad_filter)
@@ -93,7 +97,7 @@ def linear_policy_loss(
         given = {name: value for name, value in constants._asdict().items() if value is not None}
         loss, logprob, entropy, sums, *_ = library.linear_policy_loss(
             head.hidden, weight, bias, head.target, list(given.values()), " ".join(given),
-            *library.encode(objective), head.temperature, float(grad_filter), scratch, needs,
+            *library.encode(objective), head.temperature, float(grad_filter), scratch, needs, backend,
         )  # fmt: skip
         names = STATS if engine_logprob is None else STATS + MISMATCH_STATS
         stats = dict(zip(names, sums.detach().unbind(), strict=True))
@@ -117,11 +121,12 @@ def linear_logprob(
     """
     head = _head(hidden, weight, target, bias, temperature)
     scratch = _scratch_bytes(max_scratch_mb)
-    if resolve_backend(backend) == "reference":
+    backend = resolve_backend(backend, head.hidden)
+    if backend == "reference":
         library.check_targets(head.target, torch.ones_like(head.target, dtype=torch.bool), len(weight))
         logprob, entropy = reference.logprob_and_entropy(head)
     else:
-        logprob, entropy = library.linear_logprob(*head, scratch)
+        logprob, entropy = library.linear_logprob(*head, scratch, backend)
     return logprob.view(target.shape), entropy.view(target.shape)
 
 
@@ -152,14 +157,23 @@ class RLPlusLoss(nn.Module):
 
 
 @torch.compiler.assume_constant_result
-def resolve_backend(name: str) -> str:
-    """The backend that runs; ValueError says what there is."""
+def resolve_backend(name: str, hidden: Tensor) -> str:
+    """The backend that runs for such inputs; ValueError says what there is, or what the one asked for lacks."""
     if name == "auto":
         name = os.environ.get("RLPLUS_BACKEND") or "auto"
     if name == "auto":
-        return "torch"
+        return "triton" if hidden.is_cuda and HAS_TRITON and hidden.dtype != torch.float64 else "torch"
     if name not in BACKENDS:
         raise ValueError(f"want backend 'auto' or one of {', '.join(BACKENDS)}; got {name!r}")
+    if name == "triton":
+        if not HAS_TRITON:
+            raise ValueError("backend 'triton' needs the package triton, which is not installed")
+        if not hidden.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(
+                f"backend 'triton' needs CUDA tensors, or TRITON_INTERPRET=1 for tests; got {describe(hidden)}"
+            )
+        if hidden.dtype == torch.float64:
+            raise ValueError(f"backend 'triton' needs bf16, fp16 or fp32; got {describe(hidden)}")
     return name
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
 
 FLOOR = -1e30  # stands in for log 0: exp(FLOOR) = 0, yet 0 * FLOOR is not NaN
-VOCABULARY_BLOCK = 8192  # rows of a half-precision weight that are widened at a time where no mixed GEMM exists
+VOCABULARY_BLOCK = 8192  # rows of a half-precision weight, or of its gradient, that are widened at a time
 
 
 def without_autocast(device: torch.device) -> torch.autocast:
@@ -215,7 +215,9 @@ def _dhidden(dz: Tensor, head: Head) -> Tensor:
 
 
 def _add_dweight(dweight: Tensor, dz: Tensor, hidden: Tensor) -> None:
-    if dz.is_cuda and hidden.dtype != dz.dtype:
-        dweight += torch.mm(dz.to(hidden.dtype).t(), hidden, out_dtype=dz.dtype)
+    if dz.is_cuda and hidden.dtype != dweight.dtype:
+        for start in range(0, len(dweight), VOCABULARY_BLOCK):  # in blocks: the product to add is a copy in fp32
+            v = slice(start, start + VOCABULARY_BLOCK)
+            dweight[v] += torch.mm(dz[:, v].to(hidden.dtype).t(), hidden, out_dtype=dweight.dtype)
     else:
         dweight.addmm_(dz.t(), hidden.to(dz.dtype))

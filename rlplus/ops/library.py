@@ -4,6 +4,7 @@ The policy loss computes its gradients in the forward pass and hands them out in
 """
 
 from collections.abc import Sequence
+from importlib import import_module
 from math import inf
 from typing import Any
 
@@ -12,10 +13,18 @@ from torch import Tensor
 
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.objective.inputs import check_differentiated_once, check_values, check_weights
-from rlplus.ops import chunked
 from rlplus.ops.chunked import Head, without_autocast
 
+IMPLEMENTATIONS = {
+    "torch": "rlplus.ops.chunked",
+    "triton": "rlplus.ops.triton",
+}
 COEFFICIENTS = ("gamma", "kappa", "clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_coef", "mismatch_cap")
+
+
+def implementation(backend: str) -> Any:
+    """The module that is that backend, with policy_loss, logprob and logprob_backward; imported when first used."""
+    return import_module(IMPLEMENTATIONS[backend])
 
 
 def encode(objective: Objective) -> tuple[str, list[float]]:
@@ -51,6 +60,7 @@ def linear_policy_loss(
     grad_filter: float,
     scratch_bytes: float,
     needs: Sequence[bool],
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> loss, logprob, entropy, stats, dhidden, dweight, dbias (without elements where not needed).
 
@@ -63,7 +73,7 @@ def linear_policy_loss(
     check_targets(target, row.token_weight != 0, len(weight))
     head = Head(hidden, weight, bias, target, temperature)
     with without_autocast(hidden.device):
-        loss, logprob, entropy, stats, grads = chunked.policy_loss(
+        loss, logprob, entropy, stats, grads = implementation(backend).policy_loss(
             head, row, objective, grad_filter, scratch_bytes, list(needs)
         )
     return loss, logprob, entropy, stats, *grads
@@ -71,7 +81,7 @@ def linear_policy_loss(
 
 @linear_policy_loss.register_fake
 def _(hidden, weight, bias, target, constants, names, *options):  # type: ignore[no-untyped-def]
-    *_, needs = options
+    *_, needs, _backend = options
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     stats = STATS + MISMATCH_STATS if "engine_logprob" in names.split() else STATS
     rows = (hidden.new_empty(len(target), dtype=dtype) for _ in range(2))
@@ -90,7 +100,7 @@ def _scale_gradients(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | 
     # In fp32: a loss scale of 65536 is infinite in fp16.
     needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
     grads = ((g.to(grad_loss.dtype) * grad_loss).to(g.dtype) if need else None for g, need in needed)
-    return *grads, None, [None] * ctx.constants, *(None,) * 7
+    return *grads, None, [None] * ctx.constants, *(None,) * 8
 
 
 linear_policy_loss.register_autograd(_scale_gradients, setup_context=_keep_gradients)
@@ -98,16 +108,22 @@ linear_policy_loss.register_autograd(_scale_gradients, setup_context=_keep_gradi
 
 @torch.library.custom_op("rlplus::linear_logprob", mutates_args=())
 def linear_logprob(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: float, scratch_bytes: float
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    temperature: float,
+    scratch_bytes: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), entropy (N,)."""
     check_targets(target, torch.ones_like(target, dtype=torch.bool), len(weight))
     with without_autocast(hidden.device):
-        return chunked.logprob(Head(hidden, weight, bias, target, temperature), scratch_bytes)
+        return implementation(backend).logprob(Head(hidden, weight, bias, target, temperature), scratch_bytes)
 
 
 @linear_logprob.register_fake
-def _(hidden, weight, bias, target, temperature, scratch_bytes):  # type: ignore[no-untyped-def]
+def _(hidden, weight, bias, target, *options):  # type: ignore[no-untyped-def]
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     return hidden.new_empty(len(target), dtype=dtype), hidden.new_empty(len(target), dtype=dtype)
 
@@ -123,28 +139,31 @@ def linear_logprob_backward(
     temperature: float,
     scratch_bytes: float,
     needs: Sequence[bool],
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     head = Head(hidden, weight, bias, target, temperature)
     with without_autocast(hidden.device):
-        return chunked.logprob_backward(head, dlogprob, dentropy, scratch_bytes, list(needs))
+        return implementation(backend).logprob_backward(head, dlogprob, dentropy, scratch_bytes, list(needs))
 
 
 @linear_logprob_backward.register_fake
-def _(dlogprob, dentropy, hidden, weight, bias, target, temperature, scratch_bytes, needs):  # type: ignore[no-untyped-def]
+def _(dlogprob, dentropy, hidden, weight, bias, target, temperature, scratch_bytes, needs, backend):  # type: ignore[no-untyped-def]
     wanted = zip((hidden.shape, weight.shape, weight.shape[:1]), needs, strict=True)
     return tuple(hidden.new_empty(shape if need else (0,)) for shape, need in wanted)
 
 
 def _keep_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.temperature, ctx.scratch_bytes = inputs
+    *tensors, ctx.temperature, ctx.scratch_bytes, ctx.backend = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _recompute(ctx: Any, dlogprob: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:
     check_differentiated_once()
     needs = list(ctx.needs_input_grad[:3])
-    grads = linear_logprob_backward(dlogprob, dentropy, *ctx.saved_tensors, ctx.temperature, ctx.scratch_bytes, needs)
-    return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None
+    grads = linear_logprob_backward(
+        dlogprob, dentropy, *ctx.saved_tensors, ctx.temperature, ctx.scratch_bytes, needs, ctx.backend
+    )
+    return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None, None
 
 
 linear_logprob.register_autograd(_recompute, setup_context=_keep_inputs)

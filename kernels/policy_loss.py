@@ -1,0 +1,194 @@
+"""The objective of every token: loss terms, statistics, and the slopes that the gradient of the logits needs.
+
+The definition is `rlplus.objective.token_loss`; names and formulas are the same, and so is what becomes of NaN and of
+rows of weight 0: they are left out by selection. fp32 arithmetic. Memory traffic: 56 bytes read or written a token,
+nothing beside the logits, which is why the objective is a kernel of its own and not the end of `row_statistics`.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LAUNCH = {"BLOCK_N": 128, "num_warps": 4}
+LOG_2 = tl.constexpr(0.6931471805599453)
+
+# Columns of `values`, as in linear_logprob.py, and of `constants` (n, CONSTANTS).
+LOGPROB, ENTROPY, DLOGPROB, DENTROPY, WIDTH = (
+    tl.constexpr(0), tl.constexpr(1), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6),
+)  # fmt: skip
+CONSTANTS = tl.constexpr(8)
+SUMS = tl.constexpr(17)
+
+
+class Coefficients(NamedTuple):
+    """The numbers of an `rlplus.Objective`; inf stands for None."""
+
+    gamma: float
+    kappa: float
+    clip_low: float
+    clip_high: float
+    dual_clip: float
+    kl_coef: float
+    entropy_coef: float
+    mismatch_cap: float
+
+
+class Given(NamedTuple):
+    """Which of the optional constants are there."""
+
+    old: bool
+    behavior: bool
+    engine: bool
+
+
+def token_loss(
+    values: Tensor, constants: Tensor, coefficients: Coefficients, given: Given, internal: str, external: str
+) -> Tensor:
+    """Fill the columns DLOGPROB and DENTROPY of values (n, 6) fp32; -> sums (blocks, 17) fp32, to be added up.
+
+    constants (n, 8) fp32: advantage, token_weight, external (0 or 1), old_logprob, behavior_logprob, ref_logprob,
+    engine_logprob, entropy_weight; anything in the columns that are not given. The sums are those of
+    `rlplus.objective`: STATS, then MISMATCH_STATS.
+    """
+    n = len(values)
+    if values.shape != (n, WIDTH.value) or constants.shape != (n, CONSTANTS.value):
+        raise ValueError(f"want values (n, 6), constants (n, 8); got {tuple(values.shape)}, {tuple(constants.shape)}")
+    blocks = triton.cdiv(n, LAUNCH["BLOCK_N"])
+    sums = torch.empty(blocks, SUMS.value, device=values.device)
+    if n:
+        _token_loss_kernel[(blocks,)](values, sums, constants, coefficients, n, *given, internal, external, **LAUNCH)
+    return sums
+
+
+@triton.jit
+def _expm1(x):
+    """Accurate to rounding near 0, where exp(x) - 1 cancels."""
+    y = 1.0 + x * (1 / 9)
+    for k in tl.static_range(8, 1, -1):
+        y = 1.0 + y * x * (1 / k)
+    return tl.where(tl.abs(x) < 0.5, x * y, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def _internal(logprob, old, A, c, INTERNAL: tl.constexpr):
+    """Loss, slope, and whether clipping took the gradient (RL-PLUS eq. 1, 2)."""
+    r = tl.exp(logprob - old)
+    clipped = A != A
+    if INTERNAL == "reinforce":
+        loss, slope = -A * logprob, -A
+    elif INTERNAL == "ratio":
+        loss, slope = -A * r, -A * r
+    else:
+        tl.static_assert(INTERNAL == "clip")
+        low, high = 1.0 - c.clip_low, 1.0 + c.clip_high
+        gain = r * A
+        bound = tl.where(r < low, low, tl.where(r > high, high, r)) * A
+        clipped = bound < gain
+        gain = tl.where(clipped, bound, gain)
+        floor = c.dual_clip * A
+        below = (A < 0) & (gain < floor)
+        gain, clipped = tl.where(below, floor, gain), clipped | below
+        loss, slope = -gain, tl.where(clipped, 0.0, -A * r)
+    silent = A == 0
+    return tl.where(silent, 0.0, loss), tl.where(silent, 0.0, slope), clipped & (A != 0)
+
+
+@triton.jit
+def _external(logprob, old, behavior, A, c, BEHAVIOR: tl.constexpr, EXTERNAL: tl.constexpr):
+    """Loss, slope, and importance weight of a demonstrated token (RL-PLUS eq. 4-6)."""
+    rest = -_expm1(tl.where(logprob > 0, 0.0, logprob))  # 1 - p
+    explore = tl.where(c.gamma == 0, 1.0, tl.exp(c.gamma * tl.log(rest)))
+    p = tl.exp(logprob)
+    if EXTERNAL == "none":
+        g = 0.0 * A
+    elif EXTERNAL == "nll":
+        g = 0.0 * A + 1.0
+    elif EXTERNAL == "shaped":
+        g = p / (p + c.kappa)
+    elif EXTERNAL == "mis" and BEHAVIOR:
+        apart = tl.where(behavior == old, 0.0, -tl.abs(behavior - old))
+        logaddexp = tl.where(behavior > old, behavior, old) + tl.log(1.0 + tl.exp(apart))
+        g = tl.exp(logprob + LOG_2 - logaddexp)
+    elif EXTERNAL == "mis":
+        g = 4.0 * p / (3.0 * tl.exp(old) + 1.0)
+    elif EXTERNAL == "proxy":
+        g = tl.exp(logprob - old)
+    elif EXTERNAL == "omega":
+        g = tl.exp(logprob - behavior) if BEHAVIOR else p
+    else:
+        tl.static_assert(EXTERNAL == "bayes")
+        g = 2.0 * p / (tl.exp(old) + 1.0)
+    if EXTERNAL == "nll":
+        loss, slope = -explore * logprob, -explore
+    else:
+        dg = c.kappa * p / ((p + c.kappa) * (p + c.kappa)) if EXTERNAL == "shaped" else g
+        # Not by multiplication: an advantage of 0 is exactly 0 whatever the weight overflows to.
+        loss = tl.where((A == 0) | (EXTERNAL == "none"), 0.0, -A * explore * g)
+        slope = tl.where((A == 0) | (EXTERNAL == "none"), 0.0, -A * explore * dg)
+    return loss, slope, g
+
+
+@triton.jit
+def _token_loss_kernel(
+    values, sums, constants, coefficients, N,
+    OLD: tl.constexpr, BEHAVIOR: tl.constexpr, ENGINE: tl.constexpr, INTERNAL: tl.constexpr, EXTERNAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    here, c = n < N, coefficients
+    row, value = constants + n * CONSTANTS, values + n * WIDTH
+    logprob, entropy = tl.load(value + LOGPROB, here, 0.0), tl.load(value + ENTROPY, here, 0.0)
+    A, weight = tl.load(row, here, 0.0), tl.load(row + 1, here, 0.0)
+    is_external = tl.load(row + 2, here, 0.0) != 0
+    old = tl.load(row + 3, here, 0.0) if OLD else logprob
+    behavior, ref = tl.load(row + 4, here, 0.0), tl.load(row + 5, here, 0.0)
+    entropy_weight = tl.load(row + 7, here, 0.0)
+    on = weight != 0
+    internal, external = on & (is_external == 0), on & is_external
+
+    loss_int, slope_int, clipped = _internal(logprob, old, A, c, INTERNAL)
+    loss_ext, slope_ext, ratio_ext = _external(logprob, old, behavior, A, c, BEHAVIOR, EXTERNAL)
+    gap, weight_int = 0.0 * A, 0.0 * A + 1.0
+    if ENGINE:
+        gap = old - tl.load(row + 6, here, 0.0)
+        truncated = tl.exp(gap)
+        truncated = tl.where(truncated > c.mismatch_cap, c.mismatch_cap, truncated)
+        weight_int = tl.where(c.mismatch_cap < float("inf"), truncated, 1.0)
+    d = ref - logprob
+    has_kl = c.kl_coef != 0
+    slope = tl.where(is_external, slope_ext, weight_int * slope_int)
+    slope = tl.where(has_kl, slope - c.kl_coef * _expm1(d), slope)
+    dlogprob = tl.where(on, weight * slope, 0.0)
+    has_entropy = (c.entropy_coef != 0) & (entropy_weight != 0)
+    dentropy = tl.where(has_entropy, -c.entropy_coef * entropy_weight, 0.0)
+    tl.store(value + DLOGPROB, dlogprob, here)
+    tl.store(value + DENTROPY, dentropy, here)
+
+    p, log_ratio = tl.exp(logprob), logprob - old
+    if not OLD:
+        log_ratio = 0.0 * A
+    one = tl.full((BLOCK_N,), 1.0, tl.float32)
+    terms = (
+        tl.where(on, one, 0.0),
+        tl.where(internal, one, 0.0),
+        tl.where(external, one, 0.0),
+        tl.where((dlogprob != 0) | (dentropy != 0), one, 0.0),
+        tl.where(internal, weight * weight_int * loss_int, 0.0),
+        tl.where(external, weight * loss_ext, 0.0),
+        tl.where(on & has_kl, weight * c.kl_coef * (_expm1(d) - d), 0.0),
+        tl.where(has_entropy, dentropy * entropy, 0.0),
+        tl.where(on, entropy, 0.0),
+        tl.where(internal, p, 0.0),
+        tl.where(external, p, 0.0),
+        tl.where(external, ratio_ext, 0.0),
+        tl.where(internal, _expm1(log_ratio) - log_ratio, 0.0),
+        tl.where(internal & clipped, one, 0.0),
+        tl.where(internal, tl.abs(gap), 0.0),
+        tl.where(internal & (tl.abs(_expm1(gap)) > 0.1), one, 0.0),
+        tl.where(internal & (gap > tl.log(c.mismatch_cap)), one, 0.0),
+    )
+    for i in tl.static_range(17):
+        tl.store(sums + tl.program_id(0) * SUMS + i, tl.sum(terms[i], 0))

@@ -1,0 +1,145 @@
+"""Compile every Triton kernel as it is launched, for GPUs that need not be there, and print what it takes.
+
+    python tests/kernel_table.py [--arch 80 90 100 120] [--json PATH]
+
+The launches are those of the public functions: they run with the compiler in the place of the launcher, on a driver
+that only names a target. Exit status 1 if a kernel spills registers, exceeds the shared memory of a block, or loads
+aligned rows in pieces of less than 16 bytes. TRITON_INTERPRET must not be set.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from rich.console import Console
+from rich.table import Table
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from rlplus.kernels import linear_logprob, policy_loss
+from rlplus.objective.presets import EXTERNAL, INTERNAL
+
+KB = 1024
+SHARED_LIMIT = {80: 163 * KB, 90: 227 * KB, 100: 227 * KB, 120: 99 * KB}  # bytes a block may have
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+OPCODE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+
+
+class NoDevice:
+    """A driver for compiling alone."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch  # compiled kernels are kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def launches() -> Iterator[tuple[str, bool, Callable[[], Any]]]:
+    """What it is, whether its rows are aligned, and the launch: every kernel in every shipped variant."""
+    for V, dtype, with_bias in product((4096, 4097), (torch.bfloat16, torch.float16, torch.float32), (False, True)):
+        values, logits, target = torch.empty(2, 6), torch.empty(2, V), torch.zeros(2, dtype=torch.int64)
+        bias = torch.empty(V, dtype=dtype) if with_bias else None
+        name = f"{str(dtype).removeprefix('torch.')}, V {'' if V % 16 == 0 else 'not '}a multiple of 16"
+        rest, where = (values, logits, target, bias, 1.0), f"{name}{', bias' if with_bias else ''}"
+        if with_bias or dtype == torch.float32:  # without a bias the statistics read fp32 alone
+            yield where, V % 16 == 0, lambda rest=rest: linear_logprob.row_statistics(*rest)
+        out = torch.empty(2, V, dtype=dtype)
+        yield where, V % 16 == 0, lambda out=out, rest=rest: linear_logprob.row_gradient(out, rest[2], *rest)
+    one = (torch.empty(1, 6), torch.empty(1, 1), torch.zeros(1, dtype=torch.int64), None, 1.0)  # 1 is compiled in
+    yield "one row, V 1", False, lambda: linear_logprob.row_statistics(*one)
+    yield "one row, V 1", False, lambda: linear_logprob.row_gradient(torch.empty(1, 1), one[2], *one)
+    numbers = policy_loss.Coefficients(0.5, 0.1, 0.2, 0.2, 3.0, 0.1, 0.1, 2.0)
+    for internal, external, all_given in product(INTERNAL, EXTERNAL, (False, True)):
+        given = policy_loss.Given(all_given, all_given, all_given)
+        where = f"{internal}, {external}, optional inputs {'given' if all_given else 'absent'}"
+        args = (torch.empty(200, 6), torch.empty(200, 8), numbers, given, internal, external)
+        yield where, False, lambda args=args: policy_loss.token_loss(*args)
+
+
+def compile_all(arch: int) -> Iterator[dict[str, Any]]:
+    """One row of the table for each launch."""
+    launch, compiled = JITFunction.run, []
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        compiled.append((self.__name__, launch(self, *args, grid=grid, warmup=True, **options)))
+
+    driver.set_active(NoDevice(arch))
+    JITFunction.run = compile_only
+    try:
+        for variant, aligned, start in launches():
+            start()
+            name, kernel = compiled.pop()
+            yield {"arch": arch, "kernel": name, "variant": variant, "aligned": aligned} | resources(kernel)
+    finally:
+        JITFunction.run = launch
+
+
+def resources(kernel: Any) -> dict[str, int]:
+    """Registers a thread, shared memory in bytes, instructions that spill, and widths of loads from global memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage, sass = (
+            subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for tool, option in (("cuobjdump", "--dump-resource-usage"), ("nvdisasm", "-c"))
+        )
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers is not None, usage
+    opcodes = OPCODE.findall(sass)
+    assert opcodes, sass
+    return {
+        "registers": int(registers[1]),
+        "shared": kernel.metadata.shared,
+        "spills": sum(o.split(".")[0] in ("LDL", "STL") for o in opcodes),
+        "loads16": sum(o.startswith("LDG") and ".128" in o for o in opcodes),
+    }
+
+
+def faults(row: dict[str, Any]) -> list[str]:
+    checks = (
+        (row["spills"] == 0, f"{row['spills']} spills"),
+        (row["shared"] <= SHARED_LIMIT[row["arch"]], f"{row['shared']} bytes of shared memory"),
+        (row["loads16"] > 0 or not row["aligned"], "no loads of 16 bytes"),
+    )
+    return [message for ok, message in checks if not ok]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compile every Triton kernel without a GPU and print what it takes.")
+    parser.add_argument("--arch", type=int, nargs="+", default=list(SHARED_LIMIT), choices=list(SHARED_LIMIT))
+    parser.add_argument("--json", type=Path, help="write the rows here too")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        rows = [row for arch in options.arch for row in compile_all(arch)]
+    columns = ("arch", "kernel", "variant", "registers", "shared", "spills", "loads16", "faults")
+    table = Table(*columns, title=f"Triton {triton.__version__}")
+    for row in rows:
+        row["faults"] = "; ".join(faults(row))
+        table.add_row(*(str(row[name]) for name in columns))
+    Console(width=max(140, Console().width)).print(table)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+    return int(any(row["faults"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,418 @@
+"""Contract of the Triton kernels and their backend. Without CUDA they run in Triton's interpreter (see conftest.py)."""
+
+import math
+import mmap
+from typing import Any
+
+import pytest
+import torch
+from closed_form import EXTERNAL, FEATURES, INTERNAL, all_objectives, sample_constants
+from hypothesis import given
+from hypothesis import strategies as st
+from test_ops import EVERYTHING, Head, check_precision, run, sample, tensors
+from torch import Tensor
+
+from rlplus import Objective, linear_logprob, linear_policy_loss
+from rlplus.kernels import linear_logprob as row_kernels
+from rlplus.kernels import policy_loss as token_kernels
+from rlplus.objective import MISMATCH_STATS, STATS, TokenConstants, token_loss
+from rlplus.ops import triton as backend
+from rlplus.ops.chunked import FLOOR
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BLOCK_V, EPS = row_kernels.LAUNCH["BLOCK_V"], torch.finfo(torch.float32).eps
+SCRATCH = {"one row": 1e-9, "few rows": 8e-3, "all rows": None}  # MB, for 23 tokens
+EVERY = pytest.mark.parametrize("max_scratch_mb", SCRATCH.values(), ids=SCRATCH)
+
+
+def fused(head: Head, constants: dict[str, Any], objective: Objective, **options: Any) -> dict[str, Any]:
+    """`test_ops.run` of this backend, on its device."""
+    there = [
+        {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in inputs.items()} for inputs in (head, constants)
+    ]
+    got = run(*there, objective, backend="triton", **options)
+    return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in got.items()}
+
+
+def statistics(logits: Tensor, target: Tensor, bias: Tensor | None = None, temperature: float = 1.0) -> Tensor:
+    values = logits.new_empty(len(target), row_kernels.WIDTH.value)
+    row_kernels.row_statistics(values, logits, target, bias, temperature)
+    return values
+
+
+# ---- the objective
+
+
+def token_constants(n: int, absent: tuple[str, ...] = ()) -> TokenConstants:
+    constants = sample_constants((n,), n, torch.float32)
+    return TokenConstants(**{k: v.to(DEVICE) for k, v in constants.items() if k not in absent})
+
+
+def run_token_loss(logprob: Tensor, entropy: Tensor, c: TokenConstants, o: Objective) -> dict[str, Tensor]:
+    values = torch.stack([logprob, entropy, *[torch.full_like(logprob, math.nan)] * 4], 1)
+    columns, given = backend._columns(c)
+    arguments = (values, columns, backend._coefficients(o), given, o.internal, o.external)
+    stats = dict(zip(STATS + MISMATCH_STATS, token_kernels.token_loss(*arguments).sum(0), strict=True))
+    if c.engine_logprob is None:
+        stats = {name: stats[name] for name in STATS}
+    return stats | {"dlogprob": values[:, backend.DLOGPROB], "dentropy": values[:, backend.DENTROPY]}
+
+
+@pytest.mark.parametrize(("internal", "external", "features"), all_objectives(["plain", "asymmetric-dual", "all"]))
+def test_every_objective_matches_its_definition(internal: str, external: str, features: str) -> None:
+    """On ordinary tokens, on p near 0 and 1, on ratios near 1, and on a logprob that rounding put above 0."""
+    o, n = Objective(internal, external, **FEATURES[features]), 300
+    absent = [(), ("old_logprob", "entropy_weight"), ("behavior_logprob", "engine_logprob")]
+    for without in absent[:2] if o.mismatch_cap else absent:
+        c = token_constants(n, without)
+        logprob = -5 * torch.rand(n, device=DEVICE)
+        for rows, value in ((slice(0, 40), -1e-6), (slice(40, 50), 6e-8), (slice(50, 60), -40.0), (slice(60, 65), 0.0)):
+            logprob[rows] = value
+        if c.old_logprob is not None:
+            logprob[100:200] = c.old_logprob[100:200] + torch.linspace(-1e-3, 1e-3, 100, device=DEVICE)
+        entropy = 3 * torch.rand(n, device=DEVICE)
+        off = (c.token_weight == 0) & (entropy == 0 if c.entropy_weight is None else c.entropy_weight == 0)
+        logprob[off.nonzero()[:9, 0]] = math.nan
+        got = run_token_loss(logprob, entropy, c, o)
+        exact, plain = (definition(logprob, entropy, c, o, dtype) for dtype in (torch.float64, torch.float32))
+        for name, value in got.items():
+            scale = exact[name].abs() if value.ndim else n * exact[name].abs().clamp(min=1)
+            bound = 2 * (plain[name] - exact[name]).abs().max() + 8 * EPS * scale
+            error = (value - exact[name]).abs()
+            assert (error <= bound).all(), f"{name}: error {error.max():.1e}, bound {bound.max():.1e}"
+
+
+def definition(
+    logprob: Tensor, entropy: Tensor, c: TokenConstants, o: Objective, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    wide = TokenConstants(*(x if x is None or x.dtype == torch.bool else x.to(dtype) for x in c))
+    out = token_loss(logprob.to(dtype), entropy.to(dtype), wide, o)
+    return out.stats | {"dlogprob": out.dlogprob, "dentropy": out.dentropy}
+
+
+@pytest.mark.parametrize("internal", INTERNAL)
+@pytest.mark.parametrize("external", EXTERNAL)
+def test_what_overflows_does_so_as_in_the_definition(internal: str, external: str) -> None:
+    """Infinite ratios stay infinite, NaN stays NaN, and an advantage of 0 is exactly 0 whatever they are."""
+    extremes = torch.tensor([-0.5, -1e30, math.nan, -math.inf, 0.0], device=DEVICE)
+    logprob, old, behavior, ref = (x.reshape(-1) for x in torch.meshgrid(*[extremes] * 4, indexing="ij"))
+    n = len(logprob)
+    advantage = torch.tensor([-1.0, 0.0, 2.0], device=DEVICE).repeat(n // 3 + 1)[:n]
+    c = TokenConstants(
+        advantage, torch.ones_like(logprob), torch.arange(n, device=DEVICE) % 2 == 0, old, behavior, ref, ref
+    )
+    for features in ("plain", "asymmetric-dual", "all"):
+        o = Objective(internal, external, **FEATURES[features])
+        got = run_token_loss(logprob, logprob, c, o)["dlogprob"]
+        want = definition(logprob, logprob, c, o, torch.float32)["dlogprob"]
+        torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-4, atol=1e-30)
+
+
+# ---- the whole operation against float64
+
+
+@pytest.mark.parametrize(("internal", "external", "features"), all_objectives(["all"]))
+def test_matches_the_closed_form(internal: str, external: str, features: str) -> None:
+    objective = Objective(internal, external, **FEATURES[features])
+    head, constants = sample(17, seed=len(internal + external), dtype=torch.float32)
+    mb = list(SCRATCH.values())[len(internal + external) % 3]
+    got = fused(head, constants, objective, max_scratch_mb=mb, temperature=0.7)
+    check_precision(got, head, constants, objective, 0.7)
+
+
+@pytest.mark.parametrize("objective", [Objective(), EVERYTHING, Objective.preset("dapo"), Objective.preset("sft")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@EVERY
+def test_low_precision_inputs_keep_the_errors_of_fp32(
+    max_scratch_mb: float | None, dtype: torch.dtype, objective: Objective
+) -> None:
+    head, constants = sample(23, V=61, dtype=dtype)
+    got = fused(head, constants, objective, max_scratch_mb=max_scratch_mb)
+    gemm_dtype = dtype if DEVICE == "cuda" else torch.float32
+    check_precision(got, head, constants, objective, gemm_dtype=gemm_dtype)
+
+
+@pytest.mark.parametrize("V", [1, 2, BLOCK_V - 1, BLOCK_V, BLOCK_V + 1, 2 * BLOCK_V + 16])
+@pytest.mark.parametrize("n", [1, 5])
+def test_vocabularies_that_do_not_fill_their_last_block(n: int, V: int) -> None:
+    head, constants = sample(n, V=V, dtype=torch.float32)
+    constants["token_weight"] = constants["token_weight"] + 0.5
+    head["target"][0] = V - 1
+    got = fused(head, constants, EVERYTHING)
+    check_precision(got, head, constants, EVERYTHING)
+    if V == 1:
+        assert got["logprob"].eq(0).all()
+        assert not any(got[name].any() for name in ("entropy", "dhidden", "dweight", "dbias"))
+
+
+@pytest.mark.parametrize("scale", [1e-4, 30.0, 1e4])
+def test_flat_and_certain_policies(scale: float) -> None:
+    head, constants = sample(23, dtype=torch.float32)
+    head["weight"] *= scale
+    objective = Objective("clip", "mis", gamma=1.7, entropy_coef=0.2)
+    check_precision(fused(head, constants, objective), head, constants, objective)
+
+
+def test_peaked_policy_keeps_its_small_entropy() -> None:
+    logits = torch.zeros(1, 300, device=DEVICE)
+    logits[0, 7], logits[0, 8] = 1000, 986  # one rival: the entropy is about 15 e^-14 = 1.2e-5
+    entropy = statistics(logits, torch.tensor([7], device=DEVICE))[0, backend.ENTROPY]
+    logp = logits[0].double().log_softmax(0)
+    torch.testing.assert_close(entropy.double(), -(logp.exp() * logp).sum(), rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("n", [0, 5])
+def test_nothing_to_learn_from(n: int) -> None:
+    head, constants = sample(n, dtype=torch.float32)
+    head["target"].fill_(-100)
+    head["hidden"].fill_(math.nan)
+    off = {k: torch.zeros(n) for k in ("token_weight", "entropy_weight")}
+    got = fused(head, constants | off, EVERYTHING)
+    assert not any(got[name].any() for name in ("loss", "dhidden", "dweight", "dbias"))
+    assert not any(value.item() for value in got["stats"].values())
+    assert len(got["logprob"]) == n
+    assert got["logprob"].isnan().all()
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e5])
+def test_fp16_gradients_of_the_logits_do_not_vanish(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: the gradient of the logits is rounded to fp16 before the backward GEMMs."""
+    head, constants = sample(23, dtype=torch.float32)
+    for name in ("token_weight", "entropy_weight"):
+        constants[name] *= size
+    want = fused(head, constants, EVERYTHING)
+    if DEVICE == "cuda":
+        head = {k: v.half() if v.is_floating_point() else v for k, v in head.items()}
+    else:
+        monkeypatch.setattr(backend, "_gradient_dtype", lambda head: torch.float16)
+        monkeypatch.setattr(backend, "_dhidden", lambda dz, head, f=backend._dhidden: f(dz.float(), head))
+        monkeypatch.setattr(backend, "_add_dweight", lambda dw, dz, h, f=backend._add_dweight: f(dw, dz.float(), h))
+    got = fused(head, constants, EVERYTHING)
+    for name in ("dhidden", "dweight", "dbias"):
+        error = (got[name].float() - want[name]).abs().max()
+        assert error <= 4 * torch.finfo(torch.float16).eps * want[name].abs().max(), name
+
+
+@EVERY
+def test_in_a_cuda_graph_every_row_takes_part(max_scratch_mb: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same result; NaN in rows of weight 0 still reaches nothing."""
+    head, constants = sample(23, dtype=torch.float32)
+    off = (constants["token_weight"] == 0) & (constants["entropy_weight"] == 0)
+    head["hidden"][off] = math.nan
+    want = fused(head, constants, EVERYTHING, max_scratch_mb=max_scratch_mb)
+    monkeypatch.setattr(backend, "_capturing", lambda device: True)
+    got = fused(head, constants, EVERYTHING, max_scratch_mb=max_scratch_mb)
+    torch.testing.assert_close(tensors(got), tensors(want), equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+# ---- laws
+
+
+@EVERY
+@pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])
+def test_rows_of_weight_0_change_no_bit(max_scratch_mb: float | None, poison: float) -> None:
+    head, constants = sample(23, dtype=torch.float32)
+    off = (constants["token_weight"] == 0) & (constants["entropy_weight"] == 0)
+    assert off.any()
+    want = fused(head, constants, EVERYTHING, max_scratch_mb=max_scratch_mb)
+    spoilt = {k: v.masked_fill(off, poison) for k, v in constants.items() if v.is_floating_point()}
+    spoilt |= {k: constants[k] for k in ("token_weight", "entropy_weight")} | {"external": constants["external"] ^ off}
+    for target in (-100, 10**6):
+        dirty = head | {"target": head["target"].masked_fill(off, target)}
+        dirty["hidden"] = head["hidden"].masked_fill(off[:, None], poison)
+        got = fused(dirty, spoilt, EVERYTHING, max_scratch_mb=max_scratch_mb)
+        for name in ("loss", "dhidden", "dweight", "dbias"):
+            assert torch.equal(got[name], want[name]), name
+        assert {k: v.item() for k, v in got["stats"].items()} == {k: v.item() for k, v in want["stats"].items()}
+        assert got["logprob"][off].isnan().all()
+
+
+def test_gradient_rows_sum_to_0_and_only_rows_with_a_slot_are_written() -> None:
+    logits = 3 * torch.randn(6, BLOCK_V + 100, device=DEVICE)
+    target = torch.tensor([0, BLOCK_V, BLOCK_V + 99, 5, 6, 7], device=DEVICE)
+    values = statistics(logits, target)
+    values[:, backend.DLOGPROB], values[:, backend.DENTROPY] = 0.7, -0.3
+    out = torch.full((4, BLOCK_V + 100), 9.0, device=DEVICE)
+    slot = torch.tensor([2, -1, 0, -1, 1, -1], device=DEVICE)
+    row_kernels.row_gradient(out, slot, values, logits, target, None, 1.0)
+    assert out[3].eq(9).all()
+    assert (out[:3].sum(1).abs() <= 8 * EPS * out[:3].abs().sum(1)).all()
+    logp = logits[[2, 4, 0]].double().log_softmax(1)
+    onehot = torch.nn.functional.one_hot(target[[2, 4, 0]], BLOCK_V + 100)
+    want = 0.7 * (onehot - logp.exp()) + 0.3 * logp.exp() * (logp - (logp.exp() * logp).sum(1, keepdim=True))
+    torch.testing.assert_close(out[:3].double(), want, rtol=1e-4, atol=4 * EPS)
+
+
+@EVERY
+def test_same_inputs_give_the_same_bits(max_scratch_mb: float | None) -> None:
+    head, constants = sample(23, dtype=torch.float32)
+    first, second = (tensors(fused(head, constants, EVERYTHING, max_scratch_mb=max_scratch_mb)) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_impossible_and_undefined_logits() -> None:
+    """As log_softmax has it: -inf is no token, nothing but -inf, a NaN or a +inf make the row NaN."""
+    V = 2 * BLOCK_V + 50
+    logits = torch.randn(7, V, device=DEVICE)
+    logits[0, : BLOCK_V + 3] = -math.inf  # a whole block before the first possible token
+    logits[1, BLOCK_V:] = -math.inf
+    logits[2] = -math.inf
+    logits[3, BLOCK_V + 1] = math.nan
+    logits[4, BLOCK_V + 1] = math.inf
+    logits[5] = logits[5] - 3e38
+    target = torch.tensor([BLOCK_V + 9, BLOCK_V + 9, 0, 0, 0, 0, -1], device=DEVICE)
+    values = statistics(logits, target)
+    logp = logits.double().log_softmax(1).clamp(min=FLOOR)
+    logprob = logp.gather(1, target.clamp(min=0)[:, None]).squeeze(1).masked_fill(target < 0, math.nan)
+    torch.testing.assert_close(values[:, backend.LOGPROB].double(), logprob, equal_nan=True, rtol=1e-5, atol=1e-5)
+    entropy = -(logp.exp() * logp).sum(1)
+    torch.testing.assert_close(values[:, backend.ENTROPY].double(), entropy, equal_nan=True, rtol=1e-5, atol=1e-5)
+    values[:, backend.DLOGPROB], values[:, backend.DENTROPY] = 0.5, 0.25
+    out = torch.empty_like(logits)
+    row_kernels.row_gradient(out, torch.arange(7, device=DEVICE), values, logits, target, None, 1.0)
+    assert out[[0, 1, 5, 6]].isfinite().all()
+    assert out[0, : BLOCK_V + 3].eq(0).all()
+    assert out[[2, 3, 4]].isnan().all()
+
+
+# ---- memory
+
+
+def huge(rows: int, stride: int, V: int) -> Tensor:
+    """(rows, V) fp32 with that stride, on memory that exists only where it is touched (on the CPU)."""
+    size = (rows - 1) * stride + V
+    if DEVICE == "cuda":
+        return torch.empty(size, device=DEVICE).as_strided((rows, V), (stride, 1))
+    no_reserve = 0x4000  # Linux; Python has no name for it
+    memory = mmap.mmap(-1, size * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    return torch.frombuffer(memory, dtype=torch.float32).as_strided((rows, V), (stride, 1))
+
+
+def test_offsets_beyond_2_to_the_31() -> None:
+    stride, V = 2**31 // 2 + 10, 20  # row 2 begins past 2^31 elements
+    logits, out = huge(3, stride, V), huge(3, stride, V)
+    logits.copy_(torch.randn(3, V))
+    target = torch.tensor([3, 4, 5], device=DEVICE)
+    values, want = statistics(logits, target), statistics(logits.contiguous(), target)
+    values[:, backend.DLOGPROB :] = want[:, backend.DLOGPROB :] = 1.0
+    assert torch.equal(values, want)
+    near = torch.empty(3, V, device=DEVICE)
+    row_kernels.row_gradient(out, torch.arange(3, device=DEVICE), values, logits, target, None, 1.0)
+    row_kernels.row_gradient(near, torch.arange(3, device=DEVICE), want, logits.contiguous(), target, None, 1.0)
+    assert torch.equal(out.contiguous(), near)
+
+
+def test_rows_without_a_gradient_cost_no_gemm_and_the_others_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, constants = sample(64, dtype=torch.float32)
+    constants["token_weight"][torch.arange(64) % 4 != 0] = 0.0
+    constants["token_weight"][::4] = 1.0
+    constants["advantage"].fill_(1.0)
+    sizes: list[int] = []
+    original = backend._add_dweight
+    monkeypatch.setattr(backend, "_add_dweight", lambda *a: (sizes.append(len(a[1])), original(*a))[1])
+    monkeypatch.setattr(backend, "plan", lambda *_: (4, 10))  # 16 chunks with one active row each
+    objective = Objective("ratio", "none")
+    constants["external"].fill_(False)
+    got = fused(head, constants, objective)
+    assert sizes == [7, 7, 2]  # emptied when 4 more might not fit
+    check_precision(got, head, constants, objective)
+
+
+@given(
+    n=st.integers(0, 5000), V=st.integers(1, 200_000), H=st.integers(1, 5000), scratch=st.floats(1.0, 1e10),
+    gradient=st.booleans(),
+)  # fmt: skip
+def test_the_plan_keeps_to_its_scratch(n: int, V: int, H: int, scratch: float, gradient: bool) -> None:
+    def empty(*shape: int) -> Tensor:
+        return torch.zeros(1).expand(*shape)
+
+    head = backend.Head(empty(n, H), empty(V, H), None, torch.zeros(1, dtype=torch.int64).expand(n), 1.0)
+    rows, capacity = backend.plan(head, scratch, gradient)
+    assert 1 <= rows <= max(n, 1)
+    assert capacity >= rows * gradient * (n > 0)
+    if rows > 1:
+        assert 4 * V * rows + (4 * V + 12 * H) * capacity <= scratch
+
+
+# ---- inputs
+
+
+def test_reads_strided_inputs_in_place() -> None:
+    head, constants = sample(23, dtype=torch.float32)
+    want = fused(head, constants, EVERYTHING)
+    wide = {
+        "hidden": head["hidden"].repeat_interleave(2, 1)[:, ::2],
+        "weight": head["weight"].T.contiguous().T,
+        "bias": head["bias"].repeat_interleave(3)[::3],
+        "target": head["target"].repeat_interleave(2)[::2],
+    }
+    assert not any(t.is_contiguous() for t in wide.values())
+    spread = {k: v.repeat_interleave(2)[::2] for k, v in constants.items()}
+    leaf = {k: v.to(DEVICE).requires_grad_(v.is_floating_point()) for k, v in wide.items()}
+    out = linear_policy_loss(
+        **leaf, **{k: v.to(DEVICE) for k, v in spread.items()}, objective=EVERYTHING, backend="triton"
+    )
+    torch.testing.assert_close(out.loss.cpu(), want["loss"], rtol=1e-6, atol=0)
+    (grad,) = torch.autograd.grad(out.loss, leaf["hidden"])
+    torch.testing.assert_close(grad.cpu(), want["dhidden"])
+
+
+def test_without_bias_is_with_a_bias_of_0() -> None:
+    head, constants = sample(23, dtype=torch.float32)
+    head["bias"].zero_()
+    want = fused(head, constants, EVERYTHING)
+    del head["bias"]
+    got = tensors(fused(head, constants, EVERYTHING))
+    assert all(torch.equal(value, want[name]) for name, value in got.items())
+
+
+@EVERY
+def test_linear_logprob_differentiates_any_downstream_loss(max_scratch_mb: float | None) -> None:
+    """A row without an upstream gradient, NaN here, leaks nothing."""
+    head, _ = sample(23, dtype=torch.float32)
+    on = torch.arange(23) % 3 != 0
+
+    def downstream(name: str, dtype: torch.dtype, poison: float) -> tuple[Tensor, ...]:
+        leaf = {k: v.to(DEVICE, dtype).requires_grad_() for k, v in head.items() if k != "target"}
+        hidden = leaf["hidden"].masked_fill(~on[:, None].to(DEVICE), poison)
+        options = {"temperature": 0.6, "backend": name, "max_scratch_mb": max_scratch_mb}
+        inputs = {**leaf, "hidden": hidden, "target": head["target"].to(DEVICE)}
+        logprob, entropy = (x[on.to(DEVICE)] for x in linear_logprob(**inputs, **options))
+        loss = (logprob * entropy).exp().sum() + logprob[3] ** 2 - entropy[:5].std()
+        return logprob, entropy, *torch.autograd.grad(loss, list(leaf.values()))
+
+    got = downstream("triton", torch.float32, math.nan)
+    exact, plain = (downstream("reference", dtype, 0.0) for dtype in (torch.float64, torch.float32))
+    for g, e, p in zip(got, exact, plain, strict=True):
+        assert ((g - e).abs() <= 2 * (p - e).abs().max() + 64 * EPS * e.abs().max()).all()
+
+
+@pytest.mark.parametrize("grad_filter", [0.05, 0.5])
+@EVERY
+def test_grad_filter_keeps_the_change_within_its_share(max_scratch_mb: float | None, grad_filter: float) -> None:
+    """weight = identity makes hidden the logits and dhidden their gradient."""
+    _, constants = sample(40, dtype=torch.float32)
+    head = {"hidden": 3 * torch.randn(40, 23), "weight": torch.eye(23), "target": torch.randint(23, (40,))}
+    objective = Objective("clip", kl_coef=0.1)
+    want = fused(head, constants, objective, max_scratch_mb=max_scratch_mb)
+    got = fused(head, constants, objective, max_scratch_mb=max_scratch_mb, grad_filter=grad_filter)
+    mass = want["dhidden"].abs().sum(-1)
+    dropped = (got["dhidden"] == 0).all(-1) & (mass > 0)
+    torch.testing.assert_close(got["dhidden"][~dropped], want["dhidden"][~dropped])
+    assert mass[dropped].sum() <= grad_filter * mass.sum() * (1 + 1e-5)
+    assert dropped.any() or max_scratch_mb == SCRATCH["one row"] or grad_filter < 0.5
+    assert torch.equal(got["loss"], want["loss"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_says_what_it_cannot_do(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, constants = sample(3, dtype=dtype)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=r"'triton' needs CUDA tensors, or TRITON_INTERPRET=1 .*got float.* on cpu"):
+        linear_policy_loss(**head, **constants, backend="triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    if dtype == torch.float64:
+        with pytest.raises(ValueError, match="'triton' needs bf16, fp16 or fp32; got float64"):
+            linear_logprob(**head, backend="triton")
+    with pytest.raises(ValueError, match=r"want logits \(n, V\) fp32, contiguous in V.*strides \(1, 3\)"):
+        statistics(torch.zeros(5, 3).T, torch.zeros(3, dtype=torch.int64))
