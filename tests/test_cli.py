@@ -62,7 +62,7 @@ def test_train_evaluate_report(config_file, tmp_path, capsys):
             ["model.scratch=null", "model.path=nowhere"],
             r"want model.path a Hugging Face folder or hub name; got 'nowhere'",
         ),
-        (["train.backend=triton"], r"train.backend: want 'auto', 'reference' or 'torch'; got 'triton'"),
+        (["train.backend=triton"], r"train.backend: want 'auto', 'reference', 'torch' or 'cpp'; got 'triton'"),
     ],
 )
 def test_what_is_wrong_is_one_message(config_file, capsys, arguments, message):

@@ -11,10 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlplus
 from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
-from rlplus.ops import BACKENDS, chunked, library
+from rlplus.ops import chunked, cpp, library
 
 N, H, V = 12, 4, 9
-BOTH = pytest.mark.parametrize("backend", BACKENDS)
+CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))
+EVERY = pytest.mark.parametrize("backend", ["reference", "torch", CPP])
+OPS = pytest.mark.parametrize("backend", ["torch", CPP])
 EVERYTHING = Objective("clip", "mis", kl_coef=0.1, entropy_coef=0.2, mismatch_cap=2.0)
 
 
@@ -78,7 +80,8 @@ def test_the_torch_backend_never_holds_all_logits(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("needs", [[True, True, True], [False, True, False]])
 @pytest.mark.parametrize("engine", [True, False])
-def test_policy_loss_is_a_well_formed_torch_op(needs: list[bool], engine: bool) -> None:
+@OPS
+def test_policy_loss_is_a_well_formed_torch_op(needs: list[bool], engine: bool, backend: str) -> None:
     inputs = sample()
     for need, name in zip(needs, ("hidden", "weight", "bias"), strict=True):
         inputs[name].requires_grad_(need)
@@ -86,28 +89,33 @@ def test_policy_loss_is_a_well_formed_torch_op(needs: list[bool], engine: bool) 
     names = ["advantage", "token_weight", "external", "old_logprob", "behavior_logprob", "ref_logprob"]
     names += ["entropy_weight", "engine_logprob"] if engine else []
     constants = [inputs[k] for k in names]
-    options = (constants, " ".join(names), *library.encode(objective), 0.7, 0.0, 400.0, needs)
+    options = (constants, " ".join(names), *library.encode(objective), 0.7, 0.0, 400.0, needs, backend)
     head = (inputs["hidden"], inputs["weight"], inputs["bias"], inputs["target"])
     torch.library.opcheck(library.linear_policy_loss, (*head, *options))
 
 
-def test_logprob_is_a_well_formed_torch_op() -> None:
+@OPS
+def test_logprob_is_a_well_formed_torch_op(backend: str) -> None:
     inputs = sample()
     head = (inputs["hidden"], inputs["weight"], inputs["bias"], inputs["target"])
-    torch.library.opcheck(library.linear_logprob, (*head, 0.7, 400.0))
+    torch.library.opcheck(library.linear_logprob, (*head, 0.7, 400.0, backend))
     torch.library.opcheck(
-        library.linear_logprob, (inputs["hidden"], inputs["weight"], None, inputs["target"], 1.0, 1e9)
+        library.linear_logprob, (inputs["hidden"], inputs["weight"], None, inputs["target"], 1.0, 1e9, backend)
     )
     upstream = (torch.randn(N), torch.randn(N))
     detached = [t.detach() for t in head]
-    torch.library.opcheck(library.linear_logprob_backward, (*upstream, *detached, 0.7, 400.0, [True, True, True]))
-    torch.library.opcheck(library.linear_logprob_backward, (*upstream, *detached, 0.7, 400.0, [False, True, False]))
+    torch.library.opcheck(
+        library.linear_logprob_backward, (*upstream, *detached, 0.7, 400.0, [True, True, True], backend)
+    )
+    torch.library.opcheck(
+        library.linear_logprob_backward, (*upstream, *detached, 0.7, 400.0, [False, True, False], backend)
+    )
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@BOTH
+@EVERY
 def test_compiles_into_one_graph(backend: str, compiler: str) -> None:
-    inputs = sample(dtype=torch.float64)
+    inputs = sample(dtype=torch.float32 if backend == "cpp" else torch.float64)
     leaves = [inputs[k] for k in ("hidden", "weight", "bias")]
 
     def step(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -138,7 +146,7 @@ def test_backend_argument_and_environment(monkeypatch: pytest.MonkeyPatch) -> No
     """The torch backend passes through the registered op, the reference does not."""
     seen: list[str] = []
     original = library.linear_policy_loss
-    monkeypatch.setattr(library, "linear_policy_loss", lambda *a: (seen.append("torch"), original(*a))[1])
+    monkeypatch.setattr(library, "linear_policy_loss", lambda *a: (seen.append(a[-1]), original(*a))[1])
     inputs = sample()
 
     def uses_op(**options: Any) -> bool:
@@ -205,7 +213,7 @@ BAD_HEADS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 0.0}, "want temperature a finite number > 0; got 0.0"),
     ({"temperature": math.nan}, "want temperature a finite number > 0; got nan"),
     ({"max_scratch_mb": 0}, "want max_scratch_mb > 0; got 0"),
-    ({"backend": "triton"}, "want backend 'auto' or one of reference, torch; got 'triton'"),
+    ({"backend": "triton"}, "want backend 'auto' or one of reference, torch, cpp; got 'triton'"),
 ]
 BAD_LOSSES: list[tuple[dict[str, Any], str]] = [
     ({"advantage": torch.zeros(N + 1)}, r"want advantage .*floating \(12,\) on cpu; got float32 \(13,\)"),
@@ -223,14 +231,14 @@ BAD_LOSSES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize(("change", "message"), BAD_HEADS + BAD_LOSSES)
 def test_policy_loss_says_what_it_wanted_and_what_came(change: dict[str, Any], message: str, backend: str) -> None:
     with pytest.raises(ValueError, match=message):
         linear_policy_loss(**(sample() | {"backend": backend} | change))
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize(("change", "message"), BAD_HEADS)
 def test_logprob_says_what_it_wanted_and_what_came(change: dict[str, Any], message: str, backend: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -250,7 +250,7 @@ class TrainConfig(Section):
     zero_stage: Literal[1, 2, 3] = 1
     seed: NonNegative = 0
     deepspeed: dict[str, Any] = {}
-    backend: Literal["auto", "reference", "torch"] = "auto"
+    backend: Literal["auto", "reference", "torch", "cpp"] = "auto"
     max_scratch_mb: Count | None = None
     max_nonfinite: Count = 3
 

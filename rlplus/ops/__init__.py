@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.objective.inputs import check_constants, check_tensor, check_weights, describe
-from rlplus.ops import library, reference
+from rlplus.ops import cpp, library, reference
 from rlplus.ops.chunked import Head
 
-BACKENDS = ("reference", "torch")
+BACKENDS = ("reference", *library.MODULES)
 MAX_SCRATCH_MB = 1250.0
 
 
@@ -65,7 +65,8 @@ def linear_policy_loss(
     grad_filter        drop, per chunk, the smallest rows of the backward pass while their summed L1 mass stays within
                        this share of the whole; refused with an entropy bonus
     max_scratch_mb     memory for logits, 10^6 bytes; None = 1250
-    backend            "auto", "torch" or "reference"; the environment variable RLPLUS_BACKEND replaces "auto"
+    backend            "auto" (cpp for CPU tensors where it is built, else torch), "torch", "cpp" or "reference"; the
+                       environment variable RLPLUS_BACKEND replaces "auto"
 
     Differentiable once. Raises ValueError for wrong shapes, dtypes, devices, options and (on the CPU; elsewhere
     asserted on the device) for targets outside [0, V) and non-finite weights.
@@ -83,7 +84,8 @@ def linear_policy_loss(
             f"want grad_filter 0 with an entropy bonus (its gradient is not bounded by 1 - p); got {grad_filter}"
         )
     scratch = _scratch_bytes(max_scratch_mb)
-    if resolve_backend(backend) == "reference":
+    backend = resolve_backend(backend, hidden.device.type, hidden.dtype)
+    if backend == "reference":
         check_weights(constants)
         library.check_targets(head.target, constants.token_weight != 0, len(weight))
         loss, logprob, entropy, stats = reference.linear_policy_loss(head, constants, objective, grad_filter)
@@ -93,7 +95,7 @@ def linear_policy_loss(
         given = {name: value for name, value in constants._asdict().items() if value is not None}
         loss, logprob, entropy, sums, *_ = library.linear_policy_loss(
             head.hidden, weight, bias, head.target, list(given.values()), " ".join(given),
-            *library.encode(objective), head.temperature, float(grad_filter), scratch, needs,
+            *library.encode(objective), head.temperature, float(grad_filter), scratch, needs, backend,
         )  # fmt: skip
         names = STATS if engine_logprob is None else STATS + MISMATCH_STATS
         stats = dict(zip(names, sums.detach().unbind(), strict=True))
@@ -117,11 +119,12 @@ def linear_logprob(
     """
     head = _head(hidden, weight, target, bias, temperature)
     scratch = _scratch_bytes(max_scratch_mb)
-    if resolve_backend(backend) == "reference":
+    backend = resolve_backend(backend, hidden.device.type, hidden.dtype)
+    if backend == "reference":
         library.check_targets(head.target, torch.ones_like(head.target, dtype=torch.bool), len(weight))
         logprob, entropy = reference.logprob_and_entropy(head)
     else:
-        logprob, entropy = library.linear_logprob(*head, scratch)
+        logprob, entropy = library.linear_logprob(*head, scratch, backend)
     return logprob.view(target.shape), entropy.view(target.shape)
 
 
@@ -152,14 +155,16 @@ class RLPlusLoss(nn.Module):
 
 
 @torch.compiler.assume_constant_result
-def resolve_backend(name: str) -> str:
-    """The backend that runs; ValueError says what there is."""
+def resolve_backend(name: str, device: str, dtype: torch.dtype) -> str:
+    """The backend that runs on tensors of that device type and dtype; ValueError says what is wrong with the choice."""
     if name == "auto":
         name = os.environ.get("RLPLUS_BACKEND") or "auto"
     if name == "auto":
-        return "torch"
+        return "cpp" if device == "cpu" and dtype in cpp.DTYPES and cpp.load() else "torch"
     if name not in BACKENDS:
         raise ValueError(f"want backend 'auto' or one of {', '.join(BACKENDS)}; got {name!r}")
+    if name == "cpp":
+        cpp.check(device, dtype)
     return name
 
 

@@ -4,7 +4,9 @@ The policy loss computes its gradients in the forward pass and hands them out in
 """
 
 from collections.abc import Sequence
+from importlib import import_module
 from math import inf
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,10 +14,18 @@ from torch import Tensor
 
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.objective.inputs import check_differentiated_once, check_values, check_weights
-from rlplus.ops import chunked
 from rlplus.ops.chunked import Head, without_autocast
 
 COEFFICIENTS = ("gamma", "kappa", "clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_coef", "mismatch_cap")
+MODULES = {  # of rlplus.ops, by backend: policy_loss, logprob, logprob_backward, each as in `chunked`
+    "torch": "chunked",
+    "cpp": "cpp",
+}
+
+
+def implementation(backend: str) -> ModuleType:
+    """The module that computes; a backend is imported when it is first used."""
+    return import_module(f"rlplus.ops.{MODULES[backend]}")
 
 
 def encode(objective: Objective) -> tuple[str, list[float]]:
@@ -51,6 +61,7 @@ def linear_policy_loss(
     grad_filter: float,
     scratch_bytes: float,
     needs: Sequence[bool],
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> loss, logprob, entropy, stats, dhidden, dweight, dbias (without elements where not needed).
 
@@ -63,7 +74,7 @@ def linear_policy_loss(
     check_targets(target, row.token_weight != 0, len(weight))
     head = Head(hidden, weight, bias, target, temperature)
     with without_autocast(hidden.device):
-        loss, logprob, entropy, stats, grads = chunked.policy_loss(
+        loss, logprob, entropy, stats, grads = implementation(backend).policy_loss(
             head, row, objective, grad_filter, scratch_bytes, list(needs)
         )
     return loss, logprob, entropy, stats, *grads
@@ -71,7 +82,7 @@ def linear_policy_loss(
 
 @linear_policy_loss.register_fake
 def _(hidden, weight, bias, target, constants, names, *options):  # type: ignore[no-untyped-def]
-    *_, needs = options
+    *_, needs, _ = options
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     stats = STATS + MISMATCH_STATS if "engine_logprob" in names.split() else STATS
     rows = (hidden.new_empty(len(target), dtype=dtype) for _ in range(2))
@@ -85,12 +96,21 @@ def _keep_gradients(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.constants = len(inputs[4])
 
 
+def _scale(gradient: Tensor, by: Tensor, in_place: bool) -> Tensor:
+    """gradient * by, multiplied in fp32 (fp64): a loss scale of 65536 is infinite in fp16."""
+    if not in_place:
+        return (gradient.to(by.dtype) * by).to(gradient.dtype)
+    return gradient.mul_(by)
+
+
 def _scale_gradients(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | list[None] | None, ...]:
     check_differentiated_once()
-    # In fp32: a loss scale of 65536 is infinite in fp16.
+    # Where the graph is not kept nobody else reads them, and a second dweight on the CPU would be the peak of memory.
+    last = grad_loss.device.type == "cpu" and not torch._C._autograd._get_current_graph_task_keep_graph()
     needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-    grads = ((g.to(grad_loss.dtype) * grad_loss).to(g.dtype) if need else None for g, need in needed)
-    return *grads, None, [None] * ctx.constants, *(None,) * 7
+    # A compiler's stand-in for a tensor is of another type; its graph may not change what the forward pass returned.
+    grads = (_scale(g, grad_loss, last and type(g) is Tensor) if need else None for g, need in needed)
+    return *grads, None, [None] * ctx.constants, *(None,) * 8
 
 
 linear_policy_loss.register_autograd(_scale_gradients, setup_context=_keep_gradients)
@@ -98,16 +118,22 @@ linear_policy_loss.register_autograd(_scale_gradients, setup_context=_keep_gradi
 
 @torch.library.custom_op("rlplus::linear_logprob", mutates_args=())
 def linear_logprob(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: float, scratch_bytes: float
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    temperature: float,
+    scratch_bytes: float,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), entropy (N,)."""
     check_targets(target, torch.ones_like(target, dtype=torch.bool), len(weight))
     with without_autocast(hidden.device):
-        return chunked.logprob(Head(hidden, weight, bias, target, temperature), scratch_bytes)
+        return implementation(backend).logprob(Head(hidden, weight, bias, target, temperature), scratch_bytes)
 
 
 @linear_logprob.register_fake
-def _(hidden, weight, bias, target, temperature, scratch_bytes):  # type: ignore[no-untyped-def]
+def _(hidden, weight, bias, target, temperature, scratch_bytes, backend):  # type: ignore[no-untyped-def]
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     return hidden.new_empty(len(target), dtype=dtype), hidden.new_empty(len(target), dtype=dtype)
 
@@ -123,28 +149,30 @@ def linear_logprob_backward(
     temperature: float,
     scratch_bytes: float,
     needs: Sequence[bool],
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     head = Head(hidden, weight, bias, target, temperature)
     with without_autocast(hidden.device):
-        return chunked.logprob_backward(head, dlogprob, dentropy, scratch_bytes, list(needs))
+        return implementation(backend).logprob_backward(head, dlogprob, dentropy, scratch_bytes, list(needs))
 
 
 @linear_logprob_backward.register_fake
-def _(dlogprob, dentropy, hidden, weight, bias, target, temperature, scratch_bytes, needs):  # type: ignore[no-untyped-def]
+def _(dlogprob, dentropy, hidden, weight, bias, target, temperature, scratch_bytes, needs, backend):  # type: ignore[no-untyped-def]
     wanted = zip((hidden.shape, weight.shape, weight.shape[:1]), needs, strict=True)
     return tuple(hidden.new_empty(shape if need else (0,)) for shape, need in wanted)
 
 
 def _keep_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.temperature, ctx.scratch_bytes = inputs
+    *tensors, ctx.temperature, ctx.scratch_bytes, ctx.backend = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _recompute(ctx: Any, dlogprob: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:
     check_differentiated_once()
     needs = list(ctx.needs_input_grad[:3])
-    grads = linear_logprob_backward(dlogprob, dentropy, *ctx.saved_tensors, ctx.temperature, ctx.scratch_bytes, needs)
-    return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None
+    options = (ctx.temperature, ctx.scratch_bytes, needs, ctx.backend)
+    grads = linear_logprob_backward(dlogprob, dentropy, *ctx.saved_tensors, *options)
+    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 4
 
 
 linear_logprob.register_autograd(_recompute, setup_context=_keep_inputs)
