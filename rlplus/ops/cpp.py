@@ -40,11 +40,11 @@ def load() -> ctypes.CDLL | None:
     """The native library; None, with the reason in the log once, where it was not built or does not load."""
     try:
         library = ctypes.CDLL(str(LIBRARY))  # after torch, whose OpenMP it then shares
-    except OSError as error:
-        logger.info("the C++ kernels are not available (%s)", error)
+        for name in ("statistics", "gradient", "logits_bf16", "accumulate", "may_be_reclaimed"):
+            getattr(library, f"rlplus_{name}").restype = None
+    except (OSError, AttributeError) as error:  # not there, or of another version
+        logger.info("backend 'cpp' is not available, 'auto' is 'torch' on the CPU too: %s", error)
         return None
-    for name in ("statistics", "gradient", "logits_bf16", "accumulate", "may_be_reclaimed"):
-        getattr(library, f"rlplus_{name}").restype = None
     return library
 
 
@@ -262,7 +262,7 @@ def _take_scratch(size: int) -> Tensor:
 
 
 def _slots(active: Tensor) -> Tensor:
-    """The row whose gradient goes to each slot: active rows stay where they can, the others take inactive ones' places."""
+    """The row whose gradient goes to each slot: active rows stay if they can, the others take inactive rows' places."""
     rows = active.nonzero().squeeze(1)
     slots = torch.arange(len(rows), device=active.device)
     slots[~active[: len(rows)]] = rows[rows >= len(rows)]

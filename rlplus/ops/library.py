@@ -92,6 +92,7 @@ def _(hidden, weight, bias, target, constants, names, *options):  # type: ignore
 
 
 def _keep_gradients(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.set_materialize_grads(False)  # no zeros as large as dweight for the outputs that nothing depends on
     ctx.save_for_backward(*output[4:])
     ctx.constants = len(inputs[4])
 
