@@ -44,16 +44,16 @@ kernels: setup  ## compile the Triton kernels, no GPU needed; print registers, s
 
 clean:  ## remove the virtual environment, caches and build outputs; never a run
 	@if [ -e "$(MARK)" ]; then rm -rf "$(VENV)"; fi
-	rm -rf "$(VENV).lock" build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf "$(VENV).lock" rlplus/_C.so build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
 force:
 
-$(STAMP): pyproject.toml setup.py Makefile $(FORCE)
+$(STAMP): pyproject.toml setup.py csrc/rows.cpp Makefile $(FORCE)
 	@mkdir -p "$(dir $(VENV))"
 	exec 9> "$(VENV).lock"
 	flock 9
-	if [ -z "$(FORCE)" ] && [ "$@" -nt pyproject.toml ] && [ "$@" -nt setup.py ] && [ "$@" -nt Makefile ]; then
+	if [ -z "$(FORCE)" ] && [ "$@" -nt pyproject.toml ] && [ "$@" -nt setup.py ] && [ "$@" -nt csrc/rows.cpp ] && [ "$@" -nt Makefile ]; then
 	    exit 0  # another make finished it while this one waited
 	fi
 	if [ -e "$(MARK)" ] && { [ ! -e "$@" ] || [ -n "$(FORCE)" ]; }; then

@@ -77,7 +77,7 @@ def test_benchmarks_are_reported_apart(config_file, tmp_path, capsys):
             ["model.scratch=null", "model.path=nowhere"],
             r"want model.path a Hugging Face folder or hub name; got 'nowhere'",
         ),
-        (["train.backend=trito"], r"train.backend: want 'auto', 'reference', 'torch' or 'triton'; got 'trito'"),
+        (["train.backend=trito"], r"train.backend: want 'auto', 'reference', 'torch', 'cpp' or 'triton'; got 'trito'"),
     ],
 )
 def test_what_is_wrong_is_one_message(config_file, capsys, arguments, message):

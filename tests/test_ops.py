@@ -10,12 +10,14 @@ from closed_form import policy_loss as closed_policy_loss
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
-from rlplus.ops import chunked
+from rlplus.ops import chunked, cpp
 
 H = 7
 SCRATCH = {"one row": 1e-9, "few rows": 5 * 16 * 23e-6, "all rows": None}  # MB, for 23 tokens of vocabulary in fp64
 BACKENDS = [("reference", None), *(("torch", mb) for mb in SCRATCH.values())]
 BOTH = pytest.mark.parametrize("backend", ["reference", "torch"])
+CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))
+WITH_CPP = pytest.mark.parametrize("backend", ["reference", "torch", CPP])  # where inputs are of 32 bits or fewer
 EVERY = pytest.mark.parametrize(("backend", "max_scratch_mb"), BACKENDS, ids=["reference", *SCRATCH])
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 EVERYTHING = Objective("clip", "mis", **FEATURES["all"])
@@ -148,7 +150,7 @@ def test_low_precision_inputs_keep_the_errors_of_fp32(
     check_precision(got, head, constants, objective)
 
 
-@BOTH
+@WITH_CPP
 def test_autocast_does_not_lower_the_precision(backend: str) -> None:
     head, constants = sample(23, dtype=torch.float32)
     want = run(head, constants, EVERYTHING, backend=backend)
@@ -161,7 +163,7 @@ def test_autocast_does_not_lower_the_precision(backend: str) -> None:
     assert torch.equal(torch.autograd.grad(out.loss, leaf["hidden"])[0], want["dhidden"])
 
 
-@BOTH
+@WITH_CPP
 def test_fp16_survives_a_loss_scale_beyond_its_range(backend: str) -> None:
     head, constants = sample(8, dtype=torch.float16)
     head["hidden"].requires_grad_()

@@ -11,11 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlplus
 from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
-from rlplus.ops import BACKENDS, chunked, library
+from rlplus.ops import chunked, cpp, library
 
 N, H, V = 12, 4, 9
-EVERY = pytest.mark.parametrize("backend", BACKENDS)
-REGISTERED = pytest.mark.parametrize("backend", library.IMPLEMENTATIONS)
+CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))
+EVERY = pytest.mark.parametrize("backend", ["reference", "torch", CPP, "triton"])
+OPS = pytest.mark.parametrize("backend", ["torch", CPP, "triton"])
 EVERYTHING = Objective("clip", "mis", kl_coef=0.1, entropy_coef=0.2, mismatch_cap=2.0)
 
 
@@ -79,8 +80,8 @@ def test_the_torch_backend_never_holds_all_logits(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("needs", [[True, True, True], [False, True, False]])
 @pytest.mark.parametrize("engine", [True, False])
-@REGISTERED
-def test_policy_loss_is_a_well_formed_torch_op(backend: str, needs: list[bool], engine: bool) -> None:
+@OPS
+def test_policy_loss_is_a_well_formed_torch_op(needs: list[bool], engine: bool, backend: str) -> None:
     inputs = sample()
     for need, name in zip(needs, ("hidden", "weight", "bias"), strict=True):
         inputs[name].requires_grad_(need)
@@ -93,7 +94,7 @@ def test_policy_loss_is_a_well_formed_torch_op(backend: str, needs: list[bool], 
     torch.library.opcheck(library.linear_policy_loss, (*head, *options))
 
 
-@REGISTERED
+@OPS
 def test_logprob_is_a_well_formed_torch_op(backend: str) -> None:
     inputs = sample()
     head = (inputs["hidden"], inputs["weight"], inputs["bias"], inputs["target"])
@@ -109,7 +110,7 @@ def test_logprob_is_a_well_formed_torch_op(backend: str) -> None:
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @EVERY
 def test_compiles_into_one_graph(backend: str, compiler: str) -> None:
-    inputs = sample()
+    inputs = sample(dtype=torch.float32 if backend in ("cpp", "triton") else torch.float64)
     leaves = [inputs[k] for k in ("hidden", "weight", "bias")]
 
     def step(inputs: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -140,7 +141,7 @@ def test_backend_argument_and_environment(monkeypatch: pytest.MonkeyPatch) -> No
     """The torch backend passes through the registered op, the reference does not."""
     seen: list[str] = []
     original = library.linear_policy_loss
-    monkeypatch.setattr(library, "linear_policy_loss", lambda *a: (seen.append("torch"), original(*a))[1])
+    monkeypatch.setattr(library, "linear_policy_loss", lambda *a: (seen.append(a[-1]), original(*a))[1])
     inputs = sample()
 
     def uses_op(**options: Any) -> bool:
@@ -207,7 +208,7 @@ BAD_HEADS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 0.0}, "want temperature a finite number > 0; got 0.0"),
     ({"temperature": math.nan}, "want temperature a finite number > 0; got nan"),
     ({"max_scratch_mb": 0}, "want max_scratch_mb > 0; got 0"),
-    ({"backend": "trito"}, "want backend 'auto' or one of reference, torch, triton; got 'trito'"),
+    ({"backend": "trito"}, "want backend 'auto' or one of reference, torch, cpp, triton; got 'trito'"),
 ]
 BAD_LOSSES: list[tuple[dict[str, Any], str]] = [
     ({"advantage": torch.zeros(N + 1)}, r"want advantage .*floating \(12,\) on cpu; got float32 \(13,\)"),

@@ -14,9 +14,9 @@ ROOT = Path(__file__).parent.parent
 PROBE = "rlplus/kernels/probe.py"  # added to the copy that is built, so that the link is tested with any kernels
 
 
-def run(*command: str | Path, cwd: Path, path: Path | None = None) -> str:
+def run(*command: str | Path, cwd: Path, path: Path | None = None, **variables: str) -> str:
     """Standard output of a Python process; an error in it fails the test with all that it wrote."""
-    environment = {**os.environ, "PYTHONPATH": str(path) if path else ""}
+    environment = {**os.environ, "PYTHONPATH": str(path) if path else "", **variables}
     done = subprocess.run([sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -29,16 +29,16 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, copy)
     for name in ("rlplus", "kernels", "configs", "csrc"):
-        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     (copy / "kernels" / "probe.py").write_text("import triton\n")
     return copy
 
 
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that ``build`` makes from the sdist that it makes from the checkout."""
+    """The wheel without native code that ``build`` makes from the sdist that it makes from the checkout."""
     out = tmp_path_factory.mktemp("dist")
-    run("-m", "build", "--no-isolation", "--outdir", out, source, cwd=out)
+    run("-m", "build", "--no-isolation", "--outdir", out, source, cwd=out, RLPLUS_EXT="0")
     assert [path.name for path in out.glob("*.tar.gz")]
     return next(out.glob("*.whl"))
 
@@ -72,6 +72,33 @@ assert not elsewhere, elsewhere
 
 def test_command_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     assert "train" in run("-m", "rlplus", "--help", cwd=tmp_path, path=installed)
+
+
+def build_wheel(source: Path, out: Path, **variables: str) -> Path:
+    run("-m", "build", "--no-isolation", "--outdir", out, source, cwd=out, **variables)
+    return next(out.glob("*.whl"))
+
+
+def without_library(source: Path, out: Path) -> Path:
+    """A copy of the source in which nothing is built yet."""
+    return Path(shutil.copytree(source, out / "copy", symlinks=True, ignore=shutil.ignore_patterns("*.so", "build")))
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_native_library_is_in_the_wheel_where_there_is_a_compiler(source: Path, tmp_path: Path) -> None:
+    wheel = build_wheel(without_library(source, tmp_path), tmp_path, RLPLUS_EXT="1")
+    assert wheel.name.split("-")[2:4] == ["py3", "none"]
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    script = "from rlplus.ops import cpp; assert cpp.load(); print(cpp.LIBRARY)"
+    assert run("-c", script, cwd=tmp_path, path=tmp_path / "site").strip() == str(tmp_path / "site/rlplus/_C.so")
+
+
+def test_a_failed_build_leaves_a_working_wheel_unless_it_is_asked_for(source: Path, tmp_path: Path) -> None:
+    copy = without_library(source, tmp_path)
+    wheel = build_wheel(copy, tmp_path, RLPLUS_EXT="", CXX="false")
+    assert "rlplus/_C.so" not in zipfile.ZipFile(wheel).namelist()
+    with pytest.raises(AssertionError, match=r"command 'false' failed|exit code 1"):
+        build_wheel(copy, tmp_path, RLPLUS_EXT="1", CXX="false")
 
 
 def test_import_is_cheap() -> None:

@@ -254,7 +254,7 @@ class TrainConfig(Section):
     zero_stage: Literal[1, 2, 3] = 1
     seed: NonNegative = 0
     deepspeed: dict[str, Any] = {}
-    backend: Literal["auto", "reference", "torch", "triton"] = "auto"
+    backend: Literal["auto", "reference", "torch", "cpp", "triton"] = "auto"
     max_scratch_mb: Count | None = None
     max_nonfinite: Count = 3
 

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.objective.inputs import check_constants, check_tensor, check_weights, describe
-from rlplus.ops import library, reference
+from rlplus.ops import cpp, library, reference
 from rlplus.ops.chunked import Head
 
-BACKENDS = ("reference", "torch", "triton")
-HAS_TRITON = find_spec("triton") is not None
+BACKENDS = ("reference", *library.MODULES)
 MAX_SCRATCH_MB = 1250.0
 
 
@@ -67,8 +66,8 @@ def linear_policy_loss(
     grad_filter        drop, per chunk, the smallest rows of the backward pass while their summed L1 mass stays within
                        this share of the whole; refused with an entropy bonus
     max_scratch_mb     memory for logits, 10^6 bytes; None = 1250
-    backend            "auto", "torch", "triton" (CUDA; bf16, fp16, fp32) or "reference"; "auto" is triton where it can
-                       run, else torch; the environment variable RLPLUS_BACKEND replaces "auto"
+    backend            "auto" (cpp for CPU tensors where it is built, else torch), "torch", "cpp", "triton" (CUDA; bf16,
+                       fp16, fp32) or "reference"; the environment variable RLPLUS_BACKEND replaces "auto"
 
     Differentiable once. Raises ValueError for wrong shapes, dtypes, devices, options and (on the CPU; elsewhere
     asserted on the device) for targets outside [0, V) and non-finite weights.
@@ -86,7 +85,7 @@ def linear_policy_loss(
             f"want grad_filter 0 with an entropy bonus (its gradient is not bounded by 1 - p); got {grad_filter}"
         )
     scratch = _scratch_bytes(max_scratch_mb)
-    backend = resolve_backend(backend, head.hidden)
+    backend = resolve_backend(backend, hidden.device.type, hidden.dtype)
     if backend == "reference":
         check_weights(constants)
         library.check_targets(head.target, constants.token_weight != 0, len(weight))
@@ -121,7 +120,7 @@ def linear_logprob(
     """
     head = _head(hidden, weight, target, bias, temperature)
     scratch = _scratch_bytes(max_scratch_mb)
-    backend = resolve_backend(backend, head.hidden)
+    backend = resolve_backend(backend, hidden.device.type, hidden.dtype)
     if backend == "reference":
         library.check_targets(head.target, torch.ones_like(head.target, dtype=torch.bool), len(weight))
         logprob, entropy = reference.logprob_and_entropy(head)
@@ -157,24 +156,28 @@ class RLPlusLoss(nn.Module):
 
 
 @torch.compiler.assume_constant_result
-def resolve_backend(name: str, hidden: Tensor) -> str:
-    """The backend that runs for such inputs; ValueError says what there is, or what the one asked for lacks."""
+def resolve_backend(name: str, device: str, dtype: torch.dtype) -> str:
+    """The backend that runs on tensors of that device type and dtype; ValueError says what is wrong with the choice."""
     if name == "auto":
         name = os.environ.get("RLPLUS_BACKEND") or "auto"
     if name == "auto":
-        return "triton" if hidden.is_cuda and HAS_TRITON and hidden.dtype != torch.float64 else "torch"
+        return "cpp" if device == "cpu" and dtype in cpp.DTYPES and cpp.load() else "torch"
     if name not in BACKENDS:
         raise ValueError(f"want backend 'auto' or one of {', '.join(BACKENDS)}; got {name!r}")
+    if name == "cpp":
+        cpp.check(device, dtype)
     if name == "triton":
-        if not HAS_TRITON:
-            raise ValueError("backend 'triton' needs the package triton, which is not installed")
-        if not hidden.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ValueError(
-                f"backend 'triton' needs CUDA tensors, or TRITON_INTERPRET=1 for tests; got {describe(hidden)}"
-            )
-        if hidden.dtype == torch.float64:
-            raise ValueError(f"backend 'triton' needs bf16, fp16 or fp32; got {describe(hidden)}")
+        _check_triton(device, dtype)
     return name
+
+
+def _check_triton(device: str, dtype: torch.dtype) -> None:
+    if find_spec("triton") is None:
+        raise ValueError("backend 'triton' needs the package triton, which is not installed")
+    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"backend 'triton' needs CUDA tensors, or TRITON_INTERPRET=1 for tests; got {device}")
+    if dtype == torch.float64:
+        raise ValueError(f"backend 'triton' needs bf16, fp16 or fp32; got {dtype}")
 
 
 def _scratch_bytes(max_scratch_mb: float | None) -> float:

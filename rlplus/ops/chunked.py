@@ -181,9 +181,9 @@ def _backward(
     else:  # counting them would wait for the device
         dz, hidden = dz.masked_fill_(~active[:, None], 0.0), hidden.masked_fill(~active[:, None], 0.0)
     if grads.hidden.numel():
-        grads.hidden[keep] = _dhidden(dz, head).to(grads.hidden.dtype)
+        grads.hidden[keep] = dhidden(dz, head).to(grads.hidden.dtype)
     if grads.weight.numel():
-        _add_dweight(grads.weight, dz, hidden)
+        add_dweight(grads.weight, dz, hidden)
     if grads.bias.numel():
         grads.bias.add_(dz.sum(0))
 
@@ -202,19 +202,26 @@ def _blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]
 def _logits(hidden: Tensor, head: Head) -> Tensor:
     if _mixed(head):
         return torch.mm(hidden, head.weight.t(), out_dtype=head.dtype)
-    hidden, z = hidden.to(head.dtype), hidden.new_empty(len(hidden), len(head.weight), dtype=head.dtype)
-    for v, block in _blocks(head.weight, head.dtype):
+    return logits_into(hidden, head, hidden.new_empty(len(hidden), len(head.weight), dtype=head.dtype))
+
+
+def logits_into(hidden: Tensor, head: Head, z: Tensor) -> Tensor:
+    """hidden weight^T of any dtype, multiplied in that of z (n, V), and written there."""
+    hidden = hidden.to(z.dtype)
+    for v, block in _blocks(head.weight, z.dtype):
         torch.mm(hidden, block.t(), out=z[:, v])
     return z
 
 
-def _dhidden(dz: Tensor, head: Head) -> Tensor:
+def dhidden(dz: Tensor, head: Head) -> Tensor:
+    """dz weight: (n, V) -> (n, H), in the accumulation dtype."""
     if _mixed(head):
         return torch.mm(dz.to(head.hidden.dtype), head.weight, out_dtype=head.dtype)
     return sum(dz[:, v] @ block for v, block in _blocks(head.weight, head.dtype))  # type: ignore[return-value]
 
 
-def _add_dweight(dweight: Tensor, dz: Tensor, hidden: Tensor) -> None:
+def add_dweight(dweight: Tensor, dz: Tensor, hidden: Tensor) -> None:
+    """dweight (V, H) += dz^T hidden."""
     if dz.is_cuda and hidden.dtype != dweight.dtype:
         for start in range(0, len(dweight), VOCABULARY_BLOCK):  # in blocks: the product to add is a copy in fp32
             v = slice(start, start + VOCABULARY_BLOCK)

@@ -6,6 +6,7 @@ The policy loss computes its gradients in the forward pass and hands them out in
 from collections.abc import Sequence
 from importlib import import_module
 from math import inf
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,16 +16,17 @@ from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.objective.inputs import check_differentiated_once, check_values, check_weights
 from rlplus.ops.chunked import Head, without_autocast
 
-IMPLEMENTATIONS = {
-    "torch": "rlplus.ops.chunked",
-    "triton": "rlplus.ops.triton",
-}
 COEFFICIENTS = ("gamma", "kappa", "clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_coef", "mismatch_cap")
+MODULES = {  # of rlplus.ops, by backend: policy_loss, logprob, logprob_backward, each as in `chunked`
+    "torch": "chunked",
+    "cpp": "cpp",
+    "triton": "triton",
+}
 
 
-def implementation(backend: str) -> Any:
-    """The module that is that backend, with policy_loss, logprob and logprob_backward; imported when first used."""
-    return import_module(IMPLEMENTATIONS[backend])
+def implementation(backend: str) -> ModuleType:
+    """The module that computes; a backend is imported when it is first used."""
+    return import_module(f"rlplus.ops.{MODULES[backend]}")
 
 
 def encode(objective: Objective) -> tuple[str, list[float]]:
@@ -81,7 +83,7 @@ def linear_policy_loss(
 
 @linear_policy_loss.register_fake
 def _(hidden, weight, bias, target, constants, names, *options):  # type: ignore[no-untyped-def]
-    *_, needs, _backend = options
+    *_, needs, _ = options
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     stats = STATS + MISMATCH_STATS if "engine_logprob" in names.split() else STATS
     rows = (hidden.new_empty(len(target), dtype=dtype) for _ in range(2))
@@ -91,15 +93,25 @@ def _(hidden, weight, bias, target, constants, names, *options):  # type: ignore
 
 
 def _keep_gradients(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.set_materialize_grads(False)  # no zeros as large as dweight for the outputs that nothing depends on
     ctx.save_for_backward(*output[4:])
     ctx.constants = len(inputs[4])
 
 
+def _scale(gradient: Tensor, by: Tensor, in_place: bool) -> Tensor:
+    """gradient * by, multiplied in fp32 (fp64): a loss scale of 65536 is infinite in fp16."""
+    if not in_place:
+        return (gradient.to(by.dtype) * by).to(gradient.dtype)
+    return gradient.mul_(by)
+
+
 def _scale_gradients(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | list[None] | None, ...]:
     check_differentiated_once()
-    # In fp32: a loss scale of 65536 is infinite in fp16.
+    # Where the graph is not kept nobody else reads them, and a second dweight on the CPU would be the peak of memory.
+    last = grad_loss.device.type == "cpu" and not torch._C._autograd._get_current_graph_task_keep_graph()
     needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-    grads = ((g.to(grad_loss.dtype) * grad_loss).to(g.dtype) if need else None for g, need in needed)
+    # A compiler's stand-in for a tensor is of another type; its graph may not change what the forward pass returned.
+    grads = (_scale(g, grad_loss, last and type(g) is Tensor) if need else None for g, need in needed)
     return *grads, None, [None] * ctx.constants, *(None,) * 8
 
 
@@ -123,7 +135,7 @@ def linear_logprob(
 
 
 @linear_logprob.register_fake
-def _(hidden, weight, bias, target, *options):  # type: ignore[no-untyped-def]
+def _(hidden, weight, bias, target, temperature, scratch_bytes, backend):  # type: ignore[no-untyped-def]
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     return hidden.new_empty(len(target), dtype=dtype), hidden.new_empty(len(target), dtype=dtype)
 
@@ -160,10 +172,9 @@ def _keep_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _recompute(ctx: Any, dlogprob: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:
     check_differentiated_once()
     needs = list(ctx.needs_input_grad[:3])
-    grads = linear_logprob_backward(
-        dlogprob, dentropy, *ctx.saved_tensors, ctx.temperature, ctx.scratch_bytes, needs, ctx.backend
-    )
-    return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None, None
+    options = (ctx.temperature, ctx.scratch_bytes, needs, ctx.backend)
+    grads = linear_logprob_backward(dlogprob, dentropy, *ctx.saved_tensors, *options)
+    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 4
 
 
 linear_logprob.register_autograd(_recompute, setup_context=_keep_inputs)

@@ -27,9 +27,9 @@ from rlplus.ops.chunked import (
     VOCABULARY_BLOCK,
     Gradients,
     Head,
-    _add_dweight,
-    _dhidden,
     _logits,
+    add_dweight,
+    dhidden,
     drop_smallest,
 )
 
@@ -181,15 +181,15 @@ class GradientBuffer:
         if filled:
             dlogits, token = self.dlogits[:filled], self.token[:filled]
             if self.grads.hidden.numel():
-                dhidden = _dhidden(dlogits, self.head)
+                gradient = dhidden(dlogits, self.head)
                 if self.scale is not None:
-                    dhidden /= self.scale
-                self.grads.hidden.index_copy_(0, token, dhidden.to(self.grads.hidden.dtype))
+                    gradient /= self.scale
+                self.grads.hidden.index_copy_(0, token, gradient.to(self.grads.hidden.dtype))
             if self.grads.weight.numel():
                 hidden = self.head.hidden[token]
                 if self.fixed:
                     hidden.masked_fill_(~self.active[token, None], 0.0)
-                _add_dweight(self.grads.weight, dlogits, hidden)
+                add_dweight(self.grads.weight, dlogits, hidden)
             if self.grads.bias.numel():
                 self.grads.bias.add_(dlogits.sum(0, dtype=self.grads.bias.dtype))
         self.filled.zero_()

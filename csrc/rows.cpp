@@ -1,0 +1,306 @@
+// The CPU kernels of rlplus as a plain C library: no torch, no Python; called through ctypes by rlplus/ops/cpp.py.
+//
+// A row is one token's V logits in fp32. `statistics` reads a row once; `gradient` then writes the row's gradient, fp32
+// or bf16, over a row that is no longer needed. Between the two the caller turns logprobs into slopes with the
+// package's one definition of the objectives: (N,) vectors, a thousandth of the time of a chunk's GEMMs.
+//
+// Compile without -ffast-math: NaN and infinity must come out where they went in.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define EVERY_CPU
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+constexpr int64_t BLOCK = 2048;  // columns at a time: they stay in the first-level cache between max and sum
+
+template <class To, class From>
+INLINE To bits(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To y;
+  std::memcpy(&y, &x, sizeof y);
+  return y;
+}
+
+// 2^x for x <= 0 to about 1 ulp; 0 below -126, where fp32 has no normal numbers left. NaN stays NaN.
+INLINE float exp2_nonpositive(float x) {
+  const float y = x < -126.f ? -126.f : x;
+  const float shifted = y + 12582912.f;  // 1.5 * 2^23: the sum's last bits are y rounded to an integer
+  const float f = y - (shifted - 12582912.f);
+  float p = 1.5403530e-4f;
+  p = p * f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.0f;
+  const float scale = bits<float>((bits<uint32_t>(shifted) + 127u) << 23);
+  return x < -126.f ? 0.f : p * scale;
+}
+
+INLINE void store(float x, float& out) { out = x; }
+INLINE void store(float x, uint16_t& out) {  // bf16, to nearest even
+  const uint32_t u = bits<uint32_t>(x);
+  out = uint16_t(x != x ? 0x7fc0u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+// What the gradient needs of a row: max of z + bias, sum of e = exp((z + bias - max) / T), and its entropy.
+struct Row {
+  float max, sum, logprob, entropy;
+};
+
+template <bool BIAS>
+INLINE float logit(const float* z, const float* bias, int64_t j) {
+  return BIAS ? z[j] + bias[j] : z[j];
+}
+
+template <bool BIAS>
+INLINE void statistics_row(const float* __restrict z, const float* __restrict bias, int64_t V, int64_t target,
+                           float inv_temperature, Row* out) {
+  const float scale = inv_temperature * LOG2E, none = -std::numeric_limits<float>::infinity();
+  float max = none, sum = 0.f, moment = 0.f;  // moment = sum of e * log2(e)
+  for (int64_t start = 0; start < V; start += BLOCK) {
+    const int64_t stop = std::min(V, start + BLOCK);
+    float block_max = none;
+#pragma omp simd reduction(max : block_max)
+    for (int64_t j = start; j < stop; ++j) {
+      const float x = logit<BIAS>(z, bias, j);
+      block_max = x > block_max ? x : block_max;
+    }
+    if (block_max > max) {
+      if (sum > 0.f) {
+        const float x = (max - block_max) * scale, r = exp2_nonpositive(x);
+        moment = (moment + (r > 0.f ? sum * x : 0.f)) * r;
+        sum *= r;
+      }
+      max = block_max;
+    }
+    const float origin = max == none ? 0.f : max;  // -inf - -inf is no number
+    float block_sum = 0.f, block_moment = 0.f;
+#pragma omp simd reduction(+ : block_sum, block_moment)
+    for (int64_t j = start; j < stop; ++j) {
+      const float x = (logit<BIAS>(z, bias, j) - origin) * scale;
+      const float e = exp2_nonpositive(x);
+      block_sum += e;
+      block_moment += e * (x < -126.f ? 0.f : x);  // 0 * -inf is no number
+    }
+    sum += block_sum;
+    moment += block_moment;
+  }
+  const float log_sum = std::log(sum);
+  out->max = max;
+  out->sum = sum;
+  out->entropy = log_sum - moment / sum * LN2;
+  const bool known = target >= 0 && target < V;
+  out->logprob = known ? (logit<BIAS>(z, bias, known ? target : 0) - max) * inv_temperature - log_sum
+                       : std::numeric_limits<float>::quiet_NaN();
+}
+
+// dz_j = [c (1[j = target] - p_j) - e p_j (log p_j + entropy)] / T, block by block through a small array: `out` may be
+// the memory of z, and narrower.
+template <class T, bool BIAS, bool ENTROPY>
+INLINE void gradient_row(const float* z, const float* __restrict bias, int64_t V, int64_t target,
+                         float inv_temperature, const Row& row, float dlogprob, float dentropy, T* out) {
+  const float scale = inv_temperature * LOG2E, inv_sum = 1.f / row.sum;
+  const float c = dlogprob * inv_temperature, e = dentropy * inv_temperature;
+  const float offset = row.entropy - std::log(row.sum);
+  T block[BLOCK];
+  for (int64_t start = 0; start < V; start += BLOCK) {
+    const int64_t n = std::min(BLOCK, V - start);
+#pragma omp simd
+    for (int64_t j = 0; j < n; ++j) {
+      float x = (logit<BIAS>(z, bias, start + j) - row.max) * scale;
+      const float p = exp2_nonpositive(x) * inv_sum;
+      x = x < -126.f ? -126.f : x;
+      store(ENTROPY ? -p * (c + e * (x * LN2 + offset)) : -p * c, block[j]);
+    }
+    std::memcpy(out + start, block, n * sizeof(T));
+  }
+  if (target >= 0 && target < V && dlogprob != 0.f) {
+    // -expm1 keeps 1 - p accurate near p = 1.
+    const float p = std::exp(row.logprob);
+    const float bonus = ENTROPY && p > 0.f ? dentropy * p * (row.logprob + row.entropy) : 0.f;
+    store((dlogprob * -std::expm1(row.logprob) - bonus) * inv_temperature, out[target]);
+  }
+}
+
+template <class T, bool BIAS>
+INLINE void gradient_any(const float* z, const float* bias, int64_t V, int64_t target, float inv_temperature,
+                         const Row& row, float dlogprob, float dentropy, T* out) {
+  if (dentropy == 0.f)
+    gradient_row<T, BIAS, false>(z, bias, V, target, inv_temperature, row, dlogprob, dentropy, out);
+  else
+    gradient_row<T, BIAS, true>(z, bias, V, target, inv_temperature, row, dlogprob, dentropy, out);
+}
+
+EVERY_CPU void statistics_one(const float* z, const float* bias, int64_t V, int64_t target, float inv_temperature,
+                              Row* out) {
+  if (bias)
+    statistics_row<true>(z, bias, V, target, inv_temperature, out);
+  else
+    statistics_row<false>(z, nullptr, V, target, inv_temperature, out);
+}
+
+EVERY_CPU void gradient_fp32(const float* z, const float* bias, int64_t V, int64_t target, float inv_temperature,
+                             const Row& row, float dlogprob, float dentropy, float* out) {
+  if (bias)
+    gradient_any<float, true>(z, bias, V, target, inv_temperature, row, dlogprob, dentropy, out);
+  else
+    gradient_any<float, false>(z, nullptr, V, target, inv_temperature, row, dlogprob, dentropy, out);
+}
+
+EVERY_CPU void gradient_bf16(const float* z, const float* bias, int64_t V, int64_t target, float inv_temperature,
+                             const Row& row, float dlogprob, float dentropy, uint16_t* out) {
+  if (bias)
+    gradient_any<uint16_t, true>(z, bias, V, target, inv_temperature, row, dlogprob, dentropy, out);
+  else
+    gradient_any<uint16_t, false>(z, nullptr, V, target, inv_temperature, row, dlogprob, dentropy, out);
+}
+
+constexpr int TILE = 16;
+
+#if defined(__GNUC__) && !defined(__clang__)
+typedef uint32_t Lanes __attribute__((vector_size(4 * TILE)));
+
+// One of the four steps that transpose a tile: exchange the off-diagonal blocks of size S.
+template <unsigned S>
+INLINE void exchange(Lanes* r) {
+  Lanes low, high;
+  for (unsigned j = 0; j < TILE; ++j) {
+    low[j] = j & S ? TILE + j - S : j;
+    high[j] = j & S ? TILE + j : j + S;
+  }
+  for (unsigned i = 0; i < TILE; ++i)
+    if (!(i & S)) {
+      const Lanes a = r[i], b = r[i + S];
+      r[i] = __builtin_shuffle(a, b, low);
+      r[i + S] = __builtin_shuffle(a, b, high);
+    }
+}
+
+INLINE void transpose(const uint32_t* w, int64_t stride, uint32_t* out, int64_t out_stride) {
+  Lanes r[TILE];
+  for (int i = 0; i < TILE; ++i) std::memcpy(&r[i], w + i * stride, sizeof r[i]);
+  exchange<1>(r);
+  exchange<2>(r);
+  exchange<4>(r);
+  exchange<8>(r);
+  for (int i = 0; i < TILE; ++i) std::memcpy(out + i * out_stride, &r[i], sizeof r[i]);
+}
+#else
+INLINE void transpose(const uint32_t* w, int64_t stride, uint32_t* out, int64_t out_stride) {
+  for (int i = 0; i < TILE; ++i)
+    for (int j = 0; j < TILE; ++j) out[i * out_stride + j] = w[j * stride + i];
+}
+#endif
+
+// w (n, pairs) -> out (pairs, n), both of bf16 pairs: the layout in which the CPU multiplies bf16.
+EVERY_CPU void pack(const uint32_t* __restrict w, int64_t stride, int64_t n, int64_t pairs, uint32_t* __restrict out) {
+  for (int64_t v = 0; v < n; v += TILE)
+    for (int64_t k = 0; k < pairs; k += TILE)
+      if (v + TILE <= n && k + TILE <= pairs)
+        transpose(w + v * stride + k, stride, out + k * n + v, n);
+      else
+        for (int64_t i = k; i < std::min(pairs, k + TILE); ++i)
+          for (int64_t j = v; j < std::min(n, v + TILE); ++j) out[i * n + j] = w[j * stride + i];
+}
+
+// The sum of bf16 matrices in fp32: sum = x, sum += x or, the last, x = sum + x.
+EVERY_CPU void accumulate(float* __restrict sum, uint16_t* __restrict x, int64_t n, bool first, bool last) {
+  if (first) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) sum[i] = bits<float>(uint32_t(x[i]) << 16);
+  } else if (last) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) store(sum[i] + bits<float>(uint32_t(x[i]) << 16), x[i]);
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) sum[i] += bits<float>(uint32_t(x[i]) << 16);
+  }
+}
+
+using Brgemm = void (*)(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add_C,
+                        const void* A, const void* B, float* C, bool is_vnni);
+using BrgemmRelease = void (*)(bool is_vnni);
+
+}  // namespace
+
+extern "C" {
+
+// z (n, V) fp32, bias (V,) or null, target (n,) -> rows (n, 4): max, sum, logprob (NaN where the target is no token), entropy.
+void rlplus_statistics(const float* z, const float* bias, const int64_t* target, int64_t n, int64_t V,
+                       float inv_temperature, Row* rows, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t i = 0; i < n; ++i) statistics_one(z + i * V, bias, V, target[i], inv_temperature, rows + i);
+}
+
+// For s < n: row s of the buffer becomes the gradient of row source[s], fp32 or, in the front half of the row's memory,
+// bf16. Each source is its own slot or a row that is no slot, and each slot is its own source or a row that is no
+// source, so rows may be done in any order. target, rows, dlogprob and dentropy (or null) are indexed by source.
+void rlplus_gradient(float* z, const float* bias, const int64_t* source, int64_t n, int64_t V, const int64_t* target,
+                     float inv_temperature, const Row* rows, const float* dlogprob, const float* dentropy, int to_bf16,
+                     int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t s = 0; s < n; ++s) {
+    const int64_t i = source[s];
+    const float e = dentropy ? dentropy[i] : 0.f;
+    const float* row = z + i * V;
+    if (to_bf16)
+      gradient_bf16(row, bias, V, target[i], inv_temperature, rows[i], dlogprob[i], e, (uint16_t*)(z + s * V));
+    else
+      gradient_fp32(row, bias, V, target[i], inv_temperature, rows[i], dlogprob[i], e, z + s * V);
+  }
+}
+
+// hidden (n, H), weight (V, H) bf16, H even -> z (n, V) = hidden weight^T in fp32, which torch.mm does not offer on the
+// CPU. The caller passes torch's own oneDNN GEMM. columns: of the vocabulary at a time, packed into cache.
+void rlplus_logits_bf16(Brgemm gemm, BrgemmRelease release, const uint16_t* hidden, int64_t hidden_stride,
+                        const uint16_t* weight, int64_t weight_stride, int64_t n, int64_t H, int64_t V, float* z,
+                        int64_t columns, int64_t panel, int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    std::vector<uint32_t> packed(columns * (H / 2));
+#pragma omp for schedule(static)
+    for (int64_t v = 0; v < V; v += columns) {
+      const int64_t width = std::min(columns, V - v);
+      pack((const uint32_t*)(weight + v * weight_stride), weight_stride / 2, width, H / 2, packed.data());
+      for (int64_t i = 0; i < n; i += panel)
+        gemm(std::min(panel, n - i), width, H, hidden_stride, width, V, false, hidden + i * hidden_stride,
+             packed.data(), z + i * V + v, true);
+    }
+    release(true);
+  }
+}
+
+// sum (rows, columns) fp32, x bf16 of the same shape: sum = x (first), x = sum + x rounded (last), else sum += x.
+void rlplus_accumulate(float* sum, uint16_t* x, int64_t rows, int64_t columns, int first, int last, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t i = 0; i < rows; ++i) accumulate(sum + i * columns, x + i * columns, columns, first, last);
+}
+
+// The contents may be lost and the kernel may take the memory back when it needs it; until then it stays mapped.
+void rlplus_may_be_reclaimed(void* start, int64_t bytes) {
+#ifdef MADV_FREE
+  const uintptr_t page = uintptr_t(sysconf(_SC_PAGESIZE)), end = uintptr_t(start) + bytes;
+  const uintptr_t first = (uintptr_t(start) + page - 1) / page * page;
+  if (end > first) madvise(reinterpret_cast<void*>(first), (end - first) / page * page, MADV_FREE);  // only advice
+#else
+  (void)start, (void)bytes;
+#endif
+}
+}

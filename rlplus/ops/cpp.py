@@ -1,0 +1,281 @@
+"""The `cpp` backend: the one pass of `chunked` on the CPU, with the native row kernels of csrc/rows.cpp.
+
+One buffer (rows, V) of fp32 holds a chunk's logits and, where the rows without a gradient were, the gradients of the
+chunks before it. When little room is left the two backward GEMMs take all of them at once: they stay large however few
+rows of a chunk have a gradient. Between the two row kernels the objective is `token_loss` itself.
+
+fp32 and fp16 inputs: GEMMs and gradient rows in fp32. bf16 inputs: bf16 GEMMs that accumulate in fp32; the logits stay
+fp32 (torch's oneDNN kernel returns them so), their gradient is rounded to bf16 once. Where that kernel or the
+instructions are missing, or H is odd, bf16 inputs take the path of fp16: as exact, slower.
+
+Scratch: rows = min(512, max_scratch_mb * 10^6 / (4 V)). 512 rows cost the GEMMs 1 to 3 % over whole ones.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
+from rlplus.ops.chunked import Gradients, Head, add_dweight, dhidden, drop_smallest, logits_into
+
+logger = logging.getLogger(__name__)
+
+LIBRARY = Path(__file__).parent.parent / "_C.so"
+CHUNK_ROWS = 512
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PACKED_BYTES = 2**18  # of the weight at a time, for the bf16 GEMM: half of a second-level cache
+PANEL_ROWS = 64  # rows of the bf16 GEMM at a time: few shapes, for each is compiled at its first use
+
+Slopes = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""rows, logprob (n,), entropy (n,) -> dlogprob (n,), dentropy (n,) or None."""
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    """The native library; None, with the reason in the log once, where it was not built or does not load."""
+    try:
+        library = ctypes.CDLL(str(LIBRARY))  # after torch, whose OpenMP it then shares
+        for name in ("statistics", "gradient", "logits_bf16", "accumulate", "may_be_reclaimed"):
+            getattr(library, f"rlplus_{name}").restype = None
+    except (OSError, AttributeError) as error:  # not there, or of another version
+        logger.info("backend 'cpp' is not available, 'auto' is 'torch' on the CPU too: %s", error)
+        return None
+    return library
+
+
+def check(device: str, dtype: torch.dtype) -> None:
+    """ValueError unless this backend can take tensors of that device type and dtype here."""
+    if load() is None:
+        raise ValueError(
+            f"want backend 'cpp' built: {LIBRARY} is missing or does not load; "
+            "install a C++ compiler and run RLPLUS_EXT=1 pip install -e . (or make setup)"
+        )
+    if device != "cpu" or dtype not in DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+        raise ValueError(
+            f"want CPU tensors of {names} for backend 'cpp'; got {str(dtype).removeprefix('torch.')} on {device}"
+        )
+
+
+@cache
+def _torch_gemm() -> tuple[ctypes.c_void_p, ctypes.c_void_p] | None:
+    """torch's GEMM from bf16 to fp32 and its clean-up; None where torch or the CPU has none.
+
+    Not a public function, so it is looked up by its C++ name, which spells the types of its arguments: a torch in which
+    they differ does not have it.
+    """
+    if not torch.cpu._is_avx512_bf16_supported():
+        return None
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    names = "brgemmEllllllbPKN3c108BFloat16ES5_Pfb", "brgemm_releaseEb"
+    try:
+        gemm, release = (getattr(library, f"_ZN2at6native7cpublas{i}{n}") for i, n in zip((6, 14), names, strict=True))
+    except AttributeError:
+        logger.info("this torch has no bf16 GEMM with fp32 results; bf16 inputs are widened to fp32")
+        return None
+    return ctypes.cast(gemm, ctypes.c_void_p), ctypes.cast(release, ctypes.c_void_p)
+
+
+def policy_loss(
+    head: Head,
+    constants: TokenConstants,
+    objective: Objective,
+    grad_filter: float,
+    scratch_bytes: float,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed."""
+    names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
+    loss, stats = head.hidden.new_zeros((), dtype=head.dtype), head.hidden.new_zeros(len(names), dtype=head.dtype)
+
+    def slopes(rows: slice, logprob: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
+        part = TokenConstants(*(None if x is None else x[rows] for x in constants))  # type: ignore[arg-type]
+        out = token_loss(logprob, entropy, part, objective)
+        loss.add_(out.loss)
+        stats.add_(torch.stack(list(out.stats.values())))
+        return drop_smallest(out.dlogprob, logprob, grad_filter), out.dentropy if objective.entropy_coef else None
+
+    one = _OnePass(head, scratch_bytes, needs)
+    one.run(slopes)
+    return loss, one.logprob, one.entropy, stats, one.finish()
+
+
+def logprob(head: Head, scratch_bytes: float) -> tuple[Tensor, Tensor]:
+    """-> logprob (N,), entropy (N,)."""
+    one = _OnePass(head, scratch_bytes, [False] * 3)
+    one.run(None)
+    return one.logprob, one.entropy
+
+
+def logprob_backward(
+    head: Head, dlogprob: Tensor, dentropy: Tensor, scratch_bytes: float, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of sum(dlogprob * logprob + dentropy * entropy); recomputes the logits."""
+    one = _OnePass(head, scratch_bytes, needs)
+    one.run(lambda rows, *_: (dlogprob[rows], dentropy[rows]))
+    return one.finish()
+
+
+class _OnePass:
+    """The chunk buffer, the gradient rows that wait at its front, and the outputs."""
+
+    def __init__(self, head: Head, scratch_bytes: float, needs: list[bool]) -> None:
+        library = load()
+        assert library is not None
+        N, V = len(head.target), len(head.weight)
+        rows = max(1, min(N, CHUNK_ROWS, int(scratch_bytes // (4 * V))))
+        narrow = head.hidden.dtype == torch.bfloat16 and head.hidden.shape[1] % 2 == 0
+        self.library = library
+        self.head = head._replace(
+            hidden=_dense(head.hidden), weight=_dense(head.weight), target=head.target.contiguous()
+        )
+        self.bias = None if head.bias is None else head.bias.to(torch.float32).contiguous()
+        self.gemm = _torch_gemm() if narrow else None
+        self.needs = needs
+        # dweight apart: its first term is written, not added to zeros.
+        self.grads = Gradients.zeros(head, [needs[0], False, needs[2]])
+        shape = head.weight.shape if needs[1] else torch.Size([0])
+        self.scratch = _take_scratch(rows * V + (shape.numel() if self.gemm else 0))
+        self.buffer = self.scratch[: rows * V].view(rows, V)
+        self.partial: Tensor | None = None
+        if self.gemm is None:
+            self.dweight = head.hidden.new_empty(shape, dtype=torch.float32)
+        else:  # the sum in fp32, and the result of each GEMM, in the end of all of them
+            self.dweight = self.scratch[rows * V :][: shape.numel()].view(shape)
+            self.partial = head.hidden.new_empty(shape)
+        self.started = False  # whether dweight has its first term
+        self.logprob, self.entropy = (head.hidden.new_empty(N, dtype=torch.float32) for _ in range(2))
+        self.waiting = head.target[:0]  # the tokens whose gradient rows stand at the front of the buffer
+
+    def run(self, slopes: Slopes | None) -> None:
+        start, N, rows = 0, len(self.logprob), len(self.buffer)
+        while start < N:
+            if 4 * (rows - len(self.waiting)) < rows:
+                self._multiply(last=False)
+            filled = len(self.waiting)
+            part = slice(start, min(N, start + rows - filled))
+            z = self.buffer[filled : filled + part.stop - start]
+            self._logits(part, z)
+            statistics = self._statistics(part, z)
+            if slopes is not None:
+                slope = slopes(part, self.logprob[part], self.entropy[part])
+                if any(self.needs):
+                    self._gradient(part, z, statistics, *slope)
+            start = part.stop
+        if any(self.needs):
+            self._multiply(last=True)
+        self.library.rlplus_may_be_reclaimed(_pointer(self.scratch), _size(self.scratch.nbytes))
+        _kept[:] = [self.scratch]
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        dweight = self.dweight if self.partial is None else self.partial
+        return self.grads._replace(weight=dweight).finish(self.head)
+
+    def _logits(self, rows: slice, z: Tensor) -> None:
+        hidden, weight = self.head.hidden[rows], self.head.weight
+        if self.gemm is None:
+            logits_into(hidden, self.head, z)
+            return
+        V, H = weight.shape
+        columns = max(32, min(256, PACKED_BYTES // (2 * H) // 32 * 32))
+        self.library.rlplus_logits_bf16(
+            *self.gemm, _pointer(hidden), _size(hidden.stride(0)), _pointer(weight), _size(weight.stride(0)),
+            _size(len(hidden)), _size(H), _size(V), _pointer(z), _size(columns), _size(PANEL_ROWS),
+            torch.get_num_threads(),
+        )  # fmt: skip
+
+    def _statistics(self, rows: slice, z: Tensor) -> Tensor:
+        """(n, 4): max, sum, logprob, entropy."""
+        out = z.new_empty(len(z), 4)
+        self.library.rlplus_statistics(
+            _pointer(z), _pointer(self.bias), _pointer(self.head.target[rows]), _size(len(z)), _size(z.shape[1]),
+            ctypes.c_float(1 / self.head.temperature), _pointer(out), torch.get_num_threads(),
+        )  # fmt: skip
+        self.logprob[rows], self.entropy[rows] = out[:, 2], out[:, 3]
+        return out
+
+    def _gradient(self, rows: slice, z: Tensor, statistics: Tensor, dlogprob: Tensor, dentropy: Tensor | None) -> None:
+        """Write the gradients of the rows that have one to the front of z."""
+        active = dlogprob != 0
+        if dentropy is not None:
+            active |= dentropy != 0
+            dentropy = dentropy.contiguous()
+        source = _slots(active)
+        dlogprob = dlogprob.contiguous()
+        self.library.rlplus_gradient(
+            _pointer(z), _pointer(self.bias), _pointer(source), _size(len(source)), _size(z.shape[1]),
+            _pointer(self.head.target[rows]), ctypes.c_float(1 / self.head.temperature), _pointer(statistics),
+            _pointer(dlogprob), _pointer(dentropy), int(self.gemm is not None), torch.get_num_threads(),
+        )  # fmt: skip
+        self.waiting = torch.cat([self.waiting, source + rows.start])
+
+    def _multiply(self, last: bool) -> None:
+        """Take the waiting rows, if any, to hidden, weight and bias."""
+        index, dz = self.waiting, self.buffer[: len(self.waiting)]
+        self.waiting = index[:0]
+        hidden = self.head.hidden[index]
+        if self.gemm is not None:
+            dz = dz.view(torch.bfloat16)[:, : dz.shape[1]]
+        if self.needs[0]:
+            dh = dhidden(dz, self.head) if self.gemm is None else torch.mm(dz, self.head.weight)
+            self.grads.hidden[index] = dh.to(self.head.hidden.dtype)
+        if self.needs[1]:
+            self._add_dweight(dz, hidden, last)
+        if self.needs[2]:
+            self.grads.bias.add_(dz.sum(0, dtype=torch.float32))
+
+    def _add_dweight(self, dz: Tensor, hidden: Tensor, last: bool) -> None:
+        first, self.started = not self.started, True
+        if self.partial is None:
+            if first:
+                torch.mm(dz.t(), hidden.to(dz.dtype), out=self.dweight)
+            else:
+                add_dweight(self.dweight, dz, hidden)
+            return
+        torch.mm(dz.t(), hidden, out=self.partial)
+        if not (first and last):
+            self.library.rlplus_accumulate(
+                _pointer(self.dweight), _pointer(self.partial), *map(_size, self.partial.shape), int(first), int(last),
+                torch.get_num_threads(),
+            )  # fmt: skip
+
+
+_kept: list[Tensor] = []
+
+
+def _take_scratch(size: int) -> Tensor:
+    """Uninitialised fp32 memory, that of an earlier call where it suffices.
+
+    The first touch of fresh memory would take a tenth of a bf16 pass. What is kept between calls is the kernel's to
+    reclaim (MADV_FREE), so it is never missing elsewhere.
+    """
+    try:
+        kept = _kept.pop()  # whoever takes it owns it: calls may run in several threads
+    except IndexError:
+        return torch.empty(size, dtype=torch.float32, device="cpu")
+    return kept if len(kept) >= size else torch.empty(size, dtype=torch.float32, device="cpu")
+
+
+def _slots(active: Tensor) -> Tensor:
+    """The row whose gradient goes to each slot: active rows stay if they can, the others take inactive rows' places."""
+    rows = active.nonzero().squeeze(1)
+    slots = torch.arange(len(rows), device=active.device)
+    slots[~active[: len(rows)]] = rows[rows >= len(rows)]
+    return slots
+
+
+def _dense(matrix: Tensor) -> Tensor:
+    """Rows without gaps inside, an even number of elements apart: the kernels read bf16 in pairs."""
+    return matrix if matrix.stride(1) == 1 and matrix.stride(0) % 2 == 0 else matrix.contiguous()
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+_size = ctypes.c_int64
