@@ -66,7 +66,7 @@ def test_every_objective_matches_its_definition(internal: str, external: str, fe
     for without in absent[:2] if o.mismatch_cap else absent:
         c = token_constants(n, without)
         logprob = -5 * torch.rand(n, device=DEVICE)
-        for rows, value in ((slice(0, 40), -1e-6), (slice(40, 50), 6e-8), (slice(50, 60), -40.0), (slice(60, 65), 0.0)):
+        for rows, value in ((slice(0, 30), -1e-6), (slice(30, 60), 6e-8), (slice(60, 80), -40.0), (slice(80, 99), 0.0)):
             logprob[rows] = value
         if c.old_logprob is not None:
             logprob[100:200] = c.old_logprob[100:200] + torch.linspace(-1e-3, 1e-3, 100, device=DEVICE)
