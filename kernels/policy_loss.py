@@ -20,7 +20,7 @@ LOGPROB, ENTROPY, DLOGPROB, DENTROPY, WIDTH = (
     tl.constexpr(0), tl.constexpr(1), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6),
 )  # fmt: skip
 CONSTANTS = tl.constexpr(8)
-SUMS = tl.constexpr(17)
+SUMS = tl.constexpr(18)
 
 
 class Coefficients(NamedTuple):
@@ -47,7 +47,7 @@ class Given(NamedTuple):
 def token_loss(
     values: Tensor, constants: Tensor, coefficients: Coefficients, given: Given, internal: str, external: str
 ) -> Tensor:
-    """Fill the columns DLOGPROB and DENTROPY of values (n, 6) fp32; -> sums (blocks, 17) fp32, to be added up.
+    """Fill the columns DLOGPROB and DENTROPY of values (n, 6) fp32; -> sums (blocks, 18) fp32, to be added up.
 
     constants (n, 8) fp32: advantage, token_weight, external (0 or 1), old_logprob, behavior_logprob, ref_logprob,
     engine_logprob, entropy_weight; anything in the columns that are not given. The sums are those of
@@ -181,6 +181,7 @@ def _token_loss_kernel(
         tl.where(on & has_kl, weight * c.kl_coef * (_expm1(d) - d), 0.0),
         tl.where(has_entropy, dentropy * entropy, 0.0),
         tl.where(on, entropy, 0.0),
+        tl.where(internal, entropy, 0.0),
         tl.where(internal, p, 0.0),
         tl.where(external, p, 0.0),
         tl.where(external, ratio_ext, 0.0),
@@ -190,5 +191,5 @@ def _token_loss_kernel(
         tl.where(internal & (tl.abs(_expm1(gap)) > 0.1), one, 0.0),
         tl.where(internal & (gap > tl.log(c.mismatch_cap)), one, 0.0),
     )
-    for i in tl.static_range(17):
+    for i in tl.static_range(18):
         tl.store(sums + tl.program_id(0) * SUMS + i, tl.sum(terms[i], 0))
