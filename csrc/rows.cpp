@@ -245,7 +245,7 @@ extern "C" {
 // z (n, V) fp32, bias (V,) or null, target (n,) -> rows (n, 4): max, sum, logprob (NaN where the target is no token), entropy.
 void rlplus_statistics(const float* z, const float* bias, const int64_t* target, int64_t n, int64_t V,
                        float inv_temperature, Row* rows, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (int64_t i = 0; i < n; ++i) statistics_one(z + i * V, bias, V, target[i], inv_temperature, rows + i);
 }
 
@@ -255,7 +255,7 @@ void rlplus_statistics(const float* z, const float* bias, const int64_t* target,
 void rlplus_gradient(float* z, const float* bias, const int64_t* source, int64_t n, int64_t V, const int64_t* target,
                      float inv_temperature, const Row* rows, const float* dlogprob, const float* dentropy, int to_bf16,
                      int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (int64_t s = 0; s < n; ++s) {
     const int64_t i = source[s];
     const float e = dentropy ? dentropy[i] : 0.f;
@@ -275,7 +275,7 @@ void rlplus_logits_bf16(Brgemm gemm, BrgemmRelease release, const uint16_t* hidd
 #pragma omp parallel num_threads(threads)
   {
     std::vector<uint32_t> packed(columns * (H / 2));
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic)
     for (int64_t v = 0; v < V; v += columns) {
       const int64_t width = std::min(columns, V - v);
       pack((const uint32_t*)(weight + v * weight_stride), weight_stride / 2, width, H / 2, packed.data());
