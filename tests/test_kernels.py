@@ -185,8 +185,8 @@ def test_fp16_gradients_of_the_logits_do_not_vanish(size: float, monkeypatch: py
         head = {k: v.half() if v.is_floating_point() else v for k, v in head.items()}
     else:
         monkeypatch.setattr(backend, "_gradient_dtype", lambda head: torch.float16)
-        monkeypatch.setattr(backend, "_dhidden", lambda dz, head, f=backend._dhidden: f(dz.float(), head))
-        monkeypatch.setattr(backend, "_add_dweight", lambda dw, dz, h, f=backend._add_dweight: f(dw, dz.float(), h))
+        monkeypatch.setattr(backend, "dhidden", lambda dz, head, f=backend.dhidden: f(dz.float(), head))
+        monkeypatch.setattr(backend, "add_dweight", lambda dw, dz, h, f=backend.add_dweight: f(dw, dz.float(), h))
     got = fused(head, constants, EVERYTHING)
     for name in ("dhidden", "dweight", "dbias"):
         error = (got[name].float() - want[name]).abs().max()
@@ -308,8 +308,8 @@ def test_rows_without_a_gradient_cost_no_gemm_and_the_others_are_gathered(monkey
     constants["token_weight"][::4] = 1.0
     constants["advantage"].fill_(1.0)
     sizes: list[int] = []
-    original = backend._add_dweight
-    monkeypatch.setattr(backend, "_add_dweight", lambda *a: (sizes.append(len(a[1])), original(*a))[1])
+    original = backend.add_dweight
+    monkeypatch.setattr(backend, "add_dweight", lambda *a: (sizes.append(len(a[1])), original(*a))[1])
     monkeypatch.setattr(backend, "plan", lambda *_: (4, 10))  # 16 chunks with one active row each
     objective = Objective("ratio", "none")
     constants["external"].fill_(False)

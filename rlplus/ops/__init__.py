@@ -172,12 +172,14 @@ def resolve_backend(name: str, device: str, dtype: torch.dtype) -> str:
 
 
 def _check_triton(device: str, dtype: torch.dtype) -> None:
+    kind = str(dtype).removeprefix("torch.")
     if find_spec("triton") is None:
         raise ValueError("backend 'triton' needs the package triton, which is not installed")
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"backend 'triton' needs CUDA tensors, or TRITON_INTERPRET=1 for tests; got {device}")
+        got = f"{kind} on {device}"
+        raise ValueError(f"backend 'triton' needs CUDA tensors, or TRITON_INTERPRET=1 for tests; got {got}")
     if dtype == torch.float64:
-        raise ValueError(f"backend 'triton' needs bf16, fp16 or fp32; got {dtype}")
+        raise ValueError(f"backend 'triton' needs bf16, fp16 or fp32; got {kind} on {device}")
 
 
 def _scratch_bytes(max_scratch_mb: float | None) -> float:

@@ -105,8 +105,10 @@ def _scale(gradient: Tensor, by: Tensor, in_place: bool) -> Tensor:
     return gradient.mul_(by)
 
 
-def _scale_gradients(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | list[None] | None, ...]:
+def _scale_gradients(ctx: Any, grad_loss: Tensor | None, *_: Tensor) -> tuple[Tensor | list[None] | None, ...]:
     check_differentiated_once()
+    if grad_loss is None:  # nothing depends on the loss
+        return *(None,) * 4, [None] * ctx.constants, *(None,) * 8
     # Where the graph is not kept nobody else reads them, and a second dweight on the CPU would be the peak of memory.
     last = grad_loss.device.type == "cpu" and not torch._C._autograd._get_current_graph_task_keep_graph()
     needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
