@@ -148,7 +148,8 @@ def main() -> None:
     result: dict[str, Any] = {
         "shape": {"N": N, "H": H, "V": V}, "threads": arguments.threads, "repeats": arguments.repeats,
         "cpu": torch.backends.cpu.get_cpu_capability(), "bf16_instructions": torch.cpu._is_avx512_bf16_supported(),
-        "machine": platform.platform(), "torch": torch.__version__, "cpp_built": "cpp" in backends,
+        "machine": f"{platform.system()} {platform.machine()}", "torch": torch.__version__,
+        "cpp_built": "cpp" in backends,
     }  # fmt: skip
     for name, dtype in DTYPES.items():
         result[name] = times(dtype, backends, arguments.repeats) | {"logprob_error": errors(dtype, backends)}

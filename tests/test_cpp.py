@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from closed_form import FEATURES, all_objectives, sample_constants
-from test_ops import EVERYTHING, absolute_sums, closed, run, tensors, to
+from head_cases import EVERYTHING, absolute_sums, closed, run, tensors, to
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss

@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from closed_form import EXTERNAL, FEATURES, INTERNAL, all_objectives, sample_constants
+from closed_form import FEATURES, all_objectives
+from head_cases import EVERYTHING, Head, check_precision, run, sample, tensors
 from hypothesis import given
 from hypothesis import strategies as st
-from test_ops import EVERYTHING, Head, check_precision, run, sample, tensors
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
 from rlplus.kernels import linear_logprob as row_kernels
-from rlplus.kernels import policy_loss as token_kernels
-from rlplus.objective import MISMATCH_STATS, STATS, TokenConstants, token_loss
 from rlplus.ops import triton as backend
 from rlplus.ops.chunked import FLOOR
 
@@ -38,77 +36,6 @@ def statistics(logits: Tensor, target: Tensor, bias: Tensor | None = None, tempe
     values = logits.new_empty(len(target), row_kernels.WIDTH.value)
     row_kernels.row_statistics(values, logits, target, bias, temperature)
     return values
-
-
-# ---- the objective
-
-
-def token_constants(n: int, absent: tuple[str, ...] = ()) -> TokenConstants:
-    constants = sample_constants((n,), n, torch.float32)
-    return TokenConstants(**{k: v.to(DEVICE) for k, v in constants.items() if k not in absent})
-
-
-def run_token_loss(logprob: Tensor, entropy: Tensor, c: TokenConstants, o: Objective) -> dict[str, Tensor]:
-    values = torch.stack([logprob, entropy, *[torch.full_like(logprob, math.nan)] * 4], 1)
-    columns, given = backend._columns(c)
-    arguments = (values, columns, backend._coefficients(o), given, o.internal, o.external)
-    stats = dict(zip(STATS + MISMATCH_STATS, token_kernels.token_loss(*arguments).sum(0), strict=True))
-    if c.engine_logprob is None:
-        stats = {name: stats[name] for name in STATS}
-    return stats | {"dlogprob": values[:, backend.DLOGPROB], "dentropy": values[:, backend.DENTROPY]}
-
-
-@pytest.mark.parametrize(("internal", "external", "features"), all_objectives(["plain", "asymmetric-dual", "all"]))
-def test_every_objective_matches_its_definition(internal: str, external: str, features: str) -> None:
-    """On ordinary tokens, on p near 0 and 1, on ratios near 1, and on a logprob that rounding put above 0."""
-    o, n = Objective(internal, external, **FEATURES[features]), 300
-    absent = [(), ("old_logprob", "entropy_weight"), ("behavior_logprob", "engine_logprob")]
-    for without in absent[:2] if o.mismatch_cap else absent:
-        c = token_constants(n, without)
-        logprob = -5 * torch.rand(n, device=DEVICE)
-        for rows, value in ((slice(0, 30), -1e-6), (slice(30, 60), 6e-8), (slice(60, 80), -40.0), (slice(80, 99), 0.0)):
-            logprob[rows] = value
-        if c.old_logprob is not None:
-            logprob[100:200] = c.old_logprob[100:200] + torch.linspace(-1e-3, 1e-3, 100, device=DEVICE)
-        entropy = 3 * torch.rand(n, device=DEVICE)
-        off = (c.token_weight == 0) & (entropy == 0 if c.entropy_weight is None else c.entropy_weight == 0)
-        logprob[off.nonzero()[:9, 0]] = math.nan
-        got = run_token_loss(logprob, entropy, c, o)
-        exact, plain = (definition(logprob, entropy, c, o, dtype) for dtype in (torch.float64, torch.float32))
-        for name, value in got.items():
-            scale = exact[name].abs() if value.ndim else n * exact[name].abs().clamp(min=1)
-            bound = 2 * (plain[name] - exact[name]).abs().max() + 8 * EPS * scale
-            error = (value - exact[name]).abs()
-            assert (error <= bound).all(), f"{name}: error {error.max():.1e}, bound {bound.max():.1e}"
-
-
-def definition(
-    logprob: Tensor, entropy: Tensor, c: TokenConstants, o: Objective, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    wide = TokenConstants(*(x if x is None or x.dtype == torch.bool else x.to(dtype) for x in c))
-    out = token_loss(logprob.to(dtype), entropy.to(dtype), wide, o)
-    return out.stats | {"dlogprob": out.dlogprob, "dentropy": out.dentropy}
-
-
-@pytest.mark.parametrize("internal", INTERNAL)
-@pytest.mark.parametrize("external", EXTERNAL)
-def test_what_overflows_does_so_as_in_the_definition(internal: str, external: str) -> None:
-    """Infinite ratios stay infinite, NaN stays NaN, and an advantage of 0 is exactly 0 whatever they are."""
-    extremes = torch.tensor([-0.5, -1e30, math.nan, -math.inf, 0.0], device=DEVICE)
-    logprob, old, behavior, ref = (x.reshape(-1) for x in torch.meshgrid(*[extremes] * 4, indexing="ij"))
-    n = len(logprob)
-    advantage = torch.tensor([-1.0, 0.0, 2.0], device=DEVICE).repeat(n // 3 + 1)[:n]
-    c = TokenConstants(
-        advantage, torch.ones_like(logprob), torch.arange(n, device=DEVICE) % 2 == 0, old, behavior, ref, ref
-    )
-    for features in ("plain", "asymmetric-dual", "all"):
-        o = Objective(internal, external, **FEATURES[features])
-        got = run_token_loss(logprob, logprob, c, o)["dlogprob"]
-        want = definition(logprob, logprob, c, o, torch.float32)["dlogprob"]
-        torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-4, atol=1e-30)
-
-
-# ---- the whole operation against float64
 
 
 @pytest.mark.parametrize(("internal", "external", "features"), all_objectives(["all"]))

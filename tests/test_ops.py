@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from closed_form import FEATURES, all_objectives, logprob_and_entropy, sample_constants
-from closed_form import policy_loss as closed_policy_loss
+from closed_form import FEATURES, all_objectives, logprob_and_entropy
+from head_cases import EVERYTHING, H, check_precision, closed, run, sample, tensors, to
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
 from rlplus.ops import chunked, cpp
 
-H = 7
 SCRATCH = {"one row": 1e-9, "few rows": 5 * 16 * 23e-6, "all rows": None}  # MB, for 23 tokens of vocabulary in fp64
 BACKENDS = [("reference", None), *(("torch", mb) for mb in SCRATCH.values())]
 BOTH = pytest.mark.parametrize("backend", ["reference", "torch"])
@@ -20,47 +19,6 @@ CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="r
 WITH_CPP = pytest.mark.parametrize("backend", ["reference", "torch", CPP])  # where inputs are of 32 bits or fewer
 EVERY = pytest.mark.parametrize(("backend", "max_scratch_mb"), BACKENDS, ids=["reference", *SCRATCH])
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
-EVERYTHING = Objective("clip", "mis", **FEATURES["all"])
-Head = dict[str, Tensor]
-
-
-def sample(n: int, V: int = 23, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Head, dict[str, Tensor]]:
-    """hidden, weight, bias and target of n tokens, in `dtype`; their constants, in at least fp32."""
-    g = torch.Generator().manual_seed(2000 + seed)
-    hidden, weight, bias = (torch.randn(*s, generator=g, dtype=torch.float64) for s in ((n, H), (V, H), (V,)))
-    head = {"hidden": hidden.to(dtype), "weight": (0.6 * weight).to(dtype), "bias": bias.to(dtype)}
-    constants = sample_constants((n,), seed, torch.promote_types(dtype, torch.float32))
-    return head | {"target": torch.randint(V, (n,), generator=g)}, constants
-
-
-def run(head: Head, constants: dict[str, Any], objective: Objective, **options: Any) -> dict[str, Any]:
-    """loss, logprob, entropy, the gradients dhidden, dweight, dbias, and stats."""
-    leaf = {k: v.detach().clone().requires_grad_() for k, v in head.items() if k != "target"}
-    inputs = {"old_logprob": None} | constants
-    out = linear_policy_loss(**leaf, target=head["target"], objective=objective, **inputs, **options)
-    grads = torch.autograd.grad(out.loss, list(leaf.values()))
-    return out._asdict() | {f"d{name}": g for name, g in zip(leaf, grads, strict=True)}
-
-
-def closed(head: Head, constants: dict[str, Any], objective: Objective, temperature: float = 1.0) -> dict[str, Any]:
-    """The same from the closed form, in the head's dtype."""
-    leaf = {k: v.detach().clone().requires_grad_() for k, v in head.items() if k != "target"}
-    logprob, entropy = logprob_and_entropy(**leaf, target=head["target"], temperature=temperature)
-    loss, stats = closed_policy_loss(objective, logprob, entropy, constants)
-    grads = torch.autograd.grad(loss, list(leaf.values()), allow_unused=True, materialize_grads=True)
-    out = {"loss": loss, "logprob": logprob.detach(), "entropy": entropy.detach(), "stats": stats}
-    return out | {f"d{name}": g for name, g in zip(leaf, grads, strict=True)}
-
-
-def tensors(result: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: value.detach() for name, value in result.items() if name != "stats"}
-
-
-def to(values: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in values.items()}
-
-
-# ---- values and derivatives
 
 
 @pytest.mark.parametrize(("internal", "external", "features"), all_objectives(["no-gamma", "mismatch", "all"]))
@@ -87,55 +45,6 @@ def test_every_backend_and_chunk_size_matches_the_closed_form(backend: str, max_
     want = closed(head, constants, EVERYTHING, 0.7)
     torch.testing.assert_close(tensors(got), tensors(want), **EXACT)
     assert not any(t.requires_grad for t in (got["logprob"], got["entropy"], *got["stats"].values()))
-
-
-def absolute_sums(
-    head: Head, constants: dict[str, Tensor], objective: Objective, exact: dict[str, Any], temperature: float = 1.0
-) -> Head:
-    """Sums of absolute terms: the scale of the rounding errors that no order of summation avoids."""
-    head = head | {k: head[k] / temperature for k in ("hidden", "bias")}
-    hidden, weight, bias = (head[k].abs() for k in ("hidden", "weight", "bias"))
-    z = hidden @ weight.T + bias
-    # The gradient of the logits, seen through a bias for each row.
-    rows = torch.zeros_like(z).requires_grad_()
-    logp = (head["hidden"] @ head["weight"].T + head["bias"] + rows).log_softmax(-1)
-    logprob = logp[torch.arange(len(z)), head["target"]]
-    loss, stats = closed_policy_loss(objective, logprob, -(logp.exp() * logp).sum(-1), constants)
-    dz = torch.autograd.grad(loss, rows)[0].abs()
-    size = z.max() * dz.clamp(min=dz.amax(-1, keepdim=True))  # an error of the logits is one of every probability
-    terms = max(abs(v) for k, v in stats.items() if k.startswith("loss_"))
-    sums = {"loss": 20 * terms, "logprob": z.max(), "entropy": z.max() * exact["entropy"].max()}
-    size /= temperature
-    return sums | {"dhidden": size @ weight, "dweight": size.T @ hidden * temperature, "dbias": size.sum(0)}
-
-
-def check_precision(
-    got: dict[str, Any],
-    head: Head,
-    constants: dict[str, Tensor],
-    objective: Objective,
-    temperature: float = 1.0,
-    gemm_dtype: torch.dtype = torch.float32,
-) -> None:
-    """Against fp64 of the same rounded inputs; gradients of bf16 and fp16 are rounded to their dtype, once.
-
-    gemm_dtype: to which the gradient of the logits was rounded.
-    """
-    wide, dtype = to(constants, torch.float64), head["hidden"].dtype
-    exact = closed(to(head, torch.float64), wide, objective, temperature)
-    plain = closed(to(head, torch.float32), constants, objective, temperature)
-    sums = absolute_sums(to(head, torch.float64), wide, objective, exact, temperature)
-    eps = torch.finfo(torch.float32).eps
-    for name, value in tensors(got).items():
-        is_input_gradient = name.startswith("d")
-        assert value.dtype == (dtype if is_input_gradient else torch.float32)
-        bound = 2 * (plain[name] - exact[name]).abs().max() + 8 * eps * sums[name]
-        if is_input_gradient and gemm_dtype != torch.float32:
-            bound = bound + torch.finfo(gemm_dtype).eps * sums[name]
-        if is_input_gradient and dtype != torch.float32:
-            bound = bound + torch.finfo(dtype).eps * exact[name].abs() + torch.finfo(dtype).tiny
-        error = (value - exact[name]).abs()
-        assert (error <= bound).all(), f"{name}: error {error.max():.1e}, bound {bound.max():.1e}"
 
 
 @pytest.mark.parametrize("objective", [Objective(), EVERYTHING, Objective.preset("dapo"), Objective.preset("sft")])
