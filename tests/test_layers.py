@@ -40,6 +40,17 @@ def test_imports_only_from_the_left(path: Path) -> None:
     assert not wrong, f"{layer} imports {sorted(wrong)}; it may import {ALLOWED[layer]}"
 
 
+KERNELS = sorted((PACKAGE / "kernels").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
+def test_kernels_import_torch_and_triton_only(path: Path) -> None:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [f"{'.' * node.level}{node.module or ''}" for node in nodes if isinstance(node, ast.ImportFrom)]
+    assert {name.partition(".")[0] for name in names} <= {"torch", "triton", "typing"}
+
+
 def test_every_form_of_import_is_seen() -> None:
     text = "import rlplus, rlplus.cli\nfrom rlplus import demo\nfrom ..plan import x\ndef f(): from .. import report"
     assert list(imported_layers(PACKAGE / "reward" / "x.py", text)) == ["__init__", "cli", "demo", "plan", "report"]

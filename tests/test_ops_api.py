@@ -1,6 +1,7 @@
 """Contract of the door to rlplus.ops: memory, torch.library, torch.compile, choice of backend, errors."""
 
 import math
+import os
 from typing import Any
 
 import pytest
@@ -73,6 +74,12 @@ def test_the_torch_backend_never_holds_all_logits(monkeypatch: pytest.MonkeyPatc
     with seen:
         linear_policy_loss(**inputs, objective=EVERYTHING, backend="reference")
     assert seen.largest == n * v  # the instrument does see whole logits
+
+
+@pytest.mark.skipif(os.environ.get("RLPLUS_EXT") != "1", reason="RLPLUS_EXT=1 does not demand the native library")
+def test_the_native_library_loads_where_it_is_demanded() -> None:
+    """The tests of the cpp backend skip without it; this one is what fails then."""
+    assert cpp.load() is not None
 
 
 # ---- torch.library and torch.compile
