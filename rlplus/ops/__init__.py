@@ -15,7 +15,7 @@ from rlplus.ops import cpp, library, reference
 from rlplus.ops.chunked import Head
 
 BACKENDS = ("reference", *library.MODULES)
-MAX_SCRATCH_MB = 1250.0
+MAX_SCRATCH_MB = {"fast": 1250.0, "least": 80.0}  # by memory mode
 
 
 class PolicyLoss(NamedTuple):
@@ -49,6 +49,8 @@ def linear_policy_loss(
     objective: Objective | None = None,
     grad_filter: float = 0.0,
     max_scratch_mb: float | None = None,
+    memory: str = "fast",
+    weight_grad: Tensor | None = None,
     backend: str = "auto",
 ) -> PolicyLoss:
     """The RL-PLUS loss (eq. 7, or another `objective`; None means `Objective()`) straight from the head's inputs.
@@ -65,7 +67,11 @@ def linear_policy_loss(
 
     grad_filter        drop, per chunk, the smallest rows of the backward pass while their summed L1 mass stays within
                        this share of the whole; refused with an entropy bonus
-    max_scratch_mb     memory for logits, 10^6 bytes; None = 1250
+    memory             "fast": one pass, three GEMMs, and for half-precision inputs an fp32 accumulator (V, H) of the
+                       weight's gradient; "least": two passes, about four GEMMs, no accumulator (`rlplus.ops.least`)
+    max_scratch_mb     memory for logits, 10^6 bytes; None = 1250, with memory="least" 80
+    weight_grad        (V, H), contiguous, fp32 (fp64 for fp64 inputs): the gradient of weight is added there by this
+                       call, without what the loss is multiplied by afterwards; the backward pass hands out none
     backend            "auto" (cpp for CPU tensors where it is built, else torch), "torch", "cpp", "triton" (CUDA; bf16,
                        fp16, fp32) or "reference"; the environment variable RLPLUS_BACKEND replaces "auto"
 
@@ -84,9 +90,19 @@ def linear_policy_loss(
         raise ValueError(
             f"want grad_filter 0 with an entropy bonus (its gradient is not bounded by 1 - p); got {grad_filter}"
         )
-    scratch = _scratch_bytes(max_scratch_mb)
+    if memory not in MAX_SCRATCH_MB:
+        raise ValueError(f"want memory 'fast' or 'least'; got {memory!r}")
+    scratch = _scratch_bytes(max_scratch_mb, memory)
     backend = resolve_backend(backend, hidden.device.type, hidden.dtype)
+    if weight_grad is not None:
+        check_tensor("weight_grad", weight_grad, (weight.shape, hidden.device), dtype=head.dtype)
+        if weight_grad.requires_grad or not weight_grad.is_contiguous():
+            raise ValueError("want weight_grad contiguous and without requires_grad")
     if backend == "reference":
+        if memory != "fast" or weight_grad is not None:
+            raise ValueError(
+                "backend 'reference' keeps the full logits: it takes neither memory='least' nor weight_grad"
+            )
         check_weights(constants)
         library.check_targets(head.target, constants.token_weight != 0, len(weight))
         loss, logprob, entropy, stats = reference.linear_policy_loss(head, constants, objective, grad_filter)
@@ -94,10 +110,20 @@ def linear_policy_loss(
         grad = torch.is_grad_enabled()
         needs = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
         given = {name: value for name, value in constants._asdict().items() if value is not None}
-        loss, logprob, entropy, sums, *_ = library.linear_policy_loss(
-            head.hidden, weight, bias, head.target, list(given.values()), " ".join(given),
-            *library.encode(objective), head.temperature, float(grad_filter), scratch, needs, backend,
+        if memory == "least":
+            backend += "/least"
+        arguments = (
+            head.hidden, weight, bias, head.target, list(given.values()), " ".join(given), *library.encode(objective),
+            head.temperature, float(grad_filter), scratch, needs, backend,
         )  # fmt: skip
+        if weight_grad is None:
+            loss, logprob, entropy, sums, *_ = library.linear_policy_loss(*arguments)
+        else:
+            with torch.no_grad():
+                loss, logprob, entropy, sums, dhidden, _, dbias = library.linear_policy_loss_into(
+                    weight_grad, *arguments
+                )
+            loss = library.hand_out(loss, head.hidden, bias, dhidden, dbias)
         names = STATS if engine_logprob is None else STATS + MISMATCH_STATS
         stats = dict(zip(names, sums.detach().unbind(), strict=True))
     return PolicyLoss(loss, logprob.detach().view(target.shape), entropy.detach().view(target.shape), stats)
@@ -119,7 +145,7 @@ def linear_logprob(
     logits = (hidden weight^T + bias) / temperature. Options and errors as in `linear_policy_loss`.
     """
     head = _head(hidden, weight, target, bias, temperature)
-    scratch = _scratch_bytes(max_scratch_mb)
+    scratch = _scratch_bytes(max_scratch_mb, "fast")
     backend = resolve_backend(backend, hidden.device.type, hidden.dtype)
     if backend == "reference":
         library.check_targets(head.target, torch.ones_like(head.target, dtype=torch.bool), len(weight))
@@ -139,7 +165,7 @@ class RLPlusLoss(nn.Module):
     def __init__(self, objective: str | Objective = "rlplus", **options: Any) -> None:
         super().__init__()
         self.objective = Objective.preset(objective) if isinstance(objective, str) else objective
-        known = ("temperature", "grad_filter", "max_scratch_mb", "backend")
+        known = ("temperature", "grad_filter", "max_scratch_mb", "memory", "backend")
         for name in options:
             if name not in known:
                 near = get_close_matches(name, known, n=1)
@@ -182,8 +208,8 @@ def _check_triton(device: str, dtype: torch.dtype) -> None:
         raise ValueError(f"backend 'triton' needs bf16, fp16 or fp32; got {kind} on {device}")
 
 
-def _scratch_bytes(max_scratch_mb: float | None) -> float:
-    mb = MAX_SCRATCH_MB if max_scratch_mb is None else max_scratch_mb
+def _scratch_bytes(max_scratch_mb: float | None, memory: str) -> float:
+    mb = MAX_SCRATCH_MB[memory] if max_scratch_mb is None else max_scratch_mb
     if not mb > 0:
         raise ValueError(f"want max_scratch_mb > 0; got {max_scratch_mb}")
     return mb * 1e6

@@ -39,6 +39,15 @@ class Head(NamedTuple):
         return torch.promote_types(self.hidden.dtype, torch.float32)
 
 
+class Statistics(NamedTuple):
+    """Of rows of z = logits / temperature, (n,) each: max z, log sum e^(z - max), log p[target], entropy."""
+
+    max: Tensor
+    logsum: Tensor
+    logprob: Tensor
+    entropy: Tensor
+
+
 class Gradients(NamedTuple):
     """What is wanted of dhidden (N, H), dweight (V, H), dbias (V,); the others have no elements.
 
@@ -50,17 +59,22 @@ class Gradients(NamedTuple):
     bias: Tensor
 
     @classmethod
-    def zeros(cls, head: Head, needs: list[bool]) -> "Gradients":
+    def zeros(cls, head: Head, needs: list[bool], weight_grad: Tensor | None = None) -> "Gradients":
+        """With `weight_grad`, the gradient of weight is added there."""
         kinds = (
             (head.hidden.shape, head.hidden.dtype),
             (head.weight.shape, head.dtype),
             (head.weight.shape[:1], head.dtype),
         )
+        needs = [needs[0], needs[1] and weight_grad is None, needs[2]]
         wanted = zip(kinds, needs, strict=True)
-        return cls(*(head.hidden.new_zeros(shape if need else (0,), dtype=dtype) for (shape, dtype), need in wanted))
+        new = cls(*(head.hidden.new_zeros(shape if need else (0,), dtype=dtype) for (shape, dtype), need in wanted))
+        return new if weight_grad is None else new._replace(weight=weight_grad)
 
-    def finish(self, head: Head) -> tuple[Tensor, Tensor, Tensor]:
-        return tuple(g.to(head.hidden.dtype) for g in self)  # type: ignore[return-value]
+    def finish(self, head: Head, weight_grad: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Rounded to the dtype of the inputs; without the weight's where it is in `weight_grad`."""
+        grads = self if weight_grad is None else self._replace(weight=weight_grad.new_empty(0))
+        return tuple(g.to(head.hidden.dtype) for g in grads)  # type: ignore[return-value]
 
 
 def policy_loss(
@@ -70,25 +84,29 @@ def policy_loss(
     grad_filter: float,
     scratch_bytes: float,
     needs: list[bool],
+    weight_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed."""
+    """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed.
+
+    With `weight_grad` (V, H), fp32 (fp64), the gradient of weight is added there.
+    """
     N, dtype = len(head.target), head.dtype
     logprob, entropy = (head.hidden.new_empty(N, dtype=dtype) for _ in range(2))
     loss = head.hidden.new_zeros((), dtype=dtype)
     names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
     stats = head.hidden.new_zeros(len(names), dtype=dtype)
-    grads = Gradients.zeros(head, needs)
+    grads = Gradients.zeros(head, needs, weight_grad)
     for rows in _chunks(head, scratch_bytes):
         part = TokenConstants(*(None if x is None else x[rows] for x in constants))  # type: ignore[arg-type]
         logp, p, logprob[rows], entropy[rows] = _statistics(head, rows)
         out = token_loss(logprob[rows], entropy[rows], part, objective)
         loss += out.loss
         stats += torch.stack(list(out.stats.values()))
-        if any(needs):
+        if any(g.numel() for g in grads):
             dlogprob = drop_smallest(out.dlogprob, logprob[rows], grad_filter)
             dentropy = out.dentropy if objective.entropy_coef else None
             _backward(head, rows, logp, p, dlogprob, dentropy, entropy[rows], grads)
-    return loss, logprob, entropy, stats, grads.finish(head)
+    return loss, logprob, entropy, stats, grads.finish(head, weight_grad)
 
 
 def logprob(head: Head, scratch_bytes: float) -> tuple[Tensor, Tensor]:
@@ -135,11 +153,7 @@ def _chunks(head: Head, scratch_bytes: float) -> Iterator[slice]:
 
 def _statistics(head: Head, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """log p (n, V), p (n, V), logprob (n,), entropy (n,) of a chunk; logprob is NaN where the target is no token."""
-    z = _logits(head.hidden[rows], head)
-    if head.bias is not None:
-        z += head.bias
-    if head.temperature != 1.0:
-        z /= head.temperature
+    z = _scaled(_logits(head.hidden[rows], head), head)
     z -= z.amax(-1, keepdim=True)
     p = z.exp()
     logp = z.sub_(p.sum(-1, keepdim=True).log()).clamp_(min=FLOOR)
@@ -162,15 +176,8 @@ def _backward(
     grads: Gradients,
 ) -> None:
     """Write dlogprob (onehot - p) - dentropy p (log p + entropy) over logp and add the chunk to the gradients."""
-    active = dlogprob != 0
-    c = dlogprob / head.temperature
-    if dentropy is None:
-        dz = torch.mul(p, -c[:, None], out=logp)
-    else:
-        active |= dentropy != 0
-        dz = logp.add_(entropy[:, None]).mul_(-dentropy[:, None] / head.temperature).sub_(c[:, None]).mul_(p)
-    hit = head.target[rows].clamp(0, logp.shape[1] - 1)
-    dz.scatter_add_(1, hit[:, None], c[:, None])
+    active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
+    dz = _row_gradient(head._replace(target=head.target[rows]), logp, p, dlogprob, dentropy, entropy)
     hidden = head.hidden[rows]
     keep: Tensor | slice = rows
     if dz.device.type == "cpu":  # leave rows without a gradient out of the GEMMs; p's memory is free by now
@@ -186,6 +193,27 @@ def _backward(
         add_dweight(grads.weight, dz, hidden)
     if grads.bias.numel():
         grads.bias.add_(dz.sum(0))
+
+
+def _row_gradient(
+    head: Head, logp: Tensor, p: Tensor, dlogprob: Tensor, dentropy: Tensor | None, entropy: Tensor
+) -> Tensor:
+    """Written over logp (n, V), or over a part of its columns, from which the targets then count."""
+    c = dlogprob / head.temperature
+    if dentropy is None:
+        dz = torch.mul(p, -c[:, None], out=logp)
+    else:
+        dz = logp.add_(entropy[:, None]).mul_(-dentropy[:, None] / head.temperature).sub_(c[:, None]).mul_(p)
+    here = (head.target >= 0) & (head.target < dz.shape[1])
+    return dz.scatter_add_(1, head.target.where(here, 0)[:, None], c.where(here, 0.0)[:, None])
+
+
+def _scaled(z: Tensor, head: Head) -> Tensor:
+    if head.bias is not None:
+        z += head.bias
+    if head.temperature != 1.0:
+        z /= head.temperature
+    return z
 
 
 def _mixed(head: Head) -> bool:
@@ -220,11 +248,62 @@ def dhidden(dz: Tensor, head: Head) -> Tensor:
     return sum(dz[:, v] @ block for v, block in _blocks(head.weight, head.dtype))  # type: ignore[return-value]
 
 
-def add_dweight(dweight: Tensor, dz: Tensor, hidden: Tensor) -> None:
-    """dweight (V, H) += dz^T hidden."""
-    if dz.is_cuda and hidden.dtype != dweight.dtype:
-        for start in range(0, len(dweight), VOCABULARY_BLOCK):  # in blocks: the product to add is a copy in fp32
+def dweight(dz: Tensor, hidden: Tensor) -> Tensor:
+    """dz^T hidden: (n, v), (n, H) -> (v, H), in fp32 (fp64); on the CPU in the dtype of dz."""
+    if dz.is_cuda and hidden.dtype.itemsize == 2:
+        return torch.mm(dz.to(hidden.dtype).t(), hidden, out_dtype=torch.float32)
+    return torch.mm(dz.t(), hidden.to(dz.dtype))
+
+
+def add_dweight(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
+    """total (V, H) += dz^T hidden."""
+    if dz.is_cuda and hidden.dtype != total.dtype:
+        for start in range(0, len(total), VOCABULARY_BLOCK):  # in blocks: the product to add is a copy in fp32
             v = slice(start, start + VOCABULARY_BLOCK)
-            dweight[v] += torch.mm(dz[:, v].to(hidden.dtype).t(), hidden, out_dtype=dweight.dtype)
+            total[v] += dweight(dz[:, v], hidden)
     else:
-        dweight.addmm_(dz.t(), hidden.to(dz.dtype))
+        total.addmm_(dz.t(), hidden.to(dz.dtype))
+
+
+def fp16_scale(*slopes: Tensor) -> Tensor:
+    """A power of two that brings the largest slope near 1: in fp16 the gradients of weights like 1e-6 would vanish."""
+    largest = torch.cat([slopes[0].new_zeros(1), *(s.abs() for s in slopes)]).amax()
+    usable = (largest > 2.0**-100) & (largest < 2.0**100)
+    return torch.where(usable, torch.exp2(-largest.where(usable, 1.0).log2().floor()), 1.0)
+
+
+# ---- a block of the vocabulary, for rlplus.ops.least
+
+
+def block_bytes(head: Head) -> int:
+    """Scratch of a logit: two buffers, and on a GPU a third in half precision."""
+    mixed = head.hidden.dtype.itemsize if _mixed(head) else 0
+    return 2 * head.dtype.itemsize + mixed
+
+
+def block_logits(head: Head) -> Tensor:
+    return _logits(head.hidden, head)
+
+
+def block_statistics(head: Head, z: Tensor) -> Statistics:
+    z = _scaled(z, head)
+    top = z.amax(-1)
+    z = z.sub_(top.masked_fill(top == -torch.inf, 0.0)[:, None]).clamp_(min=FLOOR)
+    e = z.exp()
+    total = e.sum(-1)
+    entropy = total.log() - torch.bmm(e.unsqueeze(1), z.unsqueeze(2)).view(-1) / total
+    target = head.target.clamp(0, z.shape[1] - 1)
+    return Statistics(top, total.log(), z.gather(1, target[:, None]).squeeze(1) - total.log(), entropy)
+
+
+def block_gradient(head: Head, z: Tensor, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> Tensor:
+    logp = _scaled(z, head).sub_(rows.max[:, None]).sub_(rows.logsum[:, None]).clamp_(min=FLOOR)
+    dz = _row_gradient(head, logp, logp.exp(), dlogprob, dentropy, rows.entropy)
+    if not dz.is_cuda:
+        return dz
+    active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
+    return dz.masked_fill_(~active[:, None], 0.0)  # in a CUDA graph every row takes part
+
+
+def block_dhidden(dz: Tensor, head: Head) -> Tensor:
+    return dhidden(dz, head)

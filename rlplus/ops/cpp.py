@@ -21,7 +21,15 @@ import torch
 from torch import Tensor
 
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
-from rlplus.ops.chunked import Gradients, Head, add_dweight, dhidden, drop_smallest, logits_into
+from rlplus.ops.chunked import (
+    Gradients,
+    Head,
+    Statistics,
+    add_dweight,
+    dhidden,
+    drop_smallest,
+    logits_into,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +96,12 @@ def policy_loss(
     grad_filter: float,
     scratch_bytes: float,
     needs: list[bool],
+    weight_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed."""
+    """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed.
+
+    With `weight_grad` (V, H) fp32, the gradient of weight is added there.
+    """
     names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
     loss, stats = head.hidden.new_zeros((), dtype=head.dtype), head.hidden.new_zeros(len(names), dtype=head.dtype)
 
@@ -100,7 +112,7 @@ def policy_loss(
         stats.add_(torch.stack(list(out.stats.values())))
         return drop_smallest(out.dlogprob, logprob, grad_filter), out.dentropy if objective.entropy_coef else None
 
-    one = _OnePass(head, scratch_bytes, needs)
+    one = _OnePass(head, scratch_bytes, needs, weight_grad)
     one.run(slopes)
     return loss, one.logprob, one.entropy, stats, one.finish()
 
@@ -124,31 +136,31 @@ def logprob_backward(
 class _OnePass:
     """The chunk buffer, the gradient rows that wait at its front, and the outputs."""
 
-    def __init__(self, head: Head, scratch_bytes: float, needs: list[bool]) -> None:
-        library = load()
-        assert library is not None
+    def __init__(self, head: Head, scratch_bytes: float, needs: list[bool], weight_grad: Tensor | None = None) -> None:
         N, V = len(head.target), len(head.weight)
         rows = max(1, min(N, CHUNK_ROWS, int(scratch_bytes // (4 * V))))
-        narrow = head.hidden.dtype == torch.bfloat16 and head.hidden.shape[1] % 2 == 0
-        self.library = library
+        self.library, self.weight_grad = _library(), weight_grad
         self.head = head._replace(
             hidden=_dense(head.hidden), weight=_dense(head.weight), target=head.target.contiguous()
         )
-        self.bias = None if head.bias is None else head.bias.to(torch.float32).contiguous()
-        self.gemm = _torch_gemm() if narrow else None
-        self.needs = needs
+        self.bias = _bias(head)
+        self.gemm = _gemm(head)
+        self.needs = [needs[0], needs[1] or weight_grad is not None, needs[2]]
         # dweight apart: its first term is written, not added to zeros.
         self.grads = Gradients.zeros(head, [needs[0], False, needs[2]])
-        shape = head.weight.shape if needs[1] else torch.Size([0])
-        self.scratch = _take_scratch(rows * V + (shape.numel() if self.gemm else 0))
+        shape = head.weight.shape if self.needs[1] else torch.Size([0])
+        own = shape.numel() if self.gemm and weight_grad is None else 0
+        self.scratch = _take_scratch(rows * V + own)
         self.buffer = self.scratch[: rows * V].view(rows, V)
-        self.partial: Tensor | None = None
-        if self.gemm is None:
+        # Of bf16 inputs the result of each GEMM, in the end of all of them; then dweight is the sum in fp32.
+        self.partial = None if self.gemm is None else head.hidden.new_empty(shape)
+        if weight_grad is not None:
+            self.dweight = weight_grad
+        elif self.gemm is None:
             self.dweight = head.hidden.new_empty(shape, dtype=torch.float32)
-        else:  # the sum in fp32, and the result of each GEMM, in the end of all of them
-            self.dweight = self.scratch[rows * V :][: shape.numel()].view(shape)
-            self.partial = head.hidden.new_empty(shape)
-        self.started = False  # whether dweight has its first term
+        else:
+            self.dweight = self.scratch[rows * V :][:own].view(shape)
+        self.started = weight_grad is not None  # whether dweight has its first term
         self.logprob, self.entropy = (head.hidden.new_empty(N, dtype=torch.float32) for _ in range(2))
         self.waiting = head.target[:0]  # the tokens whose gradient rows stand at the front of the buffer
 
@@ -160,7 +172,7 @@ class _OnePass:
             filled = len(self.waiting)
             part = slice(start, min(N, start + rows - filled))
             z = self.buffer[filled : filled + part.stop - start]
-            self._logits(part, z)
+            _logits(self.head._replace(hidden=self.head.hidden[part]), self.gemm, z)
             statistics = self._statistics(part, z)
             if slopes is not None:
                 slope = slopes(part, self.logprob[part], self.entropy[part])
@@ -174,28 +186,11 @@ class _OnePass:
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         dweight = self.dweight if self.partial is None else self.partial
-        return self.grads._replace(weight=dweight).finish(self.head)
-
-    def _logits(self, rows: slice, z: Tensor) -> None:
-        hidden, weight = self.head.hidden[rows], self.head.weight
-        if self.gemm is None:
-            logits_into(hidden, self.head, z)
-            return
-        V, H = weight.shape
-        columns = max(32, min(256, PACKED_BYTES // (2 * H) // 32 * 32))
-        self.library.rlplus_logits_bf16(
-            *self.gemm, _pointer(hidden), _size(hidden.stride(0)), _pointer(weight), _size(weight.stride(0)),
-            _size(len(hidden)), _size(H), _size(V), _pointer(z), _size(columns), _size(PANEL_ROWS),
-            torch.get_num_threads(),
-        )  # fmt: skip
+        return self.grads._replace(weight=dweight).finish(self.head, self.weight_grad)
 
     def _statistics(self, rows: slice, z: Tensor) -> Tensor:
         """(n, 4): max, sum, logprob, entropy."""
-        out = z.new_empty(len(z), 4)
-        self.library.rlplus_statistics(
-            _pointer(z), _pointer(self.bias), _pointer(self.head.target[rows]), _size(len(z)), _size(z.shape[1]),
-            ctypes.c_float(1 / self.head.temperature), _pointer(out), torch.get_num_threads(),
-        )  # fmt: skip
+        out = _row_statistics(z, self.bias, self.head.target[rows], self.head.temperature)
         self.logprob[rows], self.entropy[rows] = out[:, 2], out[:, 3]
         return out
 
@@ -204,14 +199,9 @@ class _OnePass:
         active = dlogprob != 0
         if dentropy is not None:
             active |= dentropy != 0
-            dentropy = dentropy.contiguous()
         source = _slots(active)
-        dlogprob = dlogprob.contiguous()
-        self.library.rlplus_gradient(
-            _pointer(z), _pointer(self.bias), _pointer(source), _size(len(source)), _size(z.shape[1]),
-            _pointer(self.head.target[rows]), ctypes.c_float(1 / self.head.temperature), _pointer(statistics),
-            _pointer(dlogprob), _pointer(dentropy), int(self.gemm is not None), torch.get_num_threads(),
-        )  # fmt: skip
+        head = self.head._replace(target=self.head.target[rows])
+        _row_gradient(z, source, head, self.bias, statistics, dlogprob, dentropy, self.gemm is not None)
         self.waiting = torch.cat([self.waiting, source + rows.start])
 
     def _multiply(self, last: bool) -> None:
@@ -222,8 +212,7 @@ class _OnePass:
         if self.gemm is not None:
             dz = dz.view(torch.bfloat16)[:, : dz.shape[1]]
         if self.needs[0]:
-            dh = dhidden(dz, self.head) if self.gemm is None else torch.mm(dz, self.head.weight)
-            self.grads.hidden[index] = dh.to(self.head.hidden.dtype)
+            self.grads.hidden[index] = block_dhidden(dz, self.head).to(self.head.hidden.dtype)
         if self.needs[1]:
             self._add_dweight(dz, hidden, last)
         if self.needs[2]:
@@ -238,11 +227,94 @@ class _OnePass:
                 add_dweight(self.dweight, dz, hidden)
             return
         torch.mm(dz.t(), hidden, out=self.partial)
+        last = last and self.weight_grad is None  # the sum is rounded to `partial`
         if not (first and last):
             self.library.rlplus_accumulate(
                 _pointer(self.dweight), _pointer(self.partial), *map(_size, self.partial.shape), int(first), int(last),
                 torch.get_num_threads(),
             )  # fmt: skip
+
+
+def _library() -> ctypes.CDLL:
+    library = load()
+    assert library is not None, "resolve_backend has checked that the library is there"
+    return library
+
+
+def _gemm(head: Head) -> tuple[ctypes.c_void_p, ctypes.c_void_p] | None:
+    """The GEMM for these inputs; None where they are multiplied in fp32."""
+    return _torch_gemm() if head.hidden.dtype == torch.bfloat16 and head.hidden.shape[1] % 2 == 0 else None
+
+
+def _logits(head: Head, gemm: tuple[ctypes.c_void_p, ctypes.c_void_p] | None, z: Tensor) -> Tensor:
+    """Written to z (n, V); hidden and weight `_dense` where a GEMM is given."""
+    if gemm is None:
+        return logits_into(head.hidden, head, z)
+    hidden, weight = head.hidden, head.weight
+    V, H = weight.shape
+    columns = max(32, min(256, PACKED_BYTES // (2 * H) // 32 * 32))
+    _library().rlplus_logits_bf16(
+        *gemm, _pointer(hidden), _size(hidden.stride(0)), _pointer(weight), _size(weight.stride(0)),
+        _size(len(hidden)), _size(H), _size(V), _pointer(z), _size(columns), _size(PANEL_ROWS),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return z
+
+
+def _row_statistics(z: Tensor, bias: Tensor | None, target: Tensor, temperature: float) -> Tensor:
+    """(n, 4): max of z + bias, sum, logprob, entropy; bias fp32."""
+    out = z.new_empty(len(z), 4)
+    _library().rlplus_statistics(
+        _pointer(z), _pointer(bias), _pointer(target), _size(len(z)), _size(z.shape[1]),
+        ctypes.c_float(1 / temperature), _pointer(out), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _row_gradient(
+    z: Tensor, source: Tensor, head: Head, bias: Tensor | None, statistics: Tensor, dlogprob: Tensor,
+    dentropy: Tensor | None, narrow: bool,
+) -> None:  # fmt: skip
+    """Row s of z becomes the gradient of row source[s], fp32 or, in the front half of the row's memory, bf16."""
+    dlogprob, dentropy = dlogprob.contiguous(), None if dentropy is None else dentropy.contiguous()
+    _library().rlplus_gradient(
+        _pointer(z), _pointer(bias), _pointer(source), _size(len(source)), _size(z.shape[1]), _pointer(head.target),
+        ctypes.c_float(1 / head.temperature), _pointer(statistics), _pointer(dlogprob), _pointer(dentropy),
+        int(narrow), torch.get_num_threads(),
+    )  # fmt: skip
+
+
+# ---- a block of the vocabulary, for rlplus.ops.least
+
+
+def block_bytes(head: Head) -> int:
+    """Scratch of a logit, whose place its gradient takes."""
+    return head.dtype.itemsize
+
+
+def block_logits(head: Head) -> Tensor:
+    head = head._replace(hidden=_dense(head.hidden), weight=_dense(head.weight))
+    return _logits(head, _gemm(head), head.hidden.new_empty(len(head.hidden), len(head.weight), dtype=torch.float32))
+
+
+def block_statistics(head: Head, z: Tensor) -> Statistics:
+    top, total, logprob, entropy = _row_statistics(z, _bias(head), head.target, head.temperature).unbind(1)
+    return Statistics(top / head.temperature, total.log(), logprob, entropy)
+
+
+def block_gradient(head: Head, z: Tensor, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> Tensor:
+    known = torch.stack([rows.max * head.temperature, rows.logsum.exp(), rows.logprob, rows.entropy], 1)
+    narrow = _gemm(head) is not None
+    _row_gradient(z, torch.arange(len(z)), head, _bias(head), known, dlogprob, dentropy, narrow)
+    return z.view(torch.bfloat16)[:, : z.shape[1]] if narrow else z
+
+
+def block_dhidden(dz: Tensor, head: Head) -> Tensor:
+    return torch.mm(dz, head.weight) if dz.dtype == head.weight.dtype else dhidden(dz, head)
+
+
+def _bias(head: Head) -> Tensor | None:
+    return None if head.bias is None else head.bias.to(torch.float32).contiguous()
 
 
 _kept: list[Tensor] = []

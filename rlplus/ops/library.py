@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.objective.inputs import check_differentiated_once, check_values, check_weights
+from rlplus.ops import least
 from rlplus.ops.chunked import Head, without_autocast
 
 COEFFICIENTS = ("gamma", "kappa", "clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_coef", "mismatch_cap")
@@ -48,6 +49,37 @@ def check_targets(target: Tensor, counted: Tensor, V: int) -> None:
     )
 
 
+def _policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    constants: Sequence[Tensor],
+    names: str,
+    surrogates: str,
+    coefficients: Sequence[float],
+    temperature: float,
+    grad_filter: float,
+    scratch_bytes: float,
+    needs: Sequence[bool],
+    backend: str,
+    weight_grad: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    row = TokenConstants(**dict(zip(names.split(), constants, strict=True)))
+    objective = decode(surrogates, coefficients)
+    check_weights(row)
+    check_targets(target, row.token_weight != 0, len(weight))
+    head = Head(hidden, weight, bias, target, temperature)
+    arguments = (head, row, objective, grad_filter, scratch_bytes, list(needs), weight_grad)
+    name, _, memory = backend.partition("/")
+    with without_autocast(hidden.device):
+        if memory:
+            loss, logprob, entropy, stats, grads = least.policy_loss(implementation(name), *arguments)
+        else:
+            loss, logprob, entropy, stats, grads = implementation(name).policy_loss(*arguments)
+    return loss, logprob, entropy, stats, *grads
+
+
 @torch.library.custom_op("rlplus::linear_policy_loss", mutates_args=())
 def linear_policy_loss(
     hidden: Tensor,
@@ -67,22 +99,40 @@ def linear_policy_loss(
     """-> loss, logprob, entropy, stats, dhidden, dweight, dbias (without elements where not needed).
 
     names: those of `constants`, separated by spaces. (A list with None in it would change the form that torch wants
-    the backward pass to return with the inputs.)
+    the backward pass to return with the inputs.) backend: its name, with "/least" behind it for that module.
     """
-    row = TokenConstants(**dict(zip(names.split(), constants, strict=True)))
-    objective = decode(surrogates, coefficients)
-    check_weights(row)
-    check_targets(target, row.token_weight != 0, len(weight))
-    head = Head(hidden, weight, bias, target, temperature)
-    with without_autocast(hidden.device):
-        loss, logprob, entropy, stats, grads = implementation(backend).policy_loss(
-            head, row, objective, grad_filter, scratch_bytes, list(needs)
-        )
-    return loss, logprob, entropy, stats, *grads
+    return _policy_loss(
+        hidden, weight, bias, target, constants, names, surrogates, coefficients, temperature, grad_filter,
+        scratch_bytes, needs, backend,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("rlplus::linear_policy_loss_into", mutates_args=("weight_grad",))
+def linear_policy_loss_into(
+    weight_grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    constants: Sequence[Tensor],
+    names: str,
+    surrogates: str,
+    coefficients: Sequence[float],
+    temperature: float,
+    grad_filter: float,
+    scratch_bytes: float,
+    needs: Sequence[bool],
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same with the gradient of weight added to weight_grad; not differentiable, see `hand_out`."""
+    return _policy_loss(
+        hidden, weight, bias, target, constants, names, surrogates, coefficients, temperature, grad_filter,
+        scratch_bytes, needs, backend, weight_grad,
+    )  # fmt: skip
 
 
 @linear_policy_loss.register_fake
-def _(hidden, weight, bias, target, constants, names, *options):  # type: ignore[no-untyped-def]
+def _shapes(hidden, weight, bias, target, constants, names, *options):  # type: ignore[no-untyped-def]
     *_, needs, _ = options
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     stats = STATS + MISMATCH_STATS if "engine_logprob" in names.split() else STATS
@@ -90,6 +140,33 @@ def _(hidden, weight, bias, target, constants, names, *options):  # type: ignore
     wanted = zip((hidden.shape, weight.shape, weight.shape[:1]), needs, strict=True)
     grads = (hidden.new_empty(shape if need else (0,)) for shape, need in wanted)
     return hidden.new_empty((), dtype=dtype), *rows, hidden.new_empty(len(stats), dtype=dtype), *grads
+
+
+@linear_policy_loss_into.register_fake
+def _(weight_grad, *inputs):  # type: ignore[no-untyped-def]
+    return _shapes(*inputs)
+
+
+@torch.library.custom_op("rlplus::hand_out", mutates_args=())
+def hand_out(loss: Tensor, hidden: Tensor, bias: Tensor | None, dhidden: Tensor, dbias: Tensor) -> Tensor:
+    """The loss, whose gradients in hidden and bias are given."""
+    return loss.clone()
+
+
+hand_out.register_fake(lambda loss, *_: torch.empty_like(loss))
+
+
+def _keep_given(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[3:])
+
+
+def _hand_out(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+    check_differentiated_once()
+    given = zip(ctx.saved_tensors, ctx.needs_input_grad[1:3], strict=True)
+    return None, *(_scale(g, grad_loss, in_place=False) if need else None for g, need in given), None, None
+
+
+hand_out.register_autograd(_hand_out, setup_context=_keep_given)
 
 
 def _keep_gradients(ctx: Any, inputs: tuple, output: tuple) -> None:

@@ -27,13 +27,16 @@ from rlplus.ops.chunked import (
     VOCABULARY_BLOCK,
     Gradients,
     Head,
+    Statistics,
     _logits,
     add_dweight,
     dhidden,
     drop_smallest,
+    fp16_scale,
 )
 
 LOGPROB, ENTROPY = row_kernels.LOGPROB.value, row_kernels.ENTROPY.value
+MAX, LOGSUM = row_kernels.MAX.value, row_kernels.LOGSUM.value
 DLOGPROB, DENTROPY, WIDTH = row_kernels.DLOGPROB.value, row_kernels.DENTROPY.value, row_kernels.WIDTH.value
 GRADIENTS_PER_LOGITS = 4  # rows of the two buffers
 TILE = 128  # rows that a GEMM handles together: larger buffers are multiples of it
@@ -46,20 +49,25 @@ def policy_loss(
     grad_filter: float,
     scratch_bytes: float,
     needs: list[bool],
+    weight_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed."""
+    """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed.
+
+    With `weight_grad` (V, H) fp32, the gradient of weight is added there.
+    """
+    gradient = any(needs) or weight_grad is not None
     columns, given = _columns(constants)
     surrogates = (_coefficients(objective), given, objective.internal, objective.external)
     values = head.hidden.new_empty(len(head.target), WIDTH, dtype=head.dtype)
     sums = [values.new_zeros(1, token_kernels.SUMS.value)]
     with _on(head.hidden.device):
-        rows, capacity = plan(head, scratch_bytes, any(needs))
-        buffer = GradientBuffer(head, needs, capacity, *_weights(constants, objective))
+        rows, capacity = plan(head, scratch_bytes, gradient)
+        buffer = GradientBuffer(head, needs, capacity, _weights(constants, objective), weight_grad)
         for chunk in _chunks(head, rows):
             value, logits = values[chunk], _logits(head.hidden[chunk], head)
             row_kernels.row_statistics(value, logits, *_rest(head, chunk))
             sums.append(token_kernels.token_loss(value, columns[chunk], *surrogates))
-            if any(needs):
+            if gradient:
                 value[:, DLOGPROB] = drop_smallest(value[:, DLOGPROB], value[:, LOGPROB], grad_filter)
                 buffer.add(chunk, value, logits)
             del logits  # its memory is the next chunk's
@@ -90,13 +98,46 @@ def logprob_backward(
     values[:, DLOGPROB], values[:, DENTROPY] = dlogprob, dentropy
     with _on(head.hidden.device):
         rows, capacity = plan(head, scratch_bytes, any(needs))
-        buffer = GradientBuffer(head, needs, capacity, dlogprob, dentropy)
+        buffer = GradientBuffer(head, needs, capacity, [dlogprob, dentropy])
         for chunk in _chunks(head, rows):
             logits = _logits(head.hidden[chunk], head)
             row_kernels.row_statistics(values[chunk], logits, *_rest(head, chunk))
             buffer.add(chunk, values[chunk], logits)
             del logits
         return buffer.finish()
+
+
+# ---- a block of the vocabulary, for rlplus.ops.least
+
+
+def block_bytes(head: Head) -> int:
+    """Scratch of a logit and of its gradient."""
+    return head.dtype.itemsize + _gradient_dtype(head).itemsize
+
+
+def block_logits(head: Head) -> Tensor:
+    return _logits(head.hidden, head)
+
+
+def block_statistics(head: Head, z: Tensor) -> Statistics:
+    values = z.new_empty(len(z), WIDTH)
+    with _on(z.device):
+        row_kernels.row_statistics(values, z, *_rest(head, slice(None)))
+    return Statistics(values[:, MAX], values[:, LOGSUM], values[:, LOGPROB], values[:, ENTROPY])
+
+
+def block_gradient(head: Head, z: Tensor, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> Tensor:
+    columns = {LOGPROB: rows.logprob, ENTROPY: rows.entropy, MAX: rows.max, LOGSUM: rows.logsum, DLOGPROB: dlogprob}
+    columns[DENTROPY] = torch.zeros_like(dlogprob) if dentropy is None else dentropy
+    values = torch.stack([columns[i] for i in range(WIDTH)], 1)
+    dz = z.new_empty(z.shape, dtype=_gradient_dtype(head))
+    with _on(z.device):
+        row_kernels.row_gradient(dz, torch.arange(len(z), device=z.device), values, z, *_rest(head, slice(None)))
+    return dz
+
+
+def block_dhidden(dz: Tensor, head: Head) -> Tensor:
+    return dhidden(dz, head)
 
 
 def plan(head: Head, scratch_bytes: float, gradient: bool) -> tuple[int, int]:
@@ -123,14 +164,23 @@ class GradientBuffer:
     Between calls `filled` rows are in use, which only the device knows; `seen` is a copy for the host, on its way. In a
     CUDA graph nothing can be awaited: there every row takes part, those without a gradient as zeros.
 
-    weights (N,): something that the slopes are proportional to.
+    weights (N,): something that the slopes are proportional to. weight_grad: as in `policy_loss`.
     """
 
-    def __init__(self, head: Head, needs: list[bool], capacity: int, *weights: Tensor) -> None:
+    def __init__(
+        self,
+        head: Head,
+        needs: list[bool],
+        capacity: int,
+        weights: list[Tensor],
+        weight_grad: Tensor | None = None,
+    ) -> None:
         self.head, self.capacity, device = head, capacity, head.hidden.device
-        self.grads = Gradients.zeros(head, needs)
+        self.weight_grad, self.grads = weight_grad, Gradients.zeros(head, needs, weight_grad)
         self.dlogits = head.hidden.new_empty(capacity, len(head.weight), dtype=_gradient_dtype(head))
-        self.scale = _scale(*weights) if self.dlogits.dtype == torch.float16 else None
+        self.scale = fp16_scale(*weights) if self.dlogits.dtype == torch.float16 else None
+        if self.scale is not None and weight_grad is not None:
+            weight_grad.mul_(self.scale)  # a power of two: exact, and undone at the end
         # Which token a row belongs to; one element more for tokens that have none.
         self.token = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
         self.active = torch.zeros(len(head.target), dtype=torch.bool, device=device)
@@ -170,7 +220,7 @@ class GradientBuffer:
         if self.scale is not None:
             self.grads.weight.div_(self.scale)
             self.grads.bias.div_(self.scale)
-        return self.grads.finish(self.head)
+        return self.grads.finish(self.head, self.weight_grad)
 
     def _filled(self) -> int:
         if self.event is not None:
@@ -195,13 +245,6 @@ class GradientBuffer:
         self.filled.zero_()
         if self.fixed:
             self.seen.zero_()
-
-
-def _scale(*weights: Tensor) -> Tensor:
-    """A power of two that brings the largest weight near 1: in fp16 the gradients of weights like 1e-6 would vanish."""
-    largest = torch.cat([weights[0].new_zeros(1), *(w.abs() for w in weights)]).amax()
-    usable = (largest > 2.0**-100) & (largest < 2.0**100)
-    return torch.where(usable, torch.exp2(-largest.where(usable, 1.0).log2().floor()), 1.0)
 
 
 def _capturing(device: torch.device) -> bool:

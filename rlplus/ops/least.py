@@ -1,0 +1,190 @@
+"""memory="least": the policy loss in two passes over blocks of the vocabulary, four GEMMs, no accumulator of dweight.
+
+Pass one takes the logits of all tokens and a block of the vocabulary at a time to running statistics of the rows. The
+objective follows, for all tokens at once. Pass two recomputes each block's logits for the rows that have a gradient:
+their gradient goes to the block's rows of dweight by one GEMM over all tokens, rounded once, and is added to dhidden.
+
+Scratch beside the outputs: the blocks of logits and of their gradient, max_scratch_mb in all, and where only some rows
+have a gradient a copy of their hidden states. dhidden is a sum over blocks, so with half-precision inputs it needs
+fp32, 4 N H bytes. These are borrowed from the end of dweight; the vocabulary rows under them have their logits
+recomputed a second time when dhidden is done. The cost is (1 + (3 + f) rho) GEMMs instead of 1 + 2 rho, with rho the
+share of rows that have a gradient and f = 2 rho N / V (0 in fp32); at N = 16,384 and V = 151,936, 4.2 instead of 3.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
+from rlplus.ops.chunked import FLOOR, Head, Statistics, drop_smallest, dweight, fp16_scale
+
+TILE = 128  # columns that a GEMM handles together: larger blocks are multiples of it
+
+
+class Blocks(Protocol):
+    """What a backend does with a block of the vocabulary: a head whose weight and bias are the block's.
+
+    Targets are counted from the start of the block; those outside it are no token of it.
+    """
+
+    def block_logits(self, head: Head) -> Tensor:
+        """hidden weight^T (n, B), accumulated in fp32 (fp64)."""
+
+    def block_statistics(self, head: Head, z: Tensor) -> Statistics:
+        """Of the block alone, where it has anything but -inf, and the target where it is in it; z may be lost."""
+
+    def block_gradient(
+        self, head: Head, z: Tensor, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None
+    ) -> Tensor:
+        """Of the logits (n, B), 0 where dlogprob and dentropy are 0. z comes from `block_logits`, and may be lost."""
+
+    def block_bytes(self, head: Head) -> int:
+        """Scratch that a logit takes."""
+
+    def block_dhidden(self, dz: Tensor, head: Head) -> Tensor:
+        """dz weight (n, H)."""
+
+
+def policy_loss(
+    blocks: Blocks,
+    head: Head,
+    constants: TokenConstants,
+    objective: Objective,
+    grad_filter: float,
+    scratch_bytes: float,
+    needs: list[bool],
+    weight_grad: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed.
+
+    With `weight_grad` (V, H), fp32 (fp64), the gradient of weight is added there.
+    """
+    known = _statistics(blocks, head, scratch_bytes)
+    out = token_loss(known.logprob, known.entropy, constants, objective)
+    names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
+    stats = torch.stack([out.stats[name] for name in names])
+    dlogprob = drop_smallest(out.dlogprob, known.logprob, grad_filter)
+    dentropy = out.dentropy if objective.entropy_coef else None
+    grads = head.hidden.new_empty(0), head.hidden.new_empty(0), head.hidden.new_empty(0)
+    if any(needs) or weight_grad is not None:
+        second = _SecondPass(blocks, head, known, dlogprob, dentropy)
+        grads = second.run(scratch_bytes, needs, weight_grad)
+    return out.loss, known.logprob, known.entropy, stats, grads
+
+
+def _spans(V: int, rows: int, bytes_per_logit: int, scratch_bytes: float) -> Iterator[slice]:
+    columns = max(1, min(V, int(scratch_bytes // (bytes_per_logit * max(rows, 1)))))
+    if columns > TILE:
+        columns = columns // TILE * TILE
+    return (slice(start, min(start + columns, V)) for start in range(0, V, columns))
+
+
+def _block(head: Head, v: slice) -> Head:
+    bias = None if head.bias is None else head.bias[v]
+    return head._replace(weight=head.weight[v], bias=bias, target=head.target - v.start)
+
+
+def _statistics(blocks: Blocks, head: Head, scratch_bytes: float) -> Statistics:
+    """Online softmax over blocks of the vocabulary, as the row kernels do it over columns."""
+    N, V = len(head.target), len(head.weight)
+    total, moment, hit = (head.hidden.new_zeros(N, dtype=head.dtype) for _ in range(3))
+    top = torch.full_like(total, -torch.inf)
+    hit.fill_(torch.nan)  # z[target] - max, once its block has come
+    for v in _spans(V, N, blocks.block_bytes(head), scratch_bytes):
+        block = _block(head, v)
+        rows = blocks.block_statistics(block, blocks.block_logits(block))
+        new = torch.maximum(top, rows.max)
+        origin = new.masked_fill(new == -torch.inf, 0.0)  # nothing but -inf so far: no inf - inf
+        up, block_up = ((m - origin).clamp(min=FLOOR) for m in (top, rows.max))
+        empty = rows.max == -torch.inf
+        block_total = rows.logsum.exp().masked_fill(empty, 0.0)
+        block_moment = (block_total * (rows.logsum - rows.entropy)).masked_fill(empty, 0.0)
+        moment = up.exp() * (moment + up * total) + block_up.exp() * (block_moment + block_up * block_total)
+        total = up.exp() * total + block_up.exp() * block_total
+        here = (block.target >= 0) & (block.target < len(block.weight))
+        block_hit = (rows.logprob + rows.logsum).masked_fill(empty, FLOOR) + block_up
+        hit = torch.where(here, block_hit, hit + up).clamp(min=FLOOR)
+        top = new
+    logsum = total.log().masked_fill(top == -torch.inf, torch.nan)
+    return Statistics(top, logsum, (hit - logsum).clamp(min=FLOOR), logsum - moment / total)
+
+
+class _SecondPass:
+    """The rows that have a gradient, and where it goes."""
+
+    def __init__(
+        self, blocks: Blocks, head: Head, known: Statistics, dlogprob: Tensor, dentropy: Tensor | None
+    ) -> None:
+        self.blocks, self.whole, self.scale = blocks, head, None
+        active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
+        rows = (*known, dlogprob, *(() if dentropy is None else (dentropy,)))
+        self.index: Tensor | None = None
+        if head.hidden.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph cannot wait for a number
+            hidden, target = head.hidden.masked_fill(~active[:, None], 0.0), head.target
+        elif (index := active.nonzero().squeeze(1)).numel() < len(active):
+            self.index, hidden, target = index, head.hidden[index], head.target[index]
+            rows = tuple(x[index] for x in rows)
+        else:
+            hidden, target = head.hidden, head.target
+        if head.hidden.dtype == torch.float16:
+            self.scale = fp16_scale(*rows[4:])
+            rows = (*rows[:4], *(x * self.scale for x in rows[4:]))
+        self.head = head._replace(hidden=hidden, target=target)
+        self.known, self.slopes = Statistics(*rows[:4]), (rows[4], rows[5] if dentropy is not None else None)
+
+    def run(self, scratch_bytes: float, needs: list[bool], weight_grad: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """-> gradients of hidden, weight and bias where needed."""
+        head, n, (V, H) = self.whole, len(self.head.target), self.whole.weight.shape
+        self.weight_grad = weight_grad
+        self.weight = head.hidden.new_empty((V, H) if needs[1] and weight_grad is None else (0,))
+        self.bias = head.hidden.new_empty(V if needs[2] else 0)
+        dhidden, first_lent = self._accumulator(n) if needs[0] else (None, V)
+        self.dhidden: Tensor | None = dhidden
+        self.pieces = max(1, int(scratch_bytes / 8 / (H * head.dtype.itemsize)))
+        spans = list(_spans(V, n, self.blocks.block_bytes(head), scratch_bytes * 7 / 8))
+        for v in spans:
+            self._take(v, first=True, weight=v.stop <= first_lent)
+        hidden = head.hidden.new_empty(0) if dhidden is None else self._rounded(dhidden)
+        for v in spans:
+            if v.stop > first_lent:
+                self._take(v, first=False, weight=True)
+        return hidden, self.weight, self.bias
+
+    def _accumulator(self, n: int) -> tuple[Tensor, int]:
+        """Zeros (n, H) in fp32 (fp64), and the first row of dweight whose memory they borrow."""
+        head, (V, H) = self.whole, self.whole.weight.shape
+        size = n * H * head.dtype.itemsize // head.hidden.dtype.itemsize
+        if head.hidden.dtype == head.dtype or size > self.weight.numel():
+            return head.hidden.new_zeros(n, H, dtype=head.dtype), V
+        start = (V * H - size) // 64 * 64  # aligned
+        lent = self.weight.view(-1)[start : start + size].view(head.dtype).view(n, H)
+        return lent.zero_(), start // H
+
+    def _take(self, v: slice, first: bool, weight: bool) -> None:
+        """Recompute a block's logits and take their gradient to dhidden and dbias, if `first`, and to dweight."""
+        block = _block(self.head, v)
+        dz = self.blocks.block_gradient(block, self.blocks.block_logits(block), self.known, *self.slopes)
+        if first and self.dhidden is not None:
+            for rows, part in zip(self.dhidden.split(self.pieces), dz.split(self.pieces), strict=True):
+                rows += self.blocks.block_dhidden(part, block)
+        if first and self.bias.numel():
+            self.bias[v] = self._unscaled(dz.sum(0, dtype=self.head.dtype))
+        if weight and self.weight_grad is not None:
+            self.weight_grad[v] += self._unscaled(dweight(dz, self.head.hidden))
+        elif weight and self.weight.numel():
+            self.weight[v] = self._unscaled(dweight(dz, self.head.hidden))
+
+    def _rounded(self, total: Tensor) -> Tensor:
+        """dhidden (N, H) in its dtype, zeros where a row has no gradient."""
+        if self.index is None and total.dtype == self.whole.hidden.dtype:
+            return total
+        out = torch.zeros_like(self.whole.hidden, memory_format=torch.contiguous_format)
+        for start in range(0, len(total), self.pieces):  # the rounded copy of all would be as large as the output
+            rows = slice(start, start + self.pieces)
+            out[rows if self.index is None else self.index[rows]] = self._unscaled(total[rows]).to(out.dtype)
+        return out
+
+    def _unscaled(self, x: Tensor) -> Tensor:
+        return x if self.scale is None else x / self.scale

@@ -1,0 +1,221 @@
+"""memory="least" and the caller's gradient buffer: other ways to the numbers that test_ops.py pins down."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from closed_form import FEATURES, all_objectives
+from head_cases import EVERYTHING, H, check_precision, closed, run, sample, tensors, to
+
+from rlplus import Objective, linear_policy_loss
+from rlplus.ops import cpp, least, library
+
+CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))
+EVERY = pytest.mark.parametrize("backend", ["torch", CPP, "triton"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def megabytes(n: int, columns: int) -> float:
+    """max_scratch_mb for about so many columns of fp32 logits of n rows at a time."""
+    return n * columns * 10 / 1e6
+
+
+def least_run(inputs: dict, constants: dict, objective: Objective, **options: Any) -> dict[str, Any]:
+    there = [{k: v.to(DEVICE) for k, v in x.items()} for x in (inputs, constants)]
+    got = run(*there, objective, memory="least", **options)
+    return {k: v.cpu() if torch.is_tensor(v) else v for k, v in got.items()}
+
+
+def gemm_dtype(backend: str, dtype: torch.dtype) -> torch.dtype:
+    """To which a backend rounds the gradient of the logits."""
+    if DEVICE == "cuda":
+        return dtype
+    return dtype if backend == "cpp" and dtype == torch.bfloat16 and cpp._torch_gemm() else torch.float32
+
+
+@pytest.mark.parametrize(("internal", "external", "features"), all_objectives(["all"]))
+def test_least_matches_the_closed_form_in_fp64(internal: str, external: str, features: str) -> None:
+    objective = Objective(internal, external, **FEATURES[features])
+    head, constants = sample(19, seed=len(internal + external))
+    want = closed(head, constants, objective, 0.7)
+    for columns in (1, 5, 1000):
+        got = run(
+            head, constants, objective, temperature=0.7, backend="torch", memory="least",
+            max_scratch_mb=megabytes(19, columns),
+        )  # fmt: skip
+        torch.testing.assert_close(tensors(got), tensors(want), rtol=1e-11, atol=1e-12)
+        stats = {name: got["stats"][name].item() for name in want["stats"]}
+        assert stats == pytest.approx(want["stats"], rel=1e-11, abs=1e-12)
+
+
+@pytest.mark.parametrize("objective", [Objective(), EVERYTHING, Objective.preset("dapo")])
+@pytest.mark.parametrize(("n", "V"), [(23, 61), (3, 300), (40, 61)], ids=["lent", "few rows lent", "not lent"])
+@EVERY
+@DTYPES
+def test_least_is_as_exact_as_one_pass(backend: str, dtype: torch.dtype, n: int, V: int, objective: Objective) -> None:
+    head, constants = sample(n, V=V, dtype=dtype)
+    for columns in (7, 64):
+        got = least_run(head, constants, objective, backend=backend, max_scratch_mb=megabytes(n, columns))
+        check_precision(got, head, constants, objective, gemm_dtype=gemm_dtype(backend, dtype))
+
+
+def test_dhidden_borrows_the_memory_of_dweight() -> None:
+    for n, V, lent in ((23, 61, True), (3, 300, True), (40, 61, False)):
+        head, _ = sample(n, V=V, dtype=torch.bfloat16)
+        second = least._SecondPass.__new__(least._SecondPass)
+        second.whole = library.Head(head["hidden"], head["weight"], None, head["target"], 1.0)
+        second.weight = torch.empty_like(head["weight"])
+        total, first = second._accumulator(n)
+        assert (total.untyped_storage().data_ptr() == second.weight.untyped_storage().data_ptr()) == lent
+        assert (first < V) == lent
+        assert total.shape == (n, H)
+        if lent:
+            assert first * H <= total.storage_offset() * 2 < (first + 1) * H
+
+
+@EVERY
+@pytest.mark.parametrize("poison", [math.nan, 1e30])
+def test_rows_of_weight_0_change_no_bit(backend: str, poison: float) -> None:
+    head, constants = sample(23, V=61, dtype=torch.float32)
+    off = (constants["token_weight"] == 0) & (constants["entropy_weight"] == 0)
+    assert off.any()
+    options: dict[str, Any] = {"backend": backend, "max_scratch_mb": megabytes(23, 16)}
+    want = least_run(head, constants, EVERYTHING, **options)
+    dirty = head | {"target": head["target"].masked_fill(off, -100)}
+    dirty["hidden"] = head["hidden"].masked_fill(off[:, None], poison)
+    got = least_run(dirty, constants, EVERYTHING, **options)
+    for name in ("loss", "dhidden", "dweight", "dbias"):
+        assert torch.equal(got[name], want[name]), name
+
+
+@EVERY
+def test_blocks_that_a_bias_of_minus_infinity_empties(backend: str) -> None:
+    """A vocabulary padded with forbidden words: whole blocks, and a whole row where nothing else is left."""
+    head, constants = sample(9, V=64, dtype=torch.float32)
+    constants["token_weight"] += 0.5
+    head["bias"][:20] = head["bias"][40:] = -math.inf
+    head["target"] = torch.randint(20, 40, (9,), generator=torch.Generator().manual_seed(0))
+    options: dict[str, Any] = {"backend": backend, "max_scratch_mb": megabytes(9, 8)}
+    got = least_run(head, constants, EVERYTHING, **options)
+    inner = {k: v[20:40] if k in ("weight", "bias") else v for k, v in head.items()}
+    inner["target"] = head["target"] - 20
+    want = closed(to(inner, torch.float64), to(constants, torch.float64), EVERYTHING)
+    for name in ("loss", "logprob", "entropy", "dhidden"):
+        torch.testing.assert_close(got[name].double(), want[name], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got["dweight"][20:40].double(), want["dweight"], rtol=1e-4, atol=1e-5)
+    assert not got["dweight"][:20].any()
+    assert not got["dbias"][40:].any()
+
+
+@EVERY
+@pytest.mark.parametrize("n", [0, 1])
+def test_least_with_next_to_nothing(backend: str, n: int) -> None:
+    head, constants = sample(n, V=1, dtype=torch.float32)
+    got = least_run(head, constants, EVERYTHING, backend=backend)
+    assert got["logprob"].eq(0).all()
+    assert not any(got[name].any() for name in ("entropy", "dhidden", "dweight", "dbias"))
+
+
+@EVERY
+def test_least_computes_what_is_needed_alone(backend: str) -> None:
+    head, constants = sample(9, dtype=torch.float32)
+    want = least_run(head, constants, EVERYTHING, backend=backend)
+    for name in ("hidden", "weight", "bias"):
+        leaf = {k: v.to(DEVICE) for k, v in (head | constants).items()}
+        leaf[name].requires_grad_()
+        out = linear_policy_loss(**leaf, objective=EVERYTHING, backend=backend, memory="least")
+        (got,) = torch.autograd.grad(out.loss, leaf[name])
+        torch.testing.assert_close(got.cpu(), want[f"d{name}"])
+
+
+@EVERY
+def test_least_grad_filter_drops_as_much_as_it_may(backend: str) -> None:
+    head, constants = sample(23, V=61, dtype=torch.float32)
+    objective = Objective("clip", "mis", gamma=0.5)
+    whole = least_run(head, constants, objective, backend=backend)
+    some = least_run(head, constants, objective, backend=backend, grad_filter=0.2)
+    assert not torch.equal(whole["dweight"], some["dweight"])
+    assert some["dhidden"].any(1).sum() < whole["dhidden"].any(1).sum()
+    one = run(to(head, torch.float64), to(constants, torch.float64), objective, backend="torch", grad_filter=0.2)
+    torch.testing.assert_close(some["dweight"].double(), one["dweight"], rtol=1e-4, atol=1e-5)
+
+
+# ---- the caller's gradient buffer
+
+
+@pytest.mark.parametrize("memory", ["fast", "least"])
+@EVERY
+@DTYPES
+def test_weight_grad_accumulates_over_calls(backend: str, dtype: torch.dtype, memory: str) -> None:
+    head, constants = ({k: v.to(DEVICE) for k, v in x.items()} for x in sample(23, V=61, dtype=dtype))
+    leaf = {k: v.clone().requires_grad_() if v.is_floating_point() else v for k, v in head.items()}
+    buffer = torch.full((61, H), 0.25, device=DEVICE)
+    options: dict[str, Any] = {"objective": EVERYTHING, "backend": backend, "memory": memory, "max_scratch_mb": 4e-3}
+    for part in (slice(0, 9), slice(9, 23)):
+        rows = {k: leaf[k][part] for k in ("hidden", "target")} | {k: v[part] for k, v in constants.items()}
+        out = linear_policy_loss(weight=leaf["weight"], bias=leaf["bias"], **rows, **options, weight_grad=buffer)
+        (3 * out.loss).backward()  # the factor reaches what the backward pass hands out, not the buffer
+    assert leaf["weight"].grad is None
+    got = {"dweight": (buffer - 0.25), "dhidden": leaf["hidden"].grad / 3, "dbias": leaf["bias"].grad / 3}
+    exact = closed(*(to({k: v.cpu() for k, v in x.items()}, torch.float64) for x in (head, constants)), EVERYTHING)
+    eps = max(torch.finfo(gemm_dtype(backend, dtype)).eps, 1e-6)
+    for name, value in got.items():
+        rounding = torch.finfo(dtype).eps if name != "dweight" else 0.0
+        bound = 8 * (eps + rounding) * exact[name].abs().max() + 1e-5
+        assert (value.cpu().double() - exact[name]).abs().max() <= bound, name
+
+
+@EVERY
+def test_weight_grad_in_one_graph(backend: str) -> None:
+    head, constants = sample(9, dtype=torch.float32)
+    hidden = head["hidden"].to(DEVICE).requires_grad_()
+    rest = {k: v.to(DEVICE) for k, v in (head | constants).items() if k != "hidden"}
+
+    def step(hidden: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+        return 2 * linear_policy_loss(hidden, **rest, objective=EVERYTHING, backend=backend, weight_grad=buffer).loss
+
+    torch._dynamo.reset()
+    results = []
+    for f in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        buffer = torch.ones(23, H, device=DEVICE)
+        (gradient,) = torch.autograd.grad(f(hidden, buffer), hidden)
+        results.append((gradient, buffer))
+    torch.testing.assert_close(*results)
+    assert (results[0][1] != 1).any()
+
+
+@pytest.mark.parametrize("memory", ["", "/least"])
+@pytest.mark.parametrize("backend", ["torch", CPP])
+def test_are_well_formed_torch_ops(backend: str, memory: str) -> None:
+    head, constants = sample(9, dtype=torch.float32)
+    names = ["advantage", "token_weight", "external", "old_logprob", "ref_logprob", "entropy_weight", "engine_logprob"]
+    options = ([constants[k] for k in names], " ".join(names), *library.encode(EVERYTHING), 0.7, 0.0, 400.0)
+    tensors = (*(head[k].requires_grad_() for k in ("hidden", "weight", "bias")), head["target"])
+    arguments = (*tensors, *options, [True, True, True], backend + memory)
+    torch.library.opcheck(library.linear_policy_loss, arguments)
+    detached = [t.detach() for t in tensors]
+    into = (torch.zeros(23, H), *detached, *options, [True, False, True], backend + memory)
+    torch.library.opcheck(library.linear_policy_loss_into, into)
+    gradients = (torch.randn(9, H), torch.randn(23))
+    torch.library.opcheck(library.hand_out, (torch.randn(()), tensors[0], tensors[2], *gradients))
+
+
+def test_wrong_use_is_refused() -> None:
+    head, constants = sample(9, dtype=torch.float32)
+
+    def call(**options: Any) -> None:
+        linear_policy_loss(**head, **constants, objective=EVERYTHING, **options)
+
+    with pytest.raises(ValueError, match="want memory 'fast' or 'least'; got 'low'"):
+        call(memory="low")
+    with pytest.raises(ValueError, match=r"want weight_grad a tensor, float32 \(23, 7\) on cpu; got float32 \(7, 23\)"):
+        call(weight_grad=torch.zeros(7, 23))
+    with pytest.raises(ValueError, match=r"want weight_grad a tensor, float32 .* got bfloat16"):
+        call(weight_grad=torch.zeros(23, 7, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="want weight_grad contiguous"):
+        call(weight_grad=torch.zeros(7, 23).T)
+    for options in ({"memory": "least"}, {"weight_grad": torch.zeros(23, 7)}):
+        with pytest.raises(ValueError, match="backend 'reference' keeps the full logits"):
+            call(backend="reference", **options)
