@@ -86,6 +86,15 @@ def test_every_shape_has_its_tails(n: int, V: int, H: int, dtype: torch.dtype) -
     check(run(head, constants, EVERYTHING, backend="cpp"), head, constants, EVERYTHING)
 
 
+@pytest.mark.parametrize("rows", [40, 16])
+def test_bf16_gradients_of_a_wide_head(rows: int) -> None:
+    """Several blocks of hidden's columns in the GEMM for dweight, summed over one or several buffers."""
+    head, constants = sample(40, 150, 1000, BF16)
+    head["hidden"] /= 32
+    got = run(head, constants, EVERYTHING, backend="cpp", max_scratch_mb=rows * 150 * 4e-6)
+    check(got, head, constants, EVERYTHING)
+
+
 @EVERY_DTYPE
 def test_strided_inputs_and_temperature(dtype: torch.dtype) -> None:
     head, constants = sample(19, dtype=dtype)

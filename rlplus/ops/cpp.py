@@ -37,7 +37,11 @@ LIBRARY = Path(__file__).parent.parent / "_C.so"
 CHUNK_ROWS = 512
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PACKED_BYTES = 2**18  # of the weight at a time, for the bf16 GEMM: half of a second-level cache
-PANEL_ROWS = 64  # rows of the bf16 GEMM at a time: few shapes, for each is compiled at its first use
+# Of the bf16 GEMM, which is compiled at the first use of each shape: few of them, and tiles that fit the caches.
+PANEL_ROWS = 64
+GRADIENT_COLUMNS = 128  # of dz, transposed at a time
+GRADIENT_WIDTH = 448  # columns of hidden at a time: with 512 rows half of a second-level cache
+DEPTH_STEP = 64  # rows of dz are filled up with zeros to a multiple of it
 
 Slopes = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """rows, logprob (n,), entropy (n,) -> dlogprob (n,), dentropy (n,) or None."""
@@ -48,7 +52,7 @@ def load() -> ctypes.CDLL | None:
     """The native library; None, with the reason in the log once, where it was not built or does not load."""
     try:
         library = ctypes.CDLL(str(LIBRARY))  # after torch, whose OpenMP it then shares
-        for name in ("statistics", "gradient", "logits_bf16", "accumulate", "may_be_reclaimed"):
+        for name in ("statistics", "gradient", "logits_bf16", "dweight_bf16", "may_be_reclaimed"):
             getattr(library, f"rlplus_{name}").restype = None
     except (OSError, AttributeError) as error:  # not there, or of another version
         logger.info("backend 'cpp' is not available, 'auto' is 'torch' on the CPU too: %s", error)
@@ -152,8 +156,8 @@ class _OnePass:
         own = shape.numel() if self.gemm and weight_grad is None else 0
         self.scratch = _take_scratch(rows * V + own)
         self.buffer = self.scratch[: rows * V].view(rows, V)
-        # Of bf16 inputs the result of each GEMM, in the end of all of them; then dweight is the sum in fp32.
-        self.partial = None if self.gemm is None else head.hidden.new_empty(shape)
+        # Of bf16 inputs dweight is the sum in fp32, and this the result.
+        self.rounded = head.hidden.new_empty(shape if own else (0,))
         if weight_grad is not None:
             self.dweight = weight_grad
         elif self.gemm is None:
@@ -185,7 +189,7 @@ class _OnePass:
         _kept[:] = [self.scratch]
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        dweight = self.dweight if self.partial is None else self.partial
+        dweight = self.dweight if self.gemm is None else self.rounded
         return self.grads._replace(weight=dweight).finish(self.head, self.weight_grad)
 
     def _statistics(self, rows: slice, z: Tensor) -> Tensor:
@@ -220,19 +224,20 @@ class _OnePass:
 
     def _add_dweight(self, dz: Tensor, hidden: Tensor, last: bool) -> None:
         first, self.started = not self.started, True
-        if self.partial is None:
+        if self.gemm is None:
             if first:
                 torch.mm(dz.t(), hidden.to(dz.dtype), out=self.dweight)
             else:
                 add_dweight(self.dweight, dz, hidden)
             return
-        torch.mm(dz.t(), hidden, out=self.partial)
-        last = last and self.weight_grad is None  # the sum is rounded to `partial`
-        if not (first and last):
-            self.library.rlplus_accumulate(
-                _pointer(self.dweight), _pointer(self.partial), *map(_size, self.partial.shape), int(first), int(last),
-                torch.get_num_threads(),
-            )  # fmt: skip
+        last = last and self.weight_grad is None  # then the sum is rounded to `rounded`, and not kept
+        n = len(hidden)
+        depth = max(1, -(-n // DEPTH_STEP)) * DEPTH_STEP
+        self.library.rlplus_dweight_bf16(
+            *self.gemm, _pointer(dz), _size(dz.stride(0)), _pointer(hidden), _size(n), _size(depth),
+            *map(_size, reversed(self.head.weight.shape)), _pointer(self.dweight), _pointer(self.rounded),
+            *map(_size, (GRADIENT_COLUMNS, PANEL_ROWS, GRADIENT_WIDTH)), int(first), int(last), torch.get_num_threads(),
+        )  # fmt: skip
 
 
 def _library() -> ctypes.CDLL:

@@ -179,7 +179,7 @@ def _scale(gradient: Tensor, by: Tensor, in_place: bool) -> Tensor:
     """gradient * by, multiplied in fp32 (fp64): a loss scale of 65536 is infinite in fp16."""
     if not in_place:
         return (gradient.to(by.dtype) * by).to(gradient.dtype)
-    return gradient.mul_(by)
+    return gradient if by.item() == 1 else gradient.mul_(by)
 
 
 def _scale_gradients(ctx: Any, grad_loss: Tensor | None, *_: Tensor) -> tuple[Tensor | list[None] | None, ...]:
