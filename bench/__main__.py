@@ -1,0 +1,117 @@
+"""rlplus-bench, python -m bench: measures the head's backends and their peers, or writes the README's table."""
+
+import argparse
+import sys
+import time
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from . import report
+from .cases import Case
+from .measure import resident_memory, run
+from .peers import METHODS
+from .suites import SUITES
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def parse(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    parser = argparse.ArgumentParser(prog="rlplus-bench", description=__doc__)
+    parser.add_argument("--suite", choices=tuple(SUITES), help="what to measure; each says how long it takes at most")
+    parser.add_argument("--output", type=Path, metavar="DIR", default=Path("bench/results"), help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="on the CPU; default: %(default)s")
+    parser.add_argument("--repeats", type=int, metavar="N", help="rounds of every case; default: the suite's")
+    parser.add_argument("--only", nargs="+", metavar="METHOD", help="these methods and the bare GEMMs")
+    parser.add_argument("--list", action="store_true", help="print the methods and end")
+    parser.add_argument("--readme", action="store_true", help="write the README's table from bench/results and end")
+    parser.add_argument("--memory-of", metavar="TASK", help=argparse.SUPPRESS)
+    return parser, parser.parse_args(arguments)
+
+
+def checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the program with status 2 and a message when an argument cannot be."""
+    for name in ("threads", "repeats"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"argument --{name}: want a number >= 1; got {value}")
+    if options.suite == "gpu" and not torch.cuda.is_available():
+        parser.error("argument --suite: gpu needs CUDA, and torch sees no such device")
+    if options.output.exists() and not options.output.is_dir():
+        parser.error(f"argument --output: want a folder; got the file {options.output}")
+    for name in options.only or ():
+        if name not in METHODS:
+            unknown(parser, name)
+    if not (options.suite or options.list or options.readme or options.memory_of):
+        parser.error("want --suite, --list or --readme")
+
+
+def unknown(parser: argparse.ArgumentParser, name: str) -> NoReturn:
+    near = get_close_matches(name, METHODS, n=1)
+    parser.error(f"argument --only: no method {name!r}{f' (did you mean {near[0]!r}?)' if near else '; see --list'}")
+
+
+def measure(options: argparse.Namespace) -> None:
+    cases, seconds = SUITES[options.suite]
+    until = time.monotonic() + seconds
+    device = "cuda" if options.suite == "gpu" else "cpu"
+    torch.set_num_threads(options.threads)
+    stem = options.output / (f"cpu-{options.threads}" if options.suite == "cpu" else options.suite)
+    record = report.Record(stem.with_suffix(".json"), options.suite, device, options.threads)
+    for case in cases():
+        measure_case(chosen(case, options), device, until, record)
+    record.result["complete"] = True
+    record.save()
+    say(report.plots(record.result, stem))
+    say(f"results: {record.path}")
+
+
+def chosen(case: Case, options: argparse.Namespace) -> Case:
+    """The case with the command's methods and repeats."""
+    changes: dict[str, Any] = {"repeats": options.repeats} if options.repeats else {}
+    if options.only:
+        changes |= {key: tuple(m for m in getattr(case, key) if m in options.only) for key in ("methods", "sparse")}
+    return Case(**(vars(case) | changes))
+
+
+def measure_case(case: Case, device: str, until: float, record: report.Record) -> None:
+    if not case.methods:
+        return
+    left = until - time.monotonic()
+    if left <= 0:
+        sizes = {"name": case.name, "N": case.N, "H": case.H, "V": case.V, "dtype": case.dtype, "rounds": 0}
+        status = "left out: the suite's time is spent"
+        rows = [{"method": name, "rho": case.shares[0], "status": status} for name in case.methods]
+        record.put(sizes | {"rows": rows})
+        say(f"{case.name}, N={case.N}, H={case.H}, V={case.V}, {case.dtype}: {status}")
+        return
+    run(case, device, until, record.put)
+    say(report.case_table(record.result["cases"][-1]))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser, options = parse(arguments)
+    checked(parser, options)
+    if options.memory_of:
+        say(str(resident_memory(options.memory_of)))
+    elif options.list:
+        for method in METHODS.values():
+            say(f"{method.name:30} {method.what} ({method.package})")
+    elif options.readme:
+        path = ROOT / "README.md"
+        if not path.exists():
+            parser.error(f"argument --readme: want a source tree; there is no {path}")
+        path.write_text(report.with_part(path.read_text(), report.readme_part(report.load(ROOT / "bench/results"))))
+    else:
+        measure(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Time, memory and accuracy of the methods of a case, in turn, on the same tensors."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cases import Case, Head, Inputs
+from .peers import METHODS, Method, Step, Unavailable
+
+Row = dict[str, Any]
+
+
+def seconds_left(until: float) -> float:
+    return until - time.monotonic()
+
+
+def clear(inputs: Inputs) -> None:
+    inputs.hidden.grad = inputs.weight.grad = None
+
+
+def call(method: Method, inputs: Inputs, step: Step) -> Tensor | None:
+    with torch.set_grad_enabled(method.kind not in ("forward", "bare")):
+        return step()
+
+
+def milliseconds(method: Method, inputs: Inputs, step: Step) -> float:
+    """Of one call: on CUDA between two events, on the CPU the CPU time of all threads of the process."""
+    clear(inputs)
+    if not inputs.hidden.is_cuda:
+        start = time.process_time()
+        call(method, inputs, step)
+        return 1e3 * (time.process_time() - start)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    call(method, inputs, step)
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": median(values), "least": min(values), "greatest": max(values)}
+
+
+class Measurement:
+    """The rows of a case, filled in one after the other. A row that has no numbers says why in `status`."""
+
+    def __init__(self, case: Case, device: str, until: float) -> None:
+        self.case, self.until = case, min(until, time.monotonic() + case.seconds)
+        head = Head(case, device)
+        self.rows: list[Row] = []
+        self.steps: list[tuple[Row, Method, Inputs, Step, float]] = []
+        bare = METHODS["bare-1u" if case.forward else "bare-3u"]
+        for share in case.shares:
+            inputs = Inputs(head, share)
+            first = share == case.shares[0]
+            names = (bare.name, *case.methods) if first else case.sparse
+            for name in names:
+                self.prepare(METHODS[name], inputs)
+        self.result = {**asdict(case), "rounds": 0, "rows": self.rows}
+        for field in ("methods", "sparse", "shares", "seconds", "repeats"):
+            del self.result[field]
+
+    def prepare(self, method: Method, inputs: Inputs) -> None:
+        """Adds a row, and calls the method for the first time."""
+        row: Row = {"method": method.name, "rho": inputs.active.double().mean().item(), "status": "ok"}
+        self.rows.append(row)
+        device = inputs.hidden.device.type
+        if method.device not in (None, device) and not interpreted(method):
+            row["status"] = f"needs {str(method.device).upper()}"
+            return
+        if seconds_left(self.until) <= 0:
+            row["status"] = "left out: no time left for its first call"
+            return
+        try:
+            step = method.prepare(inputs)
+            cost = 0.0
+            for _ in range(1 + method.compiles):
+                start = time.monotonic()
+                milliseconds(method, inputs, step)
+                cost = time.monotonic() - start
+            self.steps.append((row, method, inputs, step, cost))
+        except Exception as error:  # a peer may fail in any way; its row says how
+            row["status"] = reason(error, method)
+            if inputs.hidden.is_cuda:
+                torch.cuda.empty_cache()
+        clear(inputs)
+
+    def time(self) -> None:
+        """Rounds of one call of each method, beginning with another method each time."""
+        case, steps = self.case, self.steps
+        while len(steps) > 1 and 2 * sum(step[-1] for step in steps) > max(0.0, seconds_left(self.until)):
+            slowest = max(steps[1:], key=lambda step: step[-1])
+            slowest[0]["status"] = f"left out: a call takes {slowest[-1]:.1f} s, too long for the time left"
+            steps.remove(slowest)
+        taken: list[list[float]] = [[] for _ in steps]
+        longest = 0.0
+        for turn in range(case.repeats):
+            if turn and longest > seconds_left(self.until):
+                break
+            start = time.monotonic()
+            for i in range(len(steps)):
+                at = (i + turn) % len(steps)
+                row, method, inputs, step, _ = steps[at]
+                taken[at].append(milliseconds(method, inputs, step))
+                clear(inputs)
+            longest = max(longest, time.monotonic() - start)
+            self.result["rounds"] = turn + 1
+        for (row, *_), times in zip(steps, taken, strict=True):
+            row["ms"] = spread(times)
+            row["ratio"] = spread([t / b for t, b in zip(times, taken[0], strict=True)])
+
+    def remember(self) -> None:
+        """Peak memory beyond inputs and gradients, MB = 10^6 bytes, of the methods at the first share."""
+        for row, method, inputs, step, _ in self.first_share():
+            if inputs.hidden.is_cuda:
+                row["extra_mb"] = cuda_memory(method, inputs, step)
+                continue
+            left = seconds_left(self.until)
+            if left <= 0:
+                row["extra_mb"] = None
+                row["memory_note"] = "left out: no time left"
+                continue
+            row["extra_mb"], note = memory_of_a_process(self.case, method)
+            if note:
+                row["memory_note"] = note
+
+    def compare(self) -> None:
+        """Errors against fp64: the greatest one of a logprob, and those of the gradients relative to their norms."""
+        exact: dict[str, tuple[Tensor, Tensor]] = {}
+        steps = self.first_share()
+        for kind in sorted({method.kind for _, method, *_ in steps}):  # one pair of fp64 gradients at a time
+            for row, method, inputs, step, _ in steps:
+                if method.kind != kind:
+                    continue
+                if seconds_left(self.until) <= 0:
+                    row["accuracy_note"] = "left out: no time left"
+                    continue
+                clear(inputs)
+                logprob = call(method, inputs, step)
+                if logprob is not None:
+                    row["logprob_error"] = (logprob.double() - inputs.head.logprob).abs().max().item()
+                if kind in ("forward", "other"):
+                    continue
+                if kind not in exact:
+                    exact = {kind: inputs.gradients(kind)}
+                for name, tensor, true in zip(("hidden", "weight"), (inputs.hidden, inputs.weight), exact[kind], strict=True):
+                    assert tensor.grad is not None
+                    row[f"d{name}_error"] = ((tensor.grad - true).norm() / true.norm()).item()
+                clear(inputs)
+
+    def first_share(self) -> list[tuple[Row, Method, Inputs, Step, float]]:
+        share = self.case.shares[0]
+        return [step for step in self.steps if step[2].share == share and step[1].kind != "bare"]
+
+
+def run(case: Case, device: str, until: float, saved: Callable[[dict[str, Any]], None]) -> None:
+    """Measures a case; `saved` gets the case's result after each phase, the last time complete."""
+    measurement = Measurement(case, device, until)
+    measurement.time()
+    saved(measurement.result)
+    if case.memory:
+        measurement.remember()
+        saved(measurement.result)
+    if case.accuracy:
+        measurement.compare()
+        saved(measurement.result)
+
+
+def interpreted(method: Method) -> bool:
+    return method.name.startswith("triton") and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def reason(error: Exception, method: Method) -> str:
+    """Why there are no numbers, in a line."""
+    if isinstance(error, Unavailable):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        return f"not installed: {error.name}" if package_version(method.package) else f"not installed: {method.package}"
+    lines = str(error).strip().splitlines()
+    return f"failed: {type(error).__name__}: {lines[0][:160] if lines else ''}"
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+# ---- memory
+
+
+def cuda_memory(method: Method, inputs: Inputs, step: Step) -> float:
+    clear(inputs)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call(method, inputs, step)
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before - gradient_bytes(method, inputs)) / 1e6
+
+
+def gradient_bytes(method: Method, inputs: Inputs) -> int:
+    return 0 if method.kind == "forward" else sum(t.numel() * t.element_size() for t in (inputs.hidden, inputs.weight))
+
+
+def memory_of_a_process(case: Case, method: Method) -> tuple[float | None, str]:
+    """The same on the CPU, where only a fresh process shows it: (MB, why there is none)."""
+    task = json.dumps({"case": asdict(case), "method": method.name, "threads": torch.get_num_threads()})
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    package = str(__package__)
+    environment["PYTHONPATH"] = os.pathsep.join([str(package_root()), environment["PYTHONPATH"]])
+    command = [sys.executable, "-m", package, "--memory-of", task]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        return None, f"failed: {done.stderr.strip().splitlines()[-1][:160]}"
+    return float(done.stdout.splitlines()[-1]), ""
+
+
+def package_root() -> Path:
+    """The folder from which this package is imported under the name that it has now."""
+    return Path(__file__).parents[str(__package__).count(".") + 1]
+
+
+def resident_memory(task: str) -> float:
+    """MB that the resident set grows by at the peak of one call, beyond the gradients; for a fresh process."""
+    if not Path("/proc/self/clear_refs").exists():
+        raise ValueError("want Linux: the peak of the resident set is read from /proc")
+    given = json.loads(task)
+    torch.set_num_threads(given["threads"])
+    case, method = Case(**given["case"]), METHODS[given["method"]]
+    inputs = Inputs(Head(case, "cpu"), case.shares[0])
+    # Libraries load and threads start before, with a small call, or the same where code is compiled for the shape.
+    small = Inputs(Head(Case("warm", 16, 64, 64, case.dtype, ()), "cpu"), 1.0)
+    warm = inputs if method.compiles else small
+    milliseconds(method, warm, method.prepare(warm))
+    torch.mm(inputs.hidden[:8].detach(), inputs.weight.detach().T)
+    clear(inputs)
+    step = method.prepare(inputs)
+    measured = partial(status_mb)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = measured("VmRSS")
+    call(method, inputs, step)
+    return measured("VmHWM") - before - gradient_bytes(method, inputs) / 1e6
+
+
+def status_mb(field: str) -> float:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
+    return int(line.split()[1]) * 1024 / 1e6

@@ -1,0 +1,375 @@
+"""The methods: the bare GEMMs, every backend of ours, and the peers, each through its public entry point.
+
+A method gets `cases.Inputs` and prepares a step. A step computes the method's loss and the gradients of hidden and weight
+(`hidden.grad`, `weight.grad`), or only logprobs where the method is a forward one, and returns the logprobs (N,) if the
+method has any. To add one, write a short function with the decorator `method`, and name it in `suites.py`.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rlplus.objective import Objective, policy_loss
+from rlplus.ops import linear_logprob, linear_policy_loss
+
+from .cases import Inputs
+
+Step = Callable[[], Tensor | None]
+Prepare = Callable[[Inputs], Step]
+
+
+@dataclass(frozen=True)
+class Method:
+    """kind says which loss: "policy" (RL-PLUS), "grpo", "cross-entropy" (mean over the rows with a gradient), "forward"
+    (logprobs only), "bare" (GEMMs), or "other" (a policy loss whose gradients are not compared).
+
+    package    the distribution that it comes from
+    device     the only type of device it runs on; None = any
+    compiles   its first call takes long
+    """
+
+    name: str
+    kind: str
+    what: str
+    prepare: Prepare
+    package: str = "rlplus"
+    device: str | None = None
+    compiles: bool = False
+
+
+METHODS: dict[str, Method] = {}
+
+
+def method(name: str, kind: str, what: str, **fields: Any) -> Callable[[Prepare], Prepare]:
+    """Registers a function that prepares a step."""
+
+    def register(prepare: Prepare) -> Prepare:
+        METHODS[name] = Method(name, kind, what, prepare, **fields)
+        return prepare
+
+    return register
+
+
+class Unavailable(Exception):
+    """Why a method cannot be measured here."""
+
+
+# ---- the unit
+
+
+@method("bare-3u", "bare", "logits, dhidden, dweight by the vendor's GEMM into memory that exists", package="torch")
+def bare_three(x: Inputs) -> Step:
+    hidden, weight = x.hidden.detach(), x.weight.detach()
+    logits, dhidden, dweight = hidden.new_empty(len(hidden), len(weight)), *map(torch.empty_like, (hidden, weight))
+
+    def step() -> None:
+        torch.mm(hidden, weight.t(), out=logits)
+        torch.mm(logits, weight, out=dhidden)
+        torch.mm(logits.t(), hidden, out=dweight)
+
+    return step
+
+
+@method("bare-1u", "bare", "logits by the vendor's GEMM into memory that exists", package="torch")
+def bare_one(x: Inputs) -> Step:
+    hidden, weight = x.hidden.detach(), x.weight.detach()
+    logits = hidden.new_empty(len(hidden), len(weight))
+
+    def step() -> None:
+        torch.mm(hidden, weight.t(), out=logits)
+
+    return step
+
+
+# ---- ours
+
+
+def ours(name: str, device: str | None = None, kind: str = "policy", note: str = "", **options: Any) -> None:
+    """Registers a backend with its options, for the policy loss."""
+
+    def prepare(x: Inputs) -> Step:
+        unknown = options.keys() - signature(linear_policy_loss).parameters.keys()
+        if unknown:
+            raise Unavailable(f"needs an rlplus with {', '.join(sorted(unknown))}")
+
+        def step() -> Tensor:
+            out = linear_policy_loss(x.hidden, x.weight, x.target, **x.constants, **options)
+            out.loss.backward()
+            return out.logprob
+
+        return step
+
+    method(name, kind, f"RL-PLUS loss{note}", device=device)(prepare)
+
+
+def ours_forward(name: str, device: str | None = None, **options: Any) -> None:
+    """Registers a backend with its options, for logprob and entropy."""
+
+    def prepare(x: Inputs) -> Step:
+        def step() -> Tensor:
+            return linear_logprob(x.hidden, x.weight, x.target, **options)[0]
+
+        return step
+
+    method(f"{name} forward", "forward", "logprob and entropy", device=device)(prepare)
+
+
+BONUS = replace(Objective(), entropy_coef=1e-3)
+for backend, only in {"reference": None, "torch": None, "cpp": "cpu", "triton": "cuda"}.items():
+    ours(backend, only, backend=backend)
+    ours_forward(backend, only, backend=backend)
+    if backend != "reference":
+        ours(f"{backend} least", only, note=", memory-first", backend=backend, memory="least")
+        ours(f"{backend} entropy", only, "other", " with an entropy bonus", backend=backend, objective=BONUS)
+        ours(f"{backend} filter", only, note=", grad_filter 1e-3", backend=backend, grad_filter=1e-3)
+        for mb in (40, 160, 320):
+            ours(f"{backend} {mb} MB", only, note=f", max_scratch_mb {mb}", backend=backend, max_scratch_mb=mb)
+
+
+# ---- peers: PyTorch
+
+
+def from_logprob(x: Inputs, logprobs: Callable[[], Tensor]) -> Step:
+    """The RL-PLUS loss on a peer's differentiable logprobs (N,)."""
+
+    def step() -> Tensor:
+        logprob = logprobs()
+        policy_loss(logprob, **x.constants)[0].backward()
+        return logprob.detach()
+
+    return step
+
+
+def from_loss(loss: Callable[[], Tensor]) -> Step:
+    """A peer's own scalar loss."""
+
+    def step() -> None:
+        loss().backward()
+
+    return step
+
+
+def plain_logprob(x: Inputs) -> Tensor:
+    logits = F.linear(x.hidden, x.weight).float()
+    return logits.log_softmax(1).gather(1, x.target[:, None]).squeeze(1)
+
+
+@method("naive torch", "policy", "full logits, fp32 softmax, autograd; RL-PLUS loss", package="torch")
+def naive(x: Inputs) -> Step:
+    return from_logprob(x, lambda: plain_logprob(x))
+
+
+@method("naive torch forward", "forward", "full logits, fp32 log_softmax", package="torch")
+def naive_forward(x: Inputs) -> Step:
+    return lambda: plain_logprob(x)
+
+
+@method("fp32 logits forward", "forward", "GEMM with fp32 output, log_softmax", package="torch")
+def fp32_forward(x: Inputs) -> Step:
+    def step() -> Tensor:
+        if x.hidden.is_cuda and x.hidden.dtype != torch.float32:
+            logits = torch.mm(x.hidden, x.weight.T, out_dtype=torch.float32)
+        else:
+            logits = x.hidden.float() @ x.weight.float().T
+        return logits.log_softmax(1).gather(1, x.target[:, None]).squeeze(1)
+
+    return step
+
+
+def torch_options(x: Inputs, tuned: bool) -> Any:
+    """The default options, or the cheapest exact policy with chunks of 512 rows (CUDA: 2048)."""
+    options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
+    if options is None:
+        raise Unavailable("needs torch >= 2.13")
+    if not tuned:
+        return options()
+    rows, policy = (2048, "compact") if x.hidden.is_cuda else (512, "balanced")
+    wide = torch.float32 if x.hidden.dtype != torch.float32 else None
+    return options(acc_policy=policy, batch_chunk_size=rows, acc_dtype=wide)
+
+
+def torch_cross_entropy(x: Inputs, tuned: bool) -> Step:
+    options = torch_options(x, tuned)
+    return from_loss(lambda: F.linear_cross_entropy(x.hidden, x.weight, x.ce_target, options=options))
+
+
+@method("torch linear CE", "cross-entropy", "F.linear_cross_entropy, default options", package="torch")
+def torch_default(x: Inputs) -> Step:
+    return torch_cross_entropy(x, tuned=False)
+
+
+@method("torch linear CE tuned", "cross-entropy", "F.linear_cross_entropy, chunk and policy set", package="torch")
+def torch_tuned(x: Inputs) -> Step:
+    return torch_cross_entropy(x, tuned=True)
+
+
+def torch_per_token(x: Inputs) -> Tensor:
+    options = torch_options(x, tuned=True)
+    return -F.linear_cross_entropy(x.hidden, x.weight, x.target, reduction="none", options=options)
+
+
+@method("torch linear CE none", "policy", "F.linear_cross_entropy per token, tuned; RL-PLUS loss", package="torch")
+def torch_none(x: Inputs) -> Step:
+    torch_options(x, tuned=True)
+    return from_logprob(x, lambda: torch_per_token(x))
+
+
+@method("torch linear CE none forward", "forward", "F.linear_cross_entropy per token, tuned", package="torch")
+def torch_none_forward(x: Inputs) -> Step:
+    torch_options(x, tuned=True)
+    return lambda: torch_per_token(x)
+
+
+# ---- peers: others
+
+
+def submodule(name: str, *parents: str, **stand_ins: dict[str, Any]) -> Any:
+    """A package's module without its parents' own imports, which drag in what the module does not need.
+
+    parents: imported as empty packages unless they can be imported; stand_ins: modules (dots as __) with what is asked
+    of them, for those that cannot be imported either.
+    """
+    for parent in parents:
+        if parent in sys.modules:
+            continue
+        try:
+            import_module(parent)
+        except ImportError:
+            above, _, last = parent.rpartition(".")
+            if above:
+                folders = [f"{folder}/{last}" for folder in sys.modules[above].__path__]
+            else:
+                spec = find_spec(parent)
+                if spec is None or spec.submodule_search_locations is None:
+                    raise
+                folders = list(spec.submodule_search_locations)
+            empty = ModuleType(parent)
+            empty.__path__ = folders
+            sys.modules[parent] = empty
+    for key, names in stand_ins.items():
+        path = key.replace("__", ".")
+        try:
+            import_module(path)
+        except ImportError:
+            stand_in = ModuleType(path)
+            stand_in.__dict__.update(names)
+            sys.modules[path] = stand_in
+    return import_module(name)
+
+
+def grpo(x: Inputs, sequences: int) -> Step:
+    """Liger chunks by sequences."""
+    loss_type = import_module("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
+    loss = loss_type(beta=0.0, use_ref_model=False, chunk_size=sequences)
+    shape = (x.head.sequences, x.head.length)
+    hidden = x.hidden.view(*shape, -1)
+    rest = (x.target.view(shape), x.keep.float().view(shape), x.sequence_advantage)
+    old = x.constants["old_logprob"].view(shape)
+    return from_loss(lambda: loss(hidden, x.weight, *rest, old_per_token_logps=old)[0])
+
+
+@method("Liger GRPO", "grpo", "LigerFusedLinearGRPOLoss, its defaults", package="liger-kernel", compiles=True)
+def liger_grpo(x: Inputs) -> Step:
+    return grpo(x, 1)
+
+
+@method("Liger GRPO tuned", "grpo", "the same, chunks of 512 rows (CUDA: 2048)", package="liger-kernel", compiles=True)
+def liger_grpo_tuned(x: Inputs) -> Step:
+    return grpo(x, max(1, (2048 if x.hidden.is_cuda else 512) // x.head.length))
+
+
+@method("Liger linear CE", "cross-entropy", "LigerFusedLinearCrossEntropyLoss", package="liger-kernel", device="cuda")
+def liger_cross_entropy(x: Inputs) -> Step:
+    loss = import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
+    return from_loss(lambda: loss(x.weight, x.hidden, x.ce_target))
+
+
+@method("Liger scaled CE", "policy", "per token; RL-PLUS loss", package="liger-kernel", device="cuda")
+def liger_scaled(x: Inputs) -> Step:
+    apply = import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction.apply
+    return from_logprob(x, lambda: -apply(x.hidden, x.weight, x.target))
+
+
+def cce(x: Inputs, target: Tensor, reduction: str) -> Callable[[], Tensor]:
+    """On the CPU its own fallback: torch.compile of full logits."""
+    loss = import_module("cut_cross_entropy").linear_cross_entropy
+    impl = "cce" if x.hidden.is_cuda else "torch_compile"
+    return lambda: loss(x.hidden, x.weight, target, reduction=reduction, impl=impl)
+
+
+@method("CCE", "cross-entropy", "cut_cross_entropy, its defaults", package="cut-cross-entropy", compiles=True)
+def cce_mean(x: Inputs) -> Step:
+    return from_loss(cce(x, x.ce_target, "mean"))
+
+
+@method("CCE none", "policy", "cut_cross_entropy per token; RL-PLUS loss", package="cut-cross-entropy", compiles=True)
+def cce_none(x: Inputs) -> Step:
+    loss = cce(x, x.target, "none")
+    return from_logprob(x, lambda: -loss())
+
+
+@method("CCE none forward", "forward", "cut_cross_entropy per token", package="cut-cross-entropy", compiles=True)
+def cce_forward(x: Inputs) -> Step:
+    loss = cce(x, x.target, "none")
+    return lambda: -loss()
+
+
+def verl_torch_module() -> Any:
+    module = submodule("verl.utils.experimental.torch_functional", "verl", "verl.utils")
+    return module.FusedLinearForPPO()
+
+
+@method("verl torch", "policy", "FusedLinearForPPO, its defaults; RL-PLUS loss", package="verl")
+def verl_torch(x: Inputs) -> Step:
+    loss = verl_torch_module()
+    return from_logprob(x, lambda: loss(x.hidden, x.weight, x.target)[0])
+
+
+@method("verl torch forward", "forward", "FusedLinearForPPO, its defaults", package="verl")
+def verl_torch_forward(x: Inputs) -> Step:
+    loss = verl_torch_module()
+    return lambda: loss(x.hidden, x.weight, x.target)[0]
+
+
+@method("verl triton", "policy", "linear_cross_entropy; RL-PLUS loss", package="verl", device="cuda")
+def verl_triton(x: Inputs) -> Step:
+    apply = submodule("verl.utils.kernel.linear_cross_entropy", "verl", "verl.utils").linear_cross_entropy
+    return from_logprob(x, lambda: apply(x.hidden, x.weight, x.target, 1.0, "none")[0])
+
+
+def trl_logprob(x: Inputs) -> Callable[[], Tensor]:
+    """What TRL's fused head calls, with its vocabulary chunk; it is the only form that takes hidden and weight."""
+    nothing = {"maybe_gather_lm_head_ctx": lambda *_: nullcontext()}  # gathers under ZeRO-3 only
+    is_there = {"is_triton_available": lambda: find_spec("triton") is not None}
+    parents = ("trl", "trl.trainer")
+    module = submodule(
+        "trl.kernels", *parents, transformers={}, transformers__utils=is_there, trl__trainer__utils=nothing
+    )
+    apply = module.ChunkedLogProbFunction.apply
+    return lambda: apply(x.hidden, x.weight, None, x.target, 1.0, 32768, None, 1.0, ("entropy",))[0]
+
+
+@method("TRL", "policy", "ChunkedLogProbFunction; RL-PLUS loss", package="trl")
+def trl(x: Inputs) -> Step:
+    return from_logprob(x, trl_logprob(x))
+
+
+@method("TRL forward", "forward", "ChunkedLogProbFunction", package="trl")
+def trl_forward(x: Inputs) -> Step:
+    return trl_logprob(x)
+
+
+@method("QuACK", "cross-entropy", "chunked_linear_cross_entropy", package="quack-kernels", device="cuda", compiles=True)
+def quack(x: Inputs) -> Step:
+    loss = import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
+    return from_loss(lambda: loss(x.hidden, x.weight, x.ce_target))

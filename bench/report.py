@@ -1,0 +1,243 @@
+"""The results: a JSON file that grows with every case, tables, plots, and the README's part made from it."""
+
+import json
+import os
+import platform
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .measure import Row, package_version
+from .peers import METHODS
+
+Result = dict[str, Any]
+BEGIN, END = "<!-- made by `python -m bench --readme`: begin -->", "<!-- end -->"
+PACKAGES = ("torch", "triton", "numpy", *sorted({m.package for m in METHODS.values()} - {"torch"}))
+
+
+class Record:
+    """A result on its way into its file, which is whole at every moment: whatever ends the process loses one case."""
+
+    def __init__(self, path: Path, suite: str, device: str, threads: int) -> None:
+        self.path = path
+        cuda = device == "cuda"
+        self.result: Result = {
+            "suite": suite,
+            "complete": False,
+            "device": torch.cuda.get_device_name() if cuda else f"{platform.system()} {platform.machine()}",
+            "clock": "CUDA events" if cuda else "CPU time of the process, all threads",
+            "threads": threads,
+            "hardware": hardware(cuda),
+            "versions": {name: package_version(name) for name in PACKAGES} | {"python": platform.python_version()},
+            "cases": [],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.save()
+
+    def put(self, case: dict[str, Any]) -> None:
+        """Adds a case, or the same one again with more in it."""
+        cases = self.result["cases"]
+        if not any(case is known for known in cases):
+            cases.append(case)
+        self.save()
+
+    def save(self) -> None:
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.result, indent=1) + "\n")
+        part.replace(self.path)
+
+
+def hardware(cuda: bool) -> dict[str, Any]:
+    if not cuda:
+        return {
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "bf16_instructions": torch.cpu._is_avx512_bf16_supported(),
+            "cores": os.cpu_count(),
+            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY"),
+        }
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_gb": properties.total_memory / 1e9,
+        "multiprocessors": properties.multi_processor_count,
+        "cuda": torch.version.cuda,
+    }
+
+
+# ---- tables
+
+
+def number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def ratio(row: Row) -> str:
+    """The median with the least and the greatest; or why there is none."""
+    if row["status"] != "ok":
+        return str(row["status"])
+    r = row["ratio"]
+    return f"{r['median']:.2f} ({r['least']:.2f}–{r['greatest']:.2f})"
+
+
+def lines(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    head = list(header)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def title(case: dict[str, Any]) -> str:
+    return f"{case['name']}: N={case['N']}, H={case['H']}, V={case['V']}, {case['dtype']}, {case['rounds']} rounds"
+
+
+def case_table(case: dict[str, Any]) -> str:
+    """Everything about a case, as the program prints it."""
+    header = ("method", "rho", "ms", "×bare", "MB", "logprob error", "dhidden", "dweight")
+    rows = [
+        (
+            row["method"], f"{row['rho']:.2f}", number(row.get("ms", {}).get("median"), ".4g"), ratio(row),
+            number(row.get("extra_mb"), ".0f"), number(row.get("logprob_error"), ".1e"),
+            number(row.get("dhidden_error"), ".1e"), number(row.get("dweight_error"), ".1e"),
+        )
+        for row in case["rows"]
+    ]  # fmt: skip
+    return f"{title(case)}\n{lines(header, rows)}\n"
+
+
+def row_of(case: dict[str, Any], method: str, rho_at_most: float = 1.0) -> Row | None:
+    """The method's row with the greatest rho up to that."""
+    rows = [row for row in case["rows"] if row["method"] == method and row["rho"] <= rho_at_most + 0.02]
+    return max(rows, key=lambda row: row["rho"], default=None)
+
+
+def cases_of(result: Result, name: str) -> dict[str, dict[str, Any]]:
+    """By dtype."""
+    return {case["dtype"]: case for case in result["cases"] if case["name"] == name}
+
+
+def bars_table(results: dict[str, Result]) -> str:
+    """CPU time of `cpp` over the bare GEMMs, by dtype and share of rows with a gradient, for each number of threads."""
+    columns = {f"{r['threads']} thread{'s' * (r['threads'] > 1)}": cases_of(r, "bars") for r in results.values()}
+    columns = {name: cases for name, cases in columns.items() if cases}
+    first = next(iter(columns.values()), {})
+    rows = []
+    for dtype, case in first.items():
+        for share in (1.0, 0.25):
+            found = [row_of(c[dtype], "cpp", share) if dtype in c else None for c in columns.values()]
+            rows.append([dtype, f"{share:g}", *(ratio(row) if row else "" for row in found)])
+    shape = next(iter(first.values()), None)
+    if shape is None:
+        return ""
+    head = f"`cpp`, N={shape['N']}, H={shape['H']}, V={shape['V']}, half of the rows demonstrated:"
+    return f"{head}\n\n{lines(('dtype', 'rows with a gradient', *(f'×bare, {c}' for c in columns)), rows)}\n"
+
+
+def main_table(result: Result) -> str:
+    """All methods side by side: speed and memory by dtype, accuracy of bf16."""
+    cases = cases_of(result, "main")
+    if not cases:
+        return ""
+    any_case = next(iter(cases.values()))
+    low = cases.get("bfloat16", any_case)
+    header = ["method", "loss"]
+    for dtype in cases:
+        header += [f"{dtype} ×bare", "MB"]
+    header += [f"logprob error, {low['dtype']}", "dW error"]
+    rows = []
+    for name in dict.fromkeys(row["method"] for row in any_case["rows"]):
+        found = {dtype: row_of(case, name) for dtype, case in cases.items()}
+        if METHODS[name].kind == "bare" or not all(found.values()):
+            continue
+        cells = [f"`{name}`" if METHODS[name].package == "rlplus" else name, METHODS[name].what]
+        for row in found.values():
+            assert row is not None
+            cells += [ratio(row), number(row.get("extra_mb"), ".0f")]
+        row = row_of(low, name)
+        assert row is not None
+        rows.append([*cells, number(row.get("logprob_error"), ".0e"), number(row.get("dweight_error"), ".1e")])
+    accumulator = any_case["V"] * any_case["H"] * 4 / 1e6
+    head = (
+        f"{result['device']}, {result['threads']} thread{'s' * (result['threads'] > 1)}, torch {result['versions']['torch']}, "
+        if "CPU" in result["clock"] else f"{result['device']}, torch {result['versions']['torch']}, "
+    ) + f"N={any_case['N']}, H={any_case['H']}, V={any_case['V']}, {any_case['rounds']} rounds:"  # fmt: skip
+    foot = (
+        f"MB: peak beyond inputs, dhidden and dW; an fp32 accumulator of dW alone would be {accumulator:.0f}. Errors against "
+        "fp64: the greatest of a logprob, dW's relative to its norm."
+    )
+    return f"{head}\n\n{lines(header, rows)}\n\n{foot}\n"
+
+
+def readme_part(results: dict[str, Result]) -> str:
+    """What stands in the README between the marks."""
+    processors = {name: r for name, r in results.items() if name.startswith("cpu")}
+    parts = [bars_table(processors)]
+    if processors:
+        parts.append(main_table(next(iter(processors.values()))))
+    if "gpu" in results:
+        parts.append(main_table(results["gpu"]))
+    else:
+        parts.append("GPU: not measured yet.\n")
+    return "\n".join(part for part in parts if part)
+
+
+def load(folder: Path) -> dict[str, Result]:
+    """The results that the README shows, by the name of the file."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if path.stem != "quick"}
+
+
+def with_part(text: str, part: str) -> str:
+    """The README with its part replaced."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"want a README with one {BEGIN} and one {END}")
+    return f"{text[: text.index(BEGIN)]}{BEGIN}\n{part}{text[text.index(END) :]}"
+
+
+# ---- plots
+
+
+def plots(result: Result, stem: Path) -> str:
+    """Draws speeds and sweeps beside the JSON; says what it did."""
+    if find_spec("matplotlib") is None:
+        return "no plots: matplotlib is not installed"
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    sweeps = [name for name in dict.fromkeys(c["name"] for c in result["cases"]) if name.startswith("sweep")]
+    mains = list(cases_of(result, "main").values())
+    if not sweeps and not mains:
+        return "no plots: nothing measured"
+    figure, axes = plt.subplots(1, len(sweeps) + len(mains), figsize=(5 * (len(sweeps) + len(mains)), 4), squeeze=False)
+    for axis, name in zip(axes[0], sweeps, strict=False):
+        draw_sweep(axis, name, [case for case in result["cases"] if case["name"] == name])
+    for axis, case in zip(axes[0][len(sweeps) :], mains, strict=True):
+        draw_speeds(axis, case)
+    figure.tight_layout()
+    path = stem.with_suffix(".png")
+    figure.savefig(path, dpi=80)
+    plt.close(figure)
+    return f"plots: {path}"
+
+
+def draw_sweep(axis: Any, name: str, cases: list[dict[str, Any]]) -> None:
+    what = name.removeprefix("sweep ")
+    points = [(case[what], case["rows"][-1], case["rows"][0]) for case in cases if case["rows"][-1]["status"] == "ok"]
+    if not points:
+        return
+    sizes, rows, bare = zip(*points, strict=True)
+    axis.plot(sizes, [row["ms"]["median"] for row in rows], "o-", label=f"{rows[0]['method']}, ms")
+    axis.plot(sizes, [row["ms"]["median"] for row in bare], "--", label="bare GEMMs, ms")
+    axis.plot(sizes, [row["extra_mb"] for row in rows], "s:", label="memory, MB")
+    axis.set(xlabel=what, title=f"time and memory over {what}", ylim=(0, None), xlim=(0, None))
+    axis.legend()
+
+
+def draw_speeds(axis: Any, case: dict[str, Any]) -> None:
+    rows = [row for row in case["rows"] if row["status"] == "ok" and row["rho"] == case["rows"][0]["rho"]]
+    rows.sort(key=lambda row: -row["ratio"]["median"])
+    axis.barh([row["method"] for row in rows], [row["ratio"]["median"] for row in rows])
+    axis.axvline(1, color="black", linewidth=1)
+    axis.set(xlabel="time over bare GEMMs", title=title(case))
