@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint kernels clean
+.PHONY: help setup demo test test-slow lint kernels bench bench-quick clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -41,6 +41,12 @@ lint: setup  ## run ruff and mypy
 
 kernels: setup  ## compile the Triton kernels, no GPU needed; print registers, shared memory, spills
 	@PYTHONPATH=. $(BIN)/python tests/kernel_table.py
+
+bench: setup  ## measure all backends and peers: the gpu suite with an NVIDIA GPU, else the cpu suite; ten minutes
+	@$(BIN)/python -m bench --suite "$$(nvidia-smi > /dev/null 2>&1 && echo gpu || echo cpu)"
+
+bench-quick: setup  ## the same on small shapes; a minute
+	@$(BIN)/python -m bench --suite quick --output runs/bench
 
 clean:  ## remove the virtual environment, caches and build outputs; never a run
 	@if [ -e "$(MARK)" ]; then rm -rf "$(VENV)"; fi

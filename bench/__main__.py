@@ -26,7 +26,8 @@ def say(text: str) -> None:
 def parse(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(prog="rlplus-bench", description=__doc__)
     parser.add_argument("--suite", choices=tuple(SUITES), help="what to measure; each says how long it takes at most")
-    parser.add_argument("--output", type=Path, metavar="DIR", default=Path("bench/results"), help="default: %(default)s")
+    output = parser.add_argument("--output", type=Path, metavar="DIR", default=Path("bench/results"))
+    output.help = "folder for JSON and plots; default: %(default)s"
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="on the CPU; default: %(default)s")
     parser.add_argument("--repeats", type=int, metavar="N", help="rounds of every case; default: the suite's")
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="these methods and the bare GEMMs")

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, gcd, log
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ class Inputs:
         self.sequence_advantage = advantage.to(head.device)
         self.keep = keep.to(head.device)
         drift = 0.05 * torch.randn(case.N, generator=g).to(head.device)
-        self.constants = {
+        self.constants: dict[str, Any] = {
             "old_logprob": (head.logprob + drift).clamp(max=0).float(),
             "advantage": self.sequence_advantage[sequence.to(head.device)],
             "token_weight": self.keep.float() / case.N,

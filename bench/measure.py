@@ -1,5 +1,6 @@
 """Time, memory and accuracy of the methods of a case, in turn, on the same tensors."""
 
+import ctypes
 import json
 import os
 import subprocess
@@ -7,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -20,6 +20,7 @@ from .cases import Case, Head, Inputs
 from .peers import METHODS, Method, Step, Unavailable
 
 Row = dict[str, Any]
+ERRORS = ("dhidden_error", "dweight_error")
 
 
 def seconds_left(until: float) -> float:
@@ -88,7 +89,7 @@ class Measurement:
         try:
             step = method.prepare(inputs)
             cost = 0.0
-            for _ in range(1 + method.compiles):
+            for _ in range(1 + (method.compiles or device == "cuda")):  # the first call may compile
                 start = time.monotonic()
                 milliseconds(method, inputs, step)
                 cost = time.monotonic() - start
@@ -100,16 +101,17 @@ class Measurement:
         clear(inputs)
 
     def time(self) -> None:
-        """Rounds of one call of each method, beginning with another method each time."""
+        """Rounds of one call of each method, beginning with another method each time; at most half of the time left."""
         case, steps = self.case, self.steps
-        while len(steps) > 1 and 2 * sum(step[-1] for step in steps) > max(0.0, seconds_left(self.until)):
+        until = time.monotonic() + max(0.0, seconds_left(self.until)) / 2
+        while len(steps) > 1 and sum(step[-1] for step in steps) > seconds_left(until):
             slowest = max(steps[1:], key=lambda step: step[-1])
             slowest[0]["status"] = f"left out: a call takes {slowest[-1]:.1f} s, too long for the time left"
             steps.remove(slowest)
         taken: list[list[float]] = [[] for _ in steps]
         longest = 0.0
         for turn in range(case.repeats):
-            if turn and longest > seconds_left(self.until):
+            if turn and longest > seconds_left(until):
                 break
             start = time.monotonic()
             for i in range(len(steps)):
@@ -157,9 +159,9 @@ class Measurement:
                     continue
                 if kind not in exact:
                     exact = {kind: inputs.gradients(kind)}
-                for name, tensor, true in zip(("hidden", "weight"), (inputs.hidden, inputs.weight), exact[kind], strict=True):
+                for tensor, true, name in zip((inputs.hidden, inputs.weight), exact[kind], ERRORS, strict=True):
                     assert tensor.grad is not None
-                    row[f"d{name}_error"] = ((tensor.grad - true).norm() / true.norm()).item()
+                    row[name] = ((tensor.grad - true).norm() / true.norm()).item()
                 clear(inputs)
 
     def first_share(self) -> list[tuple[Row, Method, Inputs, Step, float]]:
@@ -172,11 +174,11 @@ def run(case: Case, device: str, until: float, saved: Callable[[dict[str, Any]],
     measurement = Measurement(case, device, until)
     measurement.time()
     saved(measurement.result)
-    if case.memory:
-        measurement.remember()
-        saved(measurement.result)
     if case.accuracy:
         measurement.compare()
+        saved(measurement.result)
+    if case.memory:
+        measurement.remember()
         saved(measurement.result)
 
 
@@ -251,11 +253,13 @@ def resident_memory(task: str) -> float:
     torch.mm(inputs.hidden[:8].detach(), inputs.weight.detach().T)
     clear(inputs)
     step = method.prepare(inputs)
-    measured = partial(status_mb)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)  # glibc: what is free in the heap would be used again, and not be seen
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = measured("VmRSS")
+    before = status_mb("VmRSS")
     call(method, inputs, step)
-    return measured("VmHWM") - before - gradient_bytes(method, inputs) / 1e6
+    return status_mb("VmHWM") - before - gradient_bytes(method, inputs) / 1e6
 
 
 def status_mb(field: str) -> float:

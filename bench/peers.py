@@ -1,8 +1,8 @@
 """The methods: the bare GEMMs, every backend of ours, and the peers, each through its public entry point.
 
-A method gets `cases.Inputs` and prepares a step. A step computes the method's loss and the gradients of hidden and weight
-(`hidden.grad`, `weight.grad`), or only logprobs where the method is a forward one, and returns the logprobs (N,) if the
-method has any. To add one, write a short function with the decorator `method`, and name it in `suites.py`.
+A method gets `cases.Inputs` and prepares a step. A step computes the method's loss and the gradients of hidden and
+weight (`hidden.grad`, `weight.grad`), or only logprobs where the method is a forward one, and returns the logprobs (N,)
+if the method has any. To add one, write a short function with the decorator `method`, and name it in `suites.py`.
 """
 
 import sys

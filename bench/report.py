@@ -14,7 +14,7 @@ from .measure import Row, package_version
 from .peers import METHODS
 
 Result = dict[str, Any]
-BEGIN, END = "<!-- made by `python -m bench --readme`: begin -->", "<!-- end -->"
+BEGIN, END = "<!-- bench: what `python -m bench --readme` writes -->", "<!-- bench: end -->"
 PACKAGES = ("torch", "triton", "numpy", *sorted({m.package for m in METHODS.values()} - {"torch"}))
 
 
@@ -106,6 +106,11 @@ def case_table(case: dict[str, Any]) -> str:
     return f"{title(case)}\n{lines(header, rows)}\n"
 
 
+def machine(result: Result) -> str:
+    threads = f", {result['threads']} thread{'s' * (result['threads'] > 1)}" if result["suite"] == "cpu" else ""
+    return f"{result['device']}{threads}, torch {result['versions']['torch']}"
+
+
 def row_of(case: dict[str, Any], method: str, rho_at_most: float = 1.0) -> Row | None:
     """The method's row with the greatest rho up to that."""
     rows = [row for row in case["rows"] if row["method"] == method and row["rho"] <= rho_at_most + 0.02]
@@ -124,14 +129,18 @@ def bars_table(results: dict[str, Result]) -> str:
     first = next(iter(columns.values()), {})
     rows = []
     for dtype, case in first.items():
+        accumulator = 0.0 if dtype == "float32" else 4e-6 * case["V"] * case["H"]
         for share in (1.0, 0.25):
             found = [row_of(c[dtype], "cpp", share) if dtype in c else None for c in columns.values()]
-            rows.append([dtype, f"{share:g}", *(ratio(row) if row else "" for row in found)])
+            mb = None if not found[0] or found[0].get("extra_mb") is None else found[0]["extra_mb"] - accumulator
+            rows.append([dtype, f"{share:g}", *(ratio(row) if row else "" for row in found), number(mb, ".0f")])
     shape = next(iter(first.values()), None)
     if shape is None:
         return ""
     head = f"`cpp`, N={shape['N']}, H={shape['H']}, V={shape['V']}, half of the rows demonstrated:"
-    return f"{head}\n\n{lines(('dtype', 'rows with a gradient', *(f'×bare, {c}' for c in columns)), rows)}\n"
+    header = ("dtype", "rows with a gradient", *(f"×bare, {name}" for name in columns), "MB")
+    foot = "MB: peak beyond inputs, dhidden, dW and, for bfloat16, an fp32 accumulator of dW."
+    return f"{head}\n\n{lines(header, rows)}\n\n{foot}\n"
 
 
 def main_table(result: Result) -> str:
@@ -158,15 +167,30 @@ def main_table(result: Result) -> str:
         assert row is not None
         rows.append([*cells, number(row.get("logprob_error"), ".0e"), number(row.get("dweight_error"), ".1e")])
     accumulator = any_case["V"] * any_case["H"] * 4 / 1e6
-    head = (
-        f"{result['device']}, {result['threads']} thread{'s' * (result['threads'] > 1)}, torch {result['versions']['torch']}, "
-        if "CPU" in result["clock"] else f"{result['device']}, torch {result['versions']['torch']}, "
-    ) + f"N={any_case['N']}, H={any_case['H']}, V={any_case['V']}, {any_case['rounds']} rounds:"  # fmt: skip
+    head = f"{machine(result)}, N={any_case['N']}, H={any_case['H']}, V={any_case['V']}:"
     foot = (
-        f"MB: peak beyond inputs, dhidden and dW; an fp32 accumulator of dW alone would be {accumulator:.0f}. Errors against "
-        "fp64: the greatest of a logprob, dW's relative to its norm."
+        f"MB: peak beyond inputs, dhidden and dW; an fp32 accumulator of dW alone would be {accumulator:.0f}. "
+        "Errors are those against fp64: the greatest of a logprob; dW's relative to its norm."
     )
     return f"{head}\n\n{lines(header, rows)}\n\n{foot}\n"
+
+
+def side_table(result: Result) -> str:
+    """Logprobs without gradients, and the methods that were measured with fewer rows with a gradient."""
+    forward, low = cases_of(result, "forward"), cases_of(result, "main").get("bfloat16")
+    parts = []
+    if low is not None and len(shares := sorted({round(row["rho"], 2) for row in low["rows"]}, reverse=True)) > 1:
+        names = dict.fromkeys(row["method"] for row in low["rows"] if row["rho"] < shares[0] - 0.02)
+        rows = [[name, *(ratio(row) if (row := row_of(low, name, s)) else "" for s in shares)] for name in names]
+        parts.append(lines(("share of rows with a gradient", *(f"{share:g}" for share in shares)), rows))
+    for case in forward.values():
+        rows = [
+            [row["method"].removesuffix(" forward"), ratio(row), number(row.get("extra_mb"), ".0f"),
+             number(row.get("logprob_error"), ".0e")]
+            for row in case["rows"] if METHODS[row["method"]].kind != "bare"
+        ]  # fmt: skip
+        parts.append(lines((f"forward only, {case['dtype']}", "×bare (1u)", "MB", "logprob error"), rows))
+    return "\n\n".join(parts) + "\n"
 
 
 def readme_part(results: dict[str, Result]) -> str:
@@ -176,7 +200,7 @@ def readme_part(results: dict[str, Result]) -> str:
     if processors:
         parts.append(main_table(next(iter(processors.values()))))
     if "gpu" in results:
-        parts.append(main_table(results["gpu"]))
+        parts += [main_table(results["gpu"]), side_table(results["gpu"])]
     else:
         parts.append("GPU: not measured yet.\n")
     return "\n".join(part for part in parts if part)

@@ -23,7 +23,11 @@ hypothesis.settings.register_profile("rlplus", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("rlplus")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "benchmark" not in config.option.markexpr:
+        measured = [item for item in items if item.get_closest_marker("benchmark")]
+        items[:] = [item for item in items if item not in measured]
+        config.hook.pytest_deselected(items=measured)
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     no_vllm = pytest.mark.skip(reason="vLLM is not installed")
     for item in items:
@@ -63,7 +67,8 @@ def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 @pytest.fixture(autouse=True)
 def poison_uninitialised_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A result that reads memory it never wrote is NaN, not by chance right. vLLM's own buffers are not our concern."""
-    if request.node.get_closest_marker("vllm") is None:
+    """A result that reads memory it never wrote is NaN, not by chance right. vLLM's own buffers are not our concern,
+    and what is timed must not fill memory."""
+    if not any(request.node.get_closest_marker(name) for name in ("vllm", "benchmark")):
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
             monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))

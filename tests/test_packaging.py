@@ -28,7 +28,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, copy)
-    for name in ("rlplus", "kernels", "configs", "csrc"):
+    for name in ("rlplus", "kernels", "configs", "csrc", "bench"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     (copy / "kernels" / "probe.py").write_text("import triton\n")
     return copy
@@ -52,7 +52,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path, source: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    folders = [source / "rlplus", source / "rlplus/kernels", source / "rlplus/configs"]  # rglob does not follow links
+    links = ("kernels", "configs", "bench")  # rglob does not follow them
+    folders = [source / "rlplus", *(source / "rlplus" / name for name in links)]
     files = {path for folder in folders for kind in ("*.py", "*.yaml", "py.typed") for path in folder.rglob(kind)}
     assert names == {str(path.relative_to(source)) for path in files}
     assert {PROBE, "rlplus/configs/demo.yaml", "rlplus/py.typed"} <= names
@@ -72,6 +73,13 @@ assert not elsewhere, elsewhere
 
 def test_command_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     assert "train" in run("-m", "rlplus", "--help", cwd=tmp_path, path=installed)
+
+
+def test_bench_runs_from_the_wheel_and_installs_no_package_of_its_name(installed: Path, tmp_path: Path) -> None:
+    assert not (installed / "bench").exists()
+    assert "naive torch" in run(installed / "bin/rlplus-bench", "--list", cwd=tmp_path, path=installed)
+    run("-m", "rlplus.bench", "--suite", "quick", "--only", "torch", "--repeats", "1", cwd=tmp_path, path=installed)
+    assert (tmp_path / "bench/results/quick.json").exists()
 
 
 def build_wheel(source: Path, out: Path, **variables: str) -> Path:

@@ -1,0 +1,278 @@
+"""The benchmark program: its results' form, its numbers' sanity, its errors, and the README's table."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlplus.bench import report
+from rlplus.bench.__main__ import main
+from rlplus.bench.cases import Case, Head, Inputs
+from rlplus.bench.measure import Measurement, memory_of_a_process, run
+from rlplus.bench.peers import METHODS, method, submodule
+from rlplus.bench.suites import SUITES
+
+ROOT = Path(__file__).parent.parent
+SMALL = Case("main", N=128, H=64, V=300, dtype="float32", methods=("torch", "naive torch"), repeats=2, memory=False)
+ALWAYS = ("reference", "torch", "naive torch")  # methods that run everywhere
+
+
+def measured(case: Case) -> dict[str, Any]:
+    results: list[dict[str, Any]] = []
+    run(case, "cpu", time.monotonic() + 300, results.append)
+    return json.loads(json.dumps(results[-1]))
+
+
+# ---- inputs
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_inputs_look_like_rl_data(dtype: str) -> None:
+    head = Head(replace(SMALL, N=4096, H=256, V=2000, dtype=dtype), "cpu")
+    p = head.logprob.exp()
+    sampled, demonstrated = p[~head.external], p[head.external]
+    assert head.external.float().mean() == 1 / 8
+    assert 0.6 < (sampled > 0.9).double().mean() < 0.9  # most tokens are confident
+    assert demonstrated.median() < 0.1
+    logits = torch.cat([z for (z,) in head.exact_logits()])
+    assert 1.5 < logits.std() < 4
+
+
+def test_logprobs_and_gradients_are_those_of_autograd() -> None:
+    inputs = Inputs(Head(SMALL, "cpu"), 0.5)
+    hidden, weight = (t.detach().double().requires_grad_() for t in (inputs.hidden, inputs.weight))
+    logprob = (hidden @ weight.T).log_softmax(1)[torch.arange(SMALL.N), inputs.target]
+    torch.testing.assert_close(inputs.head.logprob, logprob.detach(), rtol=1e-12, atol=1e-12)
+    loss = torch.nn.functional.cross_entropy(hidden @ weight.T, inputs.ce_target)
+    for got, want in zip(inputs.gradients("cross-entropy"), torch.autograd.grad(loss, (hidden, weight)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
+def test_the_stated_share_of_rows_has_a_gradient(share: float, scattered: bool) -> None:
+    inputs = Inputs(Head(replace(SMALL, scattered=scattered), "cpu"), share)
+    METHODS["naive torch"].prepare(inputs)()
+    assert inputs.hidden.grad is not None
+    rows = inputs.hidden.grad.abs().amax(1) > 0
+    assert inputs.active.double().mean() == share
+    assert not (rows & ~inputs.active).any()
+
+
+# ---- results
+
+
+def test_accuracy_of_fp32_is_that_of_fp32_and_of_bf16_that_of_bf16() -> None:
+    for dtype, low, high in (("float32", 0, 1e-4), ("bfloat16", 1e-4, 0.3)):
+        case = measured(replace(SMALL, dtype=dtype, methods=ALWAYS, repeats=1))
+        rows = {row["method"]: row for row in case["rows"]}
+        for row in (rows[name] for name in ALWAYS):
+            assert low <= row["dhidden_error"] < high
+            assert low <= row["dweight_error"] < high
+        assert rows["torch"]["logprob_error"] < 1e-4
+        assert low <= rows["naive torch"]["logprob_error"] < high
+
+
+def test_every_available_method_computes_its_loss() -> None:
+    """Whatever is installed here: the gradients are those of the loss that the method says it has."""
+    methods = tuple(m for m in METHODS if METHODS[m].kind not in ("bare", "forward"))
+    case = measured(replace(SMALL, N=32, V=100, repeats=1, methods=methods))
+    for row in case["rows"]:
+        if row["status"] == "ok" and METHODS[row["method"]].kind not in ("bare", "other"):
+            assert row["dweight_error"] < (1e-2 if "filter" in row["method"] else 1e-4), row
+        else:
+            assert row["status"].startswith(("ok", "needs", "not installed")), row
+
+
+def test_a_case_has_the_form_that_readers_expect() -> None:
+    case = measured(replace(SMALL, sparse=("torch",), shares=(1.0, 0.5)))
+    assert {"name", "N", "H", "V", "dtype", "forward", "external", "scattered", "rounds", "rows"} <= case.keys()
+    assert [row["method"] for row in case["rows"]] == ["bare-3u", "torch", "naive torch", "torch"]
+    assert [row["rho"] for row in case["rows"]] == [1, 1, 1, 0.5]
+    for row in case["rows"]:
+        assert row["status"] == "ok"
+        for value in (row["ms"], row["ratio"]):
+            assert 0 < value["least"] <= value["median"] <= value["greatest"]
+    assert case["rounds"] == 2
+    assert case["rows"][0]["ratio"]["median"] == 1
+
+
+def test_a_forward_case_counts_in_one_gemm_and_has_no_gradients() -> None:
+    case = measured(replace(SMALL, methods=("fp32 logits forward", "torch forward"), forward=True))
+    assert case["rows"][0]["method"] == "bare-1u"
+    for row in case["rows"][1:]:
+        assert row["logprob_error"] < 1e-4
+        assert "dweight_error" not in row
+
+
+def test_memory_of_full_logits_is_at_least_the_logits() -> None:
+    case = replace(SMALL, N=2048, H=32, V=8000)
+    full, note = memory_of_a_process(case, METHODS["naive torch"])
+    assert not note
+    assert full is not None
+    assert 2 * 4e-6 * case.N * case.V < full < 10 * 4e-6 * case.N * case.V
+    chunked, _ = memory_of_a_process(case, METHODS["torch 40 MB"])
+    assert chunked is not None
+    assert chunked < full / 2
+
+
+# ---- what cannot be measured
+
+
+def test_a_method_that_cannot_run_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    @method("absent", "policy", "", package="no-such-package")
+    def absent(_: Inputs) -> Any:
+        import_module("no_such_module")
+
+    @method("broken", "policy", "")
+    def broken(_: Inputs) -> Any:
+        return lambda: 1 / 0
+
+    try:
+        case = measured(replace(SMALL, methods=("absent", "broken", "QuACK", "torch")))
+    finally:
+        del METHODS["absent"], METHODS["broken"]
+    status = {row["method"]: row["status"] for row in case["rows"]}
+    assert status["absent"] == "not installed: no-such-package"
+    assert status["broken"] == "failed: ZeroDivisionError: division by zero"
+    assert status["torch"] == "ok"
+    if not torch.cuda.is_available():
+        assert status["QuACK"] == "needs CUDA"
+
+
+def test_what_does_not_fit_into_the_time_is_left_out_and_says_so() -> None:
+    @method("slow", "policy", "")
+    def slow(_: Inputs) -> Any:
+        return lambda: time.sleep(2)
+
+    try:
+        measurement = Measurement(replace(SMALL, methods=("torch", "slow"), seconds=4), "cpu", time.monotonic() + 60)
+        measurement.time()
+        late = Measurement(replace(SMALL, seconds=0), "cpu", time.monotonic() + 60)
+    finally:
+        del METHODS["slow"]
+    status = {row["method"]: row["status"] for row in measurement.rows}
+    assert status["torch"] == "ok"
+    assert status["slow"].startswith("left out: a call takes 2.")
+    assert {row["status"] for row in late.rows} == {"left out: no time left for its first call"}
+
+
+def test_a_package_is_read_without_what_its_parents_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = tmp_path / "outer_of_test/inner"
+    inner.mkdir(parents=True)
+    (tmp_path / "outer_of_test/__init__.py").write_text("import no_such_module")
+    (inner / "__init__.py").write_text("import no_such_module")
+    (inner / "leaf.py").write_text("from other_of_test.utils import helper\nvalue = helper()")
+    monkeypatch.syspath_prepend(tmp_path)
+    parents = ("outer_of_test", "outer_of_test.inner")
+    needed = {"other_of_test": {}, "other_of_test__utils": {"helper": lambda: 3}}
+    try:
+        assert submodule("outer_of_test.inner.leaf", *parents, **needed).value == 3
+    finally:
+        for name in [name for name in sys.modules if "_of_test" in name]:
+            del sys.modules[name]
+
+
+# ---- the program
+
+
+def test_the_program_writes_as_it_goes_and_says_that_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    threads = torch.get_num_threads()
+    main(["--suite", "quick", "--output", str(tmp_path / "new"), "--repeats", "1", "--only", "torch", "QuACK"])
+    torch.set_num_threads(threads)
+    result = json.loads((tmp_path / "new/quick.json").read_text())
+    assert result["complete"]
+    assert {"suite", "device", "clock", "threads", "hardware", "versions"} <= result.keys()
+    assert result["versions"]["torch"] == torch.__version__
+    assert [case["dtype"] for case in result["cases"]] == ["bfloat16", "float32"]
+    assert "×bare" in capsys.readouterr().out
+    assert (tmp_path / "new/quick.png").exists()
+
+
+def test_it_runs_from_the_source_tree() -> None:
+    done = subprocess.run([sys.executable, "-m", "bench", "--list"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in METHODS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "want --suite, --list or --readme"),
+        (["--suite", "all"], "invalid choice: 'all'"),
+        (["--suite", "cpu", "--threads", "0"], "want a number >= 1; got 0"),
+        (["--suite", "cpu", "--repeats", "-1"], "want a number >= 1; got -1"),
+        (["--suite", "cpu", "--only", "tritn"], "no method 'tritn' (did you mean 'triton'?)"),
+        (["--suite", "cpu", "--output", __file__], "want a folder; got the file"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_gpu_suite_needs_one(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--suite", "gpu"])
+    assert stop.value.code == 2
+    assert "needs CUDA" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_suites_name_methods_that_exist_and_fit_into_their_time(suite: str) -> None:
+    make, seconds = SUITES[suite]
+    cases = make()
+    assert sum(case.seconds for case in cases) <= seconds
+    for case in cases:
+        assert {METHODS[name].kind == "forward" for name in case.methods} == {case.forward}
+        assert set(case.sparse) <= set(case.methods)
+
+
+def test_the_gpu_suite_on_small_shapes() -> None:
+    """The same cases, methods and shares, on the CPU: what is not CUDA in the suite has run before a GPU is at hand."""
+    for case in SUITES["gpu"][0]():
+        tiny = replace(case, N=32, H=32, V=100, repeats=1, memory=False, methods=case.methods[:-4])
+        if case.name.startswith("sweep") or not tiny.methods:
+            continue
+        rows = measured(replace(tiny, sparse=("torch",) if case.sparse else ()))["rows"]
+        assert {row["status"].partition(":")[0] for row in rows} <= {
+            "ok",
+            "needs CUDA",
+            "needs an rlplus with memory",
+            "not installed",
+        }
+
+
+# ---- the README
+
+
+def test_the_readme_shows_what_the_results_say() -> None:
+    text = (ROOT / "README.md").read_text()
+    results = report.load(ROOT / "bench/results")
+    assert text == report.with_part(text, report.readme_part(results)), "run python -m bench --readme"
+    assert all(result["complete"] for result in results.values())
+
+
+def test_the_readme_table_holds_every_method_with_its_number_or_its_reason() -> None:
+    case = measured(replace(SMALL, methods=("torch", "naive torch", "QuACK"), repeats=1))
+    result = {"suite": "cpu", "device": "x", "threads": 1, "versions": {"torch": "2"}, "cases": [case]}
+    table = report.readme_part({"cpu-1": result})
+    assert "| `torch` |" in table
+    assert f"{case['rows'][2]['ratio']['median']:.2f}" in table
+    assert case["rows"][3]["status"] in table
+    assert "GPU: not measured yet." in table
+
+
+def test_a_readme_without_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="want a README with one"):
+        report.with_part("nothing", "part")
