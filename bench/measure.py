@@ -217,7 +217,8 @@ def cuda_memory(method: Method, inputs: Inputs, step: Step) -> float:
 
 
 def gradient_bytes(method: Method, inputs: Inputs) -> int:
-    return 0 if method.kind == "forward" else sum(t.numel() * t.element_size() for t in (inputs.hidden, inputs.weight))
+    made = () if method.kind == "forward" else (inputs.hidden,) if method.into else (inputs.hidden, inputs.weight)
+    return sum(t.numel() * t.element_size() for t in made)
 
 
 def memory_of_a_process(case: Case, method: Method) -> tuple[float | None, str]:

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
-from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +35,7 @@ class Method:
     package    the distribution that it comes from
     device     the only type of device it runs on; None = any
     compiles   its first call takes long
+    into       it adds the weight's gradient to a buffer that exists, instead of making one
     """
 
     name: str
@@ -45,6 +45,7 @@ class Method:
     package: str = "rlplus"
     device: str | None = None
     compiles: bool = False
+    into: bool = False
 
 
 METHODS: dict[str, Method] = {}
@@ -94,25 +95,25 @@ def bare_one(x: Inputs) -> Step:
 # ---- ours
 
 
-def ours(name: str, device: str | None = None, kind: str = "policy", note: str = "", **options: Any) -> None:
+def ours(
+    name: str, device: str | None, kind: str = "policy", note: str = "", into: bool = False, **options: Any
+) -> None:
     """Registers a backend with its options, for the policy loss."""
 
     def prepare(x: Inputs) -> Step:
-        unknown = options.keys() - signature(linear_policy_loss).parameters.keys()
-        if unknown:
-            raise Unavailable(f"needs an rlplus with {', '.join(sorted(unknown))}")
+        buffer = torch.zeros_like(x.weight, dtype=torch.float32, requires_grad=False) if into else None
 
         def step() -> Tensor:
-            out = linear_policy_loss(x.hidden, x.weight, x.target, **x.constants, **options)
+            out = linear_policy_loss(x.hidden, x.weight, x.target, **x.constants, **options, weight_grad=buffer)
             out.loss.backward()
             return out.logprob
 
         return step
 
-    method(name, kind, f"RL-PLUS loss{note}", device=device)(prepare)
+    method(name, kind, f"RL-PLUS loss{note}", device=device, into=into)(prepare)
 
 
-def ours_forward(name: str, device: str | None = None, **options: Any) -> None:
+def ours_forward(name: str, device: str | None, **options: Any) -> None:
     """Registers a backend with its options, for logprob and entropy."""
 
     def prepare(x: Inputs) -> Step:
@@ -129,7 +130,8 @@ for backend, only in {"reference": None, "torch": None, "cpp": "cpu", "triton": 
     ours(backend, only, backend=backend)
     ours_forward(backend, only, backend=backend)
     if backend != "reference":
-        ours(f"{backend} least", only, note=", memory-first", backend=backend, memory="least")
+        ours(f"{backend} least", only, note=", memory='least'", backend=backend, memory="least")
+        ours(f"{backend} into", only, "other", ", dW added to an fp32 buffer", into=True, backend=backend)
         ours(f"{backend} entropy", only, "other", " with an entropy bonus", backend=backend, objective=BONUS)
         ours(f"{backend} filter", only, note=", grad_filter 1e-3", backend=backend, grad_filter=1e-3)
         for mb in (40, 160, 320):

@@ -26,7 +26,7 @@ def cpu() -> list[Case]:
     """At most ten minutes on two cores. `bars` has the shape and the rows of the project's bars."""
     bars: Sizes = {"N": 2048, "H": 896, "V": 32_000}
     main: Sizes = bars | {"N": 512, "repeats": 3}
-    ours = ("cpp", "cpp least", "cpp entropy", "cpp filter", "torch", "triton", "reference")
+    ours = ("cpp", "cpp least", "cpp into", "cpp entropy", "cpp filter", "torch", "triton", "reference")
     cases = [
         Case("bars", **bars, dtype=dtype, methods=("cpp",), sparse=("cpp",), shares=(1.0, 0.25), external=0.5,
              scattered=True, seconds=seconds, accuracy=False)
@@ -46,8 +46,8 @@ def cpu() -> list[Case]:
 def gpu() -> list[Case]:
     """At most nine minutes on one H200."""
     main: Sizes = {"N": 16_384, "H": 3584, "V": 151_936}  # Qwen2.5-7B
-    ours = ("triton", "triton 320 MB", "triton 160 MB", "triton least", "triton entropy", "triton filter",
-            "torch", "reference", "cpp")  # fmt: skip
+    options = ("320 MB", "160 MB", "least", "into", "entropy", "filter")
+    ours = ("triton", *(f"triton {option}" for option in options), "torch", "reference", "cpp")
     few = ("triton", "torch", "naive torch", "Liger GRPO tuned", "CCE")
     cases = [
         Case("main", **main, dtype="bfloat16", methods=(*ours, *PEERS), sparse=few, shares=(1.0, 0.5, 0.25),

@@ -245,12 +245,7 @@ def test_the_gpu_suite_on_small_shapes() -> None:
         if case.name.startswith("sweep") or not tiny.methods:
             continue
         rows = measured(replace(tiny, sparse=("torch",) if case.sparse else ()))["rows"]
-        assert {row["status"].partition(":")[0] for row in rows} <= {
-            "ok",
-            "needs CUDA",
-            "needs an rlplus with memory",
-            "not installed",
-        }
+        assert {row["status"].split()[0] for row in rows} <= {"ok", "needs", "not"}, rows
 
 
 # ---- the README
