@@ -6,7 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -86,7 +87,7 @@ class Measurement:
         if seconds_left(self.until) <= 0:
             row["status"] = "left out: no time left for its first call"
             return
-        try:
+        with failure_in(row, "status", method):
             step = method.prepare(inputs)
             cost = 0.0
             for _ in range(1 + (method.compiles or device == "cuda")):  # the first call may compile
@@ -94,10 +95,6 @@ class Measurement:
                 milliseconds(method, inputs, step)
                 cost = time.monotonic() - start
             self.steps.append((row, method, inputs, step, cost))
-        except Exception as error:  # a peer may fail in any way; its row says how
-            row["status"] = reason(error, method)
-            if inputs.hidden.is_cuda:
-                torch.cuda.empty_cache()
         clear(inputs)
 
     def time(self) -> None:
@@ -117,51 +114,45 @@ class Measurement:
             for i in range(len(steps)):
                 at = (i + turn) % len(steps)
                 row, method, inputs, step, _ = steps[at]
-                taken[at].append(milliseconds(method, inputs, step))
+                with failure_in(row, "status", method):
+                    taken[at].append(milliseconds(method, inputs, step))
                 clear(inputs)
             longest = max(longest, time.monotonic() - start)
             self.result["rounds"] = turn + 1
         for (row, *_), times in zip(steps, taken, strict=True):
-            row["ms"] = spread(times)
-            row["ratio"] = spread([t / b for t, b in zip(times, taken[0], strict=True)])
+            if row["status"] == "ok" and (steps[0][1].kind != "bare" or len(taken[0]) < len(times)):
+                row["status"] = "failed: the bare GEMMs did"
+            if row["status"] == "ok":
+                row["ms"] = spread(times)
+                row["ratio"] = spread([t / b for t, b in zip(times, taken[0], strict=True)])
+        self.steps = [step for step in steps if step[0]["status"] == "ok"]
 
     def remember(self) -> None:
         """Peak memory beyond inputs and gradients, MB = 10^6 bytes, of the methods at the first share."""
         for row, method, inputs, step, _ in self.first_share():
-            if inputs.hidden.is_cuda:
-                row["extra_mb"] = cuda_memory(method, inputs, step)
-                continue
             left = seconds_left(self.until)
             if left <= 0:
-                row["extra_mb"] = None
                 row["memory_note"] = "left out: no time left"
                 continue
-            row["extra_mb"], note = memory_of_a_process(self.case, method)
-            if note:
-                row["memory_note"] = note
+            with failure_in(row, "memory_note", method):
+                if inputs.hidden.is_cuda:
+                    row["extra_mb"] = cuda_memory(method, inputs, step)
+                else:
+                    row["extra_mb"] = memory_of_a_process(self.case, method, timeout=left + 30)
 
     def compare(self) -> None:
         """Errors against fp64: the greatest one of a logprob, and those of the gradients relative to their norms."""
-        exact: dict[str, tuple[Tensor, Tensor]] = {}
         steps = self.first_share()
-        for kind in sorted({method.kind for _, method, *_ in steps}):  # one pair of fp64 gradients at a time
+        for kind in sorted({method.kind for _, method, *_ in steps}):
+            exact: list[tuple[Tensor, Tensor]] = []  # one pair of fp64 gradients at a time
             for row, method, inputs, step, _ in steps:
                 if method.kind != kind:
                     continue
                 if seconds_left(self.until) <= 0:
                     row["accuracy_note"] = "left out: no time left"
                     continue
-                clear(inputs)
-                logprob = call(method, inputs, step)
-                if logprob is not None:
-                    row["logprob_error"] = (logprob.double() - inputs.head.logprob).abs().max().item()
-                if kind in ("forward", "other"):
-                    continue
-                if kind not in exact:
-                    exact = {kind: inputs.gradients(kind)}
-                for tensor, true, name in zip((inputs.hidden, inputs.weight), exact[kind], ERRORS, strict=True):
-                    assert tensor.grad is not None
-                    row[name] = ((tensor.grad - true).norm() / true.norm()).item()
+                with failure_in(row, "accuracy_note", method):
+                    row.update(errors(method, inputs, step, exact))
                 clear(inputs)
 
     def first_share(self) -> list[tuple[Row, Method, Inputs, Step, float]]:
@@ -180,6 +171,32 @@ def run(case: Case, device: str, until: float, saved: Callable[[dict[str, Any]],
     if case.memory:
         measurement.remember()
         saved(measurement.result)
+
+
+def errors(method: Method, inputs: Inputs, step: Step, exact: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """Of one call; `exact` gets the gradients of the method's kind when they are first asked for."""
+    clear(inputs)
+    logprob = call(method, inputs, step)
+    found = {}
+    if logprob is not None:
+        found["logprob_error"] = (logprob.double() - inputs.head.logprob).abs().max().item()
+    if method.kind in ("forward", "other"):
+        return found
+    if not exact:
+        exact.append(inputs.gradients(method.kind))
+    for tensor, true, name in zip((inputs.hidden, inputs.weight), exact[0], ERRORS, strict=True):
+        assert tensor.grad is not None
+        found[name] = ((tensor.grad - true).norm() / true.norm()).item()
+    return found
+
+
+@contextmanager
+def failure_in(row: Row, key: str, method: Method) -> Iterator[None]:
+    """Whatever a peer fails with, its row says it, and the others go on."""
+    try:
+        yield
+    except Exception as error:
+        row[key] = reason(error, method)
 
 
 def interpreted(method: Method) -> bool:
@@ -221,17 +238,16 @@ def gradient_bytes(method: Method, inputs: Inputs) -> int:
     return sum(t.numel() * t.element_size() for t in made)
 
 
-def memory_of_a_process(case: Case, method: Method) -> tuple[float | None, str]:
-    """The same on the CPU, where only a fresh process shows it: (MB, why there is none)."""
+def memory_of_a_process(case: Case, method: Method, timeout: float | None = None) -> float:
+    """The same on the CPU, where only a fresh process shows it: MB."""
     task = json.dumps({"case": asdict(case), "method": method.name, "threads": torch.get_num_threads()})
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    package = str(__package__)
-    environment["PYTHONPATH"] = os.pathsep.join([str(package_root()), environment["PYTHONPATH"]])
-    command = [sys.executable, "-m", package, "--memory-of", task]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    path = os.pathsep.join([str(package_root()), *filter(None, sys.path)])
+    command = [sys.executable, "-m", str(__package__), "--memory-of", task]
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
     if done.returncode:
-        return None, f"failed: {done.stderr.strip().splitlines()[-1][:160]}"
-    return float(done.stdout.splitlines()[-1]), ""
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+    return float(done.stdout.splitlines()[-1])
 
 
 def package_root() -> Path:

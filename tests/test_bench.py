@@ -114,19 +114,15 @@ def test_a_forward_case_counts_in_one_gemm_and_has_no_gradients() -> None:
 
 def test_memory_of_full_logits_is_at_least_the_logits() -> None:
     case = replace(SMALL, N=2048, H=32, V=8000)
-    full, note = memory_of_a_process(case, METHODS["naive torch"])
-    assert not note
-    assert full is not None
+    full = memory_of_a_process(case, METHODS["naive torch"])
     assert 2 * 4e-6 * case.N * case.V < full < 10 * 4e-6 * case.N * case.V
-    chunked, _ = memory_of_a_process(case, METHODS["torch 40 MB"])
-    assert chunked is not None
-    assert chunked < full / 2
+    assert memory_of_a_process(case, METHODS["torch 40 MB"]) < full / 2
 
 
 # ---- what cannot be measured
 
 
-def test_a_method_that_cannot_run_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_that_cannot_run_is_a_row_that_says_why() -> None:
     @method("absent", "policy", "", package="no-such-package")
     def absent(_: Inputs) -> Any:
         import_module("no_such_module")
@@ -135,16 +131,33 @@ def test_a_method_that_cannot_run_is_a_row_that_says_why(monkeypatch: pytest.Mon
     def broken(_: Inputs) -> Any:
         return lambda: 1 / 0
 
+    @method("later", "policy", "")
+    def later(_: Inputs) -> Any:
+        calls = iter(range(2))
+
+        def step() -> None:
+            if next(calls, None) is None:
+                raise ValueError("the third call")
+
+        return step
+
     try:
-        case = measured(replace(SMALL, methods=("absent", "broken", "QuACK", "torch")))
+        case = measured(replace(SMALL, methods=("absent", "broken", "later", "QuACK", "torch")))
     finally:
-        del METHODS["absent"], METHODS["broken"]
+        del METHODS["absent"], METHODS["broken"], METHODS["later"]
     status = {row["method"]: row["status"] for row in case["rows"]}
+    assert status["later"] == "failed: ValueError: the third call"
     assert status["absent"] == "not installed: no-such-package"
     assert status["broken"] == "failed: ZeroDivisionError: division by zero"
     assert status["torch"] == "ok"
     if not torch.cuda.is_available():
         assert status["QuACK"] == "needs CUDA"
+
+
+def test_without_the_bare_gemms_there_are_no_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = replace(METHODS["bare-3u"], prepare=lambda _: lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    monkeypatch.setitem(METHODS, "bare-3u", broken)
+    assert measured(SMALL)["rows"][1]["status"] == "failed: the bare GEMMs did"
 
 
 def test_what_does_not_fit_into_the_time_is_left_out_and_says_so() -> None:
