@@ -12,8 +12,7 @@ from torch import Tensor
 from rlplus.objective import Objective, policy_loss
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SEQUENCES = 64  # in groups of 8: seven sampled, one demonstrated
-GROUP = 8
+GROUP = 8  # sequences: seven sampled, one demonstrated
 NOISE = 2.0  # standard deviation of the logits
 
 
@@ -81,7 +80,7 @@ class Head:
 
     @property
     def sequences(self) -> int:
-        return gcd(self.case.N, SEQUENCES)
+        return gcd(self.case.N, 64 if self.case.N >= 8192 else 16)
 
     @property
     def length(self) -> int:

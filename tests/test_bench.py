@@ -58,7 +58,7 @@ def test_logprobs_and_gradients_are_those_of_autograd() -> None:
 @pytest.mark.parametrize("scattered", [False, True])
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
 def test_the_stated_share_of_rows_has_a_gradient(share: float, scattered: bool) -> None:
-    inputs = Inputs(Head(replace(SMALL, scattered=scattered), "cpu"), share)
+    inputs = Inputs(Head(replace(SMALL, N=8192, H=8, V=50, scattered=scattered), "cpu"), share)
     METHODS["naive torch"].prepare(inputs)()
     assert inputs.hidden.grad is not None
     rows = inputs.hidden.grad.abs().amax(1) > 0
