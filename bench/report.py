@@ -15,6 +15,7 @@ from .measure import Row, package_version
 from .peers import METHODS
 
 Result = dict[str, Any]
+LOSSES = {"policy": "RL-PLUS", "other": "RL-PLUS", "grpo": "GRPO", "cross-entropy": "cross-entropy", "forward": ""}
 BEGIN, END = "<!-- bench: what `python -m bench --readme` writes -->", "<!-- bench: end -->"
 PACKAGES = ("torch", "triton", "numpy", *sorted({m.package for m in METHODS.values()} - {"torch"}))
 
@@ -81,6 +82,11 @@ def ratio(row: Row) -> str:
         return str(row["status"])
     r = row["ratio"]
     return f"{r['median']:.2f} ({r['least']:.2f}–{r['greatest']:.2f})"
+
+
+def cell(row: Row) -> str:
+    """`ratio`, the reason in two words."""
+    return ratio(row).partition(": a ")[0].partition(": no ")[0]
 
 
 def lines(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -159,10 +165,10 @@ def main_table(result: Result) -> str:
     for name in dict.fromkeys(row["method"] for case in cases.values() for row in case["rows"]):
         if METHODS[name].kind == "bare":
             continue
-        cells = [f"`{name}`" if METHODS[name].package == "rlplus" else name, METHODS[name].what]
+        cells = [f"`{name}`" if METHODS[name].package == "rlplus" else name, LOSSES[METHODS[name].kind]]
         for case in cases.values():
             row = row_of(case, name) or {"status": ""}
-            cells += [ratio(row), number(row.get("extra_mb"), ".0f")]
+            cells += [cell(row), number(row.get("extra_mb"), ".0f")]
         row = row_of(low, name) or {}
         rows.append([*cells, number(row.get("logprob_error"), ".0e"), number(row.get("dweight_error"), ".1e")])
     accumulator = any_case["V"] * any_case["H"] * 4 / 1e6
@@ -180,11 +186,11 @@ def side_table(result: Result) -> str:
     parts = []
     if low is not None and len(shares := sorted({round(row["rho"], 2) for row in low["rows"]}, reverse=True)) > 1:
         names = dict.fromkeys(row["method"] for row in low["rows"] if row["rho"] < shares[0] - 0.02)
-        rows = [[name, *(ratio(row) if (row := row_of(low, name, s)) else "" for s in shares)] for name in names]
+        rows = [[name, *(cell(row) if (row := row_of(low, name, s)) else "" for s in shares)] for name in names]
         parts.append(lines(("share of rows with a gradient", *(f"{share:g}" for share in shares)), rows))
     for case in forward.values():
         rows = [
-            [row["method"].removesuffix(" forward"), ratio(row), number(row.get("extra_mb"), ".0f"),
+            [row["method"].removesuffix(" forward"), cell(row), number(row.get("extra_mb"), ".0f"),
              number(row.get("logprob_error"), ".0e")]
             for row in case["rows"] if METHODS[row["method"]].kind != "bare"
         ]  # fmt: skip
