@@ -152,7 +152,11 @@ def bars_table(results: dict[str, Result]) -> str:
 
 def main_table(result: Result) -> str:
     """All methods side by side: speed and memory by dtype, accuracy of bf16."""
-    cases = cases_of(result, "main")
+    apart = cases_of(result, "apart")  # of the same shape
+    cases = {
+        dtype: case | {"rows": case["rows"] + apart.get(dtype, {"rows": []})["rows"]}
+        for dtype, case in cases_of(result, "main").items()
+    }
     if not cases:
         return ""
     any_case = next(iter(cases.values()))

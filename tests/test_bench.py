@@ -119,6 +119,21 @@ def test_memory_of_full_logits_is_at_least_the_logits() -> None:
     assert memory_of_a_process(case, METHODS["torch 40 MB"]) < full / 2
 
 
+@pytest.mark.gpu
+def test_memory_and_time_on_cuda() -> None:
+    case = replace(SMALL, N=2048, V=8000, memory=True, methods=("triton", "torch 40 MB", "naive torch"))
+    results: list[dict[str, Any]] = []
+    run(case, "cuda", time.monotonic() + 300, results.append)
+    rows = {row["method"]: row for row in results[-1]["rows"]}
+    for name in case.methods:
+        assert rows[name]["status"] == "ok"
+        assert rows[name]["ms"]["median"] > 0
+        assert rows[name]["dweight_error"] < 1e-2  # fp32 may be multiplied as TF32
+    logits = 4e-6 * case.N * case.V
+    assert 0 < rows["torch 40 MB"]["extra_mb"] < rows["naive torch"]["extra_mb"] / 2
+    assert 2 * logits < rows["naive torch"]["extra_mb"] < 10 * logits
+
+
 # ---- what cannot be measured
 
 
