@@ -82,14 +82,31 @@ class ScratchModel(Section):
         return self
 
 
+class LoraConfig(Section):
+    """Train adapters of low rank instead of the weights: each chosen W becomes W + alpha / rank * B A.
+
+    `target_modules`: names of linear layers, or "all-linear" for all but the head. The rollout engine and the exported
+    model get the merged weights.
+    """
+
+    rank: Count = 16
+    alpha: Positive = 32.0
+    target_modules: Literal["all-linear"] | list[Text] = "all-linear"
+
+
 class ModelConfig(Section):
-    """`path`: a folder, or a name on the Hugging Face hub. `overrides`: fields of the Hugging Face configuration."""
+    """`path`: a folder, or a name on the Hugging Face hub. `overrides`: fields of the Hugging Face configuration.
+
+    `liger`: Liger's RMSNorm, rotary embedding and SwiGLU in place of the model's own; needs CUDA and liger-kernel.
+    """
 
     path: PathText | None = None
     scratch: ScratchModel | None = None
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     gradient_checkpointing: bool = False
+    liger: bool = False
+    lora: LoraConfig | None = None
     trust_remote_code: bool = False
     overrides: dict[str, Any] = {}
 
@@ -237,8 +254,11 @@ class TrainConfig(Section):
     """One step: `prompts_per_step` groups are generated and trained on in mini-batches of `prompts_per_update` groups.
 
     `generated_tokens` ends the run early, once that many tokens have been generated. `tokens_per_micro_batch` bounds
-    the tokens of one forward pass, padding included. `deepspeed` is merged last into the configuration of DeepSpeed.
-    `max_nonfinite`: so many steps in a row with a non-finite loss or gradient stop the run.
+    the tokens of one forward pass on a rank, padding included. `deepspeed` is merged last into the configuration of
+    DeepSpeed. `max_nonfinite`: so many steps in a row with a non-finite loss or gradient stop the run.
+    `offload_optimizer`, `offload_params` cpu: DeepSpeed keeps the optimiser's state, and with ZeRO 3 the weights, in the
+    host's memory. `sequence_parallel`: so many neighbouring ranks share each sequence (DeepSpeed-Ulysses); it must divide
+    the ranks and the model's attention heads. `compile`: torch.compile the model's layers.
     """
 
     steps: Count
@@ -252,6 +272,10 @@ class TrainConfig(Section):
     warmup_steps: NonNegative = 0
     grad_clip: Positive = 1.0
     zero_stage: Literal[1, 2, 3] = 1
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    offload_params: Literal["none", "cpu"] = "none"
+    sequence_parallel: Count = 1
+    compile: bool = False
     seed: NonNegative = 0
     deepspeed: dict[str, Any] = {}
     backend: Literal["auto", "reference", "torch", "cpp", "triton"] = "auto"
@@ -265,6 +289,10 @@ class TrainConfig(Section):
                 f"want prompts_per_update to divide prompts_per_step; "
                 f"got prompts_per_update {self.prompts_per_update}, prompts_per_step {self.prompts_per_step}"
             )
+        if self.offload_params != "none" and self.zero_stage < 3:
+            raise ValueError(f"offload_params needs weights in shards: want zero_stage 3; got {self.zero_stage}")
+        if self.compile and self.zero_stage == 3:
+            raise ValueError("compile does not go with the hooks of ZeRO-3: want zero_stage 1 or 2; got 3")
         return self
 
 
@@ -335,11 +363,15 @@ class Config(Section):
                 f"algorithm.preset {self.algorithm.preset} gives one place of each group to a demonstration: "
                 f"want rollout.group_size >= 2; got {self.rollout.group_size}"
             )
-        if self.max_sample_length > self.train.tokens_per_micro_batch:
+        parallel, budget = self.train.sequence_parallel, self.train.tokens_per_micro_batch
+        if self.max_sample_length > budget * parallel:
+            ranks = f" on each of {parallel} ranks" if parallel > 1 else ""
             problems.append(
                 f"the longest prompt and response have {self.max_sample_length} tokens together: "
-                f"want train.tokens_per_micro_batch at least that; got {self.train.tokens_per_micro_batch}"
+                f"want train.tokens_per_micro_batch at least that; got {budget}{ranks}"
             )
+        if parallel > 1 and self.model.attention == "eager":
+            problems.append("train.sequence_parallel wants model.attention sdpa or flash_attention_2; got eager")
         longest = max(self.max_sample_length, self.max_generation_length)
         scratch = self.model.scratch
         if scratch is not None and longest > scratch.max_position_embeddings:

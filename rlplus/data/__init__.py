@@ -1,7 +1,7 @@
 """Prompts, answers and demonstrations from files; the order in which they are used; packing for the trainer."""
 
 from rlplus.data.load import Example, LoadReport, load_examples
-from rlplus.data.pack import MicroBatch, Sample, pack
+from rlplus.data.pack import MicroBatch, Sample, balance, pack
 from rlplus.data.sampler import PromptSampler
 from rlplus.data.tokenizer import byte_tokenizer, load_tokenizer
 
@@ -11,6 +11,7 @@ __all__ = [
     "MicroBatch",
     "PromptSampler",
     "Sample",
+    "balance",
     "byte_tokenizer",
     "load_examples",
     "load_tokenizer",

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any, Self
 
 import torch
@@ -26,6 +27,11 @@ class Sample:
     reward: float = 0.0
     advantage: float = 0.0
 
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt) + len(self.response)
+
 
 @dataclass
 class MicroBatch:
@@ -38,6 +44,7 @@ class MicroBatch:
     sequence (N,) int64: index of the token's sample in the list given to `pack`
     tokens: prompt and response tokens, without padding
     old_logprob, ref_logprob, entropy_weight (N,) float32: set by the trainer where the objective needs them
+    whole_position_ids: of a shard, the position_ids of the micro-batch that it is a part of; else None
     """
 
     input_ids: Tensor
@@ -53,11 +60,42 @@ class MicroBatch:
     old_logprob: Tensor | None = None
     ref_logprob: Tensor | None = None
     entropy_weight: Tensor | None = None
+    whole_position_ids: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Self:
         """A copy with every tensor on the device."""
         tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
+
+    def as_one_row(self) -> Self:
+        """The same tokens as one row (1, R * L)."""
+        return replace(self, input_ids=self.input_ids.reshape(1, -1), position_ids=self.position_ids.reshape(1, -1))
+
+    def shard(self, index: int, count: int) -> Self:
+        """Columns `index` of `count` equal parts: their tokens, and the response tokens that they predict.
+
+        The shards' response tokens together are the micro-batch's, each once; a shard may have none. ValueError if the
+        columns cannot be divided.
+        """
+        rows, length = self.input_ids.shape
+        width, left = divmod(length, count)
+        if left:
+            raise ValueError(f"want rows of a multiple of {count} tokens; got {length}")
+        column = self.rows % length
+        own = column // width == index
+        part = slice(index * width, (index + 1) * width)
+        per_token = {
+            name: value[own] for name, value in vars(self).items() if isinstance(value, Tensor) and value.ndim == 1
+        }
+        per_token["rows"] = (self.rows // length * width + column % width)[own]
+        return replace(
+            self,
+            input_ids=self.input_ids[:, part],
+            position_ids=self.position_ids[:, part],
+            whole_position_ids=self.position_ids,
+            tokens=rows * width,
+            **per_token,
+        )
 
     def model_inputs(self, attention: str) -> dict[str, Any]:
         """Arguments for a Hugging Face model under which no sequence sees another; `rows` index its flattened output.
@@ -65,10 +103,10 @@ class MicroBatch:
         The model tells sequences apart by the restarts in position_ids, and only if it gets no attention_mask and makes
         no cache. flash_attention_2 looks for them in a batch of one row only: it gets all rows as one.
         """
-        shape = (1, -1) if attention == "flash_attention_2" else self.input_ids.shape
+        batch = self.as_one_row() if attention == "flash_attention_2" else self
         return {
-            "input_ids": self.input_ids.reshape(shape),
-            "position_ids": self.position_ids.reshape(shape),
+            "input_ids": batch.input_ids,
+            "position_ids": batch.position_ids,
             "attention_mask": None,
             "use_cache": False,
         }
@@ -81,12 +119,14 @@ def pack(
     row_length: int,
     tokens_per_micro_batch: int,
     pad_id: int,
+    multiple: int = 1,
 ) -> list[MicroBatch]:
     """Pack samples, first-fit decreasing, into rows of at most `row_length` tokens, and rows into micro-batches.
 
     token_weight: for each sample, the weights of its response tokens. A micro-batch has R rows of the length L of its
-    longest, R * L <= tokens_per_micro_batch, but always at least one row. ValueError for a sample longer than a row, an
-    empty prompt or response, or per-token values that are not as many as the response's tokens.
+    longest, rounded up to a `multiple`, R * L <= tokens_per_micro_batch, but always at least one row. ValueError for a
+    sample longer than a row, an empty prompt or response, or per-token values that are not as many as the response's
+    tokens.
     """
     if row_length < 1 or tokens_per_micro_batch < 1:
         raise ValueError(f"want row_length and tokens_per_micro_batch >= 1; got {row_length}, {tokens_per_micro_batch}")
@@ -94,22 +134,57 @@ def pack(
         raise ValueError(f"want one token_weight for each of {len(samples)} samples; got {len(token_weight)}")
     for index, (sample, weight) in enumerate(zip(samples, token_weight, strict=True)):
         _check(index, sample, weight, row_length)
-    lengths = [len(sample.prompt) + len(sample.response) for sample in samples]
+    lengths = [sample.length for sample in samples]
+    return [
+        _micro_batch(rows, samples, token_weight, lengths, pad_id, multiple)
+        for rows in plan_micro_batches(lengths, row_length, tokens_per_micro_batch, multiple)
+    ]
+
+
+def plan_micro_batches(
+    lengths: Sequence[int], row_length: int, tokens_per_micro_batch: int, multiple: int = 1
+) -> list[list[list[int]]]:
+    """The micro-batches of `pack`, each a list of rows, each a list of indices of samples of these lengths."""
     rows: list[list[int]] = []
     used: list[int] = []
-    for index in sorted(range(len(samples)), key=lambda i: -lengths[i]):
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         row = next((r for r, taken in enumerate(used) if taken + lengths[index] <= row_length), len(rows))
         if row == len(rows):
             rows.append([])
             used.append(0)
         rows[row].append(index)
         used[row] += lengths[index]
-    batches: list[list[int]] = []
+    batches: list[list[list[int]]] = []
+    width = 0
     for row in sorted(range(len(rows)), key=lambda r: -used[r]):  # rows of like length together: little padding
-        if not batches or (len(batches[-1]) + 1) * used[batches[-1][0]] > tokens_per_micro_batch:
+        if not batches or (len(batches[-1]) + 1) * width > tokens_per_micro_batch:
             batches.append([])
-        batches[-1].append(row)
-    return [_micro_batch([rows[row] for row in batch], samples, token_weight, lengths, pad_id) for batch in batches]
+            width = ceil(used[row] / multiple) * multiple
+        batches[-1].append(rows[row])
+    return batches
+
+
+def balance(
+    lengths: Sequence[int], home: Sequence[int], bins: int, row_length: int, tokens_per_micro_batch: int
+) -> list[int]:
+    """The bin (rank) that trains on each sample, given its length and the bin that has it; the same on every rank.
+
+    Longest first, each to the bin with the fewest tokens so far. Samples stay where they are unless this lowers the
+    largest number of micro-batches or of tokens over the bins and raises neither: moving them costs time.
+    """
+    loads = [0] * bins
+    spread = list(home)
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        spread[index] = min(range(bins), key=lambda b: (loads[b], b != home[index]))
+        loads[spread[index]] += lengths[index]
+
+    def worst(places: Sequence[int]) -> tuple[int, int]:
+        parts = [[length for length, place in zip(lengths, places, strict=True) if place == b] for b in range(bins)]
+        counts = [len(plan_micro_batches(part, row_length, tokens_per_micro_batch)) for part in parts]
+        return max(counts), max(sum(part) for part in parts)
+
+    before, after = worst(home), worst(spread)
+    return spread if after != before and all(a <= b for a, b in zip(after, before, strict=True)) else list(home)
 
 
 def _check(index: int, sample: Sample, weight: Tensor, row_length: int) -> None:
@@ -125,10 +200,15 @@ def _check(index: int, sample: Sample, weight: Tensor, row_length: int) -> None:
 
 
 def _micro_batch(
-    rows: list[list[int]], samples: Sequence[Sample], token_weight: Sequence[Tensor], lengths: list[int], pad_id: int
+    rows: list[list[int]],
+    samples: Sequence[Sample],
+    token_weight: Sequence[Tensor],
+    lengths: list[int],
+    pad_id: int,
+    multiple: int,
 ) -> MicroBatch:
     used = [sum(lengths[index] for index in row) for row in rows]
-    width = max(used)
+    width = ceil(max(used) / multiple) * multiple
     input_ids = torch.full((len(rows), width), pad_id, dtype=torch.int64)
     position_ids = torch.empty((len(rows), width), dtype=torch.int64)
     predictors: list[Tensor] = []

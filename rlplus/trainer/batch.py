@@ -1,6 +1,8 @@
 """From prompts to micro-batches: who is in a group, what each member is worth, what each token weighs."""
 
+from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -8,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlplus.config import Config
-from rlplus.data import Example, MicroBatch, Sample, pack
+from rlplus.data import Example, MicroBatch, Sample, balance, pack
 from rlplus.objective import Algorithm, group_advantages, token_weights
 from rlplus.reward import Scorer
 from rlplus.rollout import RolloutEngine
@@ -66,66 +68,124 @@ def set_advantages(samples: Sequence[Sample], algorithm: Algorithm) -> None:
 def make_micro_batches(
     samples: Sequence[Sample], algorithm: Algorithm, config: Config, pad_id: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Weigh, select and pack the samples of one update; all ranks get equally many micro-batches.
+    """Weigh, select, share out and pack the samples of one update; all ranks get equally many micro-batches.
 
     The denominators are those of the whole batch. Samples without a gradient are then left out, which changes nothing
-    but the time: with KL and entropy off, those of zero advantage and external ones without a loss.
+    but the time: with KL and entropy off, those of zero advantage and external ones without a loss. The others go to
+    the ranks by length, whoever generated them. With sequence parallelism a rank gets its part of each micro-batch of
+    its group.
     """
-    weights = _token_weights(samples, algorithm, config)
+    totals = _totals(samples)
     o = algorithm.objective
     everyone = bool(o.kl_coef or o.entropy_coef)
-    kept = [i for i, s in enumerate(samples) if everyone or _has_gradient(s, algorithm)]
+    parallel = config.train.sequence_parallel
+    kept = share_out([s for s in samples if everyone or _has_gradient(s, algorithm)], config)
     batches = pack(
-        [samples[i] for i in kept],
-        [weights[i] for i in kept],
+        kept,
+        _token_weights(kept, totals, algorithm, config),
         row_length=config.max_sample_length,
-        tokens_per_micro_batch=config.train.tokens_per_micro_batch,
+        tokens_per_micro_batch=config.train.tokens_per_micro_batch * parallel,
         pad_id=pad_id,
+        multiple=parallel,
     )
-    most = int(_all_reduce(len(batches), dist.ReduceOp.MAX))
+    (most,) = _all_reduce([len(batches)], dist.ReduceOp.MAX)
     # A rank with fewer micro-batches runs dummies, backward pass included: a rank that skips one deadlocks ZeRO.
-    batches += [_dummy(pad_id) for _ in range(most - len(batches))]
+    batches += [_dummy(pad_id, parallel) for _ in range(most - len(batches))]
+    if parallel > 1:
+        if config.model.attention == "flash_attention_2":
+            batches = [batch.as_one_row() for batch in batches]
+        batches = [batch.shard(dist.get_rank() % parallel, parallel) for batch in batches]
     batches = [batch.to(device) for batch in batches]
     if o.entropy_coef and algorithm.reduction == "official":
         # The official scripts' bonus is a mean over response tokens, while their loss is normalised by length alone.
-        tokens = _all_reduce(sum(len(s.response) for s in samples), dist.ReduceOp.SUM)
         for batch in batches:
-            batch.entropy_weight = (batch.token_weight != 0).float() / tokens
+            batch.entropy_weight = (batch.token_weight != 0).float() / sum(totals.tokens)
     return batches
+
+
+def share_out(samples: Sequence[Sample], config: Config) -> list[Sample]:
+    """This rank's samples out of those of all ranks, shared out by `balance`, in the ranks' order.
+
+    The ranks of a sequence-parallel group (`train.sequence_parallel` neighbours) get the same ones.
+    """
+    world, rank, parallel = dist.get_world_size(), dist.get_rank(), config.train.sequence_parallel
+    if world == 1:
+        return list(samples)
+    lengths: list[list[int]] = [[]] * world
+    dist.all_gather_object(lengths, [s.length for s in samples])
+    owner = [r for r, own in enumerate(lengths) for _ in own]
+    place = balance(
+        [length for own in lengths for length in own],
+        [r // parallel for r in owner],
+        world // parallel,
+        config.max_sample_length,
+        config.train.tokens_per_micro_batch * parallel,
+    )
+    first = owner.index(rank) if rank in owner else 0
+    here = {first + i: s for i, s in enumerate(samples)}
+    if parallel > 1 or any(p != r for p, r in zip(place, owner, strict=True)):
+        leaving = {i: _compact(s) for i, s in here.items() if parallel > 1 or place[i] != rank}
+        moved: list[dict[int, Sample]] = [{}] * world
+        dist.all_gather_object(moved, leaving)
+        here |= {i: s for one in moved for i, s in one.items()}
+    return [here[i] for i, p in enumerate(place) if p == rank // parallel]
+
+
+def _compact(sample: Sample) -> Sample:
+    """The same values as arrays, a third of the pickled size of lists and much faster to send."""
+    logprob = sample.engine_logprob
+    return replace(
+        sample,
+        prompt=array("i", sample.prompt),
+        response=array("i", sample.response),
+        engine_logprob=None if logprob is None else array("d", logprob),
+    )
 
 
 def _has_gradient(sample: Sample, algorithm: Algorithm) -> bool:
     return algorithm.objective.external_gradient(sample.advantage) if sample.external else sample.advantage != 0
 
 
-def _token_weights(samples: Sequence[Sample], algorithm: Algorithm, config: Config) -> list[Tensor]:
+@dataclass(frozen=True)
+class _Totals:
+    """Response tokens and sequences of an update over all ranks, of (rollouts, demonstrations)."""
+
+    tokens: tuple[int, int]
+    sequences: tuple[int, int]
+
+
+def _totals(samples: Sequence[Sample]) -> _Totals:
+    kinds = [[len(s.response) for s in samples if s.external == external] for external in (False, True)]
+    sums = _all_reduce([*map(sum, kinds), *map(len, kinds)], dist.ReduceOp.SUM)
+    return _Totals((sums[0], sums[1]), (sums[2], sums[3]))
+
+
+def _token_weights(samples: Sequence[Sample], totals: _Totals, algorithm: Algorithm, config: Config) -> list[Tensor]:
     lengths = torch.tensor([len(s.response) for s in samples], dtype=torch.int64)
     external = torch.tensor([s.external for s in samples], dtype=torch.bool)
     apart = algorithm.demonstrations == "apart"
-    kinds = (~external, external) if apart else (torch.ones_like(external),)
-    tokens = tuple(int(_all_reduce(int(lengths[kind].sum()), dist.ReduceOp.SUM)) for kind in kinds)
-    sequences = tuple(int(_all_reduce(int(kind.sum()), dist.ReduceOp.SUM)) for kind in kinds)
     flat = token_weights(
         torch.ones(int(lengths.sum()), dtype=torch.bool),
         algorithm.reduction,
         max_length=config.rollout.max_response_length,
-        total_tokens=tokens if apart else tokens[0],  # type: ignore[arg-type]
-        total_sequences=sequences if apart else sequences[0],  # type: ignore[arg-type]
+        total_tokens=totals.tokens if apart else sum(totals.tokens),
+        total_sequences=totals.sequences if apart else sum(totals.sequences),
         sequence_ids=torch.arange(len(samples)).repeat_interleave(lengths),
         external=external.repeat_interleave(lengths) if apart else None,
     )
     return list(flat.split(lengths.tolist()))
 
 
-def _dummy(pad_id: int) -> MicroBatch:
+def _dummy(pad_id: int, multiple: int) -> MicroBatch:
     """A micro-batch of one token of weight 0."""
     sample = Sample([pad_id], [pad_id], 0, False, False, None)
-    return pack([sample], [torch.zeros(1)], row_length=2, tokens_per_micro_batch=2, pad_id=pad_id)[0]
+    weight = [torch.zeros(1)]
+    return pack([sample], weight, row_length=2, tokens_per_micro_batch=2, pad_id=pad_id, multiple=multiple)[0]
 
 
-def _all_reduce(value: float, op: Any) -> float:
-    tensor = torch.tensor(value, dtype=torch.float64)
+def _all_reduce(values: Sequence[int], op: Any) -> list[int]:
+    tensor = torch.tensor(values, dtype=torch.int64)
     if torch.cuda.is_available():
         tensor = tensor.cuda()
     dist.all_reduce(tensor, op)
-    return tensor.item()
+    return [int(value) for value in tensor.tolist()]

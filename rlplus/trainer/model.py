@@ -1,12 +1,24 @@
 """The model a run starts from: a folder, a name on the hub, or random weights made on the spot."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from rlplus.config import ModelConfig, ScratchModel
 from rlplus.data import byte_tokenizer
@@ -28,6 +40,47 @@ def prepare_model(config: ModelConfig, folder: Path, seed: int) -> tuple[str, Pr
         dist.barrier()
     assert path is not None
     return path, _with_overrides(path, config.overrides, config.trust_remote_code)
+
+
+def load_model(config: ModelConfig, path: str, model_config: PretrainedConfig) -> PreTrainedModel:
+    """The causal LM with the run's attention, dtype and kernels; ValueError for what is not installed or has no GPU."""
+    if config.attention == "flash_attention_2" and find_spec("flash_attn") is None:
+        raise ValueError("model.attention flash_attention_2 needs the package flash-attn, which is not installed")
+    lm: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=model_config,
+        dtype=getattr(torch, config.dtype),
+        attn_implementation=config.attention,
+        trust_remote_code=config.trust_remote_code,
+    )
+    if config.liger:
+        _apply_liger(lm)
+    return lm
+
+
+@contextmanager
+def in_shards(deepspeed_config: dict[str, Any]) -> Iterator[None]:
+    """ZeRO-3: a model that is loaded within is cut into shards layer by layer; no rank ever holds all of it."""
+    held = HfDeepSpeedConfig(deepspeed_config)  # transformers has a weak reference to it
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()  # else every later model of this process, a rollout engine's too, would be cut
+        del held
+
+
+def _apply_liger(lm: PreTrainedModel) -> None:
+    """Liger's RMSNorm, rotary embedding and SwiGLU, never its losses."""
+    if not torch.cuda.is_available():
+        raise ValueError("model.liger needs CUDA: Liger's kernels do not run on the CPU")
+    if find_spec("liger_kernel") is None:
+        raise ValueError("model.liger needs the package liger-kernel, which is not installed")
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as LIGER
+
+    kind = lm.config.model_type
+    if kind not in LIGER:
+        raise ValueError(f"model.liger: want a model type that Liger knows ({', '.join(LIGER)}); got {kind}")
+    LIGER[kind](model=lm, rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def make_scratch_model(scratch: ScratchModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen2ForCausalLM:

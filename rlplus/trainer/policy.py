@@ -4,6 +4,7 @@ import atexit
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -12,12 +13,15 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from rlplus.config import Config
+from rlplus.config import Config, TrainConfig
 from rlplus.data import MicroBatch
 from rlplus.objective import Objective
 from rlplus.ops import PolicyLoss, linear_logprob, linear_policy_loss
+from rlplus.trainer.adapters import add_adapters, merged_weights, without_adapters
+from rlplus.trainer.model import in_shards, load_model
+from rlplus.trainer.sequence import SequenceGroup, check_attention
 
 GATHER_BYTES = 64 * 2**20  # ZeRO-3 weights are gathered for the rollout engine in pieces of about this size
 
@@ -59,15 +63,21 @@ class PackedModel(nn.Module):
     """A causal LM called with packed sequences; only hidden states that predict a response token reach the head.
 
     The head's own `forward` is replaced, so that ZeRO-3's hooks on that module gather its weight around the fused op.
+    `group`: the ranks that share each micro-batch with this one, which is then called with its shard.
     """
 
-    def __init__(self, lm: PreTrainedModel) -> None:
+    def __init__(self, lm: PreTrainedModel, group: SequenceGroup | None) -> None:
         super().__init__()
-        self.lm = lm
+        self.lm, self.group = lm, group
         lm.get_output_embeddings().forward = MethodType(_fused_head, lm.get_output_embeddings())
 
     def forward(self, batch: MicroBatch, op: Callable[..., Any]) -> Any:
-        body = self.lm.base_model(**batch.model_inputs(self.lm.config._attn_implementation))
+        config = self.lm.config
+        if self.group is None:
+            inputs = batch.model_inputs(config._attn_implementation)
+        else:
+            inputs = self.group.inputs(batch, config, self.lm.dtype)
+        body = self.lm.base_model(**inputs)
         hidden = body.last_hidden_state.flatten(0, 1)[batch.rows]
         return self.lm.get_output_embeddings()(hidden, op)
 
@@ -87,41 +97,54 @@ class Policy:
         self.config, self.objective, self.model_config = config, objective, model_config
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        model = PackedModel(self._load(model_path))
-        if config.model.gradient_checkpointing:
-            model.lm.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
-        parameters = sum(p.numel() for p in model.parameters())
         train = config.train
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=train.lr, betas=train.betas, weight_decay=train.weight_decay
-        )
+        self.group: SequenceGroup | None = None
+        if train.sequence_parallel > 1:
+            self.group = SequenceGroup(train.sequence_parallel, model_config, config.model.attention)
+        with in_shards(deepspeed_config(config, 1)) if train.zero_stage == 3 else nullcontext():
+            lm = load_model(config.model, model_path, model_config)
+        if config.model.lora is not None:
+            add_adapters(lm, config.model.lora, train.seed)
+        if config.model.gradient_checkpointing:
+            lm.gradient_checkpointing_enable({"use_reentrant": False})
+        if train.compile:
+            _compile_layers(lm)
+        model = PackedModel(lm, self.group).train()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = _adamw(train, parameters)
         warmup = max(1, train.warmup_steps)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / warmup))
+        count = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
         self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=schedule, config=deepspeed_config(config, parameters)
+            model=model, optimizer=optimizer, lr_scheduler=schedule, config=deepspeed_config(config, count)
         )
+        self._check_attention()
         self.reference: PackedModel | None = None
-        if objective.kl_coef:  # frozen; each rank holds a whole copy
-            self.reference = PackedModel(self._load(model_path)).to(self.device).eval().requires_grad_(False)
+        if objective.kl_coef and config.model.lora is None:  # frozen; each rank holds a whole copy
+            reference = load_model(config.model, model_path, model_config)
+            self.reference = PackedModel(reference, self.group).to(self.device).eval().requires_grad_(False)
 
-    def _load(self, model_path: str) -> PreTrainedModel:
-        lm: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            model_path,
-            config=self.model_config,
-            dtype=getattr(torch, self.config.model.dtype),
-            attn_implementation=self.config.model.attention,
-            trust_remote_code=self.config.model.trust_remote_code,
+    def _check_attention(self) -> None:
+        self.engine.eval()
+        check_attention(
+            lambda batch: self.engine(batch.to(self.device), lambda hidden, *_, **__: hidden),
+            self.model_config.vocab_size,
+            self.config.train.sequence_parallel,
+            self.config.model.attention,
         )
-        return lm
+        self.engine.train()
 
     @torch.no_grad()
     def logprob(self, batch: MicroBatch, *, reference: bool = False) -> Tensor:
         """log p (N,) of the batch's targets at the sampling temperature, under the policy or the frozen reference."""
-        model = self.reference if reference else self.engine
-        assert model is not None, "the reference policy exists only when objective.kl_coef is not 0"
         op = partial(linear_logprob, target=batch.target, **self._head_options())
-        logprob: Tensor = model(batch, op)[0]
+        logprob: Tensor
+        if reference and self.reference is not None:
+            logprob = self.reference(batch, op)[0]
+            return logprob
+        assert not reference or self.config.model.lora, "there is no reference when objective.kl_coef is 0"
+        with without_adapters(self.engine.module) if reference else nullcontext():
+            logprob = self.engine(batch, op)[0]
         return logprob
 
     def update(self, batches: Sequence[MicroBatch]) -> tuple[list[PolicyLoss], bool]:
@@ -175,16 +198,17 @@ class Policy:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every parameter under its Hugging Face name; all ranks call it and exhaust it."""
-        named = [(name.removeprefix("lm."), p) for name, p in self.engine.module.named_parameters()]
+        merged = list(merged_weights(self.engine.module.lm))
         if self.config.train.zero_stage < 3:
-            yield from ((name, p.detach()) for name, p in named)
+            yield from ((name, value()) for name, _, value in merged)
             return
-        bucket: list[tuple[str, Any]] = []  # parameters with the fields that ZeRO-3 adds
-        for i, (name, p) in enumerate(named):
-            bucket.append((name, p))
-            if i == len(named) - 1 or sum(q.ds_numel * q.element_size() for _, q in bucket) >= GATHER_BYTES:
-                with deepspeed.zero.GatheredParameters([q for _, q in bucket]):
-                    yield from ((n, q.detach()) for n, q in bucket)
+        bucket: list[tuple[str, list[Any], Callable[[], Tensor]]] = []  # parameters with the fields that ZeRO-3 adds
+        for i, (name, parameters, value) in enumerate(merged):
+            bucket.append((name, parameters, value))
+            inside = [p for _, part, _ in bucket for p in part]
+            if i == len(merged) - 1 or sum(p.ds_numel * p.element_size() for p in inside) >= GATHER_BYTES:
+                with deepspeed.zero.GatheredParameters(inside):
+                    yield from ((n, v()) for n, _, v in bucket)
                 bucket = []
 
     def export(self, folder: str) -> None:
@@ -198,22 +222,53 @@ class Policy:
         dist.barrier()
 
 
+def _adamw(config: TrainConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """torch's AdamW; where its state is offloaded from a GPU, DeepSpeed's, made for that and compiled on the spot."""
+    kind: Any = torch.optim.AdamW
+    if config.offload_optimizer == "cpu" and torch.cuda.is_available():
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        kind = DeepSpeedCPUAdam
+    optimizer: torch.optim.Optimizer = kind(
+        parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+    )
+    return optimizer
+
+
+def _compile_layers(lm: PreTrainedModel) -> None:
+    """Compile each layer in place, with lengths that may vary: like layers share the compiled code."""
+    kinds = set(lm._no_split_modules or ())
+    layers = [module for module in lm.modules() if type(module).__name__ in kinds]
+    if not layers:
+        raise ValueError(f"train.compile: want a model that names its layers' class; {type(lm).__name__} names none")
+    for layer in layers:
+        layer.compile(dynamic=True)
+
+
 def deepspeed_config(config: Config, parameters: int) -> dict[str, Any]:
     """What DeepSpeed is told about a model with so many parameters; `train.deepspeed` is merged in last."""
+    train = config.train
+    offload = {
+        name: {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        for name, device in (("offload_optimizer", train.offload_optimizer), ("offload_param", train.offload_params))
+        if device == "cpu"
+    }
     bucket = min(parameters, 500_000_000)  # DeepSpeed's default, 2 GB in fp32, is allocated whatever the model's size
     base: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,  # the update sets the boundaries itself: the number of micro-batches varies
-        "gradient_clipping": config.train.grad_clip,
+        "gradient_clipping": train.grad_clip,
         "zero_optimization": {
-            "stage": config.train.zero_stage,
+            "stage": train.zero_stage,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
+            **offload,
         },
+        "zero_force_ds_cpu_optimizer": False,  # without a GPU torch's AdamW is at home there
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": config.model.dtype == "bfloat16", "check_grad_overflow": True},
     }
-    return _merge(base, config.train.deepspeed)
+    return _merge(base, train.deepspeed)
 
 
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
