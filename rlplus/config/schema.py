@@ -256,8 +256,8 @@ class TrainConfig(Section):
     `generated_tokens` ends the run early, once that many tokens have been generated. `tokens_per_micro_batch` bounds
     the tokens of one forward pass on a rank, padding included. `deepspeed` is merged last into the configuration of
     DeepSpeed. `max_nonfinite`: so many steps in a row with a non-finite loss or gradient stop the run.
-    `offload_optimizer`, `offload_params` cpu: DeepSpeed keeps the optimiser's state, and with ZeRO 3 the weights, in the
-    host's memory. `sequence_parallel`: so many neighbouring ranks share each sequence (DeepSpeed-Ulysses); it must divide
+    `offload_optimizer`, `offload_params` cpu: DeepSpeed keeps the optimiser's state, and with ZeRO 3 the weights, in
+    host memory. `sequence_parallel`: so many neighbouring ranks share each sequence (DeepSpeed-Ulysses); it must divide
     the ranks and the model's attention heads. `compile`: torch.compile the model's layers.
     """
 

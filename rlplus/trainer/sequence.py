@@ -37,7 +37,7 @@ class SequenceGroup:
         _register(attention)
 
     def inputs(self, batch: MicroBatch, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
-        """Arguments for the model, of a shard of a micro-batch: its columns, and what attention to all of them needs."""
+        """The model's arguments for a shard of a micro-batch: its columns, and what attention to all of them needs."""
         whole = batch.whole_position_ids
         assert whole is not None
         inputs = {

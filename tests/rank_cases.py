@@ -1,0 +1,167 @@
+"""Updates of a tiny model on one or several ranks, for `test_ranks.py`: many cases in one process group.
+
+    torchrun --nproc_per_node 2 tests/rank_cases.py FOLDER NAME [CASE ...]
+
+Rank 0 writes FOLDER/NAME.pt: for each case the gradients of one update and what else there is to compare.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_grad
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlplus.config import Config
+from rlplus.data import Sample
+from rlplus.trainer.batch import make_micro_batches
+from rlplus.trainer.model import prepare_model
+from rlplus.trainer.policy import Policy, initialize_distributed
+
+ALWAYS_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+LORA = {"rank": 4, "alpha": 8.0}
+
+
+def case(owners: str = "stripes", tied: bool = True, preset: str = "rlplus", **changes: Any) -> dict[str, Any]:
+    model = {name: changes.pop(name) for name in ("gradient_checkpointing", "lora") if name in changes}
+    return {"owners": owners, "tied": tied, "preset": preset, "model": model, "train": changes}
+
+
+def zero3(**changes: Any) -> dict[str, Any]:
+    return case(zero_stage=3, deepspeed=ALWAYS_SHARDED, **changes)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "tied": case(),
+    "untied": case(tied=False),
+    "kl": case(preset="grpo"),
+    "lora": case(lora=LORA),
+    "lora kl": case(lora=LORA, preset="grpo"),
+    "tied, one rank has almost all": case("one"),
+    "tied, ZeRO-2, one rank has nothing": case("nothing", zero_stage=2),
+    "tied, ZeRO-3": zero3(),
+    "tied, ZeRO-3, one rank has nothing": zero3(owners="nothing"),
+    "untied, ZeRO-3": zero3(tied=False, gradient_checkpointing=True),
+    "kl, ZeRO-3": zero3(preset="grpo"),
+    "lora, ZeRO-3": zero3(lora=LORA),
+    "tied, offload, ZeRO-2": case(zero_stage=2, offload_optimizer="cpu"),
+    "tied, offload, ZeRO-3": zero3(offload_optimizer="cpu", offload_params="cpu"),
+    "tied, sequences": case(sequence_parallel=2),
+    "untied, sequences, ZeRO-3": zero3(tied=False, sequence_parallel=2, owners="one", gradient_checkpointing=True),
+    "kl, sequences, ZeRO-2": case(preset="grpo", sequence_parallel=2, zero_stage=2),
+    "lora kl, sequences": case(lora=LORA, preset="grpo", sequence_parallel=2),
+}
+REFERENCES = ("tied", "untied", "kl", "lora", "lora kl")
+
+
+def make_model(folder: Path, tied: bool) -> Path:
+    """Written by whoever comes first; the test does, before it starts any rank."""
+    path = folder / ("tied" if tied else "untied")
+    if not path.exists():
+        torch.manual_seed(3)
+        config = Qwen2Config(
+            vocab_size=258, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=64, initializer_range=0.3, tie_word_embeddings=tied, max_position_embeddings=128,
+        )  # fmt: skip
+        model = Qwen2ForCausalLM(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        model.save_pretrained(path)
+    return path
+
+
+def all_samples() -> list[Sample]:
+    generator = torch.Generator().manual_seed(5)
+    samples = []
+    for i in range(24):
+        prompt, response = (int(torch.randint(1, high, (), generator=generator)) for high in (9, 40))
+        ids = torch.randint(0, 256, (prompt + response,), generator=generator).tolist()
+        advantage = float(torch.randn((), generator=generator)) if i % 5 else 0.0
+        samples.append(Sample(ids[:prompt], ids[prompt:], i, i % 4 == 3, False, None, advantage=advantage))
+    return samples
+
+
+def own_samples(owners: str, rank: int, world: int) -> list[Sample]:
+    samples = all_samples()
+    if world == 1:
+        return samples
+    few = {"one": 2, "nothing": 0}.get(owners)
+    if few is None:
+        return samples[rank::world]
+    return samples[:few] if rank else samples[few:]
+
+
+def config_of(folder: Path, name: str) -> Config:
+    chosen = CASES[name]
+    return Config.model_validate(
+        {
+            "output_dir": str(folder / "out"),
+            "model": {"path": str(make_model(folder, chosen["tied"])), "dtype": "float32"} | chosen["model"],
+            "data": {"path": "-", "demonstration": "d", "max_prompt_length": 8},
+            "reward": {"kind": "exact_match"},
+            "rollout": {"max_response_length": 40},
+            "algorithm": {
+                "preset": chosen["preset"],
+                "objective": {"kl_coef": 0.5} if chosen["preset"] == "grpo" else {},
+            },
+            "train": {"steps": 1, "tokens_per_micro_batch": 64, "lr": 1e-3} | chosen["train"],
+        }
+    )
+
+
+def run_case(folder: Path, name: str) -> dict[str, Any]:
+    config = config_of(folder, name)
+    algorithm = config.algorithm.resolve()
+    path, model_config = prepare_model(config.model, folder, 0)
+    policy = Policy(config, path, model_config, algorithm.objective)
+    own = own_samples(CASES[name]["owners"], dist.get_rank(), dist.get_world_size())
+    batches = make_micro_batches(own, algorithm, config, 256, policy.device)
+    for batch in batches:
+        batch.old_logprob = policy.logprob(batch)
+        if algorithm.objective.kl_coef:
+            policy.logprob(batch, reference=True)  # is what the policy is now; a shifted one has a gradient
+            batch.ref_logprob = policy.logprob(batch, reference=True) - 0.3
+    gradients: dict[str, torch.Tensor] = {}
+    step = policy.engine.step
+
+    def keep_gradients() -> None:
+        for parameter_name, parameter in policy.engine.module.named_parameters():
+            if parameter.requires_grad:
+                gradients[parameter_name] = safe_get_full_grad(parameter).clone()
+        step()
+
+    policy.engine.step = keep_gradients
+    before = {n: w.clone() for n, w in policy.weights()}
+    outputs, applied = policy.update(batches)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    mine = {
+        "tokens": sum(batch.tokens for batch in batches),
+        "micro_batches": len(batches),
+        "loss": float(sum(out.loss.double() for out in outputs)),
+        "response_tokens": sum(int((batch.token_weight != 0).sum()) for batch in batches),
+    }
+    dist.all_gather_object(ranks, mine)
+    return {
+        "gradients": gradients,
+        "norm": policy.grad_norm,
+        "applied": applied,
+        "before": before,
+        "after": {n: w.clone() for n, w in policy.weights()},
+        "ranks": ranks,
+    }
+
+
+def main() -> None:
+    folder, output, *names = sys.argv[1:]
+    initialize_distributed()
+    results = {name: run_case(Path(folder), name) for name in names or CASES}
+    if dist.get_rank() == 0:
+        torch.save(results, Path(folder) / f"{output}.pt")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
