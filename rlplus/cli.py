@@ -42,11 +42,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rlplus", description="RL-PLUS for language models, with fused losses.")
     parser.add_argument("--version", action="version", version=f"rlplus {__version__}")
+    # The `deepspeed` launcher puts it in front of the command, and sets LOCAL_RANK, which is what counts, too.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     train = commands.add_parser("train", help="train as a configuration file says")
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in output_dir")
-    train.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the DeepSpeed launcher's
     train.set_defaults(run=_train)
 
     evaluate = commands.add_parser("eval", help="pass@1 and pass@k of a model on a configuration's evaluation data")

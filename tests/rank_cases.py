@@ -8,6 +8,7 @@ Rank 0 writes FOLDER/NAME.pt: for each case the gradients of one update and what
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlplus.config import Config
 from rlplus.data import Sample
+from rlplus.trainer import policy as policy_module
+from rlplus.trainer.adapters import add_adapters
 from rlplus.trainer.batch import make_micro_batches
 from rlplus.trainer.model import prepare_model
 from rlplus.trainer.policy import Policy, initialize_distributed
@@ -54,10 +57,16 @@ CASES: dict[str, dict[str, Any]] = {
     "lora kl, sequences": case(lora=LORA, preset="grpo", sequence_parallel=2),
 }
 REFERENCES = ("tied", "untied", "kl", "lora", "lora kl")
+QUICK = (
+    "tied, one rank has almost all",
+    "tied, ZeRO-3, one rank has nothing",
+    "untied, sequences, ZeRO-3",
+    "lora, ZeRO-3",
+)
 
 
 def make_model(folder: Path, tied: bool) -> Path:
-    """Written by whoever comes first; the test does, before it starts any rank."""
+    """Written once, by the test before it starts any rank."""
     path = folder / ("tied" if tied else "untied")
     if not path.exists():
         torch.manual_seed(3)
@@ -112,18 +121,27 @@ def config_of(folder: Path, name: str) -> Config:
     )
 
 
+def add_trained_adapters(lm: Any, *args: Any) -> None:
+    """Adapters as after some training: B starts at 0, where those of A have no gradient."""
+    add_adapters(lm, *args)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in lm.named_parameters():
+        if ".lora_B." in name:
+            parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
 def run_case(folder: Path, name: str) -> dict[str, Any]:
     config = config_of(folder, name)
     algorithm = config.algorithm.resolve()
     path, model_config = prepare_model(config.model, folder, 0)
-    policy = Policy(config, path, model_config, algorithm.objective)
+    with mock.patch.object(policy_module, "add_adapters", add_trained_adapters):
+        policy = Policy(config, path, model_config, algorithm.objective)
     own = own_samples(CASES[name]["owners"], dist.get_rank(), dist.get_world_size())
     batches = make_micro_batches(own, algorithm, config, 256, policy.device)
     for batch in batches:
         batch.old_logprob = policy.logprob(batch)
         if algorithm.objective.kl_coef:
-            policy.logprob(batch, reference=True)  # is what the policy is now; a shifted one has a gradient
-            batch.ref_logprob = policy.logprob(batch, reference=True) - 0.3
+            batch.ref_logprob = policy.logprob(batch, reference=True) - 0.3  # equal ones have no gradient
     gradients: dict[str, torch.Tensor] = {}
     step = policy.engine.step
 

@@ -3,10 +3,7 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -249,31 +246,3 @@ def test_overrides_reach_the_model(tmp_path):
     with Run(config, resume=False) as run:
         assert run.policy.engine.module.lm.config.rope_parameters["rope_theta"] == 40000.0
     assert replace(run.algorithm) == run.algorithm
-
-
-@pytest.mark.slow
-def test_two_ranks_train_what_one_does(tmp_path):
-    """torchrun with two ranks: the same denominators, gradients averaged, one set of metrics."""
-    one = run_config(tmp_path, "one", train={"steps": 1}, rollout={"group_size": 2}, algorithm={"preset": "sft"})
-    train(one)
-    two = one.model_copy(update={"output_dir": str(tmp_path / "two")})
-    path = tmp_path / "two.yaml"
-    path.write_text(two.to_yaml())
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "-m",
-        "rlplus",
-        "train",
-        str(path),
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    first, second = (metrics(Path(config.output_dir))[0] for config in (one, two))
-    assert second["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=1e-5)
-    assert second["actor/loss"] == pytest.approx(first["actor/loss"], rel=1e-5)

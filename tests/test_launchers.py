@@ -1,0 +1,94 @@
+"""Plain python, torchrun and the `deepspeed` launcher, on one node and on two: the same step, one set of metrics."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trainer_runs import metrics, run_config
+
+pytestmark = pytest.mark.slow
+
+BIN = Path(sys.executable).parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--master_addr", "127.0.0.1"]
+DEEPSPEED = [sys.executable, str(BIN / "deepspeed"), "--master_addr", "127.0.0.1"]
+
+
+def free_port() -> str:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def run_together(*commands: list[str]) -> None:
+    """Start all, wait for all."""
+    here = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.getcwd()}
+    started = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=here)
+        for command in commands
+    ]
+    try:
+        outputs = [process.communicate(timeout=300)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, output in zip(started, outputs, strict=True):
+        assert process.returncode == 0, output[-4000:]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("launchers")
+
+
+def one_step(folder: Path, name: str) -> str:
+    """The configuration file of a step without chance: on demonstrations only."""
+    config = run_config(folder, name, train={"steps": 1}, rollout={"group_size": 2}, algorithm={"preset": "sft"})
+    path = folder / f"{name}.yaml"
+    path.write_text(config.to_yaml())
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, float]:
+    run_together([sys.executable, "-m", "rlplus", "train", one_step(folder, "alone")])
+    return metrics(folder / "alone")[0]
+
+
+def check(folder: Path, name: str, alone: dict[str, float]) -> None:
+    (row,) = metrics(folder / name)
+    assert row.keys() == alone.keys()
+    for key in ("actor/grad_norm", "actor/loss", "actor/entropy", "actor/prob_external"):
+        assert row[key] == pytest.approx(alone[key], rel=1e-5), key
+    assert (folder / name / "checkpoints/step-000001/rng-1.pt").is_file()  # there were two ranks
+    assert (folder / name / "model/model.safetensors").is_file()
+
+
+def test_torchrun(folder: Path, alone: dict[str, float]) -> None:
+    train = ["-m", "rlplus", "train", one_step(folder, "torchrun")]
+    run_together([*TORCHRUN, "--master_port", free_port(), "--nproc_per_node", "2", *train])
+    check(folder, "torchrun", alone)
+
+
+def test_deepspeed(folder: Path, alone: dict[str, float]) -> None:
+    train = ["--module", "rlplus", "train", one_step(folder, "deepspeed")]
+    run_together([*DEEPSPEED, "--master_port", free_port(), "--num_gpus", "2", *train])
+    check(folder, "deepspeed", alone)
+
+
+def test_two_nodes_with_torchrun(folder: Path, alone: dict[str, float]) -> None:
+    port, train = free_port(), ["-m", "rlplus", "train", one_step(folder, "nodes-torchrun")]
+    nodes = ["--nnodes", "2", "--nproc_per_node", "1", "--master_port", port]
+    run_together(*[[*TORCHRUN, *nodes, "--node_rank", str(k), *train] for k in range(2)])
+    check(folder, "nodes-torchrun", alone)
+
+
+def test_two_nodes_with_deepspeed(folder: Path, alone: dict[str, float]) -> None:
+    hosts = folder / "hostfile"
+    hosts.write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
+    port, train = free_port(), ["--module", "rlplus", "train", one_step(folder, "nodes-deepspeed")]
+    nodes = ["--hostfile", str(hosts), "--no_ssh", "--master_port", port]
+    run_together(*[[*DEEPSPEED, *nodes, "--node_rank", str(k), *train] for k in range(2)])
+    check(folder, "nodes-deepspeed", alone)

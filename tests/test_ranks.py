@@ -1,0 +1,109 @@
+"""Two ranks compute what one does: ZeRO 1, 2, 3, offloading, samples shared out, sequence parallelism, adapters."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_cases import CASES, QUICK, REFERENCES, all_samples, make_model, run_case
+
+from rlplus.trainer.policy import initialize_distributed
+
+SLOW = [name for name in CASES if name not in QUICK]
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ranks")
+    for tied in (True, False):
+        make_model(path, tied)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Results:
+    """By this process, one rank with ZeRO-1; `test_trainer.py` compares that with the formulas in float64."""
+    initialize_distributed()
+    return {name: run_case(folder, name) for name in REFERENCES}
+
+
+def on_two_ranks(folder: Path, output: str, names: list[str]) -> Results:
+    script = Path(__file__).with_name("rank_cases.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    here = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(script.parents[1])}
+    done = subprocess.run(
+        [*launch, str(script), str(folder), output, *names],
+        capture_output=True, text=True, env=clean | here, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    results: Results = torch.load(folder / f"{output}.pt")
+    return results
+
+
+@pytest.fixture(scope="module")
+def quick(folder: Path) -> Results:
+    return on_two_ranks(folder, "quick", list(QUICK))
+
+
+@pytest.fixture(scope="module")
+def slow(folder: Path) -> Results:
+    return on_two_ranks(folder, "slow", SLOW)
+
+
+def check(name: str, two: dict[str, Any], one: dict[str, Any]) -> None:
+    want, got = one["gradients"], two["gradients"]
+    assert got.keys() == want.keys()
+    assert len(want) > 20
+    whole = float(torch.stack([g.norm() for g in want.values()]).norm())
+    for key, gradient in want.items():
+        error = float((got[key] - gradient).norm())
+        assert error <= 1e-5 * float(gradient.norm()) + 1e-8 * whole, key
+    assert two["norm"] == pytest.approx(one["norm"], rel=1e-5)
+    assert two["applied"]
+    loss = sum(rank["loss"] for rank in one["ranks"])
+    assert sum(rank["loss"] for rank in two["ranks"]) == pytest.approx(loss, abs=1e-6)
+    assert two["before"].keys() == one["before"].keys()
+    for key, weight in one["before"].items():
+        torch.testing.assert_close(two["before"][key], weight, rtol=0, atol=0)
+        moved = (
+            one["after"][key] - weight
+        ).abs() > 9e-4  # AdamW's first step is lr = 1e-3 where g is no rounding noise
+        torch.testing.assert_close(two["after"][key][moved], one["after"][key][moved], rtol=0, atol=2e-5)
+    check_shares(name, two["ranks"], one["ranks"])
+
+
+def check_shares(name: str, two: list[dict[str, int]], one: list[dict[str, int]]) -> None:
+    """Every response token once, equally many micro-batches, and like loads, however the samples were owned."""
+    assert sum(rank["response_tokens"] for rank in two) == one[0]["response_tokens"]
+    assert two[0]["micro_batches"] == two[1]["micro_batches"]
+    if "sequences" not in name:
+        longest = max(sample.length for sample in all_samples())
+        assert sum(rank["tokens"] for rank in two) <= one[0]["tokens"] + 4  # dummies
+        assert abs(two[0]["tokens"] - two[1]["tokens"]) <= longest / 2
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_two_ranks_are_one(name: str, quick: Results, alone: Results) -> None:
+    check(name, quick[name], alone[name.split(",")[0]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_two_ranks_are_one_whatever_is_switched_on(name: str, slow: Results, alone: Results) -> None:
+    check(name, slow[name], alone[name.split(",")[0]])
+
+
+@pytest.mark.parametrize("name", ["lora", "lora kl"])
+def test_only_adapters_train(name: str, alone: Results) -> None:
+    """And what is pushed changes where there are adapters, nowhere else."""
+    one = alone[name]
+    assert all(".lora_" in key for key in one["gradients"])
+    assert all(gradient.norm() > 0 for gradient in one["gradients"].values())
+    for key, weight in one["before"].items():
+        adapted = "_proj.weight" in key
+        assert torch.equal(one["after"][key], weight) != adapted, key
