@@ -113,11 +113,11 @@ def check_attention(hidden: Callable[[MicroBatch], Tensor], vocabulary: int, par
     rank = dist.get_rank() % parallel
     lengths = (5 * parallel, 3 * parallel)  # the first one reaches over the border of a shard
 
-    def states(*first_tokens: int) -> tuple[Tensor, Tensor]:
-        samples = [
-            Sample([first], [i % vocabulary for i in range(2, n + 1)], 0, False, False, None)
-            for first, n in zip(first_tokens, lengths, strict=True)
-        ]
+    def states(ends: int) -> tuple[Tensor, Tensor]:
+        """With that token at the first sequence's ends. Its last one is seen by what comes next, for a convolution."""
+        first, second = ([i % vocabulary for i in range(2, n + 2)] for n in lengths)
+        first[0] = first[-1] = ends % vocabulary
+        samples = [Sample(ids[:1], ids[1:], 0, False, False, None) for ids in (first, second)]
         weight = [torch.ones(len(s.response)) for s in samples]
         (batch,) = pack(
             samples, weight, row_length=sum(lengths), tokens_per_micro_batch=sum(lengths), pad_id=0, multiple=parallel
@@ -125,7 +125,7 @@ def check_attention(hidden: Callable[[MicroBatch], Tensor], vocabulary: int, par
         shard = batch.shard(rank, parallel) if parallel > 1 else batch
         return hidden(shard).float(), shard.sequence
 
-    (base, sequence), (changed, _) = states(0, 0), states(1 % vocabulary, 0)
+    (base, sequence), (changed, _) = states(0), states(1)
     change = (changed - base).abs()
     scale = float(base.abs().max()) if len(base) else 1.0
     leaks = bool((change[sequence == 1] > 1e-3 * scale).any())

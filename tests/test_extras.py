@@ -1,0 +1,192 @@
+"""Options of model and trainer: LoRA, offloading, compilation, and the refusal of attention that would leak."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from trainer_runs import metrics, run_config
+from transformers import AttentionInterface, AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
+
+from rlplus.config import Config
+from rlplus.trainer import Run, train
+from rlplus.trainer.adapters import add_adapters, merged_weights, without_adapters
+from rlplus.trainer.batch import make_micro_batches, set_advantages
+
+LORA = {"rank": 4, "alpha": 8.0}
+
+
+def causal_over_all(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """What a kernel does that knows of no packed sequences."""
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2), None
+
+
+def only_itself(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
+    return v.transpose(1, 2), None
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"), [(causal_over_all, "see each other"), (only_itself, "do not see their own past")]
+)
+def test_attention_that_leaks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: Callable[..., Any], message: str
+) -> None:
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", attention)
+    with pytest.raises(ValueError, match=f"packed sequences {message} under model.attention=sdpa with this model"):
+        train(run_config(tmp_path))
+
+
+def test_a_model_that_mixes_tokens_outside_of_attention_is_refused(tmp_path: Path) -> None:
+    """Lfm2's convolutions run over the borders of packed sequences, whatever the attention."""
+    config = run_config(tmp_path)
+    with Run(config, resume=False) as run:
+        run.tokenizer.save_pretrained(tmp_path / "lfm2")
+        vocabulary = len(run.tokenizer)
+    model = Lfm2Config(
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"], initializer_range=0.3,
+    )  # fmt: skip
+    Lfm2ForCausalLM(model).save_pretrained(tmp_path / "lfm2")
+    wanted = config.model.model_copy(update={"path": str(tmp_path / "lfm2"), "scratch": None})
+    with pytest.raises(ValueError, match="packed sequences see each other"):
+        train(config.model_copy(update={"model": wanted, "output_dir": str(tmp_path / "b")}))
+
+
+def test_what_cannot_run_here_is_refused_by_name(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"model\.liger needs CUDA"):
+            train(run_config(tmp_path, "a", model={"liger": True}))
+        with pytest.raises(ValueError, match="flash_attention_2 needs the package flash-attn"):
+            train(run_config(tmp_path, "b", model={"attention": "flash_attention_2", "dtype": "bfloat16"}))
+    with pytest.raises(ValueError, match=r"train\.sequence_parallel=2: want a divisor of the 1 ranks"):
+        train(run_config(tmp_path, "c", train={"sequence_parallel": 2}))
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("train", {"offload_params": "cpu"}, "offload_params needs weights in shards: want zero_stage 3; got 1"),
+        ("train", {"offload_optimizer": "nvme"}, "train.offload_optimizer"),
+        ("train", {"compile": True, "zero_stage": 3}, "compile does not go with the hooks of ZeRO-3"),
+        ("train", {"tokens_per_micro_batch": 7, "sequence_parallel": 2}, r"got 7 on each of 2 ranks"),
+        ("model", {"lora": {"rank": 0}}, "model.lora.rank"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path: Path, section: str, values: Any, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        run_config(tmp_path, **{section: values})
+
+
+def test_sequence_parallelism_refuses_eager_attention(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=r"sequence_parallel wants model\.attention sdpa or flash_attention_2"):
+        run_config(tmp_path, model={"attention": "eager"}, train={"sequence_parallel": 2})
+
+
+def test_sequence_parallelism_lets_longer_sequences_in(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=r"want train\.tokens_per_micro_batch at least that; got 8"):
+        run_config(tmp_path, train={"tokens_per_micro_batch": 8})
+    run_config(tmp_path, train={"tokens_per_micro_batch": 8, "sequence_parallel": 2})
+
+
+# LoRA
+
+
+def test_merged_weights_are_those_of_peft(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    with Run(run_config(tmp_path), resume=False) as run:
+        path = str(run.folder / "scratch")
+        settings = run_config(tmp_path, model={"lora": LORA | {"target_modules": ["q_proj", "down_proj"]}}).model.lora
+        assert settings is not None
+    ours = AutoModelForCausalLM.from_pretrained(path)
+    add_adapters(ours, settings, 0)
+    adapters = {name: torch.randn_like(p) for name, p in ours.named_parameters() if ".lora_" in name}
+    assert len(adapters) == 4
+    ours.load_state_dict(adapters, strict=False)
+    peft = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(path),
+        LoraConfig(r=4, lora_alpha=8.0, target_modules=["q_proj", "down_proj"]),
+    )
+    found = peft.load_state_dict({f"base_model.model.{name}": value for name, value in adapters.items()}, strict=False)
+    assert not found.unexpected_keys
+    want = dict(peft.merge_and_unload().named_parameters())
+    got = {name: value() for name, _, value in merged_weights(ours)}
+    assert got.keys() == want.keys()
+    for name, weight in want.items():
+        torch.testing.assert_close(got[name], weight.detach(), rtol=1e-6, atol=1e-6, msg=name)
+    plain = AutoModelForCausalLM.from_pretrained(path)
+    ids = torch.arange(9)[None]
+    with without_adapters(ours):
+        torch.testing.assert_close(ours(ids).logits, plain(ids).logits, rtol=0, atol=0)
+    assert not torch.allclose(ours(ids).logits, plain(ids).logits, atol=1e-2)
+
+
+def test_lora_refuses_head_and_embeddings(tmp_path: Path) -> None:
+    config = run_config(tmp_path, model={"lora": LORA | {"target_modules": ["q_proj", "lm_head"]}})
+    with pytest.raises(ValueError, match=r"target_modules: want no embeddings and no head; got lm_head"):
+        train(config)
+
+
+def with_steps(config: Config, steps: int, output: Path) -> Config:
+    section = config.train.model_copy(update={"steps": steps})
+    return config.model_copy(update={"train": section, "output_dir": str(output)})
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ({"lora": LORA}, {"zero_stage": 1}),
+        ({"lora": LORA}, {"zero_stage": 3}),
+        ({}, {"zero_stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"}),
+        ({}, {"zero_stage": 2, "offload_optimizer": "cpu"}),
+    ],
+    ids=["lora", "lora-zero3", "offload-zero3", "offload-zero2"],
+)
+def test_resume_is_bitwise_with(tmp_path: Path, model: dict[str, Any], options: dict[str, Any]) -> None:
+    """And with adapters the run's model is the base plus what they learnt."""
+    config = run_config(tmp_path, model=model, train=options)
+    whole = train(with_steps(config, 3, tmp_path / "whole"))
+    train(with_steps(config, 2, tmp_path / "parts"))
+    parts = train(with_steps(config, 3, tmp_path / "parts"), resume=True)
+    assert metrics(whole) == metrics(parts)
+    first, second = (load_file(folder / "model/model.safetensors") for folder in (whole, parts))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    start = load_file(whole / "scratch/model.safetensors")
+    assert first.keys() == start.keys()
+    still = {name for name in first if torch.equal(first[name], start[name])}
+    assert still == ({name for name in first if "_proj.weight" not in name} if model else set())
+    assert AutoModelForCausalLM.from_pretrained(whole / "model").num_parameters() == sum(
+        w.numel() for w in start.values()
+    )
+
+
+# Offloading, compilation
+
+
+@pytest.mark.slow
+def test_compiled_layers_compute_the_same(tmp_path: Path) -> None:
+    def first_update(**options: Any) -> tuple[float, dict[str, torch.Tensor]]:
+        config = run_config(tmp_path, f"run{len(options)}", train=options)
+        with Run(config, resume=False) as run:
+            from test_trainer import batch_of_samples
+
+            samples = batch_of_samples()
+            set_advantages(samples, run.algorithm)
+            batches = make_micro_batches(samples, run.algorithm, run.config, run.pad_id, run.policy.device)
+            assert len({batch.input_ids.shape for batch in batches}) > 1
+            _, applied = run.policy.update(batches)
+            assert applied
+            compiled = [m for m in run.policy.engine.module.modules() if m._compiled_call_impl is not None]
+            assert len(compiled) == (1 if options else 0)
+            norm = run.policy.grad_norm
+            assert norm is not None
+            return norm, {name: p.clone() for name, p in run.policy.weights()}
+
+    plain, weights = first_update()
+    compiled, same = first_update(compile=True)
+    assert compiled == pytest.approx(plain, rel=1e-5)
+    for name, weight in weights.items():
+        assert ((same[name] - weight).abs() < 2e-6).float().mean() > 0.99  # a gradient of rounding noise has any sign
