@@ -4,13 +4,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlplus.config import Config
@@ -161,7 +162,10 @@ def evaluate(
 
 
 def evaluator(config: Config) -> Evaluate | None:
-    """What `train` calls every `evaluation.every` steps: pass@k on the evaluation data, as <benchmark>/pass@<k>."""
+    """What `train` calls every `evaluation.every` steps: pass@k on the evaluation data, as <benchmark>/pass@<k>.
+
+    Every rank has a share of the problems, so that none waits for another to do them all.
+    """
     if not config.evaluation.every:
         return None
     problems: list[Example] = []
@@ -169,7 +173,7 @@ def evaluator(config: Config) -> Evaluate | None:
     def evaluate_run(run: Run) -> dict[str, float]:
         if not problems:
             problems.extend(_problems(config, run.tokenizer))
-        results = _evaluate(config, run.rollout, run.scorer, problems, run.decode)
+        results = _evaluate(config, run.rollout, run.scorer, problems, run.decode, run.rank, run.world)
         return {f"{name}/pass@{k}": one.pass_at(k).mean for name, one in results.items() for k in one.k}
 
     return evaluate_run
@@ -220,29 +224,59 @@ def _evaluate(
     scorer: Scorer,
     problems: Sequence[Example],
     decode: Callable[[Sequence[int]], str],
+    rank: int = 0,
+    ranks: int = 1,
 ) -> dict[str, Evaluation]:
-    """By benchmark; without a column that names it, the files' names together are one."""
+    """By benchmark; without a column that names it, the files' names together are one. All ranks call it together."""
     settings = config.evaluation
     assert settings.data is not None
     files = "+".join(Path(path).stem for path in settings.data.paths)
     benchmarks: dict[str, list[Example]] = {}
     for problem in problems:
         benchmarks.setdefault(problem.benchmark or files, []).append(problem)
-    return {
-        name: evaluate(
-            engine,
-            scorer,
-            examples,
-            decode,
-            samples=settings.samples,
-            k=settings.k,
-            temperature=settings.temperature,
-            max_tokens=config.rollout.max_response_length,
-            seed=config.train.seed,
-            name=name,
-        )
-        for name, examples in benchmarks.items()
-    }
+    results = {}
+    for name, examples in benchmarks.items():
+        own = examples[rank::ranks]
+        part = None
+        if own:
+            part = evaluate(
+                engine,
+                scorer,
+                own,
+                decode,
+                samples=settings.samples,
+                k=settings.k,
+                temperature=settings.temperature,
+                max_tokens=config.rollout.max_response_length,
+                seed=config.train.seed + rank * len(examples),  # equal prompts on two ranks must not get equal samples
+                name=name,
+            )
+        parts: list[Evaluation | None] = [part]
+        if ranks > 1:
+            parts = [None] * ranks
+            dist.all_gather_object(parts, part)
+        results[name] = join([part for part in parts if part is not None], seed=config.train.seed)
+    return results
+
+
+def join(parts: Sequence[Evaluation], seed: int) -> Evaluation:
+    """One evaluation of all the problems of `parts`, which differ in nothing else, in the problems' order."""
+    rows = sorted(row for part in parts for row in zip(part.problems, part.n, part.correct, strict=True))
+    samples = [sum(part.n) for part in parts]
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(value * count for value, count in zip(values, samples, strict=True)) / sum(samples)
+
+    return replace(
+        parts[0],
+        problems=tuple(problem for problem, _, _ in rows),
+        n=tuple(n for _, n, _ in rows),
+        correct=tuple(correct for _, _, correct in rows),
+        seed=seed,
+        mean_response_length=mean([part.mean_response_length for part in parts]),
+        truncated_share=mean([part.truncated_share for part in parts]),
+        statuses=dict(sum((Counter(part.statuses) for part in parts), Counter())),
+    )
 
 
 def pooled_pass_at(evaluations: Sequence[Evaluation], k: int) -> Estimate:

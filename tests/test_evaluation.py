@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlplus.data import Example
-from rlplus.evaluation import Estimate, Evaluation, evaluate, paired_difference, pass_at_k, pooled_pass_at
+from rlplus.evaluation import Estimate, Evaluation, evaluate, join, paired_difference, pass_at_k, pooled_pass_at
 from rlplus.reward import Score
 from rlplus.rollout import Completion
 
@@ -214,6 +214,23 @@ def test_evaluate_counts(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     assert sum(int(str(call["prompts"])) for call in engine.calls) == 5
     assert [call["seed"] for call in engine.calls] == ([5] if at_once == 4096 else [5, 7, 9])
     assert all(call["temperature"] == 0.6 and call["max_tokens"] == 4 for call in engine.calls)
+
+
+def test_shares_of_several_ranks_join_to_the_whole() -> None:
+    whole = evaluation(
+        [3, 1, 4, 1, 5], mean_response_length=2.0, truncated_share=0.5, statuses={"ok": 30, "timeout": 10}
+    )
+    rows = {"problems": whole.problems, "correct": whole.correct, "n": whole.n}
+    shares = [{key: values[rank::3] for key, values in rows.items()} for rank in range(3)]
+    parts = [
+        replace(whole, **shares[0], seed=0, mean_response_length=1.0, truncated_share=0.0, statuses={"ok": 16}),
+        replace(
+            whole, **shares[1], seed=5, mean_response_length=2.0, truncated_share=1.0, statuses={"ok": 14, "timeout": 2}
+        ),
+        replace(whole, **shares[2], seed=10, mean_response_length=4.0, truncated_share=0.5, statuses={"timeout": 8}),
+    ]
+    assert join(parts, seed=0) == whole
+    assert join([whole], seed=0) == whole
 
 
 def test_evaluate_refuses_before_it_generates() -> None:

@@ -45,7 +45,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def one_step(folder: Path, name: str) -> str:
     """The configuration file of a step without chance: on demonstrations only."""
-    config = run_config(folder, name, train={"steps": 1}, rollout={"group_size": 2}, algorithm={"preset": "sft"})
+    config = run_config(
+        folder, name, train={"steps": 1}, rollout={"group_size": 2}, algorithm={"preset": "sft"},
+        evaluation={"data": {"path": str(folder / "task.jsonl"), "max_prompt_length": 8}, "every": 1, "samples": 2},
+    )  # fmt: skip
     path = folder / f"{name}.yaml"
     path.write_text(config.to_yaml())
     return str(path)
@@ -60,6 +63,7 @@ def alone(folder: Path) -> dict[str, float]:
 def check(folder: Path, name: str, alone: dict[str, float]) -> None:
     (row,) = metrics(folder / name)
     assert row.keys() == alone.keys()
+    assert "val/task/pass@1" in row
     for key in ("actor/grad_norm", "actor/loss", "actor/entropy", "actor/prob_external"):
         assert row[key] == pytest.approx(alone[key], rel=1e-5), key
     assert (folder / name / "checkpoints/step-000001/rng-1.pt").is_file()  # there were two ranks

@@ -15,8 +15,9 @@ def train(config: Config, *, resume: bool = False, evaluate: Evaluate | None = N
     """Train as `config` says; every rank calls it. Returns the output folder.
 
     output_dir/ receives config.yaml, metrics.jsonl, tensorboard/, checkpoints/ and, at the end, model/ (Hugging Face).
-    resume: go on from the newest checkpoint (from the start when there is none). evaluate: called on rank 0 every
-    `evaluation.every` steps with the engine holding the step's new weights; its numbers are logged.
+    resume: go on from the newest checkpoint (from the start when there is none). evaluate: called on every rank every
+    `evaluation.every` steps with the engine holding the step's new weights; its numbers, on all ranks the same, are
+    logged.
     SIGINT and SIGTERM let the step end, write a checkpoint and return. Raises ValueError for what the configuration or
     the data have wrong, RunFailed when training or engine go astray.
     """

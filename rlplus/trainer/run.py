@@ -211,11 +211,10 @@ class Run:
             )
 
     def evaluate(self, evaluate: Callable[["Run"], dict[str, float]], tally: Tally) -> None:
-        """With the weights of the step that ends, on rank 0; the others meet it again at the next collective."""
+        """With the weights of the step that ends; every rank has the same numbers."""
         self.rollout.push_weights(self.policy.weights(), version=self.step + 1)
-        if self.rank == 0:
-            for name, value in evaluate(self).items():
-                tally.mean(f"val/{name}", value)
+        for name, value in evaluate(self).items():
+            tally.mean(f"val/{name}", value)
 
     def end_step(self, tally: Tally, generated: int) -> dict[str, float]:
         """Count the step, log it, and let all ranks agree whether a signal ended the run."""
