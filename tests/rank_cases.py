@@ -13,23 +13,26 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
-from rlplus.config import Config
+from rlplus.config import Config, ModelConfig
 from rlplus.data import Sample
 from rlplus.trainer import policy as policy_module
 from rlplus.trainer.adapters import add_adapters
 from rlplus.trainer.batch import make_micro_batches
-from rlplus.trainer.model import prepare_model
+from rlplus.trainer.model import load_model, prepare_model
 from rlplus.trainer.policy import Policy, initialize_distributed
 
 ALWAYS_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 LORA = {"rank": 4, "alpha": 8.0}
 
 
-def case(owners: str = "stripes", tied: bool = True, preset: str = "rlplus", **changes: Any) -> dict[str, Any]:
+def case(
+    owners: str = "stripes", tied: bool = True, preset: str = "rlplus", flash: bool = False, **changes: Any
+) -> dict[str, Any]:
     model = {name: changes.pop(name) for name in ("gradient_checkpointing", "lora") if name in changes}
-    return {"owners": owners, "tied": tied, "preset": preset, "model": model, "train": changes}
+    return {"owners": owners, "tied": tied, "preset": preset, "flash": flash, "model": model, "train": changes}
 
 
 def zero3(**changes: Any) -> dict[str, Any]:
@@ -54,6 +57,8 @@ CASES: dict[str, dict[str, Any]] = {
     "tied, sequences": case(sequence_parallel=2),
     "untied, sequences, ZeRO-3": zero3(tied=False, sequence_parallel=2, owners="one", gradient_checkpointing=True),
     "kl, sequences, ZeRO-2": case(preset="grpo", sequence_parallel=2, zero_stage=2),
+    "tied, as flash attention does it": case(flash=True),
+    "tied, sequences, as flash attention does it": zero3(flash=True, sequence_parallel=2),
     "lora kl, sequences": case(lora=LORA, preset="grpo", sequence_parallel=2),
 }
 REFERENCES = ("tied", "untied", "kl", "lora", "lora kl")
@@ -130,11 +135,41 @@ def add_trained_adapters(lm: Any, *args: Any) -> None:
             parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
+def varlen_attention(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, *, position_ids: Any, cu_seq_lens_q: Any = None, **_: Any
+) -> Any:
+    """What flash-attn's varlen kernel computes, from what transformers would tell it."""
+    assert mask is None
+    assert len(query) == 1
+    if cu_seq_lens_q is None:
+        (cu_seq_lens_q, _), _ = prepare_fa_kwargs_from_position_ids(position_ids)
+    places = torch.arange(query.shape[2])
+    sequence = torch.bucketize(places, cu_seq_lens_q[1:].long(), right=True)
+    seen = (sequence[:, None] == sequence) & (places[:, None] >= places)
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
+def load_for_flash(config: ModelConfig, *args: Any) -> Any:
+    lm = load_model(config.model_copy(update={"attention": "sdpa"}), *args)
+    lm.config._attn_implementation = "flash_attention_2"
+    return lm
+
+
 def run_case(folder: Path, name: str) -> dict[str, Any]:
     config = config_of(folder, name)
+    if CASES[name]["flash"]:  # set afterwards: it is refused in float32
+        model = config.model.model_copy(update={"attention": "flash_attention_2"})
+        config = config.model_copy(update={"model": model})
+        if not hasattr(AttentionInterface()["flash_attention_2"], "exchanges_heads"):
+            AttentionInterface.register("flash_attention_2", varlen_attention)
     algorithm = config.algorithm.resolve()
     path, model_config = prepare_model(config.model, folder, 0)
-    with mock.patch.object(policy_module, "add_adapters", add_trained_adapters):
+    with mock.patch.multiple(
+        policy_module,
+        add_adapters=add_trained_adapters,
+        load_model=load_for_flash if CASES[name]["flash"] else load_model,
+    ):
         policy = Policy(config, path, model_config, algorithm.objective)
     own = own_samples(CASES[name]["owners"], dist.get_rank(), dist.get_world_size())
     batches = make_micro_batches(own, algorithm, config, 256, policy.device)
