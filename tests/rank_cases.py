@@ -45,10 +45,13 @@ CASES: dict[str, dict[str, Any]] = {
     "kl": case(preset="grpo"),
     "lora": case(lora=LORA),
     "lora kl": case(lora=LORA, preset="grpo"),
+    "single": case("single"),
     "tied, one rank has almost all": case("one"),
     "tied, ZeRO-2, one rank has nothing": case("nothing", zero_stage=2),
     "tied, ZeRO-3": zero3(),
     "tied, ZeRO-3, one rank has nothing": zero3(owners="nothing"),
+    "single, ZeRO-2": case("single", zero_stage=2),
+    "single, ZeRO-3": zero3(owners="single"),
     "untied, ZeRO-3": zero3(tied=False, gradient_checkpointing=True),
     "kl, ZeRO-3": zero3(preset="grpo"),
     "lora, ZeRO-3": zero3(lora=LORA),
@@ -61,7 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied, sequences, as flash attention does it": zero3(flash=True, sequence_parallel=2),
     "lora kl, sequences": case(lora=LORA, preset="grpo", sequence_parallel=2),
 }
-REFERENCES = ("tied", "untied", "kl", "lora", "lora kl")
+REFERENCES = ("tied", "untied", "kl", "lora", "lora kl", "single")
 QUICK = (
     "tied, one rank has almost all",
     "tied, ZeRO-3, one rank has nothing",
@@ -100,7 +103,9 @@ def all_samples() -> list[Sample]:
 
 def own_samples(owners: str, rank: int, world: int) -> list[Sample]:
     samples = all_samples()
-    if world == 1:
+    if owners == "single":  # the other rank has nothing to do but dummies
+        samples = samples[1:2] if rank == 0 else []
+    if owners == "single" or world == 1:
         return samples
     few = {"one": 2, "nothing": 0}.get(owners)
     if few is None:

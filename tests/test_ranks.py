@@ -81,7 +81,9 @@ def check_shares(name: str, two: list[dict[str, int]], one: list[dict[str, int]]
     """Every response token once, equally many micro-batches, and like loads, however the samples were owned."""
     assert sum(rank["response_tokens"] for rank in two) == one[0]["response_tokens"]
     assert two[0]["micro_batches"] == two[1]["micro_batches"]
-    if "sequences" not in name:
+    if "single" in name:
+        assert two[0]["micro_batches"] == 1
+    elif "sequences" not in name:
         longest = max(sample.length for sample in all_samples())
         assert sum(rank["tokens"] for rank in two) <= one[0]["tokens"] + 4  # dummies
         assert abs(two[0]["tokens"] - two[1]["tokens"]) <= longest / 2
