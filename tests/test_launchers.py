@@ -96,3 +96,21 @@ def test_two_nodes_with_deepspeed(folder: Path, alone: dict[str, float]) -> None
     nodes = ["--hostfile", str(hosts), "--no_ssh", "--master_port", port]
     run_together(*[[*DEEPSPEED, *nodes, "--node_rank", str(k), *train] for k in range(2)])
     check(folder, "nodes-deepspeed", alone)
+
+
+def test_sequence_parallel_run_with_rollouts_and_resume(folder: Path) -> None:
+    """The engine in the same process keeps its own attention: it and the trainer agree about the logprobs."""
+    model = {"hidden_size": 32, "layers": 1, "heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
+    config = run_config(
+        folder, "sequences", model={"scratch": model}, checkpoint={"every": 1},
+        train={"steps": 2, "sequence_parallel": 2, "zero_stage": 3, "prompts_per_update": 2},
+    )  # fmt: skip
+    path = folder / "sequences.yaml"
+    path.write_text(config.to_yaml())
+    command = ["--nproc_per_node", "2", "-m", "rlplus", "train", str(path)]
+    run_together([*TORCHRUN, "--master_port", free_port(), *command])
+    run_together([*TORCHRUN, "--master_port", free_port(), *command, "train.steps=3", "--resume"])
+    rows = metrics(folder / "sequences")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["mismatch/mean"] < 1e-5 for row in rows)
+    assert all(row["reward/external"] == 1 for row in rows)
