@@ -1,7 +1,9 @@
 """Options of model and trainer: LoRA, offloading, compilation, and the refusal of attention that would leak."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ from safetensors.torch import load_file
 from trainer_runs import metrics, run_config
 from transformers import AttentionInterface, AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
-from rlplus.config import Config
+from rlplus.config import Config, ScratchModel
+from rlplus.data import byte_tokenizer
 from rlplus.trainer import Run, train
 from rlplus.trainer.adapters import add_adapters, merged_weights, without_adapters
 from rlplus.trainer.batch import make_micro_batches, set_advantages
+from rlplus.trainer.model import _apply_liger, make_scratch_model
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -69,6 +73,7 @@ def test_what_cannot_run_here_is_refused_by_name(tmp_path: Path) -> None:
     ("section", "values", "message"),
     [
         ("train", {"offload_params": "cpu"}, "offload_params needs weights in shards: want zero_stage 3; got 1"),
+        ("train", {"deepspeed": {"zero_optimization": {"stage": 3}}}, "want it from zero_stage 1; got 3"),
         ("train", {"offload_optimizer": "nvme"}, "train.offload_optimizer"),
         ("train", {"compile": True, "zero_stage": 3}, "compile does not go with the hooks of ZeRO-3"),
         ("train", {"tokens_per_micro_batch": 7, "sequence_parallel": 2}, r"got 7 on each of 2 ranks"),
@@ -78,6 +83,26 @@ def test_what_cannot_run_here_is_refused_by_name(tmp_path: Path) -> None:
 def test_what_does_not_go_together_is_refused(tmp_path: Path, section: str, values: Any, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         run_config(tmp_path, **{section: values})
+
+
+def test_liger_gets_the_layers_and_never_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    liger: Any = ModuleType("liger_kernel.transformers.monkey_patch")
+    liger.MODEL_TYPE_TO_APPLY_LIGER_FN = {"qwen2": lambda **options: asked.append(options)}
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, liger.__name__, liger)
+    monkeypatch.setattr("rlplus.trainer.model.find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    lm = make_scratch_model(ScratchModel(), byte_tokenizer(), 0)
+    _apply_liger(lm)
+    (options,) = asked
+    assert options.pop("model") is lm
+    assert {name for name, on in options.items() if on} == {"rope", "rms_norm", "swiglu"}
+    assert {"cross_entropy", "fused_linear_cross_entropy"} <= options.keys()  # Liger's own default is on
+    lm.config.model_type = "nobody"
+    with pytest.raises(ValueError, match=r"want a model type that Liger knows \(qwen2\); got nobody"):
+        _apply_liger(lm)
 
 
 def test_sequence_parallelism_refuses_eager_attention(tmp_path: Path) -> None:

@@ -289,6 +289,12 @@ class TrainConfig(Section):
                 f"want prompts_per_update to divide prompts_per_step; "
                 f"got prompts_per_update {self.prompts_per_update}, prompts_per_step {self.prompts_per_step}"
             )
+        zero = self.deepspeed.get("zero_optimization")
+        stage = zero.get("stage", self.zero_stage) if isinstance(zero, dict) else self.zero_stage
+        if stage != self.zero_stage:
+            raise ValueError(
+                f"deepspeed.zero_optimization.stage: want it from zero_stage {self.zero_stage}; got {stage}"
+            )
         if self.offload_params != "none" and self.zero_stage < 3:
             raise ValueError(f"offload_params needs weights in shards: want zero_stage 3; got {self.zero_stage}")
         if self.compile and self.zero_stage == 3:
