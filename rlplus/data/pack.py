@@ -74,8 +74,8 @@ class MicroBatch:
     def shard(self, index: int, count: int) -> Self:
         """Columns `index` of `count` equal parts: their tokens, and the response tokens that they predict.
 
-        The shards' response tokens together are the micro-batch's, each once; a shard may have none. `tokens` counts the
-        padding too. ValueError if the columns cannot be divided.
+        The shards' response tokens together are the micro-batch's, each once; a shard may have none. `tokens` counts
+        the padding too. ValueError if the columns cannot be divided.
         """
         rows, length = self.input_ids.shape
         width, left = divmod(length, count)

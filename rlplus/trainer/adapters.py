@@ -30,7 +30,7 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     if targets == "all-linear":  # named here: peft leaves out the head only in models of its own
         linear = (name for name, module in lm.named_modules() if isinstance(module, nn.Linear))
         targets = [name for name in linear if name not in barred]
-    peft = PeftLoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)  # type: ignore[arg-type]
+    peft = PeftLoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(peft, lm)
