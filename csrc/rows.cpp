@@ -27,6 +27,7 @@
 namespace {
 
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+constexpr float FLOOR = -1e30f;  // stands in for log 0, as in every backend
 constexpr int64_t BLOCK = 2048;  // columns at a time: they stay in the first-level cache between max and sum
 
 template <class To, class From>
@@ -107,8 +108,8 @@ INLINE void statistics_row(const float* __restrict z, const float* __restrict bi
   out->sum = sum;
   out->entropy = log_sum - moment / sum * LN2;
   const bool known = target >= 0 && target < V;
-  out->logprob = known ? (logit<BIAS>(z, bias, known ? target : 0) - max) * inv_temperature - log_sum
-                       : std::numeric_limits<float>::quiet_NaN();
+  const float logprob = (logit<BIAS>(z, bias, known ? target : 0) - max) * inv_temperature - log_sum;
+  out->logprob = !known ? std::numeric_limits<float>::quiet_NaN() : logprob < FLOOR ? FLOOR : logprob;
 }
 
 // dz_j = [c (1[j = target] - p_j) - e p_j (log p_j + entropy)] / T, block by block through a small array: `out` may be

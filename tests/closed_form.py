@@ -60,9 +60,9 @@ def sample_constants(shape: Sequence[int], seed: int, dtype: torch.dtype = torch
 
 def token_loss(o: Objective, l: Tensor, external: bool, A: float, old: float | None, behavior: float | None) -> Tensor:  # noqa: E741
     """The surrogate loss of one token as a differentiable function of its logprob (objectives.md, section 3)."""
-    p, p_old = l.exp(), (l.detach() if old is None else l.new_tensor(old)).exp()
+    l_old = l.detach() if old is None else l.new_tensor(old)
+    p, p_old, r = l.exp(), l_old.exp(), (l - l_old).exp()
     if not external:
-        r = p / p_old
         if o.internal == "ratio":
             return -A * r
         if o.internal == "reinforce":
@@ -80,7 +80,7 @@ def token_loss(o: Objective, l: Tensor, external: bool, A: float, old: float | N
     estimate = (p_old + 1) / 2
     g = {
         "mis": 2 * p / ((estimate if p_omega is None else p_omega) + p_old),
-        "proxy": p / p_old,
+        "proxy": r,  # p / p_old, where both may be too small for a number
         "omega": p / (1.0 if p_omega is None else p_omega),
         "bayes": p / estimate,
         "shaped": p / (p + o.kappa),
@@ -92,12 +92,19 @@ def policy_loss(
     o: Objective, logprob: Tensor, entropy: Tensor | None, c: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss of flat (N,) inputs, differentiable in logprob and entropy, and the statistics that a user expects."""
+    losses, stats = token_losses(o, logprob, entropy, c)
+    return losses.sum(), stats
+
+
+def token_losses(
+    o: Objective, logprob: Tensor, entropy: Tensor | None, c: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, float]]:
+    """The same, a loss (N,) for each token."""
     rows = {
         name: None if c.get(name) is None else c[name].tolist()
         for name in (*OPTIONAL, "advantage", "token_weight", "external")
     }
-    terms = {"internal": logprob.new_zeros(()), "external": logprob.new_zeros(()), "kl": logprob.new_zeros(())}
-    terms["entropy"] = logprob.new_zeros(())
+    terms = {name: list((0 * logprob).unbind()) for name in ("internal", "external", "kl", "entropy")}
     stats = dict.fromkeys(
         ("tokens", "tokens_internal", "tokens_external", "entropy", "prob_internal", "prob_external"), 0.0
     )
@@ -109,7 +116,7 @@ def policy_loss(
         m, kind = here["token_weight"], "external" if here["external"] else "internal"
         m_entropy = m if here["entropy_weight"] is None else here["entropy_weight"]
         if m_entropy and o.entropy_coef and entropy is not None:
-            terms["entropy"] = terms["entropy"] - o.entropy_coef * m_entropy * entropy[t]
+            terms["entropy"][t] = -o.entropy_coef * m_entropy * entropy[t]
         if not m:
             continue
         loss = token_loss(o, l, here["external"], here["advantage"], here["old_logprob"], here["behavior_logprob"])
@@ -121,10 +128,10 @@ def policy_loss(
             if o.mismatch_cap is not None:
                 stats["mismatch_truncated"] += weight > o.mismatch_cap
                 loss = loss * min(weight, o.mismatch_cap)
-        terms[kind] = terms[kind] + m * loss
+        terms[kind][t] = m * loss
         if o.kl_coef:
             d = here["ref_logprob"] - l
-            terms["kl"] = terms["kl"] + o.kl_coef * m * (d.exp() - d - 1)
+            terms["kl"][t] = o.kl_coef * m * (d.exp() - d - 1)
         stats["tokens"] += 1
         stats[f"tokens_{kind}"] += 1
         stats[f"prob_{kind}"] += l.exp().item()
@@ -132,8 +139,9 @@ def policy_loss(
         if kind == "internal":
             stats["entropy_internal"] += 0.0 if entropy is None else entropy[t].item()
             stats["kl_old"] += (l - old).exp().item() - (l.item() - old) - 1
-    stats |= {f"loss_{name}": value.item() for name, value in terms.items()}
-    return sum(terms.values(), logprob.new_zeros(())), stats
+    stacked = {name: torch.stack([*losses, logprob.sum() * 0]) for name, losses in terms.items()}  # also of no tokens
+    stats |= {f"loss_{name}": losses.sum().item() for name, losses in stacked.items()}
+    return sum(stacked.values(), logprob.new_zeros(()))[:-1], stats
 
 
 def logprob_and_entropy(

@@ -1,10 +1,24 @@
 """The `reference` backend: whole logits, autograd, nothing clever. For tests and small inputs; exact in fp64."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rlplus.objective import Objective, TokenConstants, policy_loss, token_loss
 from rlplus.ops.chunked import FLOOR, Head, drop_smallest, without_autocast
+
+
+class _Floor(torch.autograd.Function):
+    """max(logp, FLOOR) with the derivative of logp: the slope of a token that cannot be reaches the others."""
+
+    @staticmethod
+    def forward(ctx: Any, logp: Tensor) -> Tensor:
+        return logp.clamp(min=FLOOR)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 def logprob_and_entropy(head: Head) -> tuple[Tensor, Tensor]:
@@ -13,7 +27,7 @@ def logprob_and_entropy(head: Head) -> tuple[Tensor, Tensor]:
         logits = head.hidden.to(head.dtype) @ head.weight.to(head.dtype).T
     if head.bias is not None:
         logits = logits + head.bias
-    logp = (logits / head.temperature).log_softmax(-1).clamp(min=FLOOR)
+    logp = _Floor.apply((logits / head.temperature).log_softmax(-1))
     known = (head.target >= 0) & (head.target < len(head.weight))
     logprob = logp.gather(1, head.target.where(known, 0)[:, None]).squeeze(1)
     return torch.where(known, logprob, torch.nan), -(logp.exp() * logp).sum(-1)

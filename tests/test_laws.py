@@ -1,0 +1,141 @@
+"""Every objective in every dtype, and the laws that every backend obeys."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from closed_form import EXTERNAL, FEATURES, INTERNAL, all_objectives
+from head_bounds import BF16, EVERY, FP16, FP32, GRADIENTS, Case, bits, check, dtypes_of, fused, loss_bounds
+from head_cases import EVERYTHING, sample, tensors
+from torch import Tensor
+
+from rlplus import Objective, linear_policy_loss
+
+
+def ordinary(seed: int, dtype: torch.dtype = FP32, objective: Objective = EVERYTHING, n: int = 13) -> Case:
+    head, constants = sample(n, V=61, seed=seed, dtype=dtype)
+    return Case(head, constants, objective, (1.0, 0.7)[seed % 2], (1e-9, 3 * 16 * 61 / 1e6, None)[seed % 3], math.nan)
+
+
+# ---- every objective, and what may differ
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_every_objective_in_every_dtype(backend: str, dtype: torch.dtype) -> None:
+    """As tests of their own have it in fp64, and for the other backends."""
+    for seed, (internal, external, features) in enumerate(all_objectives(["plain", "mismatch", "all"])):
+        case = ordinary(seed, dtype, Objective(internal, external, **FEATURES[features]))
+        options = {"temperature": case.temperature, "max_scratch_mb": case.max_scratch_mb}
+        check(case, fused(backend, case.head, case.constants, case.objective, **options), backend)
+
+
+@pytest.mark.parametrize("external", EXTERNAL)
+@pytest.mark.parametrize("internal", INTERNAL)
+def test_gradcheck_of_the_definition(internal: str, external: str) -> None:
+    """With gamma 0 and old_logprob given nothing is detached: numeric differences of the loss are its gradient."""
+    head, constants = sample(8, V=5, seed=3)
+    leaves = [head[k].requires_grad_() for k in ("hidden", "weight", "bias")]
+    for features in ("no-gamma", "kl", "entropy", "mismatch"):
+        objective = Objective(internal, external, **(FEATURES[features] | {"gamma": 0.0, "dual_clip": 1.5}))
+
+        def loss(hidden: Tensor, weight: Tensor, bias: Tensor, objective: Objective = objective) -> Tensor:
+            options = {"bias": bias, "objective": objective, "backend": "reference", "temperature": 0.8}
+            return linear_policy_loss(hidden, weight, head["target"], **constants, **options).loss
+
+        assert torch.autograd.gradcheck(loss, leaves)
+
+
+# ---- laws
+
+
+def same(got: dict[str, Any], want: dict[str, Any], case: Case) -> None:
+    """Both may be off by what rounding explains."""
+    bounds = loss_bounds(case, torch.finfo(want["loss"].dtype).eps)
+    for name, value in tensors(got).items():
+        error = (value - tensors(want)[name]).abs()
+        assert (error <= 2 * bounds[name]).all(), f"{name}: {error.max():.2e}, bound {2 * bounds[name].max():.2e}"
+
+
+@EVERY
+@pytest.mark.parametrize("seed", range(3))
+def test_the_order_of_tokens_and_of_the_vocabulary_does_not_matter(backend: str, seed: int) -> None:
+    case = ordinary(seed)
+    options = {"temperature": case.temperature, "max_scratch_mb": case.max_scratch_mb}
+    want = fused(backend, case.head, case.constants, case.objective, **options)
+    g = torch.Generator().manual_seed(seed)
+    rows, words = torch.randperm(13, generator=g), torch.randperm(61, generator=g)
+    head = {"hidden": case.head["hidden"][rows], "target": words.argsort()[case.head["target"][rows]]}
+    head |= {k: case.head[k][words] for k in ("weight", "bias")}
+    got = fused(backend, head, {k: v[rows] for k, v in case.constants.items()}, case.objective, **options)
+    back = {k: got[k][rows.argsort()] for k in ("logprob", "entropy", "dhidden")}
+    same(got | back | {k: got[k][words.argsort()] for k in ("dweight", "dbias")}, want, case)
+
+
+@EVERY
+@pytest.mark.parametrize("shift", [-40.0, 3.0])
+def test_a_shift_of_all_logits_changes_nothing(backend: str, shift: float) -> None:
+    case = ordinary(1)
+    want = fused(backend, case.head, case.constants, case.objective)
+    head = case.head | {"bias": case.head["bias"] + shift}
+    same(fused(backend, head, case.constants, case.objective), want, replace(case, head=head, temperature=1.0))
+
+
+@EVERY
+@pytest.mark.parametrize("seed", range(3))
+def test_chunks_and_micro_batches_add_up(backend: str, seed: int) -> None:
+    case = ordinary(seed)
+    whole = fused(backend, case.head, case.constants, case.objective, temperature=case.temperature)
+    for mb in (1e-9, 2 * 16 * 61 / 1e6, 7 * 16 * 61 / 1e6):
+        options = {"temperature": case.temperature, "max_scratch_mb": mb}
+        same(fused(backend, case.head, case.constants, case.objective, **options), whole, case)
+    pieces = []
+    for part in (slice(0, 5), slice(5, 6), slice(6, 13)):
+        head = case.head | {k: case.head[k][part] for k in ("hidden", "target")}
+        constants = {k: v[part] for k, v in case.constants.items()}
+        pieces.append(fused(backend, head, constants, case.objective, temperature=case.temperature))
+    together = {k: sum(p[k] for p in pieces) for k in ("loss", "dweight", "dbias")}
+    together |= {k: torch.cat([p[k] for p in pieces]) for k in ("logprob", "entropy", "dhidden")}
+    same(together | {"stats": {}}, whole, case)
+    for name, value in whole["stats"].items():
+        torch.testing.assert_close(sum(p["stats"][name] for p in pieces), value, rtol=1e-4, atol=1e-4)
+
+
+@EVERY
+@pytest.mark.parametrize("threads", [1, 2])
+def test_same_inputs_give_the_same_bits(backend: str, threads: int) -> None:
+    n, V = (6, 61) if backend == "triton" else (600, 300)  # several chunks, and work for both threads
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for dtype in dtypes_of(backend) if backend != "triton" else (FP32,):
+            head, constants = sample(n, V, dtype=dtype)
+            first, *others = (fused(backend, head, constants, EVERYTHING, max_scratch_mb=n * V / 1e6) for _ in range(3))
+            everything = torch.ones(n, dtype=torch.bool)
+            for other in others:
+                pairs = zip(bits(first, everything), bits(other, everything), strict=True)
+                assert all(torch.equal(a, b) for a, b in pairs)
+    finally:
+        torch.set_num_threads(before)
+
+
+@EVERY
+@pytest.mark.parametrize("spread", [1.0, 1e4])
+def test_a_demonstrated_token_that_cannot_be(backend: str, spread: float) -> None:
+    """Its logit is -inf: log p stands at -1e30, and the gradient is that of p = 0."""
+    head, constants = sample(3, V=23, dtype=FP32)
+    head["weight"] *= spread
+    head["bias"][4], head["target"][1] = -math.inf, 4
+    ones = {"advantage": torch.ones(3), "token_weight": torch.ones(3), "external": torch.tensor([False, True, True])}
+    for external in EXTERNAL:
+        objective = Objective("ratio", external, gamma=0.5)
+        got = fused(backend, head, {**ones, "old_logprob": constants["old_logprob"]}, objective)
+        assert got["logprob"][1] == -1e30
+        assert all(got[name].isfinite().all() for name in (*GRADIENTS, "loss", "entropy"))
+        slope = -(1.0 if external == "nll" else 0.0)
+        alone = {k: v[1:2] for k, v in ({**ones, "old_logprob": constants["old_logprob"]}).items()}
+        one = fused(backend, head | {k: head[k][1:2] for k in ("hidden", "target")}, alone, objective)
+        p = (head["hidden"][1] @ head["weight"].T + head["bias"]).softmax(-1)
+        torch.testing.assert_close(one["dbias"], slope * (torch.eye(23)[4] - p), rtol=1e-4, atol=1e-6)
