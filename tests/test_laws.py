@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from closed_form import EXTERNAL, FEATURES, INTERNAL, all_objectives
-from head_bounds import BF16, EVERY, FP16, FP32, GRADIENTS, Case, bits, check, dtypes_of, fused, loss_bounds
+from head_bounds import BF16, CPP, EVERY, FP16, FP32, FP64, GRADIENTS, Case, bits, check, dtypes_of, fused, loss_bounds
 from head_cases import EVERYTHING, sample, tensors
 from torch import Tensor
 
-from rlplus import Objective, linear_policy_loss
+from rlplus import Objective, linear_logprob, linear_policy_loss, policy_loss
 
 
 def ordinary(seed: int, dtype: torch.dtype = FP32, objective: Objective = EVERYTHING, n: int = 13) -> Case:
@@ -46,6 +46,40 @@ def test_gradcheck_of_the_definition(internal: str, external: str) -> None:
             return linear_policy_loss(hidden, weight, head["target"], **constants, **options).loss
 
         assert torch.autograd.gradcheck(loss, leaves)
+
+
+def one_token(ref: float, **fields: Any) -> dict[torch.dtype, float]:
+    """The loss of a demonstrated token with the logprob -1e-6, in both dtypes."""
+    losses = {}
+    for dtype in (FP32, FP64):
+        logprob = torch.tensor([-1e-6], dtype=FP32).to(dtype)
+        constants = {k: torch.ones(1, dtype=dtype) for k in ("advantage", "token_weight")}
+        constants |= {"old_logprob": logprob, "external": torch.tensor([True])}
+        constants["ref_logprob"] = torch.tensor([ref], dtype=FP32).to(dtype)
+        losses[dtype] = policy_loss(logprob, objective=Objective(**fields), **constants)[0].item()
+    return losses
+
+
+def test_the_exploration_weight_is_accurate_near_p_1() -> None:
+    loss = one_token(-1.0)
+    assert loss[FP32] == pytest.approx(loss[FP64], rel=1e-6)
+
+
+def test_the_kl_term_is_accurate_near_0() -> None:
+    loss = one_token(-1e-3, external="none", kl_coef=1.0)
+    assert loss[FP32] == pytest.approx(loss[FP64], rel=1e-3)
+
+
+@pytest.mark.parametrize("backend", [CPP])
+def test_bf16_gradients_are_rounded_without_bias(backend: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    V, target = 3000, torch.tensor([7])
+    bias, hidden = torch.randn(V, generator=g).bfloat16().requires_grad_(), torch.zeros(1, 2, dtype=BF16)
+    logprob, _ = linear_logprob(hidden, torch.zeros(V, 2, dtype=BF16), target, bias=bias, backend=backend)
+    (slope,) = torch.autograd.grad(logprob.sum(), bias)
+    others = torch.arange(V) != 7
+    want = -bias.detach().double().softmax(0)[others]
+    assert (slope[others].double().sum() - want.sum()).abs() <= torch.finfo(BF16).eps / 16 * want.abs().sum()
 
 
 # ---- laws
@@ -139,3 +173,46 @@ def test_a_demonstrated_token_that_cannot_be(backend: str, spread: float) -> Non
         one = fused(backend, head | {k: head[k][1:2] for k in ("hidden", "target")}, alone, objective)
         p = (head["hidden"][1] @ head["weight"].T + head["bias"]).softmax(-1)
         torch.testing.assert_close(one["dbias"], slope * (torch.eye(23)[4] - p), rtol=1e-4, atol=1e-6)
+
+
+@EVERY
+def test_a_target_just_outside_the_vocabulary_is_no_token(backend: str) -> None:
+    head, constants = sample(4, V=23, dtype=FP32)
+    for name in ("token_weight", "entropy_weight"):
+        constants[name] = torch.zeros(4)
+    head["target"] = torch.tensor([22, 23, -1, 0])
+    got = fused(backend, head, constants, EVERYTHING)
+    assert got["logprob"].isnan().tolist() == [False, True, True, False]
+
+
+@EVERY
+def test_a_block_of_tokens_that_cannot_be(backend: str) -> None:
+    """As if they were not there, though a row begins, or ends, with more of them than a kernel takes at a time."""
+    head, constants = sample(3, V=5000, dtype=FP32)
+    head["target"] = torch.tensor([4600, 4700, 4999])
+    for banned in (slice(0, 4500), slice(100, 4600)):
+        kept = torch.ones(5000, dtype=torch.bool)
+        kept[banned] = False
+        short = {k: head[k][kept] for k in ("weight", "bias")} | {"target": (kept.cumsum(0) - 1)[head["target"]]}
+        want = fused(backend, head | short, constants, EVERYTHING)
+        got = fused(backend, head | {"bias": head["bias"].masked_fill(~kept, -math.inf)}, constants, EVERYTHING)
+        got |= {k: got[k][kept] for k in ("dweight", "dbias")}
+        torch.testing.assert_close(tensors(got), tensors(want), rtol=1e-4, atol=1e-5)
+
+
+@EVERY
+@pytest.mark.parametrize("max_scratch_mb", [None, 100 * 4 * 23 / 1e6])
+def test_grad_filter_keeps_the_change_within_its_share(backend: str, max_scratch_mb: float | None) -> None:
+    """weight = identity makes hidden the logits and dhidden their gradient."""
+    _, constants = sample(40, dtype=FP32)
+    g = torch.Generator().manual_seed(5)
+    head = {"hidden": 3 * torch.randn(40, 23, generator=g), "weight": torch.eye(23)}
+    head["target"] = torch.randint(23, (40,), generator=g)
+    options = {"objective": Objective("clip", kl_coef=0.1), "max_scratch_mb": max_scratch_mb}
+    want = fused(backend, head, constants, **options)
+    got = fused(backend, head, constants, grad_filter=0.3, **options)
+    mass = want["dhidden"].abs().sum(-1)
+    dropped = (got["dhidden"] == 0).all(-1) & (mass > 0)
+    assert 0 < mass[dropped].sum() <= 0.3 * mass.sum() * (1 + 1e-5)
+    torch.testing.assert_close(got["dhidden"][~dropped], want["dhidden"][~dropped])
+    assert torch.equal(got["loss"], want["loss"])
