@@ -30,13 +30,18 @@ class Case:
     temperature: float
     max_scratch_mb: float | None
     poison: float
+    memory: str = "fast"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "max_scratch_mb": self.max_scratch_mb, "memory": self.memory}
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """How hypothesis shows a failing case."""
         shapes = ", ".join(f"{k} {tuple(v.shape)}" for k, v in self.head.items())
         rows = f"{self.head['hidden'].dtype}, {self.off.sum()} rows off, {(~self.possible).sum()} tokens impossible"
-        options = f"temperature {self.temperature}, max_scratch_mb {self.max_scratch_mb}, poison {self.poison}"
-        printer.text(f"<{shapes}, {rows}, given {', '.join(self.constants)}, {self.objective}, {options}>")
+        given = f"given {', '.join(self.constants)}, {self.objective}"
+        printer.text(f"<{shapes}, {rows}, {given}, {self.options}, poison {self.poison}>")
 
     @property
     def off(self) -> Tensor:

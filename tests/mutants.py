@@ -21,6 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
@@ -145,7 +146,7 @@ def main() -> int:
         broken, *killers = pool.map(notice, [None, *chosen])
     table = Table("file", "mistake", "noticed by", title=f"{len(chosen)} mistakes, {time.monotonic() - start:.0f} s")
     for mutant, by in zip(chosen, killers, strict=True):
-        table.add_row(mutant.file, mutant.what, by or "[bold red]SURVIVED")
+        table.add_row(mutant.file, mutant.what, escape(by) if by else "[bold red]SURVIVED")
     Console(width=max(160, Console().width)).print(table)
     survived = sum(by is None for by in killers)
     print(f"{len(chosen) - survived} noticed, {survived} survived", broken or "", sep="\n" if broken else "")
