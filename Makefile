@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint kernels bench bench-quick clean
+.PHONY: help setup demo test test-slow mutants lint kernels bench bench-quick clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -34,6 +34,9 @@ test: setup  ## run the quick tests
 
 test-slow: setup  ## run the slow tests
 	@$(BIN)/python -m pytest -m slow
+
+mutants: setup  ## make known mistakes in copies of the tree, one at a time; the tests must notice each
+	@$(BIN)/python tests/mutants.py
 
 lint: setup  ## run ruff and mypy
 	@$(BIN)/ruff check .
