@@ -75,8 +75,8 @@ def linear_policy_loss(
     backend            "auto" (cpp for CPU tensors where it is built, else torch), "torch", "cpp", "triton" (CUDA; bf16,
                        fp16, fp32) or "reference"; the environment variable RLPLUS_BACKEND replaces "auto"
 
-    Same inputs, options and number of threads: the same bits, on every backend; on CUDA if the GEMMs of cuBLAS give them,
-    as they do in one stream. Other chunks, threads or backends: the same up to rounding.
+    Same inputs, options and number of threads: the same bits, on every backend; on CUDA as far as cuBLAS gives them,
+    which it does in one stream. Other chunks, threads or backends: the same up to rounding.
 
     Differentiable once. Raises ValueError for wrong shapes, dtypes, devices, options and (on the CPU; elsewhere
     asserted on the device) for targets outside [0, V) and non-finite weights.
