@@ -2,23 +2,24 @@
 
     python tests/mutants.py [--jobs N] [--only WORDS]
 
-It works in copies of the tree; mistakes in csrc/ are compiled there. Exit status 1 if a mistake survives its tests, if
-its text does not stand exactly once in its file, or if a test fails without any.
+It works in copies of the tree; mistakes in csrc/ are compiled there. The tests run in forks of this process, which has
+imported what takes long, but nothing of the package. Exit status 1 if a mistake survives its tests, if its text does
+not stand exactly once in its file, or if a test fails without any.
 """
 
 import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 from rich.console import Console
 from rich.markup import escape
@@ -38,6 +39,10 @@ class Mutant:
     old: str
     new: str
     tests: tuple[str, ...]
+
+    @property
+    def native(self) -> bool:
+        return self.file.startswith("csrc/")
 
     def apply(self, root: Path) -> None:
         path = root / self.file
@@ -73,49 +78,67 @@ def copy_tree(to: Path) -> None:
             shutil.copy(source, to / part)
 
 
-def run(root: Path, command: list[str]) -> tuple[int, str]:
-    """Exit status and output of a Python command there; no bytecode, whose age would not show a change in a second."""
-    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(root), "RLPLUS_EXT": "1"}
-    try:
-        done = subprocess.run(
-            [sys.executable, *command], cwd=root, env=environment, capture_output=True, text=True, timeout=TIMEOUT
-        )
-    except subprocess.TimeoutExpired:
-        return -1, "FAILED by not ending"
-    return done.returncode, done.stdout + done.stderr
+def build(tree: Path) -> None:
+    command = [sys.executable, "setup.py", "build_ext", "--inplace", "--force"]
+    done = subprocess.run(command, cwd=tree, env=os.environ | {"RLPLUS_EXT": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-def build(root: Path) -> None:
-    status, output = run(root, ["setup.py", "build_ext", "--inplace", "--force"])
-    assert status == 0, output
+def start(tree: Path, tests: Sequence[str]) -> int:
+    """Run the tests there in a process of its own, up to the first that fails; -> its number. Output in output.txt."""
+    import pytest
+
+    process = os.fork()
+    if process == 0:
+        signal.alarm(TIMEOUT)
+        output = os.open(tree / "output.txt", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(tree)
+        os.environ["PYTHONPATH"] = sys.path[0] = str(tree)
+        status = pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", f"--rootdir={tree}", *tests])
+        sys.stdout.flush()
+        os._exit(int(status))
+    return process
 
 
-def pytest(root: Path, tests: tuple[str, ...]) -> tuple[int, str]:
-    return run(root, ["-m", "pytest", "-x", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", *tests])
-
-
-def killer(root: Path, mutant: Mutant) -> str | None:
-    """The test that notices; None if none does. Only a test that fails counts, and the end of the whole process."""
-    original = (root / mutant.file).read_text()
-    native = mutant.file.startswith("csrc/")
-    mutant.apply(root)
-    try:
-        if native:
-            build(root)
-        status, output = pytest(root, mutant.tests)
-    finally:
-        (root / mutant.file).write_text(original)
-        if native:
-            build(root)
-    if status == 0:
-        return None
+def failure(tree: Path, status: int) -> str | None:
+    """The test that failed, or what became of the process; None if every test passed."""
+    output = (tree / "output.txt").read_text()
+    if os.WIFSIGNALED(status):
+        return f"the process ended by {signal.Signals(os.WTERMSIG(status)).name}"
     failed = re.search(r"^FAILED (?:tests/)?(.*?)(?: - |$)", output, re.MULTILINE)
-    assert failed is not None or status < 0, output
-    return failed[1] if failed else "the process crashed"
+    assert (failed is None) == (os.waitstatus_to_exitcode(status) == 0), output  # no test at all is no success
+    return failed and failed[1]
+
+
+def try_all(chosen: Sequence[Mutant | None], folder: Path, jobs: int) -> Iterator[tuple[Mutant | None, str | None]]:
+    """Each with the test that noticed it; None stands for the tree as it is, with the tests of all."""
+    every_test = sorted({test for m in chosen if m is not None for test in m.tests})
+    free, running, waiting = [folder / str(job) for job in range(jobs)], {}, list(chosen)
+    for tree in free:
+        copy_tree(tree)
+        build(tree)
+    while waiting or running:
+        while waiting and free:
+            mutant, tree = waiting.pop(0), free.pop()
+            if mutant is not None:
+                mutant.apply(tree)
+                if mutant.native:
+                    build(tree)
+            running[start(tree, every_test if mutant is None else mutant.tests)] = mutant, tree
+        process, status = os.wait()
+        mutant, tree = running.pop(process)
+        yield mutant, failure(tree, status)
+        if mutant is not None:
+            shutil.copy(ROOT / mutant.file, tree / mutant.file)
+            if mutant.native:
+                build(tree)
+        free.append(tree)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Apply known mistakes one at a time; the tests must notice each.")
+    parser = argparse.ArgumentParser(description="Make known mistakes one at a time; the tests must notice each.")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at the same time")
     parser.add_argument("--only", default="", help="only those whose file or description has these words")
     options = parser.parse_args()
@@ -124,32 +147,24 @@ def main() -> int:
     if faults or not chosen:
         print("\n".join(faults) or f"want --only words of an entry; got {options.only!r}", file=sys.stderr)
         return 1
-    start, trees = time.monotonic(), SimpleQueue[Path]()
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
-        for job in range(options.jobs):
-            trees.put(Path(folder) / str(job))
-        for tree in [trees.get() for _ in range(options.jobs)]:
-            copy_tree(tree)
-            build(tree)
-            trees.put(tree)
+    os.environ.update(OMP_NUM_THREADS="1", TRITON_INTERPRET="1")
+    sys.dont_write_bytecode = True  # its age would not show a change within a second
+    import hypothesis  # noqa: F401
+    import triton.language  # noqa: F401
 
-        def notice(mutant: Mutant | None) -> str | None:
-            tree = trees.get()
-            try:
-                if mutant is not None:
-                    return killer(tree, mutant)
-                status, output = pytest(tree, tuple(sorted({test for m in chosen for test in m.tests})))
-                return output if status else None
-            finally:
-                trees.put(tree)
-
-        broken, *killers = pool.map(notice, [None, *chosen])
-    table = Table("file", "mistake", "noticed by", title=f"{len(chosen)} mistakes, {time.monotonic() - start:.0f} s")
-    for mutant, by in zip(chosen, killers, strict=True):
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        found = dict(try_all([None, *chosen], Path(folder), options.jobs))
+    broken = found.pop(None)
+    table = Table("file", "mistake", "noticed by", title=f"{len(chosen)} mistakes, {time.monotonic() - began:.0f} s")
+    for mutant in chosen:
+        by = found[mutant]
         table.add_row(mutant.file, mutant.what, escape(by) if by else "[bold red]SURVIVED")
     Console(width=max(160, Console().width)).print(table)
-    survived = sum(by is None for by in killers)
-    print(f"{len(chosen) - survived} noticed, {survived} survived", broken or "", sep="\n" if broken else "")
+    survived = sum(by is None for by in found.values())
+    print(
+        f"{len(chosen) - survived} noticed, {survived} survived" + (f"; fails without any: {broken}" if broken else "")
+    )
     return int(survived > 0 or broken is not None)
 
 

@@ -72,13 +72,14 @@ def test_autocast_does_not_lower_the_precision(backend: str) -> None:
     assert torch.equal(torch.autograd.grad(out.loss, leaf["hidden"])[0], want["dhidden"])
 
 
+@pytest.mark.parametrize("keep_graph", [False, True])
 @WITH_CPP
-def test_fp16_survives_a_loss_scale_beyond_its_range(backend: str) -> None:
+def test_fp16_survives_a_loss_scale_beyond_its_range(backend: str, keep_graph: bool) -> None:
     head, constants = sample(8, dtype=torch.float16)
     head["hidden"].requires_grad_()
     constants["token_weight"] *= 1e-3
     out = linear_policy_loss(**head, **constants, backend=backend)
-    (scaled,) = torch.autograd.grad(out.loss * 2.0**16, head["hidden"])
+    (scaled,) = torch.autograd.grad(out.loss * 2.0**16, head["hidden"], retain_graph=keep_graph)
     exact = closed(to(head, torch.float64), to(constants, torch.float64), Objective())["dhidden"] * 2.0**16
     torch.testing.assert_close(scaled.double(), exact, rtol=1e-2, atol=1e-2)
 
