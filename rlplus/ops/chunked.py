@@ -106,6 +106,7 @@ def policy_loss(
             dlogprob = drop_smallest(out.dlogprob, logprob[rows], grad_filter)
             dentropy = out.dentropy if objective.entropy_coef else None
             _backward(head, rows, logp, p, dlogprob, dentropy, entropy[rows], grads)
+        del logp, p  # before the next chunk's are made, else there are four buffers
     return loss, logprob, entropy, stats, grads.finish(head, weight_grad)
 
 
@@ -113,7 +114,7 @@ def logprob(head: Head, scratch_bytes: float) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), entropy (N,)."""
     logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
     for rows in _chunks(head, scratch_bytes):
-        _, _, logprob[rows], entropy[rows] = _statistics(head, rows)
+        logprob[rows], entropy[rows] = _statistics(head, rows)[2:]
     return logprob, entropy
 
 
@@ -125,6 +126,7 @@ def logprob_backward(
     for rows in _chunks(head, scratch_bytes):
         logp, p, _, entropy = _statistics(head, rows)
         _backward(head, rows, logp, p, dlogprob[rows], dentropy[rows], entropy, grads)
+        del logp, p
     return grads.finish(head)
 
 
