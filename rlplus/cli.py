@@ -1,6 +1,7 @@
-"""The command line: rlplus train | eval | report | demo."""
+"""The command line: rlplus train | plan | eval | report | demo."""
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -57,7 +58,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.set_defaults(run=_eval)
 
-    for command in (train, evaluate):
+    plan = commands.add_parser("plan", help="memory of each GPU by part, and a rough time, before a run")
+    plan.add_argument("--gpus", type=int, help="how many; default: this machine's, or 8")
+    plan.add_argument("--gpu", help="a100-40g, a100-80g, h100 or h200; default: this machine's, or a100-80g")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes and seconds")
+    plan.set_defaults(run=_plan)
+
+    for command in (train, plan, evaluate):
         command.add_argument("config", help="YAML file, such as configs/gsm8k-tiny.yaml")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.lr=1e-6")
 
@@ -91,10 +98,39 @@ def _train(args: argparse.Namespace) -> None:
     from rlplus.config import load_config
 
     config = load_config(args.config, args.overrides)  # before the slow imports: its errors should come at once
+    from rich.console import Console
+
     from rlplus.evaluation import evaluator
+    from rlplus.plan import make_plan, this_cluster
+    from rlplus.plan.show import show
     from rlplus.trainer import train
 
+    if int(os.environ.get("RANK", 0)) == 0:
+        plan = make_plan(config, this_cluster())
+        console = Console(stderr=True)
+        if plan.fits:
+            console.print(plan.summary(), highlight=False)
+        else:  # an estimate, so the run may try
+            show(plan, console)
     train(config, resume=args.resume, evaluate=evaluator(config))
+
+
+def _plan(args: argparse.Namespace) -> int:
+    """Exit status 1: the run does not fit."""
+    from rlplus.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    from rich.console import Console
+
+    from rlplus.plan import make_cluster, make_plan
+    from rlplus.plan.show import show
+
+    plan = make_plan(config, make_cluster(args.gpus, args.gpu))
+    if args.json:
+        sys.stdout.write(json.dumps(plan.to_json(), indent=2) + "\n")
+    else:
+        show(plan, Console())
+    return 0 if plan.fits else 1
 
 
 def _eval(args: argparse.Namespace) -> None:

@@ -19,6 +19,9 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # decides at the import of a kernel's module how the kernel will run
 
+with torch.device("meta"):
+    torch.empty(0)  # fills torch's list of constructors that heed the line above, before any of them is replaced
+
 hypothesis.settings.register_profile("rlplus", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("rlplus")
 

@@ -39,7 +39,7 @@ def prepare_model(config: ModelConfig, folder: Path, seed: int) -> tuple[str, Pr
             tokenizer.save_pretrained(path)
         dist.barrier()
     assert path is not None
-    return path, _with_overrides(path, config.overrides, config.trust_remote_code)
+    return path, with_overrides(read_model_config(path, config.trust_remote_code), config.overrides)
 
 
 def load_model(config: ModelConfig, path: str, model_config: PretrainedConfig) -> PreTrainedModel:
@@ -105,12 +105,17 @@ def make_scratch_model(scratch: ScratchModel, tokenizer: PreTrainedTokenizerBase
         )
 
 
-def _with_overrides(path: str, overrides: dict[str, Any], trust_remote_code: bool) -> PretrainedConfig:
-    """The model's configuration with the run's fields; ValueError for one that this kind of model doesn't have."""
+def read_model_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
+    """Of a Hugging Face folder or hub name; ValueError where there is none."""
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"want model.path a Hugging Face folder or hub name; got {path!r}: {error}") from error
+    return config
+
+
+def with_overrides(config: PretrainedConfig, overrides: dict[str, Any]) -> PretrainedConfig:
+    """The model's configuration with the run's fields; ValueError for one that this kind of model doesn't have."""
     fields = config.to_dict()
     for name, value in overrides.items():
         if name == "rope_theta" and isinstance(fields.get("rope_parameters"), dict):

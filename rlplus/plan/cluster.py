@@ -1,0 +1,84 @@
+"""The GPUs that a plan is for: what their vendor's datasheets say, and what is assumed beyond that."""
+
+import os
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+import torch
+
+GIB = 2**30
+NODE = 8  # GPUs of a node
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """memory in bytes; flops: dense bf16 peak a second; bandwidth of memory and link (one direction) in bytes a second.
+
+    None: not known, and no time is estimated.
+    """
+
+    name: str
+    memory: float
+    flops: float | None = None
+    bandwidth: float | None = None
+    link: float | None = None
+
+
+# NVIDIA's datasheets of the SXM modules. "80 GB" of these are GiB but for what the driver keeps (`RESERVE` has that);
+# the bf16 peaks are without sparsity; NVLink is quoted there as the sum of both directions: here one.
+GPUS = {
+    "a100-40g": Gpu("a100-40g", 40 * GIB, 312e12, 1555e9, 300e9),
+    "a100-80g": Gpu("a100-80g", 80 * GIB, 312e12, 2039e9, 300e9),
+    "h100": Gpu("h100", 80 * GIB, 989e12, 3350e9, 450e9),
+    "h200": Gpu("h200", 140 * GIB, 989e12, 4800e9, 450e9),
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """So many GPUs of one kind, one rank each."""
+
+    gpus: int
+    gpu: Gpu
+
+    @property
+    def cpu(self) -> bool:
+        return self.gpu.name == "cpu"
+
+    @property
+    def name(self) -> str:
+        return f"{self.gpus} x {self.gpu.name}"
+
+
+def make_cluster(gpus: int | None, gpu: str | None) -> Cluster:
+    """The cluster of that name and size; what is None is taken from this machine, and without a GPU is 8 x a100-80g.
+
+    ValueError for a name that is not in GPUS and a number below 1.
+    """
+    if gpu is not None and gpu not in GPUS:
+        nearest = get_close_matches(gpu, GPUS, n=1, cutoff=0)[0]
+        raise ValueError(f"want --gpu one of {', '.join(GPUS)}; got {gpu!r} (nearest: {nearest})")
+    if gpus is not None and gpus < 1:
+        raise ValueError(f"want --gpus of at least 1; got {gpus}")
+    here = torch.cuda.device_count() if gpu is None else 0
+    kind = _this_gpu() if here else GPUS[gpu or "a100-80g"]
+    return Cluster(gpus or here or 8, kind)
+
+
+def this_cluster() -> Cluster:
+    """The ranks of the run that this process is one of; without GPUs they share the host's memory."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if torch.cuda.is_available():
+        return Cluster(ranks, _this_gpu())
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Cluster(ranks, Gpu("cpu", memory / local))
+
+
+def _this_gpu() -> Gpu:
+    """The device of this process, with the speeds of the listed one whose name and size are its own, if any."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    words = properties.name.lower()
+    alike = [g for n, g in GPUS.items() if n.split("-")[0] in words and abs(g.memory / properties.total_memory - 1) < 0.1]
+    known = alike[0] if alike else Gpu("", 0.0)
+    return replace(known, name=properties.name, memory=float(properties.total_memory))

@@ -1,0 +1,268 @@
+"""Memory of one GPU by part, at the moments of a step that can be the fullest."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rlplus.config import Config
+from rlplus.ops import MAX_SCRATCH_MB, resolve_backend
+from rlplus.ops.cpp import CHUNK_ROWS
+from rlplus.plan.activations import Activations, count_activations, meta_model
+from rlplus.plan.cluster import GIB, NODE, Cluster
+from rlplus.rollout import DEFAULT_CACHE_MB
+from rlplus.trainer.adapters import add_adapters
+from rlplus.trainer.policy import deepspeed_config
+
+RESERVE = 3 * GIB  # of a GPU: driver, CUDA context, cuBLAS, NCCL's buffers, fragmentation. Assumed
+ENGINE_ASLEEP = 1 * GIB  # of these, what vLLM does not give back while it sleeps: CUDA graphs, its context. Assumed
+ENGINE_OVERHEAD = 2 * GIB  # of vLLM on a GPU beyond weights and cache: activations, logits, CUDA graphs. Assumed
+LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters, and its stage3_max_reuse_distance
+SUB_GROUP = 1_000_000_000  # DeepSpeed's sub_group_size: parameters that ZeRO-3 updates at a time
+
+MOMENTS = ("generate", "head", "backward", "optimizer")
+"""While the engine generates; in the head, where the forward pass ends; at most in the backward pass; in the update."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """parts: bytes by moment, then by part. cache: bytes for keys and values. host: bytes of the node's memory."""
+
+    parts: dict[str, dict[str, int]]
+    capacity: int
+    cache: int
+    host: int
+    problems: tuple[str, ...]
+
+    def total(self, moment: str) -> int:
+        return sum(self.parts[moment].values())
+
+    @property
+    def peak(self) -> int:
+        return max(map(self.total, MOMENTS))
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+
+class Model:
+    """A run's model without its weights, and the sizes that the formulas need.
+
+    parameters: exact, tied ones once. trainable: of these, or of the adapters. cache_bytes: keys and values of a token
+    in all layers. attention_width: query heads times their size.
+    """
+
+    def __init__(self, config: Config, model_config: PretrainedConfig) -> None:
+        self.lm = _meta_model(config, model_config)
+        text: Any = model_config.get_text_config(decoder=True)
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        self.itemsize = self.lm.dtype.itemsize
+        self.parameters = sum(p.numel() for p in self.lm.parameters())
+        self.vocabulary, self.hidden = self.lm.get_output_embeddings().weight.shape
+        self.layers = text.num_hidden_layers
+        self.cache_bytes = 2 * self.layers * key_heads * width * self.itemsize
+        self.attention_width = text.num_attention_heads * width
+        self.trainable = sum(p.numel() for p in self.lm.parameters() if p.requires_grad)
+        if config.model.lora is not None:
+            self.parameters -= self.trainable
+        # Layers that are alike take alike: two and three of them say what all take.
+        self._few: list[PreTrainedModel] = []
+        if self.layers > 3 and _layers_alike(self.lm):
+            self._few = [_meta_model(config, _with_layers(model_config, n)) for n in (2, 3)]
+        self._counted: dict[tuple[Any, ...], Activations] = {}
+
+    def activations(self, config: Config) -> Activations:
+        """Of the largest micro-batch; counted once for each shape."""
+        rows, length = packed_shape(config)
+        part, ranks = config.model, config.train.sequence_parallel
+        key = (rows, length, part.attention, part.gradient_checkpointing, ranks)
+        if key not in self._counted:
+            counts = [
+                count_activations(
+                    lm,
+                    rows=rows,
+                    length=length,
+                    attention=part.attention,
+                    checkpointing=part.gradient_checkpointing,
+                    ranks=ranks,
+                )
+                for lm in self._few or [self.lm]
+            ]
+            more = (self.layers - 2) if self._few else 0
+            first, last = counts[0], counts[-1]
+            self._counted[key] = Activations(
+                head=first.head + more * (last.head - first.head),
+                backward=first.backward + more * (last.backward - first.backward),
+            )
+        return self._counted[key]
+
+
+def _meta_model(config: Config, model_config: PretrainedConfig) -> PreTrainedModel:
+    part = config.model
+    lm = meta_model(model_config, part.dtype, trust_remote_code=part.trust_remote_code)
+    if part.lora is not None:
+        with torch.device("meta"):
+            add_adapters(lm, part.lora, seed=0)
+    return lm
+
+
+def _layers_alike(lm: PreTrainedModel) -> bool:
+    layers = getattr(lm.base_model, "layers", [])
+    shapes = {tuple((name, p.shape) for name, p in layer.named_parameters()) for layer in layers}
+    return len(shapes) == 1 and len(set(getattr(lm.config, "layer_types", None) or ())) <= 1
+
+
+def _with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    fewer = copy.deepcopy(config)
+    fewer.num_hidden_layers = layers
+    if getattr(fewer, "layer_types", None):
+        fewer.layer_types = fewer.layer_types[:layers]
+    return fewer
+
+
+def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
+    """Everything on one GPU (or of one CPU rank), at each of `MOMENTS`."""
+    states = model_states(config, model, cluster)
+    engine, problems = engine_memory(config, model, cluster)
+    at_rest = {"engine rest": ENGINE_ASLEEP} if config.rollout.sleep else engine
+    activations = model.activations(config)
+    always = {"reserve": 0 if cluster.cpu else RESERVE, "weights": states.weights, "optimizer states": states.optimizer}
+    if config.algorithm.resolve().objective.kl_coef and config.model.lora is None:
+        always["reference policy"] = model.parameters * model.itemsize
+    gradients = {"gradients": states.gradients}
+    between = always | (gradients if states.gradients_stay else {})
+    training = always | gradients | at_rest | {"gathered weights": states.gathered}
+    parts = {
+        "generate": between | engine,
+        "head": training | {"activations": activations.head, "head": head_memory(config, model, cluster)},
+        "backward": training | {"activations": activations.backward},
+        "optimizer": between | at_rest | {"update": states.update},
+    }
+    capacity = int(cluster.gpu.memory)
+    for moment, sizes in parts.items():
+        if (total := sum(sizes.values())) > capacity:
+            problems.append(f"{moment}: needs {total / GIB:.1f} GiB of {capacity / GIB:.1f} GiB")
+    cache = engine.get("kv cache", 0)
+    return Memory({m: {k: v for k, v in p.items() if v} for m, p in parts.items()}, capacity, cache, states.host, tuple(problems))
+
+
+def packed_shape(config: Config) -> tuple[int, int]:
+    """(rows, length) of the largest micro-batch of a rank, or of the ranks that share it: as many tokens as it may have,
+    in as few rows as the longest sample allows; FlashAttention takes all of them as one row."""
+    tokens = config.train.tokens_per_micro_batch * config.train.sequence_parallel
+    rows = 1 if config.model.attention == "flash_attention_2" else max(1, tokens // config.max_sample_length)
+    return rows, tokens // rows
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes on a rank, host: on the node of up to 8 ranks. gradients_stay: between the steps too."""
+
+    weights: int
+    optimizer: int
+    gradients: int
+    gradients_stay: bool
+    gathered: int
+    update: int
+    host: int
+
+
+def model_states(config: Config, model: Model, cluster: Cluster) -> States:
+    """Weights, gradients and AdamW's states; P parameters of b bytes, T of them trained, over R ranks.
+
+    ZeRO (Rajbhandari et al., 2020, section 5) as DeepSpeed 0.19 does it:
+    weights           b P; stage 3: b P / R; offloaded: 0
+    optimizer         12 T / R: fp32 weights, a second copy also where the model is fp32, and two moments; offloaded: 0
+    gradients         stage 1: b T, stages 2 and 3: b T / R; and a bucket of b min(T, reduce_bucket_size), twice that
+                      with overlap_comm in stages 1 and 2. Stage 3 keeps both between steps. Offloaded: in stages 1
+                      and 2 the bucket only
+    gathered          stage 3: b min(P, stage3_max_live_parameters) while the model runs
+    update            the gradient in fp32, in stages 1 and 2 in place of the one above, and one temporary of AdamW's (on
+                      the CPU two): 8 T / R; in stage 3 of at most sub_group_size parameters at a time; offloaded: 0
+    host              offloaded: 16 T / R (states and fp32 gradients), b P / R, of each rank of a node
+    """
+    P, T, b, R = model.parameters, model.trainable, model.itemsize, cluster.gpus
+    zero = deepspeed_config(config, T)["zero_optimization"]
+    stage = int(zero["stage"])
+    off, weights_off = _offloaded(zero, "offload_optimizer"), stage == 3 and _offloaded(zero, "offload_param")
+    share = -(-T // R)
+    bucket = int(min(float(zero.get("reduce_bucket_size", 5e8)), T))
+    if stage < 3 and zero.get("overlap_comm", False):
+        bucket *= 2
+    kept = 0 if off and stage < 3 else T if stage == 1 else share
+    live = int(float(zero.get("stage3_max_live_parameters", LIVE_PARAMETERS)))
+    at_once = min(share, int(float(zero.get("sub_group_size", SUB_GROUP)))) if stage == 3 else share
+    weights = b * (-(-P // R) if stage == 3 else P)
+    return States(
+        weights=0 if weights_off else weights,
+        optimizer=0 if off else 12 * share,
+        gradients=b * (kept + bucket),
+        gradients_stay=stage == 3,
+        gathered=b * min(P, live) if stage == 3 else 0,
+        update=0 if off else 4 * (3 if cluster.cpu else 2) * at_once,
+        host=min(R, NODE) * ((16 * share if off else 0) + (weights if weights_off else 0)),
+    )
+
+
+def _offloaded(zero: dict[str, Any], key: str) -> bool:
+    return (zero.get(key) or {}).get("device", "none") != "none"
+
+
+def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
+    """Bytes of the fused head at its end, for N tokens, hidden size H, vocabulary V and weights of b bytes.
+
+    b N H for the gradient of its input; (V, H) in b bytes for that of its weight and, in half precision, 4 V H for its
+    accumulator; and the scratch of `head_scratch`. A frozen weight (LoRA) has no gradient.
+    """
+    rows, length = packed_shape(config)
+    N, H, V, b = rows * length // config.train.sequence_parallel, model.hidden, model.vocabulary, model.itemsize
+    weight = 0 if config.model.lora else V * H * (b + (4 if b < 4 else 0))
+    return b * N * H + weight + head_scratch(config, N, V, cluster)
+
+
+def head_scratch(config: Config, tokens: int, vocabulary: int, cluster: Cluster) -> int:
+    """Bytes of logits and their gradients: max_scratch_mb, or less where the tokens are few.
+
+    The backends' modules say what a row takes. `reference` has all rows at once, six times by
+    measurement: logits, log-softmax, probabilities, and what their gradients need.
+    """
+    dtype = getattr(torch, config.model.dtype)
+    backend = resolve_backend(config.train.backend, "cpu" if cluster.cpu else "cuda", dtype)
+    if backend == "reference":
+        return 6 * 4 * vocabulary * tokens
+    half = dtype.itemsize if not cluster.cpu and dtype.itemsize < 4 else 0
+    row = vocabulary * {"cpp": 4, "torch": 8 + half, "triton": 4 + (half or 4)}[backend]
+    limit = int(1e6 * (config.train.max_scratch_mb or MAX_SCRATCH_MB)) // row * row
+    if backend == "cpp":
+        limit = min(limit, CHUNK_ROWS * row)
+    return min(max(limit, row), tokens * row)
+
+
+def engine_memory(config: Config, model: Model, cluster: Cluster) -> tuple[dict[str, int], list[str]]:
+    """Parts of a rollout engine on the trainer's GPU, and what is wrong with it.
+
+    vLLM takes gpu_memory_utilization of the GPU in all: weights, working memory, and the rest for keys and values; with
+    kv_cache_memory_mb these have that size. transformers: weights, and a cache of a fixed size. An engine in another
+    process or on a server is not on this GPU.
+    """
+    rollout = config.rollout
+    if rollout.mode != "colocated":
+        return {}, []
+    weights = model.parameters * model.itemsize // rollout.tensor_parallel_size
+    cache = (rollout.kv_cache_memory_mb or 0) * 2**20
+    if rollout.engine == "transformers" or cluster.cpu:
+        return {"engine weights": weights, "kv cache": cache or DEFAULT_CACHE_MB * 2**20}, []
+    if not cache:
+        cache = int(rollout.gpu_memory_utilization * cluster.gpu.memory) - weights - ENGINE_OVERHEAD
+    sequence = model.cache_bytes // rollout.tensor_parallel_size * config.max_generation_length
+    problems = []
+    if cache < sequence:
+        problems.append(
+            f"engine: {max(cache, 0) / GIB:.1f} GiB are left for keys and values; "
+            f"a sequence of {config.max_generation_length} tokens takes {sequence / GIB:.1f} GiB"
+        )
+    return {"engine weights": weights, "kv cache": max(cache, 0), "engine rest": ENGINE_OVERHEAD}, problems

@@ -1,0 +1,122 @@
+"""Which switches make a run fit: they are turned, and the plan's own formulas asked again."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any
+
+from rlplus.config import Config
+from rlplus.plan.cluster import Cluster
+from rlplus.plan.memory import Model, estimate_memory
+from rlplus.plan.speed import estimate_seconds
+
+Changes = Mapping[str, Any]
+SHOWN = 4  # remedies
+SHARE = "rollout.gpu_memory_utilization"
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Overrides for the command line, and what comes of them. gpus: so many are needed, where that is not the cluster's.
+
+    seconds of a step, 0 where unknown.
+    """
+
+    overrides: tuple[str, ...]
+    gpus: int
+    peak: int
+    seconds: float
+
+
+def find_remedies(config: Config, model: Model, cluster: Cluster) -> list[Remedy]:
+    """The fewest switches that make the run fit, the fastest first; all of them, or more GPUs, where nothing less does."""
+    switches = list(_switches(config, cluster))
+    for size in (1, 2):
+        found = []
+        for chosen in combinations(switches, size):
+            fitting = (_try(config, model, cluster, values) for values in product(*chosen))
+            found += [remedy for remedy in fitting if remedy][:1]
+        if found:
+            return sorted(found, key=lambda r: (r.seconds, r.peak))[:SHOWN]
+    for gpus in (cluster.gpus * 2**i for i in range(8)):
+        larger = Cluster(gpus, cluster.gpu)
+        if remedy := _all_but_the_needless(config, model, larger):
+            return [remedy]
+    return []
+
+
+def _switches(config: Config, cluster: Cluster) -> Iterator[list[Changes]]:
+    """Each switch's settings, the gentlest first; a setting may need two keys."""
+    train, rollout = config.train, config.rollout
+    vllm = rollout.mode == "colocated" and rollout.engine != "transformers" and not cluster.cpu
+    if vllm and not rollout.sleep:
+        yield [{"rollout.sleep": True}]
+    if not config.model.gradient_checkpointing:
+        yield [{"model.gradient_checkpointing": True}]
+    if vllm and rollout.kv_cache_memory_mb is None:
+        tenths = (u / 20 for u in range(18, 1, -1))
+        yield [{SHARE: u} for u in tenths if u != rollout.gpu_memory_utilization]
+    if train.zero_stage < 3:
+        yield [{"train.zero_stage": stage} for stage in range(train.zero_stage + 1, 4)]
+    tokens, least = train.tokens_per_micro_batch, -(-config.max_sample_length // train.sequence_parallel)
+    halves = [t for i in range(1, 8) if (t := tokens >> i) > least]
+    if tokens > least:
+        yield [{"train.tokens_per_micro_batch": t} for t in (*halves, least)]
+    if scratch := [mb for mb in (640, 320, 160) if mb < (train.max_scratch_mb or 1250)]:
+        yield [{"train.max_scratch_mb": mb} for mb in scratch]
+    if ranks := [s for s in (2, 4, 8) if s > train.sequence_parallel and cluster.gpus % s == 0]:
+        yield [
+            {
+                "train.sequence_parallel": s,
+                "train.tokens_per_micro_batch": max(-(-config.max_sample_length // s), tokens // s),
+            }
+            for s in ranks
+        ]
+    if train.offload_optimizer == "none":
+        yield [{"train.offload_optimizer": "cpu"}]
+    if train.offload_params == "none":
+        yield [{"train.zero_stage": 3, "train.offload_params": "cpu"}]
+
+
+def _try(config: Config, model: Model, cluster: Cluster, settings: tuple[Changes, ...]) -> Remedy | None:
+    changes = {key: value for setting in settings for key, value in setting.items()}
+    if len(changes) < sum(map(len, settings)):  # two settings of one key
+        return None
+    changed = _changed(config, changes)
+    if changed is None or not (memory := estimate_memory(changed, model, cluster)).fits:
+        return None
+    seconds = estimate_seconds(changed, model, memory, cluster).get("total", 0.0)
+    return Remedy(tuple(f"{k}={_text(v)}" for k, v in changes.items()), cluster.gpus, memory.peak, seconds)
+
+
+def _all_but_the_needless(config: Config, model: Model, cluster: Cluster) -> Remedy | None:
+    """Every switch at its strongest, then without those that it fits without, the most costly ones first."""
+    per_update = config.train.prompts_per_update or config.train.prompts_per_step
+    if per_update % cluster.gpus:
+        return None
+    switches = [s for s in _switches(config, cluster) if len(s[0]) == 1]
+    strongest = [s[-1] for s in switches if SHARE not in s[0]]
+    shares = [s for settings in switches if SHARE in settings[0] for s in settings]  # neither end is the strongest
+    for chosen in ([*strongest, share] for share in shares or [{}]):
+        if best := _try(config, model, cluster, tuple(chosen)):
+            for setting in reversed(chosen):
+                without = [s for s in chosen if s is not setting]
+                if fewer := _try(config, model, cluster, tuple(without)):
+                    chosen, best = without, fewer
+            return best
+    return None
+
+
+def _changed(config: Config, changes: Changes) -> Config | None:
+    values = config.model_dump()
+    for key, value in changes.items():
+        section, name = key.split(".")
+        values[section][name] = value
+    try:
+        return Config.model_validate(values)
+    except ValueError:  # a combination that the configuration refuses is no remedy
+        return None
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value}"

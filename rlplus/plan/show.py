@@ -1,0 +1,71 @@
+"""A plan on the terminal."""
+
+from collections.abc import Iterator
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from rlplus.plan import MOMENTS, Plan, show_bytes
+from rlplus.plan.speed import ASSUMPTIONS
+
+LABELS = {
+    "generate": "generate",
+    "head": "end of forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+}
+
+
+def show(plan: Plan, console: Console) -> None:
+    """The tables of memory and time, what does not fit and what would help."""
+    console.print(*_lines(plan), sep="\n", highlight=False, soft_wrap=True)
+
+
+def _lines(plan: Plan) -> Iterator[RenderableType]:
+    rows, length = plan.micro_batch
+    yield f"{plan.cluster.name}, {plan.parameters / 1e9:.3g} billion parameters, micro-batches of {rows} x {length} tokens"
+    yield _memory_table(plan)
+    if plan.memory.host:
+        yield f"and {show_bytes(plan.memory.host)} of each node's memory"
+    if plan.sequences and "kv cache" in plan.memory.parts["generate"]:
+        yield f"The cache holds {plan.sequences} sequences of full length at a time."
+    if plan.seconds:
+        yield _time_table(plan)
+        yield f"Assumed: {', '.join(ASSUMPTIONS)}."
+    if plan.fits:
+        yield "It fits."
+        return
+    yield from ("It does not fit:", *(f"  {problem}" for problem in plan.memory.problems))
+    if not plan.remedies:
+        yield "No switch makes it fit, and 128 times as many GPUs do not either."
+        return
+    yield "It would fit with:"
+    for remedy in plan.remedies:
+        gpus = f"{remedy.gpus} GPUs and " if remedy.gpus != plan.cluster.gpus else ""
+        seconds = f", {remedy.seconds:.0f} s a step" if remedy.seconds else ""
+        yield f"  {gpus}{' '.join(remedy.overrides)}   ({show_bytes(remedy.peak)}{seconds})"
+
+
+def _memory_table(plan: Plan) -> Table:
+    memory = plan.memory
+    table = Table("memory of a GPU", *(LABELS[m] for m in MOMENTS))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    names = dict.fromkeys(name for moment in MOMENTS for name in memory.parts[moment])
+    for name in names:
+        sizes = (memory.parts[moment].get(name) for moment in MOMENTS)
+        table.add_row(name, *("" if size is None else show_bytes(size) for size in sizes))
+    table.add_section()
+    table.add_row(f"together, of {show_bytes(memory.capacity)}", *(show_bytes(memory.total(m)) for m in MOMENTS))
+    return table
+
+
+def _time_table(plan: Plan) -> Table:
+    table = Table("time of a step", "seconds")
+    table.columns[1].justify = "right"
+    for phase, seconds in plan.seconds.items():
+        if phase == "total":
+            table.add_section()
+        table.add_row(phase, f"{seconds:.1f}")
+    table.add_row(f"{plan.steps} steps, hours", f"{plan.steps * plan.seconds['total'] / 3600:.1f}")
+    return table

@@ -1,0 +1,92 @@
+"""How long a step takes, roughly: the work of each phase over what the hardware can do, times an assumed efficiency."""
+
+from rlplus.config import Config
+from rlplus.plan.cluster import NODE, Cluster
+from rlplus.plan.memory import Memory, Model
+
+GEMM_EFFICIENCY = 0.45  # of the bf16 peak: training of dense models reaches 0.4 to 0.5 on A100. Assumed
+MEMORY_EFFICIENCY = 0.6  # of the memory's bandwidth, in decoding and in the optimiser. Assumed
+LINK_EFFICIENCY = 0.7  # of NVLink's, one direction. Assumed
+NETWORK = 50e9  # bytes a second of each GPU between nodes, 400 Gbit/s. Assumed
+PCIE = 20e9  # bytes a second to the host. Assumed
+MAX_SEQUENCES = 256  # that vLLM runs at a time: its default
+
+ASSUMPTIONS = (
+    f"{GEMM_EFFICIENCY:.0%} of the bf16 peak",
+    f"{MEMORY_EFFICIENCY:.0%} of the memory bandwidth",
+    f"{LINK_EFFICIENCY:.0%} of NVLink",
+    f"{NETWORK / 1e9:.0f} GB/s a GPU between nodes",
+    "every prompt and response as long as allowed",
+    "no time for rewards and data",
+)
+
+
+def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Cluster) -> dict[str, float]:
+    """Seconds of a step by phase, "total" last; empty where the speed of the GPU is not known.
+
+    All samples have the greatest length, so this is an upper bound as far as lengths go.
+
+    FLOP of T tokens, body of B parameters: 2 B T forward; attention 2 layers width length T (half of the square, as
+    causal), the head 2 N H V (one GEMM). Backward: twice that. Checkpointing: the body's forward once more. Kaplan et
+    al., 2020, section 2.1. Decoding is bound by memory: every step reads the weights, and the keys and values of all
+    running sequences.
+    """
+    gpu, ranks = cluster.gpu, cluster.gpus
+    if gpu.flops is None or gpu.bandwidth is None or gpu.link is None:
+        return {}
+    flops, bandwidth = gpu.flops * GEMM_EFFICIENCY, gpu.bandwidth * MEMORY_EFFICIENCY
+    link = gpu.link * LINK_EFFICIENCY if ranks <= NODE else min(gpu.link * LINK_EFFICIENCY, NETWORK)
+    train, weights = config.train, model.parameters * model.itemsize
+
+    samples = train.prompts_per_step * config.rollout.group_size / ranks
+    tokens = samples * config.max_sample_length
+    body = model.parameters - model.vocabulary * model.hidden * (1 if _tied(model) else 2)
+    forward = 2 * body * tokens + 2 * model.layers * model.attention_width * config.max_sample_length * tokens
+    head = 2 * tokens * model.hidden * model.vocabulary
+    updates = train.prompts_per_step // (train.prompts_per_update or train.prompts_per_step)
+    micro_batches = max(updates, tokens / train.tokens_per_micro_batch)
+
+    seconds = {"generate": _generate_seconds(config, model, memory, cluster, flops, bandwidth)}
+    passes = (updates > 1) + bool(config.algorithm.resolve().objective.kl_coef)
+    seconds["old_logprob"] = passes * (forward + head) / flops
+    again = 1 if config.model.gradient_checkpointing else 0
+    seconds["forward and backward"] = ((3 + again) * forward + 3 * head) / flops
+    # A pass over all weights, or gradients, of a ring over R ranks takes (R - 1) / R of their bytes.
+    sent = weights * (ranks - 1) / ranks
+    a_micro_batch = 3 if train.zero_stage == 3 else 1 if train.zero_stage == 2 else 0
+    gathers = (passes * micro_batches) if train.zero_stage == 3 else 0
+    trips = a_micro_batch * micro_batches + gathers + updates * {1: 2, 2: 1, 3: 0}[train.zero_stage]
+    seconds["communication"] = trips * sent / link
+    # AdamW reads weight, gradient and two moments, and writes three of them, in fp32.
+    share = model.trainable / ranks
+    slow = PCIE if train.offload_optimizer == "cpu" else bandwidth
+    seconds["optimizer"] = updates * 28 * share / slow
+    seconds["sync"] = weights / bandwidth + (sent / link if train.zero_stage == 3 else 0)
+    return seconds | {"total": sum(seconds.values())}
+
+
+def _generate_seconds(
+    config: Config, model: Model, memory: Memory, cluster: Cluster, flops: float, bandwidth: float
+) -> float:
+    """Prompts once a group, then decoding in waves of as many sequences as the cache holds."""
+    algorithm, rollout, ranks = config.algorithm.resolve(), config.rollout, cluster.gpus
+    if algorithm.demonstrations == "only" or rollout.mode != "colocated":
+        return 0.0
+    taken = algorithm.demonstrations in ("group", "apart")
+    group = rollout.group_size - taken
+    parallel = rollout.tensor_parallel_size
+    sequences = config.train.prompts_per_step * group * parallel / ranks  # of one engine
+    longest = config.data.max_prompt_length + rollout.max_response_length
+    capacity = memory.cache * parallel // (model.cache_bytes * longest)
+    at_once = max(1.0, min(sequences, capacity, MAX_SEQUENCES))
+    waves = sequences / at_once
+    mean_context = config.data.max_prompt_length + rollout.max_response_length / 2
+    weights = model.parameters * model.itemsize
+    step = (weights + at_once * mean_context * model.cache_bytes) / parallel / bandwidth
+    step = max(step, 2 * model.parameters * at_once / parallel / flops)
+    prefill = 2 * model.parameters * config.train.prompts_per_step * config.data.max_prompt_length / ranks / flops
+    return prefill + waves * rollout.max_response_length * step
+
+
+def _tied(model: Model) -> bool:
+    return model.lm.get_input_embeddings().weight is model.lm.get_output_embeddings().weight
