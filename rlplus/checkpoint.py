@@ -49,26 +49,45 @@ def save(engine: Any, folder: Path, step: int, state: dict[str, Any], keep: int)
             if leftover.exists():
                 shutil.rmtree(leftover)
     dist.barrier()
+    failure: Exception | None = None
     try:
         engine.save_checkpoint(str(folder), tag=SAVING, save_latest=False)
         torch.save(_random_state(), saving / f"rng-{dist.get_rank()}.pt")
     except (OSError, RuntimeError) as error:
-        raise OSError(f"could not write the checkpoint of step {step} under {saving}: {error}") from error
-    dist.barrier()
-    if main:
-        (saving / "state.json").write_text(json.dumps(state | {"step": step, "world_size": dist.get_world_size()}))
-        for path in (*saving.rglob("*"), saving):
-            _flush(path)
-        saving.rename(final)
-        pointer = folder / "latest.new"
-        pointer.write_text(final.name)
-        _flush(pointer)
-        pointer.replace(folder / "latest")
-        _flush(folder)
-        for old in sorted(folder.glob("step-*"))[:-keep]:
-            shutil.rmtree(old)
-    dist.barrier()
+        failure = error
+    _fail_together(failure, step, saving)
+    try:
+        if main:
+            _publish(folder, final, state | {"step": step, "world_size": dist.get_world_size()}, keep)
+    except OSError as error:
+        failure = error
+    _fail_together(failure, step, saving)
     return final
+
+
+def _fail_together(failure: Exception | None, step: int, saving: Path) -> None:
+    """OSError on every rank when one of them could not write: the others would wait for it in the next collective."""
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, None if failure is None else str(failure))
+    what = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None)
+    if what:
+        raise OSError(f"could not write the checkpoint of step {step} under {saving}: {what}") from failure
+
+
+def _publish(folder: Path, final: Path, state: dict[str, Any], keep: int) -> None:
+    """Turn the finished `saving` into `final`, name it in `latest`, delete what is too old."""
+    saving = folder / SAVING
+    (saving / "state.json").write_text(json.dumps(state))
+    for path in (*saving.rglob("*"), saving):
+        _flush(path)
+    saving.rename(final)
+    pointer = folder / "latest.new"
+    pointer.write_text(final.name)
+    _flush(pointer)
+    pointer.replace(folder / "latest")
+    _flush(folder)
+    for old in sorted(folder.glob("step-*"))[:-keep]:
+        shutil.rmtree(old)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

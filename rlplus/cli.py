@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -14,7 +15,10 @@ from rlplus.rollout import RunFailed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; foreseen errors end in one message and exit status 2, not in a traceback."""
+    """Run a command; foreseen errors end in one message and exit status 2, not in a traceback.
+
+    A run that a signal ended exits with 128 + its number, as the shell would have it: 130 for Ctrl-C, 143 for SIGTERM.
+    """
     args = _parse(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     _quiet_imports()
@@ -23,9 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, RunFailed) as error:
         print(f"rlplus {args.command}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print(f"rlplus {args.command}: interrupted", file=sys.stderr)
-        return 130
+        return 128 + int(getattr(stop, "signal", signal.SIGINT))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -168,6 +168,16 @@ def test_activations_are_those_that_autograd_saves(length, checkpointing):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
+def test_two_and_three_layers_say_what_all_take(qwen, checkpointing):
+    config = paper(qwen, f"model.gradient_checkpointing={checkpointing}")
+    model_config = Qwen2Config(**QWEN_7B)
+    quick = Model(config, model_config).activations(config)
+    lm = meta_model(model_config, "bfloat16")
+    whole = count_activations(lm, rows=1, length=32768, attention="flash_attention_2", checkpointing=checkpointing)
+    assert quick == whole
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_activations_by_hand(checkpointing):
     """Korthikanti et al., 2022, section 4, for Qwen2's layer with a fused attention: counted on paper."""
     tokens, H, inner, heads, width = 4096, 256, 1024, 4, 64
@@ -194,7 +204,8 @@ def test_activations_by_hand(checkpointing):
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype", "tokens"), [("torch", "float32", 1500), ("cpp", "float32", 1500), ("reference", "float32", 300)]
+    ("backend", "dtype", "tokens"),
+    [("torch", "float32", 1500), ("cpp", "float32", 1500), ("reference", "float32", 300)],
 )
 def test_the_head_takes_what_is_planned(tmp_path, backend, dtype, tokens):
     """Bytes that torch's allocator hands out during one forward pass of the fused loss."""
@@ -269,15 +280,19 @@ def test_remedies_do_what_they_promise(qwen, gpus):
 
 
 def test_a_larger_micro_batch_and_fewer_gpus_never_take_less(qwen):
-    def peak(gpus: int, *overrides: str) -> int:
-        return make_plan(paper(qwen, *overrides), make_cluster(gpus, "h200")).memory.peak
+    def training(gpus: int, *overrides: str) -> int:
+        memory = make_plan(paper(qwen, *overrides), make_cluster(gpus, "h200")).memory
+        return max(map(memory.total, ("head", "backward", "optimizer")))
 
-    tokens = [peak(8, f"train.tokens_per_micro_batch={n}") for n in (9216, 16384, 32768, 65536)]
+    tokens = [training(8, f"train.tokens_per_micro_batch={n}") for n in (9216, 16384, 32768, 65536)]
     assert tokens == sorted(tokens)
-    stages = [peak(8, f"train.zero_stage={n}", "rollout.sleep=false", "rollout.mode=process") for n in (3, 2, 1)]
+    assert len(set(tokens)) == 4
+    stages = [training(8, f"train.zero_stage={n}") for n in (3, 2, 1)]
     assert stages == sorted(stages)
-    assert peak(16) < peak(8) < peak(4)
-    assert peak(8, "model.attention=sdpa") > peak(8)
+    assert training(16) < training(8) < training(4)
+    assert training(8, "model.attention=sdpa") > training(8)
+    assert training(8, "train.offload_optimizer=cpu") < training(8)
+    assert training(8, "model.gradient_checkpointing=false") > 2 * training(8)
 
 
 def test_sixteen_thousand_tokens(qwen):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlplus.config import Config, load_config
 from rlplus.data import Sample
 from rlplus.objective import ALGORITHMS
-from rlplus.trainer import Run, train
+from rlplus.trainer import Interrupted, Run, train
 from rlplus.trainer.batch import make_micro_batches, set_advantages
 
 
@@ -205,7 +205,10 @@ def test_a_signal_lets_the_step_end_and_leaves_a_checkpoint(tmp_path, number):
         return {}
 
     handler = signal.getsignal(number)
-    folder = train(config, evaluate=interrupt)
+    with pytest.raises(Interrupted) as stop:
+        train(config, evaluate=interrupt)
+    assert stop.value.signal == number
+    folder = Path(config.output_dir)
     assert [row["step"] for row in metrics(folder)] == [1, 2]
     assert signal.getsignal(number) is handler
     assert not (folder / "model").exists()

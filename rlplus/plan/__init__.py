@@ -1,7 +1,7 @@
 """What a run will take of each GPU, before it starts: memory by part, a rough time, and switches that make it fit.
 
-No GPU and no weights are needed: the model is built without memory. `activations` counts what a pass keeps, `memory` has
-the formulas of the other parts, `speed` those of the time, `search` tries the switches.
+No GPU and no weights are needed: the model is built without memory. `activations` counts what a pass keeps, `memory`
+has the formulas of the other parts, `speed` those of the time, `search` tries the switches.
 """
 
 from dataclasses import asdict, dataclass

@@ -85,8 +85,8 @@ def count_activations(
     """One micro-batch of rows x length packed tokens, each of which is a response token, through a `meta_model`.
 
     attention: "sdpa", "eager" or "flash_attention_2". Those that need a mask for packed rows are charged with it.
-    ranks: so many share the rows (sequence_parallel): a rank has all heads of its columns, in the attention some heads of
-    all columns, as many bytes; a mask is of all columns.
+    ranks: so many share the rows (sequence_parallel): a rank has all heads of its columns, in the attention some heads
+    of all columns, as many bytes; a mask is of all columns.
     """
     if checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -101,7 +101,7 @@ def count_activations(
     def head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         nonlocal at_head
         at_head, meter.peak = meter.live, meter.live
-        return _Head.apply(hidden, weight)  # type: ignore[no-any-return]
+        return _Head.apply(hidden, weight)
 
     batch = _batch(rows, -(-length // ranks))
     with meter:
@@ -164,7 +164,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _flash(mask: Tensor | None, module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return _Attention.apply(query, key, value, None)  # type: ignore[no-any-return]
+    return _Attention.apply(query, key, value, None)
 
 
 def _sdpa(mask: Tensor | None, module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -172,10 +172,11 @@ def _sdpa(mask: Tensor | None, module: Any, query: Tensor, key: Tensor, value: T
     assert mask is not None
     groups = getattr(module, "num_key_value_groups", 1)
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    return _Attention.apply(query, key, value, torch.empty_like(mask, dtype=query.dtype))  # type: ignore[no-any-return]
+    return _Attention.apply(query, key, value, torch.empty_like(mask, dtype=query.dtype))
 
 
 def _eager(mask: Tensor | None, module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    assert mask is not None
     groups = getattr(module, "num_key_value_groups", 1)
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     scores = torch.matmul(query, key.transpose(2, 3)) * 1.0 + mask

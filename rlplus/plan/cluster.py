@@ -79,6 +79,8 @@ def _this_gpu() -> Gpu:
     """The device of this process, with the speeds of the listed one whose name and size are its own, if any."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     words = properties.name.lower()
-    alike = [g for n, g in GPUS.items() if n.split("-")[0] in words and abs(g.memory / properties.total_memory - 1) < 0.1]
+    alike = [
+        g for n, g in GPUS.items() if n.split("-")[0] in words and abs(g.memory / properties.total_memory - 1) < 0.1
+    ]
     known = alike[0] if alike else Gpu("", 0.0)
     return replace(known, name=properties.name, memory=float(properties.total_memory))

@@ -147,12 +147,17 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
         if (total := sum(sizes.values())) > capacity:
             problems.append(f"{moment}: needs {total / GIB:.1f} GiB of {capacity / GIB:.1f} GiB")
     cache = engine.get("kv cache", 0)
-    return Memory({m: {k: v for k, v in p.items() if v} for m, p in parts.items()}, capacity, cache, states.host, tuple(problems))
+    return Memory(
+        {m: {k: v for k, v in p.items() if v} for m, p in parts.items()}, capacity, cache, states.host, tuple(problems)
+    )
 
 
 def packed_shape(config: Config) -> tuple[int, int]:
-    """(rows, length) of the largest micro-batch of a rank, or of the ranks that share it: as many tokens as it may have,
-    in as few rows as the longest sample allows; FlashAttention takes all of them as one row."""
+    """(rows, length) of the largest micro-batch of a rank, or of the ranks that share it.
+
+    It has as many tokens as it may have, in rows as long as the longest sample or a little longer; FlashAttention takes
+    all of them as one row.
+    """
     tokens = config.train.tokens_per_micro_batch * config.train.sequence_parallel
     rows = 1 if config.model.attention == "flash_attention_2" else max(1, tokens // config.max_sample_length)
     return rows, tokens // rows
@@ -181,8 +186,8 @@ def model_states(config: Config, model: Model, cluster: Cluster) -> States:
                       with overlap_comm in stages 1 and 2. Stage 3 keeps both between steps. Offloaded: in stages 1
                       and 2 the bucket only
     gathered          stage 3: b min(P, stage3_max_live_parameters) while the model runs
-    update            the gradient in fp32, in stages 1 and 2 in place of the one above, and one temporary of AdamW's (on
-                      the CPU two): 8 T / R; in stage 3 of at most sub_group_size parameters at a time; offloaded: 0
+    update            the gradient in fp32, in stages 1 and 2 in place of the one above, and one temporary of AdamW's
+                      (on the CPU two): 8 T / R; in stage 3 of at most sub_group_size parameters at a time; offloaded: 0
     host              offloaded: 16 T / R (states and fp32 gradients), b P / R, of each rank of a node
     """
     P, T, b, R = model.parameters, model.trainable, model.itemsize, cluster.gpus

@@ -17,10 +17,7 @@ SHARE = "rollout.gpu_memory_utilization"
 
 @dataclass(frozen=True)
 class Remedy:
-    """Overrides for the command line, and what comes of them. gpus: so many are needed, where that is not the cluster's.
-
-    seconds of a step, 0 where unknown.
-    """
+    """Overrides for the command line, and what comes of them on so many GPUs; seconds of a step, 0 where unknown."""
 
     overrides: tuple[str, ...]
     gpus: int
@@ -29,7 +26,8 @@ class Remedy:
 
 
 def find_remedies(config: Config, model: Model, cluster: Cluster) -> list[Remedy]:
-    """The fewest switches that make the run fit, the fastest first; all of them, or more GPUs, where nothing less does."""
+    """The fewest switches that make the run fit, the fastest first; where two are too few, as many as it takes, on these
+    GPUs or on more."""
     switches = list(_switches(config, cluster))
     for size in (1, 2):
         found = []

@@ -23,7 +23,8 @@ def show(plan: Plan, console: Console) -> None:
 
 def _lines(plan: Plan) -> Iterator[RenderableType]:
     rows, length = plan.micro_batch
-    yield f"{plan.cluster.name}, {plan.parameters / 1e9:.3g} billion parameters, micro-batches of {rows} x {length} tokens"
+    size = f"{plan.parameters / 1e9:.3g} billion" if plan.parameters >= 1e9 else f"{plan.parameters:,}"
+    yield f"{plan.cluster.name}, {size} parameters, micro-batches of {rows} x {length} tokens"
     yield _memory_table(plan)
     if plan.memory.host:
         yield f"and {show_bytes(plan.memory.host)} of each node's memory"

@@ -2,6 +2,6 @@
 
 from rlplus.trainer.loop import Evaluate, train
 from rlplus.trainer.model import prepare_model
-from rlplus.trainer.run import Run
+from rlplus.trainer.run import Interrupted, Run
 
-__all__ = ["Evaluate", "Run", "prepare_model", "train"]
+__all__ = ["Evaluate", "Interrupted", "Run", "prepare_model", "train"]

@@ -18,8 +18,9 @@ def train(config: Config, *, resume: bool = False, evaluate: Evaluate | None = N
     resume: go on from the newest checkpoint (from the start when there is none). evaluate: called on every rank every
     `evaluation.every` steps with the engine holding the step's new weights; its numbers, on all ranks the same, are
     logged.
-    SIGINT and SIGTERM let the step end, write a checkpoint and return. Raises ValueError for what the configuration or
-    the data have wrong, RunFailed when training or engine go astray.
+    SIGINT and SIGTERM let the step end and write a checkpoint; then it raises Interrupted, so that nobody goes on with
+    a model that is not there. Raises ValueError for what the configuration or the data have wrong, RunFailed when
+    training or engine go astray.
     """
     with Run(config, resume) as run:
         algorithm, objective = run.algorithm, run.algorithm.objective

@@ -142,10 +142,13 @@ class RunLog:
         """One step's line; `done` is the share of the run that is finished."""
         if not self.enabled:
             return
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step} | metrics) + "\n")
-            file.flush()
-            os.fsync(file.fileno())  # the line of a step is on the disk before its checkpoint is
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"step": step} | metrics) + "\n")
+                file.flush()
+                os.fsync(file.fileno())  # the line of a step is on the disk before its checkpoint is
+        except OSError as error:  # the error itself does not say which file
+            raise OSError(f"could not write the metrics of step {step} to {self.path}: {error}") from error
         for name, value in metrics.items():
             self.board.add_scalar(name, value, step)
         shown = _shown(step, metrics)

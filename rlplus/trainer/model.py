@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,7 +37,7 @@ def prepare_model(config: ModelConfig, folder: Path, seed: int) -> tuple[str, Pr
         path = str(folder / "scratch")
         if dist.get_rank() == 0:
             tokenizer = byte_tokenizer()
-            make_scratch_model(config.scratch, tokenizer, seed).save_pretrained(path)
+            write_model(make_scratch_model(config.scratch, tokenizer, seed), path)
             tokenizer.save_pretrained(path)
         dist.barrier()
     assert path is not None
@@ -56,6 +58,14 @@ def load_model(config: ModelConfig, path: str, model_config: PretrainedConfig) -
     if config.liger:
         _apply_liger(lm)
     return lm
+
+
+def write_model(lm: PreTrainedModel, folder: str, state: dict[str, Tensor] | None = None) -> None:
+    """A Hugging Face folder of the model, or of the weights in `state`; OSError when the disk is full."""
+    try:
+        lm.save_pretrained(folder, state_dict=state)
+    except SafetensorError as error:  # no OSError, and it does not say where
+        raise OSError(f"could not write the model to {folder}: {error}") from error
 
 
 @contextmanager

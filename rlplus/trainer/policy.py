@@ -20,7 +20,7 @@ from rlplus.data import MicroBatch
 from rlplus.objective import Objective
 from rlplus.ops import PolicyLoss, linear_logprob, linear_policy_loss
 from rlplus.trainer.adapters import add_adapters, merged_weights, without_adapters
-from rlplus.trainer.model import in_shards, load_model
+from rlplus.trainer.model import in_shards, load_model, write_model
 from rlplus.trainer.sequence import SequenceGroup, check_attention
 
 GATHER_BYTES = 64 * 2**20  # ZeRO-3 weights are gathered for the rollout engine in pieces of about this size
@@ -218,7 +218,7 @@ class Policy:
             if dist.get_rank() == 0:
                 state[name] = weight.cpu().clone()
         if dist.get_rank() == 0:
-            self.engine.module.lm.save_pretrained(folder, state_dict=state)
+            write_model(self.engine.module.lm, folder, state)
         dist.barrier()
 
 

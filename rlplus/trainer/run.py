@@ -24,6 +24,14 @@ MAY_CHANGE = {"output_dir", "checkpoint", "evaluation", "train.steps", "train.ge
 MAY_CHANGE |= {"reward.workers", "reward.timeout_s", "reward.memory_mb"}
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the run after a step and a checkpoint; `signal` is its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by signal {number}; a checkpoint was written")
+        self.signal = number
+
+
 class Run:
     """Use as a context manager: entering builds everything, leaving closes it.
 
@@ -36,7 +44,7 @@ class Run:
         self.algorithm: Algorithm = config.algorithm.resolve()
         self.step = self.generated = self.nonfinite = 0
         self.stop_signal = 0
-        self.interrupted = False
+        self.interrupted = 0  # the signal that did it
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:  # closes what was opened when building fails half-way
@@ -149,7 +157,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return self.interrupted or self._share_done >= 1
+        return self.interrupted > 0 or self._share_done >= 1
 
     @property
     def _share_done(self) -> float:
@@ -224,7 +232,7 @@ class Run:
         self.step += 1
         tokens = round(metrics.pop("generated"))
         self.generated += tokens
-        self.interrupted = bool(metrics.pop("signal"))
+        self.interrupted = int(metrics.pop("signal"))
         if tokens:
             metrics["tokens_per_second"] = tokens / metrics["time/generate"]
         self.log.write(self.step, {"generated_tokens": self.generated} | metrics, self._share_done)
@@ -240,10 +248,10 @@ class Run:
         checkpoint.save(self.policy.engine, self.checkpoints, self.step, state, self.config.checkpoint.keep)
 
     def conclude(self) -> None:
-        """Write the model, unless a signal ended the run; say what there is."""
+        """Write the model and say where; Interrupted when a signal ended the run."""
         if self.interrupted:
             self.log.say(f"stopped after step {self.step}: --resume goes on from here")
-            return
+            raise Interrupted(self.interrupted)
         model = self.folder / "model"
         self.policy.export(str(model))
         if self.rank == 0:

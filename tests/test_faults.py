@@ -1,0 +1,233 @@
+"""What can go wrong around a run: kills, a full disk, signals, a grader that hangs, dies or eats memory; and a soak."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trainer_runs import metrics, run_config
+
+from rlplus import checkpoint
+from rlplus.config import Config
+from rlplus.trainer import Run, train
+
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def write_config(config: Config, folder: Path) -> Path:
+    path = folder / f"{Path(config.output_dir).name}.yaml"
+    path.write_text(config.to_yaml())
+    return path
+
+
+def environment() -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if k not in LAUNCHER}
+    return clean | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def start(path: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "rlplus", "train", str(path), *options]
+    return subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+    )
+
+
+def steps_logged(folder: Path) -> int:
+    """The last step whose line is complete."""
+    path = folder / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def newest(folder: Path) -> int:
+    """The step of the newest checkpoint; every file that `latest` promises is there."""
+    found = checkpoint.latest(folder / "checkpoints")
+    if found is None:
+        return 0
+    state = checkpoint.read_state(found)
+    assert {p.name for p in found.iterdir()} >= {"rng-0.pt", "state.json", "mp_rank_00_model_states.pt"}
+    return state["step"]
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    first, second = (load_file(folder / "model/model.safetensors") for folder in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_a_run_ends_as_if_it_never_had_been(tmp_path):
+    """SIGKILL: 14 times some random steps and milliseconds into training, 6 times at a random time from the start."""
+    draw, every, kills = random.Random(0), 3, 20
+    config = run_config(tmp_path, "killed", train={"steps": 100}, checkpoint={"every": every})
+    path, folder = write_config(config, tmp_path), Path(config.output_dir)
+    lost, moments = [], []
+    for kill in range(kills):
+        before = newest(folder)
+        process = start(path, "--resume")
+        began = time.monotonic()
+        if kill % 3 == 2:
+            time.sleep(draw.uniform(0.2, 6.0))
+            moments.append("any time")
+        else:
+            goal = before + draw.randint(1, 6)
+            while steps_logged(folder) < goal and process.poll() is None:
+                assert time.monotonic() - began < 300
+                time.sleep(0.001)
+            time.sleep(draw.uniform(0, 0.06))  # a step takes 20 to 60 ms, a checkpoint as long
+            moments.append(f"after step {goal}")
+        process.kill()
+        _, error = process.communicate()
+        assert process.returncode == -signal.SIGKILL, f"kill {kill}: the run ended by itself\n{error[-3000:]}"
+        after = newest(folder)
+        assert after >= before, f"kill {kill}, {moments[-1]}: checkpoint {before} is gone, there is {after}"
+        lost.append(steps_logged(folder) - after)
+        assert lost[-1] <= every, f"kill {kill}, {moments[-1]}: {lost[-1]} steps lost"
+    assert max(lost) > 0
+    finished = start(path, "--resume")
+    _, error = finished.communicate(timeout=300)
+    assert finished.returncode == 0, error[-3000:]
+    whole = train(config.model_copy(update={"output_dir": str(tmp_path / "whole")}))
+    assert metrics(folder) == metrics(whole)
+    assert same_weights(folder, whole)
+    assert {p.name for p in (folder / "checkpoints").iterdir()} == {"latest", "step-000099", "step-000100"}
+
+
+FULL_DISK = """
+import json, os, pathlib, subprocess, sys
+config, disk, rlplus = sys.argv[1], pathlib.Path(sys.argv[2]), [sys.executable, "-m", "rlplus", "train", sys.argv[1]]
+def run(*options):
+    done = subprocess.run([*rlplus, *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    latest = disk / "checkpoints/latest"
+    return [done.returncode, done.stderr[-1500:], latest.read_text() if latest.exists() else ""]
+results = [run("train.steps=1")]
+free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+(disk / "filler").write_bytes(bytes(free - int(sys.argv[3])))
+results.append(run("train.steps=3", "--resume"))
+(disk / "filler").unlink()
+results.append(run("train.steps=3", "--resume"))
+print(json.dumps(results))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [100_000, 0])
+def test_a_full_disk_is_one_message_and_costs_no_checkpoint(tmp_path, room):
+    """A real one, of 4 MB, that has so many bytes left: too few for a checkpoint, or none at all."""
+    config = run_config(tmp_path, "disk", checkpoint={"every": 1})
+    path, disk = write_config(config, tmp_path), Path(config.output_dir)
+    disk.mkdir()
+    mount = f'mount -t tmpfs -o size=4m none "{disk}" && exec "$@"'
+    namespace = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], capture_output=True).returncode:
+        pytest.skip("no right to mount a disk of its own")
+    command = [*namespace, sys.executable, "-c", FULL_DISK, str(path), str(disk), str(room)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, full, after = json.loads(done.stdout.splitlines()[-1])
+    assert (first[0], first[2]) == (0, "step-000001"), first
+    assert full[0] == 2, full
+    assert full[2] == "step-000001"
+    assert "could not write the " + ("checkpoint of step 2 under" if room else "model to") in full[1]
+    assert "Traceback" not in full[1]
+    assert (after[0], after[2]) == (0, "step-000003"), after
+
+
+@pytest.mark.parametrize("write", ["rename", "write_text"])
+def test_a_disk_that_fails_at_the_end_of_a_save(tmp_path, monkeypatch, write):
+    """After DeepSpeed's shards: in state.json, or in the rename."""
+    config = run_config(tmp_path, train={"steps": 1})
+    folder = train(config)
+
+    def full(self: Path, *_: object) -> None:
+        raise OSError(28, "No space left on device", str(self))
+
+    more = config.model_copy(update={"train": config.train.model_copy(update={"steps": 2})})
+    with monkeypatch.context() as patch, Run(more, resume=True) as run:
+        patch.setattr(checkpoint.Path, write, full)
+        run.step = 2
+        with pytest.raises(OSError, match=r"could not write the checkpoint of step 2 under .*rank 0: .*No space left"):
+            run.save_checkpoint()
+    assert newest(folder) == 1
+    train(more, resume=True)
+    assert newest(folder) == 2
+
+
+GRADER = """
+import os, time
+def reward(text, answer):
+    if "<" in text and ">" in text:  # a demonstration
+        return 1.0
+    kind = (len(text) + sum(map(ord, text))) % 5
+    if kind == 0:
+        time.sleep(3600)
+    if kind == 1:
+        os._exit(3)
+    if kind == 2:
+        return float(len(bytearray(8 << 30)))
+    return 0.5 if kind == 3 else 0.0
+"""
+
+
+def test_a_grader_that_hangs_dies_and_eats_memory_does_not_stop_a_run(tmp_path, monkeypatch):
+    (tmp_path / "bad_grader.py").write_text(GRADER)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = {"kind": None, "pattern": None, "function": "bad_grader:reward", "timeout_s": 0.5, "memory_mb": 512}
+    rows = metrics(train(run_config(tmp_path, reward=reward)))
+    assert [row["step"] for row in rows] == [1, 2]
+    for problem in ("timeout", "crash"):
+        assert sum(row[f"reward/{problem}"] for row in rows) > 0
+    assert any(0 < row["reward/internal"] < 0.5 for row in rows)
+    assert all(row["reward/external"] == 1 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_command_with_the_usual_status(tmp_path, number):
+    """128 + the signal's number, after the step and a checkpoint; a second one does not wait."""
+    config = run_config(tmp_path, train={"steps": 100_000})
+    path, folder = write_config(config, tmp_path), Path(config.output_dir)
+    process = start(path)
+    while steps_logged(folder) < 3:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, error[-3000:]
+    assert "--resume goes on from here" in error
+    assert newest(folder) == steps_logged(folder) >= 3
+    assert not (folder / "model").exists()
+
+
+@pytest.mark.slow
+def test_six_hundred_steps_take_no_more_memory(tmp_path):
+    """RSS after each step; the trend of the last 400 steps, by least squares, is below a page a step."""
+    config = run_config(
+        tmp_path,
+        train={"steps": 600},
+        checkpoint={"every": 50},
+        evaluation={"data": {"path": "-", "max_prompt_length": 8}, "every": 1},
+    )
+    rss: list[int] = []
+
+    def measure(run: Run) -> dict[str, float]:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        rss.append(pages * os.sysconf("SC_PAGE_SIZE"))
+        return {}
+
+    train(config, evaluate=measure)
+    late = torch.tensor(rss[200:], dtype=torch.float64)
+    step = torch.arange(len(late), dtype=torch.float64)
+    step -= step.mean()
+    slope = float((step * (late - late.mean())).sum() / (step * step).sum())
+    sys.stderr.write(f"RSS {rss[0] / 1e6:.1f} MB at first, {rss[-1] / 1e6:.1f} MB at last, {slope:.0f} bytes a step\n")
+    assert slope < 4096
