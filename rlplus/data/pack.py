@@ -1,8 +1,9 @@
 """Samples -> packed rows without padding between sequences, grouped into micro-batches under a token budget."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from itertools import accumulate, chain, repeat
+from math import ceil, nan
 from typing import Any, Self
 
 import torch
@@ -209,42 +210,45 @@ def _micro_batch(
 ) -> MicroBatch:
     used = [sum(lengths[index] for index in row) for row in rows]
     width = ceil(max(used) / multiple) * multiple
-    input_ids = torch.full((len(rows), width), pad_id, dtype=torch.int64)
-    position_ids = torch.empty((len(rows), width), dtype=torch.int64)
-    predictors: list[Tensor] = []
-    for r, row in enumerate(rows):
-        start = 0
-        for index in row:
-            sample, end = samples[index], start + lengths[index]
-            input_ids[r, start:end] = torch.tensor([*sample.prompt, *sample.response])
-            position_ids[r, start:end] = torch.arange(lengths[index])
-            first = (
-                r * width + start + len(sample.prompt) - 1
-            )  # the prompt's last token predicts the first response token
-            predictors.append(torch.arange(first, first + len(sample.response)))
-            start = end
-        position_ids[r, start:] = torch.arange(width - start)
     order = [index for row in rows for index in row]
-    count = torch.tensor([len(samples[index].response) for index in order])
+    chosen = [samples[index] for index in order]
+    starts = [r * width + start for r, row in enumerate(rows) for start in _starts([lengths[i] for i in row])]
+    start, length = torch.tensor(starts), torch.tensor([lengths[index] for index in order])
+    count = torch.tensor([len(sample.response) for sample in chosen])
+    places = _ranges(start, length)  # of every token, in the flattened rows
+    input_ids = torch.full((len(rows) * width,), pad_id, dtype=torch.int64)
+    input_ids[places] = torch.tensor([*chain(*((*sample.prompt, *sample.response) for sample in chosen))])
+    # At first as if rows were all padding behind their last token; then every sequence from 0 on.
+    position_ids = (torch.arange(width) - torch.tensor(used)[:, None]).flatten()
+    position_ids[places] = places - start.repeat_interleave(length)
+    predictors = _ranges(start + length - count - 1, count)  # the prompt's last token predicts the first response token
 
     def per_token(values: list[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).repeat_interleave(count)
 
     return MicroBatch(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        rows=torch.cat(predictors),
-        target=torch.cat([torch.tensor(list(samples[index].response)) for index in order]),
-        advantage=per_token([samples[index].advantage for index in order], torch.float32),
-        external=per_token([samples[index].external for index in order], torch.bool),
-        token_weight=torch.cat([token_weight[index].detach().to("cpu", torch.float32) for index in order]),
-        engine_logprob=torch.cat([_engine_logprob(samples[index]) for index in order]),
+        input_ids=input_ids.view(len(rows), width),
+        position_ids=position_ids.view(len(rows), width),
+        rows=predictors,
+        target=input_ids[predictors + 1],
+        advantage=per_token([sample.advantage for sample in chosen], torch.float32),
+        external=per_token([sample.external for sample in chosen], torch.bool),
+        token_weight=torch.cat([token_weight[index] for index in order]).detach().to("cpu", torch.float32),
+        engine_logprob=torch.tensor([*chain(*map(_engine_logprob, chosen))], dtype=torch.float32),
         sequence=per_token(order, torch.int64),
         tokens=sum(used),
     )
 
 
-def _engine_logprob(sample: Sample) -> Tensor:
-    if sample.engine_logprob is None:
-        return torch.full((len(sample.response),), torch.nan)
-    return torch.tensor(list(sample.engine_logprob), dtype=torch.float32)
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return [0, *accumulate(lengths)][:-1]
+
+
+def _ranges(start: Tensor, length: Tensor) -> Tensor:
+    """start[0], start[0] + 1, ..., so many as length[0]; then those of start[1], and so on."""
+    before = length.cumsum(0) - length
+    return torch.arange(int(length.sum())) + (start - before).repeat_interleave(length)
+
+
+def _engine_logprob(sample: Sample) -> Iterable[float]:
+    return repeat(nan, len(sample.response)) if sample.engine_logprob is None else sample.engine_logprob

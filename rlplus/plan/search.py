@@ -26,8 +26,10 @@ class Remedy:
 
 
 def find_remedies(config: Config, model: Model, cluster: Cluster) -> list[Remedy]:
-    """The fewest switches that make the run fit, the fastest first; where two are too few, as many as it takes, on these
-    GPUs or on more."""
+    """The fewest switches that make the run fit, the fastest first.
+
+    Where two are too few: as many as it takes, on these GPUs or, where all together do not do, on more.
+    """
     switches = list(_switches(config, cluster))
     for size in (1, 2):
         found = []

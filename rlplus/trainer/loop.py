@@ -60,7 +60,7 @@ def train(config: Config, *, resume: bool = False, evaluate: Evaluate | None = N
                     tally.mean("actor/updated", bool(batches))
                     if not batches:  # no sample of any rank has a gradient
                         continue
-                    outputs, applied = run.policy.update(batches)
+                    outputs, applied = run.policy.update(batches, tally.time)
                     run.count_nonfinite(applied)
                     tally_update(tally, outputs, run.policy.grad_norm, run.policy.lr, applied)
                     if len(updates) == 1:

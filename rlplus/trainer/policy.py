@@ -4,7 +4,7 @@ import atexit
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -147,19 +147,26 @@ class Policy:
             logprob = self.engine(batch, op)[0]
         return logprob
 
-    def update(self, batches: Sequence[MicroBatch]) -> tuple[list[PolicyLoss], bool]:
+    def update(
+        self, batches: Sequence[MicroBatch], time: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    ) -> tuple[list[PolicyLoss], bool]:
         """One optimiser step on the sum of the micro-batches' losses; every rank calls it with as many of them.
 
-        Returns the outputs and whether the step was taken: a non-finite gradient leaves the weights alone.
+        time: a context around the phases "forward_backward" and "optimizer". Returns the outputs and whether the step
+        was taken: a non-finite gradient leaves the weights alone.
         """
         outputs = []
-        for i, batch in enumerate(batches):
-            self.engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
-            out = self.engine(batch, self._loss_op(batch))
-            # DeepSpeed averages over ranks; the weights' denominators are global already.
-            self.engine.backward(out.loss * dist.get_world_size())
-            outputs.append(out._replace(loss=out.loss.detach()))
-        self.engine.step()
+        with time("forward_backward"):
+            for i, batch in enumerate(batches):
+                self.engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
+                out = self.engine(batch, self._loss_op(batch))
+                # DeepSpeed averages over ranks; the weights' denominators are global already.
+                self.engine.backward(out.loss * dist.get_world_size())
+                outputs.append(out._replace(loss=out.loss.detach()))
+            if self.device.type == "cuda":  # else the optimiser pays for it: the gradient's norm waits for the device
+                torch.cuda.synchronize()
+        with time("optimizer"):
+            self.engine.step()
         return outputs, self.engine.was_step_applied()
 
     def _loss_op(self, batch: MicroBatch) -> Callable[..., PolicyLoss]:
