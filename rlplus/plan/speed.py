@@ -38,10 +38,16 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     link = gpu.link * LINK_EFFICIENCY if ranks <= NODE else min(gpu.link * LINK_EFFICIENCY, NETWORK)
     train, weights = config.train, model.parameters * model.itemsize
 
-    samples = train.prompts_per_step * config.rollout.group_size / ranks
-    tokens = samples * config.max_sample_length
+    groups, prompt = train.prompts_per_step / ranks, config.data.max_prompt_length
+    rollouts, demonstrations = _members(config)
+    kinds = [
+        (rollouts, prompt + config.rollout.max_response_length),
+        (demonstrations, prompt + config.max_demonstration_length),
+    ]
+    tokens = groups * sum(count * length for count, length in kinds)
+    squares = groups * sum(count * length**2 for count, length in kinds)
     body = model.parameters - model.vocabulary * model.hidden * (1 if _tied(model) else 2)
-    forward = 2 * body * tokens + 2 * model.layers * model.attention_width * config.max_sample_length * tokens
+    forward = 2 * body * tokens + 2 * model.layers * model.attention_width * squares
     head = 2 * tokens * model.hidden * model.vocabulary
     updates = train.prompts_per_step // (train.prompts_per_update or train.prompts_per_step)
     micro_batches = max(updates, tokens / train.tokens_per_micro_batch)
@@ -69,11 +75,10 @@ def _generate_seconds(
     config: Config, model: Model, memory: Memory, cluster: Cluster, flops: float, bandwidth: float
 ) -> float:
     """Prompts once a group, then decoding in waves of as many sequences as the cache holds."""
-    algorithm, rollout, ranks = config.algorithm.resolve(), config.rollout, cluster.gpus
-    if algorithm.demonstrations == "only" or rollout.mode != "colocated":
+    rollout, ranks = config.rollout, cluster.gpus
+    group, _ = _members(config)
+    if not group or rollout.mode != "colocated":
         return 0.0
-    taken = algorithm.demonstrations in ("group", "apart")
-    group = rollout.group_size - taken
     parallel = rollout.tensor_parallel_size
     sequences = config.train.prompts_per_step * group * parallel / ranks  # of one engine
     longest = config.data.max_prompt_length + rollout.max_response_length
@@ -86,6 +91,14 @@ def _generate_seconds(
     step = max(step, 2 * model.parameters * at_once / parallel / flops)
     prefill = 2 * model.parameters * config.train.prompts_per_step * config.data.max_prompt_length / ranks / flops
     return prefill + waves * rollout.max_response_length * step
+
+
+def _members(config: Config) -> tuple[int, int]:
+    """Rollouts and demonstrations of a group."""
+    kind = config.algorithm.resolve().demonstrations
+    if kind == "only":
+        return 0, 1
+    return config.rollout.group_size - (kind != "none"), int(kind != "none")
 
 
 def _tied(model: Model) -> bool:

@@ -1,0 +1,60 @@
+"""A training step on 16,384 tokens with the real vocabulary, and what it takes against whole logits."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("long_context.py")
+VOCABULARY, TOKENS = 151_936, 16_384
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("thin")
+    call(folder, "write", TOKENS)
+    return folder
+
+
+def call(*arguments: object) -> str:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), *map(str, arguments)],
+        capture_output=True, text=True, timeout=1800, env=clean | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def step(folder: Path, kind: str, tokens: int, sequences: int = 1) -> dict[str, float]:
+    return json.loads(call(folder, kind, tokens, sequences).splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequences", [1, 4])
+def test_sixteen_thousand_tokens_take_a_fraction_of_their_logits(folder, sequences):
+    """What the step adds to RSS: all parts of it, the optimiser too; the (N, V) logits alone would be 9.96 GB.
+
+    Rows of several sequences need masks in sdpa, (L, L) of bool and, a layer at a time, of fp32.
+    """
+    result = step(folder, "fused", TOKENS, sequences)
+    assert result["tokens"] == TOKENS
+    assert result["grad_norm"] > 0
+    masks = (1 + 4) * TOKENS**2 if sequences > 1 else 0
+    sys.stderr.write(f"16,384 tokens, {sequences} sequences: the step took {result['step_bytes'] / 1e9:.2f} GB\n")
+    assert result["step_bytes"] < 1.2e9 + masks
+    assert result["step_bytes"] - masks < 4 * TOKENS * VOCABULARY / 8
+
+
+@pytest.mark.slow
+def test_a_tokens_price_with_and_without_the_fused_head(folder):
+    """Bytes that a further token adds: whole logits at least three times 4 V (logits, log-softmax, gradient)."""
+    naive = [step(folder, "naive", n)["step_bytes"] for n in (512, 1024)]
+    fused = [step(folder, "fused", n)["step_bytes"] for n in (2048, 6144)]
+    naive_price, fused_price = (naive[1] - naive[0]) / 512, (fused[1] - fused[0]) / 4096
+    sys.stderr.write(f"a token: {naive_price / 1e3:.0f} kB with whole logits, {fused_price / 1e3:.1f} kB fused\n")
+    assert naive_price > 0.9 * 3 * 4 * VOCABULARY
+    assert fused_price < naive_price / 20
