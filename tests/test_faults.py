@@ -209,11 +209,14 @@ def test_a_signal_ends_the_command_with_the_usual_status(tmp_path, number):
 
 
 @pytest.mark.slow
-def test_six_hundred_steps_take_no_more_memory(tmp_path):
-    """RSS after each step; the trend of the last 400 steps, by least squares, is below a page a step."""
+def test_two_thousand_steps_take_no_more_memory(tmp_path):
+    """RSS after each step; the trend of the last thousand steps, by least squares, is below 1 kB a step.
+
+    For the first thousand the allocators still settle: 4 MB in all.
+    """
     config = run_config(
         tmp_path,
-        train={"steps": 600},
+        train={"steps": 2000},
         checkpoint={"every": 50},
         evaluation={"data": {"path": "-", "max_prompt_length": 8}, "every": 1},
     )
@@ -225,9 +228,10 @@ def test_six_hundred_steps_take_no_more_memory(tmp_path):
         return {}
 
     train(config, evaluate=measure)
-    late = torch.tensor(rss[200:], dtype=torch.float64)
+    late = torch.tensor(rss[1000:], dtype=torch.float64)
     step = torch.arange(len(late), dtype=torch.float64)
     step -= step.mean()
     slope = float((step * (late - late.mean())).sum() / (step * step).sum())
     sys.stderr.write(f"RSS {rss[0] / 1e6:.1f} MB at first, {rss[-1] / 1e6:.1f} MB at last, {slope:.0f} bytes a step\n")
-    assert slope < 4096
+    assert slope < 1000
+    assert rss[-1] - rss[1000] < 2e6
