@@ -241,7 +241,7 @@ def head_scratch(config: Config, tokens: int, vocabulary: int, cluster: Cluster)
         return 6 * 4 * vocabulary * tokens
     half = dtype.itemsize if not cluster.cpu and dtype.itemsize < 4 else 0
     row = vocabulary * {"cpp": 4, "torch": 8 + half, "triton": 4 + (half or 4)}[backend]
-    limit = int(1e6 * (config.train.max_scratch_mb or MAX_SCRATCH_MB)) // row * row
+    limit = int(1e6 * (config.train.max_scratch_mb or MAX_SCRATCH_MB["fast"])) // row * row
     if backend == "cpp":
         limit = min(limit, CHUNK_ROWS * row)
     return min(max(limit, row), tokens * row)
