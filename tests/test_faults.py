@@ -65,7 +65,7 @@ def same_weights(one: Path, other: Path) -> bool:
 
 @pytest.mark.slow
 def test_killed_twenty_times_a_run_ends_as_if_it_never_had_been(tmp_path):
-    """SIGKILL: 14 times some random steps and milliseconds into training, 6 times at a random time from the start on."""
+    """SIGKILL: 14 times some random steps and milliseconds into training, 6 times at a random time from the start."""
     draw, every, kills = random.Random(0), 3, 20
     config = run_config(tmp_path, "killed", train={"steps": 200}, checkpoint={"every": every})
     path, folder = write_config(config, tmp_path), Path(config.output_dir)
