@@ -1,17 +1,26 @@
-"""Log-probability and entropy of tokens, and the logits' gradient, over a chunk of rows that a GEMM left in fp32.
+"""Log-probability and entropy of tokens, and the gradient of their logits.
 
-    z = (logits + bias) / temperature        logprob = log p[target]
-    p = softmax(z)                           entropy = -sum_v p[v] log p[v]
+    logits = hidden weight^T                 z = (logits + bias) / temperature
+    p = softmax(z)                           logprob = log p[target]
+    entropy = -sum_v p[v] log p[v]
     dlogits = (dlogprob (onehot - p) - dentropy p (log p + entropy)) / temperature
 
-The definition is `rlplus.ops.reference.logprob_and_entropy`. fp32 arithmetic, results in nats. Memory traffic: the
-logits are read once by `row_statistics` and once by `row_gradient`, which writes only the rows that have a slot.
+The definition is `rlplus.ops.reference.logprob_and_entropy`. fp32 arithmetic, results in nats. Two ways to the
+statistics of the rows: `row_statistics` reads logits that a GEMM left; `linear_statistics` is that GEMM, with the
+statistics in its epilogue, and stores the logits only on request. `row_gradient` reads the logits once and writes only
+rows with a slot.
+
+Logits and their gradient are (n, W), W >= V: rows of a multiple of 16 elements keep loads and stores 16 bytes wide
+whatever the size V of the vocabulary. The columns past V hold anything and get anything.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 FLOOR = tl.constexpr(-1e30)  # stands in for log 0: e^FLOOR = 0, yet 0 * FLOOR is not NaN
 LAUNCH = {"BLOCK_V": 4096, "num_warps": 8}
@@ -19,57 +28,136 @@ LAUNCH = {"BLOCK_V": 4096, "num_warps": 8}
 # Columns of `values` (n, WIDTH), what is known of a token.
 LOGPROB, ENTROPY, MAX, LOGSUM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 DLOGPROB, DENTROPY, WIDTH = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+PARTIALS = tl.constexpr(3)
+COMBINE = {"BLOCK_N": 16, "BLOCK_T": 64, "num_warps": 4}
 
 
-def row_statistics(values: Tensor, logits: Tensor, target: Tensor, bias: Tensor | None, temperature: float) -> None:
+class Tile(NamedTuple):
+    """The tile of a program: tokens, vocabulary, hidden columns at a time; how many tiles of tokens run side by side,
+    reading a tile of the weight from the cache; warps; stages of the pipeline; loads by TMA."""
+
+    BLOCK_M: int
+    BLOCK_V: int
+    BLOCK_H: int
+    GROUP_M: int
+    num_warps: int
+    num_stages: int
+    tma: bool
+
+
+# By the GPU's major compute capability, for half precision: without and with logits to store, which takes registers;
+# 0: the interpreter. Expected to be fast, not measured.
+TILES = {
+    0: (Tile(16, 32, 32, 2, 4, 1, True), Tile(32, 64, 32, 2, 4, 1, False)),
+    8: (Tile(128, 128, 64, 8, 8, 3, False), Tile(128, 128, 64, 8, 8, 3, False)),
+    9: (Tile(128, 256, 64, 16, 8, 3, True), Tile(128, 128, 64, 16, 8, 4, True)),
+    10: (Tile(128, 128, 64, 16, 8, 4, True), Tile(128, 128, 64, 16, 8, 4, True)),
+    12: (Tile(128, 128, 32, 16, 8, 3, False), Tile(128, 128, 32, 16, 8, 3, False)),
+}
+FP32_TILE = Tile(64, 64, 32, 16, 4, 2, False)  # no tensor cores: "ieee" is plain multiplication and addition
+
+
+def row_statistics(
+    values: Tensor, logits: Tensor, V: int, target: Tensor, bias: Tensor | None, temperature: float
+) -> None:
     """Fill the columns LOGPROB, ENTROPY, MAX (of z) and LOGSUM (of e^(z - MAX)) of values (n, WIDTH) fp32.
 
-    logits (n, V) fp32, contiguous in V; target (n,) int64; bias (V,) of any floating dtype or None. logprob is NaN
+    logits (n, W) fp32, contiguous in W; target (n,) int64; bias (V,) of any floating dtype or None. logprob is NaN
     where the target is no token; a row with a NaN, a +inf or nothing but -inf gets NaN everywhere.
     """
-    _check(values, logits, target)
+    _check(values, logits, V, target)
     if len(target):
         _statistics_kernel[(len(target),)](
-            values, logits, target, bias, logits.stride(0), logits.shape[1], 1 / temperature, **LAUNCH
+            values, logits, target, bias, logits.stride(0), V, logits.shape[1], 1 / temperature, **LAUNCH
         )
 
 
 def row_gradient(
-    dlogits: Tensor, slot: Tensor, values: Tensor, logits: Tensor, target: Tensor, bias: Tensor | None,
+    dlogits: Tensor, slot: Tensor, values: Tensor, logits: Tensor, V: int, target: Tensor, bias: Tensor | None,
     temperature: float,
 ) -> None:  # fmt: skip
     """Write the gradient of row i of the chunk into row slot[i] of dlogits; with slot -1, nowhere.
 
     It is 0, whatever the logits are, where DLOGPROB and DENTROPY are 0.
-    dlogits (m, V) of a floating dtype, contiguous in V; slot (n,) int64 in [-1, m); values as `row_statistics` left
-    them, with DLOGPROB and DENTROPY filled in; the others as there.
+    dlogits (m, W) of a floating dtype, contiguous in W; slot (n,) int64 in [-1, m); values as the statistics left them,
+    with DLOGPROB and DENTROPY filled in; the others as there.
     """
-    _check(values, logits, target)
-    V = logits.shape[1]
-    if dlogits.shape[1] != V or dlogits.stride(1) != 1 or slot.shape != target.shape:
+    _check(values, logits, V, target)
+    W = logits.shape[1]
+    if dlogits.shape[1] != W or dlogits.stride(1) != 1 or slot.shape != target.shape:
         got = f"{tuple(dlogits.shape)} with strides {dlogits.stride()} and {tuple(slot.shape)}"
-        raise ValueError(f"want dlogits (m, {V}), contiguous in V, and slot {tuple(target.shape)}; got {got}")
+        raise ValueError(f"want dlogits (m, {W}), contiguous in W, and slot {tuple(target.shape)}; got {got}")
     if len(target):
-        _gradient_kernel[(len(target), triton.cdiv(V, LAUNCH["BLOCK_V"]))](
-            dlogits, slot, values, logits, target, bias, dlogits.stride(0), logits.stride(0), V, 1 / temperature,
+        _gradient_kernel[(len(target), triton.cdiv(W, LAUNCH["BLOCK_V"]))](
+            dlogits, slot, values, logits, target, bias, dlogits.stride(0), logits.stride(0), V, W, 1 / temperature,
             **LAUNCH,
         )  # fmt: skip
 
 
-def _check(values: Tensor, logits: Tensor, target: Tensor) -> None:
+def default_tile(hidden: Tensor, stores: bool) -> Tile:
+    """That of the tensor's device and dtype; `stores`: logits."""
+    if hidden.dtype == torch.float32 and hidden.is_cuda:
+        return FP32_TILE
+    return TILES[torch.cuda.get_device_capability(hidden.device)[0] if hidden.is_cuda else 0][stores]
+
+
+def _tma_reads(x: Tensor) -> bool:
+    return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+
+
+def _check(values: Tensor, logits: Tensor | None, V: int, target: Tensor) -> None:
     n = len(target)
-    rows = logits.ndim == 2 and len(logits) == n and logits.stride(1) == 1 and logits.dtype == torch.float32
-    if not rows or values.shape != (n, WIDTH.value) or not values.is_contiguous() or not target.is_contiguous():
-        got = f"{logits.dtype} {tuple(logits.shape)} with strides {logits.stride()}, {tuple(values.shape)} and {n}"
-        raise ValueError(f"want logits (n, V) fp32, contiguous in V, values (n, 6) and target (n,); got {got}")
+    if logits is not None and (
+        logits.ndim != 2 or len(logits) != n or logits.shape[1] < V or logits.stride(1) != 1
+        or logits.dtype != torch.float32
+    ):  # fmt: skip
+        got = f"{logits.dtype} {tuple(logits.shape)} with strides {logits.stride()}"
+        raise ValueError(f"want logits ({n}, W) fp32, W >= {V}, contiguous in W; got {got}")
+    if values.shape != (n, WIDTH.value) or not values.is_contiguous() or not target.is_contiguous():
+        got = f"{tuple(values.shape)} and {tuple(target.shape)} with strides {values.stride()}, {target.stride()}"
+        raise ValueError(f"want values ({n}, {WIDTH.value}) and target (n,), contiguous; got {got}")
+
+
+def linear_statistics(
+    values: Tensor, logits: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
+    temperature: float, tile: Tile | None = None,
+) -> None:  # fmt: skip
+    """Fill the columns LOGPROB, ENTROPY, MAX and LOGSUM of values (n, WIDTH) fp32, as `row_statistics` does.
+
+    hidden (n, H), weight (V, H): bf16, fp16 or fp32, contiguous in H; bias (V,) of any floating dtype or None;
+    target (n,) int64. logits (n, W) fp32 or None: hidden weight^T goes there. Allocates 12 ceil(V / BLOCK_V) n bytes.
+    Slow, but right, where rows of hidden or weight are not a multiple of 16 bytes apart.
+    """
+    (n, H), V = hidden.shape, len(weight)
+    _check(values, logits, V, target)
+    if hidden.shape[1] != weight.shape[1] or not hidden.stride(1) == weight.stride(1) == 1:
+        got = ", ".join(f"{x.dtype} {tuple(x.shape)} with strides {x.stride()}" for x in (hidden, weight))
+        raise ValueError(f"want hidden (n, H) and weight (V, H), contiguous in H; got {got}")
+    if not n:
+        return
+    tile = tile or default_tile(hidden, logits is not None)
+    tiles = triton.cdiv(V, tile.BLOCK_V)
+    partial = torch.empty(tiles, PARTIALS.value, n, dtype=torch.float32, device=hidden.device)
+    sides, strides = (hidden, weight), (hidden.stride(0), weight.stride(0))
+    if tile.tma and all(map(_tma_reads, sides)):
+        shapes = ((tile.BLOCK_M, tile.BLOCK_H), (tile.BLOCK_V, tile.BLOCK_H))
+        sides = tuple(TensorDescriptor.from_tensor(x, list(s)) for x, s in zip(sides, shapes, strict=True))
+        strides = (0, 0)  # the descriptors know
+    _tile_kernel[(triton.cdiv(n, tile.BLOCK_M) * tiles,)](
+        values, partial, logits, *sides, target, bias, (n, V, H, V if logits is None else logits.shape[1]),
+        (*strides, 0 if logits is None else logits.stride(0)), 1 / temperature,
+        tile.BLOCK_M, tile.BLOCK_V, tile.BLOCK_H, tile.GROUP_M, sides[0] is not hidden,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    _combine_kernel[(triton.cdiv(n, COMBINE["BLOCK_N"]),)](values, partial, target, n, V, tiles, **COMBINE)
 
 
 @triton.jit
-def _load_z(row, v, V, bias, inv_temperature):
-    z = tl.load(row + v, mask=v < V, other=-float("inf"))
+def _z(logits, v, V, bias, inv_temperature):
+    """z of logits at v; -inf past the vocabulary."""
     if bias is not None:
-        z += tl.load(bias + v, mask=v < V, other=0.0).to(tl.float32)
-    return z * inv_temperature
+        logits += tl.load(bias + v, v < V, 0.0).to(tl.float32)
+    return tl.where(v < V, logits * inv_temperature, -float("inf"))
 
 
 @triton.jit
@@ -78,14 +166,15 @@ def _floor(x):
 
 
 @triton.jit
-def _statistics_kernel(values, logits, target, bias, stride, V, inv_temperature, BLOCK_V: tl.constexpr):
+def _statistics_kernel(values, logits, target, bias, stride, V, W, inv_temperature, BLOCK_V: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)  # 15k rows of 152k logits are past int32
     row = logits + n * stride
     # Online softmax: m = max z, s = sum e^(z-m), t = sum e^(z-m) (z-m). Shifting t by m keeps the small entropy of a
     # peaked policy accurate, where lse - E[z] would cancel.
     m, s, t = tl.full((), -float("inf"), tl.float32), 0.0, 0.0
     for start in range(0, V, BLOCK_V):
-        z = _load_z(row, start + tl.arange(0, BLOCK_V), V, bias, inv_temperature)
+        v = start + tl.arange(0, BLOCK_V)
+        z = _z(tl.load(row + v, v < W, 0.0), v, V, bias, inv_temperature)
         m_old, m = m, tl.maximum(m, tl.max(z, 0))
         shift = tl.where(m == -float("inf"), 0.0, m)  # nothing but -inf so far: no inf - inf
         up, d = _floor(m_old - shift), _floor(z - shift)
@@ -95,7 +184,8 @@ def _statistics_kernel(values, logits, target, bias, stride, V, inv_temperature,
     logsum = tl.log(s)
     y = tl.load(target + n)
     known = (y >= 0) & (y < V)
-    logprob = _floor(_load_z(row, tl.where(known, y, 0), V, bias, inv_temperature) - m - logsum)
+    at = tl.where(known, y, 0)
+    logprob = _floor(_z(tl.load(row + at), at, V, bias, inv_temperature) - m - logsum)
     out = values + n * WIDTH
     tl.store(out + LOGPROB, tl.where(known, logprob, float("nan")))
     tl.store(out + ENTROPY, logsum - t / s)
@@ -105,18 +195,94 @@ def _statistics_kernel(values, logits, target, bias, stride, V, inv_temperature,
 
 @triton.jit
 def _gradient_kernel(
-    dlogits, slot, values, logits, target, bias, stride_d, stride, V, inv_temperature, BLOCK_V: tl.constexpr
+    dlogits, slot, values, logits, target, bias, stride_d, stride, V, W, inv_temperature, BLOCK_V: tl.constexpr
 ):
     n = tl.program_id(0).to(tl.int64)
     to = tl.load(slot + n)
     if to >= 0:
         v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
         known = values + n * WIDTH
-        z = _load_z(logits + n * stride, v, V, bias, inv_temperature)
+        z = _z(tl.load(logits + n * stride + v, v < W, 0.0), v, V, bias, inv_temperature)
         logp = _floor(z - tl.load(known + MAX) - tl.load(known + LOGSUM))
         p = tl.exp(logp)
         dlogprob, dentropy = tl.load(known + DLOGPROB), tl.load(known + DENTROPY)
         dz = dlogprob * (tl.where(v == tl.load(target + n), 1.0, 0.0) - p)
         dz -= dentropy * p * (logp + tl.load(known + ENTROPY))
         dz = tl.where((dlogprob != 0) | (dentropy != 0), dz, 0.0)
-        tl.store(dlogits + to * stride_d + v, dz * inv_temperature, mask=v < V)
+        tl.store(dlogits + to * stride_d + v, dz * inv_temperature, v < W)
+
+
+@triton.jit
+def _tile_kernel(
+    values, partial, logits, hidden, weight, target, bias, sizes, strides, inv_temperature,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    n, V, H, W = sizes
+    stride_hidden, stride_weight, stride_logits = strides
+    tiles_m, tiles_v = tl.cdiv(n, BLOCK_M), tl.cdiv(V, BLOCK_V)
+    group, within = tl.program_id(0) // (GROUP_M * tiles_v), tl.program_id(0) % (GROUP_M * tiles_v)
+    size = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    tile_m, tile_v = group * GROUP_M + within % size, within // size
+    m, v = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
+    here = m < n
+
+    acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+    if TMA:
+        for k in range(0, H, BLOCK_H):  # zeros come back for what is outside
+            a = hidden.load([tile_m * BLOCK_M, k])
+            acc = tl.dot(a, weight.load([tile_v * BLOCK_V, k]).T, acc, input_precision="ieee")
+    else:
+        h = tl.arange(0, BLOCK_H)
+        # A weight of 262k rows of 8192 is past int32. Rows outside read row 0: no mask in the loop for them.
+        a_at = hidden + tl.where(here, m, 0).to(tl.int64)[:, None] * stride_hidden + h[None, :]
+        b_at = weight + tl.where(v < V, v, 0).to(tl.int64)[:, None] * stride_weight + h[None, :]
+        for k in range(0, H, BLOCK_H):
+            inside = h[None, :] < H - k
+            a = tl.load(a_at, inside, 0.0)
+            acc = tl.dot(a, tl.load(b_at, inside, 0.0).T, acc, input_precision="ieee")
+            a_at += BLOCK_H
+            b_at += BLOCK_H
+
+    if logits is not None:
+        to = logits + m.to(tl.int64)[:, None] * stride_logits + v[None, :]
+        tl.store(to, acc, here[:, None] & (v < W)[None, :])
+    z = _z(acc, v[None, :], V, bias, inv_temperature)
+    y = tl.load(target + m, here, -1)
+    z_target = tl.sum(tl.where(v[None, :] == y[:, None], z, 0.0), 1)
+    # LOGPROB holds the target's z until the kernels below replace it.
+    tl.store(values + m * WIDTH + LOGPROB, z_target, (y // BLOCK_V == tile_v) & (y >= 0) & (y < V))
+    top = tl.max(z, 1)
+    d = _floor(z - tl.where(top == -float("inf"), 0.0, top)[:, None])  # nothing but -inf: no inf - inf
+    e = tl.exp(d)
+    out = partial + (tile_v * PARTIALS).to(tl.int64) * n + m
+    tl.store(out, top, here)
+    tl.store(out + n, tl.sum(e, 1), here)
+    tl.store(out + 2 * n, tl.sum(e * d, 1), here)
+
+
+@triton.jit
+def _combine_kernel(values, partial, target, n, V, tiles, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    here = rows < n
+    m = tl.full((BLOCK_N,), -float("inf"), tl.float32)
+    s, t = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, tiles, BLOCK_T):
+        tile = start + tl.arange(0, BLOCK_T)
+        at = partial + (tile * PARTIALS).to(tl.int64)[:, None] * n + rows[None, :]
+        inside = (tile < tiles)[:, None] & here[None, :]
+        m_tile = tl.load(at, inside, -float("inf"))
+        s_tile, t_tile = tl.load(at + n, inside, 0.0), tl.load(at + 2 * n, inside, 0.0)
+        m_old, m = m, tl.maximum(m, tl.max(m_tile, 0))
+        shift = tl.where(m == -float("inf"), 0.0, m)
+        up, d = _floor(m_old - shift), _floor(m_tile - shift[None, :])
+        decay, e = tl.exp(up), tl.exp(d)
+        t = decay * (t + up * s) + tl.sum(e * (t_tile + d * s_tile), 0)
+        s = decay * s + tl.sum(e * s_tile, 0)
+    logsum = tl.log(s)
+    y = tl.load(target + rows, here, -1)
+    out, known = values + rows * WIDTH, (y >= 0) & (y < V)
+    logprob = _floor(tl.load(out + LOGPROB, here & known, 0.0) - m - logsum)
+    tl.store(out + LOGPROB, tl.where(known, logprob, float("nan")), here)
+    tl.store(out + ENTROPY, logsum - t / s, here)
+    tl.store(out + MAX, m, here)
+    tl.store(out + LOGSUM, logsum, here)

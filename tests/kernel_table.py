@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -52,26 +52,54 @@ class NoDevice:
         return 0
 
 
-def launches() -> Iterator[tuple[str, bool, Callable[[], Any]]]:
-    """What it is, whether its rows are aligned, and the launch: every kernel in every shipped variant."""
-    for V, dtype, with_bias in product((4096, 4097), (torch.bfloat16, torch.float16, torch.float32), (False, True)):
-        values, logits, target = torch.empty(2, 6), torch.empty(2, V), torch.zeros(2, dtype=torch.int64)
+Launch = tuple[str, bool, Callable[[], Any]]  # what it is, whether its rows are aligned, and the launch
+
+
+def row_launches() -> Iterator[Launch]:
+    """Rows of 4097 logits lie in rows of 4160 columns, as the backend has them; or not, to see the difference."""
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for (V, W), dtype, with_bias in product(((4096, 4096), (4097, 4160), (4097, 4097)), dtypes, (False, True)):
+        target = torch.zeros(2, dtype=torch.int64)
         bias = torch.empty(V, dtype=dtype) if with_bias else None
-        name = f"{str(dtype).removeprefix('torch.')}, V {'' if V % 16 == 0 else 'not '}a multiple of 16"
-        rest, where = (values, logits, target, bias, 1.0), f"{name}{', bias' if with_bias else ''}"
+        rest = (torch.empty(2, 6), torch.empty(2, W), V, target, bias, 1.0)
+        where = f"{name(dtype)}, V {V} in {W}{', bias' if with_bias else ''}"
         if with_bias or dtype == torch.float32:  # without a bias the statistics read fp32 alone
-            yield where, V % 16 == 0, lambda rest=rest: linear_logprob.row_statistics(*rest)
-        out = torch.empty(2, V, dtype=dtype)
-        yield where, V % 16 == 0, lambda out=out, rest=rest: linear_logprob.row_gradient(out, rest[2], *rest)
-    one = (torch.empty(1, 6), torch.empty(1, 1), torch.zeros(1, dtype=torch.int64), None, 1.0)  # 1 is compiled in
+            yield where, W % 16 == 0, lambda rest=rest: linear_logprob.row_statistics(*rest)
+        out = torch.empty(2, W, dtype=dtype)
+        yield where, W % 16 == 0, lambda out=out, rest=rest: linear_logprob.row_gradient(out, rest[3], *rest)
+    one = (torch.empty(1, 6), torch.empty(1, 1), 1, torch.zeros(1, dtype=torch.int64), None, 1.0)  # 1 is compiled in
     yield "one row, V 1", False, lambda: linear_logprob.row_statistics(*one)
-    yield "one row, V 1", False, lambda: linear_logprob.row_gradient(torch.empty(1, 1), one[2], *one)
+    yield "one row, V 1", False, lambda: linear_logprob.row_gradient(torch.empty(1, 1), one[3], *one)
+
+
+def gemm_launches(arch: int) -> Iterator[Launch]:
+    """The tile that is used in every variant, the candidates in one; H = 72 leaves a tail, H = 70 is not aligned."""
+    half = linear_logprob.TILES[arch // 10]
+    used = [(half[0], torch.bfloat16), (half[0], torch.float16), (linear_logprob.FP32_TILE, torch.float32)]
+    variants = [(*pair, V, H, full) for pair in used for V, H in ((4096, 128), (4097, 72)) for full in (False, True)]
+    variants += [(half[0], torch.bfloat16, 4096, 70, True)]
+    variants += [(tile, torch.bfloat16, 4096, 128, full) for tile in half[1:] for full in (False, True)]
+    for tile, dtype, V, H, full in variants:
+        hidden, weight = torch.empty(200, H, dtype=dtype), torch.empty(V, H, dtype=dtype)
+        logits = torch.empty(200, -(-V // 64) * 64) if full else None
+        bias = torch.empty(V, dtype=dtype) if full and V == 4096 else None
+        sizes = f"{tile.BLOCK_M}x{tile.BLOCK_V}x{tile.BLOCK_H} w{tile.num_warps} s{tile.num_stages}"
+        where = f"{name(dtype)}, V {V}, H {H}, {sizes}{' TMA' if tile.tma else ''}{', stores' if full else ''}"
+        args = (torch.empty(200, 6), logits, hidden, weight, torch.zeros(200, dtype=torch.int64), bias, 1.0, tile)
+        yield where, H % 8 == 0, lambda args=args: linear_logprob.linear_statistics(*args)
+
+
+def token_launches() -> Iterator[Launch]:
     numbers = policy_loss.Coefficients(0.5, 0.1, 0.2, 0.2, 3.0, 0.1, 0.1, 2.0)
     for internal, external, all_given in product(INTERNAL, EXTERNAL, (False, True)):
         given = policy_loss.Given(all_given, all_given, all_given)
         where = f"{internal}, {external}, optional inputs {'given' if all_given else 'absent'}"
         args = (torch.empty(200, 6), torch.empty(200, 8), numbers, given, internal, external)
         yield where, False, lambda args=args: policy_loss.token_loss(*args)
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def compile_all(arch: int) -> Iterator[dict[str, Any]]:
@@ -84,10 +112,11 @@ def compile_all(arch: int) -> Iterator[dict[str, Any]]:
     driver.set_active(NoDevice(arch))
     JITFunction.run = compile_only
     try:
-        for variant, aligned, start in launches():
+        for variant, aligned, start in chain(row_launches(), gemm_launches(arch), token_launches()):
             start()
-            name, kernel = compiled.pop()
-            yield {"arch": arch, "kernel": name, "variant": variant, "aligned": aligned} | resources(kernel)
+            while compiled:
+                kernel_name, kernel = compiled.pop()
+                yield {"arch": arch, "kernel": kernel_name, "variant": variant, "aligned": aligned} | resources(kernel)
     finally:
         JITFunction.run = launch
 
@@ -109,7 +138,10 @@ def resources(kernel: Any) -> dict[str, int]:
         "registers": int(registers[1]),
         "shared": kernel.metadata.shared,
         "spills": sum(o.split(".")[0] in ("LDL", "STL") for o in opcodes),
-        "loads16": sum(o.startswith("LDG") and ".128" in o for o in opcodes),
+        # LDGSTS copies to shared memory past the registers; UTMALDG is a load by TMA, of a whole tile.
+        "loads16": sum((o.startswith(("LDG", "LDGSTS")) and ".128" in o) or o.startswith("UTMALDG") for o in opcodes),
+        "stores16": sum(o.startswith("STG") and ".128" in o for o in opcodes),
+        "tensor_cores": sum(o.split(".")[0] in ("HMMA", "HGMMA", "UTCHMMA") for o in opcodes),
     }
 
 
@@ -130,7 +162,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         rows = [row for arch in options.arch for row in compile_all(arch)]
-    columns = ("arch", "kernel", "variant", "registers", "shared", "spills", "loads16", "faults")
+    columns = (
+        "arch", "kernel", "variant", "registers", "shared", "spills", "loads16", "stores16", "tensor_cores", "faults",
+    )  # fmt: skip
     table = Table(*columns, title=f"Triton {triton.__version__}")
     for row in rows:
         row["faults"] = "; ".join(faults(row))

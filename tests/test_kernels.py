@@ -34,7 +34,7 @@ def fused(head: Head, constants: dict[str, Any], objective: Objective, **options
 
 def statistics(logits: Tensor, target: Tensor, bias: Tensor | None = None, temperature: float = 1.0) -> Tensor:
     values = logits.new_empty(len(target), row_kernels.WIDTH.value)
-    row_kernels.row_statistics(values, logits, target, bias, temperature)
+    row_kernels.row_statistics(values, logits, logits.shape[1], target, bias, temperature)
     return values
 
 
@@ -113,7 +113,9 @@ def test_fp16_gradients_of_the_logits_do_not_vanish(size: float, monkeypatch: py
     else:
         monkeypatch.setattr(backend, "_gradient_dtype", lambda head: torch.float16)
         monkeypatch.setattr(backend, "dhidden", lambda dz, head, f=backend.dhidden: f(dz.float(), head))
-        monkeypatch.setattr(backend, "add_dweight", lambda dw, dz, h, f=backend.add_dweight: f(dw, dz.float(), h))
+        monkeypatch.setattr(
+            backend, "add_dweight", lambda dw, dz, h, f=backend.add_dweight, **o: f(dw, dz.float(), h, **o)
+        )
     got = fused(head, constants, EVERYTHING)
     for name in ("dhidden", "dweight", "dbias"):
         error = (got[name].float() - want[name]).abs().max()
@@ -161,7 +163,7 @@ def test_gradient_rows_sum_to_0_and_only_rows_with_a_slot_are_written() -> None:
     values[:, backend.DLOGPROB], values[:, backend.DENTROPY] = 0.7, -0.3
     out = torch.full((4, BLOCK_V + 100), 9.0, device=DEVICE)
     slot = torch.tensor([2, -1, 0, -1, 1, -1], device=DEVICE)
-    row_kernels.row_gradient(out, slot, values, logits, target, None, 1.0)
+    row_kernels.row_gradient(out, slot, values, logits, logits.shape[1], target, None, 1.0)
     assert out[3].eq(9).all()
     assert (out[:3].sum(1).abs() <= 8 * EPS * out[:3].abs().sum(1)).all()
     logp = logits[[2, 4, 0]].double().log_softmax(1)
@@ -196,7 +198,7 @@ def test_impossible_and_undefined_logits() -> None:
     torch.testing.assert_close(values[:, backend.ENTROPY].double(), entropy, equal_nan=True, rtol=1e-5, atol=1e-5)
     values[:, backend.DLOGPROB], values[:, backend.DENTROPY] = 0.5, 0.25
     out = torch.empty_like(logits)
-    row_kernels.row_gradient(out, torch.arange(7, device=DEVICE), values, logits, target, None, 1.0)
+    row_kernels.row_gradient(out, torch.arange(7, device=DEVICE), values, logits, V, target, None, 1.0)
     assert out[[0, 1, 5, 6]].isfinite().all()
     assert out[0, : BLOCK_V + 3].eq(0).all()
     assert out[[2, 3, 4]].isnan().all()
@@ -224,8 +226,8 @@ def test_offsets_beyond_2_to_the_31() -> None:
     values[:, backend.DLOGPROB :] = want[:, backend.DLOGPROB :] = 1.0
     assert torch.equal(values, want)
     near = torch.empty(3, V, device=DEVICE)
-    row_kernels.row_gradient(out, torch.arange(3, device=DEVICE), values, logits, target, None, 1.0)
-    row_kernels.row_gradient(near, torch.arange(3, device=DEVICE), want, logits.contiguous(), target, None, 1.0)
+    row_kernels.row_gradient(out, torch.arange(3, device=DEVICE), values, logits, V, target, None, 1.0)
+    row_kernels.row_gradient(near, torch.arange(3, device=DEVICE), want, logits.contiguous(), V, target, None, 1.0)
     assert torch.equal(out.contiguous(), near)
 
 
@@ -236,7 +238,7 @@ def test_rows_without_a_gradient_cost_no_gemm_and_the_others_are_gathered(monkey
     constants["advantage"].fill_(1.0)
     sizes: list[int] = []
     original = backend.add_dweight
-    monkeypatch.setattr(backend, "add_dweight", lambda *a: (sizes.append(len(a[1])), original(*a))[1])
+    monkeypatch.setattr(backend, "add_dweight", lambda *a, **o: (sizes.append(len(a[1])), original(*a, **o))[1])
     monkeypatch.setattr(backend, "plan", lambda *_: (4, 10))  # 16 chunks with one active row each
     objective = Objective("ratio", "none")
     constants["external"].fill_(False)
@@ -247,18 +249,20 @@ def test_rows_without_a_gradient_cost_no_gemm_and_the_others_are_gathered(monkey
 
 @given(
     n=st.integers(0, 5000), V=st.integers(1, 200_000), H=st.integers(1, 5000), scratch=st.floats(1.0, 1e10),
-    gradient=st.booleans(),
+    gradient=st.booleans(), gemm=st.sampled_from(["vendor", "triton"]),
 )  # fmt: skip
-def test_the_plan_keeps_to_its_scratch(n: int, V: int, H: int, scratch: float, gradient: bool) -> None:
+def test_the_plan_keeps_to_its_scratch(n: int, V: int, H: int, scratch: float, gradient: bool, gemm: str) -> None:
     def empty(*shape: int) -> Tensor:
         return torch.zeros(1).expand(*shape)
 
     head = backend.Head(empty(n, H), empty(V, H), None, torch.zeros(1, dtype=torch.int64).expand(n), 1.0)
-    rows, capacity = backend.plan(head, scratch, gradient)
+    rows, capacity = backend.plan(head, scratch, gradient, gemm)
     assert 1 <= rows <= max(n, 1)
     assert capacity >= rows * gradient * (n > 0)
     if rows > 1:
-        assert 4 * V * rows + (4 * V + 12 * H) * capacity <= scratch
+        tile = row_kernels.default_tile(head.hidden, gradient)
+        row = 4 * V * (gradient or gemm == "vendor") + 12 * -(-V // tile.BLOCK_V) * (gemm == "triton")
+        assert row * rows + (4 * V + 12 * H) * capacity <= scratch
 
 
 # ---- inputs
@@ -341,5 +345,5 @@ def test_says_what_it_cannot_do(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     if dtype == torch.float64:
         with pytest.raises(ValueError, match="'triton' needs bf16, fp16 or fp32; got float64"):
             linear_logprob(**head, backend="triton")
-    with pytest.raises(ValueError, match=r"want logits \(n, V\) fp32, contiguous in V.*strides \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"want logits \(3, W\) fp32, W >= 5, contiguous in W.*strides \(1, 3\)"):
         statistics(torch.zeros(5, 3).T, torch.zeros(3, dtype=torch.int64))

@@ -1,19 +1,23 @@
-"""The `triton` backend: the vendor's GEMMs and Triton row kernels, one pass, three GEMMs; CUDA, or the interpreter.
+"""The `triton` backend: GEMMs and Triton row kernels, one pass, three GEMMs; CUDA, or the interpreter.
 
 Per chunk of tokens: logits in fp32 by one GEMM, statistics of the rows, the objective, and the gradient of the logits
 in the dtype of the inputs, of the rows that have one. These rows of all chunks fill one gradient buffer; when the next
 chunk might not fit, two GEMMs take what is there to hidden and weight.
 
+The first GEMM is the vendor's, and a kernel reads its logits; or, gemm="triton", ours with the statistics in its
+epilogue: one reading of the logits less, and for logprobs alone no logits at all. The other GEMMs are the vendor's.
+
 How many rows are active the host must know to size these GEMMs. The count is copied to the host behind each chunk and
 awaited only when the GEMM of the next chunk is under way, so the device does not run dry.
 
 Scratch. A row of logits takes 4 V bytes; a row of gradients V elements of the inputs' dtype and 8 H bytes or more. A
-chunk of logits reads W once, 2 V H bytes in bf16; a filling of the buffer reads W, and adds to an fp32 dW through an
-fp32 product, 18 V H bytes. Under a given sum of both buffers the traffic is least at sqrt(18), about 4, rows of
-gradients a row of logits. At max_scratch_mb = 1250, H = 3584, V = 151,936 in bf16: 512 rows of logits, 2432 of
-gradients. The dW accumulator (V, H) is not counted.
+chunk of logits reads W once, 2 V H bytes in bf16; an emptying of the buffer reads W, and reads and writes an fp32 dW,
+10 V H bytes. `plan` takes the two sizes with the least traffic, the buffer a whole number of chunks. At
+max_scratch_mb = 1250, H = 3584, V = 151,936, N = 16,384 in bf16: 640 rows of logits, 2560 of gradients, 122 V H bytes,
+66 GB, against 54 TFLOP. The dW accumulator (V, H) is not counted.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
@@ -24,22 +28,22 @@ from rlplus.kernels import linear_logprob as row_kernels
 from rlplus.kernels import policy_loss as token_kernels
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.ops.chunked import (
-    VOCABULARY_BLOCK,
     Gradients,
     Head,
     Statistics,
     _logits,
-    add_dweight,
     dhidden,
     drop_smallest,
     fp16_scale,
+    logits_into,
 )
 
 LOGPROB, ENTROPY = row_kernels.LOGPROB.value, row_kernels.ENTROPY.value
 MAX, LOGSUM = row_kernels.MAX.value, row_kernels.LOGSUM.value
 DLOGPROB, DENTROPY, WIDTH = row_kernels.DLOGPROB.value, row_kernels.DENTROPY.value, row_kernels.WIDTH.value
-GRADIENTS_PER_LOGITS = 4  # rows of the two buffers
 TILE = 128  # rows that a GEMM handles together: larger buffers are multiples of it
+LINE = 64  # columns of which buffers have a multiple, so that rows start at multiples of 128 bytes
+GEMM = "vendor"  # the first one, where a caller has no wish; or "triton"
 
 
 def policy_loss(
@@ -50,27 +54,27 @@ def policy_loss(
     scratch_bytes: float,
     needs: list[bool],
     weight_grad: Tensor | None,
+    gemm: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
     """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed.
 
     With `weight_grad` (V, H) fp32, the gradient of weight is added there.
     """
-    gradient = any(needs) or weight_grad is not None
+    gemm, gradient = _strategy(head, gemm), any(needs) or weight_grad is not None
     columns, given = _columns(constants)
     surrogates = (_coefficients(objective), given, objective.internal, objective.external)
     values = head.hidden.new_empty(len(head.target), WIDTH, dtype=head.dtype)
     sums = [values.new_zeros(1, token_kernels.SUMS.value)]
     with _on(head.hidden.device):
-        rows, capacity = plan(head, scratch_bytes, gradient)
+        rows, capacity = plan(head, scratch_bytes, gradient, gemm)
         buffer = GradientBuffer(head, needs, capacity, _weights(constants, objective), weight_grad)
-        for chunk in _chunks(head, rows):
-            value, logits = values[chunk], _logits(head.hidden[chunk], head)
-            row_kernels.row_statistics(value, logits, *_rest(head, chunk))
+        for chunk, logits in _chunks(head, rows, stored=gradient or gemm == "vendor"):
+            value = values[chunk]
+            _statistics(head, chunk, value, logits, gemm)
             sums.append(token_kernels.token_loss(value, columns[chunk], *surrogates))
             if gradient:
                 value[:, DLOGPROB] = drop_smallest(value[:, DLOGPROB], value[:, LOGPROB], grad_filter)
                 buffer.add(chunk, value, logits)
-            del logits  # its memory is the next chunk's
         grads = buffer.finish()
     stats = torch.cat(sums).sum(0)
     loss = stats[STATS.index("loss_internal") : STATS.index("loss_entropy") + 1].sum()
@@ -78,32 +82,30 @@ def policy_loss(
     return loss, values[:, LOGPROB].clone(), values[:, ENTROPY].clone(), stats[: len(names)].clone(), grads
 
 
-def logprob(head: Head, scratch_bytes: float) -> tuple[Tensor, Tensor]:
+def logprob(head: Head, scratch_bytes: float, gemm: str | None = None) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), entropy (N,)."""
+    gemm = _strategy(head, gemm)
     values = head.hidden.new_empty(len(head.target), WIDTH, dtype=head.dtype)
     with _on(head.hidden.device):
-        rows, _ = plan(head, scratch_bytes, gradient=False)
-        for chunk in _chunks(head, rows):
-            logits = _logits(head.hidden[chunk], head)
-            row_kernels.row_statistics(values[chunk], logits, *_rest(head, chunk))
-            del logits
+        rows, _ = plan(head, scratch_bytes, gradient=False, gemm=gemm)
+        for chunk, logits in _chunks(head, rows, stored=gemm == "vendor"):
+            _statistics(head, chunk, values[chunk], logits, gemm)
     return values[:, LOGPROB].clone(), values[:, ENTROPY].clone()
 
 
 def logprob_backward(
-    head: Head, dlogprob: Tensor, dentropy: Tensor, scratch_bytes: float, needs: list[bool]
+    head: Head, dlogprob: Tensor, dentropy: Tensor, scratch_bytes: float, needs: list[bool], gemm: str | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of sum(dlogprob * logprob + dentropy * entropy); recomputes the logits."""
+    gemm = _strategy(head, gemm)
     values = head.hidden.new_empty(len(head.target), WIDTH, dtype=head.dtype)
     values[:, DLOGPROB], values[:, DENTROPY] = dlogprob, dentropy
     with _on(head.hidden.device):
-        rows, capacity = plan(head, scratch_bytes, any(needs))
+        rows, capacity = plan(head, scratch_bytes, any(needs), gemm)
         buffer = GradientBuffer(head, needs, capacity, [dlogprob, dentropy])
-        for chunk in _chunks(head, rows):
-            logits = _logits(head.hidden[chunk], head)
-            row_kernels.row_statistics(values[chunk], logits, *_rest(head, chunk))
+        for chunk, logits in _chunks(head, rows):
+            _statistics(head, chunk, values[chunk], logits, gemm)
             buffer.add(chunk, values[chunk], logits)
-            del logits
         return buffer.finish()
 
 
@@ -122,7 +124,7 @@ def block_logits(head: Head) -> Tensor:
 def block_statistics(head: Head, z: Tensor) -> Statistics:
     values = z.new_empty(len(z), WIDTH)
     with _on(z.device):
-        row_kernels.row_statistics(values, z, *_rest(head, slice(None)))
+        row_kernels.row_statistics(values, z, z.shape[1], *_rest(head, slice(None)))
     return Statistics(values[:, MAX], values[:, LOGSUM], values[:, LOGPROB], values[:, ENTROPY])
 
 
@@ -130,9 +132,9 @@ def block_gradient(head: Head, z: Tensor, rows: Statistics, dlogprob: Tensor, de
     columns = {LOGPROB: rows.logprob, ENTROPY: rows.entropy, MAX: rows.max, LOGSUM: rows.logsum, DLOGPROB: dlogprob}
     columns[DENTROPY] = torch.zeros_like(dlogprob) if dentropy is None else dentropy
     values = torch.stack([columns[i] for i in range(WIDTH)], 1)
-    dz = z.new_empty(z.shape, dtype=_gradient_dtype(head))
+    dz, slot = z.new_empty(z.shape, dtype=_gradient_dtype(head)), torch.arange(len(z), device=z.device)
     with _on(z.device):
-        row_kernels.row_gradient(dz, torch.arange(len(z), device=z.device), values, z, *_rest(head, slice(None)))
+        row_kernels.row_gradient(dz, slot, values, z, z.shape[1], *_rest(head, slice(None)))
     return dz
 
 
@@ -140,18 +142,27 @@ def block_dhidden(dz: Tensor, head: Head) -> Tensor:
     return dhidden(dz, head)
 
 
-def plan(head: Head, scratch_bytes: float, gradient: bool) -> tuple[int, int]:
-    """Rows of logits a chunk, and rows of the gradient buffer (0 without `gradient`); see the module."""
-    N, (V, H) = len(head.target), head.weight.shape
-    logits = V * head.dtype.itemsize
-    row = V * _gradient_dtype(head).itemsize + H * (2 * head.hidden.dtype.itemsize + head.dtype.itemsize)
+# ---- the sizes of the buffers
+
+
+def plan(head: Head, scratch_bytes: float, gradient: bool, gemm: str) -> tuple[int, int]:
+    """Rows of a chunk, and rows of the gradient buffer (0 without `gradient`); see the module."""
+    N, (V, H), W = len(head.target), head.weight.shape, _width(head)
+    wide, narrow = head.dtype.itemsize, head.hidden.dtype.itemsize
+    row = W * wide if gradient or gemm == "vendor" else 0
+    if gemm == "triton":
+        row += 12 * -(-V // row_kernels.default_tile(head.hidden, gradient).BLOCK_V)
     if not gradient:
-        return min(_tiles(scratch_bytes / logits), max(N, 1)), 0
-    if head.hidden.dtype != head.dtype:
-        scratch_bytes -= min(V, VOCABULARY_BLOCK) * H * head.dtype.itemsize  # what is added to dW
-    rows = _tiles(scratch_bytes / (logits + GRADIENTS_PER_LOGITS * row))
-    capacity = max(rows, _tiles((scratch_bytes - rows * logits) / row))
-    return min(rows, max(N, 1)), min(capacity, N)
+        return min(_tiles(scratch_bytes / row), max(N, 1)), 0
+    gradient_row = W * _gradient_dtype(head).itemsize + H * (2 * narrow + wide)
+    sizes = [(_tiles(scratch_bytes / (row + k * gradient_row)), k) for k in range(1, 17)]
+    fitting = [(n, k) for n, k in sizes if k == 1 or n * (row + k * gradient_row) <= scratch_bytes]
+    # Readings of W, and of W and dW, for each chunk and each emptying; with equal traffic the smaller buffers.
+    _, _, rows, k = min(
+        (math.ceil(N / n) * narrow + math.ceil(N / (n * k)) * (narrow + 2 * wide), n * (row + k * gradient_row), n, k)
+        for n, k in fitting
+    )
+    return min(rows, max(N, 1)), min(rows * k, N)
 
 
 def _tiles(rows: float) -> int:
@@ -176,8 +187,13 @@ class GradientBuffer:
         weight_grad: Tensor | None = None,
     ) -> None:
         self.head, self.capacity, device = head, capacity, head.hidden.device
-        self.weight_grad, self.grads = weight_grad, Gradients.zeros(head, needs, weight_grad)
-        self.dlogits = head.hidden.new_empty(capacity, len(head.weight), dtype=_gradient_dtype(head))
+        # No zeros for the weight: the first emptying writes it. Zeros would be written, and read, once more.
+        empty = head.weight if needs[1] and weight_grad is None else head.weight[:0]
+        self.weight_grad, self.written = weight_grad, weight_grad is not None
+        self.grads = Gradients.zeros(head, [needs[0], False, needs[2]])._replace(
+            weight=torch.empty_like(empty, dtype=head.dtype) if weight_grad is None else weight_grad
+        )
+        self.dlogits = head.hidden.new_empty(capacity, _width(head), dtype=_gradient_dtype(head))
         self.scale = fp16_scale(*weights) if self.dlogits.dtype == torch.float16 else None
         if self.scale is not None and weight_grad is not None:
             weight_grad.mul_(self.scale)  # a power of two: exact, and undone at the end
@@ -191,11 +207,12 @@ class GradientBuffer:
         elif device.type == "cuda":
             self.seen, self.event = torch.zeros(1, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
 
-    def add(self, chunk: slice, values: Tensor, logits: Tensor) -> None:
+    def add(self, chunk: slice, values: Tensor, logits: Tensor | None) -> None:
         """Take in the rows of a chunk that have a gradient; their slopes may be scaled in `values`.
 
         The logits should be under way: here the host waits.
         """
+        assert logits is not None
         filled = self._filled()
         if filled + len(values) > self.capacity:
             self._empty(filled)
@@ -206,7 +223,7 @@ class GradientBuffer:
         self.token.scatter_(0, slot.where(taken, self.capacity), token)
         if self.scale is not None:
             values[:, DLOGPROB:] *= self.scale
-        row_kernels.row_gradient(self.dlogits, slot, values, logits, *_rest(self.head, chunk))
+        row_kernels.row_gradient(self.dlogits, slot, values, logits, len(self.head.weight), *_rest(self.head, chunk))
         self.filled += taken.sum()
         if self.fixed:
             self.seen += len(values)
@@ -217,6 +234,8 @@ class GradientBuffer:
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """-> gradients of hidden, weight and bias where needed."""
         self._empty(self._filled())
+        if not self.written:
+            self.grads.weight.zero_()
         if self.scale is not None:
             self.grads.weight.div_(self.scale)
             self.grads.bias.div_(self.scale)
@@ -229,7 +248,7 @@ class GradientBuffer:
 
     def _empty(self, filled: int) -> None:
         if filled:
-            dlogits, token = self.dlogits[:filled], self.token[:filled]
+            dlogits, token = self.dlogits[:filled, : len(self.head.weight)], self.token[:filled]
             if self.grads.hidden.numel():
                 gradient = dhidden(dlogits, self.head)
                 if self.scale is not None:
@@ -239,12 +258,21 @@ class GradientBuffer:
                 hidden = self.head.hidden[token]
                 if self.fixed:
                     hidden.masked_fill_(~self.active[token, None], 0.0)
-                add_dweight(self.grads.weight, dlogits, hidden)
+                add_dweight(self.grads.weight, dlogits, hidden, beta=float(self.written))
+                self.written = True
             if self.grads.bias.numel():
                 self.grads.bias.add_(dlogits.sum(0, dtype=self.grads.bias.dtype))
         self.filled.zero_()
         if self.fixed:
             self.seen.zero_()
+
+
+def add_dweight(total: Tensor, dz: Tensor, hidden: Tensor, beta: float = 1.0) -> None:
+    """total (V, H) = beta total + dz^T hidden; with beta 0 whatever total held."""
+    if hidden.is_cuda and hidden.dtype != total.dtype:
+        torch.addmm(total, dz.t(), hidden, beta=beta, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, dz.t(), hidden.to(dz.dtype), beta=beta, out=total)
 
 
 def _capturing(device: torch.device) -> bool:
@@ -261,9 +289,38 @@ def _on(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _chunks(head: Head, rows: int) -> Iterator[slice]:
+def _strategy(head: Head, gemm: str | None) -> str:
+    """Our GEMM reads rows of the weight; one that lies the other way would have to be copied."""
+    return (gemm or GEMM) if head.weight.stride(1) == 1 else "vendor"
+
+
+def _width(head: Head) -> int:
+    return -(-len(head.weight) // LINE) * LINE
+
+
+def _chunks(head: Head, rows: int, stored: bool = True) -> Iterator[tuple[slice, Tensor | None]]:
+    """Chunks, and a buffer for the logits of each, the same memory every time; None unless `stored`."""
     N = len(head.target)
-    return (slice(start, min(start + rows, N)) for start in range(0, N, rows))
+    logits = head.hidden.new_empty(rows, _width(head), dtype=head.dtype) if stored else None
+    for start in range(0, N, rows):
+        chunk = slice(start, min(start + rows, N))
+        yield chunk, None if logits is None else logits[: chunk.stop - start]
+
+
+def _statistics(head: Head, chunk: slice, values: Tensor, logits: Tensor | None, gemm: str) -> None:
+    """Fill the columns of `values` that the logits decide, and logits (n, W) unless they are None."""
+    hidden, weight, V, rest = head.hidden[chunk], head.weight, len(head.weight), _rest(head, chunk)
+    if gemm == "triton":
+        if not hidden.is_cuda:  # what the interpreter makes of bf16 is wrong
+            hidden, weight = hidden.to(head.dtype), weight.to(head.dtype)
+        row_kernels.linear_statistics(values, logits, hidden.contiguous(), weight, *rest)
+        return
+    assert logits is not None
+    if hidden.is_cuda and hidden.dtype != head.dtype:
+        torch.mm(hidden, weight.t(), out_dtype=head.dtype, out=logits[:, :V])
+    else:
+        logits_into(hidden, head, logits[:, :V])
+    row_kernels.row_statistics(values, logits, V, *rest)
 
 
 def _rest(head: Head, chunk: slice) -> tuple[Tensor, Tensor | None, float]:
