@@ -45,8 +45,8 @@ class Tile(NamedTuple):
     tma: bool
 
 
-# By the GPU's major compute capability, for half precision: without and with logits to store, which takes registers;
-# 0: the interpreter. Expected to be fast, not measured.
+# By the GPU's major compute capability, for half precision: alone, and with a bias or logits to store, which take
+# registers; 0: the interpreter. Expected to be fast, not measured.
 TILES = {
     0: (Tile(16, 32, 32, 2, 4, 1, True), Tile(32, 64, 32, 2, 4, 1, False)),
     8: (Tile(128, 128, 64, 8, 8, 3, False), Tile(128, 128, 64, 8, 8, 3, False)),
@@ -94,11 +94,11 @@ def row_gradient(
         )  # fmt: skip
 
 
-def default_tile(hidden: Tensor, stores: bool) -> Tile:
-    """That of the tensor's device and dtype; `stores`: logits."""
+def default_tile(hidden: Tensor, more: bool) -> Tile:
+    """That of the tensor's device and dtype; `more`: with a bias or logits to store."""
     if hidden.dtype == torch.float32 and hidden.is_cuda:
         return FP32_TILE
-    return TILES[torch.cuda.get_device_capability(hidden.device)[0] if hidden.is_cuda else 0][stores]
+    return TILES[torch.cuda.get_device_capability(hidden.device)[0] if hidden.is_cuda else 0][more]
 
 
 def _tma_reads(x: Tensor) -> bool:
@@ -135,7 +135,7 @@ def linear_statistics(
         raise ValueError(f"want hidden (n, H) and weight (V, H), contiguous in H; got {got}")
     if not n:
         return
-    tile = tile or default_tile(hidden, logits is not None)
+    tile = tile or default_tile(hidden, logits is not None or bias is not None)
     tiles = triton.cdiv(V, tile.BLOCK_V)
     partial = torch.empty(tiles, PARTIALS.value, n, dtype=torch.float32, device=hidden.device)
     sides, strides = (hidden, weight), (hidden.stride(0), weight.stride(0))

@@ -1,5 +1,6 @@
 """Inputs of a head, an operation run on them with its gradients, and how exact the result must be."""
 
+import mmap
 from typing import Any
 
 import torch
@@ -14,13 +15,22 @@ EVERYTHING = Objective("clip", "mis", **FEATURES["all"])
 Head = dict[str, Tensor]
 
 
-def sample(n: int, V: int = 23, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Head, dict[str, Tensor]]:
+def sample(
+    n: int, V: int = 23, seed: int = 0, dtype: torch.dtype = torch.float64, H: int = H
+) -> tuple[Head, dict[str, Tensor]]:
     """hidden, weight, bias and target of n tokens, in `dtype`; their constants, in at least fp32."""
     g = torch.Generator().manual_seed(2000 + seed)
     hidden, weight, bias = (torch.randn(*s, generator=g, dtype=torch.float64) for s in ((n, H), (V, H), (V,)))
-    head = {"hidden": hidden.to(dtype), "weight": (0.6 * weight).to(dtype), "bias": bias.to(dtype)}
+    head = {"hidden": hidden.to(dtype), "weight": (1.6 * H**-0.5 * weight).to(dtype), "bias": bias.to(dtype)}
     constants = sample_constants((n,), seed, torch.promote_types(dtype, torch.float32))
     return head | {"target": torch.randint(V, (n,), generator=g)}, constants
+
+
+def on_policy(head: Head) -> Head:
+    """With targets that the policy samples: of a large vocabulary most others have no probability, and ratios explode."""
+    logits = head["hidden"].double() @ head["weight"].double().T + head["bias"].double()
+    g = torch.Generator().manual_seed(len(logits))
+    return head | {"target": torch.multinomial(logits.softmax(1), 1, generator=g).squeeze(1)}
 
 
 def run(head: Head, constants: dict[str, Any], objective: Objective, **options: Any) -> dict[str, Any]:
@@ -30,6 +40,15 @@ def run(head: Head, constants: dict[str, Any], objective: Objective, **options: 
     out = linear_policy_loss(**leaf, target=head["target"], objective=objective, **inputs, **options)
     grads = torch.autograd.grad(out.loss, list(leaf.values()))
     return out._asdict() | {f"d{name}": g for name, g in zip(leaf, grads, strict=True)}
+
+
+def on_device(
+    device: str, head: Head, constants: dict[str, Any], objective: Objective, **options: Any
+) -> dict[str, Any]:
+    """`run` of the triton backend on that device; the results are on the CPU."""
+    there = ({k: v.to(device) if isinstance(v, Tensor) else v for k, v in x.items()} for x in (head, constants))
+    got = run(*there, objective, backend="triton", **options)
+    return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in got.items()}
 
 
 def closed(head: Head, constants: dict[str, Any], objective: Objective, temperature: float = 1.0) -> dict[str, Any]:
@@ -100,3 +119,13 @@ def check_precision(
             bound = bound + torch.finfo(dtype).eps * exact[name].abs() + torch.finfo(dtype).tiny
         error = (value - exact[name]).abs()
         assert (error <= bound).all(), f"{name}: error {error.max():.1e}, bound {bound.max():.1e}"
+
+
+def huge(device: str, rows: int, stride: int, V: int) -> Tensor:
+    """(rows, V) fp32 with that stride, on memory that exists only where it is touched (on the CPU)."""
+    size = (rows - 1) * stride + V
+    if device == "cuda":
+        return torch.empty(size, device=device).as_strided((rows, V), (stride, 1))
+    no_reserve = 0x4000  # Linux; Python has no name for it
+    memory = mmap.mmap(-1, size * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    return torch.frombuffer(memory, dtype=torch.float32).as_strided((rows, V), (stride, 1))

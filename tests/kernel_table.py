@@ -3,8 +3,9 @@
     python tests/kernel_table.py [--arch 80 90 100 120] [--json PATH]
 
 The launches are those of the public functions: they run with the compiler in the place of the launcher, on a driver
-that only names a target. Exit status 1 if a kernel spills registers, exceeds the shared memory of a block, or loads
-aligned rows in pieces of less than 16 bytes. TRITON_INTERPRET must not be set.
+that only names a target. Exit status 1 if a kernel spills registers, exceeds the shared memory of a block, loads
+aligned rows in pieces of less than 16 bytes, or multiplies half precision without the tensor cores. TRITON_INTERPRET
+must not be set.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -73,20 +75,23 @@ def row_launches() -> Iterator[Launch]:
 
 
 def gemm_launches(arch: int) -> Iterator[Launch]:
-    """The tile that is used in every variant, the candidates in one; H = 72 leaves a tail, H = 70 is not aligned."""
-    half = linear_logprob.TILES[arch // 10]
-    used = [(half[0], torch.bfloat16), (half[0], torch.float16), (linear_logprob.FP32_TILE, torch.float32)]
-    variants = [(*pair, V, H, full) for pair in used for V, H in ((4096, 128), (4097, 72)) for full in (False, True)]
-    variants += [(half[0], torch.bfloat16, 4096, 70, True)]
-    variants += [(tile, torch.bfloat16, 4096, 128, full) for tile in half[1:] for full in (False, True)]
-    for tile, dtype, V, H, full in variants:
-        hidden, weight = torch.empty(200, H, dtype=dtype), torch.empty(V, H, dtype=dtype)
-        logits = torch.empty(200, -(-V // 64) * 64) if full else None
-        bias = torch.empty(V, dtype=dtype) if full and V == 4096 else None
-        sizes = f"{tile.BLOCK_M}x{tile.BLOCK_V}x{tile.BLOCK_H} w{tile.num_warps} s{tile.num_stages}"
-        where = f"{name(dtype)}, V {V}, H {H}, {sizes}{' TMA' if tile.tma else ''}{', stores' if full else ''}"
-        args = (torch.empty(200, 6), logits, hidden, weight, torch.zeros(200, dtype=torch.int64), bias, 1.0, tile)
-        yield where, H % 8 == 0, lambda args=args: linear_logprob.linear_statistics(*args)
+    """Both shipped tiles, alone and with a bias and with logits to store. H = 72 leaves a tail and is not a multiple of 16."""
+    half, fp32 = linear_logprob.TILES[arch // 10], (linear_logprob.FP32_TILE,) * 2
+    sizes = ((4096, 128, True), (4096, 128, False), (4097, 72, False))
+    cases = [(half, torch.bfloat16, size) for size in sizes]
+    cases += [(half, torch.float16, sizes[0]), (fp32, torch.float32, sizes[0]), (fp32, torch.float32, sizes[2])]
+    for (tiles, dtype, (V, H, with_bias)), stores in product(cases, (False, True)):
+        tile, hidden, weight = (
+            tiles[stores or with_bias],
+            torch.empty(200, H, dtype=dtype),
+            torch.empty(V, H, dtype=dtype),
+        )
+        logits, bias = torch.empty(200, -(-V // 64) * 64), torch.empty(V, dtype=dtype)
+        size = f"{tile.BLOCK_M}x{tile.BLOCK_V}x{tile.BLOCK_H} w{tile.num_warps} s{tile.num_stages}"
+        where = f"{name(dtype)}, V {V}, H {H}, {size}{', TMA' * tile.tma}{', stores' * stores}{', bias' * with_bias}"
+        rest = (hidden, weight, torch.zeros(200, dtype=torch.int64), bias if with_bias else None, 1.0, tile)
+        start = partial(linear_logprob.linear_statistics, torch.empty(200, 6), logits if stores else None, *rest)
+        yield where, H % 16 == 0, start
 
 
 def token_launches() -> Iterator[Launch]:
@@ -116,7 +121,8 @@ def compile_all(arch: int) -> Iterator[dict[str, Any]]:
             start()
             while compiled:
                 kernel_name, kernel = compiled.pop()
-                yield {"arch": arch, "kernel": kernel_name, "variant": variant, "aligned": aligned} | resources(kernel)
+                row = {"arch": arch, "kernel": kernel_name, "variant": variant, "aligned": aligned}
+                yield row | resources(kernel)
     finally:
         JITFunction.run = launch
 
@@ -149,7 +155,8 @@ def faults(row: dict[str, Any]) -> list[str]:
     checks = (
         (row["spills"] == 0, f"{row['spills']} spills"),
         (row["shared"] <= SHARED_LIMIT[row["arch"]], f"{row['shared']} bytes of shared memory"),
-        (row["loads16"] > 0 or not row["aligned"], "no loads of 16 bytes"),
+        (row["loads16"] > 0 or not row["aligned"] or row["kernel"] == "_combine_kernel", "no loads of 16 bytes"),
+        (row["tensor_cores"] > 0 or row["kernel"] != "_tile_kernel" or "float32" in row["variant"], "no tensor cores"),
     )
     return [message for ok, message in checks if not ok]
 

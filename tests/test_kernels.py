@@ -1,13 +1,12 @@
 """Contract of the Triton kernels and their backend. Without CUDA they run in Triton's interpreter (see conftest.py)."""
 
 import math
-import mmap
 from typing import Any
 
 import pytest
 import torch
 from closed_form import FEATURES, all_objectives
-from head_cases import EVERYTHING, Head, check_precision, run, sample, tensors
+from head_cases import EVERYTHING, Head, check_precision, huge, on_device, sample, tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,12 +23,7 @@ EVERY = pytest.mark.parametrize("max_scratch_mb", SCRATCH.values(), ids=SCRATCH)
 
 
 def fused(head: Head, constants: dict[str, Any], objective: Objective, **options: Any) -> dict[str, Any]:
-    """`test_ops.run` of this backend, on its device."""
-    there = [
-        {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in inputs.items()} for inputs in (head, constants)
-    ]
-    got = run(*there, objective, backend="triton", **options)
-    return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in got.items()}
+    return on_device(DEVICE, head, constants, objective, **options)
 
 
 def statistics(logits: Tensor, target: Tensor, bias: Tensor | None = None, temperature: float = 1.0) -> Tensor:
@@ -207,19 +201,9 @@ def test_impossible_and_undefined_logits() -> None:
 # ---- memory
 
 
-def huge(rows: int, stride: int, V: int) -> Tensor:
-    """(rows, V) fp32 with that stride, on memory that exists only where it is touched (on the CPU)."""
-    size = (rows - 1) * stride + V
-    if DEVICE == "cuda":
-        return torch.empty(size, device=DEVICE).as_strided((rows, V), (stride, 1))
-    no_reserve = 0x4000  # Linux; Python has no name for it
-    memory = mmap.mmap(-1, size * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
-    return torch.frombuffer(memory, dtype=torch.float32).as_strided((rows, V), (stride, 1))
-
-
 def test_offsets_beyond_2_to_the_31() -> None:
     stride, V = 2**31 // 2 + 10, 20  # row 2 begins past 2^31 elements
-    logits, out = huge(3, stride, V), huge(3, stride, V)
+    logits, out = huge(DEVICE, 3, stride, V), huge(DEVICE, 3, stride, V)
     logits.copy_(torch.randn(3, V))
     target = torch.tensor([3, 4, 5], device=DEVICE)
     values, want = statistics(logits, target), statistics(logits.contiguous(), target)

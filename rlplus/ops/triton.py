@@ -151,7 +151,7 @@ def plan(head: Head, scratch_bytes: float, gradient: bool, gemm: str) -> tuple[i
     wide, narrow = head.dtype.itemsize, head.hidden.dtype.itemsize
     row = W * wide if gradient or gemm == "vendor" else 0
     if gemm == "triton":
-        row += 12 * -(-V // row_kernels.default_tile(head.hidden, gradient).BLOCK_V)
+        row += 12 * -(-V // row_kernels.default_tile(head.hidden, gradient or head.bias is not None).BLOCK_V)
     if not gradient:
         return min(_tiles(scratch_bytes / row), max(N, 1)), 0
     gradient_row = W * _gradient_dtype(head).itemsize + H * (2 * narrow + wide)
