@@ -51,7 +51,7 @@ TILES = {
     0: (Tile(16, 32, 32, 2, 4, 1, True), Tile(32, 64, 32, 2, 4, 1, False)),
     8: (Tile(128, 128, 64, 8, 8, 3, False), Tile(128, 128, 64, 8, 8, 3, False)),
     9: (Tile(128, 256, 64, 16, 8, 3, True), Tile(128, 128, 64, 16, 8, 4, True)),
-    10: (Tile(128, 128, 64, 16, 8, 4, True), Tile(128, 128, 64, 16, 8, 4, True)),
+    10: (Tile(128, 128, 64, 16, 8, 4, True), Tile(64, 128, 64, 16, 8, 4, True)),
     12: (Tile(128, 128, 32, 16, 8, 3, False), Tile(128, 128, 32, 16, 8, 3, False)),
 }
 FP32_TILE = Tile(64, 64, 32, 16, 4, 2, False)  # no tensor cores: "ieee" is plain multiplication and addition

@@ -27,7 +27,7 @@ def sample(
 
 
 def on_policy(head: Head) -> Head:
-    """With targets that the policy samples: of a large vocabulary most others have no probability, and ratios explode."""
+    """With targets that the policy samples: others of a large vocabulary have no probability, and ratios explode."""
     logits = head["hidden"].double() @ head["weight"].double().T + head["bias"].double()
     g = torch.Generator().manual_seed(len(logits))
     return head | {"target": torch.multinomial(logits.softmax(1), 1, generator=g).squeeze(1)}

@@ -75,7 +75,7 @@ def row_launches() -> Iterator[Launch]:
 
 
 def gemm_launches(arch: int) -> Iterator[Launch]:
-    """Both shipped tiles, alone and with a bias and with logits to store. H = 72 leaves a tail and is not a multiple of 16."""
+    """Both shipped tiles; with bias, with logits to store. H = 72 leaves a tail and is not a multiple of 16."""
     half, fp32 = linear_logprob.TILES[arch // 10], (linear_logprob.FP32_TILE,) * 2
     sizes = ((4096, 128, True), (4096, 128, False), (4097, 72, False))
     cases = [(half, torch.bfloat16, size) for size in sizes]

@@ -188,14 +188,13 @@ class GradientBuffer:
     ) -> None:
         self.head, self.capacity, device = head, capacity, head.hidden.device
         # No zeros for the weight: the first emptying writes it. Zeros would be written, and read, once more.
-        empty = head.weight if needs[1] and weight_grad is None else head.weight[:0]
         self.weight_grad, self.written = weight_grad, weight_grad is not None
-        self.grads = Gradients.zeros(head, [needs[0], False, needs[2]])._replace(
-            weight=torch.empty_like(empty, dtype=head.dtype) if weight_grad is None else weight_grad
-        )
+        if weight_grad is None:
+            weight_grad = head.weight.new_empty(head.weight.shape if needs[1] else (0,), dtype=head.dtype)
+        self.grads = Gradients.zeros(head, [needs[0], False, needs[2]])._replace(weight=weight_grad)
         self.dlogits = head.hidden.new_empty(capacity, _width(head), dtype=_gradient_dtype(head))
         self.scale = fp16_scale(*weights) if self.dlogits.dtype == torch.float16 else None
-        if self.scale is not None and weight_grad is not None:
+        if self.scale is not None and self.written:
             weight_grad.mul_(self.scale)  # a power of two: exact, and undone at the end
         # Which token a row belongs to; one element more for tokens that have none.
         self.token = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
