@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# On a machine with a GPU: its tests, compute-sanitizer on small shapes, and the measurements, from the source tree alone.
+#
+#   bench/gpu.sh [--cpu] [OUT] [STEP...]     steps: tests memcheck racecheck bench; all of them by default
+#
+# Results go to the folder OUT (default: $OUT, else gpu-results), at most 8 files. Each step has its own time limit, so
+# that one which hangs costs only itself; the exit status is 1 if any failed. --cpu: the same steps with fewer tests, in
+# Triton's interpreter and with the quick suite, to try the script. PYTHON names the interpreter (default: python3).
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+
+cpu=
+if [ "${1:-}" = --cpu ]; then cpu=1; shift; fi
+out=$(realpath -m "${1:-${OUT:-gpu-results}}")
+[ $# -gt 0 ] && shift
+steps=("$@")
+[ ${#steps[@]} -gt 0 ] || steps=(tests memcheck racecheck bench)
+mkdir -p "$out" || exit 1
+python=${PYTHON:-python3}
+export PYTHONPATH=. PYTHONUNBUFFERED=1
+pytest=("$python" -m pytest -q)
+summary=$out/summary.txt
+failed=0
+
+say() { echo "$*" | tee -a "$summary"; }
+
+# step NAME SECONDS LOG COMMAND...: run it, its output in LOG, and note how it ended.
+step() {
+    local name=$1 limit=$2 log=$out/$3 start=$SECONDS status
+    shift 3
+    timeout --kill-after=10 "$limit" "$@" >> "$log" 2>&1
+    status=$?
+    case $status in
+        0) say "$name: passed in $((SECONDS - start)) s" ;;
+        124 | 137) say "$name: stopped after $limit s" ;;
+        *) say "$name: FAILED with status $status after $((SECONDS - start)) s" ;;
+    esac
+    if [ $status -ne 0 ]; then failed=1; tail -n 25 "$log"; fi
+}
+
+sanitize() {
+    local tool=$1 small=(tests/test_gpu.py -k test_small)
+    if [ -n "$cpu" ]; then
+        small=(tests/test_gemm_kernel.py -k "far_apart")
+        say "$tool: without the tool, on the CPU"
+        step "$tool" 300 sanitizer.log "${pytest[@]}" "${small[@]}"
+    elif ! command -v compute-sanitizer > /dev/null; then
+        say "$tool: skipped, compute-sanitizer is not installed"
+    else
+        # Without torch's cache of memory each tensor is an allocation of its own, whose end the tool can see.
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool" 240 sanitizer.log \
+            compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 9 "${pytest[@]}" "${small[@]}"
+    fi
+}
+
+environment='import sys, torch, triton
+print("Python", sys.version.split()[0], "torch", torch.__version__, "triton", triton.__version__)
+print(*(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or ["no GPU"])'
+say "$(date -u +%FT%TZ) $(git rev-parse --short HEAD 2> /dev/null || echo 'no git')"
+say "$("$python" -c "$environment" 2>&1 | tail -n 5)"
+if [ -z "$cpu" ] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    say "want a CUDA device, or --cpu; got none"
+    exit 1
+fi
+
+for name in "${steps[@]}"; do
+    case $name in
+        tests)
+            files=(tests/test_gpu.py tests/test_gemm_kernel.py)
+            [ -n "$cpu" ] || files+=(tests/test_kernels.py tests/test_token_kernel.py)
+            if "$python" -c 'import xdist' 2> /dev/null; then workers=(-n 6); else workers=(); fi
+            step tests 420 tests.log "${pytest[@]}" "${workers[@]}" --junitxml="$out/tests.xml" "${files[@]}"
+            ;;
+        memcheck | racecheck) sanitize "$name" ;;
+        bench)
+            suite=gpu
+            [ -n "$cpu" ] && suite=quick
+            step bench 580 bench.log "$python" -m bench --suite "$suite" --output "$out"
+            ;;
+        *)
+            say "want steps among tests, memcheck, racecheck, bench; got '$name'"
+            failed=1
+            ;;
+    esac
+done
+say "$([ $failed -eq 0 ] && echo "all passed" || echo "something failed"); results in $out"
+exit $failed
