@@ -140,7 +140,9 @@ def drop_smallest(dlogprob: Tensor, logprob: Tensor, grad_filter: float) -> Tens
     # A row whose mass is exactly 0 costs nothing to drop; one without a gradient may hold a NaN logprob.
     mass = torch.where(dlogprob == 0, 0.0, 2 * dlogprob.abs() * -torch.expm1(logprob.clamp(max=0.0)))
     order = mass.argsort()
-    small = mass[order].cumsum(0) <= grad_filter * mass.sum()
+    # In whole numbers, rounded up: a GPU's cumulative sum of floats differs in bits from run to run.
+    share = (mass / mass.sum() * 2.0**40).ceil().nan_to_num(nan=2.0**41, posinf=2.0**41).long()
+    small = share[order].cumsum(0) <= grad_filter * 2.0**40
     return dlogprob.masked_fill(torch.zeros_like(small).scatter(0, order, small), 0.0)
 
 
@@ -257,14 +259,12 @@ def dweight(dz: Tensor, hidden: Tensor) -> Tensor:
     return torch.mm(dz.t(), hidden.to(dz.dtype))
 
 
-def add_dweight(total: Tensor, dz: Tensor, hidden: Tensor) -> None:
-    """total (V, H) += dz^T hidden."""
-    if dz.is_cuda and hidden.dtype != total.dtype:
-        for start in range(0, len(total), VOCABULARY_BLOCK):  # in blocks: the product to add is a copy in fp32
-            v = slice(start, start + VOCABULARY_BLOCK)
-            total[v] += dweight(dz[:, v], hidden)
+def add_dweight(total: Tensor, dz: Tensor, hidden: Tensor, beta: float = 1.0) -> None:
+    """total (V, H) = beta total + dz^T hidden; with beta 0 whatever total held."""
+    if hidden.is_cuda and hidden.dtype != total.dtype:  # one GEMM that adds: no product in memory
+        torch.addmm(total, dz.to(hidden.dtype).t(), hidden, beta=beta, out_dtype=total.dtype, out=total)
     else:
-        total.addmm_(dz.t(), hidden.to(dz.dtype))
+        torch.addmm(total, dz.t(), hidden.to(dz.dtype), beta=beta, out=total)
 
 
 def fp16_scale(*slopes: Tensor) -> Tensor:
@@ -307,5 +307,9 @@ def block_gradient(head: Head, z: Tensor, rows: Statistics, dlogprob: Tensor, de
     return dz.masked_fill_(~active[:, None], 0.0)  # in a CUDA graph every row takes part
 
 
-def block_dhidden(dz: Tensor, head: Head) -> Tensor:
-    return dhidden(dz, head)
+def add_dhidden(total: Tensor, dz: Tensor, head: Head) -> None:
+    if _mixed(head):
+        torch.addmm(total, dz.to(head.hidden.dtype), head.weight, out_dtype=total.dtype, out=total)
+        return
+    for v, block in _blocks(head.weight, head.dtype):
+        total.addmm_(dz[:, v], block)

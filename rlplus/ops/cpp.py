@@ -216,7 +216,7 @@ class _OnePass:
         if self.gemm is not None:
             dz = dz.view(torch.bfloat16)[:, : dz.shape[1]]
         if self.needs[0]:
-            self.grads.hidden[index] = block_dhidden(dz, self.head).to(self.head.hidden.dtype)
+            self.grads.hidden[index] = _dhidden(dz, self.head).to(self.head.hidden.dtype)
         if self.needs[1]:
             self._add_dweight(dz, hidden, last)
         if self.needs[2]:
@@ -314,7 +314,11 @@ def block_gradient(head: Head, z: Tensor, rows: Statistics, dlogprob: Tensor, de
     return z.view(torch.bfloat16)[:, : z.shape[1]] if narrow else z
 
 
-def block_dhidden(dz: Tensor, head: Head) -> Tensor:
+def add_dhidden(total: Tensor, dz: Tensor, head: Head) -> None:
+    total += _dhidden(dz, head)
+
+
+def _dhidden(dz: Tensor, head: Head) -> Tensor:
     return torch.mm(dz, head.weight) if dz.dtype == head.weight.dtype else dhidden(dz, head)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
 from rlplus.ops.chunked import FLOOR, Head, Statistics, drop_smallest, dweight, fp16_scale
 
+PIECE = 1024  # rows of dhidden that are rounded at a time
 TILE = 128  # columns that a GEMM handles together: larger blocks are multiples of it
 
 
@@ -43,8 +44,8 @@ class Blocks(Protocol):
     def block_bytes(self, head: Head) -> int:
         """Scratch that a logit takes."""
 
-    def block_dhidden(self, dz: Tensor, head: Head) -> Tensor:
-        """dz weight (n, H)."""
+    def add_dhidden(self, total: Tensor, dz: Tensor, head: Head) -> None:
+        """total (n, H), fp32 (fp64), += dz weight."""
 
 
 def policy_loss(
@@ -142,8 +143,7 @@ class _SecondPass:
         self.bias = head.hidden.new_empty(V if needs[2] else 0)
         dhidden, first_lent = self._accumulator(n) if needs[0] else (None, V)
         self.dhidden: Tensor | None = dhidden
-        self.pieces = max(1, int(scratch_bytes / 8 / (H * head.dtype.itemsize)))
-        spans = list(_spans(V, n, self.blocks.block_bytes(head), scratch_bytes * 7 / 8))
+        spans = list(_spans(V, n, self.blocks.block_bytes(head), scratch_bytes))
         for v in spans:
             self._take(v, first=True, weight=v.stop <= first_lent)
         hidden = head.hidden.new_empty(0) if dhidden is None else self._rounded(dhidden)
@@ -167,8 +167,7 @@ class _SecondPass:
         block = _block(self.head, v)
         dz = self.blocks.block_gradient(block, self.blocks.block_logits(block), self.known, *self.slopes)
         if first and self.dhidden is not None:
-            for rows, part in zip(self.dhidden.split(self.pieces), dz.split(self.pieces), strict=True):
-                rows += self.blocks.block_dhidden(part, block)
+            self.blocks.add_dhidden(self.dhidden, dz, block)
         if first and self.bias.numel():
             self.bias[v] = self._unscaled(dz.sum(0, dtype=self.head.dtype))
         if weight and self.weight_grad is not None:
@@ -181,8 +180,8 @@ class _SecondPass:
         if self.index is None and total.dtype == self.whole.hidden.dtype:
             return total
         out = torch.zeros_like(self.whole.hidden, memory_format=torch.contiguous_format)
-        for start in range(0, len(total), self.pieces):  # the rounded copy of all would be as large as the output
-            rows = slice(start, start + self.pieces)
+        for start in range(0, len(total), PIECE):  # the rounded copy of all would be as large as the output
+            rows = slice(start, start + PIECE)
             out[rows if self.index is None else self.index[rows]] = self._unscaled(total[rows]).to(out.dtype)
         return out
 

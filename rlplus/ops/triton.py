@@ -32,11 +32,13 @@ from rlplus.ops.chunked import (
     Head,
     Statistics,
     _logits,
+    add_dweight,
     dhidden,
     drop_smallest,
     fp16_scale,
     logits_into,
 )
+from rlplus.ops.chunked import add_dhidden as add_dhidden  # for rlplus.ops.least, as the block_ functions
 
 LOGPROB, ENTROPY = row_kernels.LOGPROB.value, row_kernels.ENTROPY.value
 MAX, LOGSUM = row_kernels.MAX.value, row_kernels.LOGSUM.value
@@ -136,10 +138,6 @@ def block_gradient(head: Head, z: Tensor, rows: Statistics, dlogprob: Tensor, de
     with _on(z.device):
         row_kernels.row_gradient(dz, slot, values, z, z.shape[1], *_rest(head, slice(None)))
     return dz
-
-
-def block_dhidden(dz: Tensor, head: Head) -> Tensor:
-    return dhidden(dz, head)
 
 
 # ---- the sizes of the buffers
@@ -264,14 +262,6 @@ class GradientBuffer:
         self.filled.zero_()
         if self.fixed:
             self.seen.zero_()
-
-
-def add_dweight(total: Tensor, dz: Tensor, hidden: Tensor, beta: float = 1.0) -> None:
-    """total (V, H) = beta total + dz^T hidden; with beta 0 whatever total held."""
-    if hidden.is_cuda and hidden.dtype != total.dtype:
-        torch.addmm(total, dz.t(), hidden, beta=beta, out_dtype=total.dtype, out=total)
-    else:
-        torch.addmm(total, dz.t(), hidden.to(dz.dtype), beta=beta, out=total)
 
 
 def _capturing(device: torch.device) -> bool:
