@@ -138,6 +138,30 @@ for backend, only in {"reference": None, "torch": None, "cpp": "cpu", "triton": 
             ours(f"{backend} {mb} MB", only, note=f", max_scratch_mb {mb}", backend=backend, max_scratch_mb=mb)
 
 
+def own_gemm(name: str, of: str) -> None:
+    """Registers method `of` of the triton backend with that backend's own first GEMM instead of the vendor's."""
+
+    def prepare(x: Inputs) -> Step:
+        from rlplus.ops import triton
+
+        step = METHODS[of].prepare(x)
+
+        def with_own() -> Tensor | None:
+            before, triton.GEMM = triton.GEMM, "triton"
+            try:
+                return step()
+            finally:
+                triton.GEMM = before
+
+        return with_own
+
+    method(name, METHODS[of].kind, f"{METHODS[of].what}, logits by a Triton GEMM", device="cuda")(prepare)
+
+
+own_gemm("triton own GEMM", "triton")
+own_gemm("triton own GEMM forward", "triton forward")
+
+
 # ---- peers: PyTorch
 
 

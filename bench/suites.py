@@ -13,6 +13,7 @@ PEERS = (
 FAST = ("naive torch", "torch linear CE tuned", "torch linear CE none", "verl torch", "Liger GRPO tuned", "CCE")
 FORWARD = (
     "fp32 logits forward", "naive torch forward", "reference forward", "torch forward", "cpp forward", "triton forward",
+    "triton own GEMM forward",
     "torch linear CE none forward", "verl torch forward", "TRL forward", "CCE none forward",
 )  # fmt: skip
 
@@ -48,7 +49,7 @@ def gpu() -> list[Case]:
     """At most nine minutes on one H200."""
     main: Sizes = {"N": 16_384, "H": 3584, "V": 151_936}  # Qwen2.5-7B
     options = ("320 MB", "160 MB", "least", "into", "entropy", "filter")
-    ours = ("triton", *(f"triton {option}" for option in options), "torch", "reference", "cpp")
+    ours = ("triton", "triton own GEMM", *(f"triton {option}" for option in options), "torch", "reference", "cpp")
     few = ("triton", "torch", "naive torch", "Liger GRPO tuned", "CCE")
     cases = [
         Case("main", **main, dtype="bfloat16", methods=(*ours, *PEERS), sparse=few, shares=(1.0, 0.5, 0.25),
