@@ -1,7 +1,7 @@
 """Checkpoints that are complete or not there, and that resume exactly.
 
     checkpoints/latest            the name of the newest complete checkpoint
-    checkpoints/step-000050/      DeepSpeed's shards, rng-<rank>.pt, state.json
+    checkpoints/step-000050/      DeepSpeed's shards, rng-<rank>.pt, rank-<rank>.pt, state.json
     checkpoints/saving/           one that is being written, or was when the process died
 
 A checkpoint is written under the name `saving`, flushed to the disk, renamed, and only then named in `latest`.
@@ -34,10 +34,11 @@ def latest(folder: Path) -> Path | None:
     return checkpoint
 
 
-def save(engine: Any, folder: Path, step: int, state: dict[str, Any], keep: int) -> Path:
+def save(engine: Any, folder: Path, step: int, state: dict[str, Any], keep: int, rank_state: Any = None) -> Path:
     """Write the DeepSpeed engine, every rank's random state and `state` (JSON) as step `step`; keep the newest `keep`.
 
-    Called by all ranks. Raises OSError (a full disk, say) with the previous checkpoint intact.
+    rank_state: what this rank adds of its own, pickled. Called by all ranks. Raises OSError (a full disk, say)
+    with the previous checkpoint intact.
     """
     final, saving = folder / f"step-{step:06d}", folder / SAVING
     if latest(folder) == final:
@@ -53,6 +54,8 @@ def save(engine: Any, folder: Path, step: int, state: dict[str, Any], keep: int)
     try:
         engine.save_checkpoint(str(folder), tag=SAVING, save_latest=False)
         torch.save(_random_state(), saving / f"rng-{dist.get_rank()}.pt")
+        if rank_state is not None:
+            torch.save(rank_state, saving / f"rank-{dist.get_rank()}.pt")
     except (OSError, RuntimeError) as error:
         failure = error
     _fail_together(failure, step, saving)
@@ -98,6 +101,15 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{file} is damaged, it is not JSON: {error}") from error
     return state
+
+
+def read_rank_state(checkpoint: Path) -> Any:
+    """This rank's `rank_state`, None where there was none."""
+    file = checkpoint / f"rank-{dist.get_rank()}.pt"
+    try:
+        return torch.load(file, weights_only=False) if file.exists() else None
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise ValueError(f"{checkpoint} is damaged, {file.name} cannot be read: {error}") from error
 
 
 def load(engine: Any, checkpoint: Path) -> None:

@@ -193,8 +193,10 @@ def evaluate_model(config: Config, model: str | None = None) -> dict[str, Evalua
     _, model_config = prepare_model(settings, path, config.train.seed)
     with TemporaryDirectory() as folder, Scorer(config.reward) as scorer:
         model_config.save_pretrained(folder)
+        # Nothing trains beside it, so it is always in this process and awake.
+        alone = {"mode": "colocated", "server_url": None, "sleep": False}
         engine = make_engine(
-            config.rollout,
+            config.rollout.model_copy(update=alone),
             str(path),
             dtype=config.model.dtype,
             max_model_len=config.max_generation_length,

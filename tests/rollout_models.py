@@ -46,7 +46,12 @@ def save(model: Qwen2ForCausalLM, path: Path) -> None:
 
 
 def start(kind: str, path: Path, **options: object) -> RolloutEngine:
-    config = RolloutConfig(engine=kind, max_response_length=16, kv_cache_memory_mb=options.pop("cache_mb", 16))  # type: ignore[arg-type]
+    config = RolloutConfig(
+        engine=kind,  # type: ignore[arg-type]
+        max_response_length=16,
+        kv_cache_memory_mb=options.pop("cache_mb", 16),  # type: ignore[arg-type]
+        tensor_parallel_size=options.pop("tensor_parallel_size", 1),  # type: ignore[arg-type]
+    )
     return make_engine(
         config,
         str(path),

@@ -108,6 +108,13 @@ def test_vllm_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.vllm
+def test_vllm_shared_by_two_ranks(tmp_path: Path) -> None:
+    """Half of every layer on each; each rank's answers are to its own prompts, with its own seed."""
+    run_ranks(tmp_path, "vllm tensor-parallel", 2)
+
+
+@pytest.mark.slow
 def test_transformers_on_two_ranks(tmp_path: Path) -> None:
     run_ranks(tmp_path, "transformers", 2)
 
@@ -127,7 +134,7 @@ def _rank(kind: str, path: Path) -> None:
     before = global_state()
     gaps, tokens = [], []
     for tied, (old, new) in models.items():
-        engine = start(kind, path / str(tied))
+        engine = start(kind.split()[0], path / str(tied), tensor_parallel_size=2 if "parallel" in kind else 1)
         prompts = PROMPTS[rank:]  # ranks have different work
         for model in (old, new):
             engine.push_weights(model.named_parameters(), 1)

@@ -293,6 +293,8 @@ class TrainConfig(Section):
     `offload_optimizer`, `offload_params` cpu: DeepSpeed keeps the optimiser's state, and with ZeRO 3 the weights, in
     host memory. `sequence_parallel`: so many neighbouring ranks share each sequence (DeepSpeed-Ulysses); it must divide
     the ranks and the model's attention heads. `compile`: torch.compile the model's layers.
+    `overlap`: the next batch is generated while this one trains, and so by the policy of one update before; the ratio
+    is to that policy.
     """
 
     steps: Count
@@ -315,6 +317,7 @@ class TrainConfig(Section):
     backend: Literal["auto", "reference", "torch", "cpp", "triton"] = "auto"
     max_scratch_mb: Count | None = None
     max_nonfinite: Count = 3
+    overlap: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -402,6 +405,21 @@ class Config(Section):
             problems.append(
                 f"algorithm.preset {self.algorithm.preset} gives one place of each group to a demonstration: "
                 f"want rollout.group_size >= 2; got {self.rollout.group_size}"
+            )
+        if self.train.overlap and self.rollout.mode == "colocated":
+            problems.append(
+                "train.overlap generates while the policy trains: want rollout.mode process or server; got colocated"
+            )
+        if self.rollout.mode == "colocated" and self.rollout.tensor_parallel_size > 1 and self.evaluation.every:
+            problems.append(
+                "evaluation.every: ranks evaluate at their own pace, but a colocated engine with "
+                f"rollout.tensor_parallel_size {self.rollout.tensor_parallel_size} needs several at once; evaluate "
+                "afterwards, or want rollout.mode process"
+            )
+        if self.train.overlap and self.train.sequence_parallel > 1:
+            problems.append(
+                "train.overlap is not there with train.sequence_parallel: want it 1; "
+                f"got {self.train.sequence_parallel}"
             )
         parallel, budget = self.train.sequence_parallel, self.train.tokens_per_micro_batch
         if self.max_sample_length > budget * parallel:

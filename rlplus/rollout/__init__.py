@@ -1,74 +1,40 @@
 """Rollouts: token ids of prompts in, sampled responses with their logprobs out, behind one protocol.
 
-Two engines: `vllm` (the real one, in the trainer's process) and `transformers` (embedded, for small models and machines
-without vLLM). Both keep a copy of the model, which `push_weights` brings up to date.
+Two engines: `vllm` (the real one) and `transformers` (embedded, for small models and machines without vLLM). They keep
+a copy of the model, which `push_weights` brings up to date. Where they run, `rollout.mode` says: in the trainer's
+process, in a process of their own, or (vLLM) in a server that somebody else started.
 """
 
 import logging
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
 from rlplus.config import RolloutConfig
+from rlplus.rollout.protocol import (
+    Completion,
+    RolloutEngine,
+    RunFailed,
+    check_logprobs,
+    check_request,
+    whole_model,
+)
+from rlplus.rollout.push import checked_weights, ranks_here
 
-__all__ = ["Completion", "RolloutEngine", "RunFailed", "make_engine"]
+__all__ = [
+    "Completion",
+    "RolloutEngine",
+    "RunFailed",
+    "check_logprobs",
+    "check_request",
+    "checked_weights",
+    "make_engine",
+    "whole_model",
+]
 
 logger = logging.getLogger(__name__)
-
-MIN_TEMPERATURE = 0.01  # vLLM raises a lower temperature to this one, and the logprobs would be those of another policy
-DEFAULT_CACHE_MB = 512  # for keys and values, where rollout.kv_cache_memory_mb is not set
-
-
-class RunFailed(RuntimeError):
-    """Training or its engine went astray. The message says how: the command line shows it without a traceback."""
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One sampled response: its token ids with the stop token, if it came, as the last.
-
-    logprob: of each token, in nats, under log_softmax(logits / temperature), the distribution it was drawn from; after
-    greedy decoding (temperature 0) under log_softmax(logits).
-    truncated: max_tokens ended it and no stop token.
-    """
-
-    tokens: list[int]
-    logprob: list[float]
-    truncated: bool
-
-
-class RolloutEngine(Protocol):
-    name: str
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], n: Sequence[int], *, temperature: float, max_tokens: int, seed: int
-    ) -> list[list[Completion]]:
-        """Sample n[i] responses of at most max_tokens tokens to each prompts[i], from the whole distribution.
-
-        The same arguments and weights give the same tokens; every response of a call has noise of its own. Ranks that
-        generate at the same time need different seeds. temperature 0 decodes greedily.
-        ValueError, before anything is generated: a prompt that is empty, has a token id outside the vocabulary or
-        leaves no room for max_tokens; n of another length or below 0; a temperature between 0 and 0.01.
-        """
-        ...
-
-    def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace every parameter: Hugging Face names and full shapes, any float dtype, a tied lm_head left out.
-
-        Exhausts the iterator. ValueError names a parameter that is unknown, misshaped, given twice or missing; the
-        engine then holds a mixture of two models and refuses to generate.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free the model and the cache. The trainer's process group stays."""
-        ...
 
 
 def make_engine(
@@ -83,40 +49,62 @@ def make_engine(
     trust_remote_code: bool = False,
     config_path: str | None = None,
 ) -> RolloutEngine:
-    """Start the engine that config.engine names, on the model in the folder model_path.
+    """Start the engine that config names, or find the server, on the model in the folder model_path.
 
     dtype: "float32" or "bfloat16". max_model_len: tokens of a prompt and its response together. config_path: folder of
     the config.json to use in place of the model's own, for a run that changes, say, the rope (write it with
     `model.config.save_pretrained`). Where torch.distributed is used, initialise it first and call this on all ranks:
-    each gets an engine of its own. ValueError: config.engine is not installed.
+    each gets an engine of its own, or its part of one. ValueError: config.engine is not installed, or the ranks and
+    GPUs do not fit config.
     """
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "eos_token_id": eos_token_id,
+        "trust_remote_code": trust_remote_code,
+        "config_path": config_path,
+    }
+    if config.mode == "server":
+        from rlplus.rollout.server import ServerEngine
+
+        return ServerEngine(config, model_path, **settings)
     name = _choose(config.engine)
-    logger.info("rollout engine: %s (rollout.engine is %r)", name, config.engine)
+    logger.info("rollout engine: %s, %s (rollout.engine is %r)", name, config.mode, config.engine)
+    config = config.model_copy(update={"engine": name})
+    _check_devices(config)
+    if config.mode == "process":
+        from rlplus.rollout.process import ProcessEngine
+
+        return ProcessEngine(config, model_path, **settings, pad_token_id=pad_token_id, seed=seed)
     if name == "vllm":
         from rlplus.rollout.vllm import VLLMEngine
 
-        return VLLMEngine(
-            config,
-            model_path,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            eos_token_id=eos_token_id,
-            seed=seed,
-            trust_remote_code=trust_remote_code,
-            config_path=config_path,
-        )
+        return VLLMEngine(config, model_path, **settings, seed=seed)
     from rlplus.rollout.transformers import TransformersEngine
 
-    return TransformersEngine(
-        config,
-        model_path,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        eos_token_id=eos_token_id,
-        pad_token_id=pad_token_id,
-        trust_remote_code=trust_remote_code,
-        config_path=config_path,
-    )
+    return TransformersEngine(config, model_path, **settings, pad_token_id=pad_token_id)
+
+
+def _check_devices(config: RolloutConfig) -> None:
+    """ValueError where the ranks or the GPUs of this machine cannot carry the engines that config asks for."""
+    size, world = config.tensor_parallel_size, dist.get_world_size() if dist.is_initialized() else 1
+    if size > 1 and config.engine != "vllm":
+        raise ValueError(f"rollout.tensor_parallel_size {size} needs vLLM, which is not installed")
+    local = ranks_here()
+    if config.mode == "colocated" and dist.is_initialized():
+        # A group of ranks across machines would send every layer's activations over the network.
+        if world % size or local % size:
+            raise ValueError(
+                f"want rollout.tensor_parallel_size to divide the {world} ranks, and the {local} of each machine; "
+                f"got {size}"
+            )
+        return
+    wanted = local * (1 + size) if config.mode == "process" else size
+    if torch.cuda.is_available() and torch.cuda.device_count() < wanted:
+        raise ValueError(
+            f"rollout.mode {config.mode} with rollout.tensor_parallel_size {size} and {local} ranks on this machine "
+            f"takes {wanted} GPUs; there are {torch.cuda.device_count()}"
+        )
 
 
 def _choose(engine: str) -> str:
@@ -140,76 +128,3 @@ def _choose(engine: str) -> str:
             "uninstall torchvision, torchaudio and torchcodec, which want CUDA), or set rollout.engine=transformers"
         ) from error
     return "vllm"
-
-
-def check_request(
-    prompts: Sequence[Sequence[int]],
-    n: Sequence[int],
-    *,
-    temperature: float,
-    max_tokens: int,
-    max_model_len: int,
-    vocabulary: int,
-) -> None:
-    """What `RolloutEngine.generate` promises to refuse."""
-    if len(n) != len(prompts) or any(count < 0 for count in n):
-        raise ValueError(f"want one count of at least 0 for each of {len(prompts)} prompts; got n={list(n)}")
-    if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
-        raise ValueError(f"want a temperature of 0 (greedy) or at least {MIN_TEMPERATURE}; got {temperature}")
-    if max_tokens < 1:
-        raise ValueError(f"want max_tokens of at least 1; got {max_tokens}")
-    for index, prompt in enumerate(prompts):
-        if not 1 <= len(prompt) <= max_model_len - max_tokens:
-            raise ValueError(
-                f"want prompts of 1 to {max_model_len - max_tokens} tokens (max_model_len={max_model_len} less "
-                f"max_tokens={max_tokens}); prompt {index} has {len(prompt)}"
-            )
-        if min(prompt) < 0 or max(prompt) >= vocabulary:
-            low, high = min(prompt), max(prompt)
-            raise ValueError(f"want token ids from 0 to {vocabulary - 1}; prompt {index} has {low} to {high}")
-
-
-def check_logprobs(completions: list[list[Completion]]) -> list[list[Completion]]:
-    """Pass completions on; RunFailed if a logprob is not finite, which is how wrong weights show in an engine."""
-    for index, group in enumerate(completions):
-        for completion in group:
-            if len(completion.logprob) != len(completion.tokens) or not all(map(math.isfinite, completion.logprob)):
-                raise RunFailed(
-                    f"want {len(completion.tokens)} finite logprobs, one a token, for a response to prompt {index};"
-                    f" got {completion.logprob[:8]}"
-                )
-    return completions
-
-
-def checked_weights(
-    weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights, detached, while they fit shapes; ValueError at a misfit, and at the end for a missing one.
-
-    Lazy: under ZeRO-3 the iterator gathers a few parameters at a time.
-    """
-    missing = set(shapes)
-    for name, weight in weights:
-        if name not in shapes:
-            raise ValueError(f"want the model's parameter names; got {name!r}, which it does not have")
-        if name not in missing:
-            raise ValueError(f"want every parameter once; {name!r} came twice")
-        if weight.shape != shapes[name]:
-            raise ValueError(f"want {name} of shape {tuple(shapes[name])}; got {tuple(weight.shape)}")
-        missing.remove(name)
-        yield name, weight.detach()
-    if missing:
-        raise ValueError(f"want every parameter; {len(missing)} did not come: {', '.join(sorted(missing)[:5])}")
-
-
-@contextmanager
-def whole_model() -> Iterator[None]:
-    """Build Hugging Face models whole inside: under a live ZeRO-3 HfDeepSpeedConfig they would be made in shards."""
-    from transformers.integrations import deepspeed as integration
-
-    trainers = integration._hf_deepspeed_config_weak_ref
-    integration.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        integration._hf_deepspeed_config_weak_ref = trainers

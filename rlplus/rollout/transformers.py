@@ -20,7 +20,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from rlplus.config import RolloutConfig
-from rlplus.rollout import DEFAULT_CACHE_MB, Completion, check_logprobs, check_request, checked_weights, whole_model
+from rlplus.rollout.protocol import DEFAULT_CACHE_MB, Completion, check_logprobs, check_request, whole_model
+from rlplus.rollout.push import watched
 
 
 class _Temperature(LogitsProcessor):
@@ -68,6 +69,7 @@ class TransformersEngine:
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._max_model_len = max_model_len
         self._eos, self._pad = eos_token_id, pad_token_id
+        self._push_timeout_s = config.push_timeout_s
         self._failure: str | None = None
         model_config = AutoConfig.from_pretrained(config_path or model_path, trust_remote_code=trust_remote_code)
         with self._forked_rng(), whole_model(), _no_progress_bar():
@@ -148,10 +150,13 @@ class TransformersEngine:
         parameters = dict(self._model.named_parameters())
         shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._failure = f"the push of version {version} failed half-way: push a whole model before generating"
-        with torch.no_grad():
-            for name, weight in checked_weights(weights, shapes):
+        with torch.no_grad(), watched(weights, shapes, version=version, timeout_s=self._push_timeout_s) as checked:
+            for name, weight in checked:
                 parameters[name].copy_(weight)
         self._failure = None
+
+    def sleep(self) -> None:
+        """Stays awake: rollout.sleep is refused with this engine."""
 
     def close(self) -> None:
         self._failure = "the engine is closed"

@@ -1,4 +1,4 @@
-"""Rollouts with vLLM, in the trainer's own process: the weights are handed over in memory."""
+"""Rollouts with vLLM inside this process: the trainer's, where weights are handed over in memory, or one of its own."""
 
 import gc
 import logging
@@ -7,16 +7,17 @@ import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlplus.config import RolloutConfig
-from rlplus.rollout import DEFAULT_CACHE_MB, Completion, check_logprobs, check_request, checked_weights, whole_model
+from rlplus.rollout.protocol import DEFAULT_CACHE_MB, Completion, check_logprobs, check_request, whole_model
+from rlplus.rollout.push import WeightFiles, parameter_shapes, watched
 
 CPU_BATCHED_TOKENS = 4096  # vLLM's own default there, of which a whole prompt must not be more
 
@@ -35,8 +36,10 @@ def import_vllm() -> Any:
 
 
 class VLLMEngine:
-    """vLLM with one engine a rank (no tensor parallelism), on the rank's GPU or on the CPU.
+    """vLLM with one engine a rank, on the rank's GPU or on the CPU; or one of tensor_parallel_size GPUs.
 
+    Under torch.distributed these are the GPUs of as many neighbouring ranks, which then share all they ask for; else
+    this process's own first ones.
     A process can have several one after the other, but not two at a time: vLLM's groups are global. An exception out of
     `push_weights` leaves the engine unusable: close it and make a new one.
     """
@@ -56,20 +59,22 @@ class VLLMEngine:
         config_path: str | None = None,
     ) -> None:
         self._vllm = import_vllm()
-        from vllm.platforms import current_platform
-
-        self._cpu = current_platform.is_cpu()
+        self._cpu = _on_cpu()
+        if config.sleep and self._cpu:
+            raise ValueError("rollout.sleep gives GPU memory back: vLLM has it on CUDA only, and this is its CPU build")
+        self._sleeps, self._asleep = config.sleep, False
+        self._push_timeout_s = config.push_timeout_s
+        self._tp = config.tensor_parallel_size
+        self._ranks_together = _rank_group(self._tp) if dist.is_initialized() and self._tp > 1 else None
         self._eos = eos_token_id
         self._max_model_len = max_model_len
         self._failure: str | None = None
         self._foreign_group = dist.is_initialized()
         cache_mb = config.kv_cache_memory_mb or (DEFAULT_CACHE_MB if self._cpu else None)
-        model_config = AutoConfig.from_pretrained(config_path or model_path, trust_remote_code=trust_remote_code)
         with _process_state_kept(), whole_model(), _no_future_warnings():
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
-            self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-            self._vocabulary = model.get_input_embeddings().num_embeddings
+            self._shapes, self._vocabulary = parameter_shapes(
+                config_path or model_path, trust_remote_code=trust_remote_code
+            )
             self._llm: Any = self._vllm.LLM(
                 model=model_path,
                 hf_config_path=config_path,
@@ -87,6 +92,8 @@ class VLLMEngine:
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",  # nothing of the model's own sampling settings
                 use_tqdm_on_load=False,
+                tensor_parallel_size=self._tp,
+                enable_sleep_mode=config.sleep,
                 # More than one rank: take rank and device from the launcher, else every engine would use the first GPU.
                 distributed_executor_backend="external_launcher" if _world_size() > 1 else None,
             )
@@ -107,21 +114,27 @@ class VLLMEngine:
         )
         params = self._sampling_params(n, temperature, max_tokens, seed)
         asked = [i for i, count in enumerate(n) if count]
-        if not asked:
-            return [[] for _ in prompts]
-        outputs = self._run([{"prompt_token_ids": list(prompts[i])} for i in asked], [params[i] for i in asked])
+        requests = [({"prompt_token_ids": list(prompts[i])}, params[i]) for i in asked]
+        outputs = self._run_together(requests) if self._ranks_together else self._run(requests)
         completions: list[list[Completion]] = [[] for _ in prompts]
         for i, output in zip(asked, outputs, strict=True):
             samples = [_completion(sample) for sample in output.outputs]
             completions[i] = samples if temperature else samples * n[i]
         return check_logprobs(completions)
 
+    def _run_together(self, requests: list[Any]) -> list[Any]:
+        """Ranks that share an engine run everybody's requests, in the same order, and keep the answers to their own."""
+        everybody: list[list[Any]] = [[] for _ in range(self._tp)]
+        dist.all_gather_object(everybody, requests, group=self._ranks_together)
+        outputs = self._run([request for part in everybody for request in part])
+        mine = dist.get_rank() % self._tp
+        start = sum(map(len, everybody[:mine]))
+        return outputs[start : start + len(requests)]
+
     def _sampling_params(self, n: Sequence[int], temperature: float, max_tokens: int, seed: int) -> list[Any]:
-        """One a prompt. vLLM seeds the j-th response to a prompt with seed + j: the prompts' seeds are n apart."""
-        # Hashed: calls with consecutive seeds would share most of theirs. 32 bits: the CPU generator reads no more.
-        first = random.Random(str(seed)).getrandbits(32)
+        """One a prompt."""
         params = []
-        for count in n:
+        for count, first in zip(n, prompt_seeds(n, seed), strict=True):
             params.append(
                 self._vllm.SamplingParams(
                     n=max(count, 1) if temperature else 1,  # it refuses n > 1 in greedy decoding
@@ -137,15 +150,17 @@ class VLLMEngine:
                     detokenize=False,
                 )
             )
-            first += count
         return params
 
-    def _run(self, prompts: list[dict[str, list[int]]], params: list[Any]) -> list[Any]:
+    def _run(self, requests: list[Any]) -> list[Any]:
+        if not requests:
+            return []
+        prompts, params = zip(*requests, strict=True)
         # On the CPU vLLM compiles one small function of its sampler, which takes longer than everything it could save.
         compiler = torch.compiler.set_stance("force_eager") if self._cpu else nullcontext()
         with _process_state_kept(), compiler:
             try:
-                return self._llm.generate(prompts, params, use_tqdm=False)
+                return self._llm.generate(list(prompts), list(params), use_tqdm=False)
             except BaseException:
                 # Requests left behind would hang the next call.
                 engine = self._llm.llm_engine
@@ -153,22 +168,44 @@ class VLLMEngine:
                 raise
 
     def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        if self._failure:
+        if self._failure and not self._asleep:
             raise RuntimeError(self._failure)
         self._failure = f"the push of version {version} failed half-way: close this engine and make a new one"
-        iterator = checked_weights(weights, self._shapes)
-        with _process_state_kept():
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iterator})
-            if (left := next(iterator, None)) is not None:
-                raise RuntimeError(f"vLLM stopped loading at {left[0]}")
-            if self._repack_head:
-                self._llm.apply_model(_repack_tied_head)
+        asleep, self._asleep = self._asleep, False
+        if asleep:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # what the trainer has freed goes back to the device first
+            self._llm.wake_up(["weights"])  # the cache stays away while weights are gathered and loaded
+        self._load(weights, version)
+        if asleep:
+            self._llm.wake_up(["kv_cache"])
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights would be used")
         self._llm.update_weight_version(str(version))
         if (tag := self._llm.get_weight_version()) != str(version):
             raise RuntimeError(f"want the weights of version {version} in vLLM; it has {tag}")
         self._failure = None
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        if isinstance(weights, WeightFiles) and self._tp > 1:
+            # vLLM's workers are processes of their own: they read the files that the trainer's side has checked.
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(weights.folder)})
+            return
+        with (
+            _process_state_kept(),
+            watched(weights, self._shapes, version=version, timeout_s=self._push_timeout_s) as checked,
+        ):
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked})
+            if (left := next(checked, None)) is not None:
+                raise RuntimeError(f"vLLM stopped loading at {left[0]}")
+            if self._repack_head:
+                self._llm.apply_model(_repack_tied_head)
+
+    def sleep(self) -> None:
+        if self._sleeps and not self._asleep and self._failure is None:
+            self._failure = "the engine is asleep: push weights before generating"
+            self._llm.sleep(level=2)  # weights and cache are dropped: the push brings new ones
+            self._asleep = True
 
     def close(self) -> None:
         if self._llm is None:
@@ -181,6 +218,13 @@ class VLLMEngine:
         gc.collect()
 
 
+def prompt_seeds(n: Sequence[int], seed: int) -> list[int]:
+    """One a prompt. vLLM seeds the j-th response to a prompt with seed + j: the prompts' seeds are n apart."""
+    # Hashed: calls with consecutive seeds would share most of theirs. 32 bits: the CPU generator reads no more.
+    first = random.Random(str(seed)).getrandbits(32)
+    return [first + before for before in accumulate(n, initial=0)][: len(n)]
+
+
 def _completion(sample: Any) -> Completion:
     if sample.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"want responses that end with stop or length; vLLM ended one with {sample.finish_reason}")
@@ -191,6 +235,19 @@ def _repack_tied_head(model: nn.Module) -> None:
     """On the CPU the head multiplies with a packed copy of its weight. A reload renews it only for an untied head."""
     head: Any = model.lm_head
     head.quant_method.process_weights_after_loading(head)
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _rank_group(size: int) -> Any:
+    """The group of `size` neighbouring ranks that this one is in, as vLLM cuts them; all ranks call it."""
+    starts = range(0, dist.get_world_size(), size)
+    groups = [dist.new_group(list(range(start, start + size)), backend="gloo") for start in starts]
+    return groups[dist.get_rank() // size]
 
 
 def _world_size() -> int:

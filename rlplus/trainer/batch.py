@@ -91,16 +91,22 @@ def make_micro_batches(
     (most,) = _all_reduce([len(batches)], dist.ReduceOp.MAX)
     # A rank with fewer micro-batches runs dummies, backward pass included: a rank that skips one deadlocks ZeRO.
     batches += [_dummy(pad_id, parallel) for _ in range(most - len(batches))]
-    if parallel > 1:
-        if config.model.attention == "flash_attention_2":
-            batches = [batch.as_one_row() for batch in batches]
-        batches = [batch.shard(dist.get_rank() % parallel, parallel) for batch in batches]
-    batches = [batch.to(device) for batch in batches]
+    batches = [batch.to(device) for batch in own_shards(batches, config)]
     if o.entropy_coef and algorithm.reduction == "official":
         # The official scripts' bonus is a mean over response tokens, while their loss is normalised by length alone.
         for batch in batches:
             batch.entropy_weight = (batch.token_weight != 0).float() / sum(totals.tokens)
     return batches
+
+
+def own_shards(batches: list[MicroBatch], config: Config) -> list[MicroBatch]:
+    """This rank's part of each micro-batch of its sequence-parallel group; the micro-batches where it is no such."""
+    parallel = config.train.sequence_parallel
+    if parallel == 1:
+        return batches
+    if config.model.attention == "flash_attention_2":
+        batches = [batch.as_one_row() for batch in batches]
+    return [batch.shard(dist.get_rank() % parallel, parallel) for batch in batches]
 
 
 def share_out(samples: Sequence[Sample], config: Config) -> list[Sample]:

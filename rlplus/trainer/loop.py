@@ -4,8 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlplus.config import Config
-from rlplus.trainer.batch import generate, make_micro_batches, score, set_advantages
+from rlplus.trainer.batch import make_micro_batches, score, set_advantages
 from rlplus.trainer.metrics import Tally, tally_mismatch, tally_samples, tally_update
+from rlplus.trainer.rollouts import take_samplers_logprob
 from rlplus.trainer.run import Run
 
 Evaluate = Callable[[Run], dict[str, float]]
@@ -23,23 +24,24 @@ def train(config: Config, *, resume: bool = False, evaluate: Evaluate | None = N
     training or engine go astray.
     """
     with Run(config, resume) as run:
-        algorithm, objective = run.algorithm, run.algorithm.objective
+        algorithm, objective, overlap = run.algorithm, run.algorithm.objective, config.train.overlap
         while not run.finished:
             tally = Tally()
 
-            # The engine samples from exactly the weights that are about to be trained.
-            with tally.time("sync"):
-                run.rollout.push_weights(run.policy.weights(), version=run.step)
-
-            # Groups: G rollouts a prompt, or G - 1 and a demonstration. Each rank has prompts of its own.
-            examples = run.next_examples()
+            # With train.overlap the batch was generated while the last one trained.
             with tally.time("generate"):
-                samples = generate(run.rollout, examples, algorithm, config, run.generation_seed())
+                run.rollouts.settle()
+            # The engine samples from exactly the weights that are about to be trained (overlap: one update older).
+            with tally.time("sync"):
+                tally.mean("mismatch/probe", run.rollouts.sync(run.step))
+            # Groups: G rollouts a prompt, or G - 1 and a demonstration. Each rank has prompts of its own.
+            with tally.time("generate"):
+                examples, batch = run.rollouts.next(run.step)
+            samples = batch.samples
             with tally.time("score"):
                 statuses = score(samples, examples, run.scorer, run.decode)
             set_advantages(samples, algorithm)
             tally_samples(tally, samples, statuses)
-            generated = sum(len(s.response) for s in samples if not s.external)
 
             # Mini-batches of whole groups, each one optimiser step.
             with tally.time("pack"):
@@ -48,13 +50,15 @@ def train(config: Config, *, resume: bool = False, evaluate: Evaluate | None = N
                     for part in run.split(samples)
                 ]
             with tally.time("old_logprob"):
-                for batch in (batch for batches in updates for batch in batches):
-                    # With one update a batch, its own forward pass is the old policy: nothing to compute here.
-                    if len(updates) > 1:
-                        batch.old_logprob = run.policy.logprob(batch)
-                        tally_mismatch(tally, batch.old_logprob, batch.engine_logprob)
+                for micro in (micro for batches in updates for micro in batches):
+                    if overlap:  # the old policy is the one that sampled, which the trainer no longer has
+                        take_samplers_logprob(micro)
+                    elif len(updates) > 1:
+                        micro.old_logprob = run.policy.logprob(micro)
+                        tally_mismatch(tally, micro.old_logprob, micro.engine_logprob)
+                    # else the update's own forward pass is the old policy: nothing to compute here.
                     if objective.kl_coef:
-                        batch.ref_logprob = run.policy.logprob(batch, reference=True)
+                        micro.ref_logprob = run.policy.logprob(micro, reference=True)
             with tally.time("update"):
                 for batches in updates:
                     tally.mean("actor/updated", bool(batches))
@@ -63,14 +67,14 @@ def train(config: Config, *, resume: bool = False, evaluate: Evaluate | None = N
                     outputs, applied = run.policy.update(batches, tally.time)
                     run.count_nonfinite(applied)
                     tally_update(tally, outputs, run.policy.grad_norm, run.policy.lr, applied)
-                    if len(updates) == 1:
-                        for batch, out in zip(batches, outputs, strict=True):
-                            tally_mismatch(tally, out.logprob, batch.engine_logprob)
+                    if len(updates) == 1 and not overlap:
+                        for micro, out in zip(batches, outputs, strict=True):
+                            tally_mismatch(tally, out.logprob, micro.engine_logprob)
 
             if evaluate is not None and run.evaluation_due:
                 with tally.time("evaluate"):
                     run.evaluate(evaluate, tally)
-            metrics = run.end_step(tally, generated)
+            metrics = run.end_step(tally, batch)
             run.check_mismatch(metrics)
             if run.checkpoint_due:
                 run.save_checkpoint()

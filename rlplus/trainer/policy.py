@@ -23,8 +23,6 @@ from rlplus.trainer.adapters import add_adapters, merged_weights, without_adapte
 from rlplus.trainer.model import in_shards, load_model, write_model
 from rlplus.trainer.sequence import SequenceGroup, check_attention
 
-GATHER_BYTES = 64 * 2**20  # ZeRO-3 weights are gathered for the rollout engine in pieces of about this size
-
 
 def initialize_distributed() -> None:
     """Join the process group: under torchrun, the DeepSpeed launcher, or as the only process. Does so once."""
@@ -209,14 +207,9 @@ class Policy:
         if self.config.train.zero_stage < 3:
             yield from ((name, value()) for name, _, value in merged)
             return
-        bucket: list[tuple[str, list[Any], Callable[[], Tensor]]] = []  # parameters with the fields that ZeRO-3 adds
-        for i, (name, parameters, value) in enumerate(merged):
-            bucket.append((name, parameters, value))
-            inside = [p for _, part, _ in bucket for p in part]
-            if i == len(merged) - 1 or sum(p.ds_numel * p.element_size() for p in inside) >= GATHER_BYTES:
-                with deepspeed.zero.GatheredParameters(inside):
-                    yield from ((n, v()) for n, _, v in bucket)
-                bucket = []
+        for bucket in _buckets(merged, self.config.rollout.push_bucket_mb * 2**20):
+            with deepspeed.zero.GatheredParameters([p for _, parameters, _ in bucket for p in parameters]):
+                yield from ((name, value()) for name, _, value in bucket)
 
     def export(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder (safetensors); all ranks call it."""
@@ -227,6 +220,23 @@ class Policy:
         if dist.get_rank() == 0:
             write_model(self.engine.module.lm, folder, state)
         dist.barrier()
+
+
+_Merged = tuple[str, list[Any], Callable[[], Tensor]]  # parameters with the fields that ZeRO-3 adds
+
+
+def _buckets(merged: Sequence[_Merged], most_bytes: int) -> Iterator[list[_Merged]]:
+    """In order, in lists of at most so many bytes of parameters, or of one entry."""
+    bucket: list[_Merged] = []
+    size = 0
+    for entry in merged:
+        nbytes = sum(p.ds_numel * p.element_size() for p in entry[1])
+        if bucket and size + nbytes > most_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(entry)
+        size += nbytes
+    yield bucket
 
 
 def _adamw(config: TrainConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

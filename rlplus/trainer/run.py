@@ -4,6 +4,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,9 +19,11 @@ from rlplus.rollout import RolloutEngine, RunFailed, make_engine
 from rlplus.trainer.metrics import RunLog, Tally
 from rlplus.trainer.model import prepare_model
 from rlplus.trainer.policy import Policy, initialize_distributed
+from rlplus.trainer.rollouts import Batch, Rollouts, max_gap
 
 # What may differ between a checkpoint's configuration and the one that resumes it.
 MAY_CHANGE = {"output_dir", "checkpoint", "evaluation", "train.steps", "train.generated_tokens", "train.max_nonfinite"}
+MAY_CHANGE |= {f"rollout.{name}" for name in ("push_bucket_mb", "push_timeout_s", "push_folder", "server_url")}
 MAY_CHANGE |= {"reward.workers", "reward.timeout_s", "reward.memory_mb"}
 
 
@@ -83,7 +86,8 @@ class Run:
         if last is not None:
             self._restore(last)
         model_config.save_pretrained(str(self.folder / f"model_config/{self.rank}"))
-        self.rollout: RolloutEngine = make_engine(
+        make = partial(
+            make_engine,
             config.rollout,
             model_path,
             dtype=config.model.dtype,
@@ -94,7 +98,10 @@ class Run:
             trust_remote_code=config.model.trust_remote_code,
             config_path=str(self.folder / f"model_config/{self.rank}"),
         )
-        stack.callback(self.rollout.close)
+        self.rollouts = Rollouts(config, self.algorithm, self.policy, self.examples, self.sampler, self.pad_id, make)
+        stack.callback(self.rollouts.close)
+        if last is not None:
+            self.rollouts.restore(checkpoint.read_rank_state(last))
         if self.rank == 0:
             (self.folder / "config.yaml").write_text(config.to_yaml())
         self.log = RunLog(self.folder, self.step, config.algorithm.preset, enabled=self.rank == 0)
@@ -156,6 +163,10 @@ class Run:
         return self.folder / "checkpoints"
 
     @property
+    def rollout(self) -> RolloutEngine:
+        return self.rollouts.engine
+
+    @property
     def finished(self) -> bool:
         return self.interrupted > 0 or self._share_done >= 1
 
@@ -180,14 +191,6 @@ class Run:
         text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
-    def next_examples(self) -> list[Example]:
-        """This rank's share of the next prompts."""
-        return [self.examples[i] for i in self.sampler.next()[self.rank :: self.world]]
-
-    def generation_seed(self) -> int:
-        """A seed of its own for every step and rank, the same after a resume."""
-        return (self.config.train.seed * 1_000_003 + self.step) * self.world + self.rank
-
     def split(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """Samples of each update, whole groups in order."""
         config = self.config.train
@@ -210,7 +213,7 @@ class Run:
 
     def check_mismatch(self, metrics: dict[str, float]) -> None:
         """RunFailed when engine and trainer disagree about the logprobs: the engine does not run the policy."""
-        limit = self.config.rollout.max_logprob_gap or (1e-4 if self.config.model.dtype == "float32" else 5e-2)
+        limit = max_gap(self.config)
         gap = metrics.get("mismatch/mean", 0.0)
         if not gap <= limit:
             raise RunFailed(
@@ -220,21 +223,24 @@ class Run:
 
     def evaluate(self, evaluate: Callable[["Run"], dict[str, float]], tally: Tally) -> None:
         """With the weights of the step that ends; every rank has the same numbers."""
-        self.rollout.push_weights(self.policy.weights(), version=self.step + 1)
+        self.rollouts.sync(self.step + 1)
         for name, value in evaluate(self).items():
             tally.mean(f"val/{name}", value)
 
-    def end_step(self, tally: Tally, generated: int) -> dict[str, float]:
+    def end_step(self, tally: Tally, batch: Batch) -> dict[str, float]:
         """Count the step, log it, and let all ranks agree whether a signal ended the run."""
+        generated = sum(len(s.response) for s in batch.samples if not s.external)
         tally.mean("generated", generated * self.world)
+        tally.maximum("seconds", batch.seconds)
         tally.maximum("signal", self.stop_signal)
         metrics = tally.reduce()
         self.step += 1
         tokens = round(metrics.pop("generated"))
         self.generated += tokens
         self.interrupted = int(metrics.pop("signal"))
+        seconds = metrics.pop("seconds")  # not time/generate: with train.overlap the step does not wait for all of it
         if tokens:
-            metrics["tokens_per_second"] = tokens / metrics["time/generate"]
+            metrics["tokens_per_second"] = tokens / seconds
         self.log.write(self.step, {"generated_tokens": self.generated} | metrics, self._share_done)
         return metrics
 
@@ -245,7 +251,8 @@ class Run:
             "sampler": self.sampler.state_dict(),
             "config": self.config.model_dump(mode="json"),
         }
-        checkpoint.save(self.policy.engine, self.checkpoints, self.step, state, self.config.checkpoint.keep)
+        ahead = self.rollouts.state()
+        checkpoint.save(self.policy.engine, self.checkpoints, self.step, state, self.config.checkpoint.keep, ahead)
 
     def conclude(self) -> None:
         """Write the model and say where; Interrupted when a signal ended the run."""

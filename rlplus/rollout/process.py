@@ -1,0 +1,236 @@
+"""A rollout engine in a process of its own, which may die: it is started again and the question repeated.
+
+Weights pass through files in memory (`WeightFiles`), which stay until the next push: a new process loads them, and with
+the same weights, prompts and seeds it gives the same answers.
+"""
+
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlplus.config import RolloutConfig
+from rlplus.rollout.protocol import Completion, RunFailed
+from rlplus.rollout.push import GRACE_S, WeightFiles, parameter_shapes, rank, ranks_here, watched
+
+ATTEMPTS = 3  # for one question: an engine that dies of the question itself would die for ever
+POLL_S = 0.5  # a death that the pipe does not tell, because a child still holds it, is noticed this late
+STOP_S = 10.0  # for an orderly end
+# Of the trainer's launcher: the engine is no rank of the trainer's group.
+LAUNCHER = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+
+logger = logging.getLogger(__name__)
+
+
+class _EngineDied(Exception):
+    """The process ended, or its engine raised what is not the caller's fault. The message says how."""
+
+
+class ProcessEngine:
+    """`settings`: those of the engine class that config.engine names. For one thread at a time."""
+
+    def __init__(self, config: RolloutConfig, model_path: str, **settings: Any) -> None:
+        path = settings["config_path"] or model_path
+        self._shapes, _ = parameter_shapes(path, trust_remote_code=settings["trust_remote_code"])
+        self._timeout_s = config.push_timeout_s
+        inside = config.model_copy(update={"mode": "colocated"})
+        self._settings = {"config": inside, "model_path": model_path, **settings}
+        self._environment = _environment(config.tensor_parallel_size)
+        self._version: int | None = None  # of the files
+        self._failure: str | None = None
+        self._closed = self._busy = False
+        self._files = WeightFiles(config.push_folder, config.push_bucket_mb, per_node=True)
+        self.name = f"{config.engine} (process)"
+        self.restarts = 0
+        try:
+            self._start()
+        except _EngineDied as error:
+            self._files.close()
+            raise RunFailed(f"{self.name}: {error}") from error
+        except BaseException:
+            self._files.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: Sequence[int], *, temperature: float, max_tokens: int, seed: int
+    ) -> list[list[Completion]]:
+        if self._failure:
+            raise RuntimeError(self._failure)
+        options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+        answer: list[list[Completion]] = self._ask("generate", [list(p) for p in prompts], list(n), options)
+        return answer
+
+    def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._version = None
+        self._failure = f"the push of version {version} failed half-way: push a whole model before generating"
+        with watched(weights, self._shapes, version=version, timeout_s=self._timeout_s) as checked:
+            self._files.write(checked)
+        self._version = version
+        self._ask("push", self._files, version)
+        self._failure = None
+
+    def sleep(self) -> None:
+        """Stays awake: it has its GPUs to itself."""
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed, self._failure = True, "the engine is closed"
+        self._pipe.close()  # which ends the loop on the other side
+        deadline = time.monotonic() + (0 if self._busy else STOP_S)
+        while not self._dead():
+            if time.monotonic() > deadline:
+                break  # it is in the middle of something that nobody waits for any more
+            time.sleep(0.05)
+        self._kill()
+        self._files.close()
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        if self._closed:
+            raise RuntimeError(self._failure)
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                if attempt > 1:
+                    self._restart(loading=method != "push")
+                return self._exchange((method, arguments), self._timeout_s + GRACE_S if method == "push" else None)
+            except _EngineDied as error:
+                if self._closed:  # by another thread, which does not want the answer any more
+                    raise RuntimeError("the engine was closed") from error
+                if attempt == ATTEMPTS:
+                    self.close()
+                    raise RunFailed(
+                        f"rank {rank()}: {self.name} died {ATTEMPTS} times at one {method}; the last time: {error}"
+                    ) from error.__cause__
+                logger.warning("%s died in %s: %s. Starting it again", self.name, method, error)
+
+    def _restart(self, *, loading: bool) -> None:
+        self._pipe.close()
+        self._kill()  # it may hang, or live with a broken engine
+        self.restarts += 1
+        self._start()
+        if loading and self._version is not None:
+            self._exchange(("push", (self._files, self._version)), self._timeout_s + GRACE_S)
+
+    def _start(self) -> None:
+        self._pipe, theirs = Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rlplus.rollout.worker", str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
+            env=self._environment,
+            start_new_session=True,  # a group of its own, killed as one; Ctrl-C reaches the trainer only
+        )
+        theirs.close()
+        try:
+            if self._closed:
+                raise _EngineDied("closed while it started")
+            self._exchange(self._settings, None)
+        except BaseException:
+            self._pipe.close()
+            self._kill()
+            raise
+
+    def _exchange(self, message: Any, timeout_s: float | None) -> Any:
+        """Send, and wait for the answer: _EngineDied when none will come, the other side's ValueError as it is."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._busy = True
+        try:
+            self._pipe.send(message)
+            while not self._pipe.poll(POLL_S):
+                if self._dead():
+                    raise EOFError
+                if deadline is not None and time.monotonic() > deadline:
+                    raise _EngineDied(f"process {self.pid} did not load the weights within {timeout_s:g} s")
+            status, answer = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise _EngineDied(f"process {self.pid} ended with status {self._kill()}") from error
+        finally:
+            self._busy = False
+        if status == "ok":
+            return answer
+        if isinstance(answer, (ValueError, RunFailed)):
+            raise answer
+        raise _EngineDied(f"{type(answer).__name__}: {answer}") from answer
+
+    def _dead(self) -> bool:
+        """Leaves a dead process a zombie until `_kill`, so that the number of its group stays its own."""
+        return (
+            self._process.returncode is not None
+            or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        )
+
+    def _kill(self) -> int:
+        """Kill the process and its children; its exit status (negative: the signal that ended it)."""
+        if self._process.returncode is None:
+            os.killpg(self.pid, signal.SIGKILL)
+        return self._process.wait()
+
+
+def _environment(gpus: int) -> dict[str, str]:
+    """This process's without the launcher's part; of this machine's GPUs those behind the trainer's ranks."""
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    package = str(Path(__file__).parents[2])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    if dist.is_initialized():
+        environment["RANK"] = str(dist.get_rank())  # for messages
+    if torch.cuda.is_available():
+        local, ranks = int(os.environ.get("LOCAL_RANK", 0)), ranks_here()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+        first = ranks + local * gpus
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + gpus])
+    return environment
+
+
+def serve(pipe: Connection) -> None:
+    """The other side: make the engine, then answer until the pipe is closed."""
+    from rlplus.rollout import make_engine
+
+    settings = pipe.recv()
+    engine: Any = None
+
+    def answer(question: Any) -> None:
+        nonlocal engine
+        try:
+            if engine is None:
+                engine, result = make_engine(**question), None
+            elif question[0] == "push":
+                result = engine.push_weights(*question[1])
+            else:
+                prompts, n, options = question[1]
+                result = engine.generate(prompts, n, **options)
+            pipe.send(("ok", result))
+        except Exception as error:
+            pipe.send(("error", _sendable(error)))
+
+    answer(settings)
+    while engine is not None:
+        try:
+            question = pipe.recv()
+        except EOFError:
+            engine.close()
+            return
+        answer(question)
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or its words where its class cannot be pickled or cannot be made again from what was pickled."""
+    try:
+        return error if isinstance(pickle.loads(pickle.dumps(error)), type(error)) else RuntimeError(repr(error))
+    except Exception:
+        return RuntimeError(repr(error))

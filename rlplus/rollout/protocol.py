@@ -1,0 +1,115 @@
+"""What every rollout engine is, and the checks that all of them share."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+MIN_TEMPERATURE = 0.01  # vLLM raises a lower temperature to this one, and the logprobs would be those of another policy
+DEFAULT_CACHE_MB = 512  # for keys and values, where rollout.kv_cache_memory_mb is not set
+
+
+class RunFailed(RuntimeError):
+    """Training or its engine went astray. The message says how: the command line shows it without a traceback."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response: its token ids with the stop token, if it came, as the last.
+
+    logprob: of each token, in nats, under log_softmax(logits / temperature), the distribution it was drawn from; after
+    greedy decoding (temperature 0) under log_softmax(logits).
+    truncated: max_tokens ended it and no stop token.
+    """
+
+    tokens: list[int]
+    logprob: list[float]
+    truncated: bool
+
+
+class RolloutEngine(Protocol):
+    name: str
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], n: Sequence[int], *, temperature: float, max_tokens: int, seed: int
+    ) -> list[list[Completion]]:
+        """Sample n[i] responses of at most max_tokens tokens to each prompts[i], from the whole distribution.
+
+        The same arguments and weights give the same tokens; every response of a call has noise of its own. Ranks that
+        generate at the same time need different seeds. temperature 0 decodes greedily.
+        ValueError, before anything is generated: a prompt that is empty, has a token id outside the vocabulary or
+        leaves no room for max_tokens; n of another length or below 0; a temperature between 0 and 0.01.
+        """
+        ...
+
+    def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace every parameter: Hugging Face names and full shapes, any float dtype, a tied lm_head left out.
+
+        Exhausts the iterator. ValueError names a parameter that is unknown, misshaped, given twice or missing; the
+        engine then holds a mixture of two models and refuses to generate. RunFailed names rank and parameter when the
+        push stays at one for longer than rollout.push_timeout_s. All ranks call it together.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Where rollout.sleep is set: give the GPU's memory back until the next push. No generation in between."""
+        ...
+
+    def close(self) -> None:
+        """Free the model and the cache. The trainer's process group stays."""
+        ...
+
+
+def check_request(
+    prompts: Sequence[Sequence[int]],
+    n: Sequence[int],
+    *,
+    temperature: float,
+    max_tokens: int,
+    max_model_len: int,
+    vocabulary: int,
+) -> None:
+    """What `RolloutEngine.generate` promises to refuse."""
+    if len(n) != len(prompts) or any(count < 0 for count in n):
+        raise ValueError(f"want one count of at least 0 for each of {len(prompts)} prompts; got n={list(n)}")
+    if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
+        raise ValueError(f"want a temperature of 0 (greedy) or at least {MIN_TEMPERATURE}; got {temperature}")
+    if max_tokens < 1:
+        raise ValueError(f"want max_tokens of at least 1; got {max_tokens}")
+    for index, prompt in enumerate(prompts):
+        if not 1 <= len(prompt) <= max_model_len - max_tokens:
+            raise ValueError(
+                f"want prompts of 1 to {max_model_len - max_tokens} tokens (max_model_len={max_model_len} less "
+                f"max_tokens={max_tokens}); prompt {index} has {len(prompt)}"
+            )
+        if min(prompt) < 0 or max(prompt) >= vocabulary:
+            low, high = min(prompt), max(prompt)
+            raise ValueError(f"want token ids from 0 to {vocabulary - 1}; prompt {index} has {low} to {high}")
+
+
+def check_logprobs(completions: list[list[Completion]]) -> list[list[Completion]]:
+    """Pass completions on; RunFailed if a logprob is not finite, which is how wrong weights show in an engine."""
+    for index, group in enumerate(completions):
+        for completion in group:
+            if len(completion.logprob) != len(completion.tokens) or not all(map(math.isfinite, completion.logprob)):
+                raise RunFailed(
+                    f"want {len(completion.tokens)} finite logprobs, one a token, for a response to prompt {index};"
+                    f" got {completion.logprob[:8]}"
+                )
+    return completions
+
+
+@contextmanager
+def whole_model() -> Iterator[None]:
+    """Build Hugging Face models whole inside: under a live ZeRO-3 HfDeepSpeedConfig they would be made in shards."""
+    from transformers.integrations import deepspeed as integration
+
+    trainers = integration._hf_deepspeed_config_weak_ref
+    integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        integration._hf_deepspeed_config_weak_ref = trainers

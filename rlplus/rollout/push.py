@@ -1,0 +1,223 @@
+"""The way of the weights from the trainer to an engine: checked, under a clock, in memory or through files."""
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlplus.rollout.protocol import RunFailed, whole_model
+
+GRACE_S = 15.0  # between the exception of an overdue push and the end of a process that cannot raise it
+EXIT_OVERDUE = 70
+
+
+def parameter_shapes(path: str, *, trust_remote_code: bool) -> tuple[dict[str, torch.Size], int]:
+    """Names and shapes of what a push holds for the model of a config.json, in order; and the vocabulary's size."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with whole_model(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    return shapes, model.get_input_embeddings().num_embeddings
+
+
+def checked_weights(
+    weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights, detached, while they fit shapes; ValueError at a misfit, and at the end for a missing one.
+
+    Lazy: under ZeRO-3 the iterator gathers a few parameters at a time.
+    """
+    missing = set(shapes)
+    for name, weight in weights:
+        if name not in shapes:
+            raise ValueError(f"want the model's parameter names; got {name!r}, which it does not have")
+        if name not in missing:
+            raise ValueError(f"want every parameter once; {name!r} came twice")
+        if weight.shape != shapes[name]:
+            raise ValueError(f"want {name} of shape {tuple(shapes[name])}; got {tuple(weight.shape)}")
+        missing.remove(name)
+        yield name, weight.detach()
+    if missing:
+        raise ValueError(f"want every parameter; {len(missing)} did not come: {', '.join(sorted(missing)[:5])}")
+
+
+@contextmanager
+def watched(
+    weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size], *, version: int, timeout_s: float
+) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """`checked_weights` for the body to exhaust; RunFailed when it stays at one parameter for more than timeout_s.
+
+    The message names rank, parameter and who did not answer. It interrupts what Python can interrupt in the main
+    thread. Where that is not possible, as in a collective that waits for a rank that is gone, the message goes to
+    stderr after a moment's grace and the process ends: nothing else would end it.
+    """
+    clock = _Clock(version, timeout_s)
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGALRM, clock.overdue) if main else None
+    clock.start(interrupt=main)
+    try:
+        yield _timed(checked_weights(weights, shapes), shapes, clock)
+    finally:
+        clock.stop()
+        if main:
+            signal.signal(signal.SIGALRM, handler)
+
+
+def _timed(
+    weights: Iterator[tuple[str, Tensor]], shapes: Mapping[str, torch.Size], clock: "_Clock"
+) -> Iterator[tuple[str, Tensor]]:
+    expected = dict.fromkeys(shapes)  # trainer and engine name parameters in the same order
+    while True:
+        clock.at(f"the trainer to gather {next(iter(expected), 'the end')}")
+        item = next(weights, None)
+        if item is None:
+            clock.at(f"the engine to finish after {list(shapes)[-1]}")
+            return
+        expected.pop(item[0])
+        clock.at(f"the engine to load {item[0]}")
+        yield item
+
+
+class _Clock:
+    """Watches one push from a thread of its own."""
+
+    def __init__(self, version: int, timeout_s: float) -> None:
+        self._version, self._timeout_s = version, timeout_s
+        self._done = threading.Event()
+        self._ending = threading.Lock()
+        self.at("the push to begin")
+
+    def at(self, what: str) -> None:
+        self._waiting_for, self._deadline = what, time.monotonic() + self._timeout_s
+
+    def start(self, interrupt: bool) -> None:
+        threading.Thread(target=self._watch, args=(interrupt,), daemon=True).start()
+
+    def stop(self) -> None:
+        with self._ending:
+            self._done.set()
+
+    def overdue(self, *_: Any) -> None:
+        raise RunFailed(self.message)
+
+    @property
+    def message(self) -> str:
+        return (
+            f"rank {rank()}: the push of version {self._version} waited more than {self._timeout_s:g} s for "
+            f"{self._waiting_for} (rollout.push_timeout_s). Look for a rank or an engine that died or hangs"
+        )
+
+    def _watch(self, interrupt: bool) -> None:
+        while not self._done.wait(max(0.0, self._deadline - time.monotonic())):
+            if time.monotonic() >= self._deadline:
+                break
+        with self._ending:
+            if self._done.is_set():
+                return
+            if interrupt:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+        if interrupt and self._done.wait(GRACE_S):
+            return
+        sys.stderr.write(f"rlplus: {self.message}\n")
+        sys.stderr.flush()
+        os._exit(EXIT_OVERDUE)
+
+
+def rank() -> int:
+    """This process's, for messages also before torch.distributed is there."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def ranks_here() -> int:
+    """Ranks on this machine: torchrun and the DeepSpeed launcher have different names for it."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world)
+
+
+class WeightFiles:
+    """One version's weights as safetensors files of about bucket_bytes, for engines in other processes.
+
+    Iterating reads them: (name, tensor). Ranks that share the folder share the files: `leader` says who writes them,
+    the others only exhaust their iterator, which under ZeRO-3 gathers for all.
+    """
+
+    def __init__(self, parent: str | None, bucket_mb: int, *, per_node: bool) -> None:
+        shared = Path("/dev/shm")
+        base = Path(parent) if parent else shared if shared.is_dir() else Path(tempfile.gettempdir())
+        base.mkdir(parents=True, exist_ok=True)
+        self._bucket_bytes = bucket_mb * 2**20
+        leader = rank() - int(os.environ.get("LOCAL_RANK", "0")) if per_node else 0
+        folder = ""
+        if leader == rank() or not dist.is_initialized():
+            folder = _new_folder(base)
+        self.leader = bool(folder)
+        if dist.is_initialized():
+            folders: list[str] = [""] * dist.get_world_size()
+            dist.all_gather_object(folders, folder)
+            folder = folders[leader]
+        self.folder = Path(folder)
+
+    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the files; all ranks call it and return when the files are there."""
+        self._wait()  # nobody reads the old ones any more
+        if self.leader:
+            for old in self.folder.iterdir():
+                old.unlink()  # first: two versions at a time may not fit
+        bucket: dict[str, Tensor] = {}
+        size = count = 0
+        for name, weight in weights:
+            nbytes = weight.numel() * weight.element_size()
+            if bucket and size + nbytes > self._bucket_bytes:
+                self._save(bucket, count)
+                bucket, size, count = {}, 0, count + 1
+            if self.leader:
+                bucket[name] = weight.detach().to("cpu", copy=True).contiguous()
+            size += nbytes
+        if bucket:
+            self._save(bucket, count)
+        self._wait()
+
+    def _save(self, bucket: dict[str, Tensor], number: int) -> None:
+        try:
+            save_file(bucket, self.folder / f"weights-{number:05d}.safetensors")
+        except Exception as error:
+            raise OSError(f"could not write weights into {self.folder} (rollout.push_folder): {error}") from error
+
+    def _wait(self) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for path in sorted(self.folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  # it is no dict
+                    yield name, file.get_tensor(name)
+
+    def close(self) -> None:
+        if self.leader:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _new_folder(base: Path) -> str:
+    """Named after this process; those of processes that were killed are removed."""
+    prefix = f"rlplus-weights-{socket.gethostname()}-"
+    for left in base.glob(f"{prefix}*"):
+        pid = left.name.removeprefix(prefix).split("-")[0]
+        if not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base)

@@ -1,0 +1,206 @@
+"""Generating the next batch while this one trains: one step behind, exactly, also over a resume and a killed engine."""
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import changed, fail, model, same, torchrun
+from safetensors.torch import load_file
+from trainer_runs import metrics, run_config
+
+import rlplus.rollout.process
+import rlplus.trainer.rollouts
+from rlplus.config import Config
+from rlplus.rollout.transformers import TransformersEngine
+from rlplus.trainer import Run, train
+from rlplus.trainer.batch import generate, make_micro_batches, set_advantages
+
+
+def test_overlap_is_refused_in_colocated_mode(tmp_path):
+    with pytest.raises(ValueError, match=r"train.overlap .*: want rollout.mode process or server; got colocated"):
+        run_config(tmp_path, train={"overlap": True})
+
+
+@pytest.fixture
+def in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process's engine, in this process: what differs is only where it runs, and starting it takes seconds."""
+
+    def make(config: Any, *rest: Any, **settings: Any) -> TransformersEngine:
+        settings.pop("seed")
+        return TransformersEngine(config, *rest, **settings)
+
+    monkeypatch.setattr("rlplus.trainer.run.make_engine", make)
+
+
+def overlapping(folder: Path, output: str, steps: int, **sections: Any) -> Config:
+    train_section = {"steps": steps, "overlap": True, "prompts_per_update": 2} | sections.pop("train", {})
+    rollout = {"mode": "process", "push_folder": str(folder / "push")} | sections.pop("rollout", {})
+    return run_config(folder, output, train=train_section, rollout=rollout, **sections)
+
+
+@pytest.fixture
+def lottery(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlplus.trainer.loop.score", draw_rewards)
+
+
+def draw_rewards(samples: Any, examples: Any, scorer: Any, decode: Any) -> list[str]:
+    """A reward that an untrained model gets every other time, so that every algorithm has a gradient."""
+    for sample in samples:
+        sample.reward = float(sample.external or sum(sample.response) % 2)
+    return ["ok"] * len(samples)
+
+
+def simulated(config: Config) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
+    """Batch k from the weights before update k - 1, old_logprob by the trainer's own pass over them: no Rollouts."""
+    plain = changed(changed(config, "train", overlap=False), "rollout", mode="colocated")
+    with Run(plain, resume=False) as run:
+        history = [{name: p.clone() for name, p in run.policy.weights()}]
+        rewards = []
+
+        def set_weights(weights: dict[str, torch.Tensor]) -> None:
+            with torch.no_grad():
+                for name, p in run.policy.weights():
+                    p.copy_(weights[name])
+
+        for step in range(config.train.steps):
+            sampler = history[max(0, step - 1)]
+            run.rollout.push_weights(iter(sampler.items()), step)
+            examples = [run.examples[i] for i in run.sampler.next()]
+            samples = generate(run.rollout, examples, run.algorithm, plain, step)
+            draw_rewards(samples, examples, run.scorer, run.decode)
+            rewards.append([s.reward for s in samples])
+            set_advantages(samples, run.algorithm)
+            updates = [
+                make_micro_batches(part, run.algorithm, plain, run.pad_id, run.policy.device)
+                for part in run.split(samples)
+            ]
+            now = {name: p.clone() for name, p in run.policy.weights()}
+            set_weights(sampler)
+            for batch in (batch for batches in updates for batch in batches):
+                batch.old_logprob = run.policy.logprob(batch)
+            set_weights(now)
+            for batches in updates:
+                if batches:
+                    run.policy.update(batches)
+            history.append({name: p.clone() for name, p in run.policy.weights()})
+        return history[-1], rewards
+
+
+@pytest.mark.parametrize("preset", ["rlplus", "grpo"])
+def test_overlap_is_training_one_step_behind(tmp_path, in_thread, lottery, preset):
+    """The weights after 5 steps are those of a delay written out by hand, and not those of no delay."""
+    config = overlapping(tmp_path, "overlap", 5, algorithm={"preset": preset}, train={"lr": 3e-3})
+    folder = train(config)
+    want, rewards = simulated(config.model_copy(update={"output_dir": str(tmp_path / "simulated")}))
+    rows = metrics(folder)
+    assert [row["reward/mean"] for row in rows] == pytest.approx([sum(r) / len(r) for r in rewards])
+    got = model(folder)
+    start = load_file(folder / "scratch/model.safetensors")
+    plain = changed(changed(config, "train", overlap=False), "rollout", mode="colocated")
+    undelayed = model(train(plain.model_copy(update={"output_dir": str(tmp_path / "plain")})))
+    moved = delay = wrong = 0.0
+    for name, p in got.items():
+        moved = max(moved, float((p - start[name]).abs().max()))
+        delay = max(delay, float((p - undelayed[name]).abs().max()))
+        wrong = max(wrong, float((p - want[name]).abs().max()))
+    assert moved > 5e-3
+    assert delay > 1e-3, "the comparison can fail"
+    assert wrong < 2e-5  # engine and trainer differ by rounding, and so do their old_logprobs
+    # The mini-batches' ratios are to the sampler: from the second step on the policy has moved away from it.
+    assert all(row["mismatch/probe"] < 1e-5 for row in rows)
+    assert "mismatch/mean" not in rows[0]
+
+
+@pytest.mark.parametrize("preset", ["rlplus", "grpo"])
+def test_resume_with_overlap_is_bitwise(tmp_path, in_thread, lottery, preset):
+    """Also over an epoch boundary (6 prompts, 4 a step), and when a finished run is prolonged."""
+    sections = {"algorithm": {"preset": preset}}
+    whole = train(overlapping(tmp_path, "whole", 6, **sections))
+    config = overlapping(tmp_path, "parts", 2, **sections)
+    train(config)
+    train(changed(config, "train", steps=4), resume=True)
+    parts = train(changed(config, "train", steps=6), resume=True)
+    assert same(whole, parts)
+    assert metrics(whole) == metrics(parts)
+
+
+def test_the_batch_ahead_is_generated_while_the_policy_trains(tmp_path, in_thread, monkeypatch):
+    """Neither side waits for the other: an update meets the generation of the next batch under way."""
+    generating, update_seen = threading.Event(), threading.Event()
+    original_generate, original_update = TransformersEngine._generate_batch, rlplus.trainer.policy.Policy.update
+    meetings = []
+
+    def slow_generate(engine: Any, prompts: Any, temperature: float, max_tokens: int) -> Any:
+        ahead = max_tokens > 2 and threading.current_thread() is not threading.main_thread()
+        if ahead:
+            generating.set()
+            assert update_seen.wait(60)
+            generating.clear()
+            update_seen.clear()
+        return original_generate(engine, prompts, temperature, max_tokens)
+
+    def update(policy: Any, batches: Any) -> Any:
+        if not update_seen.is_set():
+            meetings.append(generating.wait(60))
+            update_seen.set()
+        return original_update(policy, batches)
+
+    monkeypatch.setattr(TransformersEngine, "_generate_batch", slow_generate)
+    monkeypatch.setattr(rlplus.trainer.policy.Policy, "update", update)
+    train(overlapping(tmp_path, "run", 3, train={"prompts_per_update": 4}))
+    assert meetings == [True] * 3
+
+
+def test_a_failure_ahead_ends_the_run_where_it_is_wanted(tmp_path, in_thread, monkeypatch):
+    fail(monkeypatch, 3)
+    config = overlapping(tmp_path, "run", 5)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        train(config)
+    assert [row["step"] for row in metrics(Path(config.output_dir))] == [1, 2][: len(metrics(Path(config.output_dir)))]
+
+
+@pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
+def test_an_engine_killed_ahead_costs_no_step(tmp_path, monkeypatch, kind):
+    """A real process, killed once while it generates ahead: the run ends as an undisturbed one."""
+    engine = {"engine": kind, "kv_cache_memory_mb": 16}
+    whole = train(overlapping(tmp_path, "whole", 3, rollout=engine))
+    original = rlplus.rollout.process.ProcessEngine.generate
+    killed = []
+
+    def generate_and_kill(engine: Any, *args: Any, **options: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread() and not killed:
+            killed.append(engine)
+            threading.Timer(0.02, os.kill, (engine.pid, signal.SIGKILL)).start()
+        return original(engine, *args, **options)
+
+    monkeypatch.setattr(rlplus.rollout.process.ProcessEngine, "generate", generate_and_kill)
+    broken = train(overlapping(tmp_path, "broken", 3, rollout=engine))
+    assert killed[0].restarts == 1
+    assert same(whole, broken)
+    assert metrics(whole) == metrics(broken)
+
+
+@pytest.mark.slow
+def test_overlap_on_two_ranks_resumes_bitwise(tmp_path):
+    """ZeRO-3, and half of the prompts without a demonstration: the ranks differ in how many they pass forward."""
+    folders = []
+    for name, steps in (("whole", (4,)), ("parts", (2, 4))):
+        for part in steps:
+            deepspeed = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+            changes = {"zero_stage": 3, "deepspeed": deepspeed, "tokens_per_micro_batch": 16}
+            data = {"max_dropped_share": 1.0, "demonstration": "demonstration"}
+            config = overlapping(tmp_path, name, part, train=changes)
+            task = tmp_path / "task.jsonl"
+            rows = [json.loads(line) for line in task.read_text().splitlines()]
+            rows = [row | ({"demonstration": "<wrong>"} if i % 2 else {}) for i, row in enumerate(rows)]
+            task.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            config = changed(config, "data", path=str(task), **data)
+            torchrun(config, "--resume")
+        folders.append(Path(config.output_dir))
+    assert same(*folders)
+    assert metrics(folders[0]) == metrics(folders[1])

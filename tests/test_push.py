@@ -1,0 +1,327 @@
+"""A push that hangs names rank and parameter, and the order of sleeping, waking and loading."""
+
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rollout_models import EOS, PAD, PROMPTS, save, start, tiny_model
+from torch import Tensor
+
+import rlplus.rollout.vllm
+from rlplus.config import RolloutConfig
+from rlplus.rollout import RolloutEngine, RunFailed, make_engine
+from rlplus.rollout.push import watched
+
+SHAPES = {"first": torch.Size([2]), "second": torch.Size([3])}
+
+
+def test_a_parameter_that_does_not_come_is_named(tmp_path: Path) -> None:
+    """The trainer's side hangs, as in a gather that waits for a rank that is gone."""
+    model = tiny_model(tied=True)
+    save(model, tmp_path)
+    config = RolloutConfig(engine="transformers", max_response_length=8, push_timeout_s=0.3)
+    engine = make_engine(
+        config, str(tmp_path), dtype="float32", max_model_len=32, eos_token_id=EOS, pad_token_id=PAD, seed=0
+    )
+    names = [name for name, _ in model.named_parameters()]
+
+    def hanging() -> Iterator[tuple[str, Tensor]]:
+        for i, (name, p) in enumerate(model.named_parameters()):
+            if i == 4:
+                time.sleep(60)
+            yield name, p
+
+    begun = time.monotonic()
+    with pytest.raises(RunFailed, match=rf"rank 0: the push of version 7 waited .* 0.3 s .* to gather {names[4]} "):
+        engine.push_weights(hanging(), 7)
+    assert time.monotonic() - begun < 30
+    with pytest.raises(RuntimeError, match="push of version 7 failed half-way"):
+        engine.generate(PROMPTS, [1, 1, 1], temperature=1.0, max_tokens=1, seed=0)
+    engine.push_weights(model.named_parameters(), 8)
+    engine.close()
+
+
+def test_a_parameter_that_is_not_taken_is_named() -> None:
+    weights = [(name, torch.zeros(shape)) for name, shape in SHAPES.items()]
+
+    def push(slow: str) -> None:
+        with watched(weights, SHAPES, version=1, timeout_s=0.2) as checked:
+            for name, _ in checked:
+                time.sleep(60 if name == slow else 0)
+            time.sleep(60)
+
+    with pytest.raises(RunFailed, match="for the engine to load second "):
+        push("second")
+    with pytest.raises(RunFailed, match="for the engine to finish after second "):
+        push("none")
+
+
+def test_a_slow_push_that_goes_on_is_no_hang() -> None:
+    shapes = {str(i): torch.Size([1]) for i in range(8)}
+    handler = signal.getsignal(signal.SIGALRM)
+    weights = ((name, torch.zeros(1)) for name in shapes)
+    with watched(weights, shapes, version=1, timeout_s=0.3) as checked:
+        for _ in checked:
+            time.sleep(0.1)
+    assert signal.getsignal(signal.SIGALRM) == handler
+
+
+STUCK = """
+import time, torch
+from rlplus.rollout import push
+push.GRACE_S = 0.2
+shapes = {"first": torch.Size([1])}
+def weights():  # the exception never arrives, as with a collective that waits in C++
+    while True:
+        try:
+            time.sleep(60)
+        except push.RunFailed:
+            pass
+    yield
+with push.watched(weights(), shapes, version=3, timeout_s=0.2) as checked:
+    list(checked)
+"""
+
+
+def test_where_no_exception_can_be_raised_the_process_ends() -> None:
+    environment = os.environ | {"RANK": "5"}
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 70
+    assert "rank 5: the push of version 3 waited more than 0.2 s for the trainer to gather first " in done.stderr
+
+
+class OrderedLLM:
+    """vllm.LLM's methods as the engine uses them; AssertionError for one out of order, as a GPU would run out of memory
+    or compute with what is not there."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings, self.calls = settings, []
+        self.weights, self.cache, self.version, self.dirty = True, True, "", True
+        self.llm_engine = SimpleNamespace(
+            engine_core=SimpleNamespace(shutdown=lambda: None),
+            abort_request=lambda *_, **__: None,
+            output_processor=SimpleNamespace(request_states={}),
+        )
+
+    def generate(self, prompts: Any, params: Any, *, use_tqdm: bool) -> list[Any]:
+        assert self.weights
+        assert self.cache
+        assert not self.dirty, "generating with weights that were never loaded, or keys of old ones"
+        self.calls.append("generate")
+        return [
+            SimpleNamespace(
+                outputs=[
+                    SimpleNamespace(finish_reason="stop", token_ids=[EOS], logprobs=SimpleNamespace(logprobs=[-1.0]))
+                ]
+            )
+            for _ in prompts
+        ]
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        assert level == 2
+        assert self.weights
+        assert self.cache
+        self.weights = self.cache = False
+        self.dirty = True
+        self.calls.append("sleep")
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        assert tags in (["weights"], ["kv_cache"])
+        if tags == ["weights"]:
+            assert not self.weights
+            assert not self.cache
+            self.weights = True
+        else:
+            assert self.calls[-1] == "reload_weights", "the cache comes back after the weights are loaded"
+            self.cache = True
+        self.calls.append(f"wake_up {tags[0]}")
+        return self.weights and self.cache
+
+    def collective_rpc(self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[None]:
+        assert method == "reload_weights"
+        assert self.weights, "loading into weights that are asleep"
+        for _ in kwargs["weights_iterator"]:
+            pass
+        self.calls.append(method)
+        return [None]
+
+    def apply_model(self, func: Any) -> list[Any]:
+        raise AssertionError("only on the CPU, with a tied head")
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        assert self.cache, "resetting a cache that is asleep"
+        self.dirty = False
+        self.calls.append("reset_prefix_cache")
+        return True
+
+    def update_weight_version(self, new_version: str) -> None:
+        self.version = new_version
+
+    def get_weight_version(self) -> str:
+        return self.version
+
+
+@pytest.fixture
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RolloutEngine, OrderedLLM, Any]]:
+    """The engine as on CUDA, with a recording vLLM; and the weights to push."""
+    module = SimpleNamespace(LLM=OrderedLLM, SamplingParams=lambda **settings: SimpleNamespace(**settings))
+    monkeypatch.setattr(rlplus.rollout.vllm, "import_vllm", lambda: module)
+    monkeypatch.setattr(rlplus.rollout.vllm, "_on_cpu", lambda: False)
+    monkeypatch.setattr(rlplus.rollout, "_choose", lambda engine: engine)
+    model = tiny_model(tied=True)
+    save(model, tmp_path)
+    config = RolloutConfig(engine="vllm", max_response_length=8, sleep=True)
+    engine = make_engine(
+        config, str(tmp_path), dtype="float32", max_model_len=32, eos_token_id=EOS, pad_token_id=PAD, seed=0
+    )
+    yield engine, engine._llm, list(model.named_parameters())  # type: ignore[attr-defined]
+    engine.close()
+
+
+def generate(engine: RolloutEngine) -> Any:
+    return engine.generate(PROMPTS, [1, 1, 1], temperature=1.0, max_tokens=8, seed=0)
+
+
+def test_sleep_and_wake_in_order(recorded: tuple[RolloutEngine, OrderedLLM, Any]) -> None:
+    engine, llm, weights = recorded
+    assert llm.settings["enable_sleep_mode"]
+    loading = ["reload_weights", "reset_prefix_cache"]
+    waking = ["wake_up weights", "reload_weights", "wake_up kv_cache", "reset_prefix_cache"]
+    engine.push_weights(weights, 0)  # awake from the start
+    generate(engine)
+    generate(engine)
+    engine.sleep()
+    engine.sleep()  # twice is once
+    assert llm.calls == [*loading, "generate", "generate", "sleep"]
+    with pytest.raises(RuntimeError, match="asleep: push weights before generating"):
+        generate(engine)
+    engine.push_weights(weights, 1)
+    generate(engine)
+    engine.push_weights(weights, 2)  # for an evaluation, without sleep in between
+    assert llm.calls[5:] == [*waking, "generate", *loading]
+    engine.sleep()
+    with pytest.raises(ValueError, match="did not come"):
+        engine.push_weights(weights[1:], 3)
+    with pytest.raises(RuntimeError, match="close this engine and make a new one"):
+        engine.push_weights(weights, 4)
+
+
+def test_the_recording_can_fail(recorded: tuple[RolloutEngine, OrderedLLM, Any]) -> None:
+    _, llm, weights = recorded
+    llm.sleep(level=2)
+    with pytest.raises(AssertionError, match="asleep"):
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    llm.wake_up(["weights"])
+    with pytest.raises(AssertionError, match="after the weights"):
+        llm.wake_up(["kv_cache"])
+
+
+@pytest.mark.vllm
+def test_the_recorded_methods_are_vllms() -> None:
+    """Every call that the recording takes fits the installed vLLM's own signatures."""
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    for name, method in vars(OrderedLLM).items():
+        if name.startswith("__") or name in ("generate",):
+            continue
+        theirs = list(inspect.signature(getattr(LLM, name)).parameters.values())
+        ours = list(inspect.signature(method).parameters.values())
+        assert [p.name for p in ours] == [p.name for p in theirs], name
+        assert [p.default for p in ours] == [p.default for p in theirs], name
+    assert list(inspect.signature(LLM.generate).parameters)[1:3] == ["prompts", "sampling_params"]
+    assert "use_tqdm" in inspect.signature(LLM.generate).parameters
+    assert {"weights_iterator", "weights_path"} <= set(inspect.signature(GPUModelRunner.reload_weights).parameters)
+    names = set(inspect.signature(EngineArgs).parameters)
+    assert {"enable_sleep_mode", "tensor_parallel_size", "distributed_executor_backend", "logprobs_mode"} <= names
+    with pytest.raises(ValueError, match="CUDA only"):
+        rlplus.rollout.vllm.VLLMEngine(
+            RolloutConfig(engine="vllm", max_response_length=8, sleep=True),
+            "nowhere",
+            dtype="float32",
+            max_model_len=32,
+            eos_token_id=EOS,
+            seed=0,
+        )
+
+
+def test_engines_that_do_not_sleep_stay_awake(tmp_path: Path) -> None:
+    model = tiny_model(tied=True)
+    save(model, tmp_path)
+    engine = start("transformers", tmp_path)
+    engine.sleep()
+    assert len(generate(engine)) == 3
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mode": "server"}, "mode server and server_url belong together; got server, None"),
+        ({"server_url": "http://x"}, "belong together; got colocated, http://x"),
+        ({"mode": "server", "server_url": "http://x", "engine": "transformers"}, "is a vLLM server: want engine"),
+        ({"mode": "server", "server_url": "http://x", "tensor_parallel_size": 2}, "own --tensor-parallel-size"),
+        ({"mode": "process", "sleep": True}, "sleep is for vLLM in mode colocated; got engine auto in mode process"),
+        ({"engine": "transformers", "sleep": True}, "sleep is for vLLM in mode colocated; got engine transformers"),
+        ({"engine": "transformers", "tensor_parallel_size": 2}, "tensor_parallel_size 2 needs vLLM"),
+        ({"server_url": "localhost:8000"}, "pattern"),
+    ],
+)
+def test_settings_that_exclude_each_other(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RolloutConfig(max_response_length=8, **changes)
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "world", "local", "gpus", "message"),
+    [
+        ("colocated", 2, 4, 4, 4, None),
+        ("colocated", 3, 4, 4, 4, "to divide the 4 ranks, and the 4 of each machine; got 3"),
+        ("colocated", 4, 4, 2, 2, "to divide the 4 ranks, and the 2 of each machine; got 4"),
+        ("process", 1, 4, 4, 8, None),
+        ("process", 1, 4, 4, 7, "takes 8 GPUs; there are 7"),
+        ("process", 2, 4, 2, 6, None),
+        ("process", 2, 4, 2, 4, "tensor_parallel_size 2 and 2 ranks on this machine takes 6 GPUs; there are 4"),
+    ],
+)
+def test_tensor_parallel_size_fits_ranks_and_gpus(
+    monkeypatch: pytest.MonkeyPatch, mode: Any, size: int, world: int, local: int, gpus: int, message: str | None
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    config = RolloutConfig(engine="vllm", mode=mode, tensor_parallel_size=size, max_response_length=8)
+    if message is None:
+        rlplus.rollout._check_devices(config)
+        return
+    with pytest.raises(ValueError, match=message):
+        rlplus.rollout._check_devices(config)
+
+
+def test_an_engine_process_sees_only_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rlplus.rollout.process import _environment
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    seen = []
+    for local in (0, 1):
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        environment = _environment(2)
+        assert not {"LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & environment.keys()
+        seen.append(environment["CUDA_VISIBLE_DEVICES"])
+    assert seen == ["2,3", "4,5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2")
+    assert _environment(2)["CUDA_VISIBLE_DEVICES"] == "3,2"

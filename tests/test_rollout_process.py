@@ -1,0 +1,224 @@
+"""An engine in a process of its own: the same answers, also when the process is killed in the middle of them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, gap, save, start, tiny_model
+from transformers import Qwen2ForCausalLM
+
+import rlplus.rollout.process
+from rlplus.config import RolloutConfig
+from rlplus.rollout import RolloutEngine, RunFailed, make_engine
+from rlplus.rollout.process import ProcessEngine
+from rlplus.rollout.push import WeightFiles
+
+KINDS = ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])]
+
+
+def start_process(kind: str, path: Path, **changes: object) -> ProcessEngine:
+    config = RolloutConfig(
+        engine=kind,  # type: ignore[arg-type]
+        mode="process",
+        max_response_length=16,
+        kv_cache_memory_mb=16,
+        push_folder=str(path / "push"),
+        **changes,  # type: ignore[arg-type]
+    )
+    engine = make_engine(
+        config,
+        str(path),
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        seed=0,
+    )
+    assert isinstance(engine, ProcessEngine)
+    return engine
+
+
+def ask(engine: RolloutEngine, n: int = 4) -> object:
+    return engine.generate(PROMPTS, [n] * 3, temperature=1.0, max_tokens=64, seed=3)
+
+
+def killed_when_busy(engine: ProcessEngine, delay_s: float) -> threading.Thread:
+    thread = threading.Timer(delay_s, os.kill, (engine.pid, signal.SIGKILL))
+    thread.start()
+    return thread
+
+
+def gone(pid: int, patience_s: float = 10.0) -> bool:
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_engine_answers_as_if_nothing_had_been(tmp_path: Path, kind: str) -> None:
+    """The answers are those of an engine in this process, and of the weights pushed last, before and after the kill."""
+    model, pushed = tiny_model(tied=True), tiny_model(tied=True, seed=1)
+    save(model, tmp_path)
+    inside = start(kind, tmp_path)
+    inside.push_weights(pushed.named_parameters(), 1)
+    want = ask(inside, n=256)
+    inside.close()
+    engine = start_process(kind, tmp_path, push_bucket_mb=1)
+    try:
+        first = engine.pid
+        engine.push_weights(pushed.named_parameters(), 1)
+        assert ask(engine, n=256) == want
+        took = time.monotonic()
+        assert ask(engine, n=256) == want
+        took = time.monotonic() - took
+        killer = killed_when_busy(engine, took / 3)
+        assert ask(engine, n=256) == want
+        killer.join()
+        assert engine.restarts == 1
+        assert engine.pid != first
+        assert gap(pushed, ask(engine), PROMPTS, 1.0) <= 1e-5  # type: ignore[arg-type]
+        engine.push_weights(model.named_parameters(), 2)
+        assert gap(model, ask(engine), PROMPTS, 1.0) <= 1e-5  # type: ignore[arg-type]
+    finally:
+        engine.close()
+    assert gone(engine.pid)
+    assert list((tmp_path / "push").iterdir()) == []
+    with pytest.raises(RuntimeError, match="closed"):
+        ask(engine)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen2ForCausalLM]:
+    path, model = tmp_path_factory.mktemp("model"), tiny_model(tied=False)
+    save(model, path)
+    return path, model
+
+
+def test_death_in_a_push_and_refusals(shared: tuple[Path, Qwen2ForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rlplus.rollout.process, "GRACE_S", 10.0)
+    path, model = shared
+    engine = start_process("transformers", path)
+    try:
+        with pytest.raises(ValueError, match="prompt 0 has 0"):
+            engine.generate([[]], [1], temperature=1.0, max_tokens=8, seed=0)
+        with pytest.raises(ValueError, match=r"1 did not come: lm_head\.weight"):
+            engine.push_weights([(n, p) for n, p in model.named_parameters() if n != "lm_head.weight"], 1)
+        assert engine.restarts == 0, "a refusal is no death"
+        with pytest.raises(RuntimeError, match="push of version 1 failed half-way"):
+            ask(engine)
+
+        def dying() -> object:  # after the files are complete nothing of the trainer's is needed any more
+            yield from model.named_parameters()
+            os.kill(engine.pid, signal.SIGKILL)
+
+        engine.push_weights(dying(), 2)  # type: ignore[arg-type]
+        assert engine.restarts == 1
+        engine._timeout_s = 1.0
+        os.kill(engine.pid, signal.SIGSTOP)  # it hangs: killed after a time, and another one loads
+        engine.push_weights(model.named_parameters(), 3)
+        assert engine.restarts == 2
+        assert gap(model, ask(engine), PROMPTS, 1.0) <= 1e-5  # type: ignore[arg-type]
+
+        def unwanted() -> None:
+            with pytest.raises(RuntimeError, match="closed"):
+                ask(engine, n=20_000)
+
+        thread = threading.Thread(target=unwanted)
+        thread.start()
+        time.sleep(0.5)
+        begun = time.monotonic()
+        engine.close()  # in the middle of a question of another thread
+        thread.join(10)
+        assert not thread.is_alive()
+        assert time.monotonic() - begun < 10
+    finally:
+        engine.close()
+    assert gone(engine.pid)
+
+
+def test_an_engine_that_dies_of_the_question_is_given_up(
+    shared: tuple[Path, Qwen2ForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_process("transformers", shared[0])
+    original = engine._start
+
+    def start_and_die() -> None:
+        original()
+        killed_when_busy(engine, 0.0).join()
+
+    killed_when_busy(engine, 0.0).join()
+    monkeypatch.setattr(rlplus.rollout.process, "ATTEMPTS", 2)
+    monkeypatch.setattr(engine, "_start", start_and_die)
+    with pytest.raises(
+        RunFailed, match=r"died 2 times at one generate; the last time: process \d+ ended with status -9"
+    ):
+        ask(engine)
+    engine.close()
+
+
+def test_a_process_that_cannot_start_says_why(shared: tuple[Path, Qwen2ForCausalLM], tmp_path: Path) -> None:
+    config = RolloutConfig(engine="transformers", mode="process", max_response_length=8, push_folder=str(tmp_path))
+    (tmp_path / "model").mkdir()
+    (shared[0] / "config.json").read_text()
+    (tmp_path / "model/config.json").write_text((shared[0] / "config.json").read_text())
+    with pytest.raises(RunFailed, match=r"transformers .process.: OSError: .*no file named model"):
+        make_engine(
+            config, str(tmp_path / "model"), dtype="float32", max_model_len=32, eos_token_id=1, pad_token_id=0, seed=0
+        )
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+TRAINER = """
+import sys, time
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from test_rollout_process import start_process
+engine = start_process("transformers", Path(sys.argv[1]))
+print(engine.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_trainer_leaves_no_engine_and_no_weights(tmp_path: Path) -> None:
+    save(tiny_model(tied=False), tmp_path)
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(tmp_path), str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+    )
+    assert trainer.stdout is not None
+    pid = int(trainer.stdout.readline())
+    os.kill(trainer.pid, signal.SIGKILL)
+    trainer.wait()
+    trainer.stdout.close()
+    assert gone(pid)
+    left = list((tmp_path / "push").iterdir())
+    assert len(left) == 1
+    files = WeightFiles(str(tmp_path / "push"), 1, per_node=True)
+    assert list((tmp_path / "push").iterdir()) == [files.folder], "the next run removes what a killed one left"
+    files.close()
+
+
+def test_files_are_cut_at_the_budget(tmp_path: Path) -> None:
+    files = WeightFiles(str(tmp_path), 1, per_node=True)
+    weights = {f"w{i}": torch.randn(size) for i, size in enumerate((200_000, 50_000, 12_144, 1, 400_000, 5))}
+    files.write(weights.items())
+    sizes = [path.stat().st_size for path in sorted(files.folder.iterdir())]
+    assert len(sizes) == 4  # 250,000 floats fill a MiB but for 12,144; the 1 starts a second one; then one too large
+    assert sum(size > 2**20 + 4096 for size in sizes) == 1
+    got = dict(files)
+    assert list(got) == list(weights)
+    assert all(torch.equal(got[name], weights[name]) for name in weights)
+    files.write([("w0", torch.zeros(3))])
+    assert list(dict(files)) == ["w0"]
+    files.close()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,181 @@
+"""A run and its engine: the probe after a push, engines that fail in mid-run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import fail, same, torchrun
+from trainer_runs import metrics, run_config
+
+import rlplus.rollout.process
+import rlplus.trainer.rollouts
+from rlplus.evaluation import evaluate_model
+from rlplus.rollout import RunFailed
+from rlplus.rollout.transformers import TransformersEngine
+from rlplus.rollout.vllm import VLLMEngine
+from rlplus.trainer import train
+from rlplus.trainer.policy import _buckets
+
+
+def test_the_probe_sees_an_engine_with_other_weights(tmp_path, monkeypatch):
+    """One parameter that does not arrive is enough; nothing is generated and nothing trained with it."""
+    push = TransformersEngine.push_weights
+
+    def stale(engine: Any, weights: Any, version: int) -> None:
+        kept = dict(engine._model.named_parameters())["model.norm.weight"].clone()
+        push(engine, weights, version)
+        if version:
+            with torch.no_grad():
+                dict(engine._model.named_parameters())["model.norm.weight"].copy_(kept + 0.01)
+
+    monkeypatch.setattr(TransformersEngine, "push_weights", stale)
+    config = run_config(tmp_path)
+    with pytest.raises(RunFailed, match=r"mean gap between .* trainer is .* after the push of version 1; want at most"):
+        train(config)
+    (row,) = metrics(Path(config.output_dir))
+    assert 0 <= row["mismatch/probe"] < 1e-5
+
+
+def test_the_probe_changes_nothing(tmp_path, monkeypatch):
+    """The same run without it, bit for bit."""
+    with_probe = train(run_config(tmp_path, "with"))
+    monkeypatch.setattr(rlplus.trainer.rollouts.Rollouts, "_probe", lambda self: 0.0)
+    without = train(run_config(tmp_path, "without"))
+    assert same(with_probe, without)
+
+
+def test_a_colocated_engine_that_breaks_is_made_again_and_the_step_is_not_lost(tmp_path, monkeypatch, caplog):
+    whole = train(run_config(tmp_path, "whole", train={"steps": 3}))
+    calls = fail(monkeypatch, 2)
+    broken = train(run_config(tmp_path, "broken", train={"steps": 3}))
+    assert calls == [4]
+    assert "illegal memory access" in caplog.text
+    assert same(whole, broken)
+    assert metrics(whole) == metrics(broken)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_colocated_vllm_that_breaks_is_made_again(tmp_path, monkeypatch, caplog):
+    """In the middle of the second step's generation, requests and all."""
+    settings = {"engine": "vllm", "kv_cache_memory_mb": 16}
+    whole = train(run_config(tmp_path, "whole", train={"steps": 3}, rollout=settings))
+    original, calls = VLLMEngine._run, []
+
+    def breaking(engine: Any, requests: Any) -> Any:
+        if requests[0][1].max_tokens > 2:
+            calls.append(1)
+            if len(calls) == 2:
+                step, steps = engine._llm.llm_engine.step, []
+
+                def failing(*args: Any, **options: Any) -> Any:
+                    steps.append(1)
+                    if len(steps) == 3:
+                        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+                    return step(*args, **options)
+
+                engine._llm.llm_engine.step = failing
+        return original(engine, requests)
+
+    monkeypatch.setattr(VLLMEngine, "_run", breaking)
+    broken = train(run_config(tmp_path, "broken", train={"steps": 3}, rollout=settings))
+    assert len(calls) == 4
+    assert "illegal memory access" in caplog.text
+    assert same(whole, broken)
+    assert metrics(whole) == metrics(broken)
+
+
+def test_an_engine_that_breaks_twice_ends_the_run(tmp_path, monkeypatch):
+    fail(monkeypatch, 2, 3)
+    with pytest.raises(RunFailed, match=r"engine failed with .*illegal memory.*, and a new one with .*illegal memory"):
+        train(run_config(tmp_path))
+
+
+def test_gathered_pieces_keep_to_the_budget():
+    class Shard:
+        def __init__(self, numel: int) -> None:
+            self.ds_numel = numel
+
+        def element_size(self) -> int:
+            return 2
+
+    named = [(str(i), [Shard(n)], None) for i, n in enumerate([10, 40, 1, 200, 30, 20, 25, 25])]
+    pieces = [[name for name, _, _ in piece] for piece in _buckets(named, 100)]
+    assert pieces == [["0", "1"], ["2"], ["3"], ["4", "5"], ["6", "7"]]
+
+
+def test_tensor_parallel_ranks_do_not_evaluate_in_training(tmp_path):
+    evaluation = {"data": {"path": "-", "max_prompt_length": 8}, "every": 1}
+    shared = {"engine": "vllm", "tensor_parallel_size": 2}
+    with pytest.raises(ValueError, match=r"evaluation.every: .*tensor_parallel_size 2 needs several"):
+        run_config(tmp_path, rollout=shared, evaluation=evaluation)
+    run_config(tmp_path, rollout=shared | {"mode": "process"}, evaluation=evaluation)
+
+
+def test_a_finished_model_is_evaluated_in_this_process(tmp_path, monkeypatch):
+    """Whatever the run's engine was: no server is asked, which would have other weights."""
+    folder = train(run_config(tmp_path, train={"steps": 1}))
+    data = {"path": str(tmp_path / "task.jsonl"), "max_prompt_length": 8}
+    server = {"mode": "server", "server_url": "http://127.0.0.1:9", "engine": "auto"}
+    config = run_config(tmp_path, evaluation={"data": data, "samples": 1}, rollout=server)
+    monkeypatch.setattr("rlplus.rollout._choose", lambda engine: "transformers")
+    (result,) = evaluate_model(config, str(folder / "model")).values()
+    assert result.problems == tuple(range(6))
+
+
+@pytest.mark.slow
+def test_two_ranks_with_engine_processes_do_what_they_do_without(tmp_path):
+    """ZeRO-3, two ranks that share one copy of the weights' files; the same model, bit for bit."""
+    folders = []
+    for mode in ("colocated", "process"):
+        config = run_config(
+            tmp_path,
+            mode,
+            train={
+                "steps": 3,
+                "zero_stage": 3,
+                "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+            },
+            rollout={"mode": mode, "push_folder": str(tmp_path / "push"), "push_bucket_mb": 1},
+        )
+        torchrun(config)
+        folders.append(Path(config.output_dir))
+    assert same(*folders)
+    assert metrics(folders[0]) == metrics(folders[1])
+    assert list((tmp_path / "push").iterdir()) == []
+
+
+ABSENT = """
+import os, sys, time
+from rlplus.config import load_config
+from rlplus.rollout import push
+from rlplus.trainer import Run
+push.GRACE_S = 1.0
+with Run(load_config(sys.argv[1]), resume=False) as run:
+    if run.rank == 1:
+        time.sleep(600)  # hangs, and does not come to the gather
+    run.rollouts.sync(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_gather_that_waits_for_an_absent_rank_is_named_and_ended(tmp_path):
+    """It waits inside gloo, where no exception reaches it."""
+    config = run_config(
+        tmp_path,
+        train={"zero_stage": 3, "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}},
+        rollout={"push_timeout_s": 3.0},
+    )
+    path, script = tmp_path / "run.yaml", tmp_path / "absent.py"
+    path.write_text(config.to_yaml())
+    script.write_text(ABSENT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(script), str(path)]
+    environment = os.environ | {"PYTHONPATH": str(Path(rlplus.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode != 0
+    wanted = "rank 0: the push of version 0 waited more than 3 s for the trainer to gather model.embed_tokens.weight"
+    assert wanted in done.stderr, done.stderr[-4000:]
