@@ -144,11 +144,11 @@ def test_the_batch_ahead_is_generated_while_the_policy_trains(tmp_path, in_threa
             update_seen.clear()
         return original_generate(engine, prompts, temperature, max_tokens)
 
-    def update(policy: Any, batches: Any) -> Any:
+    def update(policy: Any, batches: Any, *rest: Any) -> Any:
         if not update_seen.is_set():
             meetings.append(generating.wait(60))
             update_seen.set()
-        return original_update(policy, batches)
+        return original_update(policy, batches, *rest)
 
     monkeypatch.setattr(TransformersEngine, "_generate_batch", slow_generate)
     monkeypatch.setattr(rlplus.trainer.policy.Policy, "update", update)

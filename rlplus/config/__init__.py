@@ -1,6 +1,7 @@
 """The configuration of a run: typed, frozen, checked as a whole before anything is loaded."""
 
 from rlplus.config.load import load_config
+from rlplus.config.rollout import RolloutConfig
 from rlplus.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -10,7 +11,6 @@ from rlplus.config.schema import (
     LoraConfig,
     ModelConfig,
     RewardConfig,
-    RolloutConfig,
     ScratchModel,
     TrainConfig,
 )

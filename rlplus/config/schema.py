@@ -12,16 +12,11 @@ from string import Formatter
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from rlplus.config.base import Count, Fraction, NonNegative, PathText, Positive, Section, Text
+from rlplus.config.rollout import RolloutConfig
 from rlplus.objective import ALGORITHMS, Algorithm, Objective
-
-Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Text = Annotated[str, Field(min_length=1)]
-PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
 
 
 def _one_group(pattern: str) -> str:
@@ -54,12 +49,6 @@ def _objective_field(name: str) -> str:
 
 Pattern = Annotated[str, AfterValidator(_one_group)]
 Template = Annotated[str, AfterValidator(_template)]
-
-
-class Section(BaseModel):
-    """Unknown keys are errors, values are not converted, and nothing changes after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
 class ScratchModel(Section):
@@ -196,58 +185,6 @@ class RewardConfig(Section):
             raise ValueError(f"want exactly one of kind and function; got {'neither' if self.kind is None else 'both'}")
         if self.pattern is not None and self.kind != "exact_match":
             raise ValueError("pattern belongs to kind exact_match, and would be ignored here: leave it out")
-        return self
-
-
-class RolloutConfig(Section):
-    """`engine` auto: vllm when it is installed, else transformers. The sizes in memory are vLLM's.
-
-    mode                  colocated: in the trainer's process, on its GPU. process: in a process of its own, on GPUs of
-                          its own, started again when it dies. server: a vLLM server that you started, see server_url
-    group_size            counts the demonstration where the algorithm puts one into the group
-    sleep                 the colocated engine gives its GPU memory back while the policy trains (CUDA)
-    tensor_parallel_size  GPUs that share one engine: of so many ranks (colocated), or of each rank's own (process)
-    max_logprob_gap       the run stops when the tokens' logprobs in the engine and in the trainer differ by more, in
-                          the mean over a step or over the probe after a push; None = 1e-4 in float32, 5e-2 in bfloat16
-    push_bucket_mb        ZeRO-3 weights are gathered, and files of weights written, in pieces of at most this size; a
-                          larger parameter is a piece of its own
-    push_timeout_s        the run stops when a push stays at one parameter for longer
-    push_folder           where weights pass to an engine in another process; None = /dev/shm, or the temporary folder.
-                          Holds the whole model. A server must see it under the same name
-    server_url            such as http://localhost:8000
-    """
-
-    engine: Literal["auto", "vllm", "transformers"] = "auto"
-    mode: Literal["colocated", "process", "server"] = "colocated"
-    group_size: Count = 8
-    temperature: Positive = 1.0
-    max_response_length: Count
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
-    kv_cache_memory_mb: Count | None = None
-    enforce_eager: bool = False
-    sleep: bool = False
-    tensor_parallel_size: Count = 1
-    max_logprob_gap: Positive | None = None
-    push_bucket_mb: Count = 64
-    push_timeout_s: Positive = 300.0
-    push_folder: PathText | None = None
-    server_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        problems = []
-        if (self.mode == "server") != (self.server_url is not None):
-            problems.append(f"mode server and server_url belong together; got {self.mode}, {self.server_url}")
-        if self.mode == "server" and self.engine == "transformers":
-            problems.append("mode server is a vLLM server: want engine auto or vllm; got transformers")
-        if self.mode == "server" and self.tensor_parallel_size > 1:
-            problems.append("a server has its own --tensor-parallel-size: leave tensor_parallel_size out")
-        if self.sleep and (self.mode != "colocated" or self.engine == "transformers"):
-            problems.append(f"sleep is for vLLM in mode colocated; got engine {self.engine} in mode {self.mode}")
-        if self.tensor_parallel_size > 1 and self.engine == "transformers":
-            problems.append(f"tensor_parallel_size {self.tensor_parallel_size} needs vLLM; got engine transformers")
-        if problems:
-            raise ValueError("; ".join(problems))
         return self
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from rlplus.config import RolloutConfig
 from rlplus.rollout.protocol import (
+    DEFAULT_CACHE_MB,
     Completion,
     RolloutEngine,
     RunFailed,
@@ -24,6 +25,7 @@ from rlplus.rollout.protocol import (
 from rlplus.rollout.push import checked_weights, ranks_here
 
 __all__ = [
+    "DEFAULT_CACHE_MB",
     "Completion",
     "RolloutEngine",
     "RunFailed",
