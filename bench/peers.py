@@ -143,7 +143,6 @@ def own_gemm(name: str, of: str) -> None:
 
     def prepare(x: Inputs) -> Step:
         from rlplus.ops import triton
-
         step = METHODS[of].prepare(x)
 
         def with_own() -> Tensor | None:
