@@ -133,6 +133,18 @@ def test_compiles_into_one_graph(backend: str, compiler: str) -> None:
     torch.testing.assert_close(grads[0], grads[1])
 
 
+@OPS
+def test_one_graph_takes_other_numbers_of_tokens_and_temperatures(backend: str) -> None:
+    def step(inputs: dict[str, Any], temperature: float) -> Tensor:
+        return linear_policy_loss(**inputs, objective=EVERYTHING, backend=backend, temperature=temperature).loss
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for n, temperature in ((12, 1.0), (5, 0.9), (7, 0.8)):
+        inputs = sample(n)
+        torch.testing.assert_close(compiled(inputs, temperature), step(inputs, temperature))
+
+
 def test_runs_on_tensors_without_data() -> None:
     inputs = {k: v.detach().to("meta").requires_grad_(v.requires_grad) for k, v in sample().items()}
     out = linear_policy_loss(**inputs, objective=EVERYTHING)
@@ -202,7 +214,9 @@ BAD_HEADS: list[tuple[dict[str, Any], str]] = [
     ({"hidden": torch.zeros(N, H + 1)}, r"want hidden \(\.\.\., H\) and weight \(V, H\).*got .*\(12, 5\).*\(9, 4\)"),
     ({"weight": torch.zeros(V)}, r"want hidden .* and weight \(V, H\).*\(9,\)"),
     ({"weight": torch.zeros(0, H)}, r"V > 0; got .*\(0, 4\)"),
+    ({"weight": torch.zeros(V, 0), "hidden": torch.zeros(N, 0)}, r"H > 0, V > 0; got .*\(9, 0\)"),
     ({"weight": None}, "got .* and NoneType"),
+    ({k: torch.zeros(s, H).to(torch.float8_e4m3fn) for k, s in (("hidden", N), ("weight", V))}, "want .*; got float8"),
     ({"weight": torch.zeros(V, H, dtype=torch.float64)}, "one floating dtype and device; got float32 .*float64"),
     ({"weight": torch.zeros(V, H, device="meta")}, "one floating dtype and device; got .*cpu.*meta"),
     ({"target": torch.zeros(N, dtype=torch.int32)}, r"want target a tensor, int64 \(12,\) on cpu; got int32 \(12,\)"),
@@ -214,7 +228,9 @@ BAD_HEADS: list[tuple[dict[str, Any], str]] = [
     ({"bias": torch.zeros(V, dtype=torch.float64)}, "want bias .*float32.*got float64"),
     ({"temperature": 0.0}, "want temperature a finite number > 0; got 0.0"),
     ({"temperature": math.nan}, "want temperature a finite number > 0; got nan"),
-    ({"max_scratch_mb": 0}, "want max_scratch_mb > 0; got 0"),
+    ({"max_scratch_mb": 0}, "want max_scratch_mb a finite number > 0; got 0"),
+    ({"max_scratch_mb": "80"}, "want max_scratch_mb a finite number > 0; got '80'"),
+    ({"max_scratch_mb": math.inf}, "want max_scratch_mb a finite number > 0; got inf"),
     ({"backend": "trito"}, "want backend 'auto' or one of reference, torch, cpp, triton; got 'trito'"),
 ]
 BAD_LOSSES: list[tuple[dict[str, Any], str]] = [
@@ -229,6 +245,9 @@ BAD_LOSSES: list[tuple[dict[str, Any], str]] = [
     ({"objective": "rlplus"}, r"want objective an rlplus\.Objective; got str"),
     ({"grad_filter": 1.0}, r"want grad_filter in \[0, 1\); got 1.0"),
     ({"grad_filter": -0.1}, r"want grad_filter in \[0, 1\)"),
+    ({"grad_filter": "0.1"}, r"want grad_filter in \[0, 1\); got '0.1'"),
+    ({"grad_filter": None}, r"want grad_filter in \[0, 1\); got None"),
+    ({"memory": ["least"]}, r"want memory 'fast' or 'least'; got \['least'\]"),
     ({"grad_filter": 0.1, "objective": EVERYTHING}, "want grad_filter 0 with an entropy bonus.*got 0.1"),
 ]
 

@@ -171,6 +171,7 @@ def test_weight_grad_accumulates_over_calls(backend: str, dtype: torch.dtype, me
 def test_weight_grad_in_one_graph(backend: str) -> None:
     head, constants = sample(9, dtype=torch.float32)
     hidden = head["hidden"].to(DEVICE).requires_grad_()
+    head["weight"].requires_grad_()  # it gets none, and nothing is allocated for one
     rest = {k: v.to(DEVICE) for k, v in (head | constants).items() if k != "hidden"}
 
     def step(hidden: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
@@ -216,6 +217,10 @@ def test_wrong_use_is_refused() -> None:
         call(weight_grad=torch.zeros(23, 7, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="want weight_grad contiguous"):
         call(weight_grad=torch.zeros(7, 23).T)
+    arena = torch.zeros(40, 7)
+    for shared in ({"weight": arena[:23]}, {"weight": arena[17:]}, {"hidden": arena[5:14]}):
+        with pytest.raises(ValueError, match="want weight_grad in memory that no input uses"):
+            linear_policy_loss(**(head | shared), **constants, weight_grad=arena[:23])
     for options in ({"memory": "least"}, {"weight_grad": torch.zeros(23, 7)}):
         with pytest.raises(ValueError, match="backend 'reference' keeps the full logits"):
             call(backend="reference", **options)

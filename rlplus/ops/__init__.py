@@ -3,7 +3,7 @@
 import os
 from difflib import get_close_matches
 from importlib.util import find_spec
-from math import isfinite
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from rlplus.ops import cpp, library, reference
 from rlplus.ops.chunked import Head
 
 BACKENDS = ("reference", *library.MODULES)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_SCRATCH_MB = {"fast": 1250.0, "least": 80.0}  # by memory mode
 
 
@@ -70,8 +71,9 @@ def linear_policy_loss(
     memory             "fast": one pass, three GEMMs, and for half-precision inputs an fp32 accumulator (V, H) of the
                        weight's gradient; "least": two passes, about four GEMMs, no accumulator (`rlplus.ops.least`)
     max_scratch_mb     memory for logits, 10^6 bytes; None = 1250, with memory="least" 80
-    weight_grad        (V, H), contiguous, fp32 (fp64 for fp64 inputs): the gradient of weight is added there by this
-                       call, without what the loss is multiplied by afterwards; the backward pass hands out none
+    weight_grad        (V, H), contiguous, fp32 (fp64 for fp64 inputs), in memory that no input uses: the gradient of
+                       weight is added there by this call, without what the loss is multiplied by afterwards; the
+                       backward pass hands out none
     backend            "auto" (cpp for CPU tensors where it is built, else torch), "torch", "cpp", "triton" (CUDA; bf16,
                        fp16, fp32) or "reference"; the environment variable RLPLUS_BACKEND replaces "auto"
 
@@ -87,13 +89,13 @@ def linear_policy_loss(
         advantage, token_weight, external, old_logprob, behavior_logprob, ref_logprob, engine_logprob, entropy_weight
     )
     constants = check_constants(inputs, target.shape, hidden.device, head.dtype, objective)
-    if not 0 <= grad_filter < 1:
-        raise ValueError(f"want grad_filter in [0, 1); got {grad_filter}")
+    if not (isinstance(grad_filter, int | float) and 0 <= grad_filter < 1):
+        raise ValueError(f"want grad_filter in [0, 1); got {grad_filter!r}")
     if grad_filter and objective.entropy_coef:
         raise ValueError(
             f"want grad_filter 0 with an entropy bonus (its gradient is not bounded by 1 - p); got {grad_filter}"
         )
-    if memory not in MAX_SCRATCH_MB:
+    if memory not in tuple(MAX_SCRATCH_MB):
         raise ValueError(f"want memory 'fast' or 'least'; got {memory!r}")
     scratch = _scratch_bytes(max_scratch_mb, memory)
     backend = resolve_backend(backend, hidden.device.type, hidden.dtype)
@@ -112,6 +114,7 @@ def linear_policy_loss(
     else:
         grad = torch.is_grad_enabled()
         needs = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
+        needs[1] = needs[1] and weight_grad is None
         given = {name: value for name, value in constants._asdict().items() if value is not None}
         if memory == "least":
             backend += "/least"
@@ -213,25 +216,27 @@ def _check_triton(device: str, dtype: torch.dtype) -> None:
 
 def _scratch_bytes(max_scratch_mb: float | None, memory: str) -> float:
     mb = MAX_SCRATCH_MB[memory] if max_scratch_mb is None else max_scratch_mb
-    if not mb > 0:
-        raise ValueError(f"want max_scratch_mb > 0; got {max_scratch_mb}")
+    if not (isinstance(mb, int | float) and 0 < mb < inf):
+        raise ValueError(f"want max_scratch_mb a finite number > 0; got {mb!r}")
     return mb * 1e6
 
 
 def _head(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, temperature: float) -> Head:
     tensors = all(isinstance(t, Tensor) for t in (hidden, weight, target))
-    if not tensors or hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or not len(weight):
+    if not tensors or hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or not weight.numel():
         raise ValueError(
-            f"want hidden (..., H) and weight (V, H), V > 0; got {describe(hidden)} and {describe(weight)}"
+            f"want hidden (..., H) and weight (V, H), H > 0, V > 0; got {describe(hidden)} and {describe(weight)}"
         )
-    if not hidden.is_floating_point() or weight.dtype != hidden.dtype or weight.device != hidden.device:
+    if hidden.dtype not in DTYPES or weight.dtype != hidden.dtype or weight.device != hidden.device:
         raise ValueError(
-            f"want hidden and weight of one floating dtype and device; got {describe(hidden)}, {describe(weight)}"
+            "want hidden and weight of bf16, fp16, fp32 or fp64, of one floating dtype and device; "
+            f"got {describe(hidden)}, {describe(weight)}"
         )
     check_tensor("target", target, (hidden.shape[:-1], hidden.device), dtype=torch.int64)
     if bias is not None:
         check_tensor("bias", bias, (weight.shape[:1], hidden.device), dtype=hidden.dtype)
-    if not (isinstance(temperature, int | float) and temperature > 0 and isfinite(temperature)):
+    # By comparisons: a temperature that changes is a symbol to torch.compile, which math.isfinite cannot take.
+    if not (isinstance(temperature, int | float) and 0 < temperature < inf):
         raise ValueError(f"want temperature a finite number > 0; got {temperature!r}")
     return Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1), float(temperature))
 

@@ -60,13 +60,12 @@ class Gradients(NamedTuple):
 
     @classmethod
     def zeros(cls, head: Head, needs: list[bool], weight_grad: Tensor | None = None) -> "Gradients":
-        """With `weight_grad`, the gradient of weight is added there."""
+        """With `weight_grad` the gradient of weight is added there, and needs[1] is False."""
         kinds = (
             (head.hidden.shape, head.hidden.dtype),
             (head.weight.shape, head.dtype),
             (head.weight.shape[:1], head.dtype),
         )
-        needs = [needs[0], needs[1] and weight_grad is None, needs[2]]
         wanted = zip(kinds, needs, strict=True)
         new = cls(*(head.hidden.new_zeros(shape if need else (0,), dtype=dtype) for (shape, dtype), need in wanted))
         return new if weight_grad is None else new._replace(weight=weight_grad)

@@ -139,7 +139,7 @@ class _SecondPass:
         """-> gradients of hidden, weight and bias where needed."""
         head, n, (V, H) = self.whole, len(self.head.target), self.whole.weight.shape
         self.weight_grad = weight_grad
-        self.weight = head.hidden.new_empty((V, H) if needs[1] and weight_grad is None else (0,))
+        self.weight = head.hidden.new_empty((V, H) if needs[1] else (0,))
         self.bias = head.hidden.new_empty(V if needs[2] else 0)
         dhidden, first_lent = self._accumulator(n) if needs[0] else (None, V)
         self.dhidden: Tensor | None = dhidden

@@ -107,6 +107,12 @@ def linear_policy_loss(
     )  # fmt: skip
 
 
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte and behind its last."""
+    elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
+
+
 @torch.library.custom_op("rlplus::linear_policy_loss_into", mutates_args=("weight_grad",))
 def linear_policy_loss_into(
     weight_grad: Tensor,
@@ -125,6 +131,12 @@ def linear_policy_loss_into(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The same with the gradient of weight added to weight_grad; not differentiable, see `hand_out`."""
+    start, end = _memory(weight_grad)
+    for tensor in (hidden, weight, bias, target, *constants):
+        if tensor is not None and tensor.numel():
+            first, last = _memory(tensor)
+            if first < end and start < last:
+                raise ValueError("want weight_grad in memory that no input uses; got one that overlaps")
     return _policy_loss(
         hidden, weight, bias, target, constants, names, surrogates, coefficients, temperature, grad_filter,
         scratch_bytes, needs, backend, weight_grad,
