@@ -75,7 +75,10 @@ def to(values: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 def absolute_sums(
     head: Head, constants: dict[str, Tensor], objective: Objective, exact: dict[str, Any], temperature: float = 1.0
 ) -> Head:
-    """Sums of absolute terms: the scale of the rounding errors that no order of summation avoids."""
+    """Sums of absolute terms: the scale of the rounding errors that no order of summation avoids.
+
+    "rounded dhidden" and so on: the same of the gradient of the logits alone, the scale of the errors of rounding it.
+    """
     head = head | {k: head[k] / temperature for k in ("hidden", "bias")}
     hidden, weight, bias = (head[k].abs() for k in ("hidden", "weight", "bias"))
     z = hidden @ weight.T + bias
@@ -87,9 +90,18 @@ def absolute_sums(
     dz = torch.autograd.grad(loss, rows)[0].abs()
     size = z.max() * dz.clamp(min=dz.amax(-1, keepdim=True))  # an error of the logits is one of every probability
     terms = max(abs(v) for k, v in stats.items() if k.startswith("loss_"))
-    sums = {"loss": 20 * terms, "logprob": z.max(), "entropy": z.max() * exact["entropy"].max()}
-    size /= temperature
-    return sums | {"dhidden": size @ weight, "dweight": size.T @ hidden * temperature, "dbias": size.sum(0)}
+    sums = of_gradients("rounded ", dz, hidden, weight, temperature)
+    sums |= {"loss": 20 * terms, "logprob": z.max(), "entropy": z.max() * exact["entropy"].max()}
+    return sums | of_gradients("", size, hidden, weight, temperature)
+
+
+def of_gradients(prefix: str, dz: Tensor, hidden: Tensor, weight: Tensor, temperature: float) -> Head:
+    """hidden is divided by the temperature."""
+    return {
+        f"{prefix}dhidden": dz @ weight / temperature,
+        f"{prefix}dweight": dz.T @ hidden,
+        f"{prefix}dbias": dz.sum(0) / temperature,
+    }
 
 
 def check_precision(
@@ -114,7 +126,7 @@ def check_precision(
         assert value.dtype == (dtype if is_input_gradient else torch.float32)
         bound = 2 * (plain[name] - exact[name]).abs().max() + 8 * eps * sums[name]
         if is_input_gradient and gemm_dtype != torch.float32:
-            bound = bound + torch.finfo(gemm_dtype).eps * sums[name]
+            bound = bound + torch.finfo(gemm_dtype).eps * sums[f"rounded {name}"]
         if is_input_gradient and dtype != torch.float32:
             bound = bound + torch.finfo(dtype).eps * exact[name].abs() + torch.finfo(dtype).tiny
         error = (value - exact[name]).abs()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from closed_form import FEATURES, all_objectives, logprob_and_entropy
-from head_cases import EVERYTHING, H, check_precision, closed, run, sample, tensors, to
+from head_cases import EVERYTHING, H, check_precision, closed, on_policy, run, sample, tensors, to
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
@@ -57,6 +57,20 @@ def test_low_precision_inputs_keep_the_errors_of_fp32(
     head, constants = sample(23, V=61, dtype=dtype)
     got = run(head, constants, objective, backend=backend, max_scratch_mb=max_scratch_mb)
     check_precision(got, head, constants, objective)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("n", "V", "H"), [(40, 200, 64), (129, 1001, 80)])
+def test_the_tolerance_for_rounded_gradients_notices_wrong_ones(n: int, V: int, H: int, dtype: torch.dtype) -> None:
+    """That of gradients whose logits' gradient was rounded too, by which the tests on a GPU judge."""
+    head, constants = sample(n, V, H=H, dtype=dtype)
+    head = on_policy(head)
+    got = run(head, constants, EVERYTHING, backend="torch")
+    check_precision(got, head, constants, EVERYTHING, gemm_dtype=dtype)
+    for name in ("dhidden", "dweight", "dbias"):
+        for factor in (0.0, -1.0, 1.1):
+            with pytest.raises(AssertionError, match=name):
+                check_precision(got | {name: factor * got[name]}, head, constants, EVERYTHING, gemm_dtype=dtype)
 
 
 @WITH_CPP
