@@ -10,7 +10,7 @@ from head_cases import EVERYTHING, H, check_precision, closed, on_policy, run, s
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
-from rlplus.ops import chunked, cpp
+from rlplus.ops import chunked, cpp, library
 
 SCRATCH = {"one row": 1e-9, "few rows": 5 * 16 * 23e-6, "all rows": None}  # MB, for 23 tokens of vocabulary in fp64
 BACKENDS = [("reference", None), *(("torch", mb) for mb in SCRATCH.values())]
@@ -88,7 +88,10 @@ def test_autocast_does_not_lower_the_precision(backend: str) -> None:
 
 @pytest.mark.parametrize("keep_graph", [False, True])
 @WITH_CPP
-def test_fp16_survives_a_loss_scale_beyond_its_range(backend: str, keep_graph: bool) -> None:
+def test_fp16_survives_a_loss_scale_beyond_its_range(
+    backend: str, keep_graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "PIECE", 3)
     head, constants = sample(8, dtype=torch.float16)
     head["hidden"].requires_grad_()
     constants["token_weight"] *= 1e-3

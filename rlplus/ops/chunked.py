@@ -5,6 +5,9 @@ objective, the logits' gradient written over the logits, and the two GEMMs that 
 
 Scratch: two buffers (rows, V) of the accumulation dtype, so rows = max_scratch_mb * 10^6 / (8 V) in fp32. On a GPU
 with half-precision inputs a third, of the gradient in that dtype. The dW accumulator (V, H) is not counted.
+
+On a GPU the logits' gradient of fp16 inputs is rounded to fp16 as it is: of token weights like 1e-6 little is left.
+Take weights near 1 and divide the loss afterwards, or `triton` or memory="least", which scale it.
 """
 
 from collections.abc import Iterator

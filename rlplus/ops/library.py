@@ -17,6 +17,7 @@ from rlplus.objective.inputs import check_differentiated_once, check_values, che
 from rlplus.ops import least
 from rlplus.ops.chunked import Head, without_autocast
 
+PIECE = 2048  # rows of a gradient that are scaled at a time
 COEFFICIENTS = ("gamma", "kappa", "clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_coef", "mismatch_cap")
 MODULES = {  # of rlplus.ops, by backend: policy_loss, logprob, logprob_backward, each as in `chunked`
     "torch": "chunked",
@@ -191,15 +192,19 @@ def _scale(gradient: Tensor, by: Tensor, in_place: bool) -> Tensor:
     """gradient * by, multiplied in fp32 (fp64): a loss scale of 65536 is infinite in fp16."""
     if not in_place:
         return (gradient.to(by.dtype) * by).to(gradient.dtype)
-    return gradient if by.item() == 1 else gradient.mul_(by)
+    if by.device.type == "cpu" and by.item() == 1:  # elsewhere reading it would wait for the device
+        return gradient
+    for piece in gradient.split(PIECE):  # all of dweight in fp32 would be the peak of memory
+        piece.copy_(piece.to(by.dtype) * by)
+    return gradient
 
 
 def _scale_gradients(ctx: Any, grad_loss: Tensor | None, *_: Tensor) -> tuple[Tensor | list[None] | None, ...]:
     check_differentiated_once()
     if grad_loss is None:  # nothing depends on the loss
         return *(None,) * 4, [None] * ctx.constants, *(None,) * 8
-    # Where the graph is not kept nobody else reads them, and a second dweight on the CPU would be the peak of memory.
-    last = grad_loss.device.type == "cpu" and not torch._C._autograd._get_current_graph_task_keep_graph()
+    # Where the graph is not kept nobody else reads them, and a second dweight would be the peak of memory.
+    last = not torch._C._autograd._get_current_graph_task_keep_graph()
     needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
     # A compiler's stand-in for a tensor is of another type; its graph may not change what the forward pass returned.
     grads = (_scale(g, grad_loss, last and type(g) is Tensor) if need else None for g, need in needed)
