@@ -77,6 +77,13 @@ def test_what_cannot_run_here_is_refused_by_name(tmp_path: Path) -> None:
         ("train", {"offload_optimizer": "nvme"}, "train.offload_optimizer"),
         ("train", {"compile": True, "zero_stage": 3}, "compile does not go with the hooks of ZeRO-3"),
         ("train", {"tokens_per_micro_batch": 7, "sequence_parallel": 2}, r"got 7 on each of 2 ranks"),
+        (
+            "train",
+            {"deepspeed": {"gradient_accumulation_steps": 4}},
+            "deepspeed.gradient_accumulation_steps: leave it out",
+        ),
+        ("train", {"deepspeed": {"optimizer": {"type": "Adam"}}}, "deepspeed.optimizer: leave it out"),
+        ("train", {"memory": "least", "backend": "reference"}, "want memory fast; got least"),
         ("model", {"lora": {"rank": 0}}, "model.lora.rank"),
     ],
 )

@@ -21,6 +21,12 @@ from rlplus.trainer import Run, train
 from rlplus.trainer.batch import generate, make_micro_batches, set_advantages
 
 
+def test_overlap_refuses_a_cap_that_would_do_nothing(tmp_path):
+    capped = {"preset": "grpo", "objective": {"mismatch_cap": 2.0}}
+    with pytest.raises(ValueError, match=r"mismatch_cap: no use with train.overlap"):
+        run_config(tmp_path, train={"overlap": True}, rollout={"mode": "process"}, algorithm=capped)
+
+
 def test_overlap_is_refused_in_colocated_mode(tmp_path):
     with pytest.raises(ValueError, match=r"train.overlap .*: want rollout.mode process or server; got colocated"):
         run_config(tmp_path, train={"overlap": True})

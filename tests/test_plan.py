@@ -205,10 +205,17 @@ def test_activations_by_hand(checkpointing):
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype", "tokens"),
-    [("torch", "float32", 1500), ("cpp", "float32", 1500), ("reference", "float32", 300)],
+    ("backend", "dtype", "tokens", "memory"),
+    [
+        ("torch", "float32", 1500, "fast"),
+        ("cpp", "float32", 1500, "fast"),
+        ("reference", "float32", 300, "fast"),
+        ("torch", "float32", 1500, "least"),
+        ("torch", "bfloat16", 1500, "least"),
+        ("cpp", "bfloat16", 1500, "least"),
+    ],
 )
-def test_the_head_takes_what_is_planned(tmp_path, backend, dtype, tokens):
+def test_the_head_takes_what_is_planned(tmp_path, backend, dtype, tokens, memory):
     """Bytes that torch's allocator hands out during one forward pass of the fused loss."""
     if backend == "cpp":
         pytest.importorskip("rlplus.ops.cpp").load() or pytest.skip("the native library is not built")
@@ -216,16 +223,16 @@ def test_the_head_takes_what_is_planned(tmp_path, backend, dtype, tokens):
     config = run_config(
         tmp_path,
         model={"dtype": dtype, "scratch": None, "path": "-"},
-        train={"backend": backend, "max_scratch_mb": 60, "tokens_per_micro_batch": tokens},
+        train={"backend": backend, "max_scratch_mb": 60, "tokens_per_micro_batch": tokens, "memory": memory},
         rollout={"max_response_length": tokens - 8},
     )
-    hidden, weight = torch.randn(tokens, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    hidden, weight = (torch.randn(n, H, dtype=getattr(torch, dtype), requires_grad=True) for n in (tokens, V))
     target, ones = torch.randint(V, (tokens,)), torch.ones(tokens)
 
     def loss() -> object:
         return linear_policy_loss(
             hidden, weight, target, old_logprob=None, advantage=ones, token_weight=ones, backend=backend,
-            external=torch.zeros(tokens, dtype=torch.bool), max_scratch_mb=60,
+            external=torch.zeros(tokens, dtype=torch.bool), max_scratch_mb=60, memory=memory,
         )  # fmt: skip
 
     if backend != "cpp":  # it keeps its scratch for the next call
@@ -361,3 +368,20 @@ def test_a_run_says_what_it_will_take(tmp_path, capsys):
     path.write_text(run_config(tmp_path, train={"steps": 1}).to_yaml())
     assert main(["train", str(path)]) == 0
     assert "memory planned for 1 x cpu: " in capsys.readouterr().err
+
+
+def test_least_memory_saves_the_accumulator_of_the_head(qwen):
+    """4 V H bytes of fp32, and the difference of 1250 to 80 MB of scratch, all in the head."""
+    cluster = make_cluster(8, "a100-80g")
+    fast, least = (make_plan(paper(qwen, f"train.memory={memory}"), cluster) for memory in ("fast", "least"))
+    saved = fast.memory.parts["head"]["head"] - least.memory.parts["head"]["head"]
+    assert saved == pytest.approx(4 * 152_064 * 3584 + 1170e6, rel=0.05)
+    assert fast.seconds["forward and backward"] < least.seconds["forward and backward"]
+
+
+def test_time_without_generation_where_the_engine_is_elsewhere(qwen, capsys):
+    model = [str(CONFIGS / "qwen2.5-math-7b.yaml"), f"model.path={qwen}", "rollout.sleep=false", "rollout.mode=process"]
+    main(["plan", "--gpus", "8", "--gpu", "a100-80g", *model])
+    out = capsys.readouterr().out
+    assert "Not in it: generation" in out
+    assert "generate " not in out.partition("time of a step")[2]

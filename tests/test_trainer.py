@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlplus.config import Config, load_config
 from rlplus.data import Sample
 from rlplus.objective import ALGORITHMS
+from rlplus.ops import linear_policy_loss
 from rlplus.trainer import Interrupted, Run, train
 from rlplus.trainer.batch import make_micro_batches, set_advantages
 
@@ -250,3 +251,24 @@ def test_overrides_reach_the_model(tmp_path):
     with Run(config, resume=False) as run:
         assert run.policy.engine.module.lm.config.rope_parameters["rope_theta"] == 40000.0
     assert replace(run.algorithm) == run.algorithm
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_least_memory_is_the_same_training(tmp_path, monkeypatch, stage):
+    """Two updates a step, so that old_logprob is a pass of its own, which has no such option."""
+    changes = {"zero_stage": stage, "prompts_per_update": 2}
+    fast = train(run_config(tmp_path, "fast", train=changes))
+    asked = []
+
+    def recorded(*args, **options):
+        asked.append((options["memory"], options["max_scratch_mb"]))
+        return linear_policy_loss(*args, **options)
+
+    monkeypatch.setattr("rlplus.trainer.policy.linear_policy_loss", recorded)
+    least = train(run_config(tmp_path, "least", train=changes | {"memory": "least"}))
+    assert set(asked) == {("least", None)}
+    first, second = (load_file(folder / "model/model.safetensors") for folder in (fast, least))
+    start = load_file(fast / "scratch/model.safetensors")
+    assert any(not torch.equal(first[name], start[name]) for name in first)
+    for name, weight in first.items():
+        torch.testing.assert_close(second[name], weight, rtol=1e-4, atol=1e-5)

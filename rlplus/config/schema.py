@@ -221,6 +221,11 @@ class AlgorithmConfig(Section):
         )
 
 
+# Of DeepSpeed's configuration: they would change the loss's normalisation, or be ignored beside the trainer's own.
+OWNED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+OWNED |= {"optimizer", "scheduler", "fp16"}
+
+
 class TrainConfig(Section):
     """One step: `prompts_per_step` groups are generated and trained on in mini-batches of `prompts_per_update` groups.
 
@@ -230,6 +235,8 @@ class TrainConfig(Section):
     `offload_optimizer`, `offload_params` cpu: DeepSpeed keeps the optimiser's state, and with ZeRO 3 the weights, in
     host memory. `sequence_parallel`: so many neighbouring ranks share each sequence (DeepSpeed-Ulysses); it must divide
     the ranks and the model's attention heads. `compile`: torch.compile the model's layers.
+    `warmup_steps`: optimiser steps over which `lr` grows to its value. `memory`, `max_scratch_mb`: of the head, see
+    rlplus.linear_policy_loss; least takes no fp32 copy of the head's gradient, for about a third more time there.
     `overlap`: the next batch is generated while this one trains, and so by the policy of one update before; the ratio
     is to that policy.
     """
@@ -253,6 +260,7 @@ class TrainConfig(Section):
     deepspeed: dict[str, Any] = {}
     backend: Literal["auto", "reference", "torch", "cpp", "triton"] = "auto"
     max_scratch_mb: Count | None = None
+    memory: Literal["fast", "least"] = "fast"
     max_nonfinite: Count = 3
     overlap: bool = False
 
@@ -269,6 +277,10 @@ class TrainConfig(Section):
             raise ValueError(
                 f"deepspeed.zero_optimization.stage: want it from zero_stage {self.zero_stage}; got {stage}"
             )
+        if owned := sorted(OWNED & self.deepspeed.keys()):
+            raise ValueError(f"deepspeed.{owned[0]}: leave it out, the trainer sets micro-batches, AdamW and dtype")
+        if self.memory == "least" and self.backend == "reference":
+            raise ValueError("backend reference keeps the full logits: want memory fast; got least")
         if self.offload_params != "none" and self.zero_stage < 3:
             raise ValueError(f"offload_params needs weights in shards: want zero_stage 3; got {self.zero_stage}")
         if self.compile and self.zero_stage == 3:
@@ -352,6 +364,10 @@ class Config(Section):
                 "evaluation.every: ranks evaluate at their own pace, but a colocated engine with "
                 f"rollout.tensor_parallel_size {self.rollout.tensor_parallel_size} needs several at once; evaluate "
                 "afterwards, or want rollout.mode process"
+            )
+        if self.train.overlap and algorithm.objective.mismatch_cap is not None:
+            problems.append(
+                "algorithm.objective.mismatch_cap: no use with train.overlap, whose old policy is the engine's"
             )
         if self.train.overlap and self.train.sequence_parallel > 1:
             problems.append(

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rlplus.config import Config
 from rlplus.ops import MAX_SCRATCH_MB, resolve_backend
 from rlplus.ops.cpp import CHUNK_ROWS
+from rlplus.ops.least import TILE
 from rlplus.plan.activations import Activations, count_activations, meta_model
 from rlplus.plan.cluster import GIB, NODE, Cluster
 from rlplus.rollout import DEFAULT_CACHE_MB
@@ -221,12 +222,19 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
     """Bytes of the fused head at its end, for N tokens, hidden size H, vocabulary V and weights of b bytes.
 
     b N H for the gradient of its input; (V, H) in b bytes for that of its weight and, in half precision, 4 V H for its
-    accumulator; and the scratch of `head_scratch`. A frozen weight (LoRA) has no gradient.
+    accumulator; and the scratch of `head_scratch`. A frozen weight (LoRA) has no gradient. With train.memory least
+    there is no such accumulator, but one of 4 N H for the input's gradient where the weight's has no room to lend it.
     """
     rows, length = packed_shape(config)
     N, H, V, b = rows * length // config.train.sequence_parallel, model.hidden, model.vocabulary, model.itemsize
-    weight = 0 if config.model.lora else V * H * (b + (4 if b < 4 else 0))
-    return b * N * H + weight + head_scratch(config, N, V, cluster)
+    weight = 0 if config.model.lora else b * V * H
+    if b == 4:
+        accumulator = 0
+    elif config.train.memory == "fast":
+        accumulator = 0 if config.model.lora else 4 * V * H
+    else:
+        accumulator = 0 if weight >= 4 * N * H else 4 * N * H
+    return b * N * H + weight + accumulator + head_scratch(config, N, V, cluster)
 
 
 def head_scratch(config: Config, tokens: int, vocabulary: int, cluster: Cluster) -> int:
@@ -240,8 +248,13 @@ def head_scratch(config: Config, tokens: int, vocabulary: int, cluster: Cluster)
     if backend == "reference":
         return 6 * 4 * vocabulary * tokens
     half = dtype.itemsize if not cluster.cpu and dtype.itemsize < 4 else 0
-    row = vocabulary * {"cpp": 4, "torch": 8 + half, "triton": 4 + (half or 4)}[backend]
-    limit = int(1e6 * (config.train.max_scratch_mb or MAX_SCRATCH_MB["fast"])) // row * row
+    logit = {"cpp": 4, "torch": 8 + half, "triton": 4 + (half or 4)}[backend]
+    scratch = int(1e6 * (config.train.max_scratch_mb or MAX_SCRATCH_MB[config.train.memory]))
+    if config.train.memory == "least":  # all rows, some columns
+        columns = max(1, min(vocabulary, scratch // (logit * tokens)))
+        return logit * tokens * (columns // TILE * TILE if columns > TILE else columns)
+    row = vocabulary * logit
+    limit = scratch // row * row
     if backend == "cpp":
         limit = min(limit, CHUNK_ROWS * row)
     return min(max(limit, row), tokens * row)

@@ -6,6 +6,7 @@ from itertools import combinations, product
 from typing import Any
 
 from rlplus.config import Config
+from rlplus.ops import MAX_SCRATCH_MB
 from rlplus.plan.cluster import Cluster
 from rlplus.plan.memory import Model, estimate_memory
 from rlplus.plan.speed import estimate_seconds
@@ -62,7 +63,10 @@ def _switches(config: Config, cluster: Cluster) -> Iterator[list[Changes]]:
     halves = [t for i in range(1, 8) if (t := tokens >> i) > least]
     if tokens > least:
         yield [{"train.tokens_per_micro_batch": t} for t in (*halves, least)]
-    if scratch := [mb for mb in (640, 320, 160) if mb < (train.max_scratch_mb or 1250)]:
+    if train.memory == "fast" and train.backend != "reference":
+        yield [{"train.memory": "least"}]
+    now = train.max_scratch_mb or MAX_SCRATCH_MB[train.memory]
+    if scratch := [mb for mb in (640, 320, 160) if mb < now]:
         yield [{"train.max_scratch_mb": mb} for mb in scratch]
     if ranks := [s for s in (2, 4, 8) if s > train.sequence_parallel and cluster.gpus % s == 0]:
         yield [

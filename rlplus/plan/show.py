@@ -32,6 +32,8 @@ def _lines(plan: Plan) -> Iterator[RenderableType]:
         yield f"The cache holds {plan.sequences} sequences of full length at a time."
     if plan.seconds:
         yield _time_table(plan)
+        if "generate" not in plan.seconds:
+            yield "Not in it: generation, which is not on these GPUs."
         yield f"Assumed: {', '.join(ASSUMPTIONS)}."
     if plan.fits:
         yield "It fits."

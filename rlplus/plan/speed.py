@@ -22,14 +22,15 @@ ASSUMPTIONS = (
 
 
 def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Cluster) -> dict[str, float]:
-    """Seconds of a step by phase, "total" last; empty where the speed of the GPU is not known.
+    """Seconds of a step by phase, "total" last; empty where the speed of the GPU is not known. Without "generate" where
+    the engine is not on these GPUs.
 
     All samples have the greatest length, so this is an upper bound as far as lengths go.
 
     FLOP of T tokens, body of B parameters: 2 B T forward; attention 2 layers width length T (half of the square, as
-    causal), the head 2 N H V (one GEMM). Backward: twice that. Checkpointing: the body's forward once more. Kaplan et
-    al., 2020, section 2.1. Decoding is bound by memory: every step reads the weights, and the keys and values of all
-    running sequences.
+    causal), the head 2 N H V (one GEMM). Backward: twice that, in the head with train.memory least three times.
+    Checkpointing: the body's forward once more. Kaplan et al., 2020, section 2.1. Decoding is bound by memory: every
+    step reads the weights, and the keys and values of all running sequences.
     """
     gpu, ranks = cluster.gpu, cluster.gpus
     if gpu.flops is None or gpu.bandwidth is None or gpu.link is None:
@@ -52,11 +53,13 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     updates = train.prompts_per_step // (train.prompts_per_update or train.prompts_per_step)
     micro_batches = max(updates, tokens / train.tokens_per_micro_batch)
 
-    seconds = {"generate": _generate_seconds(config, model, memory, cluster, flops, bandwidth)}
+    seconds = {}
+    if config.rollout.mode == "colocated":
+        seconds["generate"] = _generate_seconds(config, model, memory, cluster, flops, bandwidth)
     passes = (updates > 1) + bool(config.algorithm.resolve().objective.kl_coef)
     seconds["old_logprob"] = passes * (forward + head) / flops
     again = 1 if config.model.gradient_checkpointing else 0
-    seconds["forward and backward"] = ((3 + again) * forward + 3 * head) / flops
+    seconds["forward and backward"] = ((3 + again) * forward + (4 if train.memory == "least" else 3) * head) / flops
     # A pass over all weights, or gradients, of a ring over R ranks takes (R - 1) / R of their bytes.
     sent = weights * (ranks - 1) / ranks
     a_micro_batch = 3 if train.zero_stage == 3 else 1 if train.zero_stage == 2 else 0
@@ -77,7 +80,7 @@ def _generate_seconds(
     """Prompts once a group, then decoding in waves of as many sequences as the cache holds."""
     rollout, ranks = config.rollout, cluster.gpus
     group, _ = _members(config)
-    if not group or rollout.mode != "colocated":
+    if not group:
         return 0.0
     parallel = rollout.tensor_parallel_size
     sequences = config.train.prompts_per_step * group * parallel / ranks  # of one engine

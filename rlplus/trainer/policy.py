@@ -179,6 +179,7 @@ class Policy:
             engine_logprob=batch.engine_logprob,
             entropy_weight=batch.entropy_weight,
             objective=self.objective,
+            memory=self.config.train.memory,
             **self._head_options(),
         )
 
