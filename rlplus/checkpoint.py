@@ -12,6 +12,8 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -44,37 +46,67 @@ def save(engine: Any, folder: Path, step: int, state: dict[str, Any], keep: int,
     if latest(folder) == final:
         return final
     main = dist.get_rank() == 0
-    if main:
-        folder.mkdir(parents=True, exist_ok=True)
-        for leftover in (saving, final):  # `final` without a pointer: the process died between rename and pointer
-            if leftover.exists():
-                shutil.rmtree(leftover)
-    dist.barrier()
-    failure: Exception | None = None
-    try:
-        engine.save_checkpoint(str(folder), tag=SAVING, save_latest=False)
-        torch.save(_random_state(), saving / f"rng-{dist.get_rank()}.pt")
-        if rank_state is not None:
-            torch.save(rank_state, saving / f"rank-{dist.get_rank()}.pt")
-    except (OSError, RuntimeError) as error:
-        failure = error
-    _fail_together(failure, step, saving)
-    try:
-        if main:
-            _publish(folder, final, state | {"step": step, "world_size": dist.get_world_size()}, keep)
-    except OSError as error:
-        failure = error
-    _fail_together(failure, step, saving)
+    whole = state | {"step": step, "world_size": dist.get_world_size()}
+    _together(lambda: _clear(saving, final) if main else None, step, saving)
+    _together(lambda: _write(engine, saving, rank_state), step, saving)
+    _together(lambda: _publish(folder, final, whole, keep) if main else None, step, saving)
     return final
 
 
-def _fail_together(failure: Exception | None, step: int, saving: Path) -> None:
-    """OSError on every rank when one of them could not write: the others would wait for it in the next collective."""
+def _together(action: Callable[[], None], step: int, saving: Path) -> None:
+    """Do it; OSError on every rank when one of them could not: the others would wait for it in the next collective."""
+    failure: Exception | None = None
+    try:
+        action()
+    except (OSError, RuntimeError) as error:
+        failure = error
     failures: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, None if failure is None else str(failure))
     what = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None)
     if what:
         raise OSError(f"could not write the checkpoint of step {step} under {saving}: {what}") from failure
+
+
+def _clear(saving: Path, final: Path) -> None:
+    saving.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in (saving, final):  # `final` without a pointer: the process died between rename and pointer
+        if leftover.exists():
+            shutil.rmtree(leftover)
+
+
+def _write(engine: Any, saving: Path, rank_state: Any) -> None:
+    with _errors_kept(engine) as errors:
+        engine.save_checkpoint(str(saving.parent), tag=SAVING, save_latest=False)
+    if errors:
+        raise errors[0]
+    torch.save(_random_state(), saving / f"rng-{dist.get_rank()}.pt")
+    if rank_state is not None:
+        torch.save(rank_state, saving / f"rank-{dist.get_rank()}.pt")
+
+
+@contextmanager
+def _errors_kept(engine: Any) -> Iterator[list[Exception]]:
+    """What DeepSpeed could not write inside, instead of an exception: its save ends with a barrier, in which the other
+    ranks would wait for a rank that left early."""
+    errors: list[Exception] = []
+
+    def kept(write: Callable[..., Any]) -> Callable[..., Any]:
+        def attempt(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return write(*args, **kwargs)
+            except (OSError, RuntimeError) as error:
+                errors.append(error)
+
+        return attempt
+
+    writers = ((engine.checkpoint_engine, "save"), (engine, "_copy_recovery_script"))
+    for owner, name in writers:
+        setattr(owner, name, kept(getattr(owner, name)))
+    try:
+        yield errors
+    finally:
+        for owner, name in writers:
+            delattr(owner, name)  # the class has the real one
 
 
 def _publish(folder: Path, final: Path, state: dict[str, Any], keep: int) -> None:
@@ -89,7 +121,8 @@ def _publish(folder: Path, final: Path, state: dict[str, Any], keep: int) -> Non
     _flush(pointer)
     pointer.replace(folder / "latest")
     _flush(folder)
-    for old in sorted(folder.glob("step-*"))[:-keep]:
+    # A later one has no pointer, see `_clear`: it is none of the newest.
+    for old in sorted(path for path in folder.glob("step-*") if path.name <= final.name)[:-keep]:
         shutil.rmtree(old)
 
 

@@ -130,6 +130,74 @@ def test_a_failing_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     assert [row["step"] for row in metrics(folder)] == [1, 2]
 
 
+def test_a_leftover_without_a_pointer_costs_no_checkpoint(tmp_path):
+    """Of a process killed between rename and pointer: later than what a resumed run saves when stopped early."""
+    config = run_config(tmp_path, checkpoint={"every": 1, "keep": 1})
+    folder = train(with_steps(config, 1))
+    (folder / "checkpoints/step-000009").mkdir()
+    train(with_steps(config, 2), resume=True)
+    assert checkpoint.latest(folder / "checkpoints").name == "step-000002"
+    assert sorted(p.name for p in (folder / "checkpoints").glob("step-*")) == ["step-000002", "step-000009"]
+
+
+def test_a_checkpoint_from_before_a_key_existed_resumes(tmp_path):
+    config = run_config(tmp_path)
+    state = train(with_steps(config, 1)) / "checkpoints/step-000001/state.json"
+    saved = json.loads(state.read_text())
+    del saved["config"]["train"]["memory"], saved["config"]["rollout"]["mode"]
+    state.write_text(json.dumps(saved))
+    least = config.model_copy(update={"train": config.train.model_copy(update={"memory": "least"})})
+    with pytest.raises(ValueError, match=r"train.memory was 'fast', is 'least'$"):
+        train(with_steps(least, 2), resume=True)
+    train(with_steps(config, 2), resume=True)
+
+
+def test_ranks_that_see_other_checkpoints_are_refused(tmp_path, monkeypatch):
+    def others(found, own):
+        found[:] = [own, "step-000007"]
+
+    monkeypatch.setattr("rlplus.trainer.run.dist.all_gather_object", others)
+    with pytest.raises(
+        ValueError, match=r"all ranks share; its newest checkpoint is rank 0: None, rank 1: step-000007"
+    ):
+        train(run_config(tmp_path))
+
+
+ONE_FULL_DISK = """
+import os, sys, torch
+from rlplus.config import load_config
+from rlplus.trainer import train
+
+def full(*_, **__):
+    raise OSError(28, "No space left on device")
+
+if os.environ["RANK"] == sys.argv[2]:
+    torch.save = full
+try:
+    train(load_config(sys.argv[1]))
+except OSError as error:
+    sys.stdout.write(f"rank {os.environ['RANK']} says: {error}\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_disk_that_is_full_for_one_rank_is_an_error_on_both(tmp_path, rank):
+    """Neither waits for the other in the barrier that ends DeepSpeed's save."""
+    config = run_config(tmp_path, train={"steps": 1})
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    (tmp_path / "script.py").write_text(ONE_FULL_DISK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "script.py"), str(tmp_path / "run.yaml"), rank],
+        capture_output=True, text=True, env=os.environ | {"DS_ACCELERATOR": "cpu"}, timeout=240,
+    )  # fmt: skip
+    for listener in (0, 1):
+        assert f"rank {listener} says: could not write the checkpoint of step 1" in done.stdout, done.stderr[-3000:]
+    assert done.stdout.count(f"rank {rank}: [Errno 28] No space left on device") == 2
+    assert checkpoint.latest(tmp_path / "run/checkpoints") is None
+
+
 def test_only_the_newest_are_kept(tmp_path):
     folder = train(with_steps(run_config(tmp_path, checkpoint={"every": 1, "keep": 2}), 4))
     assert sorted(p.name for p in (folder / "checkpoints").glob("step-*")) == ["step-000003", "step-000004"]

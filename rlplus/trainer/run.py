@@ -69,6 +69,7 @@ class Run:
             raise ValueError(
                 f"want prompts_per_step and _per_update multiples of the {self.world} ranks; got {per_update}"
             )
+        self._check_shared(last)
         self.folder.mkdir(parents=True, exist_ok=True)
         model_path, model_config = prepare_model(config.model, self.folder, config.train.seed)
         longest = max(config.max_sample_length, config.max_generation_length)
@@ -111,6 +112,16 @@ class Run:
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
 
+    def _check_shared(self, last: Path | None) -> None:
+        """ValueError where ranks do not see the same checkpoint: some would start anew, and train on other steps."""
+        names: list[str | None] = [None] * self.world
+        dist.all_gather_object(names, None if last is None else last.name)
+        if len(set(names)) > 1:
+            seen = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+            raise ValueError(
+                f"want {self.folder} on a file system that all ranks share; its newest checkpoint is {seen}"
+            )
+
     def _load_data(self) -> tuple[list[Example], list[str]]:
         """Examples whose demonstrations the run's own reward accepts, and what was dropped on the way."""
         data = self.config.data
@@ -142,7 +153,8 @@ class Run:
 
     def _restore(self, last: Path) -> None:
         state = checkpoint.read_state(last)
-        changed = _differences(state["config"], self.config.model_dump(mode="json"))
+        written = Config.model_validate(state["config"])  # a key that is newer than the checkpoint has its default
+        changed = _differences(written.model_dump(mode="json"), self.config.model_dump(mode="json"))
         if changed:
             raise ValueError(f"{last} was written with another configuration: {'; '.join(changed)}")
         self.step, self.generated, self.nonfinite = state["step"], state["generated"], state["nonfinite"]
