@@ -1,8 +1,8 @@
 """The methods: the bare GEMMs, every backend of ours, and the peers, each through its public entry point.
 
-A method gets `cases.Inputs` and prepares a step. A step computes the method's loss and the gradients of hidden and
-weight (`hidden.grad`, `weight.grad`), or only logprobs where the method is a forward one, and returns the logprobs (N,)
-if the method has any. To add one, write a short function with the decorator `method`, and name it in `suites.py`.
+A method gets `cases.Inputs` and prepares a step. A step computes the method's loss and `hidden.grad`, `weight.grad`, or
+only logprobs where the method is a forward one, and returns the logprobs (N,) if there are any. To add one, write a
+function with the decorator `method`, and name it in `suites.py`.
 """
 
 import sys
@@ -142,15 +142,14 @@ def own_gemm(name: str, of: str) -> None:
     """Registers method `of` of the triton backend with that backend's own first GEMM instead of the vendor's."""
 
     def prepare(x: Inputs) -> Step:
-        from rlplus.ops import triton
-        step = METHODS[of].prepare(x)
+        triton, step = import_module("rlplus.ops.triton"), METHODS[of].prepare(x)
 
         def with_own() -> Tensor | None:
-            before, triton.GEMM = triton.GEMM, "triton"
+            before, triton.GEMM = triton.GEMM, "triton"  # type: ignore[attr-defined]
             try:
                 return step()
             finally:
-                triton.GEMM = before
+                triton.GEMM = before  # type: ignore[attr-defined]
 
         return with_own
 

@@ -110,12 +110,16 @@ def _train(args: argparse.Namespace) -> None:
     from rlplus.trainer import train
 
     if int(os.environ.get("RANK", 0)) == 0:
-        plan = make_plan(config, this_cluster())
         console = Console(stderr=True)
-        if plan.fits:
-            console.print(plan.summary(), highlight=False)
-        else:  # an estimate, so the run may try
-            show(plan, console)
+        try:
+            plan = make_plan(config, this_cluster())
+        except RuntimeError as error:  # a model that cannot be built without memory may well train
+            console.print(f"no plan of the memory: {error}", highlight=False, markup=False)
+        else:
+            if plan.fits:
+                console.print(plan.summary(), highlight=False)
+            else:  # an estimate, so the run may try
+                show(plan, console)
     train(config, resume=args.resume, evaluate=evaluator(config))
 
 

@@ -73,7 +73,7 @@ def linear_policy_loss(
     max_scratch_mb     memory for logits, 10^6 bytes; None = 1250, with memory="least" 80
     weight_grad        (V, H), contiguous, fp32 (fp64 for fp64 inputs), in memory that no input uses: the gradient of
                        weight is added there by this call, without what the loss is multiplied by afterwards; the
-                       backward pass hands out none
+                       backward pass hands out none, and there is none to run where hidden and bias need no gradient
     backend            "auto" (cpp for CPU tensors where it is built, else torch), "torch", "cpp", "triton" (CUDA; bf16,
                        fp16, fp32) or "reference"; the environment variable RLPLUS_BACKEND replaces "auto"
 
@@ -89,20 +89,9 @@ def linear_policy_loss(
         advantage, token_weight, external, old_logprob, behavior_logprob, ref_logprob, engine_logprob, entropy_weight
     )
     constants = check_constants(inputs, target.shape, hidden.device, head.dtype, objective)
-    if not (isinstance(grad_filter, int | float) and 0 <= grad_filter < 1):
-        raise ValueError(f"want grad_filter in [0, 1); got {grad_filter!r}")
-    if grad_filter and objective.entropy_coef:
-        raise ValueError(
-            f"want grad_filter 0 with an entropy bonus (its gradient is not bounded by 1 - p); got {grad_filter}"
-        )
-    if memory not in tuple(MAX_SCRATCH_MB):
-        raise ValueError(f"want memory 'fast' or 'least'; got {memory!r}")
+    _check_options(head, objective, grad_filter, memory, weight_grad)
     scratch = _scratch_bytes(max_scratch_mb, memory)
     backend = resolve_backend(backend, hidden.device.type, hidden.dtype)
-    if weight_grad is not None:
-        check_tensor("weight_grad", weight_grad, (weight.shape, hidden.device), dtype=head.dtype)
-        if weight_grad.requires_grad or not weight_grad.is_contiguous():
-            raise ValueError("want weight_grad contiguous and without requires_grad")
     if backend == "reference":
         if memory != "fast" or weight_grad is not None:
             raise ValueError(
@@ -112,26 +101,8 @@ def linear_policy_loss(
         library.check_targets(head.target, constants.token_weight != 0, len(weight))
         loss, logprob, entropy, stats = reference.linear_policy_loss(head, constants, objective, grad_filter)
     else:
-        grad = torch.is_grad_enabled()
-        needs = [grad and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-        needs[1] = needs[1] and weight_grad is None
-        given = {name: value for name, value in constants._asdict().items() if value is not None}
-        if memory == "least":
-            backend += "/least"
-        arguments = (
-            head.hidden, weight, bias, head.target, list(given.values()), " ".join(given), *library.encode(objective),
-            head.temperature, float(grad_filter), scratch, needs, backend,
-        )  # fmt: skip
-        if weight_grad is None:
-            loss, logprob, entropy, sums, *_ = library.linear_policy_loss(*arguments)
-        else:
-            with torch.no_grad():
-                loss, logprob, entropy, sums, dhidden, _, dbias = library.linear_policy_loss_into(
-                    weight_grad, *arguments
-                )
-            loss = library.hand_out(loss, head.hidden, bias, dhidden, dbias)
-        names = STATS if engine_logprob is None else STATS + MISMATCH_STATS
-        stats = dict(zip(names, sums.detach().unbind(), strict=True))
+        options = (float(grad_filter), scratch, f"{backend}/least" if memory == "least" else backend)
+        loss, logprob, entropy, stats = _fused_policy_loss(head, constants, objective, options, weight_grad)
     return PolicyLoss(loss, logprob.detach().view(target.shape), entropy.detach().view(target.shape), stats)
 
 
@@ -185,6 +156,50 @@ class RLPlusLoss(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join([repr(self.objective), *(f"{k}={v!r}" for k, v in self.options.items())])
+
+
+def _fused_policy_loss(
+    head: Head,
+    constants: TokenConstants,
+    objective: Objective,
+    options: tuple[float, float, str],
+    weight_grad: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """-> loss, logprob (N,), entropy (N,), stats, by the registered op; options: grad_filter, bytes, backend."""
+    grad = torch.is_grad_enabled()
+    needs = [grad and t is not None and t.requires_grad for t in (head.hidden, head.weight, head.bias)]
+    needs[1] = needs[1] and weight_grad is None
+    given = {name: value for name, value in constants._asdict().items() if value is not None}
+    grad_filter, scratch, backend = options
+    arguments = (
+        head.hidden, head.weight, head.bias, head.target, list(given.values()), " ".join(given),
+        *library.encode(objective), head.temperature, grad_filter, scratch, needs, backend,
+    )  # fmt: skip
+    if weight_grad is None:
+        loss, logprob, entropy, sums, *_ = library.linear_policy_loss(*arguments)
+    else:
+        with torch.no_grad():
+            loss, logprob, entropy, sums, dhidden, _, dbias = library.linear_policy_loss_into(weight_grad, *arguments)
+        loss = library.hand_out(loss, head.hidden, head.bias, dhidden, dbias)
+    names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
+    return loss, logprob, entropy, dict(zip(names, sums.detach().unbind(), strict=True))
+
+
+def _check_options(
+    head: Head, objective: Objective, grad_filter: float, memory: str, weight_grad: Tensor | None
+) -> None:
+    if not (isinstance(grad_filter, int | float) and 0 <= grad_filter < 1):
+        raise ValueError(f"want grad_filter in [0, 1); got {grad_filter!r}")
+    if grad_filter and objective.entropy_coef:
+        raise ValueError(
+            f"want grad_filter 0 with an entropy bonus (its gradient is not bounded by 1 - p); got {grad_filter}"
+        )
+    if memory not in tuple(MAX_SCRATCH_MB):
+        raise ValueError(f"want memory 'fast' or 'least'; got {memory!r}")
+    if weight_grad is not None:
+        check_tensor("weight_grad", weight_grad, (head.weight.shape, head.hidden.device), dtype=head.dtype)
+        if weight_grad.requires_grad or not weight_grad.is_contiguous():
+            raise ValueError("want weight_grad contiguous and without requires_grad")
 
 
 @torch.compiler.assume_constant_result

@@ -212,13 +212,12 @@ class _OnePass:
         """Take the waiting rows, if any, to hidden, weight and bias."""
         index, dz = self.waiting, self.buffer[: len(self.waiting)]
         self.waiting = index[:0]
-        hidden = self.head.hidden[index]
         if self.gemm is not None:
             dz = dz.view(torch.bfloat16)[:, : dz.shape[1]]
         if self.needs[0]:
             self.grads.hidden[index] = _dhidden(dz, self.head).to(self.head.hidden.dtype)
         if self.needs[1]:
-            self._add_dweight(dz, hidden, last)
+            self._add_dweight(dz, self.head.hidden[index], last)
         if self.needs[2]:
             self.grads.bias.add_(dz.sum(0, dtype=torch.float32))
 
