@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from closed_form import FEATURES, all_objectives
-from head_cases import EVERYTHING, Head, check_precision, on_device, on_policy, run, sample, tensors
+from head_cases import EVERYTHING, Head, check_precision, closed, on_device, on_policy, run, sample, tensors, to
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
@@ -78,6 +78,19 @@ def test_every_shape_in_every_precision(gemm: str, n: int, V: int, H: int, dtype
     for mb in (None, 4e-4 * V):
         got = on_device(DEVICE, head, constants, EVERYTHING, max_scratch_mb=mb)
         check_precision(got, head, constants, EVERYTHING, gemm_dtype=dtype)
+
+
+@pytest.mark.parametrize("memory", ["fast", "least"])
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_fp16_gradients_of_small_weights_do_not_vanish(name: str, memory: str) -> None:
+    head, constants = case(40, 200, 64, torch.float16)
+    for weight in ("token_weight", "entropy_weight"):
+        constants[weight] = constants[weight] * 2.0**-16
+    got = run(*on_gpu((head, constants)), EVERYTHING, backend=name, memory=memory)
+    exact = closed(to(head, torch.float64), to(constants, torch.float64), EVERYTHING)
+    for gradient in ("dhidden", "dweight", "dbias"):
+        bound = 0.02 * exact[gradient].abs().max() + 2.0**-24  # half a step of fp16's subnormal numbers
+        assert (got[gradient].cpu().double() - exact[gradient]).abs().max() <= bound, gradient
 
 
 @DTYPES

@@ -5,9 +5,6 @@ objective, the logits' gradient written over the logits, and the two GEMMs that 
 
 Scratch: two buffers (rows, V) of the accumulation dtype, so rows = max_scratch_mb * 10^6 / (8 V) in fp32. On a GPU
 with half-precision inputs a third, of the gradient in that dtype. The dW accumulator (V, H) is not counted.
-
-On a GPU the logits' gradient of fp16 inputs is rounded to fp16 as it is: of token weights like 1e-6 little is left.
-Take weights near 1 and divide the loss afterwards, or `triton` or memory="least", which scale it.
 """
 
 from collections.abc import Iterator
@@ -183,6 +180,10 @@ def _backward(
 ) -> None:
     """Write dlogprob (onehot - p) - dentropy p (log p + entropy) over logp and add the chunk to the gradients."""
     active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
+    scale: Tensor | float = 1.0
+    if head.hidden.is_cuda and head.hidden.dtype == torch.float16:
+        scale = fp16_scale(dlogprob) if dentropy is None else fp16_scale(dlogprob, dentropy)
+        dlogprob, dentropy = dlogprob * scale, None if dentropy is None else dentropy * scale
     dz = _row_gradient(head._replace(target=head.target[rows]), logp, p, dlogprob, dentropy, entropy)
     hidden = head.hidden[rows]
     keep: Tensor | slice = rows
@@ -194,11 +195,17 @@ def _backward(
     else:  # counting them would wait for the device
         dz, hidden = dz.masked_fill_(~active[:, None], 0.0), hidden.masked_fill(~active[:, None], 0.0)
     if grads.hidden.numel():
-        grads.hidden[keep] = dhidden(dz, head).to(grads.hidden.dtype)
-    if grads.weight.numel():
+        grads.hidden[keep] = (dhidden(dz, head) / scale).to(grads.hidden.dtype)
+    if grads.weight.numel() and isinstance(scale, float):
         add_dweight(grads.weight, dz, hidden)
+    elif grads.weight.numel():
+        for start in range(
+            0, len(grads.weight), VOCABULARY_BLOCK
+        ):  # in blocks: the product to divide is a copy in fp32
+            v = slice(start, start + VOCABULARY_BLOCK)
+            grads.weight[v] += dweight(dz[:, v], hidden) / scale
     if grads.bias.numel():
-        grads.bias.add_(dz.sum(0))
+        grads.bias.add_(dz.sum(0) / scale)
 
 
 def _row_gradient(

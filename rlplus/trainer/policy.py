@@ -36,6 +36,8 @@ def initialize_distributed() -> None:
         "MASTER_PORT": str(_free_port()),
     }
     if "RANK" not in os.environ:
+        if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+            raise ValueError(f"want the variable RANK of the launcher beside WORLD_SIZE={ranks}; got none")
         os.environ.update(alone)  # else DeepSpeed looks for MPI
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

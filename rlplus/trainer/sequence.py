@@ -25,7 +25,7 @@ class SequenceGroup:
         counts = {
             "ranks": world,
             "attention heads": model_config.num_attention_heads,
-            "key and value heads": model_config.num_key_value_heads,
+            "key and value heads": getattr(model_config, "num_key_value_heads", model_config.num_attention_heads),
         }
         for kind, count in counts.items():
             if count % size:
