@@ -15,7 +15,7 @@ from transformers import Qwen2ForCausalLM
 
 import rlplus.rollout.process
 from rlplus.config import RolloutConfig
-from rlplus.rollout import RolloutEngine, RunFailed, make_engine
+from rlplus.rollout import RolloutEngine, RunFailed, make_engine, push
 from rlplus.rollout.process import ProcessEngine
 from rlplus.rollout.push import WeightFiles
 
@@ -212,7 +212,7 @@ def test_files_are_cut_at_the_budget(tmp_path: Path) -> None:
     files = WeightFiles(str(tmp_path), 1, per_node=True)
     weights = {f"w{i}": torch.randn(size) for i, size in enumerate((200_000, 50_000, 12_144, 1, 400_000, 5))}
     files.write(weights.items())
-    sizes = [path.stat().st_size for path in sorted(files.folder.iterdir())]
+    sizes = [path.stat().st_size for path in sorted(files.folder.glob("*.safetensors"))]
     assert len(sizes) == 4  # 250,000 floats fill a MiB but for 12,144; the 1 starts a second one; then one too large
     assert sum(size > 2**20 + 4096 for size in sizes) == 1
     got = dict(files)
@@ -222,3 +222,15 @@ def test_files_are_cut_at_the_budget(tmp_path: Path) -> None:
     assert list(dict(files)) == ["w0"]
     files.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_the_living_stay_and_those_of_the_dead_go(tmp_path: Path) -> None:
+    first, second = (WeightFiles(str(tmp_path), 1, per_node=True) for _ in range(2))
+    assert first.folder.exists()
+    push._locks.pop(str(first.folder)).close()  # as the death of its process does
+    third = WeightFiles(str(tmp_path), 1, per_node=True)
+    assert not first.folder.exists()
+    assert second.folder.exists()
+    second.close()
+    third.close()
+    assert not list(tmp_path.iterdir())

@@ -1,5 +1,6 @@
 """The way of the weights from the trainer to an engine: checked, under a clock, in memory or through files."""
 
+import fcntl
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -164,7 +165,9 @@ class WeightFiles:
         leader = rank() - int(os.environ.get("LOCAL_RANK", "0")) if per_node else 0
         folder = ""
         if leader == rank() or not dist.is_initialized():
-            folder = _new_folder(base)
+            _remove_abandoned(base)
+            folder = tempfile.mkdtemp(prefix=_prefix(), dir=base)
+            _locks[folder] = _locked(Path(folder))
         self.leader = bool(folder)
         if dist.is_initialized():
             folders: list[str] = [""] * dist.get_world_size()
@@ -176,7 +179,7 @@ class WeightFiles:
         """Replace the files; all ranks call it and return when the files are there."""
         self._wait()  # nobody reads the old ones any more
         if self.leader:
-            for old in self.folder.iterdir():
+            for old in self.folder.glob("*.safetensors"):
                 old.unlink()  # first: two versions at a time may not fit
         bucket: dict[str, Tensor] = {}
         size = count = 0
@@ -211,13 +214,35 @@ class WeightFiles:
     def close(self) -> None:
         if self.leader:
             shutil.rmtree(self.folder, ignore_errors=True)
+            _locks.pop(str(self.folder)).close()
 
 
-def _new_folder(base: Path) -> str:
-    """Named after this process; those of processes that were killed are removed."""
-    prefix = f"rlplus-weights-{socket.gethostname()}-"
-    for left in base.glob(f"{prefix}*"):
-        pid = left.name.removeprefix(prefix).split("-")[0]
-        if not Path(f"/proc/{pid}").exists():
+_locks: dict[str, IO[str]] = {}
+"""Of this process's folders, held as long as it lives; not in `WeightFiles`, which is sent to engines."""
+
+
+def _prefix() -> str:
+    return f"rlplus-weights-{socket.gethostname()}-"  # locks do not reach over every network file system
+
+
+def _locked(folder: Path) -> IO[str]:
+    """An open file that shows that the folder is in use; BlockingIOError if it is."""
+    file = (folder / ".lock").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise
+    return file
+
+
+def _remove_abandoned(base: Path) -> None:
+    """Remove the folders of processes that were killed: nobody holds their locks any more."""
+    for left in base.glob(f"{_prefix()}*"):
+        if (left / ".lock").exists():  # else it is just being made
+            try:
+                lock = _locked(left)
+            except BlockingIOError:
+                continue
             shutil.rmtree(left, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base)
+            lock.close()
