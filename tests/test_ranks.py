@@ -62,7 +62,7 @@ def check(name: str, two: dict[str, Any], one: dict[str, Any]) -> None:
     whole = float(torch.stack([g.norm() for g in want.values()]).norm())
     for key, gradient in want.items():
         error = float((got[key] - gradient).norm())
-        assert error <= 1e-5 * float(gradient.norm()) + 1e-8 * whole, key
+        assert error <= 1e-5 * float(gradient.norm()) + 1e-7 * whole, key
     assert two["norm"] == pytest.approx(one["norm"], rel=1e-5)
     assert two["applied"]
     loss = sum(rank["loss"] for rank in one["ranks"])
