@@ -98,7 +98,8 @@ def default_tile(hidden: Tensor, more: bool) -> Tile:
     """That of the tensor's device and dtype; `more`: with a bias or logits to store."""
     if hidden.dtype == torch.float32 and hidden.is_cuda:
         return FP32_TILE
-    return TILES[torch.cuda.get_device_capability(hidden.device)[0] if hidden.is_cuda else 0][more]
+    major = torch.cuda.get_device_capability(hidden.device)[0] if hidden.is_cuda else 0
+    return TILES[max(known for known in TILES if known <= major)][more]
 
 
 def _tma_reads(x: Tensor) -> bool:
