@@ -61,6 +61,7 @@ def check(name: str, two: dict[str, Any], one: dict[str, Any]) -> None:
     assert len(want) > 20
     whole = float(torch.stack([g.norm() for g in want.values()]).norm())
     for key, gradient in want.items():
+        # The second term: a gradient that is nothing but rounding, of one token that sees only itself.
         error = float((got[key] - gradient).norm())
         assert error <= 1e-5 * float(gradient.norm()) + 1e-7 * whole, key
     assert two["norm"] == pytest.approx(one["norm"], rel=1e-5)
