@@ -6,10 +6,10 @@ their gradient goes to the block's rows of dweight by one GEMM over all tokens, 
 
 Scratch beside the outputs: the blocks of logits and of their gradient, max_scratch_mb in all, and where only some rows
 have a gradient a copy of their hidden states. dhidden is a sum over blocks, so with half-precision inputs it needs
-fp32, 4 N H bytes. These are borrowed from the end of dweight; where that is not wanted or too small they are scratch too.
+fp32, 4 N H bytes. These are borrowed from the end of dweight; where that is not wanted, or too small, they are scratch.
 The vocabulary rows under them have their logits recomputed a second time when dhidden is done. The cost is
-(1 + (3 + f) rho) GEMMs instead of 1 + 2 rho, with rho the share of rows that have a gradient and f = 2 rho N / V (0 where
-nothing is borrowed); at N = 16,384 and V = 151,936, 4.2 instead of 3.
+(1 + (3 + f) rho) GEMMs instead of 1 + 2 rho, with rho the share of rows that have a gradient and f = 2 rho N / V (0
+where nothing is borrowed); at N = 16,384 and V = 151,936, 4.2 instead of 3.
 
 On CUDA the host waits once, between the passes, for the number of rows that have a gradient; while a graph is captured
 it does not, and all rows take part.
