@@ -2,7 +2,7 @@
 
     python tests/long_context.py FOLDER {fused,naive} TOKENS [SEQUENCES]
 
-fused: the trainer's own path, `Policy.update` on `make_micro_batches`: DeepSpeed, packed rows, the fused head. naive:
+fused: the trainer's own path, `Policy` on `make_micro_batches`: DeepSpeed, packed rows, the fused head. naive:
 the same model and batch with whole logits, as `log_softmax(lm_head(hidden))`. RSS is the process's high-water mark.
 """
 
@@ -87,7 +87,8 @@ def main() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     start = time.perf_counter()
     if kind == "fused":
-        _, applied = policy.update([batch])
+        policy.accumulate([batch])
+        applied = policy.step()
         assert applied
     else:
         naive_update(policy, batch)

@@ -193,7 +193,8 @@ def run_case(folder: Path, name: str) -> dict[str, Any]:
 
     policy.engine.step = keep_gradients
     before = {n: w.clone() for n, w in policy.weights()}
-    outputs, applied = policy.update(batches)
+    outputs = policy.accumulate(batches)
+    applied = policy.step()
     ranks: list[Any] = [None] * dist.get_world_size()
     mine = {
         "tokens": sum(batch.tokens for batch in batches),

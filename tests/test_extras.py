@@ -209,7 +209,8 @@ def test_compiled_layers_compute_the_same(tmp_path: Path) -> None:
             set_advantages(samples, run.algorithm)
             batches = make_micro_batches(samples, run.algorithm, run.config, run.pad_id, run.policy.device)
             assert len({batch.input_ids.shape for batch in batches}) > 1
-            _, applied = run.policy.update(batches)
+            run.policy.accumulate(batches)
+            applied = run.policy.step()
             assert applied
             compiled = [m for m in run.policy.engine.module.modules() if m._compiled_call_impl is not None]
             assert len(compiled) == (1 if options else 0)

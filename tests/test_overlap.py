@@ -92,7 +92,8 @@ def simulated(config: Config) -> tuple[dict[str, torch.Tensor], list[list[float]
             set_weights(now)
             for batches in updates:
                 if batches:
-                    run.policy.update(batches)
+                    run.policy.accumulate(batches)
+                    run.policy.step()
             history.append({name: p.clone() for name, p in run.policy.weights()})
         return history[-1], rewards
 
@@ -138,7 +139,7 @@ def test_resume_with_overlap_is_bitwise(tmp_path, in_thread, lottery, preset):
 def test_the_batch_ahead_is_generated_while_the_policy_trains(tmp_path, in_thread, monkeypatch):
     """Neither side waits for the other: an update meets the generation of the next batch under way."""
     generating, update_seen = threading.Event(), threading.Event()
-    original_generate, original_update = TransformersEngine._generate_batch, rlplus.trainer.policy.Policy.update
+    original_generate, original_update = TransformersEngine._generate_batch, rlplus.trainer.policy.Policy.accumulate
     meetings = []
 
     def slow_generate(engine: Any, prompts: Any, temperature: float, max_tokens: int) -> Any:
@@ -157,7 +158,7 @@ def test_the_batch_ahead_is_generated_while_the_policy_trains(tmp_path, in_threa
         return original_update(policy, batches, *rest)
 
     monkeypatch.setattr(TransformersEngine, "_generate_batch", slow_generate)
-    monkeypatch.setattr(rlplus.trainer.policy.Policy, "update", update)
+    monkeypatch.setattr(rlplus.trainer.policy.Policy, "accumulate", update)
     train(overlapping(tmp_path, "run", 3, train={"prompts_per_update": 4}))
     assert meetings == [True] * 3
 

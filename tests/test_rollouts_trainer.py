@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +19,76 @@ from rlplus.rollout import RunFailed
 from rlplus.rollout.transformers import TransformersEngine
 from rlplus.rollout.vllm import VLLMEngine
 from rlplus.trainer import train
-from rlplus.trainer.policy import _buckets
+from rlplus.trainer.policy import Policy, _buckets
 
 
-def test_the_probe_sees_an_engine_with_other_weights(tmp_path, monkeypatch):
-    """One parameter that does not arrive is enough; nothing is generated and nothing trained with it."""
-    push = TransformersEngine.push_weights
+@pytest.fixture
+def stale(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Of a push from version `first` on one parameter does not arrive whole."""
 
-    def stale(engine: Any, weights: Any, version: int) -> None:
-        kept = dict(engine._model.named_parameters())["model.norm.weight"].clone()
-        push(engine, weights, version)
-        if version:
-            with torch.no_grad():
-                dict(engine._model.named_parameters())["model.norm.weight"].copy_(kept + 0.01)
+    def from_version(first: int) -> None:
+        push = TransformersEngine.push_weights
 
-    monkeypatch.setattr(TransformersEngine, "push_weights", stale)
-    config = run_config(tmp_path)
-    with pytest.raises(RunFailed, match=r"mean gap between .* trainer is .* after the push of version 1; want at most"):
+        def push_stale(engine: Any, weights: Any, version: int) -> None:
+            push(engine, weights, version)
+            if version >= first:
+                with torch.no_grad():
+                    dict(engine._model.named_parameters())["model.norm.weight"][:8] += 0.05
+
+        monkeypatch.setattr(TransformersEngine, "push_weights", push_stale)
+
+    return from_version
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_no_weight_learns_from_an_engine_with_other_weights(tmp_path, monkeypatch, stale, updates):
+    """The batch's own logprobs show it before the first optimiser step on the batch, with one update or several."""
+    stale(1)
+    config = run_config(tmp_path, train={"prompts_per_update": 4 // updates})
+    steps: list[tuple[Policy, list[torch.Tensor]]] = []  # each with the weights after it
+    optimizer_step = Policy.step
+
+    def step(policy: Policy) -> bool:
+        applied = optimizer_step(policy)
+        steps.append((policy, [p.clone() for p in policy.engine.module.parameters()]))
+        return applied
+
+    monkeypatch.setattr(Policy, "step", step)
+    with pytest.raises(RunFailed, match=r"step 2: the mean gap between .* trainer is .*; want at most .*No weight was"):
         train(config)
+    assert len(steps) == updates
+    policy, after = steps[-1]
+    assert all(torch.equal(p, kept) for p, kept in zip(policy.engine.module.parameters(), after, strict=True))
     (row,) = metrics(Path(config.output_dir))
-    assert 0 <= row["mismatch/probe"] < 1e-5
+    assert 0 <= row["mismatch/mean"] < 1e-5
+
+
+def test_the_probe_sees_a_wrong_first_push_before_anything_is_generated(tmp_path, monkeypatch, stale):
+    stale(0)
+    monkeypatch.setattr(rlplus.trainer.rollouts, "generate", None)
+    with pytest.raises(RunFailed, match=r"mean gap between .* trainer is .* after the push of version 0; want at most"):
+        train(run_config(tmp_path))
+
+
+def test_the_probe_sees_wrong_weights_before_an_evaluation(tmp_path, stale):
+    stale(1)
+    evaluation = {"data": {"path": "task.jsonl", "max_prompt_length": 8}, "every": 1}
+    with pytest.raises(RunFailed, match=r"after the push of version 1; want at most"):
+        train(run_config(tmp_path, evaluation=evaluation), evaluate=lambda run: pytest.fail("it was evaluated"))
+
+
+def test_a_version_is_pushed_once(tmp_path, monkeypatch):
+    """Also where an evaluation came between."""
+    push, versions = TransformersEngine.push_weights, []
+
+    def counted(engine: Any, weights: Any, version: int) -> None:
+        versions.append(version)
+        push(engine, weights, version)
+
+    monkeypatch.setattr(TransformersEngine, "push_weights", counted)
+    evaluation = {"data": {"path": "task.jsonl", "max_prompt_length": 8}, "every": 2}
+    train(run_config(tmp_path, train={"steps": 4}, evaluation=evaluation), evaluate=lambda run: {})
+    assert versions == [0, 1, 2, 3, 4]
 
 
 def test_the_probe_changes_nothing(tmp_path, monkeypatch):
@@ -91,7 +142,7 @@ def test_a_colocated_vllm_that_breaks_is_made_again(tmp_path, monkeypatch, caplo
 
 def test_an_engine_that_breaks_twice_ends_the_run(tmp_path, monkeypatch):
     fail(monkeypatch, 2, 3)
-    with pytest.raises(RunFailed, match=r"engine failed with .*illegal memory.*, and a new one with .*illegal memory"):
+    with pytest.raises(RunFailed, match=r"engine failed: rank 0: .*illegal.*; and a new one: rank 0: .*illegal"):
         train(run_config(tmp_path))
 
 
@@ -179,3 +230,48 @@ def test_a_gather_that_waits_for_an_absent_rank_is_named_and_ended(tmp_path):
     assert done.returncode != 0
     wanted = "rank 0: the push of version 0 waited more than 3 s for the trainer to gather model.embed_tokens.weight"
     assert wanted in done.stderr, done.stderr[-4000:]
+
+
+ONE_FAILS = """
+import sys
+from rlplus.config import load_config
+from rlplus.rollout.transformers import TransformersEngine
+from rlplus.trainer import run, train
+original, calls = TransformersEngine.generate, []
+def generate(engine, *args, **options):
+    if options["max_tokens"] > 2:  # not the probe
+        calls.append(1)
+        if len(calls) == 2 and run.dist.get_rank() == 1:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return original(engine, *args, **options)
+TransformersEngine.generate = generate
+def make(config, *rest, seed, **settings):
+    return TransformersEngine(config, *rest, **settings)
+run.make_engine = make  # of mode process, too: what differs is only where it runs
+train(load_config(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_engine_that_fails_on_one_rank_is_everybodys(tmp_path, overlap):
+    """Colocated: both make a new one and go on, to the same model. Ahead of the training: both end and say which."""
+    train_section = {"steps": 3, "zero_stage": 3, "overlap": overlap}
+    mode = {"mode": "process" if overlap else "colocated"}
+    config = run_config(tmp_path, "broken", train=train_section, rollout=mode)
+    path, script = tmp_path / "run.yaml", tmp_path / "one_fails.py"
+    path.write_text(config.to_yaml())
+    script.write_text(ONE_FAILS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(script), str(path)]
+    environment = os.environ | {"PYTHONPATH": str(Path(rlplus.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    if overlap:
+        assert done.returncode != 0
+        said = "RunFailed: the rollout engine failed: rank 1: RuntimeError('CUDA error: an illegal memory access was"
+        assert done.stderr.count(said) == 2, done.stderr[-4000:]
+        return
+    assert done.returncode == 0, done.stderr[-4000:]
+    whole = run_config(tmp_path, "whole", train=train_section)
+    torchrun(whole)
+    assert same(Path(config.output_dir), Path(whole.output_dir))
+    assert metrics(Path(config.output_dir)) == metrics(Path(whole.output_dir))

@@ -99,7 +99,8 @@ def test_update_takes_adamws_step_on_that_gradient(tiny_run):
     gradients = naive_gradients(tiny_run, samples)
     norm = torch.stack([g.norm() for g in gradients.values()]).norm()
     before = {name: p.clone() for name, p in tiny_run.policy.weights()}
-    _, applied = tiny_run.policy.update(batches)
+    tiny_run.policy.accumulate(batches)
+    applied = tiny_run.policy.step()
     assert applied
     assert tiny_run.policy.grad_norm == pytest.approx(float(norm), rel=1e-4)
     clip = min(1.0, 1.0 / float(norm))
@@ -119,7 +120,8 @@ def test_nonfinite_gradients_leave_the_weights_alone_and_three_in_a_row_stop_the
         batches = make_micro_batches(
             samples, tiny_run.algorithm, tiny_run.config, tiny_run.pad_id, tiny_run.policy.device
         )
-        outputs, applied = tiny_run.policy.update(batches)
+        outputs = tiny_run.policy.accumulate(batches)
+        applied = tiny_run.policy.step()
         assert not applied
         assert not torch.stack([out.loss for out in outputs]).sum().isfinite()
         tiny_run.count_nonfinite(applied)
@@ -128,7 +130,8 @@ def test_nonfinite_gradients_leave_the_weights_alone_and_three_in_a_row_stop_the
         tiny_run.count_nonfinite(False)
     samples[0].advantage = 0.5
     batches = make_micro_batches(samples, tiny_run.algorithm, tiny_run.config, tiny_run.pad_id, tiny_run.policy.device)
-    assert tiny_run.policy.update(batches)[1]
+    tiny_run.policy.accumulate(batches)
+    assert tiny_run.policy.step()
     assert not all(torch.equal(p, before[name]) for name, p in tiny_run.policy.weights())
 
 

@@ -28,15 +28,10 @@ def train(config: Config, *, resume: bool = False, evaluate: Evaluate | None = N
         while not run.finished:
             tally = Tally()
 
-            # With train.overlap the batch was generated while the last one trained.
-            with tally.time("generate"):
-                run.rollouts.settle()
-            # The engine samples from exactly the weights that are about to be trained (overlap: one update older).
-            with tally.time("sync"):
-                tally.mean("mismatch/probe", run.rollouts.sync(run.step))
-            # Groups: G rollouts a prompt, or G - 1 and a demonstration. Each rank has prompts of its own.
-            with tally.time("generate"):
-                examples, batch = run.rollouts.next(run.step)
+            # Groups: G rollouts a prompt, or G - 1 and a demonstration. Each rank has prompts of its own. The engine
+            # first gets the weights that are about to be trained, and samples from exactly these (overlap: it sampled
+            # while the last batch trained, from weights one update older).
+            examples, batch = run.rollouts.next(run.step, tally)
             samples = batch.samples
             with tally.time("score"):
                 statuses = score(samples, examples, run.scorer, run.decode)
@@ -64,18 +59,21 @@ def train(config: Config, *, resume: bool = False, evaluate: Evaluate | None = N
                     tally.mean("actor/updated", bool(batches))
                     if not batches:  # no sample of any rank has a gradient
                         continue
-                    outputs, applied = run.policy.update(batches, tally.time)
-                    run.count_nonfinite(applied)
-                    tally_update(tally, outputs, run.policy.grad_norm, run.policy.lr, applied)
+                    with tally.time("forward_backward"):
+                        outputs = run.policy.accumulate(batches)
                     if len(updates) == 1 and not overlap:
                         for micro, out in zip(batches, outputs, strict=True):
                             tally_mismatch(tally, out.logprob, micro.engine_logprob)
+                    run.check_mismatch(tally)  # before the weights learn from samples of another policy
+                    with tally.time("optimizer"):
+                        applied = run.policy.step()
+                    run.count_nonfinite(applied)
+                    tally_update(tally, outputs, run.policy.grad_norm, run.policy.lr, applied)
 
             if evaluate is not None and run.evaluation_due:
                 with tally.time("evaluate"):
                     run.evaluate(evaluate, tally)
-            metrics = run.end_step(tally, batch)
-            run.check_mismatch(metrics)
+            run.end_step(tally, batch)
             if run.checkpoint_due:
                 run.save_checkpoint()
         run.conclude()

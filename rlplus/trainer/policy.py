@@ -4,7 +4,7 @@ import atexit
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -147,27 +147,27 @@ class Policy:
             logprob = self.engine(batch, op)[0]
         return logprob
 
-    def update(
-        self, batches: Sequence[MicroBatch], time: Callable[[str], AbstractContextManager[Any]] = nullcontext
-    ) -> tuple[list[PolicyLoss], bool]:
-        """One optimiser step on the sum of the micro-batches' losses; every rank calls it with as many of them.
+    def accumulate(self, batches: Sequence[MicroBatch]) -> list[PolicyLoss]:
+        """Forward and backward passes of one update; every rank calls it with as many micro-batches.
 
-        time: a context around the phases "forward_backward" and "optimizer". Returns the outputs and whether the step
-        was taken: a non-finite gradient leaves the weights alone.
+        The gradient is that of the sum of their losses. `step` must follow.
         """
         outputs = []
-        with time("forward_backward"):
-            for i, batch in enumerate(batches):
-                self.engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
-                out = self.engine(batch, self._loss_op(batch))
-                # DeepSpeed averages over ranks; the weights' denominators are global already.
-                self.engine.backward(out.loss * dist.get_world_size())
-                outputs.append(out._replace(loss=out.loss.detach()))
-            if self.device.type == "cuda":  # else the optimiser pays for it: the gradient's norm waits for the device
-                torch.cuda.synchronize()
-        with time("optimizer"):
-            self.engine.step()
-        return outputs, self.engine.was_step_applied()
+        for i, batch in enumerate(batches):
+            self.engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
+            out = self.engine(batch, self._loss_op(batch))
+            # DeepSpeed averages over ranks; the weights' denominators are global already.
+            self.engine.backward(out.loss * dist.get_world_size())
+            outputs.append(out._replace(loss=out.loss.detach()))
+        if self.device.type == "cuda":  # else the optimiser pays for it: the gradient's norm waits for the device
+            torch.cuda.synchronize()
+        return outputs
+
+    def step(self) -> bool:
+        """The optimiser's step on what was accumulated; False when a non-finite gradient left the weights alone."""
+        self.engine.step()
+        applied: bool = self.engine.was_step_applied()
+        return applied
 
     def _loss_op(self, batch: MicroBatch) -> Callable[..., PolicyLoss]:
         return partial(

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,12 @@ from rlplus.data import Example, MicroBatch, PromptSampler, Sample, pack
 from rlplus.objective import Algorithm
 from rlplus.rollout import RolloutEngine, RunFailed
 from rlplus.trainer.batch import generate, own_shards
+from rlplus.trainer.metrics import Tally
 from rlplus.trainer.policy import Policy
 
 PROBE_PROMPTS, PROBE_TOKENS = 8, 2  # a forward pass, and one more with what the first left in the cache
+
+Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +35,7 @@ class Batch:
 
 
 class Rollouts:
-    """Use: `settle`, `sync`, `next`, once a step and in this order; all ranks call them together.
+    """Use: `next`, once a step; all ranks call it together.
 
     With train.overlap the batch of step k + 1 is generated in a thread while step k trains. It is sampled with the
     weights of step k, so its old_logprob are the engine's: those of the policy that sampled, to the engine's accuracy,
@@ -55,28 +58,60 @@ class Rollouts:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._make = make
         self.engine = make()
-        self._version = 0
+        self._version: int | None = None  # that the engine has
+        self._probed: int | None = None  # the last version that was, with this gap
+        self._gap = 0.0
         self._ahead: Batch | None = None
         self._coming: Future[Batch] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
 
-    def settle(self) -> None:
+    def next(self, step: int, tally: Tally) -> tuple[list[Example], Batch]:
+        """Push the weights that step `step` trains and generate its batch with them.
+
+        With train.overlap the batch is there already, from one update before, and the weights are for the one after it,
+        whose generation starts.
+        """
+        overlap = self.config.train.overlap
+        with tally.time("generate"):
+            self._settle()
+        with tally.time("sync"):
+            self.sync(step, probe=overlap)
+        if overlap:  # else the batch's own gap is logged
+            tally.mean("mismatch/probe", self._gap)
+        with tally.time("generate"):
+            batch = self._ahead or self._together(self._request(step))
+            self._ahead = None
+            if overlap:
+                self._coming = self._thread.submit(self._request(step + 1))
+            self.engine.sleep()
+        return [self.examples[i] for i in batch.indices], batch
+
+    def sync(self, version: int, *, probe: bool = True) -> None:
+        """Give the engine the policy's weights, unless it has this version of them; RunFailed where it does not.
+
+        probe: sample a few tokens and compare their logprobs. The trainer does so with every batch before it uses it,
+        so this is for what is not compared later, and for an engine's first weights, to fail early.
+        """
+        self._settle()
+        if version != self._version:
+            self._version = None
+            self.engine.push_weights(self.policy.weights(), version)
+            self._version = version
+        if self._probed is None or (probe and version != self._probed):
+            self._gap = self._probe()
+            self._probed = version
+            if not self._gap <= (limit := max_gap(self.config)):
+                raise RunFailed(
+                    f"the mean gap between the logprobs of the {self.engine.name} engine and of the trainer is "
+                    f"{self._gap:.2e} after the push of version {version}; want at most "
+                    f"rollout.max_logprob_gap={limit:g}"
+                )
+
+    def _settle(self) -> None:
         """Wait for the batch that is being generated, if one is: the engine answers one question at a time."""
         if self._coming is not None:
-            self._ahead, self._coming = self._coming.result(), None
-
-    def sync(self, version: int) -> float:
-        """Give the engine the policy's weights and compare the two by a probe; the mean gap of their logprobs."""
-        self.settle()
-        self._version = version
-        self.engine.push_weights(self.policy.weights(), version)
-        gap = self._probe()
-        if not gap <= (limit := max_gap(self.config)):
-            raise RunFailed(
-                f"the mean gap between the logprobs of the {self.engine.name} engine and of the trainer is {gap:.2e} "
-                f"after the push of version {version}; want at most rollout.max_logprob_gap={limit:g}"
-            )
-        return gap
+            coming, self._coming = self._coming, None
+            self._ahead = self._together(coming.result)
 
     def _probe(self) -> float:
         prompt = self.examples[0].prompt[:PROBE_PROMPTS]
@@ -120,17 +155,6 @@ class Rollouts:
         )
         return [batch.to(self.policy.device) for batch in own_shards(batches, self.config)]
 
-    def next(self, step: int) -> tuple[list[Example], Batch]:
-        """The batch of a step, and with train.overlap the start of the following one."""
-        if not self.config.train.overlap:
-            batch = self._generate(step, *self._draw())
-            self.engine.sleep()
-        else:
-            batch = self._ahead or self._generate(step, *self._draw())
-            self._ahead = None
-            self._coming = self._thread.submit(self._generate, step + 1, *self._draw())
-        return [self.examples[i] for i in batch.indices], batch
-
     def _draw(self) -> tuple[list[int], list[list[float]]]:
         """This rank's share of the next prompts and, with train.overlap, their demonstrations' logprobs."""
         indices = self.sampler.next()[self.rank :: self.world]
@@ -150,48 +174,61 @@ class Rollouts:
             self.policy.logprob(batch)
         return indices, logprobs
 
-    def _generate(self, step: int, indices: list[int], demonstration_logprobs: list[list[float]]) -> Batch:
-        start = time.perf_counter()
+    def _request(self, step: int) -> Callable[[], Batch]:
+        """What generates the batch of a step, on this rank alone; the prompts are drawn now."""
+        indices, demonstration_logprobs = self._draw()
         examples = [self.examples[i] for i in indices]
         # A seed of its own for every step and rank, the same after a resume.
         seed = (self.config.train.seed * 1_000_003 + step) * self.world + self.rank
 
-        def ask() -> list[Sample]:
-            return generate(self.engine, examples, self.algorithm, self.config, seed)
+        def ask() -> Batch:
+            start = time.perf_counter()
+            samples = generate(self.engine, examples, self.algorithm, self.config, seed)
+            if demonstration_logprobs:
+                for sample, logprob in zip((s for s in samples if s.external), demonstration_logprobs, strict=True):
+                    sample.engine_logprob = logprob
+            return Batch(indices, samples, time.perf_counter() - start)
 
-        samples = self._with_one_restart(ask) if self.config.rollout.mode == "colocated" else ask()
-        if demonstration_logprobs:
-            for sample, logprob in zip((s for s in samples if s.external), demonstration_logprobs, strict=True):
-                sample.engine_logprob = logprob
-        return Batch(indices, samples, time.perf_counter() - start)
+        return ask
 
-    def _with_one_restart(self, ask: Callable[[], list[Sample]]) -> list[Sample]:
-        """`ask`; when the engine of any rank fails, all ranks make new ones, push, and ask again."""
-        samples: list[Sample] = []
+    def _together(self, ask: Callable[[], Answer], earlier: str = "") -> Answer:
+        """`ask`, on every rank. When it fails on one, a colocated engine is made again on all, once, and asked again.
+
+        Else all ranks raise RunFailed: one that went on alone would wait for the others in the next collective.
+        earlier: the failure that led to a new engine.
+        """
         failure: Exception | None = None
         try:
-            samples = ask()
+            answer = ask()
         except Exception as error:
             failure = error
         if not self._greatest(failure is not None):
-            return samples
-        if isinstance(failure, ValueError):
-            raise failure  # a request that no engine takes
-        logger.warning("the rollout engine failed (%r): starting a new one and generating again", failure)
+            return answer
+        clear = isinstance(failure, (ValueError, RunFailed))
+        failures: list[Any] = [None] * self.world
+        dist.all_gather_object(failures, failure and (str(failure) if clear else repr(failure), clear))
+        what = "; ".join(f"rank {rank}: {failed[0]}" for rank, failed in enumerate(failures) if failed)
+        # What an engine says clearly, a new one would say again; one outside the trainer's process renews itself.
+        if earlier or self.config.rollout.mode != "colocated" or any(failed and failed[1] for failed in failures):
+            raise RunFailed(f"the rollout engine failed: {earlier}{what}") from failure
+        logger.warning("the rollout engine failed (%s): starting a new one and generating again", what)
+        earlier = f"{what}; and a new one: "
+        self._together(self._renew, earlier)
+        version, self._version, self._probed = self._version, None, None
+        assert version is not None, "there is a push before every question"
+        self.sync(version)
+        return self._together(ask, earlier)
+
+    def _renew(self) -> None:
         try:
             self.engine.close()
         except Exception:
             logger.warning("the failed engine does not close", exc_info=True)
-        try:
-            self.engine = self._make()
-            self.sync(self._version)
-            return ask()
-        except Exception as error:
-            raise RunFailed(f"the rollout engine failed with {failure!r}, and a new one with {error!r}") from error
+        self.engine = self._make()
 
     def state(self) -> Any:
         """What was generated ahead, for a checkpoint of this rank; None where nothing is."""
-        self.settle()
+        self._settle()
         return self._ahead
 
     def restore(self, state: Any) -> None:

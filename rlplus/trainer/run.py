@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 
 from rlplus import checkpoint
@@ -224,14 +225,16 @@ class Run:
                 f"{checkpoint.latest(self.checkpoints)}. Lower train.lr, or use a bounded objective"
             )
 
-    def check_mismatch(self, metrics: dict[str, float]) -> None:
-        """RunFailed when engine and trainer disagree about the logprobs: the engine does not run the policy."""
+    def check_mismatch(self, tally: Tally) -> None:
+        """RunFailed when engine and trainer disagree about the step's logprobs: the engine does not run the policy."""
         limit = max_gap(self.config)
-        gap = metrics.get("mismatch/mean", 0.0)
-        if not gap <= limit:
+        total = torch.tensor(tally.means.get("mismatch/mean", [0.0, 0.0]), dtype=torch.float64).to(self.policy.device)
+        dist.all_reduce(total)
+        gap, tokens = total.tolist()
+        if tokens and not gap / tokens <= limit:
             raise RunFailed(
-                f"step {self.step}: the mean gap between the logprobs of the {self.rollout.name} engine and of the "
-                f"trainer is {gap:.2e}; want at most rollout.max_logprob_gap={limit:g}"
+                f"step {self.step + 1}: the mean gap between the logprobs of the {self.rollout.name} engine and of the "
+                f"trainer is {gap / tokens:.2e}; want at most rollout.max_logprob_gap={limit:g}. No weight was changed"
             )
 
     def evaluate(self, evaluate: Callable[["Run"], dict[str, float]], tally: Tally) -> None:
@@ -240,7 +243,7 @@ class Run:
         for name, value in evaluate(self).items():
             tally.mean(f"val/{name}", value)
 
-    def end_step(self, tally: Tally, batch: Batch) -> dict[str, float]:
+    def end_step(self, tally: Tally, batch: Batch) -> None:
         """Count the step, log it, and let all ranks agree whether a signal ended the run."""
         generated = sum(len(s.response) for s in batch.samples if not s.external)
         tally.mean("generated", generated * self.world)
@@ -255,7 +258,6 @@ class Run:
         if tokens:
             metrics["tokens_per_second"] = tokens / seconds
         self.log.write(self.step, {"generated_tokens": self.generated} | metrics, self._share_done)
-        return metrics
 
     def save_checkpoint(self) -> None:
         state = {
