@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,20 +61,22 @@ class Tally:
 
 def tally_samples(tally: Tally, samples: Sequence[Sample], statuses: Sequence[str]) -> None:
     """Rewards, lengths and how many groups were solved by all or none of their rollouts."""
+    rollouts = [sample for sample in samples if not sample.external]
+    demonstrations = [sample for sample in samples if sample.external]
+    for name, part in (("mean", samples), ("internal", rollouts), ("external", demonstrations)):
+        tally.mean(f"reward/{name}", sum(sample.reward for sample in part), len(part))
+    tally.mean("response_length/mean", sum(len(sample.response) for sample in rollouts), len(rollouts))
+    tally.mean("response_length/clipped", sum(sample.truncated for sample in rollouts), len(rollouts))
+    if rollouts:
+        tally.maximum("response_length/max", max(len(sample.response) for sample in rollouts))
+    problems = Counter(status for sample, status in zip(samples, statuses, strict=True) if not sample.external)
+    for problem in ("unparsed", "timeout", "crash", "bad_gold"):
+        tally.mean(f"reward/{problem}", problems[problem], len(rollouts))
     groups: dict[int, list[float]] = {}
-    for sample, status in zip(samples, statuses, strict=True):
-        tally.mean("reward/mean", sample.reward)
-        tally.mean("reward/external" if sample.external else "reward/internal", sample.reward)
-        if not sample.external:
-            groups.setdefault(sample.group, []).append(sample.reward)
-            tally.mean("response_length/mean", len(sample.response))
-            tally.maximum("response_length/max", len(sample.response))
-            tally.mean("response_length/clipped", sample.truncated)
-            for problem in ("unparsed", "timeout", "crash", "bad_gold"):
-                tally.mean(f"reward/{problem}", status == problem)
-    for rewards in groups.values():
-        tally.mean("batch/solve_all", min(rewards) >= 1)
-        tally.mean("batch/solve_none", max(rewards) <= 0)
+    for sample in rollouts:
+        groups.setdefault(sample.group, []).append(sample.reward)
+    tally.mean("batch/solve_all", sum(min(group) >= 1 for group in groups.values()), len(groups))
+    tally.mean("batch/solve_none", sum(max(group) <= 0 for group in groups.values()), len(groups))
 
 
 def tally_update(
@@ -129,7 +132,7 @@ class RunLog:
         rewritten = self.path.with_suffix(".new")
         rewritten.write_text("".join(f"{line}\n" for line in kept))
         rewritten.replace(self.path)
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1, max_queue=1000)  # or a step waits
         self.progress = Progress(
             TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), TaskProgressColumn(),
             TextColumn("{task.fields[shown]}"), TimeRemainingColumn(), console=self.console,
