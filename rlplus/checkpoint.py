@@ -79,7 +79,7 @@ def _write(engine: Any, saving: Path, rank_state: Any) -> None:
         engine.save_checkpoint(str(saving.parent), tag=SAVING, save_latest=False)
     if errors:
         raise errors[0]
-    torch.save(_random_state(), saving / f"rng-{dist.get_rank()}.pt")
+    torch.save(random_state(), saving / f"rng-{dist.get_rank()}.pt")
     if rank_state is not None:
         torch.save(rank_state, saving / f"rank-{dist.get_rank()}.pt")
 
@@ -154,22 +154,23 @@ def load(engine: Any, checkpoint: Path) -> None:
         )
     try:
         path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
-        random_state = torch.load(checkpoint / f"rng-{dist.get_rank()}.pt", weights_only=False)
+        generators = torch.load(checkpoint / f"rng-{dist.get_rank()}.pt", weights_only=False)
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
         raise ValueError(f"{checkpoint} is damaged, a file cannot be read: {error}") from error
     if path is None:
         raise ValueError(f"DeepSpeed found no checkpoint in {checkpoint}")
-    _set_random_state(random_state)
+    set_random_state(generators)
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
+    """Of this process's generators."""
     state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

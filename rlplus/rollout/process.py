@@ -50,7 +50,7 @@ class ProcessEngine:
         self._environment = _environment(config.tensor_parallel_size)
         self._version: int | None = None  # of the files
         self._failure: str | None = None
-        self._closed = self._busy = False
+        self._closed = self._busy = False  # busy: with what nobody may wait for any more
         self._files = WeightFiles(config.push_folder, config.push_bucket_mb, per_node=True)
         self.name = f"{config.engine} (process)"
         self.restarts = 0
@@ -96,7 +96,7 @@ class ProcessEngine:
         deadline = time.monotonic() + (0 if self._busy else STOP_S)
         while not self._dead():
             if time.monotonic() > deadline:
-                break  # it is in the middle of something that nobody waits for any more
+                break
             time.sleep(0.05)
         self._kill()
         self._files.close()
@@ -159,8 +159,7 @@ class ProcessEngine:
             status, answer = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise _EngineDied(f"process {self.pid} ended with status {self._kill()}") from error
-        finally:
-            self._busy = False
+        self._busy = False
         if status == "ok":
             return answer
         if isinstance(answer, (ValueError, RunFailed)):

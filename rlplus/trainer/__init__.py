@@ -2,6 +2,7 @@
 
 from rlplus.trainer.loop import Evaluate, train
 from rlplus.trainer.model import prepare_model
-from rlplus.trainer.run import Interrupted, Run
+from rlplus.trainer.run import Run
+from rlplus.trainer.stop import Interrupted
 
 __all__ = ["Evaluate", "Interrupted", "Run", "prepare_model", "train"]

@@ -1,4 +1,4 @@
-"""The training loop: sync, generate, score, weigh, update, log, save. Everything it calls fits on a page each."""
+"""The training loop. Everything it calls fits on a page each."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +8,7 @@ from rlplus.trainer.batch import make_micro_batches, score, set_advantages
 from rlplus.trainer.metrics import Tally, tally_mismatch, tally_samples, tally_update
 from rlplus.trainer.rollouts import take_samplers_logprob
 from rlplus.trainer.run import Run
+from rlplus.trainer.stop import StepGivenUp
 
 Evaluate = Callable[[Run], dict[str, float]]
 
@@ -19,62 +20,71 @@ def train(config: Config, *, resume: bool = False, evaluate: Evaluate | None = N
     resume: go on from the newest checkpoint (from the start when there is none). evaluate: called on every rank every
     `evaluation.every` steps with the engine holding the step's new weights; its numbers, on all ranks the same, are
     logged.
-    SIGINT and SIGTERM let the step end and write a checkpoint; then it raises Interrupted, so that nobody goes on with
-    a model that is not there. Raises ValueError for what the configuration or the data have wrong, RunFailed when
-    training or engine go astray.
+    SIGINT and SIGTERM end it with a checkpoint, of the last step's end or of this one's; then it raises Interrupted, so
+    that nobody goes on with a model that is not there. Raises ValueError for what the configuration or the data have
+    wrong, RunFailed when training or engine go astray.
     """
     with Run(config, resume) as run:
-        algorithm, objective, overlap = run.algorithm, run.algorithm.objective, config.train.overlap
-        while not run.finished:
-            tally = Tally()
-
-            # Groups: G rollouts a prompt, or G - 1 and a demonstration. Each rank has prompts of its own. The engine
-            # first gets the weights that are about to be trained, and samples from exactly these (overlap: it sampled
-            # while the last batch trained, from weights one update older).
-            examples, batch = run.rollouts.next(run.step, tally)
-            samples = batch.samples
-            with tally.time("score"):
-                statuses = score(samples, examples, run.scorer, run.decode)
-            set_advantages(samples, algorithm)
-            tally_samples(tally, samples, statuses)
-
-            # Mini-batches of whole groups, each one optimiser step.
-            with tally.time("pack"):
-                updates = [
-                    make_micro_batches(part, algorithm, config, run.pad_id, run.policy.device)
-                    for part in run.split(samples)
-                ]
-            with tally.time("old_logprob"):
-                for micro in (micro for batches in updates for micro in batches):
-                    if overlap:  # the old policy is the one that sampled, which the trainer no longer has
-                        take_samplers_logprob(micro)
-                    elif len(updates) > 1:
-                        micro.old_logprob = run.policy.logprob(micro)
-                        tally_mismatch(tally, micro.old_logprob, micro.engine_logprob)
-                    # else the update's own forward pass is the old policy: nothing to compute here.
-                    if objective.kl_coef:
-                        micro.ref_logprob = run.policy.logprob(micro, reference=True)
-            with tally.time("update"):
-                for batches in updates:
-                    tally.mean("actor/updated", bool(batches))
-                    if not batches:  # no sample of any rank has a gradient
-                        continue
-                    with tally.time("forward_backward"):
-                        outputs = run.policy.accumulate(batches)
-                    if len(updates) == 1 and not overlap:
-                        for micro, out in zip(batches, outputs, strict=True):
-                            tally_mismatch(tally, out.logprob, micro.engine_logprob)
-                    run.check_mismatch(tally)  # before the weights learn from samples of another policy
-                    with tally.time("optimizer"):
-                        applied = run.policy.step()
-                    run.count_nonfinite(applied)
-                    tally_update(tally, outputs, run.policy.grad_norm, run.policy.lr, applied)
-
-            if evaluate is not None and run.evaluation_due:
-                with tally.time("evaluate"):
-                    run.evaluate(evaluate, tally)
-            run.end_step(tally, batch)
-            if run.checkpoint_due:
-                run.save_checkpoint()
+        try:
+            while not run.finished:
+                train_step(run, evaluate)
+        except StepGivenUp as signal:
+            run.give_up_step(signal.number)
         run.conclude()
         return run.folder
+
+
+def train_step(run: Run, evaluate: Evaluate | None) -> None:
+    """Sync, generate, score, weigh, update, log, save; StepGivenUp when a signal comes before the first update."""
+    config, algorithm, objective = run.config, run.algorithm, run.algorithm.objective
+    overlap = config.train.overlap
+    run.begin_step()
+    tally = Tally()
+
+    # Groups: G rollouts a prompt, or G - 1 and a demonstration. Each rank has prompts of its own. The engine first gets
+    # the weights that are about to be trained, and samples from exactly these (overlap: it sampled while the last batch
+    # trained, from weights one update older).
+    examples, batch = run.rollouts.next(run.step, tally)
+    samples = batch.samples
+    with tally.time("score"):
+        statuses = score(samples, examples, run.scorer, run.decode)
+    set_advantages(samples, algorithm)
+    tally_samples(tally, samples, statuses)
+
+    # Mini-batches of whole groups, each one optimiser step.
+    with tally.time("pack"):
+        updates = [
+            make_micro_batches(part, algorithm, config, run.pad_id, run.policy.device) for part in run.split(samples)
+        ]
+    with tally.time("old_logprob"):
+        for micro in (micro for batches in updates for micro in batches):
+            if overlap:  # the old policy is the one that sampled, which the trainer no longer has
+                take_samplers_logprob(micro)
+            elif len(updates) > 1:
+                micro.old_logprob = run.policy.logprob(micro)
+                tally_mismatch(tally, micro.old_logprob, micro.engine_logprob)
+            # else the update's own forward pass is the old policy: nothing to compute here.
+            if objective.kl_coef:
+                micro.ref_logprob = run.policy.logprob(micro, reference=True)
+    with tally.time("update"):
+        for i, batches in enumerate(updates):
+            tally.mean("actor/updated", bool(batches))
+            if not batches:  # no sample of any rank has a gradient
+                continue
+            with tally.time("forward_backward"):
+                outputs = run.policy.accumulate(batches, run.stop.check if i == 0 else None)
+            if len(updates) == 1 and not overlap:
+                for micro, out in zip(batches, outputs, strict=True):
+                    tally_mismatch(tally, out.logprob, micro.engine_logprob)
+            run.check_mismatch(tally)  # before the weights learn from samples of another policy
+            with tally.time("optimizer"):
+                applied = run.policy.step()
+            run.count_nonfinite(applied)
+            tally_update(tally, outputs, run.policy.grad_norm, run.policy.lr, applied)
+
+    if evaluate is not None and run.evaluation_due:
+        with tally.time("evaluate"):
+            run.evaluate(evaluate, tally)
+    run.end_step(tally, batch)
+    if run.checkpoint_due:
+        run.save_checkpoint()

@@ -147,13 +147,17 @@ class Policy:
             logprob = self.engine(batch, op)[0]
         return logprob
 
-    def accumulate(self, batches: Sequence[MicroBatch]) -> list[PolicyLoss]:
+    def accumulate(
+        self, batches: Sequence[MicroBatch], before_each: Callable[[], None] | None = None
+    ) -> list[PolicyLoss]:
         """Forward and backward passes of one update; every rank calls it with as many micro-batches.
 
         The gradient is that of the sum of their losses. `step` must follow.
         """
         outputs = []
         for i, batch in enumerate(batches):
+            if before_each is not None:
+                before_each()
             self.engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
             out = self.engine(batch, self._loss_op(batch))
             # DeepSpeed averages over ranks; the weights' denominators are global already.

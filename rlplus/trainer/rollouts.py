@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,9 @@ from rlplus.rollout import RolloutEngine, RunFailed
 from rlplus.trainer.batch import generate, own_shards
 from rlplus.trainer.metrics import Tally
 from rlplus.trainer.policy import Policy
+from rlplus.trainer.stop import Answer, StepGivenUp, StopSignal
 
 PROBE_PROMPTS, PROBE_TOKENS = 8, 2  # a forward pass, and one more with what the first left in the cache
-
-Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
 
@@ -52,17 +51,19 @@ class Rollouts:
         sampler: PromptSampler,
         pad_id: int,
         make: Callable[[], RolloutEngine],
+        stop: StopSignal,
     ) -> None:
         self.config, self.algorithm, self.policy = config, algorithm, policy
         self.examples, self.sampler, self.pad_id = examples, sampler, pad_id
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._make = make
+        self._make, self._stop = make, stop
         self.engine = make()
         self._version: int | None = None  # that the engine has
         self._probed: int | None = None  # the last version that was, with this gap
         self._gap = 0.0
         self._ahead: Batch | None = None
         self._coming: Future[Batch] | None = None
+        self._before: tuple[dict[str, int], Batch | None] = sampler.state_dict(), None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
 
     def next(self, step: int, tally: Tally) -> tuple[list[Example], Batch]:
@@ -74,12 +75,13 @@ class Rollouts:
         overlap = self.config.train.overlap
         with tally.time("generate"):
             self._settle()
+        self._before = self.sampler.state_dict(), self._ahead
         with tally.time("sync"):
             self.sync(step, probe=overlap)
         if overlap:  # else the batch's own gap is logged
             tally.mean("mismatch/probe", self._gap)
         with tally.time("generate"):
-            batch = self._ahead or self._together(self._request(step))
+            batch = self._ahead or self._together(self._interruptible(self._request(step)))
             self._ahead = None
             if overlap:
                 self._coming = self._thread.submit(self._request(step + 1))
@@ -191,19 +193,32 @@ class Rollouts:
 
         return ask
 
+    def _interruptible(self, ask: Callable[[], Batch]) -> Callable[[], Batch]:
+        """Ranks that share an engine wait for each other in it."""
+        shared = self.config.rollout.mode == "colocated" and self.config.rollout.tensor_parallel_size > 1
+        return ask if shared else self._stop.interruptible(ask)
+
+    def rewind(self) -> None:
+        """As if the last `next` had not been called, for a checkpoint. What is being generated ahead is not awaited."""
+        self._coming = None
+        position, self._ahead = self._before
+        self.sampler.load_state_dict(position)
+
     def _together(self, ask: Callable[[], Answer], earlier: str = "") -> Answer:
         """`ask`, on every rank. When it fails on one, a colocated engine is made again on all, once, and asked again.
 
         Else all ranks raise RunFailed: one that went on alone would wait for the others in the next collective.
         earlier: the failure that led to a new engine.
         """
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             answer = ask()
-        except Exception as error:
+        except (Exception, StepGivenUp) as error:
             failure = error
         if not self._greatest(failure is not None):
             return answer
+        if self._greatest(isinstance(failure, StepGivenUp)):
+            self._stop.check()
         clear = isinstance(failure, (ValueError, RunFailed))
         failures: list[Any] = [None] * self.world
         dist.all_gather_object(failures, failure and (str(failure) if clear else repr(failure), clear))

@@ -1,6 +1,5 @@
 """A run's parts and its place in time: everything that the loop needs and a checkpoint must remember."""
 
-import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,20 +20,13 @@ from rlplus.trainer.metrics import RunLog, Tally
 from rlplus.trainer.model import prepare_model
 from rlplus.trainer.policy import Policy, initialize_distributed
 from rlplus.trainer.rollouts import Batch, Rollouts, max_gap
+from rlplus.trainer.stop import Interrupted, StopSignal
 
 # What may differ between a checkpoint's configuration and the one that resumes it.
 MAY_CHANGE = {"output_dir", "checkpoint", "evaluation", "train.steps", "train.generated_tokens", "train.max_nonfinite"}
 MAY_CHANGE |= {f"rollout.{name}" for name in ("push_bucket_mb", "push_timeout_s", "push_folder", "server_url")}
 MAY_CHANGE |= {f"rollout.{name}" for name in ("sleep", "gpu_memory_utilization", "kv_cache_memory_mb", "enforce_eager")}
 MAY_CHANGE |= {"rollout.max_logprob_gap", "reward.workers", "reward.timeout_s", "reward.memory_mb"}
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal ended the run after a step and a checkpoint; `signal` is its number."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by signal {number}; a checkpoint was written")
-        self.signal = number
 
 
 class Run:
@@ -48,7 +40,7 @@ class Run:
         self.folder = Path(config.output_dir)
         self.algorithm: Algorithm = config.algorithm.resolve()
         self.step = self.generated = self.nonfinite = 0
-        self.stop_signal = 0
+        self.stop = StopSignal(lambda message: self.log.say(message))
         self.interrupted = 0  # the signal that did it
 
     def __enter__(self) -> Self:
@@ -101,7 +93,9 @@ class Run:
             trust_remote_code=config.model.trust_remote_code,
             config_path=str(self.folder / f"model_config/{self.rank}"),
         )
-        self.rollouts = Rollouts(config, self.algorithm, self.policy, self.examples, self.sampler, self.pad_id, make)
+        self.rollouts = Rollouts(
+            config, self.algorithm, self.policy, self.examples, self.sampler, self.pad_id, make, self.stop
+        )
         stack.callback(self.rollouts.close)
         if last is not None:
             self.rollouts.restore(checkpoint.read_rank_state(last))
@@ -111,8 +105,7 @@ class Run:
         stack.callback(self.log.close)
         for note in (*notes, f"rollouts by {self.rollout.name}; output in {self.folder}"):
             self.log.say(note)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
+        self.stop.install(stack)
 
     def _check_shared(self, last: Path | None) -> None:
         """ValueError where ranks do not see the same checkpoint: some would start anew, and train on other steps."""
@@ -162,12 +155,6 @@ class Run:
         self.step, self.generated, self.nonfinite = state["step"], state["generated"], state["nonfinite"]
         self.sampler.load_state_dict(state["sampler"])
         checkpoint.load(self.policy.engine, last)
-
-    def _on_signal(self, number: int, _: Any) -> None:
-        if self.stop_signal:
-            raise KeyboardInterrupt  # the second one does not wait for the step
-        self.stop_signal = number
-        self.log.say("stopping after this step, with a checkpoint; once more to stop at once, without")
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
@@ -225,6 +212,10 @@ class Run:
                 f"{checkpoint.latest(self.checkpoints)}. Lower train.lr, or use a bounded objective"
             )
 
+    def begin_step(self) -> None:
+        """Remember what a step that is given up must leave as it was."""
+        self.random_state = checkpoint.random_state()
+
     def check_mismatch(self, tally: Tally) -> None:
         """RunFailed when engine and trainer disagree about the step's logprobs: the engine does not run the policy."""
         limit = max_gap(self.config)
@@ -248,7 +239,7 @@ class Run:
         generated = sum(len(s.response) for s in batch.samples if not s.external)
         tally.mean("generated", generated * self.world)
         tally.maximum("seconds", batch.seconds)
-        tally.maximum("signal", self.stop_signal)
+        tally.maximum("signal", self.stop.number)
         metrics = tally.reduce()
         self.step += 1
         tokens = round(metrics.pop("generated"))
@@ -258,6 +249,13 @@ class Run:
         if tokens:
             metrics["tokens_per_second"] = tokens / seconds
         self.log.write(self.step, {"generated_tokens": self.generated} | metrics, self._share_done)
+
+    def give_up_step(self, number: int) -> None:
+        """Signal `number` ends the run before the step has changed the policy: a checkpoint of how it began."""
+        self.rollouts.rewind()
+        checkpoint.set_random_state(self.random_state)
+        self.interrupted = number
+        self.save_checkpoint()
 
     def save_checkpoint(self) -> None:
         state = {
@@ -273,7 +271,7 @@ class Run:
         """Write the model and say where; Interrupted when a signal ended the run."""
         if self.interrupted:
             self.log.say(f"stopped after step {self.step}: --resume goes on from here")
-            raise Interrupted(self.interrupted)
+            raise Interrupted(self.interrupted, f"stopped by signal {self.interrupted}; a checkpoint was written")
         model = self.folder / "model"
         self.policy.export(str(model))
         if self.rank == 0:

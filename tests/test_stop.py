@@ -1,0 +1,256 @@
+"""A signal in the middle of a step: the step is given up where the policy has not changed yet, and nothing is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_runs import same
+from trainer_runs import metrics, run_config
+
+import rlplus
+from rlplus.config import Config
+from rlplus.rollout.transformers import TransformersEngine
+from rlplus.rollout.vllm import VLLMEngine
+from rlplus.trainer import Interrupted, train
+from rlplus.trainer.policy import Policy
+
+PLACES = ["generate", "first micro-batch", "second micro-batch"]
+
+
+def newest(folder: Path) -> str:
+    return (folder / "checkpoints/latest").read_text()
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, place: str, occasion: int) -> None:
+    """SIGTERM to this process, once, on the given occasion at the place."""
+    owner: Any = TransformersEngine if place == "generate" else Policy
+    name = "_generate_batch" if place == "generate" else "_loss_op"
+    original, occasions = getattr(owner, name), []
+
+    def killing(self: Any, *args: Any, **options: Any) -> Any:
+        if place != "generate" or args[-1] > 2:  # not the probe
+            occasions.append(1)
+            if len(occasions) == occasion:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(owner, name, killing)
+
+
+def two_micro_batches(folder: Path, output: str, **train_section: Any) -> Config:
+    """A run of four steps, one update each, of at least two micro-batches."""
+    return run_config(folder, output, train={"steps": 4, "tokens_per_micro_batch": 32} | train_section)
+
+
+def train_counting(monkeypatch: pytest.MonkeyPatch, config: Config) -> tuple[Path, list[int]]:
+    """The folder of the whole run and the micro-batches of each of its steps."""
+    counts: list[int] = []
+    accumulate = Policy.accumulate
+
+    def count(policy: Policy, batches: Any, *rest: Any) -> Any:
+        counts.append(len(batches))
+        return accumulate(policy, batches, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Policy, "accumulate", count)
+        folder = train(config)
+    assert min(counts) >= 2
+    return folder, counts
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_step_that_is_given_up_is_done_again_bit_for_bit(tmp_path, monkeypatch, place, zero_stage):
+    """The third of four steps; the checkpoint is that of the second one's end."""
+    whole, counts = train_counting(monkeypatch, two_micro_batches(tmp_path, "whole", zero_stage=zero_stage))
+    config = two_micro_batches(tmp_path, "parts", zero_stage=zero_stage)
+    with monkeypatch.context() as patch:
+        kill_at(patch, place, 3 if place == "generate" else sum(counts[:2]) + PLACES.index(place))
+        with pytest.raises(Interrupted) as stop:
+            train(config)
+    folder = Path(config.output_dir)
+    assert stop.value.signal == signal.SIGTERM
+    assert newest(folder) == "step-000002"
+    assert [row["step"] for row in metrics(folder)] == [1, 2]
+    train(config, resume=True)
+    assert same(whole, folder)
+    assert metrics(whole) == metrics(folder)
+
+
+def test_the_first_step_can_be_given_up(tmp_path, monkeypatch):
+    whole = train(run_config(tmp_path, "whole"))
+    config = run_config(tmp_path, "parts")
+    with monkeypatch.context() as patch:
+        kill_at(patch, "generate", 1)
+        with pytest.raises(Interrupted):
+            train(config)
+    assert newest(Path(config.output_dir)) == "step-000000"
+    assert same(whole, train(config, resume=True))
+
+
+def test_a_step_that_has_changed_the_policy_is_finished(tmp_path, monkeypatch):
+    """Two updates a step: a signal in the second one's backward pass."""
+    whole = train(run_config(tmp_path, "whole", train={"prompts_per_update": 2}))
+    config = run_config(tmp_path, "parts", train={"prompts_per_update": 2})
+    with monkeypatch.context() as patch:
+        step = Policy.step
+
+        def step_and_kill(policy: Policy) -> bool:
+            os.kill(os.getpid(), signal.SIGTERM)
+            patch.setattr(Policy, "step", step)
+            return step(policy)
+
+        patch.setattr(Policy, "step", step_and_kill)
+        with pytest.raises(Interrupted):
+            train(config)
+    folder = Path(config.output_dir)
+    assert newest(folder) == "step-000001"
+    assert [row["step"] for row in metrics(folder)] == [1]
+    assert same(whole, train(config, resume=True))
+    assert metrics(whole) == metrics(folder)
+
+
+@pytest.mark.parametrize("place", PLACES[1:])
+def test_a_step_given_up_with_a_batch_ahead(tmp_path, monkeypatch, place):
+    """The batch of the step goes into the checkpoint; the one that was being generated is generated again."""
+
+    def make(config: Any, *rest: Any, **settings: Any) -> TransformersEngine:
+        settings.pop("seed")
+        return TransformersEngine(config, *rest, **settings)
+
+    monkeypatch.setattr("rlplus.trainer.run.make_engine", make)
+    sections: dict[str, Any] = {
+        "rollout": {"mode": "process"},
+        "train": {"steps": 4, "overlap": True, "tokens_per_micro_batch": 32},
+    }
+    whole, counts = train_counting(monkeypatch, run_config(tmp_path, "whole", **sections))
+    config = run_config(tmp_path, "parts", **sections)
+    with monkeypatch.context() as patch:
+        kill_at(patch, place, sum(counts[:2]) + PLACES.index(place))
+        with pytest.raises(Interrupted):
+            train(config)
+    folder = Path(config.output_dir)
+    assert newest(folder) == "step-000002"
+    train(config, resume=True)
+    assert same(whole, folder)
+    assert metrics(whole) == metrics(folder)
+
+
+def test_a_second_signal_does_not_wait(tmp_path, monkeypatch):
+    config = two_micro_batches(tmp_path, "run")
+    with monkeypatch.context() as patch:
+        kill_at(patch, "first micro-batch", 2)
+        kill_at(patch, "generate", 1)
+        save = rlplus.checkpoint.save
+        patch.setattr(rlplus.checkpoint, "save", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(Interrupted, match="at once by signal 2, without a checkpoint") as stop:
+            train(config)
+        assert stop.value.signal == signal.SIGINT
+        assert rlplus.checkpoint.save is not save
+    assert not (Path(config.output_dir) / "checkpoints/latest").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_vllm_is_interrupted_in_the_middle_of_generating(tmp_path, monkeypatch):
+    rollout = {"engine": "vllm", "kv_cache_memory_mb": 16}
+    whole = train(run_config(tmp_path, "whole", rollout=rollout))
+    config = run_config(tmp_path, "parts", rollout=rollout)
+    original, calls = VLLMEngine._run, []
+
+    def killing(engine: Any, requests: Any) -> Any:
+        if requests[0][1].max_tokens > 2:
+            calls.append(1)
+            if len(calls) == 2:
+                step, steps = engine._llm.llm_engine.step, []
+
+                def third(*args: Any, **options: Any) -> Any:
+                    steps.append(1)
+                    if len(steps) == 3:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    return step(*args, **options)
+
+                engine._llm.llm_engine.step = third
+        return original(engine, requests)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(VLLMEngine, "_run", killing)
+        with pytest.raises(Interrupted):
+            train(config)
+    folder = Path(config.output_dir)
+    assert newest(folder) == "step-000001"
+    assert same(whole, train(config, resume=True))
+    assert metrics(whole) == metrics(folder)
+
+
+ONE_IS_SIGNALLED = """
+import os, signal, sys, time
+from rlplus.config import load_config
+from rlplus.rollout.transformers import TransformersEngine
+from rlplus.trainer import Interrupted, run, train
+original, calls = TransformersEngine._generate_batch, []
+def generate(engine, prompts, temperature, most):
+    if most > 2:  # not the probe
+        calls.append(1)
+        if len(calls) == 2 and run.dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+    return original(engine, prompts, temperature, most)
+TransformersEngine._generate_batch = generate
+try:
+    train(load_config(sys.argv[1]))
+except Interrupted as stop:
+    print("interrupted by", stop.signal, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_a_signal_to_one_rank_gives_up_the_step_of_all(tmp_path, zero_stage):
+    section = {"steps": 3, "zero_stage": zero_stage}
+    config = run_config(tmp_path, "parts", train=section)
+    path, script = tmp_path / "parts.yaml", tmp_path / "signalled.py"
+    path.write_text(config.to_yaml())
+    script.write_text(ONE_IS_SIGNALLED)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    environment = os.environ | {"PYTHONPATH": str(Path(rlplus.__file__).parents[1])}
+
+    def run(*command: str) -> str:
+        done = subprocess.run([*launch, *command], capture_output=True, text=True, timeout=300, env=environment)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    assert run(str(script), str(path)).count("interrupted by 15") == 2
+    folder = Path(config.output_dir)
+    assert newest(folder) == "step-000001"
+    run("-m", "rlplus", "train", str(path), "--resume")
+    whole = run_config(tmp_path, "whole", train=section)
+    (tmp_path / "whole.yaml").write_text(whole.to_yaml())
+    run("-m", "rlplus", "train", str(tmp_path / "whole.yaml"))
+    assert same(Path(whole.output_dir), folder)
+    assert metrics(Path(whole.output_dir)) == metrics(folder)
+
+
+@pytest.mark.slow
+def test_torchrun_waits_as_long_as_it_is_told(tmp_path):
+    """SIGTERM to the launcher, as a cluster sends it, in the middle of a step: a checkpoint, and no rank is left."""
+    config = run_config(tmp_path, train={"steps": 100_000})
+    path, folder = tmp_path / "run.yaml", Path(config.output_dir)
+    path.write_text(config.to_yaml())
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--shutdown-timeout", "300"]
+    environment = os.environ | {"PYTHONPATH": str(Path(rlplus.__file__).parents[1])}
+    process = subprocess.Popen(
+        [*command, "-m", "rlplus", "train", str(path)], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    lines = folder / "metrics.jsonl"
+    while not (lines.exists() and lines.read_text().count("\n") >= 3):
+        assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "--resume goes on from here" in error
+    assert newest(folder) == f"step-{json.loads(lines.read_text().splitlines()[-1])['step']:06d}"
