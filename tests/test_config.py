@@ -19,6 +19,8 @@ from rlplus.config import (
     TrainConfig,
     load_config,
 )
+from rlplus.config.base import Section
+from rlplus.config.ignored import RULES
 from rlplus.objective import ALGORITHMS
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -122,6 +124,7 @@ def test_overrides_reach_free_form_and_absent_sections(minimal: Path) -> None:
             "algorithm.preset=grpo",
             "algorithm.objective.clip_high=2.8e-1",
             "algorithm.reduction=token",
+            "train.prompts_per_update=64",
             "train.steps=7",
             "train.steps=8",
         ],
@@ -217,6 +220,79 @@ def test_contradictions(minimal: Path, overrides: list[str], match: str) -> None
     assert re.search(match, line), line
 
 
+EVALUATED = ["evaluation.data.path=test.jsonl"]
+CLIPPED = ["algorithm.preset=grpo", "train.prompts_per_update=64"]
+SERVER = ["rollout.mode=server", "rollout.server_url=http://localhost:1"]
+PROCESS = ["rollout.mode=process"]
+
+
+IGNORED: list[tuple[str, list[str], list[str] | None]] = [
+    ("rollout.gpu_memory_utilization=0.9", ["rollout.engine=transformers"], []),
+    ("rollout.gpu_memory_utilization=0.9", SERVER, [*SERVER, *EVALUATED]),
+    ("rollout.enforce_eager=true", ["rollout.engine=transformers"], ["rollout.engine=vllm"]),
+    ("rollout.enforce_eager=true", SERVER, PROCESS),
+    ("rollout.kv_cache_memory_mb=64", SERVER, ["rollout.engine=transformers"]),
+    ("rollout.push_folder=/x", [], PROCESS),
+    ("evaluation.samples=4", [], EVALUATED),
+    ("evaluation.k=[1, 2]", [], EVALUATED),
+    ("evaluation.temperature=0.5", [], EVALUATED),
+    ("evaluation.data.demonstration=x", EVALUATED, None),
+    ("data.benchmark=x", [], None),
+    ("train.max_scratch_mb=9", ["train.backend=reference"], []),
+    ("train.grad_clip=2", ["train.deepspeed.gradient_clipping=3"], []),
+    ("train.generated_tokens=9", ["algorithm.preset=sft"], []),
+    ("train.overlap=true", [*PROCESS, "algorithm.preset=sft"], PROCESS),
+    ("algorithm.normalize_std=false", ["algorithm.preset=sft"], []),
+    ("algorithm.objective.internal=clip", ["algorithm.preset=sft"], []),
+    ("algorithm.objective.mismatch_cap=2", ["algorithm.preset=sft"], []),
+    ("algorithm.objective.external=shaped", ["algorithm.preset=grpo"], []),
+    ("algorithm.objective.gamma=1", ["algorithm.preset=grpo"], ["algorithm.preset=luffy"]),
+    ("algorithm.objective.gamma=1", ["algorithm.objective.external=none"], []),
+    ("algorithm.objective.kappa=1", [], ["algorithm.preset=luffy"]),
+    ("algorithm.objective.clip_low=0.1", [], CLIPPED),
+    ("algorithm.objective.clip_high=0.1", ["algorithm.preset=grpo"], CLIPPED),
+    (
+        "algorithm.objective.clip_high=0.1",
+        ["algorithm.preset=grpo"],
+        ["algorithm.preset=grpo", *PROCESS, "train.overlap=true"],
+    ),
+    ("algorithm.objective.dual_clip=3", ["algorithm.preset=grpo", "train.prompts_per_update=128"], CLIPPED),
+]  # an override, a run where it has no effect, one where it has (None: there is none)
+
+
+@pytest.mark.parametrize(("override", "without", "with_effect"), IGNORED)
+def test_a_key_without_effect_is_refused(
+    minimal: Path, tmp_path: Path, override: str, without: list[str], with_effect: list[str] | None
+) -> None:
+    key = override.partition("=")[0]
+    (line,) = problems(minimal, *without, override)
+    assert line.startswith(f"{key} would have no effect, leave it out: ")
+    load_config(minimal, without)
+    if with_effect is not None:
+        config = load_config(minimal, [*with_effect, override])
+        copy = tmp_path / "copy.yaml"  # as a run writes it: every value, defaults included
+        copy.write_text(config.to_yaml())
+        assert load_config(copy) == config
+
+
+def test_every_rule_is_tried() -> None:
+    assert {case[0].partition("=")[0] for case in IGNORED} == {key for keys, *_ in RULES for key in keys.split()}
+
+
+def test_a_default_without_effect_is_no_error(minimal: Path) -> None:
+    """Else a written configuration would not load again, and no preset could be swapped for another."""
+    config = load_config(minimal, ["rollout.gpu_memory_utilization=0.5", "rollout.engine=transformers"])
+    assert "gpu_memory_utilization: 0.5" in config.to_yaml()
+    load_config(minimal, ["algorithm.preset=grpo", "algorithm.objective.gamma=0"])
+    changed = config.rollout.model_copy(update={"gpu_memory_utilization": 0.9})
+    assert changed.gpu_memory_utilization == 0.9
+
+
+@pytest.mark.parametrize("section", [kind for kind in Section.__subclasses__() if kind is not Config])
+def test_every_key_is_documented(section: type[Section]) -> None:
+    assert [name for name in section.model_fields if not re.search(rf"\b{name}\b", section.__doc__ or "")] == []
+
+
 @pytest.mark.parametrize("preset", ALGORITHMS)
 def test_presets_ask_for_demonstrations_exactly_when_they_use_them(minimal: Path, preset: str) -> None:
     overrides = [f"algorithm.preset={preset}", "data.demonstration=null"]
@@ -290,6 +366,6 @@ def test_sections_can_be_made_in_code() -> None:
         rollout={"max_response_length": 16},  # type: ignore[arg-type]
         algorithm=AlgorithmConfig(objective={"gamma": 1}),
         train=TrainConfig(steps=1, betas=(0.9, 0.95)),
-        evaluation=EvaluationConfig(k=[1, 32]),
+        evaluation=EvaluationConfig(data=DataConfig(path="b.jsonl"), k=[1, 32]),
     )
     assert config.algorithm.resolve().objective.gamma == 1

@@ -220,10 +220,11 @@ def test_the_head_takes_what_is_planned(tmp_path, backend, dtype, tokens, memory
     if backend == "cpp":
         pytest.importorskip("rlplus.ops.cpp").load() or pytest.skip("the native library is not built")
     V, H = 20_000, 64
+    scratch = {} if backend == "reference" else {"max_scratch_mb": 60}
     config = run_config(
         tmp_path,
         model={"dtype": dtype, "scratch": None, "path": "-"},
-        train={"backend": backend, "max_scratch_mb": 60, "tokens_per_micro_batch": tokens, "memory": memory},
+        train={"backend": backend, "tokens_per_micro_batch": tokens, "memory": memory} | scratch,
         rollout={"max_response_length": tokens - 8},
     )
     hidden, weight = (torch.randn(n, H, dtype=getattr(torch, dtype), requires_grad=True) for n in (tokens, V))
@@ -232,7 +233,7 @@ def test_the_head_takes_what_is_planned(tmp_path, backend, dtype, tokens, memory
     def loss() -> object:
         return linear_policy_loss(
             hidden, weight, target, old_logprob=None, advantage=ones, token_weight=ones, backend=backend,
-            external=torch.zeros(tokens, dtype=torch.bool), max_scratch_mb=60, memory=memory,
+            external=torch.zeros(tokens, dtype=torch.bool), memory=memory, **scratch,
         )  # fmt: skip
 
     if backend != "cpp":  # it keeps its scratch for the next call

@@ -12,8 +12,8 @@ from rlplus.config.schema import (
     ModelConfig,
     RewardConfig,
     ScratchModel,
-    TrainConfig,
 )
+from rlplus.config.train import TrainConfig
 
 __all__ = [
     "AlgorithmConfig",

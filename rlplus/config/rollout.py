@@ -8,11 +8,17 @@ from rlplus.config.base import Count, PathText, Positive, Section
 
 
 class RolloutConfig(Section):
-    """`engine` auto: vllm when it is installed, else transformers. The sizes in memory are vLLM's.
+    """`engine` auto: vllm when it is installed, else transformers.
 
     mode                  colocated: in the trainer's process, on its GPU. process: in a process of its own, on GPUs of
                           its own, started again when it dies. server: a vLLM server that you started, see server_url
     group_size            counts the demonstration where the algorithm puts one into the group
+    temperature           of sampling, and of the trainer's logprobs
+    max_response_length   a response ends there
+    gpu_memory_utilization
+                          share of a GPU that vLLM takes in all
+    kv_cache_memory_mb    for keys and values; None = what that share leaves, and 512 on a CPU or with transformers
+    enforce_eager         vLLM without CUDA graphs
     sleep                 the colocated engine gives its GPU memory back while the policy trains (CUDA)
     tensor_parallel_size  GPUs that share one engine: of so many ranks (colocated), or of each rank's own (process)
     max_logprob_gap       the run stops when the tokens' logprobs in the engine and in the trainer differ by more, in

@@ -15,7 +15,9 @@ import yaml
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rlplus.config.base import Count, Fraction, NonNegative, PathText, Positive, Section, Text
+from rlplus.config.ignored import ignored_keys
 from rlplus.config.rollout import RolloutConfig
+from rlplus.config.train import TrainConfig
 from rlplus.objective import ALGORITHMS, Algorithm, Objective
 
 
@@ -52,7 +54,11 @@ Template = Annotated[str, AfterValidator(_template)]
 
 
 class ScratchModel(Section):
-    """A Qwen2 with random weights and a byte-level tokenizer, made on the spot."""
+    """A Qwen2 with random weights and a byte-level tokenizer, made on the spot.
+
+    hidden_size, layers, heads, intermediate_size, initializer_range (standard deviation of the weights),
+    max_position_embeddings: as in Qwen2's own configuration.
+    """
 
     hidden_size: Count = 64
     layers: Count = 2
@@ -84,9 +90,16 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    """`path`: a folder, or a name on the Hugging Face hub. `overrides`: fields of the Hugging Face configuration.
+    """One of `path` (a folder, or a name on the Hugging Face hub) and `scratch` (random weights).
 
-    `liger`: Liger's RMSNorm, rotary embedding and SwiGLU in place of the model's own; needs CUDA and liger-kernel.
+    attention               the implementation, by transformers' name
+    dtype                   of the weights; the optimiser's are fp32
+    gradient_checkpointing  keep only the layers' inputs, and run each layer again in the backward pass
+    liger                   Liger's RMSNorm, rotary embedding and SwiGLU in place of the model's own; needs CUDA and
+                            liger-kernel
+    lora                    train adapters instead of the weights
+    trust_remote_code       run the code that comes with the model
+    overrides               fields of the Hugging Face configuration
     """
 
     path: PathText | None = None
@@ -167,8 +180,8 @@ class RewardConfig(Section):
     """Exactly one of `kind` and `function` ("module:name", called with the response's text and the answer).
 
     `pattern`: one group; the last match in the text is what exact_match compares. `require_think`: only the text after
-    the last `</think>` counts, and a response without one is worth 0. `workers`: processes of each rank. `memory_mb`:
-    limit of a worker's address space.
+    the last `</think>` counts, and a response without one is worth 0. `workers`: processes of each rank, which spend at
+    most `timeout_s` on a response. `memory_mb`: limit of a worker's address space.
     """
 
     kind: Literal["exact_match", "math_verify"] | None = None
@@ -189,7 +202,11 @@ class RewardConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """A published algorithm by name, and what this run changes of it. None = as the preset has it."""
+    """A published algorithm, `preset`, and what this run changes of it; None = as the preset has it.
+
+    `objective`: fields of rlplus.Objective, which documents them. `reduction`, `normalize_std`: as of
+    rlplus.token_weights and rlplus.group_advantages.
+    """
 
     preset: str = "rlplus"
     objective: dict[Annotated[str, AfterValidator(_objective_field)], Any] = {}
@@ -221,73 +238,6 @@ class AlgorithmConfig(Section):
         )
 
 
-# Of DeepSpeed's configuration: they would change the loss's normalisation, or be ignored beside the trainer's own.
-OWNED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
-OWNED |= {"optimizer", "scheduler", "fp16"}
-
-
-class TrainConfig(Section):
-    """One step: `prompts_per_step` groups are generated and trained on in mini-batches of `prompts_per_update` groups.
-
-    `generated_tokens` ends the run early, once that many tokens have been generated. `tokens_per_micro_batch` bounds
-    the tokens of one forward pass on a rank, padding included. `deepspeed` is merged last into the configuration of
-    DeepSpeed. `max_nonfinite`: so many steps in a row with a non-finite loss or gradient stop the run.
-    `offload_optimizer`, `offload_params` cpu: DeepSpeed keeps the optimiser's state, and with ZeRO 3 the weights, in
-    host memory. `sequence_parallel`: so many neighbouring ranks share each sequence (DeepSpeed-Ulysses); it must divide
-    the ranks and the model's attention heads. `compile`: torch.compile the model's layers.
-    `warmup_steps`: optimiser steps over which `lr` grows to its value. `memory`, `max_scratch_mb`: of the head, see
-    rlplus.linear_policy_loss; least takes no fp32 copy of the head's gradient, for about a third more time there.
-    `overlap`: the next batch is generated while this one trains, and so by the policy of one update before; the ratio
-    is to that policy.
-    """
-
-    steps: Count
-    generated_tokens: Count | None = None
-    prompts_per_step: Count = 128
-    prompts_per_update: Count | None = None
-    tokens_per_micro_batch: Count = 32768
-    lr: Positive = 1e-6
-    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
-    warmup_steps: NonNegative = 0
-    grad_clip: Positive = 1.0
-    zero_stage: Literal[1, 2, 3] = 1
-    offload_optimizer: Literal["none", "cpu"] = "none"
-    offload_params: Literal["none", "cpu"] = "none"
-    sequence_parallel: Count = 1
-    compile: bool = False
-    seed: NonNegative = 0
-    deepspeed: dict[str, Any] = {}
-    backend: Literal["auto", "reference", "torch", "cpp", "triton"] = "auto"
-    max_scratch_mb: Count | None = None
-    memory: Literal["fast", "least"] = "fast"
-    max_nonfinite: Count = 3
-    overlap: bool = False
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.prompts_per_update is not None and self.prompts_per_step % self.prompts_per_update:
-            raise ValueError(
-                f"want prompts_per_update to divide prompts_per_step; "
-                f"got prompts_per_update {self.prompts_per_update}, prompts_per_step {self.prompts_per_step}"
-            )
-        zero = self.deepspeed.get("zero_optimization")
-        stage = zero.get("stage", self.zero_stage) if isinstance(zero, dict) else self.zero_stage
-        if stage != self.zero_stage:
-            raise ValueError(
-                f"deepspeed.zero_optimization.stage: want it from zero_stage {self.zero_stage}; got {stage}"
-            )
-        if owned := sorted(OWNED & self.deepspeed.keys()):
-            raise ValueError(f"deepspeed.{owned[0]}: leave it out, the trainer sets micro-batches, AdamW and dtype")
-        if self.memory == "least" and self.backend == "reference":
-            raise ValueError("backend reference keeps the full logits: want memory fast; got least")
-        if self.offload_params != "none" and self.zero_stage < 3:
-            raise ValueError(f"offload_params needs weights in shards: want zero_stage 3; got {self.zero_stage}")
-        if self.compile and self.zero_stage == 3:
-            raise ValueError("compile does not go with the hooks of ZeRO-3: want zero_stage 1 or 2; got 3")
-        return self
-
-
 class CheckpointConfig(Section):
     """`every`: steps between two checkpoints, 0 = only at the end. `keep`: how many are kept."""
 
@@ -296,7 +246,10 @@ class CheckpointConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """`every`: steps between two evaluations, 0 = none in training. `samples`: of each problem, for every pass@`k`."""
+    """`every`: steps between two evaluations, 0 = none in training. `data`: the problems, as for training.
+
+    `samples`: of each problem, at `temperature`, for every pass@`k`.
+    """
 
     data: DataConfig | None = None
     every: NonNegative = 0
@@ -390,6 +343,7 @@ class Config(Section):
                 f"the longest prompt and response have {longest} tokens together: "
                 f"want model.scratch.max_position_embeddings at least that; got {scratch.max_position_embeddings}"
             )
+        problems += ignored_keys(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self

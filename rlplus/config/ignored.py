@@ -1,0 +1,115 @@
+"""Keys that a run would not read. One that is set to anything but its default is refused: somebody relies on it.
+
+Not here: what another preset of the same file reads (the demonstrations' columns, group_size), and what depends on the
+machine (engine auto, enforce_eager on a CPU).
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from rlplus.objective import ALGORITHMS, Objective
+
+if TYPE_CHECKING:
+    from rlplus.config.schema import Config
+
+
+def _demonstrations(config: "Config") -> str:
+    return config.algorithm.resolve().demonstrations
+
+
+def _objective(config: "Config") -> Objective:
+    return config.algorithm.resolve().objective
+
+
+def _ratio_is_one(config: "Config") -> bool:
+    """The policy that trains is the one that sampled: whatever the range, nothing is clipped."""
+    train = config.train
+    return train.prompts_per_update in (None, train.prompts_per_step) and not train.overlap
+
+
+# Keys, when they have no effect, and why.
+RULES: tuple[tuple[str, Callable[["Config"], bool], str], ...] = (
+    (
+        "rollout.gpu_memory_utilization rollout.enforce_eager",
+        lambda c: c.rollout.engine == "transformers",
+        "it is vLLM's, and rollout.engine is transformers",
+    ),
+    (
+        "rollout.gpu_memory_utilization rollout.enforce_eager rollout.kv_cache_memory_mb",
+        # `rlplus eval` has an engine of its own, also where a server does the rollouts.
+        lambda c: c.rollout.mode == "server" and c.evaluation.data is None,
+        "a server has its own from where you start it",
+    ),
+    (
+        "rollout.push_folder",
+        lambda c: c.rollout.mode == "colocated",
+        "a colocated engine takes the weights from the trainer's memory",
+    ),
+    (
+        "evaluation.samples evaluation.k evaluation.temperature",
+        lambda c: c.evaluation.data is None,
+        "there is no evaluation.data",
+    ),
+    ("evaluation.data.demonstration", lambda c: True, "evaluations show no demonstrations"),
+    ("data.benchmark", lambda c: True, "it is for evaluation.data, whose benchmarks are reported apart"),
+    ("train.max_scratch_mb", lambda c: c.train.backend == "reference", "backend reference keeps the full logits"),
+    (
+        "train.grad_clip",
+        lambda c: "gradient_clipping" in c.train.deepspeed,
+        "train.deepspeed.gradient_clipping takes its place",
+    ),
+    (
+        "train.generated_tokens train.overlap algorithm.normalize_std algorithm.objective.internal "
+        "algorithm.objective.mismatch_cap",
+        lambda c: _demonstrations(c) == "only",
+        "the preset generates nothing",
+    ),
+    (
+        "algorithm.objective.external algorithm.objective.gamma",
+        lambda c: _demonstrations(c) == "none",
+        "the preset takes no demonstrations",
+    ),
+    (
+        "algorithm.objective.gamma",
+        lambda c: _objective(c).external == "none",
+        "it weighs demonstrated tokens, and algorithm.objective.external is none",
+    ),
+    (
+        "algorithm.objective.kappa",
+        lambda c: _objective(c).external != "shaped",
+        "it belongs to algorithm.objective.external shaped",
+    ),
+    (
+        "algorithm.objective.clip_low algorithm.objective.clip_high algorithm.objective.dual_clip",
+        lambda c: _demonstrations(c) == "only" or _objective(c).internal != "clip",
+        "it belongs to algorithm.objective.internal clip",
+    ),
+    (
+        "algorithm.objective.clip_low algorithm.objective.clip_high algorithm.objective.dual_clip",
+        _ratio_is_one,
+        "with one update a step the ratio is 1: want train.prompts_per_update below prompts_per_step, or train.overlap",
+    ),
+)
+
+
+def ignored_keys(config: "Config") -> Iterator[str]:
+    """A line for each, with its first reason."""
+    said = set()
+    for keys, without_effect, why in RULES:
+        for key in keys.split():
+            if key not in said and _changed(config, key) and without_effect(config):
+                said.add(key)
+                yield f"{key} would have no effect, leave it out: {why}"
+
+
+def _changed(config: "Config", key: str) -> bool:
+    *sections, name = key.split(".")
+    section: Any = config
+    for part in sections:
+        section = getattr(section, part)
+        if section is None:
+            return False
+    if isinstance(section, dict):  # the changes of a preset
+        default = getattr(ALGORITHMS[config.algorithm.preset].objective, name)
+        return bool(section.get(name, default) != default)
+    return bool(getattr(section, name) != type(section).model_fields[name].default)

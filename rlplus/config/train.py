@@ -1,0 +1,83 @@
+"""The section about a step: its prompts, its optimiser, and what of the model is where."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlplus.config.base import Count, Fraction, NonNegative, Positive, Section
+
+# Of DeepSpeed's configuration: they would change the loss's normalisation, or be ignored beside the trainer's own.
+OWNED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+OWNED |= {"optimizer", "scheduler", "fp16"}
+
+
+class TrainConfig(Section):
+    """One step: `prompts_per_step` groups are generated and trained on in mini-batches of `prompts_per_update` groups.
+
+    steps                   the run ends after so many
+    generated_tokens        or once that many tokens have been generated
+    tokens_per_micro_batch  at most, in one forward pass on a rank, padding included
+    lr, betas, weight_decay of AdamW
+    warmup_steps            optimiser steps over which lr grows to its value
+    grad_clip               the largest norm of the gradient
+    zero_stage              what the ranks share out: 1 the optimiser's state, 2 the gradients too, 3 the weights too
+    offload_optimizer, offload_params
+                            cpu: DeepSpeed keeps the optimiser's state, and with ZeRO 3 the weights, in host memory
+    sequence_parallel       so many neighbouring ranks share each sequence (DeepSpeed-Ulysses); it must divide the ranks
+                            and the model's attention heads
+    compile                 torch.compile the model's layers
+    seed                    of the data's order, of sampling and of new weights
+    deepspeed               merged last into the configuration of DeepSpeed, which ignores keys that it does not know
+    backend, memory, max_scratch_mb
+                            of the head, see rlplus.linear_policy_loss; memory least takes no fp32 copy of the head's
+                            gradient, for about a third more time there
+    max_nonfinite           so many steps in a row with a non-finite loss or gradient stop the run
+    overlap                 the next batch is generated while this one trains, and so by the policy of one update
+                            before; the ratio is to that policy
+    """
+
+    steps: Count
+    generated_tokens: Count | None = None
+    prompts_per_step: Count = 128
+    prompts_per_update: Count | None = None
+    tokens_per_micro_batch: Count = 32768
+    lr: Positive = 1e-6
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
+    warmup_steps: NonNegative = 0
+    grad_clip: Positive = 1.0
+    zero_stage: Literal[1, 2, 3] = 1
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    offload_params: Literal["none", "cpu"] = "none"
+    sequence_parallel: Count = 1
+    compile: bool = False
+    seed: NonNegative = 0
+    deepspeed: dict[str, Any] = {}
+    backend: Literal["auto", "reference", "torch", "cpp", "triton"] = "auto"
+    max_scratch_mb: Count | None = None
+    memory: Literal["fast", "least"] = "fast"
+    max_nonfinite: Count = 3
+    overlap: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.prompts_per_update is not None and self.prompts_per_step % self.prompts_per_update:
+            raise ValueError(
+                f"want prompts_per_update to divide prompts_per_step; "
+                f"got prompts_per_update {self.prompts_per_update}, prompts_per_step {self.prompts_per_step}"
+            )
+        zero = self.deepspeed.get("zero_optimization")
+        stage = zero.get("stage", self.zero_stage) if isinstance(zero, dict) else self.zero_stage
+        if stage != self.zero_stage:
+            raise ValueError(
+                f"deepspeed.zero_optimization.stage: want it from zero_stage {self.zero_stage}; got {stage}"
+            )
+        if owned := sorted(OWNED & self.deepspeed.keys()):
+            raise ValueError(f"deepspeed.{owned[0]}: leave it out, the trainer sets micro-batches, AdamW and dtype")
+        if self.memory == "least" and self.backend == "reference":
+            raise ValueError("backend reference keeps the full logits: want memory fast; got least")
+        if self.offload_params != "none" and self.zero_stage < 3:
+            raise ValueError(f"offload_params needs weights in shards: want zero_stage 3; got {self.zero_stage}")
+        if self.compile and self.zero_stage == 3:
+            raise ValueError("compile does not go with the hooks of ZeRO-3: want zero_stage 1 or 2; got 3")
+        return self
