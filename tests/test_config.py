@@ -229,8 +229,7 @@ PROCESS = ["rollout.mode=process"]
 IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("rollout.gpu_memory_utilization=0.9", ["rollout.engine=transformers"], []),
     ("rollout.gpu_memory_utilization=0.9", SERVER, [*SERVER, *EVALUATED]),
-    ("rollout.enforce_eager=true", ["rollout.engine=transformers"], ["rollout.engine=vllm"]),
-    ("rollout.enforce_eager=true", SERVER, PROCESS),
+    ("rollout.enforce_eager=true", SERVER, ["rollout.engine=transformers"]),
     ("rollout.kv_cache_memory_mb=64", SERVER, ["rollout.engine=transformers"]),
     ("rollout.push_folder=/x", [], PROCESS),
     ("evaluation.samples=4", [], EVALUATED),

@@ -182,7 +182,7 @@ def test_a_finished_model_is_evaluated_in_this_process(tmp_path, monkeypatch):
 def test_two_ranks_with_engine_processes_do_what_they_do_without(tmp_path):
     """ZeRO-3, two ranks that share one copy of the weights' files; the same model, bit for bit."""
     folders = []
-    for mode in ("colocated", "process"):
+    for mode, folder in (("colocated", {}), ("process", {"push_folder": str(tmp_path / "push")})):
         config = run_config(
             tmp_path,
             mode,
@@ -191,7 +191,7 @@ def test_two_ranks_with_engine_processes_do_what_they_do_without(tmp_path):
                 "zero_stage": 3,
                 "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
             },
-            rollout={"mode": mode, "push_folder": str(tmp_path / "push"), "push_bucket_mb": 1},
+            rollout={"mode": mode, "push_bucket_mb": 1} | folder,
         )
         torchrun(config)
         folders.append(Path(config.output_dir))

@@ -1,7 +1,7 @@
 """Keys that a run would not read. One that is set to anything but its default is refused: somebody relies on it.
 
 Not here: what another preset of the same file reads (the demonstrations' columns, group_size), and what depends on the
-machine (engine auto, enforce_eager on a CPU).
+machine (engine auto), and what is so anyway (enforce_eager with transformers).
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ def _ratio_is_one(config: "Config") -> bool:
 # Keys, when they have no effect, and why.
 RULES: tuple[tuple[str, Callable[["Config"], bool], str], ...] = (
     (
-        "rollout.gpu_memory_utilization rollout.enforce_eager",
+        "rollout.gpu_memory_utilization",
         lambda c: c.rollout.engine == "transformers",
         "it is vLLM's, and rollout.engine is transformers",
     ),
