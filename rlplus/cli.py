@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
     for command in (train, plan, evaluate):
         command.add_argument("config", help="YAML file, such as configs/gsm8k-tiny.yaml")
-        command.add_argument("overrides", nargs="*", metavar="key=value", help="such as train.lr=1e-6")
+        command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as train.lr=1e-6")
 
     report = commands.add_parser("report", help="curves and tables of runs as one HTML file")
     report.add_argument("runs", nargs="+", metavar="RUN", help="output folders of runs")
@@ -88,6 +88,7 @@ def _quiet_imports() -> None:
     """Keep libraries' banners off the terminal, and DeepSpeed from searching for accelerators where there is none."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
+    logging.getLogger("huggingface_hub").propagate = False  # it prints by itself, too
     # About DeepSpeed's own use of torch: nothing that a user could act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     import torch
@@ -112,7 +113,7 @@ def _train(args: argparse.Namespace) -> None:
     if int(os.environ.get("RANK", 0)) == 0:
         console = Console(stderr=True)
         try:
-            plan = make_plan(config, this_cluster())
+            plan = make_plan(config, this_cluster(config))
         except RuntimeError as error:  # a model that cannot be built without memory may well train
             console.print(f"no plan of the memory: {error}", highlight=False, markup=False)
         else:

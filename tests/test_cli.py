@@ -108,6 +108,17 @@ def test_overrides_may_follow_an_option(config_file, capsys):
     assert "unrecognized arguments: --nothing" in capsys.readouterr().err
 
 
+def test_only_the_file_is_required(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan"])
+    assert "the following arguments are required: config\n" in capsys.readouterr().err
+
+
+def test_a_key_without_effect_is_one_message(config_file, capsys):
+    assert main(["train", str(config_file), "rollout.push_folder=/x"]) == 2
+    assert "rollout.push_folder would have no effect, leave it out: a colocated engine" in capsys.readouterr().err
+
+
 def test_a_run_that_fails_is_one_message(config_file, capsys):
     assert main(["train", str(config_file), "rollout.max_logprob_gap=1e-30"]) == 2
     assert "the mean gap between the logprobs" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from trainer_runs import run_config
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -19,6 +20,7 @@ from rlplus.plan import GPUS, MOMENTS, Cluster, make_cluster, make_plan
 from rlplus.plan.activations import Meter, count_activations, meta_model
 from rlplus.plan.cluster import Gpu
 from rlplus.plan.memory import Model, head_memory, model_states
+from rlplus.plan.show import show
 from rlplus.trainer.batch import make_micro_batches
 from rlplus.trainer.policy import PackedModel, Policy, initialize_distributed
 
@@ -345,12 +347,29 @@ def test_the_command(qwen, capsys):
     assert plan["remedies"][0]["peak"] <= plan["capacity"]
 
 
+PROCESS = ("rollout.sleep=false", "rollout.mode=process")
+SERVER = ("rollout.sleep=false", "rollout.mode=server", "rollout.server_url=http://localhost:1")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--gpu", "a100"], "want --gpu one of a100-40g, a100-80g, h100, h200; got 'a100' (nearest: "),
         (["--gpus", "0"], "want --gpus of at least 1; got 0"),
         (["--gpus", "7"], "multiples of the 7 ranks; got 64"),
+        (
+            ["--gpus", "8", *PROCESS, "rollout.tensor_parallel_size=2"],
+            "takes 3 GPUs a rank: want a multiple of them; got 8",
+        ),
+        (
+            ["--gpus", "6", "rollout.tensor_parallel_size=4", "train.prompts_per_step=6", "train.prompts_per_update=6"],
+            "want rollout.tensor_parallel_size a divisor of the 6 ranks; got 4",
+        ),
+        (
+            ["rollout.tensor_parallel_size=8"],
+            "want rollout.tensor_parallel_size a divisor of the model's 28 heads; got 8",
+        ),
+        (["train.sequence_parallel=8"], "want train.sequence_parallel a divisor of the model's"),
         (["model.path=nowhere"], "want model.path a Hugging Face folder or hub name; got 'nowhere'"),
         (["model.overrides={rope_thta: 1}"], "model.overrides.rope_thta: want a field of Qwen2Config"),
         (["train.zero_stagee=3"], "train.zero_stagee: unknown key; nearest: train.zero_stage"),
@@ -380,9 +399,82 @@ def test_least_memory_saves_the_accumulator_of_the_head(qwen):
     assert fast.seconds["forward and backward"] < least.seconds["forward and backward"]
 
 
-def test_time_without_generation_where_the_engine_is_elsewhere(qwen, capsys):
-    model = [str(CONFIGS / "qwen2.5-math-7b.yaml"), f"model.path={qwen}", "rollout.sleep=false", "rollout.mode=process"]
+def test_a_servers_gpus_are_not_counted(qwen, capsys):
+    model = [str(CONFIGS / "qwen2.5-math-7b.yaml"), f"model.path={qwen}", *SERVER]
     main(["plan", "--gpus", "8", "--gpu", "a100-80g", *model])
     out = capsys.readouterr().out
+    assert "Not counted: the GPUs of the server" in out
     assert "Not in it: generation" in out
     assert "generate " not in out.partition("time of a step")[2]
+    assert "engine" not in out
+
+
+@pytest.mark.parametrize(("gpus", "parallel", "ranks"), [(8, 1, 4), (6, 2, 2)])
+def test_an_engine_of_its_own_has_gpus_of_its_own(qwen, capsys, gpus, parallel, ranks):
+    config = paper(qwen, *PROCESS, f"rollout.tensor_parallel_size={parallel}")
+    plan = make_plan(config, make_cluster(gpus, "h200"))
+    assert plan.ranks == ranks
+    alone = make_plan(paper(qwen, *SERVER), make_cluster(ranks, "h200"))
+    assert plan.memory.parts == alone.memory.parts  # a GPU that trains knows of no engine
+    assert not any("engine" in part or "cache" in part for moment in plan.memory.parts.values() for part in moment)
+    engine = plan.memory.engine
+    assert engine["engine weights"] == 2 * plan.parameters // parallel
+    share = sum(size for part, size in engine.items() if part != "reserve")
+    assert share == pytest.approx(config.rollout.gpu_memory_utilization * 140 * 2**30, abs=2)
+    token = 2 * 28 * 4 * 128 * 2 // parallel  # keys and values of 28 layers and 4 heads, in bf16
+    assert plan.sequences == engine["kv cache"] // (token * config.max_generation_length)
+    assert plan.memory.host == 2 * plan.parameters  # the files of weights
+    assert plan.to_json()["engine_memory"] == engine
+    show(plan, Console(width=200))
+    assert f"{gpus} x h200 ({ranks} train, {gpus - ranks} generate), " in capsys.readouterr().out
+
+
+def test_generation_on_gpus_of_its_own_takes_the_time_that_it_takes_beside_the_training(qwen):
+    """As many engines, with the same cache: the same waves. And with overlap it goes on beside the rest."""
+    cache = "rollout.kv_cache_memory_mb=20000"
+    beside = make_plan(paper(qwen, "rollout.sleep=false", cache), make_cluster(4, "h200")).seconds
+    apart = make_plan(paper(qwen, *PROCESS, cache), make_cluster(8, "h200")).seconds
+    assert apart["generate"] == beside["generate"]
+    assert apart["sync"] > beside["sync"]
+    overlap = make_plan(paper(qwen, *PROCESS, cache, "train.overlap=true"), make_cluster(8, "h200")).seconds
+    rest = sum(overlap.values()) - overlap["total"] - overlap["generate"] - overlap["sync"]
+    assert overlap["total"] == pytest.approx(apart["sync"] + max(rest, apart["generate"]))
+    assert overlap["old_logprob"] == pytest.approx(apart["old_logprob"] / 8, rel=0.01)  # one of a group of 8, as long
+
+
+@pytest.mark.parametrize("sleep", [False, True])
+def test_ranks_that_share_an_engine_share_its_weights(qwen, sleep):
+    """Of 7.6 billion bf16 weights and a fixed share of the GPU, the cache gets what the weights leave."""
+    plans = [
+        make_plan(
+            paper(qwen, f"rollout.sleep={sleep}", f"rollout.tensor_parallel_size={size}"), make_cluster(8, "h200")
+        )
+        for size in (1, 2)
+    ]
+    one, two = (plan.memory.parts["generate"] for plan in plans)
+    assert two["engine weights"] == one["engine weights"] // 2 == plans[0].parameters
+    assert two["kv cache"] - one["kv cache"] == one["engine weights"] - two["engine weights"]
+    assert plans[0].memory.peak == plans[1].memory.peak
+    for plan in plans:
+        resting = {part for part in plan.memory.parts["backward"] if "engine" in part or "cache" in part}
+        assert resting == ({"engine rest"} if sleep else {"engine rest", "engine weights", "kv cache"})
+    assert plans[1].sequences > 2 * plans[0].sequences  # each holds half of a token's keys and values, and more room
+    assert plans[1].seconds["generate"] < plans[0].seconds["generate"]
+
+
+def test_an_engine_that_does_not_fit_its_own_gpu(qwen):
+    plan = make_plan(paper(qwen, *PROCESS, "rollout.gpu_memory_utilization=0.2"), make_cluster(16, "a100-80g"))
+    assert plan.memory.problems == (
+        "engine: 0.0 GiB are left for keys and values; a sequence of 10240 tokens takes 0.5 GiB",
+    )
+    assert [name.partition("=")[0] for name in plan.remedies[0].overrides] == ["rollout.gpu_memory_utilization"]
+    assert {remedy.gpus for remedy in plan.remedies} == {16}
+    greedy = make_plan(paper(qwen, *PROCESS, "rollout.gpu_memory_utilization=1.0"), make_cluster(16, "a100-80g"))
+    assert greedy.memory.problems == ("engine: needs 83.0 GiB of 80.0 GiB",)
+
+
+def test_no_remedy_splits_heads_that_cannot_be_split(qwen):
+    """28 heads, 4 of keys and values: sequence_parallel 8 would be refused by the run."""
+    plan = make_plan(paper(qwen, "train.tokens_per_micro_batch=131072"), make_cluster(16, "a100-40g"))
+    assert not plan.fits
+    assert not any("sequence_parallel=8" in text for remedy in plan.remedies for text in remedy.overrides)

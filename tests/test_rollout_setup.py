@@ -22,7 +22,8 @@ from rollout_models import (
 )
 
 import rlplus.rollout
-from rlplus.rollout import Completion, check_logprobs, checked_weights
+from rlplus.config import RolloutConfig
+from rlplus.rollout import Completion, check_logprobs, checked_weights, make_engine
 
 
 def test_checked_weights() -> None:
@@ -62,6 +63,13 @@ def test_choice_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     for engine in ("auto", "vllm"):
         with pytest.raises(ValueError, match=r"does not import .*LLM.*reinstall"):
             choose(engine)
+
+
+def test_sleep_is_not_ignored_where_auto_finds_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rlplus.rollout, "find_spec", lambda name: None)
+    config = RolloutConfig(sleep=True, max_response_length=8)
+    with pytest.raises(ValueError, match=r"rollout\.sleep needs vLLM, which is not installed"):
+        make_engine(config, "-", dtype="float32", max_model_len=8, eos_token_id=0, pad_token_id=0, seed=0)
 
 
 @pytest.mark.vllm

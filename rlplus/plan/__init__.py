@@ -11,7 +11,7 @@ import torch
 
 from rlplus.config import Config
 from rlplus.data import byte_tokenizer
-from rlplus.plan.cluster import GIB, GPUS, Cluster, make_cluster, this_cluster
+from rlplus.plan.cluster import GIB, GPUS, Cluster, gpus_a_rank, make_cluster, this_cluster
 from rlplus.plan.memory import MOMENTS, Memory, Model, estimate_memory, packed_shape
 from rlplus.plan.search import Remedy, find_remedies
 from rlplus.plan.speed import ASSUMPTIONS, estimate_seconds
@@ -22,9 +22,15 @@ __all__ = ["GIB", "GPUS", "MOMENTS", "Cluster", "Memory", "Plan", "Remedy", "mak
 
 @dataclass(frozen=True)
 class Plan:
-    """seconds of a step by phase, empty where unknown; remedies: only where the run does not fit."""
+    """ranks: those of the GPUs that train; the others are their engines'. mode, overlap: as configured.
+
+    seconds of a step by phase, empty where unknown; remedies: only where the run does not fit.
+    """
 
     cluster: Cluster
+    ranks: int
+    mode: str
+    overlap: bool
     parameters: int
     micro_batch: tuple[int, int]
     sequences: int
@@ -42,6 +48,7 @@ class Plan:
         memory = self.memory
         return {
             "cluster": asdict(self.cluster),
+            "ranks": self.ranks,
             "fits": self.fits,
             "problems": list(memory.problems),
             "parameters": self.parameters,
@@ -49,6 +56,7 @@ class Plan:
             "capacity": memory.capacity,
             "peak": memory.peak,
             "memory": {moment: parts | {"total": memory.total(moment)} for moment, parts in memory.parts.items()},
+            "engine_memory": memory.engine,
             "host": memory.host,
             "full_sequences_in_cache": self.sequences,
             "seconds": self.seconds,
@@ -66,16 +74,11 @@ class Plan:
 
 
 def make_plan(config: Config, cluster: Cluster) -> Plan:
-    """Plan `config` for `cluster`; ValueError for a model that is not there and for ranks that the run cannot have."""
-    per_update = config.train.prompts_per_update or config.train.prompts_per_step
-    if per_update % cluster.gpus:
-        raise ValueError(
-            f"want prompts_per_step and _per_update multiples of the {cluster.gpus} ranks; got {per_update}"
-        )
-    if cluster.gpus % config.train.sequence_parallel:
-        raise ValueError(
-            f"want train.sequence_parallel a divisor of the {cluster.gpus} ranks; got {config.train.sequence_parallel}"
-        )
+    """Plan `config` for `cluster`: all GPUs but a server's.
+
+    ValueError for a model that is not there and for ranks and heads that the run cannot have.
+    """
+    trainer = _trainer(config, cluster)
     part = config.model
     if part.scratch is not None:
         with torch.device("meta"):
@@ -84,18 +87,55 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
         assert part.path is not None
         model_config = read_model_config(part.path, part.trust_remote_code)
     model = Model(config, with_overrides(model_config, part.overrides))
-    memory = estimate_memory(config, model, cluster)
-    one = model.cache_bytes // config.rollout.tensor_parallel_size * config.max_generation_length
+    _check_heads(config, model)
+    memory = estimate_memory(config, model, trainer)
+    one = model.cache_share(config.rollout.tensor_parallel_size) * config.max_generation_length
     return Plan(
         cluster,
+        trainer.gpus,
+        config.rollout.mode,
+        config.train.overlap,
         model.parameters,
         packed_shape(config),
         memory.cache // one,
         memory,
-        estimate_seconds(config, model, memory, cluster),
-        () if memory.fits else tuple(find_remedies(config, model, cluster)),
+        estimate_seconds(config, model, memory, trainer),
+        () if memory.fits else tuple(find_remedies(config, model, trainer)),
         config.train.steps,
     )
+
+
+def _trainer(config: Config, cluster: Cluster) -> Cluster:
+    """The part of it that trains: one GPU a rank."""
+    each, parallel = gpus_a_rank(config, cluster.gpu), config.rollout.tensor_parallel_size
+    if cluster.gpus % each:
+        raise ValueError(
+            f"rollout.mode process with rollout.tensor_parallel_size {parallel} takes {each} GPUs a rank: "
+            f"want a multiple of them; got {cluster.gpus}"
+        )
+    ranks = cluster.gpus // each
+    per_update = config.train.prompts_per_update or config.train.prompts_per_step
+    if per_update % ranks:
+        raise ValueError(f"want prompts_per_step and _per_update multiples of the {ranks} ranks; got {per_update}")
+    if ranks % config.train.sequence_parallel:
+        raise ValueError(
+            f"want train.sequence_parallel a divisor of the {ranks} ranks; got {config.train.sequence_parallel}"
+        )
+    if config.rollout.mode == "colocated" and ranks % parallel:
+        raise ValueError(f"want rollout.tensor_parallel_size a divisor of the {ranks} ranks; got {parallel}")
+    return Cluster(ranks, cluster.gpu)
+
+
+def _check_heads(config: Config, model: Model) -> None:
+    """As the trainer's attention and vLLM do."""
+    sequence, tensor = config.train.sequence_parallel, config.rollout.tensor_parallel_size
+    for key, size, heads in (
+        ("train.sequence_parallel", sequence, {model.heads, model.key_heads}),
+        ("rollout.tensor_parallel_size", tensor, {model.heads}),
+    ):
+        for count in heads:
+            if count % size:
+                raise ValueError(f"want {key} a divisor of the model's {count} heads; got {size}")
 
 
 def show_bytes(size: float) -> str:

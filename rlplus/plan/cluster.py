@@ -6,6 +6,8 @@ from difflib import get_close_matches
 
 import torch
 
+from rlplus.config import Config
+
 GIB = 2**30
 NODE = 8  # GPUs of a node
 
@@ -36,7 +38,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many GPUs of one kind, one rank each."""
+    """So many GPUs of one kind. On a CPU: so many ranks."""
 
     gpus: int
     gpu: Gpu
@@ -65,11 +67,17 @@ def make_cluster(gpus: int | None, gpu: str | None) -> Cluster:
     return Cluster(gpus or here or 8, kind)
 
 
-def this_cluster() -> Cluster:
-    """The ranks of the run that this process is one of; without GPUs they share the host's memory."""
+def gpus_a_rank(config: Config, gpu: Gpu) -> int:
+    """Its own, and in mode process those of its engine; a server's are nobody's here."""
+    return 1 + config.rollout.tensor_parallel_size if config.rollout.mode == "process" and gpu.name != "cpu" else 1
+
+
+def this_cluster(config: Config) -> Cluster:
+    """What the run that this process is a rank of has; without GPUs the ranks share the host's memory."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if torch.cuda.is_available():
-        return Cluster(ranks, _this_gpu())
+        gpu = _this_gpu()
+        return Cluster(ranks * gpus_a_rank(config, gpu), gpu)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Cluster(ranks, Gpu("cpu", memory / local))

@@ -29,9 +29,13 @@ MOMENTS = ("generate", "head", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class Memory:
-    """parts: bytes by moment, then by part. cache: bytes for keys and values. host: bytes of the node's memory."""
+    """Bytes. parts: of a GPU that trains, by moment, then by part. engine: of one that generates only, if there are.
+
+    cache: of an engine's GPU, for keys and values. host: of the node's memory.
+    """
 
     parts: dict[str, dict[str, int]]
+    engine: dict[str, int]
     capacity: int
     cache: int
     host: int
@@ -53,20 +57,21 @@ class Model:
     """A run's model without its weights, and the sizes that the formulas need.
 
     parameters: exact, tied ones once. trainable: of these, or of the adapters. cache_bytes: keys and values of a token
-    in all layers. attention_width: query heads times their size.
+    in all layers. heads, key_heads: of queries, of keys and values. attention_width: query heads times their size.
     """
 
     def __init__(self, config: Config, model_config: PretrainedConfig) -> None:
         self.lm = _meta_model(config, model_config)
         text: Any = model_config.get_text_config(decoder=True)
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        self.heads = text.num_attention_heads
+        self.key_heads = getattr(text, "num_key_value_heads", None) or self.heads
         self.itemsize = self.lm.dtype.itemsize
         self.parameters = sum(p.numel() for p in self.lm.parameters())
         self.vocabulary, self.hidden = self.lm.get_output_embeddings().weight.shape
         self.layers = text.num_hidden_layers
-        self.cache_bytes = 2 * self.layers * key_heads * width * self.itemsize
-        self.attention_width = text.num_attention_heads * width
+        self.cache_bytes = 2 * self.layers * self.key_heads * width * self.itemsize
+        self.attention_width = self.heads * width
         self.trainable = sum(p.numel() for p in self.lm.parameters() if p.requires_grad)
         if config.model.lora is not None:
             self.parameters -= self.trainable
@@ -75,6 +80,10 @@ class Model:
         if self.layers > 3 and _layers_alike(self.lm):
             self._few = [_meta_model(config, _with_layers(model_config, n)) for n in (2, 3)]
         self._counted: dict[tuple[Any, ...], Activations] = {}
+
+    def cache_share(self, gpus: int) -> int:
+        """`cache_bytes` on each of so many that share an engine; a key head is on several where they are fewer."""
+        return self.cache_bytes // min(gpus, self.key_heads)
 
     def activations(self, config: Config) -> Activations:
         """Of the largest micro-batch; counted once for each shape."""
@@ -126,9 +135,12 @@ def _with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 
 def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
-    """Everything on one GPU (or of one CPU rank), at each of `MOMENTS`."""
+    """Everything on one GPU (or of one CPU rank), at each of `MOMENTS`. cluster: the ranks and their GPUs."""
     states = model_states(config, model, cluster)
     engine, problems = engine_memory(config, model, cluster)
+    cache, alone = engine.get("kv cache", 0), {}
+    if config.rollout.mode == "process" and not cluster.cpu:
+        engine, alone = {}, {"reserve": RESERVE} | engine
     at_rest = {"engine rest": ENGINE_ASLEEP} if config.rollout.sleep else engine
     activations = model.activations(config)
     always = {"reserve": 0 if cluster.cpu else RESERVE, "weights": states.weights, "optimizer states": states.optimizer}
@@ -144,13 +156,13 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
         "optimizer": between | at_rest | {"update": states.update},
     }
     capacity = int(cluster.gpu.memory)
-    for moment, sizes in parts.items():
+    for moment, sizes in (parts | {"engine": alone}).items():
         if (total := sum(sizes.values())) > capacity:
             problems.append(f"{moment}: needs {total / GIB:.1f} GiB of {capacity / GIB:.1f} GiB")
-    cache = engine.get("kv cache", 0)
-    return Memory(
-        {m: {k: v for k, v in p.items() if v} for m, p in parts.items()}, capacity, cache, states.host, tuple(problems)
-    )
+    *shown, alone = ({k: v for k, v in p.items() if v} for p in (*parts.values(), alone))
+    through_files = config.rollout.mode != "colocated" and config.rollout.push_folder is None  # in /dev/shm
+    host = states.host + (model.parameters * model.itemsize if through_files else 0)
+    return Memory(dict(zip(parts, shown, strict=True)), alone, capacity, cache, host, tuple(problems))
 
 
 def packed_shape(config: Config) -> tuple[int, int]:
@@ -261,14 +273,14 @@ def head_scratch(config: Config, tokens: int, vocabulary: int, cluster: Cluster)
 
 
 def engine_memory(config: Config, model: Model, cluster: Cluster) -> tuple[dict[str, int], list[str]]:
-    """Parts of a rollout engine on the trainer's GPU, and what is wrong with it.
+    """Parts of a rollout engine on each of its GPUs, and what is wrong with it.
 
     vLLM takes gpu_memory_utilization of the GPU in all: weights, working memory, and the rest for keys and values; with
-    kv_cache_memory_mb these have that size. transformers: weights, and a cache of a fixed size. An engine in another
-    process or on a server is not on this GPU.
+    kv_cache_memory_mb these have that size. transformers: weights, and a cache of a fixed size. A server's engine has
+    none here.
     """
     rollout = config.rollout
-    if rollout.mode != "colocated":
+    if rollout.mode == "server":
         return {}, []
     weights = model.parameters * model.itemsize // rollout.tensor_parallel_size
     cache = (rollout.kv_cache_memory_mb or 0) * 2**20
@@ -276,7 +288,7 @@ def engine_memory(config: Config, model: Model, cluster: Cluster) -> tuple[dict[
         return {"engine weights": weights, "kv cache": cache or DEFAULT_CACHE_MB * 2**20}, []
     if not cache:
         cache = int(rollout.gpu_memory_utilization * cluster.gpu.memory) - weights - ENGINE_OVERHEAD
-    sequence = model.cache_bytes // rollout.tensor_parallel_size * config.max_generation_length
+    sequence = model.cache_share(rollout.tensor_parallel_size) * config.max_generation_length
     problems = []
     if cache < sequence:
         problems.append(

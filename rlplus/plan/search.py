@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, product
+from math import gcd
 from typing import Any
 
 from rlplus.config import Config
 from rlplus.ops import MAX_SCRATCH_MB
-from rlplus.plan.cluster import Cluster
+from rlplus.plan.cluster import Cluster, gpus_a_rank
 from rlplus.plan.memory import Model, estimate_memory
 from rlplus.plan.speed import estimate_seconds
 
@@ -18,7 +19,10 @@ SHARE = "rollout.gpu_memory_utilization"
 
 @dataclass(frozen=True)
 class Remedy:
-    """Overrides for the command line, and what comes of them on so many GPUs; seconds of a step, 0 where unknown."""
+    """Overrides for the command line, and what comes of them on so many GPUs in all.
+
+    peak: of a GPU that trains. seconds: of a step, 0 where unknown.
+    """
 
     overrides: tuple[str, ...]
     gpus: int
@@ -27,11 +31,11 @@ class Remedy:
 
 
 def find_remedies(config: Config, model: Model, cluster: Cluster) -> list[Remedy]:
-    """The fewest switches that make the run fit, the fastest first.
+    """The fewest switches that make the run fit, the fastest first. cluster: the ranks and their GPUs.
 
     Where two are too few: as many as it takes, on these GPUs or, where all together do not do, on more.
     """
-    switches = list(_switches(config, cluster))
+    switches = list(_switches(config, model, cluster))
     for size in (1, 2):
         found = []
         for chosen in combinations(switches, size):
@@ -46,11 +50,11 @@ def find_remedies(config: Config, model: Model, cluster: Cluster) -> list[Remedy
     return []
 
 
-def _switches(config: Config, cluster: Cluster) -> Iterator[list[Changes]]:
+def _switches(config: Config, model: Model, cluster: Cluster) -> Iterator[list[Changes]]:
     """Each switch's settings, the gentlest first; a setting may need two keys."""
     train, rollout = config.train, config.rollout
-    vllm = rollout.mode == "colocated" and rollout.engine != "transformers" and not cluster.cpu
-    if vllm and not rollout.sleep:
+    vllm = rollout.mode != "server" and rollout.engine != "transformers" and not cluster.cpu
+    if vllm and rollout.mode == "colocated" and not rollout.sleep:
         yield [{"rollout.sleep": True}]
     if not config.model.gradient_checkpointing:
         yield [{"model.gradient_checkpointing": True}]
@@ -68,7 +72,8 @@ def _switches(config: Config, cluster: Cluster) -> Iterator[list[Changes]]:
     now = train.max_scratch_mb or MAX_SCRATCH_MB[train.memory]
     if scratch := [mb for mb in (640, 320, 160) if mb < now]:
         yield [{"train.max_scratch_mb": mb} for mb in scratch]
-    if ranks := [s for s in (2, 4, 8) if s > train.sequence_parallel and cluster.gpus % s == 0]:
+    shared = gcd(cluster.gpus, model.heads, model.key_heads)
+    if ranks := [s for s in (2, 4, 8) if s > train.sequence_parallel and shared % s == 0]:
         yield [
             {
                 "train.sequence_parallel": s,
@@ -90,7 +95,8 @@ def _try(config: Config, model: Model, cluster: Cluster, settings: tuple[Changes
     if changed is None or not (memory := estimate_memory(changed, model, cluster)).fits:
         return None
     seconds = estimate_seconds(changed, model, memory, cluster).get("total", 0.0)
-    return Remedy(tuple(f"{k}={_text(v)}" for k, v in changes.items()), cluster.gpus, memory.peak, seconds)
+    gpus = cluster.gpus * gpus_a_rank(config, cluster.gpu)
+    return Remedy(tuple(f"{k}={_text(v)}" for k, v in changes.items()), gpus, memory.peak, seconds)
 
 
 def _all_but_the_needless(config: Config, model: Model, cluster: Cluster) -> Remedy | None:
@@ -98,7 +104,7 @@ def _all_but_the_needless(config: Config, model: Model, cluster: Cluster) -> Rem
     per_update = config.train.prompts_per_update or config.train.prompts_per_step
     if per_update % cluster.gpus:
         return None
-    switches = [s for s in _switches(config, cluster) if len(s[0]) == 1]
+    switches = [s for s in _switches(config, model, cluster) if len(s[0]) == 1]
     strongest = [s[-1] for s in switches if SHARE not in s[0]]
     shares = [s for settings in switches if SHARE in settings[0] for s in settings]  # neither end is the strongest
     for chosen in ([*strongest, share] for share in shares or [{}]):

@@ -24,16 +24,26 @@ def show(plan: Plan, console: Console) -> None:
 def _lines(plan: Plan) -> Iterator[RenderableType]:
     rows, length = plan.micro_batch
     size = f"{plan.parameters / 1e9:.3g} billion" if plan.parameters >= 1e9 else f"{plan.parameters:,}"
-    yield f"{plan.cluster.name}, {size} parameters, micro-batches of {rows} x {length} tokens"
+    engines = plan.cluster.gpus - plan.ranks
+    gpus = f"{plan.cluster.name} ({plan.ranks} train, {engines} generate)" if engines else plan.cluster.name
+    yield f"{gpus}, {size} parameters, micro-batches of {rows} x {length} tokens"
+    if plan.mode == "server":
+        yield "Not counted: the GPUs of the server, which generates."
     yield _memory_table(plan)
+    if engine := plan.memory.engine:
+        parts = ", ".join(f"{name} {show_bytes(part)}" for name, part in engine.items())
+        total, capacity = show_bytes(sum(engine.values())), show_bytes(plan.memory.capacity)
+        yield f"A GPU that generates: {total} of {capacity} ({parts})"
     if plan.memory.host:
         yield f"and {show_bytes(plan.memory.host)} of each node's memory"
-    if plan.sequences and "kv cache" in plan.memory.parts["generate"]:
+    if plan.sequences:
         yield f"The cache holds {plan.sequences} sequences of full length at a time."
     if plan.seconds:
         yield _time_table(plan)
         if "generate" not in plan.seconds:
-            yield "Not in it: generation, which is not on these GPUs."
+            yield "Not in it: generation."
+        elif plan.overlap:
+            yield "Generation goes on beside the training (train.overlap)."
         yield f"Assumed: {', '.join(ASSUMPTIONS)}."
     if plan.fits:
         yield "It fits."
@@ -69,6 +79,6 @@ def _time_table(plan: Plan) -> Table:
     for phase, seconds in plan.seconds.items():
         if phase == "total":
             table.add_section()
-        table.add_row(phase, f"{seconds:.1f}")
+        table.add_row(phase, f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.2g}")
     table.add_row(f"{plan.steps} steps, hours", f"{plan.steps * plan.seconds['total'] / 3600:.1f}")
     return table

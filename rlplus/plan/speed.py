@@ -16,6 +16,7 @@ ASSUMPTIONS = (
     f"{MEMORY_EFFICIENCY:.0%} of the memory bandwidth",
     f"{LINK_EFFICIENCY:.0%} of NVLink",
     f"{NETWORK / 1e9:.0f} GB/s a GPU between nodes",
+    f"{PCIE / 1e9:.0f} GB/s to the host",
     "every prompt and response as long as allowed",
     "no time for rewards and data",
 )
@@ -23,7 +24,9 @@ ASSUMPTIONS = (
 
 def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Cluster) -> dict[str, float]:
     """Seconds of a step by phase, "total" last; empty where the speed of the GPU is not known. Without "generate" where
-    the engine is not on these GPUs.
+    a server does it. With train.overlap it takes no time of its own unless it is longer than the training.
+
+    cluster: the ranks and their GPUs.
 
     All samples have the greatest length, so this is an upper bound as far as lengths go.
 
@@ -54,9 +57,11 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     micro_batches = max(updates, tokens / train.tokens_per_micro_batch)
 
     seconds = {}
-    if config.rollout.mode == "colocated":
+    if config.rollout.mode != "server":
         seconds["generate"] = _generate_seconds(config, model, memory, cluster, flops, bandwidth)
-    passes = (updates > 1) + bool(config.algorithm.resolve().objective.kl_coef)
+    # With overlap the engine's logprobs are the old ones, and only demonstrations need a pass.
+    shown = groups * demonstrations * kinds[1][1] / tokens
+    passes = (shown if train.overlap else updates > 1) + bool(config.algorithm.resolve().objective.kl_coef)
     seconds["old_logprob"] = passes * (forward + head) / flops
     again = 1 if config.model.gradient_checkpointing else 0
     seconds["forward and backward"] = ((3 + again) * forward + (4 if train.memory == "least" else 3) * head) / flops
@@ -70,29 +75,36 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     share = model.trainable / ranks
     slow = PCIE if train.offload_optimizer == "cpu" else bandwidth
     seconds["optimizer"] = updates * 28 * share / slow
-    seconds["sync"] = weights / bandwidth + (sent / link if train.zero_stage == 3 else 0)
-    return seconds | {"total": sum(seconds.values())}
+    # Within a GPU, or through files in the host's memory.
+    handed_over = weights / bandwidth if config.rollout.mode == "colocated" else 2 * weights / PCIE
+    seconds["sync"] = handed_over + (sent / link if train.zero_stage == 3 else 0)
+    total = sum(seconds.values())
+    if train.overlap:
+        generate, sync = seconds.get("generate", 0.0), seconds["sync"]
+        total = sync + max(generate, total - generate - sync)
+    return seconds | {"total": total}
 
 
 def _generate_seconds(
     config: Config, model: Model, memory: Memory, cluster: Cluster, flops: float, bandwidth: float
 ) -> float:
     """Prompts once a group, then decoding in waves of as many sequences as the cache holds."""
-    rollout, ranks = config.rollout, cluster.gpus
+    rollout = config.rollout
     group, _ = _members(config)
     if not group:
         return 0.0
     parallel = rollout.tensor_parallel_size
-    sequences = config.train.prompts_per_step * group * parallel / ranks  # of one engine
+    gpus = cluster.gpus * (parallel if rollout.mode == "process" else 1)  # of all engines
+    sequences = config.train.prompts_per_step * group * parallel / gpus  # of one engine
     longest = config.data.max_prompt_length + rollout.max_response_length
-    capacity = memory.cache * parallel // (model.cache_bytes * longest)
+    capacity = memory.cache // (model.cache_share(parallel) * longest)
     at_once = max(1.0, min(sequences, capacity, MAX_SEQUENCES))
     waves = sequences / at_once
     mean_context = config.data.max_prompt_length + rollout.max_response_length / 2
     weights = model.parameters * model.itemsize
     step = (weights + at_once * mean_context * model.cache_bytes) / parallel / bandwidth
     step = max(step, 2 * model.parameters * at_once / parallel / flops)
-    prefill = 2 * model.parameters * config.train.prompts_per_step * config.data.max_prompt_length / ranks / flops
+    prefill = 2 * model.parameters * config.train.prompts_per_step * config.data.max_prompt_length / gpus / flops
     return prefill + waves * rollout.max_response_length * step
 
 
