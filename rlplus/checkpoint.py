@@ -22,6 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from rlplus import agree
+
 SAVING = "saving"
 
 
@@ -43,10 +45,10 @@ def save(engine: Any, folder: Path, step: int, state: dict[str, Any], keep: int,
     with the previous checkpoint intact.
     """
     final, saving = folder / f"step-{step:06d}", folder / SAVING
-    if latest(folder) == final:
-        return final
     main = dist.get_rank() == 0
-    whole = state | {"step": step, "world_size": dist.get_world_size()}
+    if agree.largest(main and latest(folder) == final):  # one rank's view: a network file system may show others less
+        return final
+    whole = state | {"step": step, "world_size": dist.get_world_size(), "rank_state": rank_state is not None}
     _together(lambda: _clear(saving, final) if main else None, step, saving)
     _together(lambda: _write(engine, saving, rank_state), step, saving)
     _together(lambda: _publish(folder, final, whole, keep) if main else None, step, saving)
@@ -60,10 +62,7 @@ def _together(action: Callable[[], None], step: int, saving: Path) -> None:
         action()
     except (OSError, RuntimeError) as error:
         failure = error
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, None if failure is None else str(failure))
-    what = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None)
-    if what:
+    if what := agree.failures(failure):
         raise OSError(f"could not write the checkpoint of step {step} under {saving}: {what}") from failure
 
 
@@ -139,8 +138,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 def read_rank_state(checkpoint: Path) -> Any:
     """This rank's `rank_state`, None where there was none."""
     file = checkpoint / f"rank-{dist.get_rank()}.pt"
+    if not read_state(checkpoint).get("rank_state", file.exists()):
+        return None
     try:
-        return torch.load(file, weights_only=False) if file.exists() else None
+        return torch.load(file, weights_only=False)
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
         raise ValueError(f"{checkpoint} is damaged, {file.name} cannot be read: {error}") from error
 

@@ -1,6 +1,7 @@
 """The command line: rlplus train | plan | eval | report | demo."""
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -28,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rlplus {args.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
-        print(f"rlplus {args.command}: interrupted", file=sys.stderr)
+        with contextlib.suppress(BrokenPipeError):  # Ctrl-C also ends what reads a pipe
+            print(f"rlplus {args.command}: {str(stop) or 'interrupted'}", file=sys.stderr)
         return 128 + int(getattr(stop, "signal", signal.SIGINT))
 
 

@@ -173,7 +173,7 @@ def evaluator(config: Config) -> Evaluate | None:
     def evaluate_run(run: Run) -> dict[str, float]:
         if not problems:
             problems.extend(_problems(config, run.tokenizer))
-        results = _evaluate(config, run.rollout, run.scorer, problems, run.decode, run.rank, run.world)
+        results = _evaluate(config, run.engine.ask, run.scorer, problems, run.decode, run.rank, run.world)
         return {f"{name}/pass@{k}": one.pass_at(k).mean for name, one in results.items() for k in one.k}
 
     return evaluate_run
@@ -208,7 +208,7 @@ def evaluate_model(config: Config, model: str | None = None) -> dict[str, Evalua
         )
         try:
             decode = partial(tokenizer.decode, skip_special_tokens=True)
-            return _evaluate(config, engine, scorer, problems, lambda tokens: decode(list(tokens)))
+            return _evaluate(config, lambda ask: ask(engine), scorer, problems, lambda tokens: decode(list(tokens)))
         finally:
             engine.close()
 
@@ -222,7 +222,7 @@ def _problems(config: Config, tokenizer: Any) -> list[Example]:
 
 def _evaluate(
     config: Config,
-    engine: RolloutEngine,
+    ask: Callable[[Callable[[RolloutEngine], Evaluation | None]], Evaluation | None],
     scorer: Scorer,
     problems: Sequence[Example],
     decode: Callable[[Sequence[int]], str],
@@ -239,20 +239,19 @@ def _evaluate(
     results = {}
     for name, examples in benchmarks.items():
         own = examples[rank::ranks]
-        part = None
-        if own:
-            part = evaluate(
-                engine,
-                scorer,
-                own,
-                decode,
-                samples=settings.samples,
-                k=settings.k,
-                temperature=settings.temperature,
-                max_tokens=config.rollout.max_response_length,
-                seed=config.train.seed + rank * len(examples),  # equal prompts on two ranks must not get equal samples
-                name=name,
-            )
+        question = partial(
+            evaluate,
+            scorer=scorer,
+            examples=own,
+            decode=decode,
+            samples=settings.samples,
+            k=settings.k,
+            temperature=settings.temperature,
+            max_tokens=config.rollout.max_response_length,
+            seed=config.train.seed + rank * len(examples),  # equal prompts on two ranks must not get equal samples
+            name=name,
+        )
+        part = ask(question if own else lambda _: None)
         parts: list[Evaluation | None] = [part]
         if ranks > 1:
             parts = [None] * ranks

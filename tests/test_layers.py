@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "rlplus"
-ORDER = "kernels < objective < ops < config < data < reward < rollout < checkpoint < trainer"
+ORDER = "kernels < objective < ops < agree < config < data < reward < rollout < checkpoint < trainer"
 LAYERS = f"{ORDER} < evaluation < report < plan < demo < cli < __main__".split(" < ")
 LINKS = (PACKAGE / "kernels", PACKAGE / "bench")  # rglob does not follow links
 MODULES = sorted(path for folder in (PACKAGE, *LINKS) for path in folder.rglob("*.py"))

@@ -75,9 +75,9 @@ def simulated(config: Config) -> tuple[dict[str, torch.Tensor], list[list[float]
 
         for step in range(config.train.steps):
             sampler = history[max(0, step - 1)]
-            run.rollout.push_weights(iter(sampler.items()), step)
+            run.engine.engine.push_weights(iter(sampler.items()), step)
             examples = [run.examples[i] for i in run.sampler.next()]
-            samples = generate(run.rollout, examples, run.algorithm, plain, step)
+            samples = generate(run.engine.engine, examples, run.algorithm, plain, step)
             draw_rewards(samples, examples, run.scorer, run.decode)
             rewards.append([s.reward for s in samples])
             set_advantages(samples, run.algorithm)

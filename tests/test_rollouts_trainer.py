@@ -13,6 +13,7 @@ from engine_runs import fail, same, torchrun
 from trainer_runs import metrics, run_config
 
 import rlplus.rollout.process
+import rlplus.trainer.engine
 import rlplus.trainer.rollouts
 from rlplus.evaluation import evaluate_model
 from rlplus.rollout import RunFailed
@@ -94,7 +95,7 @@ def test_a_version_is_pushed_once(tmp_path, monkeypatch):
 def test_the_probe_changes_nothing(tmp_path, monkeypatch):
     """The same run without it, bit for bit."""
     with_probe = train(run_config(tmp_path, "with"))
-    monkeypatch.setattr(rlplus.trainer.rollouts.Rollouts, "_probe", lambda self: 0.0)
+    monkeypatch.setattr(rlplus.trainer.engine.SyncedEngine, "_probe", lambda self: 0.0)
     without = train(run_config(tmp_path, "without"))
     assert same(with_probe, without)
 
@@ -142,7 +143,7 @@ def test_a_colocated_vllm_that_breaks_is_made_again(tmp_path, monkeypatch, caplo
 
 def test_an_engine_that_breaks_twice_ends_the_run(tmp_path, monkeypatch):
     fail(monkeypatch, 2, 3)
-    with pytest.raises(RunFailed, match=r"engine failed: rank 0: .*illegal.*; and a new one: rank 0: .*illegal"):
+    with pytest.raises(RunFailed, match=r"engine failed: rank 0: .*illegal.*; then a new one: .* rank 0: .*illegal"):
         train(run_config(tmp_path))
 
 
@@ -267,7 +268,7 @@ def test_an_engine_that_fails_on_one_rank_is_everybodys(tmp_path, overlap):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     if overlap:
         assert done.returncode != 0
-        said = "RunFailed: the rollout engine failed: rank 1: RuntimeError('CUDA error: an illegal memory access was"
+        said = "EngineFailed: the rollout engine failed: rank 1: RuntimeError('CUDA error: an illegal memory access was"
         assert done.stderr.count(said) == 2, done.stderr[-4000:]
         return
     assert done.returncode == 0, done.stderr[-4000:]

@@ -5,11 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_runs import same
+from engine_runs import fail, same
 from trainer_runs import metrics, run_config
 
 import rlplus
@@ -17,6 +18,7 @@ from rlplus.config import Config
 from rlplus.rollout.transformers import TransformersEngine
 from rlplus.rollout.vllm import VLLMEngine
 from rlplus.trainer import Interrupted, train
+from rlplus.trainer.engine import EngineFailed
 from rlplus.trainer.policy import Policy
 
 PLACES = ["generate", "first micro-batch", "second micro-batch"]
@@ -83,14 +85,15 @@ def test_a_step_that_is_given_up_is_done_again_bit_for_bit(tmp_path, monkeypatch
 
 
 def test_the_first_step_can_be_given_up(tmp_path, monkeypatch):
+    """There is nothing to save then: the run can be started again, with --resume or without."""
     whole = train(run_config(tmp_path, "whole"))
     config = run_config(tmp_path, "parts")
     with monkeypatch.context() as patch:
         kill_at(patch, "generate", 1)
         with pytest.raises(Interrupted):
             train(config)
-    assert newest(Path(config.output_dir)) == "step-000000"
-    assert same(whole, train(config, resume=True))
+    assert not (Path(config.output_dir) / "checkpoints").exists()
+    assert same(whole, train(config))
 
 
 def test_a_step_that_has_changed_the_policy_is_finished(tmp_path, monkeypatch):
@@ -141,18 +144,62 @@ def test_a_step_given_up_with_a_batch_ahead(tmp_path, monkeypatch, place):
     assert metrics(whole) == metrics(folder)
 
 
-def test_a_second_signal_does_not_wait(tmp_path, monkeypatch):
-    config = two_micro_batches(tmp_path, "run")
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_second_signal_does_not_wait_unless_it_is_the_same_one(tmp_path, monkeypatch, apart):
+    """A terminal and a launcher both signal a rank for one Ctrl-C: these count as one and cost no checkpoint."""
+    config = run_config(tmp_path)
+    save = rlplus.checkpoint.save
+
+    def signalled_again(*args: Any) -> Path:
+        os.kill(os.getpid(), signal.SIGINT)
+        return save(*args)
+
     with monkeypatch.context() as patch:
-        kill_at(patch, "first micro-batch", 2)
-        kill_at(patch, "generate", 1)
-        save = rlplus.checkpoint.save
-        patch.setattr(rlplus.checkpoint, "save", lambda *_: os.kill(os.getpid(), signal.SIGINT))
-        with pytest.raises(Interrupted, match="at once by signal 2, without a checkpoint") as stop:
+        kill_at(patch, "generate", 2)
+        patch.setattr(rlplus.checkpoint, "save", signalled_again)
+        if apart:
+            patch.setattr("rlplus.trainer.stop.ONE_SIGNAL_S", 0.0)
+        with pytest.raises(Interrupted) as stop:
             train(config)
-        assert stop.value.signal == signal.SIGINT
-        assert rlplus.checkpoint.save is not save
-    assert not (Path(config.output_dir) / "checkpoints/latest").exists()
+    assert stop.value.signal == (signal.SIGINT if apart else signal.SIGTERM)
+    assert ("at once by signal 2, without a checkpoint" in str(stop.value)) == apart
+    assert (Path(config.output_dir) / "checkpoints/latest").exists() != apart
+
+
+def test_a_terminal_that_is_gone_costs_no_checkpoint(tmp_path):
+    """Ctrl-C on `rlplus train … 2>&1 | tee log` ends tee, too: whatever is written to the pipe then fails."""
+    config = run_config(tmp_path, train={"steps": 100_000})
+    path, folder = tmp_path / "run.yaml", Path(config.output_dir)
+    path.write_text(config.to_yaml())
+    environment = os.environ | {"PYTHONPATH": str(Path(rlplus.__file__).parents[1])}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rlplus", "train", str(path)], stderr=subprocess.PIPE, env=environment
+    )
+    assert process.stderr is not None
+    lines = folder / "metrics.jsonl"
+    while not (lines.exists() and lines.read_text().count("\n") >= 2):
+        assert process.poll() is None, process.stderr.read()[-3000:]
+        time.sleep(0.05)
+    process.stderr.close()
+    logged = lines.read_text().count("\n")
+    while lines.read_text().count("\n") < logged + 20:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 128 + signal.SIGINT
+    assert newest(folder) == f"step-{lines.read_text().count(chr(10)):06d}"
+
+
+def test_an_engine_that_gives_up_costs_one_step(tmp_path, monkeypatch):
+    """The steps before it are in a checkpoint, though none was due."""
+    fail(monkeypatch, 3, 4)
+    config = run_config(tmp_path, train={"steps": 4})
+    with pytest.raises(EngineFailed, match="illegal memory access"):
+        train(config)
+    assert newest(Path(config.output_dir)) == "step-000002"
+    monkeypatch.undo()
+    train(config, resume=True)
+    assert same(train(run_config(tmp_path, "whole", train={"steps": 4})), Path(config.output_dir))
 
 
 @pytest.mark.slow
@@ -249,6 +296,7 @@ def test_torchrun_waits_as_long_as_it_is_told(tmp_path):
     lines = folder / "metrics.jsonl"
     while not (lines.exists() and lines.read_text().count("\n") >= 3):
         assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=120)
     assert process.returncode != 0

@@ -50,7 +50,7 @@ class ProcessEngine:
         self._environment = _environment(config.tensor_parallel_size)
         self._version: int | None = None  # of the files
         self._failure: str | None = None
-        self._closed = self._busy = False  # busy: with what nobody may wait for any more
+        self._closed = self._busy = False  # busy: a question is unanswered, and `close` does not wait
         self._files = WeightFiles(config.push_folder, config.push_bucket_mb, per_node=True)
         self.name = f"{config.engine} (process)"
         self.restarts = 0
@@ -150,6 +150,8 @@ class ProcessEngine:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._busy = True
         try:
+            if self._dead():  # a child may still hold the pipe, which then takes no more than its buffer
+                raise EOFError
             self._pipe.send(message)
             while not self._pipe.poll(POLL_S):
                 if self._dead():

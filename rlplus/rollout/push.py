@@ -74,9 +74,11 @@ def watched(
     try:
         yield _timed(checked_weights(weights, shapes), shapes, clock)
     finally:
+        if main:  # first: an alarm that comes now is for a push that is over
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
         clock.stop()
         if main:
-            signal.signal(signal.SIGALRM, handler)
+            signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)  # None: one that Python did not set
 
 
 def _timed(

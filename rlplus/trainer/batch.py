@@ -3,12 +3,12 @@
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import Example, MicroBatch, Sample, balance, pack
 from rlplus.objective import Algorithm, group_advantages, token_weights
@@ -88,15 +88,31 @@ def make_micro_batches(
         pad_id=pad_id,
         multiple=parallel,
     )
-    (most,) = _all_reduce([len(batches)], dist.ReduceOp.MAX)
+    most = int(agree.largest(len(batches)))
     # A rank with fewer micro-batches runs dummies, backward pass included: a rank that skips one deadlocks ZeRO.
-    batches += [_dummy(pad_id, parallel) for _ in range(most - len(batches))]
+    batches += [dummy(pad_id, parallel) for _ in range(most - len(batches))]
     batches = [batch.to(device) for batch in own_shards(batches, config)]
     if o.entropy_coef and algorithm.reduction == "official":
         # The official scripts' bonus is a mean over response tokens, while their loss is normalised by length alone.
         for batch in batches:
             batch.entropy_weight = (batch.token_weight != 0).float() / sum(totals.tokens)
     return batches
+
+
+def forward_batches(
+    samples: Sequence[Sample], config: Config, pad_id: int, device: torch.device, tokens_per_micro_batch: int
+) -> list[MicroBatch]:
+    """Micro-batches for the logprobs of this rank's samples, in order of `MicroBatch.sequence`; no weights."""
+    parallel = config.train.sequence_parallel
+    batches = pack(
+        samples,
+        [torch.ones(len(s.response)) for s in samples],
+        row_length=config.max_sample_length,
+        tokens_per_micro_batch=tokens_per_micro_batch,
+        pad_id=pad_id,
+        multiple=parallel,
+    )
+    return [batch.to(device) for batch in own_shards(batches, config)]
 
 
 def own_shards(batches: list[MicroBatch], config: Config) -> list[MicroBatch]:
@@ -162,8 +178,8 @@ class _Totals:
 
 def _totals(samples: Sequence[Sample]) -> _Totals:
     kinds = [[len(s.response) for s in samples if s.external == external] for external in (False, True)]
-    sums = _all_reduce([*map(sum, kinds), *map(len, kinds)], dist.ReduceOp.SUM)
-    return _Totals((sums[0], sums[1]), (sums[2], sums[3]))
+    counts = [int(total) for total in agree.sums(*map(sum, kinds), *map(len, kinds))]
+    return _Totals((counts[0], counts[1]), (counts[2], counts[3]))
 
 
 def _token_weights(samples: Sequence[Sample], totals: _Totals, algorithm: Algorithm, config: Config) -> list[Tensor]:
@@ -182,16 +198,8 @@ def _token_weights(samples: Sequence[Sample], totals: _Totals, algorithm: Algori
     return list(flat.split(lengths.tolist()))
 
 
-def _dummy(pad_id: int, multiple: int) -> MicroBatch:
+def dummy(pad_id: int, multiple: int = 1) -> MicroBatch:
     """A micro-batch of one token of weight 0."""
     sample = Sample([pad_id], [pad_id], 0, False, False, None)
     weight = [torch.zeros(1)]
     return pack([sample], weight, row_length=2, tokens_per_micro_batch=2, pad_id=pad_id, multiple=multiple)[0]
-
-
-def _all_reduce(values: Sequence[int], op: Any) -> list[int]:
-    tensor = torch.tensor(values, dtype=torch.int64)
-    if torch.cuda.is_available():
-        tensor = tensor.cuda()
-    dist.all_reduce(tensor, op)
-    return [int(value) for value in tensor.tolist()]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rlplus.config import Config
 from rlplus.trainer.batch import make_micro_batches, score, set_advantages
+from rlplus.trainer.engine import EngineFailed
 from rlplus.trainer.metrics import Tally, tally_mismatch, tally_samples, tally_update
 from rlplus.trainer.rollouts import take_samplers_logprob
 from rlplus.trainer.run import Run
@@ -28,22 +29,25 @@ def train(config: Config, *, resume: bool = False, evaluate: Evaluate | None = N
         try:
             while not run.finished:
                 train_step(run, evaluate)
-        except StepGivenUp as signal:
-            run.give_up_step(signal.number)
-        run.conclude()
+        except StepGivenUp as stop:
+            run.give_up_step()
+            run.interrupted = stop.number
+        except EngineFailed:
+            run.give_up_step()
+            raise
+        run.conclude()  # raises Interrupted after a signal
         return run.folder
 
 
 def train_step(run: Run, evaluate: Evaluate | None) -> None:
-    """Sync, generate, score, weigh, update, log, save; StepGivenUp when a signal comes before the first update."""
+    """Generate, score, weigh, update, log, save; StepGivenUp when a signal comes before the first update."""
     config, algorithm, objective = run.config, run.algorithm, run.algorithm.objective
     overlap = config.train.overlap
-    run.begin_step()
     tally = Tally()
 
     # Groups: G rollouts a prompt, or G - 1 and a demonstration. Each rank has prompts of its own. The engine first gets
-    # the weights that are about to be trained, and samples from exactly these (overlap: it sampled while the last batch
-    # trained, from weights one update older).
+    # the weights that are about to be trained, and samples from exactly these. With train.overlap the batch is there
+    # already, sampled with weights one update older, and the engine starts on the next one, after a probe of its own.
     examples, batch = run.rollouts.next(run.step, tally)
     samples = batch.samples
     with tally.time("score"):
@@ -67,20 +71,22 @@ def train_step(run: Run, evaluate: Evaluate | None) -> None:
             if objective.kl_coef:
                 micro.ref_logprob = run.policy.logprob(micro, reference=True)
     with tally.time("update"):
-        for i, batches in enumerate(updates):
+        for batches in updates:
             tally.mean("actor/updated", bool(batches))
             if not batches:  # no sample of any rank has a gradient
                 continue
             with tally.time("forward_backward"):
-                outputs = run.policy.accumulate(batches, run.stop.check if i == 0 else None)
+                outputs = run.policy.accumulate(batches, run.stop.check if run.untouched else None)
             if len(updates) == 1 and not overlap:
                 for micro, out in zip(batches, outputs, strict=True):
                     tally_mismatch(tally, out.logprob, micro.engine_logprob)
-            run.check_mismatch(tally)  # before the weights learn from samples of another policy
+            if run.untouched and not overlap:
+                run.check_mismatch(tally)  # no weight learns from samples of another policy
+            run.untouched, lr = False, run.policy.lr  # from here on the step cannot be given up and done again
             with tally.time("optimizer"):
                 applied = run.policy.step()
             run.count_nonfinite(applied)
-            tally_update(tally, outputs, run.policy.grad_norm, run.policy.lr, applied)
+            tally_update(tally, outputs, run.policy.grad_norm, lr, applied)
 
     if evaluate is not None and run.evaluation_due:
         with tally.time("evaluate"):

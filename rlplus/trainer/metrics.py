@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+from rlplus import agree
 from rlplus.data import Sample
 from rlplus.ops import PolicyLoss
 
@@ -48,10 +49,8 @@ class Tally:
     def reduce(self) -> dict[str, float]:
         """All ranks' together; a mean of nothing is left out."""
         self.maxima["time/step"] = time.perf_counter() - self.started
-        ranks: list[tuple[dict, dict]] = [({}, {})] * dist.get_world_size()
-        dist.all_gather_object(ranks, (self.means, self.maxima))
         whole = Tally()
-        for means, maxima in ranks:
+        for means, maxima in agree.gathered((self.means, self.maxima)):
             for name, (total, count) in means.items():
                 whole.mean(name, total, count)
             for name, value in maxima.items():
@@ -106,14 +105,24 @@ def tally_update(
 
 
 def tally_mismatch(tally: Tally, logprob: Tensor, engine_logprob: Tensor | None) -> None:
-    """The gap between the trainer's and the rollout engine's logprob of the same tokens (N,); NaN = not sampled."""
+    """The gap between the trainer's and the rollout engine's logprob of the same tokens (N,); NaN = not sampled.
+
+    A trainer's logprob that is not finite is no gap: it makes the gradient so, which is counted.
+    """
     if engine_logprob is None:
         return
-    gap = (logprob - engine_logprob)[~engine_logprob.isnan()].double()
+    gap = (logprob - engine_logprob)[logprob.isfinite() & ~engine_logprob.isnan()].double()
     if gap.numel():
         tally.mean("mismatch/mean", float(gap.abs().sum()), gap.numel())
         tally.mean("mismatch/outside_10pct", float((torch.expm1(gap).abs() > 0.1).sum()), gap.numel())
         tally.maximum("mismatch/max", float(gap.abs().max()))
+
+
+class _Console(Console):
+    """Falls silent where stderr is gone, as after Ctrl-C on `rlplus train … 2>&1 | tee log`; rich would exit."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 class RunLog:
@@ -126,7 +135,7 @@ class RunLog:
         self.enabled = enabled
         if not enabled:
             return
-        self.console = Console(stderr=True)
+        self.console = _Console(stderr=True)
         self.path = folder / "metrics.jsonl"
         kept = [line for line in _complete_lines(self.path) if json.loads(line)["step"] <= step]
         rewritten = self.path.with_suffix(".new")

@@ -1,6 +1,5 @@
-"""The batches of a run: the rollout engine, which weights it has, what is generated ahead, what if the engine fails."""
+"""The batches of a run: which prompts, generated when, with which weights."""
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,18 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlplus import agree
 from rlplus.config import Config
-from rlplus.data import Example, MicroBatch, PromptSampler, Sample, pack
+from rlplus.data import Example, MicroBatch, PromptSampler, Sample
 from rlplus.objective import Algorithm
-from rlplus.rollout import RolloutEngine, RunFailed
-from rlplus.trainer.batch import generate, own_shards
+from rlplus.rollout import RolloutEngine
+from rlplus.trainer.batch import dummy, forward_batches, generate
+from rlplus.trainer.engine import EngineFailed, SyncedEngine
 from rlplus.trainer.metrics import Tally
 from rlplus.trainer.policy import Policy
-from rlplus.trainer.stop import Answer, StepGivenUp, StopSignal
-
-PROBE_PROMPTS, PROBE_TOKENS = 8, 2  # a forward pass, and one more with what the first left in the cache
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -31,6 +27,10 @@ class Batch:
     indices: list[int]
     samples: list[Sample]
     seconds: float
+
+
+Question = Callable[[RolloutEngine], Batch]
+Position = dict[str, int]  # of the sampler
 
 
 class Rollouts:
@@ -50,21 +50,17 @@ class Rollouts:
         examples: Sequence[Example],
         sampler: PromptSampler,
         pad_id: int,
-        make: Callable[[], RolloutEngine],
-        stop: StopSignal,
+        engine: SyncedEngine,
     ) -> None:
         self.config, self.algorithm, self.policy = config, algorithm, policy
-        self.examples, self.sampler, self.pad_id = examples, sampler, pad_id
+        self.examples, self.sampler, self.pad_id, self.engine = examples, sampler, pad_id, engine
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._make, self._stop = make, stop
-        self.engine = make()
-        self._version: int | None = None  # that the engine has
-        self._probed: int | None = None  # the last version that was, with this gap
-        self._gap = 0.0
         self._ahead: Batch | None = None
         self._coming: Future[Batch] | None = None
-        self._before: tuple[dict[str, int], Batch | None] = sampler.state_dict(), None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
+        # What `rewind` goes back to: the sampler's position and the batch ahead. And the position behind that batch.
+        self._begin: tuple[Position, Batch | None] = sampler.state_dict(), None
+        self._drawn_from: Position = sampler.state_dict()
 
     def next(self, step: int, tally: Tally) -> tuple[list[Example], Batch]:
         """Push the weights that step `step` trains and generate its batch with them.
@@ -75,117 +71,47 @@ class Rollouts:
         overlap = self.config.train.overlap
         with tally.time("generate"):
             self._settle()
-        self._before = self.sampler.state_dict(), self._ahead
-        with tally.time("sync"):
-            self.sync(step, probe=overlap)
+        self._begin = self.sampler.state_dict(), self._ahead
+        if self.algorithm.demonstrations != "only":  # else nothing is sampled
+            with tally.time("sync"):
+                self.engine.sync(step, probe=overlap)
         if overlap:  # else the batch's own gap is logged
-            tally.mean("mismatch/probe", self._gap)
+            tally.mean("mismatch/probe", self.engine.gap)
         with tally.time("generate"):
-            batch = self._ahead or self._together(self._interruptible(self._request(step)))
+            batch = self._ahead or self.engine.ask(self._question(step), interruptible=True)
             self._ahead = None
             if overlap:
-                self._coming = self._thread.submit(self._request(step + 1))
+                self._drawn_from = self.sampler.state_dict()
+                self._coming = self._thread.submit(self._question(step + 1), self.engine.engine)
             self.engine.sleep()
         return [self.examples[i] for i in batch.indices], batch
 
-    def sync(self, version: int, *, probe: bool = True) -> None:
-        """Give the engine the policy's weights, unless it has this version of them; RunFailed where it does not.
-
-        probe: sample a few tokens and compare their logprobs. The trainer does so with every batch before it uses it,
-        so this is for what is not compared later, and for an engine's first weights, to fail early.
-        """
+    def sync(self, version: int) -> None:
+        """Give the engine the policy's weights, probed, for an evaluation."""
         self._settle()
-        if version != self._version:
-            self._version = None
-            self.engine.push_weights(self.policy.weights(), version)
-            self._version = version
-        if self._probed is None or (probe and version != self._probed):
-            self._gap = self._probe()
-            self._probed = version
-            if not self._gap <= (limit := max_gap(self.config)):
-                raise RunFailed(
-                    f"the mean gap between the logprobs of the {self.engine.name} engine and of the trainer is "
-                    f"{self._gap:.2e} after the push of version {version}; want at most "
-                    f"rollout.max_logprob_gap={limit:g}"
-                )
+        self.engine.sync(version, probe=True)
 
     def _settle(self) -> None:
         """Wait for the batch that is being generated, if one is: the engine answers one question at a time."""
-        if self._coming is not None:
-            coming, self._coming = self._coming, None
-            self._ahead = self._together(coming.result)
+        if self._coming is None:
+            return
+        coming, self._coming = self._coming, None
+        try:
+            self._ahead = self.engine.ask(lambda _: coming.result())
+        except EngineFailed:
+            self._begin = self._drawn_from, None  # its prompts were not used
+            raise
 
-    def _probe(self) -> float:
-        prompt = self.examples[0].prompt[:PROBE_PROMPTS]
-        prompts = [prompt[:length] for length in range(1, len(prompt) + 1)]
-        rollout = self.config.rollout
-        answers = self.engine.generate(
-            prompts,
-            [1] * len(prompts),
-            temperature=rollout.temperature,
-            max_tokens=min(PROBE_TOKENS, rollout.max_response_length),
-            seed=0,
-        )
-        samples = [
-            Sample(prompt, c.tokens, group, False, c.truncated, c.logprob)
-            for group, (prompt, (c,)) in enumerate(zip(prompts, answers, strict=True))
-        ]
-        if (parallel := self.config.train.sequence_parallel) > 1:  # ranks of a group need the same: all of the group's
-            everybody: list[list[Sample]] = [[] for _ in range(self.world)]
-            dist.all_gather_object(everybody, samples)
-            first = self.rank // parallel * parallel
-            samples = [sample for part in everybody[first : first + parallel] for sample in part]
-        (batch,) = self._pack(samples, len(samples) * self.config.max_sample_length)
-        gaps = (self.policy.logprob(batch) - batch.engine_logprob).double().abs()
-        gap = float(gaps.mean()) if gaps.numel() else 0.0  # a shard may have no response token
-        return self._greatest(gap if gap >= 0 else float("inf"))  # NaN would be lost in a maximum
-
-    def _greatest(self, value: float) -> float:
-        """Of all ranks'."""
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.policy.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return float(tensor)
-
-    def _pack(self, samples: list[Sample], tokens_per_micro_batch: int) -> list[MicroBatch]:
-        batches = pack(
-            samples,
-            [torch.ones(len(s.response)) for s in samples],
-            row_length=self.config.max_sample_length,
-            tokens_per_micro_batch=tokens_per_micro_batch,
-            pad_id=self.pad_id,
-            multiple=self.config.train.sequence_parallel,
-        )
-        return [batch.to(self.policy.device) for batch in own_shards(batches, self.config)]
-
-    def _draw(self) -> tuple[list[int], list[list[float]]]:
-        """This rank's share of the next prompts and, with train.overlap, their demonstrations' logprobs."""
-        indices = self.sampler.next()[self.rank :: self.world]
-        if not self.config.train.overlap or self.algorithm.demonstrations == "none":
-            return indices, []
-        examples = [self.examples[i] for i in indices]
-        samples = [Sample(e.prompt, e.demonstration, 0, True, False, None) for e in examples if e.demonstration]
-        batches = self._pack(samples, self.config.train.tokens_per_micro_batch)
-        most = int(self._greatest(len(batches)))  # under ZeRO-3 every rank takes part in every forward pass
-        dummy = self._pack([Sample([self.pad_id], [self.pad_id], 0, False, False, None)], 2)
-        logprobs: list[list[float]] = [[] for _ in samples]
-        for batch in batches:
-            values = self.policy.logprob(batch)
-            for sequence in batch.sequence.unique().tolist():
-                logprobs[sequence] = values[batch.sequence == sequence].tolist()
-        for batch in dummy * (most - len(batches)):
-            self.policy.logprob(batch)
-        return indices, logprobs
-
-    def _request(self, step: int) -> Callable[[], Batch]:
+    def _question(self, step: int) -> Question:
         """What generates the batch of a step, on this rank alone; the prompts are drawn now."""
         indices, demonstration_logprobs = self._draw()
         examples = [self.examples[i] for i in indices]
         # A seed of its own for every step and rank, the same after a resume.
         seed = (self.config.train.seed * 1_000_003 + step) * self.world + self.rank
 
-        def ask() -> Batch:
+        def ask(engine: RolloutEngine) -> Batch:
             start = time.perf_counter()
-            samples = generate(self.engine, examples, self.algorithm, self.config, seed)
+            samples = generate(engine, examples, self.algorithm, self.config, seed)
             if demonstration_logprobs:
                 for sample, logprob in zip((s for s in samples if s.external), demonstration_logprobs, strict=True):
                     sample.engine_logprob = logprob
@@ -193,53 +119,30 @@ class Rollouts:
 
         return ask
 
-    def _interruptible(self, ask: Callable[[], Batch]) -> Callable[[], Batch]:
-        """Ranks that share an engine wait for each other in it."""
-        shared = self.config.rollout.mode == "colocated" and self.config.rollout.tensor_parallel_size > 1
-        return ask if shared else self._stop.interruptible(ask)
+    def _draw(self) -> tuple[list[int], list[list[float]]]:
+        """This rank's share of the next prompts and, with train.overlap, their demonstrations' logprobs."""
+        indices = self.sampler.next()[self.rank :: self.world]
+        if not self.config.train.overlap or self.algorithm.demonstrations == "none":
+            return indices, []
+        examples = [self.examples[i] for i in indices]
+        demonstrated = [e for e in examples if e.demonstration is not None]
+        samples = [Sample(e.prompt, e.demonstration or [], 0, True, False, None) for e in demonstrated]
+        budget, device = self.config.train.tokens_per_micro_batch, self.policy.device
+        batches = forward_batches(samples, self.config, self.pad_id, device, budget)
+        logprobs: list[list[float]] = [[] for _ in samples]
+        for batch in batches:
+            values = self.policy.logprob(batch)
+            for sequence in batch.sequence.unique().tolist():
+                logprobs[sequence] = values[batch.sequence == sequence].tolist()
+        for _ in range(int(agree.largest(len(batches))) - len(batches)):
+            self.policy.logprob(dummy(self.pad_id).to(device))  # under ZeRO-3 all ranks take part in each forward pass
+        return indices, logprobs
 
     def rewind(self) -> None:
         """As if the last `next` had not been called, for a checkpoint. What is being generated ahead is not awaited."""
         self._coming = None
-        position, self._ahead = self._before
+        position, self._ahead = self._begin
         self.sampler.load_state_dict(position)
-
-    def _together(self, ask: Callable[[], Answer], earlier: str = "") -> Answer:
-        """`ask`, on every rank. When it fails on one, a colocated engine is made again on all, once, and asked again.
-
-        Else all ranks raise RunFailed: one that went on alone would wait for the others in the next collective.
-        earlier: the failure that led to a new engine.
-        """
-        failure: BaseException | None = None
-        try:
-            answer = ask()
-        except (Exception, StepGivenUp) as error:
-            failure = error
-        if not self._greatest(failure is not None):
-            return answer
-        if self._greatest(isinstance(failure, StepGivenUp)):
-            self._stop.check()
-        clear = isinstance(failure, (ValueError, RunFailed))
-        failures: list[Any] = [None] * self.world
-        dist.all_gather_object(failures, failure and (str(failure) if clear else repr(failure), clear))
-        what = "; ".join(f"rank {rank}: {failed[0]}" for rank, failed in enumerate(failures) if failed)
-        # What an engine says clearly, a new one would say again; one outside the trainer's process renews itself.
-        if earlier or self.config.rollout.mode != "colocated" or any(failed and failed[1] for failed in failures):
-            raise RunFailed(f"the rollout engine failed: {earlier}{what}") from failure
-        logger.warning("the rollout engine failed (%s): starting a new one and generating again", what)
-        earlier = f"{what}; and a new one: "
-        self._together(self._renew, earlier)
-        version, self._version, self._probed = self._version, None, None
-        assert version is not None, "there is a push before every question"
-        self.sync(version)
-        return self._together(ask, earlier)
-
-    def _renew(self) -> None:
-        try:
-            self.engine.close()
-        except Exception:
-            logger.warning("the failed engine does not close", exc_info=True)
-        self.engine = self._make()
 
     def state(self) -> Any:
         """What was generated ahead, for a checkpoint of this rank; None where nothing is."""
@@ -252,11 +155,6 @@ class Rollouts:
     def close(self) -> None:
         self.engine.close()
         self._thread.shutdown(cancel_futures=True)
-
-
-def max_gap(config: Config) -> float:
-    """The largest mean gap between the engine's and the trainer's logprobs, in nats."""
-    return config.rollout.max_logprob_gap or (1e-4 if config.model.dtype == "float32" else 5e-2)
 
 
 def take_samplers_logprob(batch: MicroBatch) -> None:

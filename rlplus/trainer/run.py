@@ -8,19 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 
-from rlplus import checkpoint
+from rlplus import agree, checkpoint
 from rlplus.config import Config
 from rlplus.data import Example, PromptSampler, Sample, load_examples, load_tokenizer
 from rlplus.objective import Algorithm
 from rlplus.reward import DemonstrationReport, Scorer, grade_demonstrations
-from rlplus.rollout import RolloutEngine, RunFailed, make_engine
+from rlplus.rollout import RunFailed, make_engine
+from rlplus.trainer.engine import SyncedEngine, max_gap
 from rlplus.trainer.metrics import RunLog, Tally
 from rlplus.trainer.model import prepare_model
 from rlplus.trainer.policy import Policy, initialize_distributed
-from rlplus.trainer.rollouts import Batch, Rollouts, max_gap
+from rlplus.trainer.rollouts import Batch, Rollouts
 from rlplus.trainer.stop import Interrupted, StopSignal
 
 # What may differ between a checkpoint's configuration and the one that resumes it.
@@ -94,8 +94,9 @@ class Run:
             trust_remote_code=config.model.trust_remote_code,
             config_path=str(self.folder / f"model_config/{self.rank}"),
         )
+        self.engine = SyncedEngine(config, self.policy, self.examples[0].prompt, self.pad_id, make, self.stop)
         self.rollouts = Rollouts(
-            config, self.algorithm, self.policy, self.examples, self.sampler, self.pad_id, make, self.stop
+            config, self.algorithm, self.policy, self.examples, self.sampler, self.pad_id, self.engine
         )
         stack.callback(self.rollouts.close)
         if last is not None:
@@ -104,9 +105,10 @@ class Run:
             (self.folder / "config.yaml").write_text(config.to_yaml())
         self.log = RunLog(self.folder, self.step, config.algorithm.preset, enabled=self.rank == 0)
         stack.callback(self.log.close)
-        for note in (*notes, f"rollouts by {self.rollout.name}; output in {self.folder}"):
+        for note in (*notes, f"rollouts by {self.engine.engine.name}; output in {self.folder}"):
             self.log.say(note)
         self.stop.install(stack)
+        self._begin_step()
         # What was imported and built stays: walking it took the collector a tenth of the demo's time.
         gc.collect()
         gc.freeze()
@@ -114,8 +116,7 @@ class Run:
 
     def _check_shared(self, last: Path | None) -> None:
         """ValueError where ranks do not see the same checkpoint: some would start anew, and train on other steps."""
-        names: list[str | None] = [None] * self.world
-        dist.all_gather_object(names, None if last is None else last.name)
+        names = agree.gathered(None if last is None else last.name)
         if len(set(names)) > 1:
             seen = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
             raise ValueError(
@@ -169,10 +170,6 @@ class Run:
         return self.folder / "checkpoints"
 
     @property
-    def rollout(self) -> RolloutEngine:
-        return self.rollouts.engine
-
-    @property
     def finished(self) -> bool:
         return self.interrupted > 0 or self._share_done >= 1
 
@@ -217,20 +214,20 @@ class Run:
                 f"{checkpoint.latest(self.checkpoints)}. Lower train.lr, or use a bounded objective"
             )
 
-    def begin_step(self) -> None:
-        """Remember what a step that is given up must leave as it was."""
+    def _begin_step(self) -> None:
+        """Remember what `give_up_step` goes back to."""
+        self.untouched = True  # until the step's first update
         self.random_state = checkpoint.random_state()
 
     def check_mismatch(self, tally: Tally) -> None:
         """RunFailed when engine and trainer disagree about the step's logprobs: the engine does not run the policy."""
         limit = max_gap(self.config)
-        total = torch.tensor(tally.means.get("mismatch/mean", [0.0, 0.0]), dtype=torch.float64).to(self.policy.device)
-        dist.all_reduce(total)
-        gap, tokens = total.tolist()
+        gap, tokens = agree.sums(*tally.means.get("mismatch/mean", (0.0, 0.0)))
         if tokens and not gap / tokens <= limit:
             raise RunFailed(
-                f"step {self.step + 1}: the mean gap between the logprobs of the {self.rollout.name} engine and of the "
-                f"trainer is {gap / tokens:.2e}; want at most rollout.max_logprob_gap={limit:g}. No weight was changed"
+                f"step {self.step + 1}: the mean gap between the logprobs of the {self.engine.engine.name} engine and "
+                f"of the trainer is {gap / tokens:.2e}; want at most rollout.max_logprob_gap={limit:g}. "
+                "No weight was changed"
             )
 
     def evaluate(self, evaluate: Callable[["Run"], dict[str, float]], tally: Tally) -> None:
@@ -253,13 +250,15 @@ class Run:
         seconds = metrics.pop("seconds")  # not time/generate: with train.overlap the step does not wait for all of it
         if tokens:
             metrics["tokens_per_second"] = tokens / seconds
+        self._begin_step()
         self.log.write(self.step, {"generated_tokens": self.generated} | metrics, self._share_done)
 
-    def give_up_step(self, number: int) -> None:
-        """Signal `number` ends the run before the step has changed the policy: a checkpoint of how it began."""
+    def give_up_step(self) -> None:
+        """Leave a checkpoint of how an untouched step began; nothing for one that has changed the policy."""
+        if not self.untouched or not self.step:
+            return
         self.rollouts.rewind()
         checkpoint.set_random_state(self.random_state)
-        self.interrupted = number
         self.save_checkpoint()
 
     def save_checkpoint(self) -> None:
@@ -276,7 +275,7 @@ class Run:
         """Write the model and say where; Interrupted when a signal ended the run."""
         if self.interrupted:
             self.log.say(f"stopped after step {self.step}: --resume goes on from here")
-            raise Interrupted(self.interrupted, f"stopped by signal {self.interrupted}; a checkpoint was written")
+            raise Interrupted(self.interrupted, f"stopped by signal {self.interrupted} after step {self.step}")
         model = self.folder / "model"
         self.policy.export(str(model))
         if self.rank == 0:

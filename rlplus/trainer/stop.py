@@ -1,14 +1,16 @@
-"""SIGINT and SIGTERM: the first one ends the run with a checkpoint, the second one at once."""
+"""SIGINT and SIGTERM: the first one ends the run with a checkpoint, a later one at once."""
 
 import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
+from rlplus import agree
 
 Answer = TypeVar("Answer")
+# A terminal and a launcher signal the same ranks, and so do a cluster and a launcher: two are one within this time.
+ONE_SIGNAL_S = 5.0
 
 
 class Interrupted(KeyboardInterrupt):
@@ -35,6 +37,7 @@ class StopSignal:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.number = 0
+        self._since = 0.0
         self._say = say
         self._interrupts = False
 
@@ -45,9 +48,11 @@ class StopSignal:
 
     def _handle(self, number: int, _: Any) -> None:
         if self.number:
+            if time.monotonic() - self._since < ONE_SIGNAL_S:
+                return
             raise Interrupted(number, f"stopped at once by signal {number}, without a checkpoint")
-        self.number = number
-        self._say("stopping with a checkpoint; once more to stop at once, without")
+        self.number, self._since = number, time.monotonic()
+        self._say(f"stopping with a checkpoint; once more after {ONE_SIGNAL_S:g} s to stop at once, without")
         if self._interrupts:
             raise StepGivenUp(number)
 
@@ -67,9 +72,5 @@ class StopSignal:
 
     def check(self) -> None:
         """StepGivenUp on all ranks if any of them, which all call this, has got a signal."""
-        number = torch.tensor(self.number)
-        if torch.cuda.is_available():
-            number = number.cuda()
-        dist.all_reduce(number, dist.ReduceOp.MAX)
-        if number:
-            raise StepGivenUp(int(number))
+        if number := int(agree.largest(self.number)):
+            raise StepGivenUp(number)

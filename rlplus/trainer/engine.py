@@ -1,0 +1,159 @@
+"""The rollout engine of a run: which weights it has, whether it computes what the trainer does, what if it fails."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from rlplus import agree
+from rlplus.config import Config
+from rlplus.data import Sample
+from rlplus.rollout import RolloutEngine, RunFailed
+from rlplus.trainer.batch import forward_batches
+from rlplus.trainer.policy import Policy
+from rlplus.trainer.stop import Answer, StepGivenUp, StopSignal
+
+PREFIXES, PROBE_TOKENS = 8, 2  # a forward pass, and one more with what the first left in the cache
+
+logger = logging.getLogger(__name__)
+
+
+class EngineFailed(RunFailed):
+    """Raised on all ranks, whichever failed. `clear`: the engine said what is wrong: a new one would say so again."""
+
+    def __init__(self, message: str, clear: bool) -> None:
+        super().__init__(message)
+        self.clear = clear
+
+
+class SyncedEngine:
+    """`engine` is what `make` made last. prompt: token ids; a probe takes the first. All ranks call it together."""
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        prompt: Sequence[int],
+        pad_id: int,
+        make: Callable[[], RolloutEngine],
+        stop: StopSignal,
+    ) -> None:
+        self.config, self.policy, self.prompt, self.pad_id = config, policy, prompt, pad_id
+        self._make, self._stop = make, stop
+        self.engine = make()
+        self.gap = 0.0  # of the last probe
+        self._version: int | None = None  # that the engine has
+        self._probed: int | None = None
+
+    def sync(self, version: int, *, probe: bool) -> None:
+        """Give the engine the policy's weights, unless it has this version of them; RunFailed where it does not.
+
+        probe: sample a few tokens and compare their logprobs with the trainer's. It is for what the trainer does not
+        compare anyway before it uses it. An engine's first weights are probed in any case, to fail early.
+        """
+        if version != self._version:
+            self._version = None
+            self.engine.push_weights(self.policy.weights(), version)
+            self._version = version
+        if self._probed is None or (probe and version != self._probed):
+            self.gap = self._probe()
+            self._probed = version
+            if not self.gap <= (limit := max_gap(self.config)):
+                raise RunFailed(
+                    f"the mean gap between the logprobs of the {self.engine.name} engine and of the trainer is "
+                    f"{self.gap:.2e} after the push of version {version}; want at most "
+                    f"rollout.max_logprob_gap={limit:g}"
+                )
+
+    def _probe(self) -> float:
+        prompts = [list(self.prompt[:length]) for length in range(1, min(PREFIXES, len(self.prompt)) + 1)]
+        rollout = self.config.rollout
+        answers = self._agreed(
+            lambda: self.engine.generate(
+                prompts,
+                [1] * len(prompts),
+                temperature=rollout.temperature,
+                max_tokens=min(PROBE_TOKENS, rollout.max_response_length),
+                seed=0,
+            )
+        )
+        samples = [
+            Sample(prompt, c.tokens, group, False, c.truncated, c.logprob)
+            for group, (prompt, (c,)) in enumerate(zip(prompts, answers, strict=True))
+        ]
+        parallel = self.config.train.sequence_parallel
+        if parallel > 1:  # ranks of a group need the same: all of the group's
+            first = dist.get_rank() // parallel * parallel
+            samples = [sample for part in agree.gathered(samples)[first : first + parallel] for sample in part]
+        budget = len(samples) * self.config.max_sample_length
+        (batch,) = forward_batches(samples, self.config, self.pad_id, self.policy.device, budget)
+        assert batch.engine_logprob is not None
+        gaps = (self.policy.logprob(batch) - batch.engine_logprob).double().abs()
+        gap = float(gaps.mean()) if gaps.numel() else 0.0  # a shard may have no response token
+        return agree.largest(gap if gap >= 0 else float("inf"))  # NaN would be lost in a maximum
+
+    def ask(self, question: Callable[[RolloutEngine], Answer], *, interruptible: bool = False) -> Answer:
+        """`question(engine)`, which must not need other ranks. Where it fails on one, EngineFailed on all.
+
+        But first a colocated engine that broke is made again by all ranks, once, and asked again. interruptible: a
+        signal raises StepGivenUp, on all ranks.
+        """
+        rollout = self.config.rollout
+
+        def call() -> Answer:
+            return question(self.engine)
+
+        if interruptible and not (rollout.mode == "colocated" and rollout.tensor_parallel_size > 1):
+            call = self._stop.interruptible(call)  # ranks that share an engine wait for each other in it
+        try:
+            return self._agreed(call)
+        except EngineFailed as failure:
+            if failure.clear or rollout.mode != "colocated":  # one outside the trainer's process renews itself
+                raise
+            logger.warning("%s: starting a new one and asking again", failure)
+            try:
+                self._renew()
+                return self._agreed(call)
+            except RunFailed as again:
+                raise EngineFailed(f"{failure}; then a new one: {again}", clear=True) from again
+
+    def _agreed(self, call: Callable[[], Answer]) -> Answer:
+        """`call` on every rank; an exception of one is one of all: who went on would wait in the next collective."""
+        failure: BaseException | None = None
+        try:
+            answer = call()
+        except (Exception, StepGivenUp) as error:
+            failure = error
+        if not agree.largest(failure is not None):
+            return answer
+        if agree.largest(isinstance(failure, StepGivenUp)):
+            self._stop.check()
+        clear = (ValueError, RunFailed)
+        what = agree.failures(failure, clear=clear)
+        raise EngineFailed(
+            f"the rollout engine failed: {what}", bool(agree.largest(isinstance(failure, clear)))
+        ) from failure
+
+    def _renew(self) -> None:
+        def make_again() -> None:
+            try:
+                self.engine.close()
+            except Exception:
+                logger.warning("the failed engine does not close", exc_info=True)
+            self.engine = self._make()
+
+        version, self._version, self._probed = self._version, None, None
+        self._agreed(make_again)
+        if version is not None:
+            self.sync(version, probe=True)
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def max_gap(config: Config) -> float:
+    """The largest mean gap between the engine's and the trainer's logprobs, in nats."""
+    return config.rollout.max_logprob_gap or (1e-4 if config.model.dtype == "float32" else 5e-2)
