@@ -8,9 +8,27 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlplus.config import Config
+from rlplus.data import byte_tokenizer
 from rlplus.rollout.transformers import TransformersEngine
+
+
+def write_start(folder: Path, *, tied: bool) -> Path:
+    """A model to start from, with a head of its own or not, and the byte tokenizer; vLLM can run it on the CPU."""
+    tokenizer = byte_tokenizer()
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        shape = Qwen2Config(
+            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.12,
+            tie_word_embeddings=tied, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+        )  # fmt: skip
+        Qwen2ForCausalLM(shape).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def model(folder: Path) -> dict[str, torch.Tensor]:
@@ -42,9 +60,19 @@ def fail(monkeypatch: pytest.MonkeyPatch, *calls: int) -> list[int]:
     return count
 
 
-def torchrun(config: Config, *options: str) -> None:
+def launched(config: Config, *options: str) -> subprocess.Popen[str]:
+    """`rlplus train` on two ranks."""
     path = Path(f"{config.output_dir}.yaml")
     path.write_text(config.to_yaml())
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "rlplus", "train"]
-    done = subprocess.run([*command, str(path), *options], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*launch, "-m", "rlplus", "train", str(path), *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def torchrun(config: Config, *options: str) -> None:
+    process = launched(config, *options)
+    try:
+        _, error = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 0, error[-4000:]
