@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_runs import metrics, run_config
+from trainer_runs import environment, metrics, run_config
 
 from rlplus import checkpoint
 from rlplus.trainer import train
@@ -71,10 +71,9 @@ def test_kill_in_the_middle_of_a_checkpoint_loses_only_that_one(tmp_path, moment
     config = run_config(tmp_path, train={"steps": 3}, checkpoint={"every": 1})
     path = tmp_path / "run.yaml"
     path.write_text(config.to_yaml())
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(path), str(Path(__file__).parent), moment],
-        capture_output=True, text=True, env=clean | {"DS_ACCELERATOR": "cpu"}, timeout=240,
+        capture_output=True, text=True, env=environment(), timeout=240,
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     checkpoints = Path(config.output_dir) / "checkpoints"
@@ -153,10 +152,7 @@ def test_a_checkpoint_from_before_a_key_existed_resumes(tmp_path):
 
 
 def test_ranks_that_see_other_checkpoints_are_refused(tmp_path, monkeypatch):
-    def others(found, own):
-        found[:] = [own, "step-000007"]
-
-    monkeypatch.setattr("rlplus.trainer.run.dist.all_gather_object", others)
+    monkeypatch.setattr("rlplus.trainer.run.agree.gathered", lambda own: [own, "step-000007"])
     with pytest.raises(
         ValueError, match=r"all ranks share; its newest checkpoint is rank 0: None, rank 1: step-000007"
     ):

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from trainer_runs import metrics, run_config, write_task
+from trainer_runs import environment, metrics, run_config, write_task
 
 from rlplus.cli import main
 
@@ -144,11 +144,10 @@ def test_eval_without_data_or_model(config_file, capsys):
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_train_with_vllm_in_a_process_of_its_own(config_file, tmp_path):
     """Real DeepSpeed and real vLLM together: the engine follows the policy to fp32 rounding, and a resume works."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
 
     def rlplus(*arguments: str) -> None:
         command = [sys.executable, "-m", "rlplus", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, env=clean, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300)
         assert done.returncode == 0, done.stderr[-4000:]
 
     options = ["rollout.engine=vllm", "train.lr=0.01", "rollout.kv_cache_memory_mb=64"]

@@ -13,24 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_runs import metrics, run_config
+from trainer_runs import environment, metrics, run_config
 
 from rlplus import checkpoint
 from rlplus.config import Config
 from rlplus.trainer import Run, train
-
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def write_config(config: Config, folder: Path) -> Path:
     path = folder / f"{Path(config.output_dir).name}.yaml"
     path.write_text(config.to_yaml())
     return path
-
-
-def environment() -> dict[str, str]:
-    clean = {k: v for k, v in os.environ.items() if k not in LAUNCHER}
-    return clean | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def start(path: Path, *options: str) -> subprocess.Popen[str]:

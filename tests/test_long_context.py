@@ -1,12 +1,12 @@
 """A training step on 16,384 tokens with the real vocabulary, and what it takes against whole logits."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from trainer_runs import environment
 
 PROGRAM = Path(__file__).with_name("long_context.py")
 VOCABULARY, TOKENS = 151_936, 16_384
@@ -20,10 +20,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 def call(*arguments: object) -> str:
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
     done = subprocess.run(
         [sys.executable, str(PROGRAM), *map(str, arguments)],
-        capture_output=True, text=True, timeout=1800, env=clean | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, timeout=1800, env=environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -1,6 +1,5 @@
 """Two ranks compute what one does: ZeRO 1, 2, 3, offloading, samples shared out, sequence parallelism, adapters."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rank_cases import CASES, QUICK, REFERENCES, all_samples, make_model, run_case
+from trainer_runs import environment
 
 from rlplus.trainer.policy import initialize_distributed
 
@@ -34,11 +34,9 @@ def alone(folder: Path) -> Results:
 def on_two_ranks(folder: Path, output: str, names: list[str]) -> Results:
     script = Path(__file__).with_name("rank_cases.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
-    here = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(script.parents[1])}
     done = subprocess.run(
         [*launch, str(script), str(folder), output, *names],
-        capture_output=True, text=True, env=clean | here, timeout=300,
+        capture_output=True, text=True, env=environment(), timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     results: Results = torch.load(folder / f"{output}.pt")

@@ -1,6 +1,5 @@
 """A run and its engine: the probe after a push, engines that fail in mid-run."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import fail, same, torchrun
-from trainer_runs import metrics, run_config
+from trainer_runs import environment, metrics, run_config
 
 import rlplus.rollout.process
 import rlplus.trainer.engine
@@ -226,8 +225,7 @@ def test_a_gather_that_waits_for_an_absent_rank_is_named_and_ended(tmp_path):
     path.write_text(config.to_yaml())
     script.write_text(ABSENT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(script), str(path)]
-    environment = os.environ | {"PYTHONPATH": str(Path(rlplus.__file__).parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
     assert done.returncode != 0
     wanted = "rank 0: the push of version 0 waited more than 3 s for the trainer to gather model.embed_tokens.weight"
     assert wanted in done.stderr, done.stderr[-4000:]
@@ -264,8 +262,7 @@ def test_an_engine_that_fails_on_one_rank_is_everybodys(tmp_path, overlap):
     path.write_text(config.to_yaml())
     script.write_text(ONE_FAILS)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(script), str(path)]
-    environment = os.environ | {"PYTHONPATH": str(Path(rlplus.__file__).parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
     if overlap:
         assert done.returncode != 0
         said = "EngineFailed: the rollout engine failed: rank 1: RuntimeError('CUDA error: an illegal memory access was"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engine_runs import fail, same
-from trainer_runs import metrics, run_config
+from trainer_runs import environment, metrics, run_config
 
 import rlplus
 from rlplus.config import Config
@@ -171,9 +171,8 @@ def test_a_terminal_that_is_gone_costs_no_checkpoint(tmp_path):
     config = run_config(tmp_path, train={"steps": 100_000})
     path, folder = tmp_path / "run.yaml", Path(config.output_dir)
     path.write_text(config.to_yaml())
-    environment = os.environ | {"PYTHONPATH": str(Path(rlplus.__file__).parents[1])}
     process = subprocess.Popen(
-        [sys.executable, "-m", "rlplus", "train", str(path)], stderr=subprocess.PIPE, env=environment
+        [sys.executable, "-m", "rlplus", "train", str(path)], stderr=subprocess.PIPE, env=environment()
     )
     assert process.stderr is not None
     lines = folder / "metrics.jsonl"
@@ -264,10 +263,9 @@ def test_a_signal_to_one_rank_gives_up_the_step_of_all(tmp_path, zero_stage):
     path.write_text(config.to_yaml())
     script.write_text(ONE_IS_SIGNALLED)
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    environment = os.environ | {"PYTHONPATH": str(Path(rlplus.__file__).parents[1])}
 
     def run(*command: str) -> str:
-        done = subprocess.run([*launch, *command], capture_output=True, text=True, timeout=300, env=environment)
+        done = subprocess.run([*launch, *command], capture_output=True, text=True, timeout=300, env=environment())
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stdout
 
@@ -289,9 +287,8 @@ def test_torchrun_waits_as_long_as_it_is_told(tmp_path):
     path, folder = tmp_path / "run.yaml", Path(config.output_dir)
     path.write_text(config.to_yaml())
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--shutdown-timeout", "300"]
-    environment = os.environ | {"PYTHONPATH": str(Path(rlplus.__file__).parents[1])}
     process = subprocess.Popen(
-        [*command, "-m", "rlplus", "train", str(path)], stderr=subprocess.PIPE, text=True, env=environment
+        [*command, "-m", "rlplus", "train", str(path)], stderr=subprocess.PIPE, text=True, env=environment()
     )
     lines = folder / "metrics.jsonl"
     while not (lines.exists() and lines.read_text().count("\n") >= 3):

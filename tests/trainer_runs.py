@@ -1,6 +1,8 @@
 """A tiny task and the configuration of runs on it, for the tests of trainer, checkpoint and command line."""
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,13 @@ def run_config(folder: Path, output: str = "run", **sections: dict[str, Any]) ->
     for name, changes in sections.items():
         values[name] = values.get(name, {}) | changes
     return Config.model_validate({"output_dir": str(folder / output)} | values)
+
+
+def environment() -> dict[str, str]:
+    """For a run in a process of its own: on the CPU, and no rank of a group that this process is in."""
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    clean = {name: value for name, value in os.environ.items() if name not in launcher}
+    return clean | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:

@@ -31,7 +31,7 @@ class TrainConfig(Section):
     backend, memory, max_scratch_mb
                             of the head, see rlplus.linear_policy_loss; memory least takes no fp32 copy of the head's
                             gradient, for about a third more time there
-    max_nonfinite           so many steps in a row with a non-finite loss or gradient stop the run
+    max_nonfinite           so many updates in a row with a non-finite loss or gradient stop the run; each is skipped
     overlap                 the next batch is generated while this one trains, and so by the policy of one update
                             before; the ratio is to that policy
     """

@@ -152,7 +152,8 @@ class Policy:
     ) -> list[PolicyLoss]:
         """Forward and backward passes of one update; every rank calls it with as many micro-batches.
 
-        The gradient is that of the sum of their losses. `step` must follow.
+        The gradient is that of the sum of their losses; `step` is taken on it. before_each: called before each one, and
+        may raise.
         """
         outputs = []
         for i, batch in enumerate(batches):
