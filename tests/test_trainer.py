@@ -5,6 +5,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rlplus.config import Config, load_config
 from rlplus.data import Sample
 from rlplus.objective import ALGORITHMS
 from rlplus.ops import linear_policy_loss
+from rlplus.rollout.transformers import TransformersEngine
 from rlplus.trainer import Interrupted, Run, train
 from rlplus.trainer.batch import make_micro_batches, set_advantages
 
@@ -275,3 +277,31 @@ def test_least_memory_is_the_same_training(tmp_path, monkeypatch, stage):
     assert any(not torch.equal(first[name], start[name]) for name in first)
     for name, weight in first.items():
         torch.testing.assert_close(second[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_truncated_importance_weights_are_logged(tmp_path, monkeypatch):
+    """The share of sampled tokens that the trainer finds more likely than the engine did, by more than the cap."""
+    generate = TransformersEngine.generate
+
+    def skewed(engine: Any, *args: Any, **options: Any) -> Any:
+        answers = generate(engine, *args, **options)
+        for group in answers:
+            for completion in group:
+                completion.logprob[::2] = [value - 0.3 for value in completion.logprob[::2]]
+        return answers
+
+    monkeypatch.setattr(TransformersEngine, "generate", skewed)
+
+    def draw_rewards(samples: Any, *_: Any) -> list[str]:
+        for i, sample in enumerate(samples):
+            sample.reward = float(i % 2)
+        return ["ok"] * len(samples)
+
+    monkeypatch.setattr("rlplus.trainer.loop.score", draw_rewards)
+    sections: dict[str, Any] = {"rollout": {"max_logprob_gap": 1.0}, "train": {"steps": 1}}
+    capped = {"preset": "grpo", "objective": {"mismatch_cap": 1.2}}
+    (row,) = metrics(train(run_config(tmp_path, "capped", algorithm=capped, **sections)))
+    assert 0.5 <= row["mismatch/truncated"] < 0.6  # every other token, the first included
+    assert row["mismatch/truncated"] == pytest.approx(row["mismatch/outside_10pct"])
+    (row,) = metrics(train(run_config(tmp_path, "free", algorithm={"preset": "grpo"}, **sections)))
+    assert "mismatch/truncated" not in row

@@ -98,6 +98,8 @@ def tally_update(
         ("clip_fraction", "clipped", "tokens_internal"),
     ):
         tally.mean(f"actor/{metric}", total[name], total[count])
+    if "mismatch_truncated" in total:  # there is a cap
+        tally.mean("mismatch/truncated", total["mismatch_truncated"], total["tokens_internal"])
     tally.mean("actor/nonfinite", not applied)
     tally.mean("actor/lr", lr)
     if applied and grad_norm is not None:

@@ -183,7 +183,7 @@ class Policy:
             token_weight=batch.token_weight,
             external=batch.external,
             ref_logprob=batch.ref_logprob,
-            engine_logprob=batch.engine_logprob,
+            engine_logprob=None if self.objective.mismatch_cap is None else batch.engine_logprob,
             entropy_weight=batch.entropy_weight,
             objective=self.objective,
             memory=self.config.train.memory,

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
+from rlplus import agree
 from rlplus.data import MicroBatch, Sample, pack
 
 
@@ -131,10 +132,9 @@ def check_attention(hidden: Callable[[MicroBatch], Tensor], vocabulary: int, par
     leaks = bool((change[sequence == 1] > 1e-3 * scale).any())
     own = change[sequence == 0]
     blind = len(own) > 0 and not bool((own[-1] > 0).any())
-    found = torch.tensor([leaks, blind], dtype=torch.int64, device=base.device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    if found.any():
-        problem = "see each other" if found[0] else "do not see their own past"
+    leaks, blind = bool(agree.largest(leaks)), bool(agree.largest(blind))
+    if leaks or blind:
+        problem = "see each other" if leaks else "do not see their own past"
         raise ValueError(
             f"packed sequences {problem} under model.attention={attention} with this model: want an attention that "
             "keeps sequences apart where position_ids restart (transformers' sdpa, eager and flash_attention_2 do, in "
