@@ -18,7 +18,7 @@ from torch import Tensor
 
 import rlplus.rollout.vllm
 from rlplus.config import RolloutConfig
-from rlplus.rollout import RolloutEngine, RunFailed, make_engine
+from rlplus.rollout import RolloutEngine, RunFailed, make_engine, push
 from rlplus.rollout.push import watched
 
 SHAPES = {"first": torch.Size([2]), "second": torch.Size([3])}
@@ -53,16 +53,31 @@ def test_a_parameter_that_does_not_come_is_named(tmp_path: Path) -> None:
 def test_a_parameter_that_is_not_taken_is_named() -> None:
     weights = [(name, torch.zeros(shape)) for name, shape in SHAPES.items()]
 
-    def push(slow: str) -> None:
+    def push_to(slow: str) -> None:
         with watched(weights, SHAPES, version=1, timeout_s=0.2) as checked:
             for name, _ in checked:
                 time.sleep(60 if name == slow else 0)
             time.sleep(60)
 
     with pytest.raises(RunFailed, match="for the engine to load second "):
-        push("second")
+        push_to("second")
     with pytest.raises(RunFailed, match="for the engine to finish after second "):
-        push("none")
+        push_to("none")
+
+
+def test_an_alarm_at_the_last_moment_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The push is over, and the clock is being stopped: nothing may be left of it."""
+    stop, handler = push._Clock.stop, signal.getsignal(signal.SIGALRM)
+
+    def alarmed(clock: Any) -> None:
+        os.kill(os.getpid(), signal.SIGALRM)
+        stop(clock)
+
+    monkeypatch.setattr(push._Clock, "stop", alarmed)
+    weights = [(name, torch.zeros(shape)) for name, shape in SHAPES.items()]
+    with watched(weights, SHAPES, version=1, timeout_s=60.0) as checked:
+        assert len(list(checked)) == 2
+    assert signal.getsignal(signal.SIGALRM) == handler
 
 
 def test_a_slow_push_that_goes_on_is_no_hang() -> None:

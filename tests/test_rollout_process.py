@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -234,3 +236,30 @@ def test_folders_of_the_living_stay_and_those_of_the_dead_go(tmp_path: Path) -> 
     second.close()
     third.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dead_engine_whose_pipe_is_still_held_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that it started has the other end, too: the pipe takes a question until its buffer is full."""
+    model = tiny_model(tied=True)
+    save(model, tmp_path)
+    held: list[int] = []
+
+    def holding() -> tuple[Connection, Connection]:
+        ours, theirs = Pipe()
+        held.append(os.dup(theirs.fileno()))
+        return ours, theirs
+
+    monkeypatch.setattr(rlplus.rollout.process, "Pipe", holding)
+    engine = start_process("transformers", tmp_path)
+    try:
+        engine.push_weights(model.named_parameters(), 1)
+        os.kill(engine.pid, signal.SIGKILL)
+        time.sleep(0.5)
+        prompts = [PROMPTS[0]] * 20_000  # more than the buffer of a pipe
+        answers = engine.generate(prompts, [0] * (len(prompts) - 1) + [1], temperature=1.0, max_tokens=2, seed=0)
+        assert len(answers[-1]) == 1
+        assert engine.restarts == 1
+    finally:
+        engine.close()
+        for descriptor in held:
+            os.close(descriptor)

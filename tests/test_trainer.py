@@ -20,6 +20,7 @@ from rlplus.ops import linear_policy_loss
 from rlplus.rollout.transformers import TransformersEngine
 from rlplus.trainer import Interrupted, Run, train
 from rlplus.trainer.batch import make_micro_batches, set_advantages
+from rlplus.trainer.policy import Policy
 
 
 @pytest.fixture
@@ -277,6 +278,31 @@ def test_least_memory_is_the_same_training(tmp_path, monkeypatch, stage):
     assert any(not torch.equal(first[name], start[name]) for name in first)
     for name, weight in first.items():
         torch.testing.assert_close(second[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_forward_pass_that_is_not_finite_is_a_skipped_update_and_no_mismatch(tmp_path, monkeypatch):
+    accumulate, calls = Policy.accumulate, []
+
+    def poisoned(policy: Policy, *args: Any) -> Any:
+        calls.append(1)
+        norm = dict(policy.engine.module.lm.named_parameters())["model.norm.weight"]
+        kept = norm.detach().clone()
+        with torch.no_grad():
+            norm.mul_(float("nan") if len(calls) == 2 else 1.0)
+        outputs = accumulate(policy, *args)
+        with torch.no_grad():
+            norm.copy_(kept)
+        return outputs
+
+    monkeypatch.setattr(Policy, "accumulate", poisoned)
+    rows = metrics(train(run_config(tmp_path, train={"steps": 3})))
+    assert [row["actor/nonfinite"] for row in rows] == [0, 1, 0]
+    assert "mismatch/mean" not in rows[1]
+
+
+def test_the_learning_rate_is_that_of_the_logged_update(tmp_path):
+    rows = metrics(train(run_config(tmp_path, train={"steps": 3, "warmup_steps": 2, "lr": 1e-3})))
+    assert [row["actor/lr"] for row in rows] == pytest.approx([0.5e-3, 1e-3, 1e-3])
 
 
 def test_truncated_importance_weights_are_logged(tmp_path, monkeypatch):
