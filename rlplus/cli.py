@@ -1,7 +1,6 @@
 """The command line: rlplus train | plan | eval | report | demo."""
 
 import argparse
-import contextlib
 import json
 import logging
 import os
@@ -26,12 +25,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args) or 0)
     except (ValueError, OSError, RunFailed) as error:
-        print(f"rlplus {args.command}: {error}", file=sys.stderr)
+        _complain(f"rlplus {args.command}: {error}")
         return 2
     except KeyboardInterrupt as stop:
-        with contextlib.suppress(BrokenPipeError):  # Ctrl-C also ends what reads a pipe
-            print(f"rlplus {args.command}: {str(stop) or 'interrupted'}", file=sys.stderr)
+        _complain(f"rlplus {args.command}: {str(stop) or 'interrupted'}")
         return 128 + int(getattr(stop, "signal", signal.SIGINT))
+
+
+def _complain(message: str) -> None:
+    """On stderr, if anybody still reads it: Ctrl-C also ends `tee`. The exit status says it in any case."""
+    try:
+        print(message, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the interpreter flushes once more
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

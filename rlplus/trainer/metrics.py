@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -125,6 +126,7 @@ class _Console(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # nor shall the last flush fail
 
 
 class RunLog:
