@@ -66,6 +66,15 @@ pre { background: #f6f6f6; padding: .8rem 1rem; overflow-x: auto; font-size: .82
 """
 
 
+_WORK = {
+    "generate": "generate",
+    "forward_backward": "forward, backward",
+    "optimizer": "optimiser",
+    "old_logprob": "old logprobs",
+}
+_OVERHEAD = {"sync": "sync", "score": "score", "pack": "pack"}
+
+
 @dataclass(frozen=True)
 class RunData:
     """What a run left behind: the text of config.yaml, one object of metrics a step, warnings for the readers."""
@@ -134,7 +143,8 @@ def write_report(
     charts += [_curve_chart(trained, colours, *curve) for curve in _CURVES] if trained else []
     parts += ["<h2>Curves</h2>", _legend(colours), f'<div class="charts">{"".join(charts)}</div>']
     if trained:
-        parts += ["<h2>Training</h2>", _run_table(trained), "<h2>Configurations</h2>", *_configurations(trained)]
+        parts += ["<h2>Training</h2>", _run_table(trained), _phase_table(trained)]
+        parts += ["<h2>Configurations</h2>", *_configurations(trained)]
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
@@ -326,6 +336,23 @@ def _run_table(trained: Mapping[str, list[RunData]]) -> str:
             ])  # fmt: skip
     header = ["Run", "steps", "generated tokens", "time", "reward, mean of the last tenth"]
     return _table(header, rows)
+
+
+def _phase_table(trained: Mapping[str, list[RunData]]) -> str:
+    """Where a step's time goes, evaluations and each run's first step, which warms up, left out. Empty if unknown."""
+    rows = []
+    for label, runs in trained.items():
+        steps = [step for run in runs for step in run.metrics[1:] if "time/step" in step]
+        seconds = {p: sum(s.get(f"time/{p}", 0.0) for s in steps) for p in ("step", "evaluate", *_WORK, *_OVERHEAD)}
+        if (whole := seconds["step"] - seconds["evaluate"]) <= 0:
+            continue
+        overhead = whole - sum(seconds[phase] for phase in _WORK)
+        rest = overhead - sum(seconds[phase] for phase in _OVERHEAD)
+        shares = [*(seconds[phase] for phase in (*_WORK, *_OVERHEAD)), rest, overhead]
+        rows.append([escape(label), f"{whole / len(steps):.3g} s", *(f"{part / whole:.1%}" for part in shares)])
+    if not rows:
+        return ""
+    return _table(["", "step", *_WORK.values(), *_OVERHEAD.values(), "rest", "overhead: all from sync on"], rows)
 
 
 def _configurations(trained: Mapping[str, list[RunData]]) -> list[str]:

@@ -224,6 +224,21 @@ def test_load_run_of_a_killed_run(tmp_path: Path, left: int) -> None:
     assert "killed: The last line of metrics.jsonl was cut off after step 2" in (tmp_path / "report.html").read_text()
 
 
+def test_time_by_phase(tmp_path: Path) -> None:
+    """Shares of the steps after the first, without their evaluations."""
+    times = {"generate": 4.0, "forward_backward": 3.0, "optimizer": 0.5, "sync": 0.25, "score": 0.125, "pack": 0.0625}
+    phases = {f"time/{phase}": seconds for phase, seconds in times.items()}
+    warm = step_line(1, **{name: 100 * seconds for name, seconds in phases.items()} | {"time/step": 900.0})
+    plain = step_line(2, **phases | {"time/step": 8.0})
+    evaluated = step_line(3, **phases | {"time/step": 18.0, "time/evaluate": 10.0})
+    path = tmp_path / "report.html"
+    write_report(path, {"A": RunData("", (warm, plain, evaluated)), "no times": run(1)}, {})
+    text = Page(path.read_text()).text
+    assert "A 8 s 50.0% 37.5% 6.2% 0.0% 3.1% 1.6% 0.8% 0.8% 6.2%" in text
+    write_report(path, {"one step": run(1)}, {})
+    assert "overhead" not in Page(path.read_text()).text
+
+
 @pytest.mark.parametrize("bad", ['{"step": 1', "[1]", '{"step": 1}', "7", ""])
 def test_load_run_names_a_bad_line(tmp_path: Path, bad: str) -> None:
     good = json.dumps(step_line(1))
