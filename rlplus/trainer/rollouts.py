@@ -129,12 +129,13 @@ class Rollouts:
         samples = [Sample(e.prompt, e.demonstration or [], 0, True, False, None) for e in demonstrated]
         budget, device = self.config.train.tokens_per_micro_batch, self.policy.device
         batches = forward_batches(samples, self.config, self.pad_id, device, budget)
+        missing = int(agree.largest(len(batches))) - len(batches)
         logprobs: list[list[float]] = [[] for _ in samples]
         for batch in batches:
             values = self.policy.logprob(batch)
             for sequence in batch.sequence.unique().tolist():
                 logprobs[sequence] = values[batch.sequence == sequence].tolist()
-        for _ in range(int(agree.largest(len(batches))) - len(batches)):
+        for _ in range(missing):
             self.policy.logprob(dummy(self.pad_id).to(device))  # under ZeRO-3 all ranks take part in each forward pass
         return indices, logprobs
 
