@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,9 @@ SAVING = "saving"
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint under `folder`, or None."""
     pointer = folder / "latest"
-    if not pointer.is_file():
-        return None
+    if not pointer.is_file():  # lost, or not yet written: what was renamed is complete
+        complete = sorted(folder.glob("step-*/state.json"))
+        return complete[-1].parent if complete else None
     checkpoint = folder / pointer.read_text().strip()
     if not (checkpoint / "state.json").is_file():
         raise ValueError(f"{pointer} names {checkpoint.name}, which is not there or not complete")
@@ -132,6 +132,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} is damaged, it is not JSON: {error}") from error
+    if not isinstance(state, dict) or not {"step", "world_size"} <= state.keys():
+        raise ValueError(f"{file} is damaged: want an object with step and world_size; got {str(state)[:100]}")
     return state
 
 
@@ -142,8 +144,8 @@ def read_rank_state(checkpoint: Path) -> Any:
         return None
     try:
         return torch.load(file, weights_only=False)
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        raise ValueError(f"{checkpoint} is damaged, {file.name} cannot be read: {error}") from error
+    except Exception as error:  # unpickling what is damaged can raise anything
+        raise ValueError(f"{checkpoint} is damaged, {file.name} cannot be read: {error!r}") from error
 
 
 def load(engine: Any, checkpoint: Path) -> None:
@@ -156,8 +158,8 @@ def load(engine: Any, checkpoint: Path) -> None:
     try:
         path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
         generators = torch.load(checkpoint / f"rng-{dist.get_rank()}.pt", weights_only=False)
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        raise ValueError(f"{checkpoint} is damaged, a file cannot be read: {error}") from error
+    except Exception as error:
+        raise ValueError(f"{checkpoint} is damaged, a file cannot be read: {error!r}") from error
     if path is None:
         raise ValueError(f"DeepSpeed found no checkpoint in {checkpoint}")
     set_random_state(generators)

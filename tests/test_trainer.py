@@ -30,12 +30,48 @@ def tiny_run(tmp_path):
         yield run
 
 
-def test_a_scratch_model_left_by_an_unfinished_run_is_not_used(tmp_path, tiny_run):
-    left = load_file(tiny_run.folder / "scratch/model.safetensors")
-    with Run(run_config(tmp_path, train={"seed": 1}), resume=False):
-        made = load_file(tiny_run.folder / "scratch/model.safetensors")
+def test_a_scratch_model_left_by_an_unfinished_run_is_not_used(tmp_path):
+    made = []
+    for seed in (0, 1):
+        with Run(run_config(tmp_path, train={"seed": seed}), resume=False) as run:
+            made.append(load_file(run.folder / "scratch/model.safetensors"))
     name = "model.layers.0.mlp.up_proj.weight"
-    assert not torch.equal(left[name], made[name])
+    assert not torch.equal(made[0][name], made[1][name])
+
+
+def test_a_folder_that_another_run_writes_into_is_refused(tmp_path, tiny_run):
+    with pytest.raises(ValueError, match=r"another run is writing into .*run: wait for its end"):
+        train(run_config(tmp_path))
+
+
+def test_data_that_changed_are_refused_on_resume(tmp_path):
+    """Also where their number is the same."""
+    config = run_config(tmp_path, train={"steps": 1})
+    train(config)
+    task = tmp_path / "task.jsonl"
+    lines = task.read_text().splitlines()
+    task.write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
+    more = changed(config, "train", steps=2)
+    with pytest.raises(ValueError, match=r"step-000001 was written by a run on other data than .*task.jsonl: it has"):
+        train(more, resume=True)
+    task.write_text("\n".join(lines) + "\n")
+    train(more, resume=True)
+
+
+def test_a_failure_before_the_update_costs_one_step(tmp_path, monkeypatch):
+    """Here: the weights cannot be handed over."""
+    push = TransformersEngine.push_weights
+
+    def full(engine: Any, weights: Any, version: int) -> None:
+        if version == 3:
+            raise OSError(28, "No space left on device")
+        push(engine, weights, version)
+
+    monkeypatch.setattr(TransformersEngine, "push_weights", full)
+    config = run_config(tmp_path, train={"steps": 5})
+    with pytest.raises(OSError, match="No space left"):
+        train(config)
+    assert (Path(config.output_dir) / "checkpoints/latest").read_text() == "step-000003"
 
 
 def batch_of_samples(seed: int = 0) -> list[Sample]:

@@ -223,7 +223,7 @@ def serve(pipe: Connection) -> None:
     while engine is not None:
         try:
             question = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             engine.close()
             return
         answer(question)

@@ -59,10 +59,11 @@ class SyncedEngine:
             self.gap = self._probe()
             self._probed = version
             if not self.gap <= (limit := max_gap(self.config)):
-                raise RunFailed(
+                raise EngineFailed(
                     f"the mean gap between the logprobs of the {self.engine.name} engine and of the trainer is "
                     f"{self.gap:.2e} after the push of version {version}; want at most "
-                    f"rollout.max_logprob_gap={limit:g}"
+                    f"rollout.max_logprob_gap={limit:g}",
+                    clear=True,
                 )
 
     def _probe(self) -> float:

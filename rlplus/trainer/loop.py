@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlplus.config import Config
+from rlplus.rollout import RunFailed
 from rlplus.trainer.batch import make_micro_batches, score, set_advantages
 from rlplus.trainer.engine import EngineFailed
 from rlplus.trainer.metrics import Tally, tally_mismatch, tally_samples, tally_update
@@ -32,8 +33,9 @@ def train(config: Config, *, resume: bool = False, evaluate: Evaluate | None = N
         except StepGivenUp as stop:
             run.give_up_step()
             run.interrupted = stop.number
-        except EngineFailed:
-            run.give_up_step()
+        except (RunFailed, OSError, ValueError) as failure:
+            if isinstance(failure, EngineFailed) or run.world == 1:  # else other ranks may not have failed
+                run.give_up_step()
             raise
         run.conclude()  # raises Interrupted after a signal
         return run.folder

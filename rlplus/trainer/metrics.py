@@ -141,7 +141,7 @@ class RunLog:
             return
         self.console = _Console(stderr=True)
         self.path = folder / "metrics.jsonl"
-        kept = [line for line in _complete_lines(self.path) if json.loads(line)["step"] <= step]
+        kept = [line for line in _complete_lines(self.path) if _step_of(line, self.path) <= step]
         rewritten = self.path.with_suffix(".new")
         rewritten.write_text("".join(f"{line}\n" for line in kept))
         rewritten.replace(self.path)
@@ -194,6 +194,13 @@ def _shown(step: int, metrics: dict[str, float]) -> str:
         if name in metrics:
             parts.append(f"{label} {metrics[name]:{form}}")
     return "  ".join(parts)
+
+
+def _step_of(line: str, path: Path) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: want lines with a step; got {line[:80]!r}. Mend or move it") from error
 
 
 def _complete_lines(path: Path) -> list[str]:

@@ -1,10 +1,13 @@
 """A run's parts and its place in time: everything that the loop needs and a checkpoint must remember."""
 
+import fcntl
 import gc
+import hashlib
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +19,7 @@ from rlplus.data import Example, PromptSampler, Sample, load_examples, load_toke
 from rlplus.objective import Algorithm
 from rlplus.reward import DemonstrationReport, Scorer, grade_demonstrations
 from rlplus.rollout import RunFailed, make_engine
-from rlplus.trainer.engine import SyncedEngine, max_gap
+from rlplus.trainer.engine import EngineFailed, SyncedEngine, max_gap
 from rlplus.trainer.metrics import RunLog, Tally
 from rlplus.trainer.model import prepare_model
 from rlplus.trainer.policy import Policy, initialize_distributed
@@ -66,6 +69,7 @@ class Run:
             )
         self._check_shared(last)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock(stack)
         model_path, model_config = prepare_model(config.model, self.folder, config.train.seed)
         longest = max(config.max_sample_length, config.max_generation_length)
         if longest > (places := getattr(model_config, "max_position_embeddings", longest)):
@@ -123,13 +127,28 @@ class Run:
                 f"want {self.folder} on a file system that all ranks share; its newest checkpoint is {seen}"
             )
 
+    def _lock(self, stack: ExitStack) -> None:
+        """ValueError on all ranks while another run writes into the folder; the kernel frees a killed run's lock."""
+        failure: Exception | None = None
+        if self.rank == 0:
+            file = stack.enter_context((self.folder / ".lock").open("a"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                failure = error
+        if agree.failures(failure):
+            raise ValueError(
+                f"another run is writing into {self.folder}: wait for its end, or choose another output_dir. Ranks "
+                "whose launcher was killed go on training: look for them"
+            )
+
     def _load_data(self) -> tuple[list[Example], list[str]]:
         """Examples whose demonstrations the run's own reward accepts, and what was dropped on the way."""
         data = self.config.data
         examples, report = load_examples(
             data, self.tokenizer, max_demonstration_length=self.config.max_demonstration_length
         )
-        notes = [report.summary()]
+        self._loaded, notes = examples, [report.summary()]
         if self.algorithm.demonstrations != "none":
             examples, graded = self._grade(examples)
             notes.append(graded.summary())
@@ -154,10 +173,15 @@ class Run:
 
     def _restore(self, last: Path) -> None:
         state = checkpoint.read_state(last)
-        written = Config.model_validate(state["config"])  # a key that is newer than the checkpoint has its default
+        try:
+            written = Config.model_validate(state["config"])  # a key that is newer than the checkpoint has its default
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{last} holds a configuration that this version does not read: {error}") from error
         changed = _differences(written.model_dump(mode="json"), self.config.model_dump(mode="json"))
         if changed:
             raise ValueError(f"{last} was written with another configuration: {'; '.join(changed)}")
+        if state.get("examples", self.fingerprint) != self.fingerprint:
+            raise ValueError(f"{last} was written by a run on other data than {self.config.data.path}: it has changed")
         self.step, self.generated, self.nonfinite = state["step"], state["generated"], state["nonfinite"]
         self.sampler.load_state_dict(state["sampler"])
         checkpoint.load(self.policy.engine, last)
@@ -224,10 +248,11 @@ class Run:
         limit = max_gap(self.config)
         gap, tokens = agree.sums(*tally.means.get("mismatch/mean", (0.0, 0.0)))
         if tokens and not gap / tokens <= limit:
-            raise RunFailed(
+            raise EngineFailed(
                 f"step {self.step + 1}: the mean gap between the logprobs of the {self.engine.engine.name} engine and "
                 f"of the trainer is {gap / tokens:.2e}; want at most rollout.max_logprob_gap={limit:g}. "
-                "No weight was changed"
+                "No weight was changed",
+                clear=True,
             )
 
     def evaluate(self, evaluate: Callable[["Run"], dict[str, float]], tally: Tally) -> None:
@@ -261,12 +286,23 @@ class Run:
         checkpoint.set_random_state(self.random_state)
         self.save_checkpoint()
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the data as loaded, in their order."""
+        digest = hashlib.sha256()
+        for example in self._loaded:
+            for tokens in (example.prompt, example.demonstration or ()):
+                digest.update(array("q", [len(tokens), *tokens]).tobytes())
+            digest.update(example.answer.encode() + b"\0")
+        return digest.hexdigest()
+
     def save_checkpoint(self) -> None:
         state = {
             "generated": self.generated,
             "nonfinite": self.nonfinite,
             "sampler": self.sampler.state_dict(),
             "config": self.config.model_dump(mode="json"),
+            "examples": self.fingerprint,
         }
         ahead = self.rollouts.state()
         checkpoint.save(self.policy.engine, self.checkpoints, self.step, state, self.config.checkpoint.keep, ahead)
