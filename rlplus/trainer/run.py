@@ -1,8 +1,10 @@
 """A run's parts and its place in time: everything that the loop needs and a checkpoint must remember."""
 
+import errno
 import fcntl
 import gc
 import hashlib
+import logging
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -31,6 +33,8 @@ MAY_CHANGE = {"output_dir", "checkpoint", "evaluation", "train.steps", "train.ge
 MAY_CHANGE |= {f"rollout.{name}" for name in ("push_bucket_mb", "push_timeout_s", "push_folder", "server_url")}
 MAY_CHANGE |= {f"rollout.{name}" for name in ("sleep", "gpu_memory_utilization", "kv_cache_memory_mb", "enforce_eager")}
 MAY_CHANGE |= {"rollout.max_logprob_gap", "reward.workers", "reward.timeout_s", "reward.memory_mb"}
+
+logger = logging.getLogger(__name__)
 
 
 class Run:
@@ -131,16 +135,20 @@ class Run:
         """ValueError on all ranks while another run writes into the folder; the kernel frees a killed run's lock."""
         failure: Exception | None = None
         if self.rank == 0:
-            file = stack.enter_context((self.folder / ".lock").open("a"))
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                failure = error
-        if agree.failures(failure):
-            raise ValueError(
-                f"another run is writing into {self.folder}: wait for its end, or choose another output_dir. Ranks "
-                "whose launcher was killed go on training: look for them"
-            )
+                fcntl.flock(stack.enter_context((self.folder / ".lock").open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                failure = ValueError(
+                    f"another run is writing into {self.folder}: wait for its end, or choose another output_dir. Ranks "
+                    "whose launcher was killed go on training: look for them"
+                )
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    failure = error
+                else:
+                    logger.warning("no locks in %s (%s): nothing keeps another run out of it", self.folder, error)
+        if what := agree.failures(failure):
+            raise ValueError(what)
 
     def _load_data(self) -> tuple[list[Example], list[str]]:
         """Examples whose demonstrations the run's own reward accepts, and what was dropped on the way."""
