@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 
@@ -11,6 +12,8 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", VLLM_NO_US
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 for name in (*LAUNCHER, "RLPLUS_BACKEND"):
     os.environ.pop(name, None)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
