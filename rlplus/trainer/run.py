@@ -1,15 +1,10 @@
 """A run's parts and its place in time: everything that the loop needs and a checkpoint must remember."""
 
-import errno
-import fcntl
 import gc
-import hashlib
-import logging
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,20 +16,13 @@ from rlplus.data import Example, PromptSampler, Sample, load_examples, load_toke
 from rlplus.objective import Algorithm
 from rlplus.reward import DemonstrationReport, Scorer, grade_demonstrations
 from rlplus.rollout import RunFailed, make_engine
+from rlplus.trainer import folder
 from rlplus.trainer.engine import EngineFailed, SyncedEngine, max_gap
 from rlplus.trainer.metrics import RunLog, Tally
 from rlplus.trainer.model import prepare_model
 from rlplus.trainer.policy import Policy, initialize_distributed
 from rlplus.trainer.rollouts import Batch, Rollouts
 from rlplus.trainer.stop import Interrupted, StopSignal
-
-# What may differ between a checkpoint's configuration and the one that resumes it.
-MAY_CHANGE = {"output_dir", "checkpoint", "evaluation", "train.steps", "train.generated_tokens", "train.max_nonfinite"}
-MAY_CHANGE |= {f"rollout.{name}" for name in ("push_bucket_mb", "push_timeout_s", "push_folder", "server_url")}
-MAY_CHANGE |= {f"rollout.{name}" for name in ("sleep", "gpu_memory_utilization", "kv_cache_memory_mb", "enforce_eager")}
-MAY_CHANGE |= {"rollout.max_logprob_gap", "reward.workers", "reward.timeout_s", "reward.memory_mb"}
-
-logger = logging.getLogger(__name__)
 
 
 class Run:
@@ -71,9 +59,9 @@ class Run:
             raise ValueError(
                 f"want prompts_per_step and _per_update multiples of the {self.world} ranks; got {per_update}"
             )
-        self._check_shared(last)
+        folder.check_shared(self.folder, last)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock(stack)
+        folder.lock(self.folder, stack)
         model_path, model_config = prepare_model(config.model, self.folder, config.train.seed)
         longest = max(config.max_sample_length, config.max_generation_length)
         if longest > (places := getattr(model_config, "max_position_embeddings", longest)):
@@ -122,41 +110,13 @@ class Run:
         gc.freeze()
         stack.callback(gc.unfreeze)
 
-    def _check_shared(self, last: Path | None) -> None:
-        """ValueError where ranks do not see the same checkpoint: some would start anew, and train on other steps."""
-        names = agree.gathered(None if last is None else last.name)
-        if len(set(names)) > 1:
-            seen = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
-            raise ValueError(
-                f"want {self.folder} on a file system that all ranks share; its newest checkpoint is {seen}"
-            )
-
-    def _lock(self, stack: ExitStack) -> None:
-        """ValueError on all ranks while another run writes into the folder; the kernel frees a killed run's lock."""
-        failure: Exception | None = None
-        if self.rank == 0:
-            try:
-                fcntl.flock(stack.enter_context((self.folder / ".lock").open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                failure = ValueError(
-                    f"another run is writing into {self.folder}: wait for its end, or choose another output_dir. Ranks "
-                    "whose launcher was killed go on training: look for them"
-                )
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    failure = error
-                else:
-                    logger.warning("no locks in %s (%s): nothing keeps another run out of it", self.folder, error)
-        if what := agree.failures(failure):
-            raise ValueError(what)
-
     def _load_data(self) -> tuple[list[Example], list[str]]:
         """Examples whose demonstrations the run's own reward accepts, and what was dropped on the way."""
         data = self.config.data
         examples, report = load_examples(
             data, self.tokenizer, max_demonstration_length=self.config.max_demonstration_length
         )
-        self._loaded, notes = examples, [report.summary()]
+        self.fingerprint, notes = folder.fingerprint(examples), [report.summary()]
         if self.algorithm.demonstrations != "none":
             examples, graded = self._grade(examples)
             notes.append(graded.summary())
@@ -180,16 +140,7 @@ class Run:
         return kept, graded
 
     def _restore(self, last: Path) -> None:
-        state = checkpoint.read_state(last)
-        try:
-            written = Config.model_validate(state["config"])  # a key that is newer than the checkpoint has its default
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{last} holds a configuration that this version does not read: {error}") from error
-        changed = _differences(written.model_dump(mode="json"), self.config.model_dump(mode="json"))
-        if changed:
-            raise ValueError(f"{last} was written with another configuration: {'; '.join(changed)}")
-        if state.get("examples", self.fingerprint) != self.fingerprint:
-            raise ValueError(f"{last} was written by a run on other data than {self.config.data.path}: it has changed")
+        state = folder.read_state(last, self.config, self.fingerprint)
         self.step, self.generated, self.nonfinite = state["step"], state["generated"], state["nonfinite"]
         self.sampler.load_state_dict(state["sampler"])
         checkpoint.load(self.policy.engine, last)
@@ -294,16 +245,6 @@ class Run:
         checkpoint.set_random_state(self.random_state)
         self.save_checkpoint()
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Of the data as loaded, in their order."""
-        digest = hashlib.sha256()
-        for example in self._loaded:
-            for tokens in (example.prompt, example.demonstration or ()):
-                digest.update(array("q", [len(tokens), *tokens]).tobytes())
-            digest.update(example.answer.encode() + b"\0")
-        return digest.hexdigest()
-
     def save_checkpoint(self) -> None:
         state = {
             "generated": self.generated,
@@ -325,16 +266,3 @@ class Run:
         if self.rank == 0:
             self.tokenizer.save_pretrained(str(model))
         self.log.say(f"{self.step} steps done; model in {model}")
-
-
-def _differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    found = []
-    for key in sorted(saved.keys() | now.keys()):
-        name, was, is_ = f"{prefix}{key}", saved.get(key), now.get(key)
-        if name in MAY_CHANGE or was == is_:
-            continue
-        if isinstance(was, dict) and isinstance(is_, dict):
-            found += _differences(was, is_, f"{name}.")
-        else:
-            found.append(f"{name} was {was!r}, is {is_!r}")
-    return found
