@@ -1,10 +1,17 @@
 """Reinforcement learning of language models at kernel speed: RL-PLUS and its relatives.
 
-Importing this package loads torch, and neither DeepSpeed nor vLLM.
+Importing this package loads nothing. The first use of a name imports torch and, for those of `rlplus.ops`, registers
+the operators under `torch.ops.rlplus`; neither needs DeepSpeed or vLLM. To register them without calling one (to load
+an exported program, say), `import rlplus.ops`.
 """
 
-from rlplus.objective import ALGORITHMS, Algorithm, Objective, group_advantages, policy_loss, token_weights
-from rlplus.ops import PolicyLoss, RLPlusLoss, linear_logprob, linear_policy_loss
+from typing import TYPE_CHECKING
+
+from rlplus.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rlplus.objective import ALGORITHMS, Algorithm, Objective, group_advantages, policy_loss, token_weights
+    from rlplus.ops import PolicyLoss, RLPlusLoss, linear_logprob, linear_policy_loss
 
 __version__ = "0.1.0"
 
@@ -20,3 +27,11 @@ __all__ = [
     "policy_loss",
     "token_weights",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "objective": ("ALGORITHMS", "Algorithm", "Objective", "group_advantages", "policy_loss", "token_weights"),
+        "ops": ("PolicyLoss", "RLPlusLoss", "linear_logprob", "linear_policy_loss"),
+    },
+)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlplus import __version__
-from rlplus.rollout import RunFailed
+from rlplus.errors import RunFailed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +21,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parse(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    _quiet_imports()
     try:
         return int(args.run(args) or 0)
     except (ValueError, OSError, RunFailed) as error:
@@ -93,7 +92,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _quiet_imports() -> None:
-    """Keep libraries' banners off the terminal, and DeepSpeed from searching for accelerators where there is none."""
+    """Import the slow libraries, without their banners, and without DeepSpeed's search for accelerators on a CPU.
+
+    Called when the arguments and the configuration are known to be right: what is wrong with them is said at once.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     logging.getLogger("huggingface_hub").propagate = False  # it prints by itself, too
@@ -108,9 +110,11 @@ def _quiet_imports() -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
-    from rlplus.config import load_config
+    from rlplus.config import check_training_files, load_config
 
-    config = load_config(args.config, args.overrides)  # before the slow imports: its errors should come at once
+    config = load_config(args.config, args.overrides)
+    check_training_files(config)
+    _quiet_imports()
     from rich.console import Console
 
     from rlplus.evaluation import evaluator
@@ -134,9 +138,12 @@ def _train(args: argparse.Namespace) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     """Exit status 1: the run does not fit."""
-    from rlplus.config import load_config
+    from rlplus.config import check_model_path, load_config
 
     config = load_config(args.config, args.overrides)
+    if config.model.path is not None:
+        check_model_path(config.model.path)
+    _quiet_imports()
     from rich.console import Console
 
     from rlplus.plan import make_cluster, make_plan
@@ -151,16 +158,19 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> None:
-    from rlplus.config import load_config
+    from rlplus.config import check_evaluation_files, check_output_folder, load_config
 
     config = load_config(args.config, args.overrides)
+    output = Path(args.output or Path(config.output_dir) / "evaluation.json")
+    check_output_folder(output.parent, "--output" if args.output else "output_dir")
+    check_evaluation_files(config, args.model)
+    _quiet_imports()
     from rich.console import Console
     from rich.table import Table
 
     from rlplus.evaluation import evaluate_model
 
     results = evaluate_model(config, args.model)
-    output = Path(args.output or Path(config.output_dir) / "evaluation.json")
     output.parent.mkdir(parents=True, exist_ok=True)
     table = Table("benchmark", "problems", "pass@k", "mean", "95% interval")
     for name, result in results.items():
@@ -175,6 +185,7 @@ def _eval(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
+    _quiet_imports()
     from rlplus.evaluation import Evaluation
     from rlplus.report import load_run, write_report
 
@@ -189,6 +200,7 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _demo(args: argparse.Namespace) -> None:
+    _quiet_imports()
     from rlplus.demo import run_demo
 
     run_demo(args.output, seeds=args.seeds)

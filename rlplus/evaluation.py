@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlplus.config import Config
+from rlplus.config import Config, check_evaluation_files
 from rlplus.data import Example, load_examples, load_tokenizer
 from rlplus.reward import Scorer
 from rlplus.rollout import RolloutEngine, make_engine
@@ -184,9 +184,8 @@ def evaluate_model(config: Config, model: str | None = None) -> dict[str, Evalua
 
     The same problems, samples and seed for every model. ValueError without evaluation data or model.
     """
+    check_evaluation_files(config, model)
     path = Path(config.output_dir) / "model" if model is None else Path(model)
-    if model is None and not (path / "config.json").is_file():
-        raise ValueError(f"want a trained model in {path}, or --model with a folder; got none")
     settings = config.model.model_copy(update={"path": str(path), "scratch": None})
     tokenizer = load_tokenizer(settings)
     problems = _problems(config, tokenizer)
@@ -215,8 +214,7 @@ def evaluate_model(config: Config, model: str | None = None) -> dict[str, Evalua
 
 def _problems(config: Config, tokenizer: Any) -> list[Example]:
     data = config.evaluation.data
-    if data is None:
-        raise ValueError("want evaluation.data, the problems to evaluate on; the configuration has none")
+    assert data is not None
     return load_examples(data, tokenizer, max_demonstration_length=config.max_demonstration_length)[0]
 
 

@@ -64,12 +64,56 @@ def test_benchmarks_are_reported_apart(config_file, tmp_path, capsys):
     assert "run: bench/0" in (tmp_path / "report.html").read_text()
 
 
+QUICK = """
+import contextlib, io, json, sys
+from rlplus.cli import main
+for arguments, status, message in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            came = main(arguments)
+        except SystemExit as end:
+            came = end.code
+    text = said.getvalue()
+    assert came == status and message in text and "Traceback" not in text, (arguments, came, message, text)
+    assert not {"torch", "numpy", "transformers", "pyarrow", "matplotlib"} & set(sys.modules), arguments
+"""
+
+
+def test_what_needs_no_model_is_answered_without_torch(config_file, tmp_path):
+    """Help, mistyped keys and missing files: nothing slow is imported before they are said."""
+    train, run = ["train", str(config_file)], tmp_path / "run"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    path = ["model.scratch=null", "model.path"]
+    cases = [
+        (["--help"], 0, "usage: rlplus"),
+        (["--version"], 0, "rlplus 0."),
+        ([*train, "train.lrr=1"], 2, "train.lrr: unknown key; nearest: train.lr"),
+        (["train", "nowhere.yaml"], 2, "nowhere.yaml: no such file"),
+        ([*train, "data.path=nowhere.jsonl"], 2, "want a data file; got data.path nowhere.jsonl: no such file"),
+        ([*train, f"data.path={tmp_path}"], 2, f"got data.path {tmp_path}: it is a folder"),
+        ([*train, "data.path=[task.csv]"], 2, "got data.path task.csv"),
+        ([*train, "evaluation.data.path=nowhere.jsonl"], 2, "got evaluation.data.path nowhere.jsonl: no such file"),
+        ([*train, path[0], f"{path[1]}=./nowhere"], 2, "hub name; got './nowhere': no such folder"),
+        ([*train, path[0], f"{path[1]}={tmp_path}/empty"], 2, "the folder has no config.json"),
+        ([*train, path[0], f"{path[1]}={tmp_path}/file"], 2, "it is a file"),
+        ([*train, f"output_dir={tmp_path}/file/run"], 2, f"{tmp_path}/file is a file"),
+        (["plan", str(config_file), path[0], f"{path[1]}=a/b/c"], 2, "hub name; got 'a/b/c': no such folder"),
+        (["eval", str(config_file)], 2, f"want a trained model in {run}/model"),
+        (["eval", str(config_file), "--model", f"{tmp_path}/no"], 2, "want --model a Hugging Face folder or hub name"),
+        (["eval", str(config_file), "--output", f"{tmp_path}/file/x.json"], 2, "want --output a folder"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", QUICK, json.dumps(cases)], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train.lrr=1"], r"train.lrr: unknown key; nearest: train.lr"),
         (["train.lr=fast"], r"train.lr: want a valid number; got 'fast' (str)"),
-        (["data.path=nowhere.jsonl"], r"nowhere.jsonl: no such file"),
         (["data.max_prompt_length=2"], r"100.0% of the rows would be dropped"),
         (["data.max_demonstration_length=2"], r"demonstrations longer than 2 tokens"),
         (["algorithm.preset=rlpuls"], r"nearest: rlplus"),
@@ -133,11 +177,6 @@ def test_a_damaged_checkpoint_is_named(config_file, tmp_path, capsys):
     (saved / "state.json").write_text("{")
     assert main(["train", str(config_file), "train.steps=2", "--resume"]) == 2
     assert f"{saved}/state.json is damaged" in capsys.readouterr().err
-
-
-def test_eval_without_data_or_model(config_file, capsys):
-    assert main(["eval", str(config_file)]) == 2
-    assert "want a trained model in" in capsys.readouterr().err
 
 
 @pytest.mark.vllm

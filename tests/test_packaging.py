@@ -109,9 +109,50 @@ def test_a_failed_build_leaves_a_working_wheel_unless_it_is_asked_for(source: Pa
         build_wheel(copy, tmp_path, RLPLUS_EXT="1", CXX="false")
 
 
+SLOW = "{'torch', 'numpy', 'transformers', 'deepspeed', 'vllm', 'pyarrow', 'rich'}"
+NAMES = f"""
+import sys
+import rlplus
+assert not {SLOW} & set(sys.modules), "import rlplus"
+assert {{"Objective", "linear_policy_loss", "ops", "__version__"}} <= set(dir(rlplus))
+rlplus.Objective.preset("rlplus")
+import rlplus.config
+assert not {SLOW} & set(sys.modules), "presets and configurations"
+import rlplus.objective
+for module in (rlplus, rlplus.objective):
+    assert all(getattr(module, name) is not None for name in module.__all__)
+    try:
+        module.nothing
+    except AttributeError as error:
+        assert "has no attribute 'nothing'" in str(error)
+    else:
+        raise AssertionError
+assert rlplus.policy_loss is rlplus.objective.loss.policy_loss and "policy_loss" in vars(rlplus)
+assert not {{"transformers", "deepspeed", "vllm", "pyarrow"}} & set(sys.modules)
+"""
+COMPILED = """
+import torch
+import rlplus
+def loss(hidden, weight, target, zero, external):
+    constants = {"old_logprob": None, "advantage": zero + 1, "token_weight": zero + 1, "external": external}
+    return rlplus.linear_policy_loss(hidden, weight, target, **constants, backend="torch").loss
+external = torch.tensor([True, False, False])
+inputs = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2]), torch.zeros(3), external
+compiled = torch.compile(loss, fullgraph=True, backend="eager")(*inputs)  # before anything else has used the package
+assert "linear_policy_loss" in dir(torch.ops.rlplus)
+torch.testing.assert_close(compiled, loss(*inputs))
+"""
+
+
 def test_import_is_cheap() -> None:
-    script = "import rlplus, sys; print({'deepspeed', 'transformers', 'vllm', 'pyarrow'} & set(sys.modules))"
-    assert run("-c", script, cwd=ROOT).strip() == "set()"
+    """Neither `import rlplus` nor a configuration's check imports torch; every public name is still there."""
+    run("-c", NAMES, cwd=ROOT)
+
+
+@pytest.mark.slow
+def test_the_first_use_may_be_inside_a_compiled_function() -> None:
+    """The operators are registered on first use, which torch.compile may be the first to see."""
+    run("-c", COMPILED, cwd=ROOT)
 
 
 def test_kernels_is_a_link_to_a_folder_that_is_no_package() -> None:

@@ -1,5 +1,12 @@
 """The configuration of a run: typed, frozen, checked as a whole before anything is loaded."""
 
+from rlplus.config.files import (
+    check_data_files,
+    check_evaluation_files,
+    check_model_path,
+    check_output_folder,
+    check_training_files,
+)
 from rlplus.config.load import load_config
 from rlplus.config.rollout import RolloutConfig
 from rlplus.config.schema import (
@@ -27,5 +34,10 @@ __all__ = [
     "RolloutConfig",
     "ScratchModel",
     "TrainConfig",
+    "check_data_files",
+    "check_evaluation_files",
+    "check_model_path",
+    "check_output_folder",
+    "check_training_files",
     "load_config",
 ]

@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlplus.config import check_data_files
+
 Row = dict[str, Any]
 
 
@@ -18,12 +20,7 @@ def read_rows(paths: Sequence[str], columns: Sequence[str], limit: int | None) -
 
     ValueError for a missing file, an unknown kind of file, a malformed line, and a column that a Parquet file lacks.
     """
-    for path in map(Path, paths):  # before any is read: a run must not fail on its last file after minutes
-        if not path.is_file():
-            what = "it is a folder" if path.is_dir() else f"no such file (current directory: {Path.cwd()})"
-            raise ValueError(f"want a data file; got data.path {path}: {what}")
-        if path.suffix not in (".jsonl", ".parquet"):
-            raise ValueError(f"want data.path to end in .jsonl or .parquet; got {path}")
+    check_data_files(paths, "data.path")  # before any is read: a run must not fail on its last file after minutes
 
     def rows() -> Iterator[tuple[str, Row]]:
         for path in map(Path, paths):

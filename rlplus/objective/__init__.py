@@ -1,9 +1,17 @@
-"""The objectives in plain PyTorch: the definition that every backend must match."""
+"""The objectives in plain PyTorch: the definition that every backend must match.
 
-from rlplus.objective.loss import policy_loss
+`presets` needs no torch, so that configurations are checked without importing it; the others are imported on first use.
+"""
+
+from typing import TYPE_CHECKING
+
+from rlplus.lazy import lazy_names
 from rlplus.objective.presets import ALGORITHMS, Algorithm, Objective, algorithm
-from rlplus.objective.surrogates import MISMATCH_STATS, STATS, TokenConstants, TokenLoss, token_loss
-from rlplus.objective.weights import group_advantages, token_weights
+
+if TYPE_CHECKING:
+    from rlplus.objective.loss import policy_loss
+    from rlplus.objective.surrogates import MISMATCH_STATS, STATS, TokenConstants, TokenLoss, token_loss
+    from rlplus.objective.weights import group_advantages, token_weights
 
 __all__ = [
     "ALGORITHMS",
@@ -19,3 +27,12 @@ __all__ = [
     "token_loss",
     "token_weights",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "loss": ("policy_loss",),
+        "surrogates": ("MISMATCH_STATS", "STATS", "TokenConstants", "TokenLoss", "token_loss"),
+        "weights": ("group_advantages", "token_weights"),
+    },
+)

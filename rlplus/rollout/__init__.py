@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from rlplus.config import RolloutConfig
+from rlplus.errors import RunFailed
 from rlplus.rollout.protocol import (
     DEFAULT_CACHE_MB,
     Completion,
     RolloutEngine,
-    RunFailed,
     check_logprobs,
     check_request,
     whole_model,

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlplus.config import RolloutConfig
-from rlplus.rollout.protocol import Completion, RunFailed
+from rlplus.errors import RunFailed
+from rlplus.rollout.protocol import Completion
 from rlplus.rollout.push import GRACE_S, WeightFiles, parameter_shapes, rank, ranks_here, watched
 
 ATTEMPTS = 3  # for one question: an engine that dies of the question itself would die for ever

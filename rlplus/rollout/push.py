@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlplus.rollout.protocol import RunFailed, whole_model
+from rlplus.errors import RunFailed
+from rlplus.rollout.protocol import whole_model
 
 GRACE_S = 15.0  # between the exception of an overdue push and the end of a process that cannot raise it
 EXIT_OVERDUE = 70

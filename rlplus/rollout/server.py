@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlplus.config import RolloutConfig
-from rlplus.rollout.protocol import Completion, RunFailed, check_logprobs, check_request
+from rlplus.errors import RunFailed
+from rlplus.rollout.protocol import Completion, check_logprobs, check_request
 from rlplus.rollout.push import WeightFiles, parameter_shapes, watched
 from rlplus.rollout.vllm import prompt_seeds
 

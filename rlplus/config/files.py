@@ -1,0 +1,62 @@
+"""Files that a configuration names: looked for before anything slow is imported."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlplus.config.schema import Config
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def check_training_files(config: Config) -> None:
+    """ValueError for data, a model or an output folder that `train` could not read or make."""
+    check_data_files(config.data.paths, "data.path")
+    if config.evaluation.every and config.evaluation.data is not None:
+        check_data_files(config.evaluation.data.paths, "evaluation.data.path")
+    if config.model.path is not None:
+        check_model_path(config.model.path)
+    check_output_folder(Path(config.output_dir), "output_dir")
+
+
+def check_evaluation_files(config: Config, model: str | None) -> None:
+    """ValueError for problems or a model that `eval` could not read; model None: the run's result."""
+    result = Path(config.output_dir) / "model"
+    if model is not None:
+        check_model_path(model, "--model")
+    elif not (result / "config.json").is_file():
+        raise ValueError(f"want a trained model in {result}, or --model with a folder; got none")
+    if config.evaluation.data is None:
+        raise ValueError("want evaluation.data, the problems to evaluate on; the configuration has none")
+    check_data_files(config.evaluation.data.paths, "evaluation.data.path")
+
+
+def check_data_files(paths: Sequence[str], key: str) -> None:
+    """ValueError, with the configuration's key, unless all are files of a known kind."""
+    for path in map(Path, paths):
+        if not path.is_file():
+            what = "it is a folder" if path.is_dir() else f"no such file (current directory: {Path.cwd()})"
+            raise ValueError(f"want a data file; got {key} {path}: {what}")
+        if path.suffix not in (".jsonl", ".parquet"):
+            raise ValueError(f"want {key} to end in .jsonl or .parquet; got {path}")
+
+
+def check_model_path(path: str, key: str = "model.path") -> None:
+    """ValueError for a folder without a model, and for a path to nothing that cannot be a name on the hub either."""
+    wanted = f"want {key} a Hugging Face folder or hub name; got {path!r}"
+    if Path(path).is_dir():
+        if not (Path(path) / "config.json").is_file():
+            raise ValueError(f"{wanted}: the folder has no config.json")
+    elif Path(path).exists():
+        raise ValueError(f"{wanted}: it is a file")
+    elif not _HUB_NAME.fullmatch(path):
+        raise ValueError(f"{wanted}: no such folder (current directory: {Path.cwd()})")
+
+
+def check_output_folder(folder: Path, key: str) -> None:
+    """ValueError where a file is in the way of the folder or of one above it."""
+    for parent in (folder, *folder.parents):
+        if parent.is_dir():
+            return
+        if parent.exists() or parent.is_symlink():
+            raise ValueError(f"want {key} a folder; got {folder}: {parent} is a file")

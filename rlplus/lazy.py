@@ -1,0 +1,29 @@
+"""Names of a package that are imported on first use (PEP 562), so that importing the package itself stays fast."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(
+    package: str, homes: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` for the module `package`.
+
+    homes: submodules of the package and the names that each defines; submodules are attributes, too. A name becomes an
+    ordinary attribute on first use. AttributeError for any other name.
+    """
+    home_of = {name: home for home, names in homes.items() for name in names}
+    module = sys.modules[package]
+
+    def lookup(name: str) -> Any:
+        if name in homes:
+            return import_module(f"{package}.{name}")
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{package}.{home_of[name]}"), name)
+        setattr(module, name, value)
+        return value
+
+    return lookup, lambda: sorted({*vars(module), *homes, *home_of})
