@@ -18,6 +18,8 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 
 from rlplus.config import Config, ModelConfig
 from rlplus.data import Sample
+from rlplus.ops import library
+from rlplus.ops.library import _scale as scale
 from rlplus.trainer import policy as policy_module
 from rlplus.trainer.adapters import add_adapters
 from rlplus.trainer.batch import make_micro_batches
@@ -193,13 +195,18 @@ def run_case(folder: Path, name: str) -> dict[str, Any]:
 
     policy.engine.step = keep_gradients
     before = {n: w.clone() for n, w in policy.weights()}
-    outputs = policy.accumulate(batches)
+    factors: list[float] = []
+    with mock.patch.object(library, "_scale", lambda g, by, last: factors.append(float(by)) or scale(g, by, last)):
+        outputs = policy.accumulate(batches)
     applied = policy.step()
     ranks: list[Any] = [None] * dist.get_world_size()
     mine = {
         "tokens": sum(batch.tokens for batch in batches),
         "micro_batches": len(batches),
         "loss": float(sum(out.loss.double() for out in outputs)),
+        "logged": float(sum(out.stats[name].double() for out in outputs for name in out.stats if "loss_" in name)),
+        "factors": set(factors),
+        "own_pass_is_old": all(map(torch.equal, (o.logprob for o in outputs), (b.old_logprob for b in batches))),
         "response_tokens": sum(int((batch.token_weight != 0).sum()) for batch in batches),
     }
     dist.all_gather_object(ranks, mine)

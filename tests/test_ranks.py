@@ -64,8 +64,12 @@ def check(name: str, two: dict[str, Any], one: dict[str, Any]) -> None:
         assert error <= 1e-5 * float(gradient.norm()) + 1e-7 * whole, key
     assert two["norm"] == pytest.approx(one["norm"], rel=1e-5)
     assert two["applied"]
-    loss = sum(rank["loss"] for rank in one["ranks"])
-    assert sum(rank["loss"] for rank in two["ranks"]) == pytest.approx(loss, abs=1e-6)
+    for kind in ("loss", "logged"):
+        loss = sum(rank[kind] for rank in one["ranks"])
+        assert sum(rank[kind] for rank in two["ranks"]) == pytest.approx(loss, abs=1e-6)
+    for rank in (*one["ranks"], *two["ranks"]):
+        assert rank["factors"] == {1.0}, "the backward pass scales the head's gradient"
+        assert rank["own_pass_is_old"], "an update's own forward pass is not that of old_logprob, bit for bit"
     assert two["before"].keys() == one["before"].keys()
     for key, weight in one["before"].items():
         torch.testing.assert_close(two["before"][key], weight, rtol=0, atol=0)

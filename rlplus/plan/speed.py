@@ -59,9 +59,9 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     seconds = {}
     if config.rollout.mode != "server":
         seconds["generate"] = _generate_seconds(config, model, memory, cluster, flops, bandwidth)
-    # With overlap the engine's logprobs are the old ones, and only demonstrations need a pass.
+    # The first update needs no pass. With overlap only demonstrations do: the engine's logprobs are the old ones.
     shown = groups * demonstrations * kinds[1][1] / tokens
-    passes = (shown if train.overlap else updates > 1) + bool(config.algorithm.resolve().objective.kl_coef)
+    passes = (shown if train.overlap else 1 - 1 / updates) + bool(config.algorithm.resolve().objective.kl_coef)
     seconds["old_logprob"] = passes * (forward + head) / flops
     again = 1 if config.model.gradient_checkpointing else 0
     seconds["forward and backward"] = ((3 + again) * forward + (4 if train.memory == "least" else 3) * head) / flops

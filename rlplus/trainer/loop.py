@@ -8,7 +8,7 @@ from rlplus.rollout import RunFailed
 from rlplus.trainer.batch import make_micro_batches, score, set_advantages
 from rlplus.trainer.engine import EngineFailed
 from rlplus.trainer.metrics import Tally, tally_mismatch, tally_samples, tally_update
-from rlplus.trainer.rollouts import take_samplers_logprob
+from rlplus.trainer.rollouts import use_engine_logprob
 from rlplus.trainer.run import Run
 from rlplus.trainer.stop import StepGivenUp
 
@@ -62,29 +62,26 @@ def train_step(run: Run, evaluate: Evaluate | None) -> None:
         updates = [
             make_micro_batches(part, algorithm, config, run.pad_id, run.policy.device) for part in run.split(samples)
         ]
+    tally.mean("actor/updated", sum(map(bool, updates)), len(updates))
+    updates = [batches for batches in updates if batches]  # in the others no sample of any rank has a gradient
     with tally.time("old_logprob"):
-        for micro in (micro for batches in updates for micro in batches):
+        for i, micro in ((i, micro) for i, batches in enumerate(updates) for micro in batches):
             if overlap:  # the old policy is the one that sampled, which the trainer no longer has
-                take_samplers_logprob(micro)
-            elif len(updates) > 1:
+                use_engine_logprob(micro)
+            elif i:  # for the first update its own forward pass is the old policy
                 micro.old_logprob = run.policy.logprob(micro)
                 tally_mismatch(tally, micro.old_logprob, micro.engine_logprob)
-            # else the update's own forward pass is the old policy: nothing to compute here.
             if objective.kl_coef:
                 micro.ref_logprob = run.policy.logprob(micro, reference=True)
     with tally.time("update"):
         for batches in updates:
-            tally.mean("actor/updated", bool(batches))
-            if not batches:  # no sample of any rank has a gradient
-                continue
             with tally.time("forward_backward"):
-                outputs = run.policy.accumulate(batches, run.stop.check if run.untouched else None)
-            if len(updates) == 1 and not overlap:
+                outputs = run.policy.accumulate(batches, run.stop.check if run.can_redo else None)
+            if run.can_redo and not overlap:  # the first update
                 for micro, out in zip(batches, outputs, strict=True):
                     tally_mismatch(tally, out.logprob, micro.engine_logprob)
-            if run.untouched and not overlap:
                 run.check_mismatch(tally)  # no weight learns from samples of another policy
-            run.untouched, lr = False, run.policy.lr  # from here on the step cannot be given up and done again
+            run.can_redo, lr = False, run.policy.lr  # from here on the step cannot be given up and done again
             with tally.time("optimizer"):
                 applied = run.policy.step()
             run.count_nonfinite(applied)

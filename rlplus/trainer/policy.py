@@ -161,9 +161,8 @@ class Policy:
                 before_each()
             self.engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
             out = self.engine(batch, self._loss_op(batch))
-            # DeepSpeed averages over ranks; the weights' denominators are global already.
-            self.engine.backward(out.loss * dist.get_world_size())
-            outputs.append(out._replace(loss=out.loss.detach()))
+            self.engine.backward(out.loss)
+            outputs.append(_without_ranks(out))
         if self.device.type == "cuda":  # else the optimiser pays for it: the gradient's norm waits for the device
             torch.cuda.synchronize()
         return outputs
@@ -175,16 +174,20 @@ class Policy:
         return applied
 
     def _loss_op(self, batch: MicroBatch) -> Callable[..., PolicyLoss]:
+        # DeepSpeed averages gradients over ranks, but the weights' denominators are global already. The factor is in
+        # the weights: on the loss it would make the backward pass scale the head's gradient, as large as its weight.
+        ranks = dist.get_world_size()
+        entropy_weight = batch.entropy_weight
         return partial(
             linear_policy_loss,
             target=batch.target,
             old_logprob=batch.old_logprob,
             advantage=batch.advantage,
-            token_weight=batch.token_weight,
+            token_weight=batch.token_weight * ranks,
             external=batch.external,
             ref_logprob=batch.ref_logprob,
             engine_logprob=None if self.objective.mismatch_cap is None else batch.engine_logprob,
-            entropy_weight=batch.entropy_weight,
+            entropy_weight=None if entropy_weight is None else entropy_weight * ranks,
             objective=self.objective,
             memory=self.config.train.memory,
             **self._head_options(),
@@ -228,6 +231,13 @@ class Policy:
         if dist.get_rank() == 0:
             write_model(self.engine.module.lm, folder, state)
         dist.barrier()
+
+
+def _without_ranks(out: PolicyLoss) -> PolicyLoss:
+    """Detached, with the losses divided by the number of ranks, which `Policy._loss_op` has in the weights."""
+    ranks = dist.get_world_size()
+    stats = {name: value / ranks if name.startswith("loss_") else value for name, value in out.stats.items()}
+    return out._replace(loss=out.loss.detach() / ranks, stats=stats)
 
 
 _Merged = tuple[str, list[Any], Callable[[], Tensor]]  # parameters with the fields that ZeRO-3 adds

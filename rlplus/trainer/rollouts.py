@@ -158,7 +158,7 @@ class Rollouts:
         self._thread.shutdown(cancel_futures=True)
 
 
-def take_samplers_logprob(batch: MicroBatch) -> None:
+def use_engine_logprob(batch: MicroBatch) -> None:
     """old_logprob of a batch from `Rollouts` with train.overlap: of the policy that sampled it, engine or not."""
     batch.old_logprob = batch.engine_logprob
     batch.engine_logprob = batch.engine_logprob.where(~batch.external, torch.nan)

@@ -199,7 +199,7 @@ class Run:
 
     def _begin_step(self) -> None:
         """Remember what `give_up_step` goes back to."""
-        self.untouched = True  # until the step's first update
+        self.can_redo = True  # until the step's first update
         self.random_state = checkpoint.random_state()
 
     def check_mismatch(self, tally: Tally) -> None:
@@ -238,8 +238,8 @@ class Run:
         self.log.write(self.step, {"generated_tokens": self.generated} | metrics, self._share_done)
 
     def give_up_step(self) -> None:
-        """Leave a checkpoint of how an untouched step began; nothing for one that has changed the policy."""
-        if not self.untouched or not self.step:
+        """Write a checkpoint of the step's beginning, unless the step has changed the policy already."""
+        if not self.can_redo or not self.step:
             return
         self.rollouts.rewind()
         checkpoint.set_random_state(self.random_state)
