@@ -29,6 +29,7 @@ namespace {
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr float FLOOR = -1e30f;  // stands in for log 0, as in every backend
 constexpr int64_t BLOCK = 2048;  // columns at a time: they stay in the first-level cache between max and sum
+constexpr int64_t DEPTH = 32;    // bf16 values in a row of an AMX tile
 
 template <class To, class From>
 INLINE To bits(From x) {
@@ -285,6 +286,8 @@ void rlplus_statistics(const float* z, const float* bias, const int64_t* target,
 // For s < n: row s of the buffer becomes the gradient of row source[s], fp32 or, in the front half of the row's memory,
 // bf16. Each source is its own slot or a row that is no slot, and each slot is its own source or a row that is no
 // source, so rows may be done in any order. target, rows, dlogprob and dentropy (or null) are indexed by source.
+// Zeros follow a bf16 row as far as oneDNN's AMX kernel reads past its end, to multiply what is there by 0: the bits of
+// the logits that stood there can be NaN. For V < DEPTH - 1 the row's memory ends first.
 void rlplus_gradient(float* z, const float* bias, const int64_t* source, int64_t n, int64_t V, const int64_t* target,
                      float inv_temperature, const Row* rows, const float* dlogprob, const float* dentropy, int to_bf16,
                      int threads) {
@@ -293,10 +296,13 @@ void rlplus_gradient(float* z, const float* bias, const int64_t* source, int64_t
     const int64_t i = source[s];
     const float e = dentropy ? dentropy[i] : 0.f;
     const float* row = z + i * V;
-    if (to_bf16)
-      gradient_bf16(row, bias, V, target[i], inv_temperature, rows[i], dlogprob[i], e, (uint16_t*)(z + s * V));
-    else
+    if (!to_bf16) {
       gradient_fp32(row, bias, V, target[i], inv_temperature, rows[i], dlogprob[i], e, z + s * V);
+      continue;
+    }
+    uint16_t* out = (uint16_t*)(z + s * V);
+    gradient_bf16(row, bias, V, target[i], inv_temperature, rows[i], dlogprob[i], e, out);
+    std::fill_n(out + V, std::min(V, DEPTH - 1), uint16_t(0));
   }
 }
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from amx import use_amx
 from closed_form import FEATURES, all_objectives, sample_constants
 from head_cases import EVERYTHING, absolute_sums, closed, run, tensors, to
 from torch import Tensor
@@ -116,6 +117,26 @@ def test_without_torchs_bf16_gemm_bf16_inputs_are_widened(monkeypatch: pytest.Mo
     head, constants = sample(19, dtype=BF16)
     got = run(head, constants, EVERYTHING, backend="cpp")
     check(got, head, constants, EVERYTHING)
+
+
+@pytest.mark.parametrize("memory", ["fast", "least"])
+@pytest.mark.parametrize(("n", "V", "H"), [(70, 4099, 24), (40, 65, 8), (33, 31, 2), (9, 20, 8), (3, 1, 2)])
+def test_a_bf16_gemm_may_read_past_the_rows(
+    n: int, V: int, H: int, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of the logits, which their narrower gradient leaves half free, holds bits that can be NaN."""
+    use_amx(monkeypatch)
+    head, constants = sample(n, V, H, BF16)
+    constants["old_logprob"], constants["ref_logprob"] = None, torch.full((n,), -12.0)
+    constants = {k: v for k, v in constants.items() if v is not None}
+    off = (constants["token_weight"] == 0) & (constants["entropy_weight"] == 0)
+    dirty = head | {"hidden": head["hidden"].masked_fill(off[:, None], math.nan)}
+    for rows in (n, 4):
+        options = {"backend": "cpp", "max_scratch_mb": megabytes(rows, V), "memory": memory}
+        want, got = run(head, constants, EVERYTHING, **options), run(dirty, constants, EVERYTHING, **options)
+        check(want, head, constants, EVERYTHING)
+        for name in ("loss", "dhidden", "dweight", "dbias"):
+            assert torch.equal(got[name], want[name]), name
 
 
 @pytest.mark.parametrize(("noise", "margin"), [(0.5, 0.0), (3.0, 25.0)], ids=["flat", "confident"])

@@ -214,3 +214,15 @@ def test_grad_filter_keeps_the_change_within_its_share(backend: str, max_scratch
     assert 0 < mass[dropped].sum() <= 0.3 * mass.sum() * (1 + 1e-5)
     torch.testing.assert_close(got["dhidden"][~dropped], want["dhidden"][~dropped])
     assert torch.equal(got["loss"], want["loss"])
+
+
+@EVERY
+def test_grad_filter_knows_that_a_sure_token_has_hardly_a_gradient(backend: str) -> None:
+    """Rows with ten times the slope, but a 1 - p of 1e-4, weigh less: they go, and all others stay."""
+    sure = torch.arange(20) % 2 == 0
+    target = torch.arange(20)
+    logits = torch.zeros(20, 23).scatter(1, target[:, None], 12.0 * sure[:, None])
+    head = {"hidden": logits, "weight": torch.eye(23), "target": target}
+    constants = {"advantage": torch.where(sure, 10.0, 1.0), "token_weight": torch.ones(20), "external": target < 0}
+    got = fused(backend, head, constants, Objective("reinforce"), grad_filter=0.05)
+    assert torch.equal((got["dhidden"] == 0).all(-1), sure)

@@ -221,6 +221,9 @@ def test_wrong_use_is_refused() -> None:
     for shared in ({"weight": arena[:23]}, {"weight": arena[17:]}, {"hidden": arena[5:14]}):
         with pytest.raises(ValueError, match="want weight_grad in memory that no input uses"):
             linear_policy_loss(**(head | shared), **constants, weight_grad=arena[:23])
+    for before in ({"weight": arena[:23]}, {"hidden": arena[9:18]}):
+        with pytest.raises(ValueError, match="want weight_grad in memory that no input uses"):
+            linear_policy_loss(**(head | before), **constants, weight_grad=arena[17:])
     for options in ({"memory": "least"}, {"weight_grad": torch.zeros(23, 7)}):
         with pytest.raises(ValueError, match="backend 'reference' keeps the full logits"):
             call(backend="reference", **options)

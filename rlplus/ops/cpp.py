@@ -42,6 +42,7 @@ PANEL_ROWS = 64
 GRADIENT_COLUMNS = 128  # of dz, transposed at a time
 GRADIENT_WIDTH = 448  # columns of hidden at a time: with 512 rows half of a second-level cache
 DEPTH_STEP = 64  # rows of dz are filled up with zeros to a multiple of it
+DEPTH = 32  # bf16 values in a row of an AMX tile, as in csrc/rows.cpp
 
 Slopes = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """rows, logprob (n,), entropy (n,) -> dlogprob (n,), dentropy (n,) or None."""
@@ -279,7 +280,10 @@ def _row_gradient(
     z: Tensor, source: Tensor, head: Head, bias: Tensor | None, statistics: Tensor, dlogprob: Tensor,
     dentropy: Tensor | None, narrow: bool,
 ) -> None:  # fmt: skip
-    """Row s of z becomes the gradient of row source[s], fp32 or, in the front half of the row's memory, bf16."""
+    """Row s of z becomes the gradient of row source[s], fp32 or, in the front half of the row's memory, bf16.
+
+    DEPTH - 1 zeros follow a bf16 row, as far as its memory has room.
+    """
     dlogprob, dentropy = dlogprob.contiguous(), None if dentropy is None else dentropy.contiguous()
     _library().rlplus_gradient(
         _pointer(z), _pointer(bias), _pointer(source), _size(len(source)), _size(z.shape[1]), _pointer(head.target),
@@ -318,7 +322,12 @@ def add_dhidden(total: Tensor, dz: Tensor, head: Head) -> None:
 
 
 def _dhidden(dz: Tensor, head: Head) -> Tensor:
-    return torch.mm(dz, head.weight) if dz.dtype == head.weight.dtype else dhidden(dz, head)
+    if dz.dtype != head.weight.dtype:
+        return dhidden(dz, head)
+    # With AMX the vendor's kernel may read up to DEPTH - 1 values past a row. `_row_gradient` leaves zeros there where
+    # the row's memory, that of V fp32 logits, has room for them.
+    V = dz.shape[1]
+    return torch.mm(dz if V >= DEPTH - 1 else torch.nn.functional.pad(dz, (0, DEPTH - V))[:, :V], head.weight)
 
 
 def _bias(head: Head) -> Tensor | None:
