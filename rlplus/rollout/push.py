@@ -5,14 +5,15 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from rlplus.rollout.protocol import whole_model
 
 GRACE_S = 15.0  # between the exception of an overdue push and the end of a process that cannot raise it
 EXIT_OVERDUE = 70
+LOCK = ".lock"  # in a folder of weights
 
 
 def parameter_shapes(path: str, *, trust_remote_code: bool) -> tuple[dict[str, torch.Size], int]:
@@ -169,8 +171,7 @@ class WeightFiles:
         folder = ""
         if leader == rank() or not dist.is_initialized():
             _remove_abandoned(base)
-            folder = tempfile.mkdtemp(prefix=_prefix(), dir=base)
-            _locks[folder] = _locked(Path(folder))
+            folder = str(_new_folder(base))
         self.leader = bool(folder)
         if dist.is_initialized():
             folders: list[str] = [""] * dist.get_world_size()
@@ -217,35 +218,56 @@ class WeightFiles:
     def close(self) -> None:
         if self.leader:
             shutil.rmtree(self.folder, ignore_errors=True)
-            _locks.pop(str(self.folder)).close()
+            os.close(_locks.pop(str(self.folder)))
 
 
-_locks: dict[str, IO[str]] = {}
-"""Of this process's folders, held as long as it lives; not in `WeightFiles`, which is sent to engines."""
+_locks: dict[str, int] = {}
+"""Descriptors of this process's locks by folder, held as long as it lives; not in `WeightFiles`, which is sent to
+engines."""
 
 
 def _prefix() -> str:
-    return f"rlplus-weights-{socket.gethostname()}-"  # locks do not reach over every network file system
+    """Per user and per machine: locks do not reach over every network file system."""
+    return f"rlplus-weights-{os.geteuid()}-{socket.gethostname()}-"
 
 
-def _locked(folder: Path) -> IO[str]:
-    """An open file that shows that the folder is in use; BlockingIOError if it is."""
-    file = (folder / ".lock").open("a")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise
-    return file
+def _new_folder(base: Path) -> Path:
+    """A folder for this user alone, with a lock that shows that it is in use."""
+    folder = Path(tempfile.mkdtemp(prefix=_prefix(), dir=base))
+    lock = os.open(folder / "lock", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.rename(folder / "lock", folder / LOCK)  # a lock under this name that is not held belongs to a dead process
+    _locks[str(folder)] = lock
+    return folder
 
 
 def _remove_abandoned(base: Path) -> None:
-    """Remove the folders of processes that were killed: nobody holds their locks any more."""
+    """Remove the folders of this user's processes that were killed: their locks are not held any more.
+
+    Others can create any name in a folder such as /dev/shm. What is not a folder and a regular lock file of this user
+    is left alone, no open waits (as that of a FIFO would), and only what was checked is removed, whatever its name
+    points to by then.
+    """
     for left in base.glob(f"{_prefix()}*"):
-        if (left / ".lock").exists():  # else it is just being made
+        with ExitStack() as stack:
             try:
-                lock = _locked(left)
-            except BlockingIOError:
+                folder = _open_own(left, os.O_RDONLY | os.O_DIRECTORY, stat.S_ISDIR, stack)
+                lock = _open_own(LOCK, os.O_RDWR, stat.S_ISREG, stack, inside=folder)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for name in os.listdir(folder):
+                    os.unlink(name, dir_fd=folder)
+                left.rmdir()
+            except OSError:  # not this user's, in use, or just being made
                 continue
-            shutil.rmtree(left, ignore_errors=True)
-            lock.close()
+
+
+def _open_own(
+    path: Path | str, flags: int, kind: Callable[[int], bool], stack: ExitStack, inside: int | None = None
+) -> int:
+    """A descriptor of what this user owns at `path`, closed with the stack; OSError where it is something else."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=inside)
+    stack.callback(os.close, descriptor)
+    found = os.fstat(descriptor)
+    if not kind(found.st_mode) or found.st_uid != os.geteuid():
+        raise PermissionError(f"{path} is not this user's")
+    return descriptor
