@@ -3,9 +3,10 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -15,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlplus.config import Config, check_evaluation_files
-from rlplus.data import Example, load_examples, load_tokenizer
+from rlplus.data import Example, distinct, load_examples, load_tokenizer
 from rlplus.reward import Scorer
 from rlplus.rollout import RolloutEngine, make_engine
 from rlplus.trainer import Evaluate, Run, prepare_model
 
 _COMPLETIONS_A_CALL = 4096  # bounds what is held as Python lists at a time
 _REPLICATES = 2000
+_TAIL = 0.025  # of a 95% interval, at either end
 _INDICES_AT_ONCE = 1 << 22  # bootstrap indices held at a time (32 MB)
 
 
@@ -53,9 +55,9 @@ class Estimate:
 class Evaluation:
     """Counts of one model on one set of problems; `problems`, `n` and `correct` are aligned.
 
-    `n`: samples of each problem, `correct`: those with reward >= 1. `k`: the values asked for. `mean_response_length`
-    in tokens, the end token included. `truncated_share`: samples that met `max_tokens` without an end. `statuses`:
-    number of scores by status (see rlplus.reward.Score).
+    `problems`: the number of each problem's first row. `n`: samples of each, `correct`: those with reward >= 1. `k`:
+    the values asked for. `mean_response_length` in tokens, the end token included. `truncated_share`: samples that met
+    `max_tokens` without an end. `statuses`: number of scores by status (see rlplus.reward.Score).
     """
 
     name: str
@@ -115,9 +117,10 @@ def evaluate(
     seed: int,
     name: str = "",
 ) -> Evaluation:
-    """Sample every problem `samples` times, score, count. `decode` must leave out the special tokens.
+    """Sample every problem `samples` times for each of its rows, score, count.
 
-    ValueError without problems, or if a k is not in 1..samples.
+    `examples` are `distinct`; `decode` leaves out the special tokens. ValueError without problems, or if a k is not in
+    1..samples.
     """
     if not examples:
         raise ValueError("want at least one problem to evaluate on, got none")
@@ -126,31 +129,31 @@ def evaluate(
     correct: list[int] = []
     statuses: Counter[str] = Counter()
     tokens = truncated = 0
-    batch = max(1, _COMPLETIONS_A_CALL // samples)
-    for start in range(0, len(examples), batch):
-        part = examples[start : start + batch]
+    counts = [samples * example.rows for example in examples]
+    for start, stop in _calls(counts):
+        part, n = examples[start:stop], counts[start:stop]
         groups = engine.generate(
             [example.prompt for example in part],
-            [samples] * len(part),
+            n,
             temperature=temperature,
             max_tokens=max_tokens,
             seed=seed + start,  # equal prompts in different calls must not get equal samples
         )
-        if [len(group) for group in groups] != [samples] * len(part):
-            raise ValueError(f"want {samples} samples for each of {len(part)} problems; {engine.name} gave others")
+        if (got := [len(group) for group in groups]) != n:
+            raise ValueError(f"want {n} samples of the problems; {engine.name} gave {got}")
         completions = [completion for group in groups for completion in group]
         tokens += sum(len(completion.tokens) for completion in completions)
         truncated += sum(completion.truncated for completion in completions)
         texts = [decode(completion.tokens) for completion in completions]
-        scores = scorer(texts, [example.answer for example in part for _ in range(samples)])
+        scores = scorer(texts, [example.answer for example, count in zip(part, n, strict=True) for _ in range(count)])
         statuses.update(score.status for score in scores)
-        right = [score.value >= 1 for score in scores]
-        correct += [sum(right[i : i + samples]) for i in range(0, len(right), samples)]
-    total = samples * len(examples)
+        right = iter([score.value >= 1 for score in scores])
+        correct += [sum(islice(right, count)) for count in n]
+    total = sum(counts)
     return Evaluation(
         name=name,
         problems=tuple(example.index for example in examples),
-        n=(samples,) * len(examples),
+        n=tuple(counts),
         correct=tuple(correct),
         k=tuple(k),
         temperature=temperature,
@@ -159,6 +162,17 @@ def evaluate(
         truncated_share=truncated / total,
         statuses=dict(statuses),
     )
+
+
+def _calls(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Slices [start, stop) of the problems with at most _COMPLETIONS_A_CALL samples together, or one problem."""
+    start = held = 0
+    for i, count in enumerate(counts):
+        if i > start and held + count > _COMPLETIONS_A_CALL:
+            yield start, i
+            start, held = i, 0
+        held += count
+    yield start, len(counts)
 
 
 def evaluator(config: Config) -> Evaluate | None:
@@ -215,7 +229,7 @@ def evaluate_model(config: Config, model: str | None = None) -> dict[str, Evalua
 def _problems(config: Config, tokenizer: Any) -> list[Example]:
     data = config.evaluation.data
     assert data is not None
-    return load_examples(data, tokenizer, max_demonstration_length=config.max_demonstration_length)[0]
+    return distinct(load_examples(data, tokenizer, max_demonstration_length=config.max_demonstration_length)[0])
 
 
 def _evaluate(
@@ -294,13 +308,23 @@ def paired_difference(first: Sequence[Evaluation], second: Sequence[Evaluation],
     for one, other in zip(first, second, strict=True):
         if one.problems != other.problems:
             raise ValueError(f"want the same problems on both sides, got others for {one.name!r} and {other.name!r}")
-    return _bootstrap([other.values(k) - one.values(k) for one, other in zip(first, second, strict=True)])
+    return _bootstrap([other.values(k) - one.values(k) for one, other in zip(first, second, strict=True)], least=-1.0)
 
 
-def _bootstrap(seeds: Sequence[Tensor]) -> Estimate:
-    """Percentile interval of the mean over seeds of the means over problems; resamples seeds, then their problems."""
+def _bootstrap(seeds: Sequence[Tensor], least: float = 0.0) -> Estimate:
+    """95% interval of the mean over seeds of the means over problems; each value is in [least, 1].
+
+    Percentiles over resampled seeds and, within each, resampled problems. Where all problems are solved, or none is (or
+    no difference is seen), resampling shows no spread. The interval is then exact (Clopper and Pearson 1934): n of n
+    problems are like these, so at least a share of 0.025^(1/n) of all are, and the others can be anything in
+    [least, 1]. n is the number of problems of one seed, since further seeds add no problems.
+    """
     if not seeds:
         raise ValueError("want at least one evaluation, got none")
+    value = seeds[0][0].item()
+    if value in (-1, 0, 1) and all((values == value).all() for values in seeds):
+        unlike = 1 - _TAIL ** (1 / min(map(len, seeds)))
+        return Estimate(value, value - unlike * (value - least), value + unlike * (1 - value))
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randint(len(seeds), (_REPLICATES, len(seeds)), generator=generator)
     means = torch.empty(_REPLICATES, len(seeds), dtype=torch.float64)
@@ -309,6 +333,6 @@ def _bootstrap(seeds: Sequence[Tensor]) -> Estimate:
         for part in places.split(max(1, _INDICES_AT_ONCE // len(values))):
             problems = torch.randint(len(values), (len(part), len(values)), generator=generator)
             means[part[:, 0], part[:, 1]] = values[problems].mean(1)
-    limits = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    low, high = means.mean(1).quantile(limits).tolist()
-    return Estimate(torch.stack([values.mean() for values in seeds]).mean().item(), low, high)
+    low, high = means.mean(1).quantile(torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist()
+    mean = torch.stack([values.mean() for values in seeds]).mean().item()
+    return Estimate(mean, min(low, mean), max(mean, high))  # rounding may put a limit an ulp beyond the mean

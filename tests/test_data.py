@@ -18,6 +18,7 @@ from rlplus.data import (
     Example,
     LoadReport,
     byte_tokenizer,
+    distinct,
     load_examples,
     load_tokenizer,
 )
@@ -184,6 +185,17 @@ def test_template_that_refuses_the_messages(write: Write) -> None:
     strict.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(ValueError, match=r"train.jsonl:1: .* refuses these messages: no system role"):
         load(tokenizer=strict, path=write([{"prompt": "hi", "answer": "x"}]), chat=True)
+
+
+def test_rows_with_the_same_benchmark_prompt_and_answer_are_one_problem(write: Write) -> None:
+    rows = [("a", "p", "1"), ("a", "q", "1"), ("a", "p", "1"), ("b", "p", "1"), ("a", "p", "2"), ("a", "p", "1")]
+    path = write([{"source": source, "prompt": prompt, "answer": answer} for source, prompt, answer in rows])
+    examples, _ = load(path=path, benchmark="source")
+    merged = distinct(examples)
+    assert [(e.index, e.benchmark, text(e.prompt), e.answer, e.rows) for e in merged] == [
+        (0, "a", "p", "1", 3), (1, "a", "q", "1", 1), (3, "b", "p", "1", 1), (4, "a", "p", "2", 1),
+    ]  # fmt: skip
+    assert distinct([*merged, examples[0]])[0].rows == 4
 
 
 ROW = {"prompt": "p", "answer": "a"}

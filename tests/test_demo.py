@@ -20,7 +20,7 @@ from rlplus.data import load_examples, load_tokenizer
 from rlplus.demo import base as demo_base
 from rlplus.demo.base import Recipe, make_base, make_model, response_loss
 from rlplus.demo.task import EASY, HARD, Problem, draw, draw_splits, make_tokenizer, read_jsonl, scratchpad, write_jsonl
-from rlplus.evaluation import Evaluation
+from rlplus.evaluation import Estimate, Evaluation
 from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed
 
@@ -180,6 +180,19 @@ def test_tables_split_by_kind_and_compare() -> None:
     console.print(demo.differences_table(evaluations))
     differences = console.file.getvalue()[len(results) :]
     assert re.findall(r"([+-]\d+\.\d) \(", differences) == ["+21.9", "-25.0", "+71.9", "+25.0", "+50.0", "+50.0"]
+
+
+@pytest.mark.parametrize(
+    ("estimate", "shown"),
+    [
+        (Estimate(0.978, 0.976, 0.981), "97.8 (97..99)"),
+        (Estimate(0.29, 0.29, 0.29), "29.0 (29..29)"),
+        (Estimate(1.0, 0.981, 1.0), "100.0 (98..100)"),
+        (Estimate(0.0, 0.0, 0.004), "0.0 (0..1)"),
+    ],
+)
+def test_a_mean_stands_within_its_limits_as_shown(estimate: Estimate, shown: str) -> None:
+    assert demo._percent(estimate) == shown
 
 
 @pytest.fixture

@@ -1,18 +1,35 @@
 """pass@k against enumeration; the bootstrap's coverage; the counting of `evaluate` with a scripted engine."""
 
 import itertools
+import json
+import os
 import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from math import comb
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
+from trainer_runs import run_config
 
-from rlplus.data import Example
-from rlplus.evaluation import Estimate, Evaluation, evaluate, join, paired_difference, pass_at_k, pooled_pass_at
+from rlplus.config import load_config
+from rlplus.data import Example, byte_tokenizer
+from rlplus.evaluation import (
+    Estimate,
+    Evaluation,
+    _problems,
+    evaluate,
+    join,
+    paired_difference,
+    pass_at_k,
+    pooled_pass_at,
+)
 from rlplus.reward import Score
 from rlplus.rollout import Completion
 
@@ -76,7 +93,55 @@ def test_mean_is_the_mean_over_problems_and_the_interval_is_reproducible() -> No
     assert estimate.mean == pytest.approx(sum(pass_at_k(8, c, 4) for c in (0, 2, 8, 5)) / 4, abs=1e-15)
     assert estimate.low < estimate.mean < estimate.high
     assert one.pass_at(4) == estimate
-    assert evaluation([8] * 5).pass_at(1) == Estimate(1.0, 1.0, 1.0)
+
+
+def binomial_tail(problems: int, least: int, share: Fraction) -> Fraction:
+    """Probability of at least `least` successes in `problems` trials."""
+    terms = (comb(problems, c) * share**c * (1 - share) ** (problems - c) for c in range(least, problems + 1))
+    return sum(terms, Fraction(0))
+
+
+@pytest.mark.parametrize("problems", [1, 5, 30])
+def test_all_or_none_solved_has_the_exact_binomial_interval(problems: int) -> None:
+    solved, unsolved = evaluation([8] * problems), evaluation([0] * problems)
+    for k in (1, 4):
+        low, high = solved.pass_at(k).low, unsolved.pass_at(k).high
+        assert (solved.pass_at(k), unsolved.pass_at(k)) == (Estimate(1.0, low, 1.0), Estimate(0.0, 0.0, high))
+        # At the limit, the tail that was seen has a probability of 2.5%.
+        assert float(binomial_tail(problems, problems, Fraction(low))) == pytest.approx(0.025, rel=1e-12)
+        assert float(1 - binomial_tail(problems, 1, Fraction(high))) == pytest.approx(0.025, rel=1e-12)
+    assert pooled_pass_at([solved] * 3, 1) == solved.pass_at(1)  # more seeds are not more problems
+    up = paired_difference([unsolved], [solved], 1)  # from -1 to 1: twice as wide
+    assert (up.mean, up.high) == (1.0, 1.0)
+    assert up.low == pytest.approx(1 - 2 * (1 - solved.pass_at(1).low), abs=1e-15)
+    assert paired_difference([solved], [solved], 1).low == -paired_difference([solved], [solved], 1).high < 0
+
+
+@given(st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=6), min_size=1, max_size=3), st.integers(1, 8))
+@settings(max_examples=40, deadline=None)
+def test_the_mean_is_within_the_interval_and_the_interval_within_the_possible(correct: list[list[int]], k: int) -> None:
+    seeds = [evaluation(each) for each in correct]
+    estimate = pooled_pass_at(seeds, k)
+    assert 0 <= estimate.low <= estimate.mean <= estimate.high <= 1
+    other = paired_difference(seeds, [evaluation([8 - c for c in each]) for each in correct], k)
+    assert -1 <= other.low <= other.mean <= other.high <= 1
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 640, 10**6])
+def test_intervals_do_not_depend_on_the_indices_held_at_a_time(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """The bootstrap goes in parts above 2,097 problems; here they are smaller."""
+    seeds = [evaluation([0, 1, 5]), evaluation([8, 2, 4, 1, 7])]
+    whole = pooled_pass_at(seeds, 4)
+    monkeypatch.setattr("rlplus.evaluation._INDICES_AT_ONCE", at_once)
+    assert pooled_pass_at(seeds, 4) == whole
+
+
+def test_interval_of_more_problems_than_the_bootstrap_holds_at_once() -> None:
+    one = evaluation([0, 8] * 1500)
+    estimate = one.pass_at(1)
+    error = 1.96 * 0.5 / 3000**0.5
+    assert estimate.low == pytest.approx(0.5 - error, abs=0.1 * error)
+    assert estimate.high == pytest.approx(0.5 + error, abs=0.1 * error)
 
 
 def test_interval_agrees_with_the_normal_one_for_many_problems() -> None:
@@ -168,7 +233,8 @@ class ScriptedEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], n: Sequence[int], *, temperature: float, max_tokens: int, seed: int
     ) -> list[list[Completion]]:
-        self.calls.append({"prompts": len(prompts), "temperature": temperature, "max_tokens": max_tokens, "seed": seed})
+        options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+        self.calls.append({"prompts": len(prompts), "n": list(n)} | options)
         right = Completion(tokens=[1, 9], logprob=[0.0] * 2, truncated=False)
         wrong = Completion(tokens=[0] * 4, logprob=[0.0] * 4, truncated=True)
         return [[right] * prompt[0] + [wrong] * (count - prompt[0]) for prompt, count in zip(prompts, n, strict=True)]
@@ -214,6 +280,51 @@ def test_evaluate_counts(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     assert sum(int(str(call["prompts"])) for call in engine.calls) == 5
     assert [call["seed"] for call in engine.calls] == ([5] if at_once == 4096 else [5, 7, 9])
     assert all(call["temperature"] == 0.6 and call["max_tokens"] == 4 for call in engine.calls)
+
+
+@pytest.mark.parametrize("at_once", [4096, 13, 8, 1])
+def test_repeated_rows_are_one_problem_with_more_samples(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    """The prompt is asked once for all of its samples, so that they differ."""
+    monkeypatch.setattr("rlplus.evaluation._COMPLETIONS_A_CALL", at_once)
+    examples = [
+        Example(index=index, prompt=(right,), answer="1 9", demonstration=None, rows=rows)
+        for index, right, rows in [(0, 7, 3), (1, 2, 1), (5, 0, 2)]
+    ]
+    engine = ScriptedEngine()
+    options = {"samples": 4, "k": [1, 4], "temperature": 0.6, "max_tokens": 4, "seed": 5}
+    result = evaluate(engine, score, examples, spell, **options)  # type: ignore[arg-type]
+    assert (result.problems, result.n, result.correct) == ((0, 1, 5), (12, 4, 8), (7, 2, 0))
+    calls = {4096: [[12, 4, 8]], 13: [[12], [4, 8]], 8: [[12], [4], [8]], 1: [[12], [4], [8]]}
+    assert [call["n"] for call in engine.calls] == calls[at_once]
+    assert len({call["seed"] for call in engine.calls}) == len(engine.calls)
+    assert result.mean_response_length == pytest.approx((9 * 2 + 15 * 4) / 24)
+    assert result.truncated_share == pytest.approx(15 / 24)
+    assert result.pass_at(1).mean == pytest.approx((7 / 12 + 2 / 4 + 0) / 3)
+
+
+BENCHMARKS = Path(os.environ.get("RLPLUS_DATA", Path(__file__).parent.parent / "data")) / "math_benchmarks.parquet"
+
+
+def test_the_problems_of_a_configuration_are_distinct(tmp_path: Path) -> None:
+    rows = [{"data_source": "aime", "prompt": f"p{i % 3}", "answer": i % 3} for i in range(24)]
+    rows += [{"data_source": "math", "prompt": f"p{i}", "answer": i} for i in range(5)]
+    (tmp_path / "benchmarks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"path": str(tmp_path / "benchmarks.jsonl"), "benchmark": "data_source", "max_prompt_length": 8}
+    problems = _problems(run_config(tmp_path, evaluation={"data": data}), byte_tokenizer())
+    assert [(e.index, e.benchmark, e.rows) for e in problems] == [
+        *((i, "aime", 8) for i in range(3)),
+        *((24 + i, "math", 1) for i in range(5)),
+    ]
+
+
+@pytest.mark.skipif(not BENCHMARKS.is_file(), reason="no data/math_benchmarks.parquet (or in the folder $RLPLUS_DATA)")
+def test_the_math_benchmarks_are_1560_problems() -> None:
+    config = Path(__file__).parent.parent / "configs/qwen2.5-math-7b.yaml"
+    overrides = [f"evaluation.data.path={BENCHMARKS}", "evaluation.data.max_prompt_length=8192"]
+    problems = _problems(load_config(config, overrides), byte_tokenizer())
+    assert Counter((e.benchmark, e.rows) for e in problems) == {
+        ("aime", 8): 30, ("amc", 4): 83, ("math", 1): 500, ("olympiad_bench", 1): 675, ("minerva", 1): 272,
+    }  # fmt: skip
 
 
 def test_shares_of_several_ranks_join_to_the_whole() -> None:

@@ -248,7 +248,8 @@ class CheckpointConfig(Section):
 class EvaluationConfig(Section):
     """`every`: steps between two evaluations, 0 = none in training. `data`: the problems, as for training.
 
-    `samples`: of each problem, at `temperature`, for every pass@`k`.
+    `samples`: of each row, at `temperature`, for every pass@`k`. Rows with the same benchmark, prompt and answer are
+    one problem, whose samples add up.
     """
 
     data: DataConfig | None = None

@@ -1,6 +1,6 @@
 """Prompts, answers and demonstrations from files; the order in which they are used; packing for the trainer."""
 
-from rlplus.data.load import Example, LoadReport, load_examples
+from rlplus.data.load import Example, LoadReport, distinct, load_examples
 from rlplus.data.pack import MicroBatch, Sample, balance, pack
 from rlplus.data.sampler import PromptSampler
 from rlplus.data.tokenizer import byte_tokenizer, load_tokenizer
@@ -13,6 +13,7 @@ __all__ = [
     "Sample",
     "balance",
     "byte_tokenizer",
+    "distinct",
     "load_examples",
     "load_tokenizer",
     "pack",

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -20,7 +20,7 @@ Prompt = str | list[dict[str, str]]
 class Example:
     """A row: its number over all files, prompt token ids, the answer, and demonstration token ids that end with eos.
 
-    benchmark: what the column `data.benchmark` says; empty without one.
+    benchmark: what the column `data.benchmark` says; empty without one. rows: how many equal rows this one stands for.
     """
 
     index: int
@@ -28,6 +28,7 @@ class Example:
     answer: str
     demonstration: tuple[int, ...] | None
     benchmark: str = ""
+    rows: int = 1
 
 
 @dataclass
@@ -134,6 +135,20 @@ def load_examples(
             )
     _refuse(config, report)
     return examples, report
+
+
+def distinct(examples: Sequence[Example]) -> list[Example]:
+    """The first example of each benchmark, prompt and answer, in order, with `rows` counting all of them.
+
+    Public benchmark files repeat their problems (AIME 2024 eight times, AMC four times). As problems of their own such
+    rows would make an interval too narrow by the square root of that.
+    """
+    merged: dict[tuple[object, ...], Example] = {}
+    for example in examples:
+        key = (example.benchmark, example.prompt, example.answer)
+        first = merged.get(key)
+        merged[key] = example if first is None else replace(first, rows=first.rows + example.rows)
+    return list(merged.values())
 
 
 def _refuse(config: DataConfig, report: LoadReport) -> None:

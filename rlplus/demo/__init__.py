@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.resources import as_file, files
+from math import ceil, floor
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -173,9 +174,9 @@ def differences_table(evaluations: Mapping[str, Sequence[Evaluation]]) -> Table:
 
 
 def _percent(estimate: Estimate, sign: str = "") -> str:
-    """Short enough for three of them on a terminal of 80 columns."""
-    mean, low, high = (100 * value for value in (estimate.mean, estimate.low, estimate.high))
-    return f"{mean:{sign}.1f} ({low:{sign}.0f}..{high:{sign}.0f})"
+    """Short enough for three of them on a terminal of 80 columns. Limits are rounded outwards: the mean is inside."""
+    mean, low, high = (round(100 * value, 6) for value in (estimate.mean, estimate.low, estimate.high))
+    return f"{mean:{sign}.1f} ({floor(low):{sign}d}..{ceil(high):{sign}d})"
 
 
 def _subset(evaluation: Evaluation, chosen: Sequence[bool]) -> Evaluation:
