@@ -1,7 +1,8 @@
 """The model a run starts from: a folder, a name on the hub, or random weights made on the spot."""
 
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,12 +23,17 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+from rlplus import agree
 from rlplus.config import ModelConfig, ScratchModel
 from rlplus.data import byte_tokenizer
 
+SHOWN = 5  # tensors, in a message
+
+logger = logging.getLogger(__name__)
+
 
 def prepare_model(config: ModelConfig, folder: Path, seed: int) -> tuple[str, PretrainedConfig]:
-    """(path, configuration) to load the model from; all ranks call it.
+    """(path, configuration) to load the model from; all ranks call it. ValueError for weights that are not the model's.
 
     A scratch model is written to `folder`/scratch, with its tokenizer, by rank 0: always, since what lies there may be
     half-written, or of another seed or size.
@@ -41,7 +47,52 @@ def prepare_model(config: ModelConfig, folder: Path, seed: int) -> tuple[str, Pr
             tokenizer.save_pretrained(path)
         dist.barrier()
     assert path is not None
-    return path, with_overrides(read_model_config(path, config.trust_remote_code), config.overrides)
+    model_config = with_overrides(read_model_config(path, config.trust_remote_code), config.overrides)
+    if config.scratch is None:
+        _check_weights(path, model_config, config.trust_remote_code)
+    return path, model_config
+
+
+def _check_weights(path: str, model_config: PretrainedConfig, trust_remote_code: bool) -> None:
+    """ValueError on all ranks unless the checkpoint has every parameter of the model, in its shape.
+
+    transformers gives random values to what is missing, and so may vLLM; under ZeRO-3 other shapes fail on one rank
+    only and unexpected tensors are not reported. So rank 0 reads the checkpoint once before.
+    """
+    together = dist.is_initialized()
+    problem = ""
+    if not together or dist.get_rank() == 0:
+        try:
+            problem = _problem_with_weights(path, model_config, trust_remote_code)
+        except Exception as error:  # the other ranks wait for the answer
+            problem = f"could not read the weights of {path}: {' '.join(str(error).split()) or repr(error)}"
+    if problem := agree.gathered(problem)[0] if together else problem:
+        raise ValueError(problem)
+
+
+def _problem_with_weights(path: str, model_config: PretrainedConfig, trust_remote_code: bool) -> str:
+    """Empty where all is well. Parameters that are tied to one that is there are not missing."""
+    _, found = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=model_config,
+        trust_remote_code=trust_remote_code,
+        device_map="meta",
+        ignore_mismatched_sizes=True,  # they are reported below
+        output_loading_info=True,
+    )
+    if found["unexpected_keys"]:
+        logger.warning("%s has tensors that the model does not: %s", path, _some(found["unexpected_keys"]))
+    shapes = [f"{name} {tuple(got)} instead of {tuple(want)}" for name, got, want in found["mismatched_keys"]]
+    wrong = {"lacks": found["missing_keys"], "has other shapes than the model:": shapes}
+    listed = [f"{verb} {_some(names)}" for verb, names in wrong.items() if names]
+    kind = type(model_config).__name__.removesuffix("Config")
+    return f"want a checkpoint with all weights of the {kind} model; {path} {' and '.join(listed)}" if listed else ""
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *more = sorted(names)
+    rest = f" and {len(more) - SHOWN + 1} more" if len(more) >= SHOWN else ""
+    return ", ".join([first, *more[: SHOWN - 1]]) + rest
 
 
 def load_model(config: ModelConfig, path: str, model_config: PretrainedConfig) -> PreTrainedModel:
