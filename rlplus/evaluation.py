@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlplus.config import Config, check_evaluation_files
-from rlplus.data import Example, distinct, load_examples, load_tokenizer
+from rlplus.data import Example, distinct, load_examples, load_tokenizer, response_text
 from rlplus.reward import Scorer
 from rlplus.rollout import RolloutEngine, make_engine
 from rlplus.trainer import Evaluate, Run, prepare_model
@@ -119,8 +119,8 @@ def evaluate(
 ) -> Evaluation:
     """Sample every problem `samples` times for each of its rows, score, count.
 
-    `examples` are `distinct`; `decode` leaves out the special tokens. ValueError without problems, or if a k is not in
-    1..samples.
+    `examples` are `distinct`; `decode` gives the text to grade, without special tokens. ValueError without problems, or
+    if a k is not in 1..samples.
     """
     if not examples:
         raise ValueError("want at least one problem to evaluate on, got none")
@@ -220,8 +220,8 @@ def evaluate_model(config: Config, model: str | None = None) -> dict[str, Evalua
             config_path=folder,
         )
         try:
-            decode = partial(tokenizer.decode, skip_special_tokens=True)
-            return _evaluate(config, lambda ask: ask(engine), scorer, problems, lambda tokens: decode(list(tokens)))
+            decode = partial(response_text, tokenizer, prefix=config.data.response_prefix)
+            return _evaluate(config, lambda ask: ask(engine), scorer, problems, decode)
         finally:
             engine.close()
 

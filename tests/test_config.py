@@ -73,6 +73,8 @@ def test_paper_setting() -> None:
     assert (config.rollout.temperature, config.evaluation.temperature, config.evaluation.samples) == (1.0, 0.6, 5)
     algorithm = config.algorithm.resolve()
     assert (algorithm.objective.gamma, algorithm.objective.kl_coef, algorithm.objective.internal) == (0.5, 0.0, "ratio")
+    assert config.reward.require_think
+    assert config.data.response_prefix == config.evaluation.data.response_prefix == "<think>\n"
     assert config.max_sample_length == 9216
     assert config.max_generation_length == 2048 + 8192
 
@@ -137,6 +139,20 @@ def test_overrides_reach_free_form_and_absent_sections(minimal: Path) -> None:
     algorithm = config.algorithm.resolve()
     assert (algorithm.objective.clip_high, algorithm.objective.clip_low, algorithm.reduction) == (0.28, 0.2, "token")
     assert ALGORITHMS["grpo"].objective.clip_high == 0.2
+
+
+def test_response_prefix_with_its_newline(minimal: Path) -> None:
+    """In the file in double quotes, on the command line as it is or in double quotes."""
+    minimal.write_text(
+        minimal.read_text().replace("path: train.jsonl", 'path: train.jsonl\n  response_prefix: "<think>\\n"')
+    )
+    assert load_config(minimal).data.response_prefix == "<think>\n"
+    for value, wanted in [("<t>\n", "<t>\n"), ('"<t>\\n"', "<t>\n"), ("<t>\\n", "<t>\\n"), ("null", None), ("", None)]:
+        config = load_config(minimal, [f"data.response_prefix={value}"])
+        assert config.data.response_prefix == wanted
+        copy = minimal.with_name("copy.yaml")
+        copy.write_text(config.to_yaml(), encoding="utf-8")
+        assert load_config(copy) == config
 
 
 def test_yaml_file_reads_scientific_notation_and_refuses_repeated_keys(minimal: Path) -> None:
@@ -212,6 +228,10 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
         (["reward.kind=math_verify", "reward.pattern=(x)"], "^reward: pattern belongs to kind exact_match"),
         (["evaluation.k=[1, 33]"], "^evaluation: want at least one k, and none above samples"),
         (["evaluation.every=5"], "^evaluation: every is 5 but there is no data"),
+        (
+            ["data.response_prefix=<t>", "evaluation.data.path=t.jsonl"],
+            "^evaluation.data.response_prefix: want data.response_prefix, .*'<t>'; got None",
+        ),
         (["algorithm.preset=rlpls"], r"^algorithm.preset: want one of rlplus, .*got 'rlpls' \(nearest: rlplus\)"),
     ],
 )

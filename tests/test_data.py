@@ -21,6 +21,7 @@ from rlplus.data import (
     distinct,
     load_examples,
     load_tokenizer,
+    response_text,
 )
 
 TOKENIZER = byte_tokenizer()
@@ -185,6 +186,79 @@ def test_template_that_refuses_the_messages(write: Write) -> None:
     strict.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(ValueError, match=r"train.jsonl:1: .* refuses these messages: no system role"):
         load(tokenizer=strict, path=write([{"prompt": "hi", "answer": "x"}]), chat=True)
+
+
+def test_response_prefix_moves_from_demonstrations_to_prompts(write: Write) -> None:
+    solutions = ["<think>\na</think>7", " \n<think>\nb", "c <think>\n", "<think>\n \n", None]
+    path = write([{"prompt": "p", "answer": "7", "solution": solution} for solution in solutions])
+    fields: dict[str, Any] = {"path": path, "demonstration": "solution", "response_prefix": "<think>\n"}
+    examples, report = load(**fields)
+    assert [text(e.prompt) for e in examples] == ["p<think>\n"] * 5
+    assert [e.demonstration and text(e.demonstration[:-1]) for e in examples] == [
+        "a</think>7", "b", "c <think>\n", None, None,
+    ]  # fmt: skip
+    assert (report.demonstrations, report.demonstrations_missing, report.demonstrations_unprefixed) == (3, 2, 1)
+    assert "1 demonstrations that did not start with data.response_prefix, kept whole (first: " in report.summary()
+    assert [response_text(TOKENIZER, e.demonstration or (), "<think>\n") for e in examples[:2]] == [
+        "<think>\na</think>7", "<think>\nb",
+    ]  # fmt: skip
+    assert response_text(TOKENIZER, [97, EOS], None) == "a"
+    lengths = [e.demonstration and len(e.demonstration) for e in load(11, **fields)[0]]
+    assert lengths == [11, 2, 11, None, None]  # as stripped
+    assert len(load(**fields, max_prompt_length=9)[0]) == 5
+    with pytest.raises(ValueError, match=r"100.0% of the rows would be dropped.*prompts longer than 8 tokens"):
+        load(**fields, max_prompt_length=8)
+
+
+def test_response_prefix_is_tokens_of_its_own(write: Write) -> None:
+    """ "whattwo" is unknown to this tokenizer."""
+    path = write([{"prompt": "what", "answer": "2", "d": "twowhat"}])
+    (example,), _ = load(
+        tokenizer=word_tokenizer(eos_token="</s>"), path=path, demonstration="d", response_prefix="two"
+    )
+    assert (example.prompt, example.demonstration) == ((2, 3), (2, 1))
+    with pytest.raises(ValueError, match=r"want data.response_prefix of at least one token; got ' '"):
+        load(tokenizer=word_tokenizer(eos_token="</s>"), path=path, response_prefix=" ")
+
+
+def test_the_papers_prompts_end_in_one_prefix_with_either_template(write: Write) -> None:
+    config = load_config(Path(__file__).parent.parent / "configs" / "qwen2.5-math-7b.yaml")
+    messages = [{"role": "system", "content": "Think."}, {"role": "user", "content": "1+1?"}]
+    path = write([{"prompt": messages, "answer": 2}])
+    chat = "<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    ours = load_tokenizer(ModelConfig(scratch=ScratchModel(), chat_template=config.model.chat_template))
+    stock = load_tokenizer(ModelConfig(scratch=ScratchModel(), chat_template=config.model.chat_template))
+    stock.chat_template = stock.chat_template.replace("<think>\\n", "")
+    for tokenizer in (ours, stock):
+        (example,), _ = load(tokenizer=tokenizer, path=path, response_prefix=config.data.response_prefix)
+        assert text(example.prompt) == chat + "<think>\n"
+    (example,), _ = load(tokenizer=stock, path=path)
+    assert text(example.prompt) == chat
+
+
+def test_chat_template_of_the_configuration(write: Write, tmp_path: Path) -> None:
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    template = "{{ messages[0].content }}>"
+    (tmp_path / "chat.jinja").write_text(template + "\n")  # Jinja leaves out the newline that ends a file
+    path = write([{"prompt": "é", "answer": "x"}])
+    for model in ({"path": str(tmp_path / "model")}, {"scratch": ScratchModel()}):
+        for choice in (template, str(tmp_path / "chat.jinja")):
+            tokenizer = load_tokenizer(ModelConfig(**model, chat_template=choice))
+            (example,), _ = load(tokenizer=tokenizer, path=path, chat=True)
+            assert text(example.prompt) == "é>"
+    (tmp_path / "none.jinja").write_text("no braces")
+    (tmp_path / "latin.jinja").write_bytes(b"{{ \xe9 }}")
+    for choice, match in [
+        (str(tmp_path / "nowhere.jinja"), r"want model.chat_template .*nowhere.jinja': no such file \(current"),
+        (str(tmp_path), "it is a folder"),
+        (str(tmp_path / "none.jinja"), "the file has none of Jinja's braces"),
+        (str(tmp_path / "latin.jinja"), "not UTF-8 text"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            load_tokenizer(ModelConfig(scratch=ScratchModel(), chat_template=choice))
+    wrong = load_tokenizer(ModelConfig(scratch=ScratchModel(), chat_template="{{ messages["))
+    with pytest.raises(ValueError, match=r"train.jsonl:1: the chat template refuses these messages: "):
+        load(tokenizer=wrong, path=path, chat=True)
 
 
 def test_rows_with_the_same_benchmark_prompt_and_answer_are_one_problem(write: Write) -> None:

@@ -10,15 +10,17 @@ import pytest
 import torch
 from engine_runs import fail, same, torchrun
 from trainer_runs import environment, metrics, run_config
+from transformers import AutoTokenizer
 
 import rlplus.rollout.process
 import rlplus.trainer.engine
 import rlplus.trainer.rollouts
-from rlplus.evaluation import evaluate_model
+from rlplus.evaluation import evaluate_model, evaluator
+from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed
 from rlplus.rollout.transformers import TransformersEngine
 from rlplus.rollout.vllm import VLLMEngine
-from rlplus.trainer import train
+from rlplus.trainer import Run, train
 from rlplus.trainer.policy import Policy, _buckets
 
 
@@ -176,6 +178,36 @@ def test_a_finished_model_is_evaluated_in_this_process(tmp_path, monkeypatch):
     monkeypatch.setattr("rlplus.rollout._choose", lambda engine: "transformers")
     (result,) = evaluate_model(config, str(folder / "model")).values()
     assert result.problems == tuple(range(6))
+
+
+def test_a_response_prefix_is_in_the_prompt_and_in_what_is_graded(tmp_path, monkeypatch):
+    """And the chat template of the run goes with its model."""
+    graded: list[str] = []
+    grade = Scorer.__call__
+
+    def spy(self, texts, answers):
+        graded.extend(texts)
+        return grade(self, texts, answers)
+
+    monkeypatch.setattr(Scorer, "__call__", spy)
+    data = {"path": str(tmp_path / "task.jsonl"), "max_prompt_length": 9, "response_prefix": "<", "chat": True}
+    config = run_config(
+        tmp_path,
+        data=data,
+        evaluation={"data": data, "samples": 1, "every": 1},
+        model={"chat_template": "{{ messages[0].content }}{{ '!' }}"},
+        train={"steps": 1},
+    )
+    with Run(config, resume=False) as run:
+        assert bytes(run.examples[0].prompt) == b"0+0=!<"
+        assert bytes(run.examples[0].demonstration[:-1]) == b"0>"
+        assert [e.demonstration is None for e in run.examples] == [False] * 6  # graded as "<0>"
+    folder = train(config, evaluate=evaluator(config))
+    count = len(graded)
+    evaluate_model(config)
+    assert len(graded) == count + 6
+    assert [text for text in graded if not text.startswith("<")] == []
+    assert AutoTokenizer.from_pretrained(folder / "model").chat_template == config.model.chat_template
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from rlplus.config.files import (
     check_model_path,
     check_output_folder,
     check_training_files,
+    read_chat_template,
 )
 from rlplus.config.load import load_config
 from rlplus.config.rollout import RolloutConfig
@@ -40,4 +41,5 @@ __all__ = [
     "check_output_folder",
     "check_training_files",
     "load_config",
+    "read_chat_template",
 ]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rlplus.config.schema import Config
 
+_JINJA = re.compile(r"\{[{%]")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -16,6 +17,8 @@ def check_training_files(config: Config) -> None:
         check_data_files(config.evaluation.data.paths, "evaluation.data.path")
     if config.model.path is not None:
         check_model_path(config.model.path)
+    if config.model.chat_template is not None:
+        read_chat_template(config.model.chat_template)
     check_output_folder(Path(config.output_dir), "output_dir")
 
 
@@ -29,6 +32,8 @@ def check_evaluation_files(config: Config, model: str | None) -> None:
     if config.evaluation.data is None:
         raise ValueError("want evaluation.data, the problems to evaluate on; the configuration has none")
     check_data_files(config.evaluation.data.paths, "evaluation.data.path")
+    if config.model.chat_template is not None:
+        read_chat_template(config.model.chat_template)
 
 
 def check_data_files(paths: Sequence[str], key: str) -> None:
@@ -51,6 +56,26 @@ def check_model_path(path: str, key: str = "model.path") -> None:
         raise ValueError(f"{wanted}: it is a file")
     elif not _HUB_NAME.fullmatch(path):
         raise ValueError(f"{wanted}: no such folder (current directory: {Path.cwd()})")
+
+
+def read_chat_template(template: str) -> str:
+    """The text of model.chat_template: itself where it has Jinja's braces, else that of the file it names."""
+    if _JINJA.search(template):
+        return template
+    path, wanted = (
+        Path(template).expanduser(),
+        f"want model.chat_template a Jinja template or its file; got {template!r}",
+    )
+    if not path.is_file():
+        what = "it is a folder" if path.is_dir() else f"no such file (current directory: {Path.cwd()})"
+        raise ValueError(f"{wanted}: {what}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{wanted}: not UTF-8 text: {error}") from error
+    if not _JINJA.search(text):
+        raise ValueError(f"{wanted}: the file has none of Jinja's braces, so the messages would be left out")
+    return text
 
 
 def check_output_folder(folder: Path, key: str) -> None:

@@ -99,6 +99,8 @@ class ModelConfig(Section):
                             liger-kernel
     lora                    train adapters instead of the weights
     trust_remote_code       run the code that comes with the model
+    chat_template           a Jinja template, as text or as a file's name, in place of the tokenizer's; it is exported
+                            with the model. None = the tokenizer's
     overrides               fields of the Hugging Face configuration
     """
 
@@ -110,6 +112,7 @@ class ModelConfig(Section):
     liger: bool = False
     lora: LoraConfig | None = None
     trust_remote_code: bool = False
+    chat_template: Text | None = None
     overrides: dict[str, Any] = {}
 
     @model_validator(mode="after")
@@ -133,8 +136,11 @@ class DataConfig(Section):
     demonstration_template   str.format template with {demonstration} and {answer}
     benchmark                column that names the benchmark of a row: evaluations report each one by itself
     system_prompt            put before the prompt as a system message
-    chat                     a string prompt becomes a user message and goes through the tokenizer's chat template
-    max_prompt_length        a row with a longer prompt is dropped
+    chat                     a string prompt becomes a user message and goes through the chat template
+    response_prefix          text that every response starts with, such as "<think>\\n". It is given, not generated: its
+                             tokens end the prompt (unless the chat template ends in it), demonstrations start after it,
+                             and it is put before a response that is graded
+    max_prompt_length        a row with a longer prompt, response_prefix included, is dropped
     max_demonstration_length a longer demonstration, its end token counted, is dropped; None = the limit of responses
     max_dropped_share        refuse the data when more than this share of rows, or of demonstrations, is dropped
     limit                    read only the first rows
@@ -150,6 +156,7 @@ class DataConfig(Section):
     benchmark: Text | None = None
     system_prompt: Text | None = None
     chat: bool = False
+    response_prefix: Text | None = None
     max_prompt_length: Count = 1024
     max_demonstration_length: Count | None = None
     max_dropped_share: Fraction = 0.1
@@ -343,6 +350,12 @@ class Config(Section):
             problems.append(
                 f"the longest prompt and response have {longest} tokens together: "
                 f"want model.scratch.max_position_embeddings at least that; got {scratch.max_position_embeddings}"
+            )
+        evaluated = self.data if self.evaluation.data is None else self.evaluation.data
+        if evaluated.response_prefix != self.data.response_prefix:
+            problems.append(
+                "evaluation.data.response_prefix: want data.response_prefix, with which every response is graded, "
+                f"{self.data.response_prefix!r}; got {evaluated.response_prefix!r}"
             )
         problems += ignored_keys(self)
         if problems:

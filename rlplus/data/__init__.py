@@ -3,7 +3,7 @@
 from rlplus.data.load import Example, LoadReport, distinct, load_examples
 from rlplus.data.pack import MicroBatch, Sample, balance, pack
 from rlplus.data.sampler import PromptSampler
-from rlplus.data.tokenizer import byte_tokenizer, load_tokenizer
+from rlplus.data.tokenizer import byte_tokenizer, load_tokenizer, response_text
 
 __all__ = [
     "Example",
@@ -17,4 +17,5 @@ __all__ = [
     "load_examples",
     "load_tokenizer",
     "pack",
+    "response_text",
 ]

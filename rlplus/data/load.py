@@ -45,6 +45,7 @@ class LoadReport:
     demonstrations_missing: int = 0
     demonstrations_unmatched: int = 0
     demonstrations_too_long: int = 0
+    demonstrations_unprefixed: int = 0
     first: dict[str, str] = field(default_factory=dict)
 
     def count(self, what: str, where: str) -> None:
@@ -70,6 +71,7 @@ class LoadReport:
             "demonstrations_too_long": f"demonstrations longer than {self.max_demonstration_length} tokens",
             "demonstrations_unmatched": "demonstrations not matched by demonstration_pattern",
             "demonstrations_missing": "rows without a demonstration",
+            "demonstrations_unprefixed": "demonstrations that did not start with data.response_prefix, kept whole",
         }
         losses = [
             f"{getattr(self, name)} {labels[name]} (first: {self.first[name]})" for name in labels if name in self.first
@@ -85,7 +87,7 @@ class _Parsed:
     prompt: Prompt
     answer: str | None
     demonstration: str | None
-    lost: str | None  # why there is no demonstration: the counter in LoadReport
+    noted: str | None  # why there is no demonstration, or what is odd about it: the counter in LoadReport
     benchmark: str
 
 
@@ -95,10 +97,11 @@ def load_examples(
     """Read and tokenise the data.
 
     A prompt string is tokenised with the tokenizer's default special tokens, chat messages through its template with
-    the generation prompt; a demonstration without special tokens, and then eos. A row whose prompt is too long or whose
-    answer cannot be found is dropped; a demonstration that is too long (eos counted) or does not match its pattern
-    leaves the row without one. Nothing is cut. ValueError, with the counts, if more than `max_dropped_share` of either
-    is dropped or nothing is left; with the place, if a row is malformed.
+    the generation prompt; a demonstration without special tokens, and then eos. `response_prefix` moves from the start
+    of demonstrations to the end of prompts, as tokens of its own; a demonstration without it is kept whole and counted.
+    A row whose prompt is too long or whose answer cannot be found is dropped; a demonstration that is too long (eos
+    counted) or does not match its pattern leaves the row without one. Nothing else is cut. ValueError, with the counts,
+    if more than `max_dropped_share` of either is dropped or nothing is left; with the place, if a row is malformed.
     """
     report = LoadReport(config.max_prompt_length, max_demonstration_length)
     examples: list[Example] = []
@@ -106,7 +109,8 @@ def load_examples(
     shared = list(range(len(tokenizer)))
     rows = _parse_rows(config)
     while chunk := list(islice(rows, CHUNK)):
-        prompts, demonstrations = _encode_prompts(chunk, tokenizer), _encode_demonstrations(chunk, tokenizer)
+        prompts = _encode_prompts(chunk, tokenizer, config.response_prefix)
+        demonstrations = _encode_demonstrations(chunk, tokenizer)
         for row, prompt, demonstration in zip(chunk, prompts, demonstrations, strict=True):
             report.rows += 1
             if not prompt:
@@ -117,11 +121,11 @@ def load_examples(
             if len(prompt) > config.max_prompt_length:
                 report.count("prompts_too_long", row.where)
                 continue
-            lost = row.lost
+            noted = row.noted
             if demonstration is not None and len(demonstration) > max_demonstration_length:
-                demonstration, lost = None, "demonstrations_too_long"
-            if lost is not None:
-                report.count(lost, row.where)
+                demonstration, noted = None, "demonstrations_too_long"
+            if noted is not None:
+                report.count(noted, row.where)
             report.kept += 1
             report.demonstrations += demonstration is not None
             examples.append(
@@ -176,7 +180,7 @@ def _parse_rows(config: DataConfig) -> Iterator[_Parsed]:
         prompt = _prompt(config, where, _column(where, row, config.prompt))
         answer = _match(config.answer_pattern, _answer(where, _column(where, row, config.answer)))
         answer = answer and answer.strip()
-        demonstration, lost = None, None
+        demonstration, noted = None, None
         if config.demonstration is not None:
             try:
                 value = get_column(row, config.demonstration)
@@ -186,11 +190,13 @@ def _parse_rows(config: DataConfig) -> Iterator[_Parsed]:
             text = _demonstration(where, value)
             demonstration = _match(config.demonstration_pattern, text)
             if demonstration is None:
-                lost = "demonstrations_missing" if text is None else "demonstrations_unmatched"
+                noted = "demonstrations_missing" if text is None else "demonstrations_unmatched"
             elif config.demonstration_template is not None:
                 demonstration = config.demonstration_template.format(demonstration=demonstration, answer=answer)
+            if demonstration is not None and config.response_prefix is not None:
+                demonstration, noted = _after_prefix(demonstration, config.response_prefix)
         benchmark = "" if config.benchmark is None else str(_column(where, row, config.benchmark))
-        yield _Parsed(index, where, prompt, answer, demonstration, lost, benchmark)
+        yield _Parsed(index, where, prompt, answer, demonstration, noted, benchmark)
     if not demonstration_seen and row:
         assert config.demonstration is not None
         raise missing_column(", ".join(config.paths), config.demonstration, row_names(row))
@@ -209,6 +215,15 @@ def _match(pattern: str | None, text: str | None) -> str | None:
         found = re.search(pattern, text)
         text = found.group(1) if found else None
     return text if text and text.strip() else None
+
+
+def _after_prefix(text: str, prefix: str) -> tuple[str | None, str | None]:
+    """A demonstration without the prefix, which may follow white space, and what to count."""
+    for start in (0, len(text) - len(text.lstrip())):
+        if text.startswith(prefix, start):
+            rest = text[start + len(prefix) :]
+            return (rest, None) if rest.strip() else (None, "demonstrations_missing")
+    return text, "demonstrations_unprefixed"
 
 
 def _answer(where: str, value: Any) -> str | None:
@@ -251,10 +266,20 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
-def _encode_prompts(chunk: Sequence[_Parsed], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _encode_prompts(
+    chunk: Sequence[_Parsed], tokenizer: PreTrainedTokenizerBase, prefix: str | None
+) -> list[list[int]]:
     plain = [row.prompt for row in chunk if isinstance(row.prompt, str)]
     encoded = iter(tokenizer(plain).input_ids if plain else [])
-    return [next(encoded) if isinstance(row.prompt, str) else _encode_chat(row, tokenizer) for row in chunk]
+    prompts = [next(encoded) if isinstance(row.prompt, str) else _encode_chat(row, tokenizer) for row in chunk]
+    if prefix is None:
+        return prompts
+    end = tokenizer([prefix], add_special_tokens=False).input_ids[0]
+    if not end:
+        raise ValueError(f"want data.response_prefix of at least one token; got {prefix!r}")
+    # A chat template may end in the prefix itself, in whatever tokens. None of them is shorter than a byte.
+    longest = len(prefix.encode())
+    return [ids if not ids or tokenizer.decode(ids[-longest:]).endswith(prefix) else [*ids, *end] for ids in prompts]
 
 
 def _encode_chat(row: _Parsed, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -265,7 +290,7 @@ def _encode_chat(row: _Parsed, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     try:
         return tokenizer.apply_chat_template(row.prompt, add_generation_prompt=True, return_dict=False)
     except TemplateError as error:
-        raise ValueError(f"{row.where}: the tokenizer's chat template refuses these messages: {error}") from error
+        raise ValueError(f"{row.where}: the chat template refuses these messages: {error}") from error
 
 
 def _encode_demonstrations(chunk: Sequence[_Parsed], tokenizer: PreTrainedTokenizerBase) -> list[list[int] | None]:

@@ -1,9 +1,11 @@
-"""The tokenizer of a run."""
+"""The tokenizer of a run, and the text of a response."""
+
+from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rlplus.config import ModelConfig
+from rlplus.config import ModelConfig, read_chat_template
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}\n{% endfor %}"
@@ -40,12 +42,23 @@ def _byte_signs() -> list[str]:
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with a pad token (the end token where it has none of its own).
+    """The model's tokenizer, with a pad token (the end token where it has none of its own) and `model.chat_template`.
 
-    ValueError when there is none at `model.path`, or it has no end token.
+    ValueError when there is none at `model.path`, it has no end token, or the template cannot be read.
     """
-    if model.path is None:
-        return byte_tokenizer()
+    tokenizer = byte_tokenizer() if model.path is None else _read_tokenizer(model)
+    if model.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(model.chat_template)
+    return tokenizer
+
+
+def response_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], prefix: str | None) -> str:
+    """A response as it is graded and shown: `data.response_prefix` and its tokens' text, without special tokens."""
+    text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
+    return (prefix or "") + text
+
+
+def _read_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:

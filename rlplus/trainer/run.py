@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rlplus import agree, checkpoint
 from rlplus.config import Config
-from rlplus.data import Example, PromptSampler, Sample, load_examples, load_tokenizer
+from rlplus.data import Example, PromptSampler, Sample, load_examples, load_tokenizer, response_text
 from rlplus.objective import Algorithm
 from rlplus.reward import DemonstrationReport, Scorer, grade_demonstrations
 from rlplus.rollout import RunFailed, make_engine
@@ -173,9 +173,8 @@ class Run:
         return self.finished or (every > 0 and self.step % every == 0)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Response tokens as the reward reads them, without special tokens."""
-        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
-        return text
+        """Response tokens as the reward reads them: `data.response_prefix` first, no special tokens."""
+        return response_text(self.tokenizer, tokens, self.config.data.response_prefix)
 
     def split(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """Samples of each update, whole groups in order."""
