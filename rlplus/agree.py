@@ -1,55 +1,101 @@
-"""What ranks tell each other on the way. Numbers pass through the CPU: no GPU is waited for."""
+"""Small collectives on the CPU, which no GPU is waited for: sums, maxima, gathered objects, failures.
 
-from collections.abc import Sequence
+Ranks that have much to do before one of them report it as a `phase`, so that its timeout can say who waited for whom.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+timeout = timedelta(hours=1)  # of a collective
 _gloo: Any = None
+_phase = "the start"
 
 
 def _group() -> Any:
-    """A group of all ranks for tensors of the CPU. All come here for the first time together."""
+    """A group of all ranks for tensors on the CPU. Collective at the first call."""
     global _gloo
     if dist.get_backend() == "gloo":
         return None  # the default one
     if _gloo is None:
-        _gloo = dist.new_group(backend="gloo")
+        _gloo = dist.new_group(backend="gloo", timeout=timeout)
     return _gloo
 
 
+def phase(name: str) -> None:
+    """Report that this rank begins `name`, such as "generate"."""
+    global _phase
+    _phase = name
+    if dist.get_world_size() > 1:
+        _store().set(f"phase of rank {dist.get_rank()}", name)
+
+
 def sums(*values: float) -> list[float]:
-    """Of all ranks' values, one by one; all ranks call it."""
+    """Element-wise sums over all ranks. Collective."""
     return _reduced(values, dist.ReduceOp.SUM)
 
 
 def largest(value: float) -> float:
-    """Of all ranks' values, NaN not among them; all ranks call it."""
+    """The maximum over all ranks of a value that is not NaN. Collective."""
     return _reduced([value], dist.ReduceOp.MAX)[0]
+
+
+def barrier() -> None:
+    """Wait for all ranks. Collective."""
+    largest(0)
 
 
 def _reduced(values: Sequence[float], op: Any) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64)
     if dist.get_world_size() > 1:
-        dist.all_reduce(tensor, op, group=_group())
+        _together(lambda: dist.all_reduce(tensor, op, group=_group()))
     return list(tensor.tolist())
 
 
 def gathered(value: Any) -> list[Any]:
-    """All ranks' values, pickled on the way; all ranks call it."""
+    """All ranks' values, pickled on the way. Collective."""
     values = [value]
     if (world := dist.get_world_size()) > 1:
         values = [None] * world
-        dist.all_gather_object(values, value, group=_group())
+        _together(lambda: dist.all_gather_object(values, value, group=_group()))
     return values
 
 
 def failures(failure: BaseException | None, *, clear: tuple[type[BaseException], ...] = (Exception,)) -> str:
-    """What failed on which rank; empty where nothing did. All ranks call it, with None where all went well.
+    """What failed on which rank, empty where nothing did. Collective; a rank where all went well passes None.
 
     clear: exceptions whose message says all; of others the class is told, too.
     """
     text = str(failure) if isinstance(failure, clear) else repr(failure)
     texts = gathered(None if failure is None else text)
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _together(collective: Callable[[], None]) -> None:
+    """ConnectionError with every rank's last phase where another rank is gone, or later than the timeout."""
+    try:
+        collective()
+    except RuntimeError as error:  # torch has no class for either
+        reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0])  # without gloo's source file
+        raise ConnectionError(
+            f"rank {dist.get_rank()}, after {_phase!r}, lost the other ranks: {reason.split('. ')[0]}. "
+            f"The last phase that each began: {_phases()}. A rank that is only slow needs a larger "
+            f"train.collective_timeout_s than {timeout.total_seconds():g}"
+        ) from error
+
+
+def _phases() -> str:
+    try:
+        keys = [f"phase of rank {rank}" for rank in range(dist.get_world_size())]
+        begun = [_store().get(key).decode() if _store().check([key]) else "the start" for key in keys]
+    except RuntimeError as error:
+        return f"unknown, their store is gone ({str(error).splitlines()[0]})"
+    return ", ".join(f"rank {rank} {name!r}" for rank, name in enumerate(begun))

@@ -24,7 +24,8 @@ from rlplus.trainer import policy as policy_module
 from rlplus.trainer.adapters import add_adapters
 from rlplus.trainer.batch import make_micro_batches
 from rlplus.trainer.model import load_model, prepare_model
-from rlplus.trainer.policy import Policy, initialize_distributed
+from rlplus.trainer.policy import Policy
+from rlplus.trainer.ranks import initialize_distributed
 
 ALWAYS_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 LORA = {"rank": 4, "alpha": 8.0}

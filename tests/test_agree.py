@@ -1,19 +1,29 @@
-"""What ranks tell each other: on two real ones, whose default group is for GPUs as far as the code can see."""
+"""Collectives of the trainer: on two real ranks, whose default group is for GPUs as far as the code can see; alone."""
 
+import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
-from trainer_runs import environment
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager
+from trainer_runs import environment, run_config
 
 import rlplus
+from rlplus.trainer import Run
+from rlplus.trainer.ranks import initialize_distributed
 
 TWO_RANKS = """
-import math
+import math, sys
 import torch.distributed as dist
+from datetime import timedelta
 from rlplus import agree
 dist.init_process_group("gloo")
-dist.get_backend = lambda *_: "nccl"
+get_backend, dist.get_backend = dist.get_backend, lambda *_: "nccl"
 rank, group = dist.get_rank(), agree._group()
 assert group is not None and group is agree._group()
 assert agree.largest(rank) == 1 and agree.largest(-rank) == 0 and agree.largest(rank == 0) == 1
@@ -23,15 +33,127 @@ assert agree.gathered({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
 assert agree.failures(None) == ""
 assert agree.failures(OSError("full") if rank else None) == "rank 1: full"
 assert agree.failures(KeyError("a"), clear=(OSError,)) == "rank 0: KeyError('a'); rank 1: KeyError('a')"
-dist.barrier()
-dist.destroy_process_group()
+
+# Rank 1 stays in its phase until rank 0 has given up waiting.
+dist.get_backend = get_backend
+agree.barrier()
+agree.timeout = timedelta(seconds=2)
+dist.distributed_c10d._set_pg_timeout(agree.timeout)
+store = dist.distributed_c10d._get_default_store()
+try:
+    if rank == 0:
+        agree.phase("pack")
+        store.wait(["phase of rank 1"])
+    else:
+        agree.phase("export")
+        store.get("rank 0 gave up")
+    agree.largest(rank)
+except ConnectionError as error:
+    sys.stdout.write(f"{error}\\n")
+store.set("rank 0 gave up", "")
 """
 
 
-def test_two_ranks_agree(tmp_path: Path) -> None:
-    script = tmp_path / "two_ranks.py"
-    script.write_text(TWO_RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+def on_two_ranks(folder: Path, text: str, *arguments: str) -> str:
+    script = folder / "two_ranks.py"
+    script.write_text(text)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     here = environment() | {"PYTHONPATH": str(Path(rlplus.__file__).parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=here)
+    done = subprocess.run(
+        [*launch, str(script), *arguments], capture_output=True, text=True, timeout=600, env=here
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_two_ranks_agree_and_name_the_one_that_is_late_with_its_phase(tmp_path: Path) -> None:
+    said = on_two_ranks(tmp_path, TWO_RANKS)
+    assert "rank 0, after 'pack', lost the other ranks: Timed out waiting 2000ms for recv operation to compl" in said
+    assert "The last phase that each began: rank 0 'pack', rank 1 'export'." in said
+    assert "needs a larger train.collective_timeout_s than 2" in said
+
+
+EVERY_GROUP = """
+import sys
+import torch
+import torch.distributed as dist
+from rlplus.config import load_config
+from rlplus.trainer import Run
+with Run(load_config(sys.argv[1]), resume=False):
+    groups = list(dist.distributed_c10d._world.pg_map)
+    timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+    sys.stdout.write(f"{len(groups)} groups: {sorted(timeouts)}\\n")
+"""
+
+
+@pytest.mark.slow
+def test_every_group_has_the_timeout_of_the_configuration(tmp_path: Path) -> None:
+    """DeepSpeed's, too, which would else begin with torch's default."""
+    model = {"hidden_size": 32, "layers": 1, "heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
+    train = {"sequence_parallel": 2, "collective_timeout_s": 1234.0}
+    (tmp_path / "run.yaml").write_text(run_config(tmp_path, model={"scratch": model}, train=train).to_yaml())
+    said = on_two_ranks(tmp_path, EVERY_GROUP, str(tmp_path / "run.yaml")).splitlines()
+    assert len(said) == 2
+    for line in said:
+        count, timeouts = line.split(" groups: ")
+        assert int(count) > 2
+        assert timeouts == f"[{timedelta(seconds=1234)!r}]"
+
+
+@pytest.mark.parametrize("wait", [False, True])
+@pytest.mark.parametrize("new", [False, True])
+def test_collectives_of_one_process_are_copies(new: bool, wait: bool) -> None:
+    initialize_distributed()
+    group = dist.new_group([0]) if new else None
+    options = {"group": group, "async_op": wait}
+    x = torch.arange(6.0).view(2, 3)
+
+    def check(collective: object, *, like: Tensor = x) -> None:
+        """`collective` takes the output, which holds nothing yet, and returns a handle to wait for."""
+        output = torch.full_like(like, float("nan"))
+        handle = collective(output)  # type: ignore[operator]
+        if wait:
+            handle.wait()
+        assert torch.equal(output, like)
+
+    for in_place in (
+        lambda y: dist.all_reduce(y, **options),
+        lambda y: dist.all_reduce(y, dist.ReduceOp.MAX, **options),
+        lambda y: dist.broadcast(y, 0, **options),
+        lambda y: dist.reduce(y, 0, **options),
+    ):
+        check(lambda y, in_place=in_place: in_place(y.copy_(x)))
+    check(lambda y: dist.all_gather([y], x, **options))
+    check(lambda y: dist.all_gather_into_tensor(y, x, **options))
+    check(lambda y: dist.all_gather_into_tensor(y, x, **options), like=x.flatten())
+    check(lambda y: dist.reduce_scatter(y, [x], **options))
+    check(lambda y: dist.reduce_scatter_tensor(y, x, **options))
+    check(lambda y: dist.all_to_all([y], [x], **options))
+    check(lambda y: dist.all_to_all_single(y, x, **options))
+    check(lambda y: dist.gather(x, [y], **options))
+    check(lambda y: dist.scatter(y, [x], **options))
+    for device in (None, torch.device("cpu")):
+
+        def coalesced(y: Tensor, device: torch.device | None = device) -> object:
+            with _coalescing_manager(group, device, async_ops=wait) as manager:
+                dist.all_gather_into_tensor(y[0], x[0], group=group)
+                dist.all_gather_into_tensor(y[1], x[1], group=group)
+            return manager
+
+        check(coalesced)
+    dist.barrier(group)
+
+
+def listening() -> set[str]:
+    """The addresses on which this process listens, from the kernel's tables."""
+    own = {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in own}
+
+
+def test_a_run_of_one_process_opens_no_port(tmp_path: Path) -> None:
+    before = listening()
+    with Run(run_config(tmp_path, train={"zero_stage": 3}), resume=False):
+        assert listening() <= before

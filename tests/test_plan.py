@@ -22,7 +22,8 @@ from rlplus.plan.cluster import Gpu
 from rlplus.plan.memory import Model, head_memory, model_states
 from rlplus.plan.show import show
 from rlplus.trainer.batch import make_micro_batches
-from rlplus.trainer.policy import PackedModel, Policy, initialize_distributed
+from rlplus.trainer.policy import PackedModel, Policy
+from rlplus.trainer.ranks import initialize_distributed
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 CPU = Cluster(1, Gpu("cpu", 2**40))

@@ -10,7 +10,7 @@ import torch
 from rank_cases import CASES, QUICK, REFERENCES, all_samples, make_model, run_case
 from trainer_runs import environment
 
-from rlplus.trainer.policy import initialize_distributed
+from rlplus.trainer.ranks import initialize_distributed
 
 SLOW = [name for name in CASES if name not in QUICK]
 Results = dict[str, dict[str, Any]]

@@ -31,6 +31,7 @@ class TrainConfig(Section):
     backend, memory, max_scratch_mb
                             of the head, see rlplus.linear_policy_loss; memory least takes no fp32 copy of the head's
                             gradient, for about a third more time there
+    collective_timeout_s    seconds that ranks wait for one that is still busy; one that died is noticed at once
     max_nonfinite           so many updates in a row with a non-finite loss or gradient stop the run; each is skipped
     overlap                 the next batch is generated while this one trains, and so by the policy of one update
                             before; the ratio is to that policy
@@ -56,6 +57,7 @@ class TrainConfig(Section):
     backend: Literal["auto", "reference", "torch", "cpp", "triton"] = "auto"
     max_scratch_mb: Count | None = None
     memory: Literal["fast", "least"] = "fast"
+    collective_timeout_s: Positive = 3600.0
     max_nonfinite: Count = 3
     overlap: bool = False
 

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlplus import agree
 from rlplus.errors import RunFailed
 from rlplus.rollout.protocol import whole_model
 
@@ -207,7 +208,7 @@ class WeightFiles:
 
     def _wait(self) -> None:
         if dist.is_initialized():
-            dist.barrier()
+            agree.barrier()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for path in sorted(self.folder.glob("*.safetensors")):

@@ -18,6 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 import torch.distributed as dist
 from torch import Tensor
 
+from rlplus import agree
 from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
 from rlplus.rollout.protocol import Completion, check_logprobs, check_request
@@ -204,7 +205,7 @@ class ServerEngine:
             except Exception as error:  # whatever it is: the other ranks wait for word of it
                 failed = [repr(error)]
         if dist.is_initialized():
-            dist.broadcast_object_list(failed, src=0)  # which also keeps the others from generating too early
+            failed = agree.gathered(failed)[0]  # which also keeps the others from generating too early
         if failed[0]:
             raise RunFailed(f"{self.name} did not take the weights of version {version}: {failed[0]}")
         self._version, self._failure = version, None

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlplus import agree
 from rlplus.config import RolloutConfig
 from rlplus.rollout.protocol import DEFAULT_CACHE_MB, Completion, check_logprobs, check_request, whole_model
 from rlplus.rollout.push import WeightFiles, parameter_shapes, watched
@@ -246,7 +247,9 @@ def _on_cpu() -> bool:
 def _rank_group(size: int) -> Any:
     """The group of `size` neighbouring ranks that this one is in, as vLLM cuts them; all ranks call it."""
     starts = range(0, dist.get_world_size(), size)
-    groups = [dist.new_group(list(range(start, start + size)), backend="gloo") for start in starts]
+    groups = [
+        dist.new_group(list(range(start, start + size)), backend="gloo", timeout=agree.timeout) for start in starts
+    ]
     return groups[dist.get_rank() // size]
 
 

@@ -11,6 +11,7 @@ from rlplus.data import Sample
 from rlplus.rollout import RolloutEngine, RunFailed
 from rlplus.trainer.batch import forward_batches
 from rlplus.trainer.policy import Policy
+from rlplus.trainer.ranks import set_timeouts
 from rlplus.trainer.stop import Answer, StepGivenUp, StopSignal
 
 PREFIXES, PROBE_TOKENS = 8, 2  # a forward pass, and one more with what the first left in the cache
@@ -40,10 +41,15 @@ class SyncedEngine:
     ) -> None:
         self.config, self.policy, self.prompt, self.pad_id = config, policy, prompt, pad_id
         self._make, self._stop = make, stop
-        self.engine = make()
+        self.engine = self._new()
         self.gap = 0.0  # of the last probe
         self._version: int | None = None  # that the engine has
         self._probed: int | None = None
+
+    def _new(self) -> RolloutEngine:
+        engine = self._make()
+        set_timeouts()
+        return engine
 
     def sync(self, version: int, *, probe: bool) -> None:
         """Give the engine the policy's weights, unless it has this version of them; RunFailed where it does not.
@@ -141,7 +147,7 @@ class SyncedEngine:
                 self.engine.close()
             except Exception:
                 logger.warning("the failed engine does not close", exc_info=True)
-            self.engine = self._make()
+            self.engine = self._new()
 
         version, self._version, self._probed = self._version, None, None
         self._agreed(make_again)

@@ -42,6 +42,7 @@ class Tally:
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
         """Seconds of a phase, as time/<phase>: those of the slowest rank."""
+        agree.phase(phase)
         start = time.perf_counter()
         yield
         name = f"time/{phase}"

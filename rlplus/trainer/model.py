@@ -45,7 +45,7 @@ def prepare_model(config: ModelConfig, folder: Path, seed: int) -> tuple[str, Pr
             tokenizer = byte_tokenizer()
             write_model(make_scratch_model(config.scratch, tokenizer, seed), path)
             tokenizer.save_pretrained(path)
-        dist.barrier()
+        agree.barrier()
     assert path is not None
     model_config = with_overrides(read_model_config(path, config.trust_remote_code), config.overrides)
     if config.scratch is None:

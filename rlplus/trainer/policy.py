@@ -1,8 +1,5 @@
 """The policy under DeepSpeed: a causal language model whose head is the fused loss."""
 
-import atexit
-import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -15,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rlplus import agree
 from rlplus.config import Config, TrainConfig
 from rlplus.data import MicroBatch
 from rlplus.objective import Objective
@@ -22,41 +20,6 @@ from rlplus.ops import PolicyLoss, linear_logprob, linear_policy_loss
 from rlplus.trainer.adapters import add_adapters, merged_weights, without_adapters
 from rlplus.trainer.model import in_shards, load_model, write_model
 from rlplus.trainer.sequence import SequenceGroup, check_attention
-
-
-def initialize_distributed() -> None:
-    """Join the process group: under torchrun, the DeepSpeed launcher, or as the only process. Does so once."""
-    if dist.is_initialized():
-        return
-    alone = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-    }
-    if "RANK" not in os.environ:
-        if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
-            raise ValueError(f"want the variable RANK of the launcher beside WORLD_SIZE={ranks}; got none")
-        os.environ.update(alone)  # else DeepSpeed looks for MPI
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    else:
-        # Without this DeepSpeed compiles a shared-memory transport, a minute of compiler that gloo makes unnecessary.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="nccl" if torch.cuda.is_available() else "gloo", verbose=False)
-    atexit.register(_leave_distributed)  # not earlier: DeepSpeed keeps references to the group
-
-
-def _leave_distributed() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 class PackedModel(nn.Module):
@@ -230,7 +193,7 @@ class Policy:
                 state[name] = weight.cpu().clone()
         if dist.get_rank() == 0:
             write_model(self.engine.module.lm, folder, state)
-        dist.barrier()
+        agree.barrier()
 
 
 def _without_ranks(out: PolicyLoss) -> PolicyLoss:

@@ -20,7 +20,8 @@ from rlplus.trainer import folder
 from rlplus.trainer.engine import EngineFailed, SyncedEngine, max_gap
 from rlplus.trainer.metrics import RunLog, Tally
 from rlplus.trainer.model import prepare_model
-from rlplus.trainer.policy import Policy, initialize_distributed
+from rlplus.trainer.policy import Policy
+from rlplus.trainer.ranks import initialize_distributed
 from rlplus.trainer.rollouts import Batch, Rollouts
 from rlplus.trainer.stop import Interrupted, StopSignal
 
@@ -52,7 +53,7 @@ class Run:
             raise ValueError(
                 f"{self.folder} already holds a run, at {last.name}: resume it (--resume), or choose another output_dir"
             )
-        initialize_distributed()
+        initialize_distributed(config.train.collective_timeout_s)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         per_update = config.train.prompts_per_update or config.train.prompts_per_step
         if per_update % self.world:
@@ -72,7 +73,9 @@ class Run:
         self.tokenizer = load_tokenizer(config.model.model_copy(update={"path": model_path, "scratch": None}))
         self.pad_id = self.tokenizer.pad_token_id
         self.scorer = stack.enter_context(Scorer(config.reward))
+        agree.phase("data")
         self.examples, notes = self._load_data()
+        agree.phase("model")
         self.sampler = PromptSampler(len(self.examples), config.train.prompts_per_step, config.train.seed)
         self.policy = Policy(config, model_path, model_config, self.algorithm.objective)
         if last is not None:
@@ -252,6 +255,7 @@ class Run:
             "config": self.config.model_dump(mode="json"),
             "examples": self.fingerprint,
         }
+        agree.phase("checkpoint")
         ahead = self.rollouts.state()
         checkpoint.save(self.policy.engine, self.checkpoints, self.step, state, self.config.checkpoint.keep, ahead)
 
@@ -261,6 +265,7 @@ class Run:
             self.log.say(f"stopped after step {self.step}: --resume goes on from here")
             raise Interrupted(self.interrupted, f"stopped by signal {self.interrupted} after step {self.step}")
         model = self.folder / "model"
+        agree.phase("export")
         self.policy.export(str(model))
         if self.rank == 0:
             self.tokenizer.save_pretrained(str(model))
