@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import logging
 import os
 import signal
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlplus import __version__
-from rlplus.errors import RunFailed
+from rlplus.errors import RunFailed, log_to_stderr, printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     A run that a signal ended exits with 128 + its number, as the shell would have it: 130 for Ctrl-C, 143 for SIGTERM.
     """
     args = _parse(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     try:
         return int(args.run(args) or 0)
     except (ValueError, OSError, RunFailed) as error:
@@ -32,9 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(message: str) -> None:
-    """On stderr, if anybody still reads it: Ctrl-C also ends `tee`. The exit status says it in any case."""
+    """Write to stderr, unless its reader is gone: Ctrl-C also ends `tee`. The exit status says it in any case."""
     try:
-        print(message, file=sys.stderr, flush=True)
+        print(printable(message), file=sys.stderr, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the interpreter flushes once more
 
@@ -92,21 +91,22 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _quiet_imports() -> None:
-    """Import the slow libraries, without their banners, and without DeepSpeed's search for accelerators on a CPU.
+    """Import the slow libraries, without their banners and warnings, about which a user can do nothing.
 
-    Called when the arguments and the configuration are known to be right: what is wrong with them is said at once.
+    Called when the arguments and the configuration are known to be right: what is wrong with them is said at once. A
+    variable of the environment that is set already stays, so TORCH_CPP_LOG_LEVEL=INFO, say, brings torch's back.
     """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
-    logging.getLogger("huggingface_hub").propagate = False  # it prints by itself, too
-    # About DeepSpeed's own use of torch: nothing that a user could act on.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY", "DEEPSPEED_LOG_LEVEL"):
+        os.environ.setdefault(name, "error")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM's lines about NUMA are torch's C++ warnings
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
     import torch
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed searches for others
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -115,22 +115,21 @@ def _train(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
     check_training_files(config)
     _quiet_imports()
-    from rich.console import Console
-
     from rlplus.evaluation import evaluator
     from rlplus.plan import make_plan, this_cluster
     from rlplus.plan.show import show
+    from rlplus.terminal import Terminal
     from rlplus.trainer import train
 
     if int(os.environ.get("RANK", 0)) == 0:
-        console = Console(stderr=True)
+        console = Terminal(stderr=True)
         try:
             plan = make_plan(config, this_cluster(config))
         except RuntimeError as error:  # a model that cannot be built without memory may well train
-            console.print(f"no plan of the memory: {error}", highlight=False, markup=False)
+            console.print(f"no plan of the memory: {error}")
         else:
             if plan.fits:
-                console.print(plan.summary(), highlight=False)
+                console.print(plan.summary())
             else:  # an estimate, so the run may try
                 show(plan, console)
     train(config, resume=args.resume, evaluate=evaluator(config))
@@ -144,16 +143,15 @@ def _plan(args: argparse.Namespace) -> int:
     if config.model.path is not None:
         check_model_path(config.model.path)
     _quiet_imports()
-    from rich.console import Console
-
     from rlplus.plan import make_cluster, make_plan
     from rlplus.plan.show import show
+    from rlplus.terminal import Terminal
 
     plan = make_plan(config, make_cluster(args.gpus, args.gpu))
     if args.json:
         sys.stdout.write(json.dumps(plan.to_json(), indent=2) + "\n")
     else:
-        show(plan, Console())
+        show(plan, Terminal())
     return 0 if plan.fits else 1
 
 
@@ -165,29 +163,32 @@ def _eval(args: argparse.Namespace) -> None:
     check_output_folder(output.parent, "--output" if args.output else "output_dir")
     check_evaluation_files(config, args.model)
     _quiet_imports()
-    from rich.console import Console
     from rich.table import Table
 
     from rlplus.evaluation import evaluate_model
+    from rlplus.terminal import Terminal, counter
 
-    results = evaluate_model(config, args.model)
+    with counter("problems evaluated:") as progress:
+        results = evaluate_model(config, args.model, progress)
     output.parent.mkdir(parents=True, exist_ok=True)
-    table = Table("benchmark", "problems", "pass@k", "mean", "95% interval")
+    table, paths = Table("benchmark", "problems", "pass@k", "mean", "95% interval"), []
     for name, result in results.items():
         path = output if len(results) == 1 else output.with_stem(f"{output.stem}-{name.replace('/', '_')}")
         result.save(path)
+        paths.append(str(path))
         for k in result.k:
             estimate = result.pass_at(k)
             interval = f"[{estimate.low:.3f}, {estimate.high:.3f}]"
             table.add_row(name, str(len(result.problems)), f"pass@{k}", f"{estimate.mean:.3f}", interval)
         table.add_section()
-    Console().print(table, f"written to {output.parent}")
+    Terminal().print(table, f"written to {', '.join(paths)}", sep="\n")
 
 
 def _report(args: argparse.Namespace) -> None:
     _quiet_imports()
     from rlplus.evaluation import Evaluation
     from rlplus.report import load_run, write_report
+    from rlplus.terminal import Terminal
 
     folders = [Path(run) for run in args.runs]
     runs = {str(folder): load_run(folder) for folder in folders}
@@ -197,6 +198,7 @@ def _report(args: argparse.Namespace) -> None:
             result = Evaluation.load(path)
             results[str(folder) if path.name == "evaluation.json" else f"{folder}: {result.name}"] = result
     write_report(Path(args.output), runs, results, title=", ".join(folder.name for folder in folders))
+    Terminal().print(f"written to {args.output}")
 
 
 def _demo(args: argparse.Namespace) -> None:

@@ -116,11 +116,12 @@ def evaluate(
     max_tokens: int,
     seed: int,
     name: str = "",
+    progress: Callable[[int], None] = lambda solved: None,
 ) -> Evaluation:
     """Sample every problem `samples` times for each of its rows, score, count.
 
-    `examples` are `distinct`; `decode` gives the text to grade, without special tokens. ValueError without problems, or
-    if a k is not in 1..samples.
+    `examples` are `distinct`; `decode` gives the text to grade, without special tokens. progress: called with the
+    number of problems that are done, again and again. ValueError without problems, or if a k is not in 1..samples.
     """
     if not examples:
         raise ValueError("want at least one problem to evaluate on, got none")
@@ -149,6 +150,7 @@ def evaluate(
         statuses.update(score.status for score in scores)
         right = iter([score.value >= 1 for score in scores])
         correct += [sum(islice(right, count)) for count in n]
+        progress(len(correct))
     total = sum(counts)
     return Evaluation(
         name=name,
@@ -193,16 +195,20 @@ def evaluator(config: Config) -> Evaluate | None:
     return evaluate_run
 
 
-def evaluate_model(config: Config, model: str | None = None) -> dict[str, Evaluation]:
+def evaluate_model(
+    config: Config, model: str | None = None, progress: Callable[[int, int], None] = lambda done, total: None
+) -> dict[str, Evaluation]:
     """pass@k by benchmark on `evaluation.data`, of a Hugging Face folder (None: the run's result, output_dir/model).
 
-    The same problems, samples and seed for every model. ValueError without evaluation data or model.
+    The same problems, samples and seed for every model. progress: called with how many problems are done, and of how
+    many. ValueError without evaluation data or model.
     """
     check_evaluation_files(config, model)
     path = Path(config.output_dir) / "model" if model is None else Path(model)
     settings = config.model.model_copy(update={"path": str(path), "scratch": None})
     tokenizer = load_tokenizer(settings)
     problems = _problems(config, tokenizer)
+    progress(0, len(problems))
     _, model_config = prepare_model(settings, path, config.train.seed)
     with TemporaryDirectory() as folder, Scorer(config.reward) as scorer:
         model_config.save_pretrained(folder)
@@ -221,7 +227,14 @@ def evaluate_model(config: Config, model: str | None = None) -> dict[str, Evalua
         )
         try:
             decode = partial(response_text, tokenizer, prefix=config.data.response_prefix)
-            return _evaluate(config, lambda ask: ask(engine), scorer, problems, decode)
+            return _evaluate(
+                config,
+                lambda ask: ask(engine),
+                scorer,
+                problems,
+                decode,
+                progress=lambda done: progress(done, len(problems)),
+            )
         finally:
             engine.close()
 
@@ -240,6 +253,7 @@ def _evaluate(
     decode: Callable[[Sequence[int]], str],
     rank: int = 0,
     ranks: int = 1,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Evaluation]:
     """By benchmark; without a column that names it, the files' names together are one. All ranks call it together."""
     settings = config.evaluation
@@ -248,7 +262,7 @@ def _evaluate(
     benchmarks: dict[str, list[Example]] = {}
     for problem in problems:
         benchmarks.setdefault(problem.benchmark or files, []).append(problem)
-    results = {}
+    results, before = {}, 0
     for name, examples in benchmarks.items():
         own = examples[rank::ranks]
         question = partial(
@@ -262,7 +276,9 @@ def _evaluate(
             max_tokens=config.rollout.max_response_length,
             seed=config.train.seed + rank * len(examples),  # equal prompts on two ranks must not get equal samples
             name=name,
+            progress=partial(_advance, progress, before),
         )
+        before += len(own)
         part = ask(question if own else lambda _: None)
         parts: list[Evaluation | None] = [part]
         if ranks > 1:
@@ -270,6 +286,10 @@ def _evaluate(
             dist.all_gather_object(parts, part)
         results[name] = join([part for part in parts if part is not None], seed=config.train.seed)
     return results
+
+
+def _advance(progress: Callable[[int], None], before: int, done: int) -> None:
+    progress(before + done)
 
 
 def join(parts: Sequence[Evaluation], seed: int) -> Evaluation:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -27,6 +28,20 @@ def config_file(tmp_path):
     return path
 
 
+LINES = (
+    r"memory planned for 1 x cpu: .* of .*",
+    r"6 rows, 6 kept, 6 demonstrations",
+    r"demonstrations: 6 of 6 pass the run's own reward",
+    r"rollouts by transformers; output in {run}",
+    r"rlplus  33% step 1  reward .*  length .*  entropy .*  tok/s .*",
+    r"rlplus  67% step 2  reward .*",
+    r"rlplus 100% step 3  reward .*",
+    r"3 steps done; model in {run}/model",
+    r"problems evaluated: 0 of 6",
+    r"problems evaluated: 6 of 6",
+)
+
+
 def test_train_evaluate_report(config_file, tmp_path, capsys):
     assert main(["train", str(config_file), "train.steps=3"]) == 0
     run = tmp_path / "run"
@@ -35,30 +50,36 @@ def test_train_evaluate_report(config_file, tmp_path, capsys):
     assert {"val/task/pass@1", "val/task/pass@4"} <= rows[1].keys()
     assert "val/task/pass@1" not in rows[0].keys() | rows[2].keys()
     assert main(["eval", str(config_file)]) == 0
+    out, err = capsys.readouterr()
+    for line, pattern in zip(err.splitlines(), LINES, strict=True):  # no other line, no bar, one line a step
+        assert re.fullmatch(pattern.format(run=re.escape(str(run))), line), line
     result = json.loads((run / "evaluation.json").read_text())
     assert len(result["problems"]) == 6
     assert result["n"] == [4] * 6
-    assert "pass@4" in capsys.readouterr().out
+    assert "pass@4" in out
+    assert f"written to {run}/evaluation.json\n" in out
     assert (
         main(["eval", str(config_file), "--model", str(run / "scratch"), "--output", str(tmp_path / "base.json")]) == 0
     )
     report = tmp_path / "report.html"
     assert main(["report", str(run), "-o", str(report)]) == 0
+    assert f"written to {report}\n" in capsys.readouterr().out
     page = report.read_text()
     assert "pass@4" in page
     assert "<svg" in page
 
 
 def test_benchmarks_are_reported_apart(config_file, tmp_path, capsys):
-    rows = [
-        json.loads(line) | {"data_source": f"bench/{i % 2}"} for i, line in enumerate((tmp_path / "task.jsonl").open())
-    ]
+    names = ("bench/0", "bench/1[/red]\x1b[2J")
+    rows = [json.loads(line) | {"data_source": names[i % 2]} for i, line in enumerate((tmp_path / "task.jsonl").open())]
     (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["train", str(config_file), "evaluation.data.benchmark=data_source"]) == 0
-    assert {"val/bench/0/pass@1", "val/bench/1/pass@1"} <= metrics(tmp_path / "run")[1].keys()
+    assert {f"val/{name}/pass@1" for name in names} <= metrics(tmp_path / "run")[1].keys()
     assert main(["eval", str(config_file), "evaluation.data.benchmark=data_source"]) == 0
-    assert "bench/1" in capsys.readouterr().out
-    result = json.loads((tmp_path / "run/evaluation-bench_1.json").read_text())
+    out, err = capsys.readouterr()
+    assert "bench/1[/red]\\x1b[2J" in out
+    assert "\x1b" not in out + err
+    result = json.loads((tmp_path / f"run/evaluation-{names[1].replace('/', '_')}.json").read_text())
     assert result["problems"] == [1, 3, 5]
     assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html")]) == 0
     assert "run: bench/0" in (tmp_path / "report.html").read_text()
@@ -103,10 +124,13 @@ def test_what_needs_no_model_is_answered_without_torch(config_file, tmp_path):
         (["eval", str(config_file)], 2, f"want a trained model in {run}/model"),
         (["eval", str(config_file), "--model", f"{tmp_path}/no"], 2, "want --model a Hugging Face folder or hub name"),
         (["eval", str(config_file), "--output", f"{tmp_path}/file/x.json"], 2, "want --output a folder"),
+        (["eval", str(config_file), "--model", "no/one"], 2, "http://127.0.0.1:9 cannot be reached (["),
+        (["eval", str(config_file), "--model", "no/one"], 2, "HF_HUB_OFFLINE is set, and the cache"),
+        (["train", "no\x1b[2Jwhere.yaml"], 2, "want a YAML file; got no\\x1b[2Jwhere.yaml: no such file"),
     ]
-    done = subprocess.run(
-        [sys.executable, "-c", QUICK, json.dumps(cases)], env=environment(), capture_output=True, text=True
-    )
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "hub")}
+    command = [sys.executable, "-c", QUICK, json.dumps(cases)]
+    done = subprocess.run(command, env=environment() | hub, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -188,6 +212,7 @@ def test_train_with_vllm_in_a_process_of_its_own(config_file, tmp_path):
         command = [sys.executable, "-m", "rlplus", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300)
         assert done.returncode == 0, done.stderr[-4000:]
+        assert not re.search("NUMA|WARN|Warning", done.stderr), done.stderr
 
     options = ["rollout.engine=vllm", "train.lr=0.01", "rollout.kv_cache_memory_mb=64"]
     rlplus("train", str(config_file), *options, "train.steps=2")

@@ -23,6 +23,7 @@ from rlplus.demo.task import EASY, HARD, Problem, draw, draw_splits, make_tokeni
 from rlplus.evaluation import Estimate, Evaluation
 from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed
+from rlplus.terminal import Terminal
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
 QUICK = Recipe(0, batch=2, learnt_loss=100.0, sloppy_steps=2)  # any loss will do: two phases, no skill
@@ -263,7 +264,7 @@ def test_foreign_folders_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_failure_shows_the_last_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     with pytest.raises(RunFailed, match=r"GRPO: training failed with exit status 2; .*x\.log"):
         demo._command("GRPO: training", ["train", "no-such.yaml"], tmp_path / "x.log", console)
     assert "no-such.yaml" in capfd.readouterr().err

@@ -1,10 +1,19 @@
 """Files that a configuration names: looked for before anything slow is imported."""
 
+import logging
+import os
 import re
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from rlplus.config.schema import Config
+
+logger = logging.getLogger(__name__)
+
+HUB_TIMEOUT_S = 10.0  # the hub's own client tries for most of a minute, file by file
 
 _JINJA = re.compile(r"\{[{%]")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -56,6 +65,42 @@ def check_model_path(path: str, key: str = "model.path") -> None:
         raise ValueError(f"{wanted}: it is a file")
     elif not _HUB_NAME.fullmatch(path):
         raise ValueError(f"{wanted}: no such folder (current directory: {Path.cwd()})")
+    elif problem := hub_problem(path):
+        raise ValueError(f"{wanted}: no such folder; {problem}")
+
+
+def hub_problem(name: str) -> str | None:
+    """Why a model of that name can be had neither from the hub nor from the cache; None where loading may be tried.
+
+    Where the hub cannot be reached but the cache has the model, says so and sets HF_HUB_OFFLINE, for huggingface_hub's
+    first import: else every file would be asked for several times.
+    """
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    problem = "HF_HUB_OFFLINE is set" if offline else _unreachable()
+    if problem is None:
+        return None
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    cached = Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
+    if not any(cached.glob("*/config.json")):
+        return f"{problem}, and the cache {HF_HUB_CACHE} does not have it: download it there, or give a folder"
+    logger.warning("%s: taking %s from the cache in %s", problem, name, cached)
+    return None
+
+
+def _unreachable() -> str | None:
+    """One question to the hub, through the proxies of the environment; any answer will do."""
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        urlopen(Request(hub, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
+    except HTTPError:
+        return None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        # Its own client may have other certificates than Python's.
+        return None if isinstance(reason, ssl.SSLError) else f"{hub} cannot be reached ({reason})"
+    return None
 
 
 def read_chat_template(template: str) -> str:

@@ -152,12 +152,20 @@ def _valid_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator
 
 
 def _unknown_line(key: str) -> str:
-    def likeness(valid: str) -> float:
-        """The whole key and its last part count alike: both `trian.lr` and a bare `lr` are near `train.lr`."""
-        pairs = ((key, valid), (key.rpartition(".")[2], valid.rpartition(".")[2]))
-        return sum(SequenceMatcher(None, *pair).ratio() for pair in pairs)
+    """With the nearest valid key, if there is one: of keys whose last parts are alike, the one that is most alike."""
 
-    return f"{key}: unknown key; nearest: {max(_valid_keys(), key=likeness)}"
+    def ratio(one: str, other: str) -> float:
+        return SequenceMatcher(None, one.lower(), other.lower()).ratio()
+
+    def last(text: str) -> str:
+        return text.rpartition(".")[2]
+
+    alike = {valid: ratio(last(key), last(valid)) for valid in _valid_keys()}
+    near = [valid for valid, likeness in alike.items() if likeness >= 0.6]
+    if not near:
+        return f"{key}: unknown key"
+    # The whole key and its last part count alike: both `trian.lr` and a bare `lr` are near `train.lr`.
+    return f"{key}: unknown key; nearest: {max(near, key=lambda valid: ratio(key, valid) + alike[valid])}"
 
 
 def _problem_lines(detail: Any) -> list[str]:

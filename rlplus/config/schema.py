@@ -7,7 +7,6 @@ is the home folder. Types are strict: nothing is converted except an integer whe
 import os
 import re
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from string import Formatter
 from typing import Annotated, Any, Literal, Self
 
@@ -18,6 +17,7 @@ from rlplus.config.base import Count, Fraction, NonNegative, PathText, Positive,
 from rlplus.config.ignored import ignored_keys
 from rlplus.config.rollout import RolloutConfig
 from rlplus.config.train import TrainConfig
+from rlplus.errors import nearest
 from rlplus.objective import ALGORITHMS, Algorithm, Objective
 
 
@@ -45,7 +45,8 @@ def _template(template: str) -> str:
 def _objective_field(name: str) -> str:
     names = [field.name for field in fields(Objective)]
     if name not in names:
-        raise ValueError(f"unknown key; nearest: algorithm.objective.{get_close_matches(name, names, 1, 0)[0]}")
+        near = nearest(name, names)
+        raise ValueError(f"unknown key; nearest: algorithm.objective.{near}" if near else "unknown key")
     return name
 
 
@@ -224,8 +225,8 @@ class AlgorithmConfig(Section):
     @classmethod
     def _check_preset(cls, name: str) -> str:
         if name not in ALGORITHMS:
-            nearest = get_close_matches(name, ALGORITHMS, n=1, cutoff=0)[0]
-            raise ValueError(f"want one of {', '.join(ALGORITHMS)}; got {name!r} (nearest: {nearest})")
+            hint = f" (nearest: {near})" if (near := nearest(name, ALGORITHMS)) else ""
+            raise ValueError(f"want one of {', '.join(ALGORITHMS)}; got {name!r}{hint}")
         return name
 
     @field_validator("objective")

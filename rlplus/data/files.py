@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlplus.config import check_data_files
+from rlplus.errors import nearest
 
 Row = dict[str, Any]
 
@@ -109,6 +109,5 @@ def get_column(row: Row, column: str) -> Any:
 
 
 def missing_column(where: str, column: str, names: Sequence[str]) -> ValueError:
-    near = get_close_matches(column, names, n=1, cutoff=0)
-    hint = f"; nearest: {near[0]}" if near else ""
+    hint = f"; nearest: {near}" if (near := nearest(column, names)) else ""
     return ValueError(f"{where}: want a column {column!r}; got {', '.join(names) or 'none'}{hint}")

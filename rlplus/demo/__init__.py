@@ -24,6 +24,7 @@ from rlplus.demo.task import EASY, HARD, draw_splits, read_jsonl, write_jsonl
 from rlplus.evaluation import Estimate, Evaluation, paired_difference, pooled_pass_at
 from rlplus.report import load_run, write_report
 from rlplus.rollout import RunFailed
+from rlplus.terminal import Terminal
 
 BASE, GRPO, RLPLUS = "base", "GRPO", "RL-PLUS"
 RUNS = {GRPO: "grpo", RLPLUS: "rlplus"}  # label -> preset, and the name of the run's folder
@@ -53,7 +54,7 @@ def run_demo(output: str | Path, *, seeds: int = 1, overrides: Sequence[str] = (
     if seeds < 1:
         raise ValueError(f"want at least one seed; got {seeds}")
     folder = _claim(Path(output).expanduser())
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     started = time.monotonic()
     with as_file(files("rlplus") / "configs" / "demo.yaml") as config, _terminated_as_exit():
         for seed in range(seeds):
@@ -63,8 +64,8 @@ def run_demo(output: str | Path, *, seeds: int = 1, overrides: Sequence[str] = (
     report = folder / "report.html"
     write_report(report, runs, evaluations, "RL-PLUS and GRPO from the same base model", NOTES)
     kinds = [problem.hard for problem in read_jsonl(folder / "seed0" / "test.jsonl")]
-    Console().print(results_table(evaluations, kinds), differences_table(evaluations))
-    console.print(f"Report: {report}  ({(time.monotonic() - started) / 60:.1f} minutes)", highlight=False)
+    Terminal().print(results_table(evaluations, kinds), differences_table(evaluations))
+    console.print(f"Report: {report}  ({(time.monotonic() - started) / 60:.1f} minutes)")
     return report
 
 
@@ -95,13 +96,13 @@ def _terminated_as_exit() -> Iterator[None]:
 
 def _run_seed(folder: Path, seed: int, config: Path, overrides: Sequence[str], console: Console) -> None:
     """Data, base model, the two runs and the three evaluations of one seed."""
-    console.rule(f"seed {seed}: {folder}")
+    console.print(f"seed {seed}: {folder}", style="bold")
     folder.mkdir(exist_ok=True)
     train, test = draw_splits(seed)
     write_jsonl(folder / "train.jsonl", train)
     write_jsonl(folder / "test.jsonl", test)
     base = folder / "base"
-    console.print(f"data: {len(train)} problems to train on, {len(test)} others to evaluate on", highlight=False)
+    console.print(f"data: {len(train)} problems to train on, {len(test)} others to evaluate on")
     if not make_base(base, Recipe(seed), frozenset(test), console):
         console.print(f"base model: the finished one in {base} is used again (delete it to make it anew)")
     common = [
@@ -114,7 +115,7 @@ def _run_seed(folder: Path, seed: int, config: Path, overrides: Sequence[str], c
     for label, preset in RUNS.items():
         run = folder / preset
         if run.exists():
-            console.print(f"{label}: the earlier run in {run} is replaced", highlight=False)
+            console.print(f"{label}: the earlier run in {run} is replaced")
             shutil.rmtree(run)
         settings = [*common, f"algorithm.preset={preset}", f"output_dir={run}"]
         _command(f"{label}: training", ["train", str(config), *settings], folder / f"{preset}-train.log", console)
@@ -134,7 +135,7 @@ def _evaluation(folder: Path, seed: int, label: str) -> Evaluation:
 
 def _command(title: str, arguments: Sequence[str], log: Path, console: Console) -> None:
     """Run an rlplus command in a process of its own: its live display goes to the terminal, the rest to `log`."""
-    console.print(f"[bold]{title}", highlight=False)
+    console.print(title, style="bold")
     with log.open("w", encoding="utf-8") as file:
         command = [sys.executable, "-m", "rlplus", *arguments]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}  # more gain nothing here, and wait for busy cores
@@ -142,7 +143,7 @@ def _command(title: str, arguments: Sequence[str], log: Path, console: Console) 
     if status:
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
         for line in tail:
-            console.print(line[:LONGEST], markup=False, highlight=False)
+            console.print(line[:LONGEST])
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         raise RunFailed(f"{title} failed with {how}; the whole log is {log}")
 

@@ -116,7 +116,7 @@ def train_base(
         optimizer.step()
         return loss.item()
 
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("learns the scratchpad", total=None)
         losses: list[float] = []
         while len(losses) < WINDOW or fmean(losses[-WINDOW:]) > recipe.learnt_loss:
@@ -136,7 +136,7 @@ def train_base(
             responses = [_sloppy(problem, share, recipe, rng) for problem in problems]
             step(problems, responses, max(0.05, 1 - done / recipe.sloppy_steps))
             progress.advance(bar)
-    console.print(f"base model: {clean}, then {recipe.sloppy_steps} careless ones", highlight=False)
+    console.print(f"base model: {clean}, then {recipe.sloppy_steps} careless ones")
 
 
 def _sloppy(problem: Problem, share: float, recipe: Recipe, rng: random.Random) -> str:

@@ -1,9 +1,10 @@
 """The objective's fields and the published algorithms written in them."""
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from math import isfinite
 from typing import Literal
+
+from rlplus.errors import nearest
 
 INTERNAL = ("ratio", "clip", "reinforce")
 EXTERNAL = ("mis", "proxy", "omega", "bayes", "shaped", "nll", "none")
@@ -12,8 +13,8 @@ Reduction = Literal["token", "sequence", "constant", "official"]
 
 def _check_name(what: str, name: object, valid: tuple[str, ...]) -> None:
     if name not in valid:
-        near = get_close_matches(str(name), valid, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        near = nearest(str(name), valid)
+        hint = f" (did you mean {near!r}?)" if near else ""
         raise ValueError(f"want {what} one of {', '.join(valid)}; got {name!r}{hint}")
 
 

@@ -1,7 +1,6 @@
 """The public operations on a language-model head: policy loss and logprobs without the full logits."""
 
 import os
-from difflib import get_close_matches
 from importlib.util import find_spec
 from math import inf
 from typing import Any, NamedTuple
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rlplus.errors import nearest
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.objective.inputs import check_constants, check_tensor, check_weights, describe
 from rlplus.ops import cpp, library, reference
@@ -145,8 +145,8 @@ class RLPlusLoss(nn.Module):
         known = ("temperature", "grad_filter", "max_scratch_mb", "memory", "backend")
         for name in options:
             if name not in known:
-                near = get_close_matches(name, known, n=1)
-                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                near = nearest(name, known)
+                hint = f" (did you mean {near!r}?)" if near else ""
                 raise ValueError(f"want options among {', '.join(known)}; got {name!r}{hint}")
         self.options = options
 

@@ -18,7 +18,7 @@ LABELS = {
 
 def show(plan: Plan, console: Console) -> None:
     """The tables of memory and time, what does not fit and what would help."""
-    console.print(*_lines(plan), sep="\n", highlight=False, soft_wrap=True)
+    console.print(*_lines(plan), sep="\n")
 
 
 def _lines(plan: Plan) -> Iterator[RenderableType]:

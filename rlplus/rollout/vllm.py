@@ -27,9 +27,8 @@ def import_vllm() -> Any:
     """The module vllm, set up for use inside this process; ImportError or OSError if it is missing or broken."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process: weights need no copy between two
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if "VLLM_LOGGING_LEVEL" not in os.environ:
-        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-        logging.getLogger("vllm").setLevel(logging.ERROR)  # it speaks while it is imported, before it reads its setting
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(level)  # it speaks while it is imported, before it reads its setting
     with _no_future_warnings():
         import vllm
         from vllm import LLM  # noqa: F401  # `import vllm` is lazy and passes on a broken installation

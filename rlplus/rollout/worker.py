@@ -1,6 +1,5 @@
 """The process of a `ProcessEngine`: python -m rlplus.rollout.worker PIPE PARENT (a file descriptor, a process id)."""
 
-import logging
 import os
 import signal
 import sys
@@ -8,6 +7,7 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
+from rlplus.errors import log_to_stderr
 from rlplus.rollout.process import serve
 
 CHECK_S = 1.0
@@ -23,5 +23,5 @@ def _end_with(parent: int) -> None:
 if __name__ == "__main__":
     descriptor, parent = map(int, sys.argv[1:])
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     serve(Connection(descriptor))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
@@ -19,8 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 from rlplus import agree
 from rlplus.data import Sample
 from rlplus.ops import PolicyLoss
-
-PLAIN_SECONDS = 10.0  # without a terminal: a line at most this often
+from rlplus.terminal import Terminal
 
 
 class Tally:
@@ -122,14 +119,6 @@ def tally_mismatch(tally: Tally, logprob: Tensor, engine_logprob: Tensor | None)
         tally.maximum("mismatch/max", float(gap.abs().max()))
 
 
-class _Console(Console):
-    """Falls silent where stderr is gone, as after Ctrl-C on `rlplus train … 2>&1 | tee log`; rich would exit."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # nor shall the last flush fail
-
-
 class RunLog:
     """Writes a run's metrics; only rank 0 has one that does anything.
 
@@ -140,7 +129,7 @@ class RunLog:
         self.enabled = enabled
         if not enabled:
             return
-        self.console = _Console(stderr=True)
+        self.console = Terminal(stderr=True)
         self.path = folder / "metrics.jsonl"
         kept = [line for line in _complete_lines(self.path) if _step_of(line, self.path) <= step]
         rewritten = self.path.with_suffix(".new")
@@ -150,9 +139,10 @@ class RunLog:
         self.progress = Progress(
             TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), TaskProgressColumn(),
             TextColumn("{task.fields[shown]}"), TimeRemainingColumn(), console=self.console,
+            disable=not self.console.is_terminal,
         )  # fmt: skip
         self.task = self.progress.add_task(title, total=1.0, shown="")
-        self.title, self.printed = title, 0.0
+        self.title = title
         self.progress.start()
 
     def write(self, step: int, metrics: dict[str, float], done: float) -> None:
@@ -170,13 +160,12 @@ class RunLog:
             self.board.add_scalar(name, value, step)
         shown = _shown(step, metrics)
         self.progress.update(self.task, completed=done, shown=shown)
-        if not self.console.is_terminal and time.monotonic() - self.printed > PLAIN_SECONDS:
-            self.printed = time.monotonic()
-            self.console.print(f"{self.title} {done:4.0%} {shown}", highlight=False)
+        if not self.console.is_terminal:
+            self.console.print(f"{self.title} {done:4.0%} {shown}")
 
     def say(self, message: str) -> None:
         if self.enabled:
-            self.console.print(message, highlight=False, markup=False)
+            self.console.print(message)
 
     def close(self) -> None:
         if self.enabled:
