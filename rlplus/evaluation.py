@@ -323,12 +323,27 @@ def pooled_pass_at(evaluations: Sequence[Evaluation], k: int) -> Estimate:
 
 def paired_difference(first: Sequence[Evaluation], second: Sequence[Evaluation], k: int) -> Estimate:
     """pass@k of `second` minus that of `first`, seed by seed on the same problems; interval as in `pooled_pass_at`."""
+    return _bootstrap([other.values(k) - one.values(k) for one, other in _pairs(first, second)], least=-1.0)
+
+
+def seeds_below(first: Sequence[Evaluation], second: Sequence[Evaluation], k: int) -> int:
+    """Number of seeds on which the mean pass@k of `second` is below that of `first`, on the same problems."""
+
+    def total(one: Evaluation) -> float:
+        return math.fsum(one.values(k).tolist())  # exact: ties in another order are ties
+
+    return sum(total(other) < total(one) for one, other in _pairs(first, second))
+
+
+def _pairs(first: Sequence[Evaluation], second: Sequence[Evaluation]) -> list[tuple[Evaluation, Evaluation]]:
+    """Seed by seed. ValueError unless there are as many on both sides, on the same problems."""
     if len(first) != len(second):
         raise ValueError(f"want as many evaluations on both sides, got {len(first)} and {len(second)}")
-    for one, other in zip(first, second, strict=True):
+    pairs = list(zip(first, second, strict=True))
+    for one, other in pairs:
         if one.problems != other.problems:
             raise ValueError(f"want the same problems on both sides, got others for {one.name!r} and {other.name!r}")
-    return _bootstrap([other.values(k) - one.values(k) for one, other in zip(first, second, strict=True)], least=-1.0)
+    return pairs
 
 
 def _bootstrap(seeds: Sequence[Tensor], least: float = 0.0) -> Estimate:

@@ -16,7 +16,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullLocator
 
-from rlplus.evaluation import Estimate, Evaluation, paired_difference, pooled_pass_at
+from rlplus.evaluation import Estimate, Evaluation, paired_difference, pooled_pass_at, seeds_below
 
 # Okabe and Ito's colours, told apart with any colour vision; grey for what was not trained here.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -47,6 +47,7 @@ body { font: 15px/1.5 system-ui, "Segoe UI", "Liberation Sans", Arial, sans-seri
   max-width: 1080px; margin: 2rem auto; padding: 0 1.25rem; }
 h1 { font-size: 1.7rem; margin: 0 0 .5rem; }
 h2 { font-size: 1.2rem; margin: 2.2rem 0 .6rem; padding-bottom: .25rem; border-bottom: 1px solid #ddd; }
+h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
 p, li { max-width: 46rem; } .small, figcaption span { color: #666; font-size: .87rem; }
 .warning { border-left: 4px solid #e69f00; padding: .2rem .8rem; background: #fff8e6; }
 .legend { display: flex; flex-wrap: wrap; gap: .3rem 1.4rem; padding: .2rem 0 .9rem; }
@@ -138,7 +139,7 @@ def write_report(
         warnings = sorted({warning for run in label_runs for warning in run.warnings})
         parts += [f'<p class="warning">{escape(f"{label}: {warning}")}</p>' for warning in warnings]
     if tested:
-        parts += ["<h2>Evaluation</h2>", _evaluation_table(tested), _difference_table(tested)]
+        parts += ["<h2>Evaluation</h2>", _evaluation_table(tested), _difference_table(tested), _seed_table(tested)]
     charts = [_pass_chart(tested, colours)] if tested else []
     charts += [_curve_chart(trained, colours, *curve) for curve in _CURVES] if trained else []
     parts += ["<h2>Curves</h2>", _legend(colours), f'<div class="charts">{"".join(charts)}</div>']
@@ -318,6 +319,29 @@ def _difference_table(tested: Mapping[str, list[Evaluation]]) -> str:
         text += f" Not comparable, since problems or seeds differ: {', '.join(apart)}."
     table = _table(["Difference", *(f"pass@{k}" for k in ks)], rows) if rows else ""
     return f'{table}<p class="small">{escape(text)}</p>' if pairs else ""
+
+
+def _seed_table(tested: Mapping[str, list[Evaluation]]) -> str:
+    """pass@k of each seed. Empty unless several models have the same seeds, and several, on the same problems."""
+    first, *others = tested.values()
+    problems = [one.problems for one in first]
+    ks = [k for k in _asked(tested) if all(_reaches(evaluations, k) for evaluations in tested.values())]
+    if len(first) < 2 or not others or not ks or any([one.problems for one in each] != problems for each in others):
+        return ""
+    shown = sorted({ks[0], ks[-1]})
+    rows = [
+        [str(seed[0].seed), *(" / ".join(f"{one.values(k).mean().item():.3f}" for k in shown) for one in seed)]
+        for seed in zip(*tested.values(), strict=True)
+    ]
+    title = f"<h3>Seed by seed: {' / '.join(f'pass@{k}' for k in shown)}</h3>"
+    return f'{title}{_table(["Seed", *tested], rows)}<p class="small">{escape(seeds_line(tested, ks[-1]))}</p>'
+
+
+def seeds_line(tested: Mapping[str, Sequence[Evaluation]], k: int) -> str:
+    """On how many seeds each model solves less than the first one with k samples, as a sentence."""
+    (name, first), *others = tested.items()
+    counts = (f"{label} on {seeds_below(first, each, k)} of {len(first)} seeds" for label, each in others)
+    return f"pass@{k} over all problems is below that of {name}: {', '.join(counts)}."
 
 
 def _run_table(trained: Mapping[str, list[RunData]]) -> str:

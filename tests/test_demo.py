@@ -21,6 +21,7 @@ from rlplus.demo import base as demo_base
 from rlplus.demo.base import Recipe, make_base, make_model, response_loss
 from rlplus.demo.task import EASY, HARD, Problem, draw, draw_splits, make_tokenizer, read_jsonl, scratchpad, write_jsonl
 from rlplus.evaluation import Estimate, Evaluation
+from rlplus.report import seeds_line
 from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed
 from rlplus.terminal import Terminal
@@ -183,6 +184,23 @@ def test_tables_split_by_kind_and_compare() -> None:
     assert re.findall(r"([+-]\d+\.\d) \(", differences) == ["+21.9", "-25.0", "+71.9", "+25.0", "+50.0", "+50.0"]
 
 
+def test_each_seed_is_shown_and_those_where_the_boundary_shrinks_are_counted() -> None:
+    """No outcome stands in the text: with other results it says otherwise."""
+    base = [evaluation([4, 0, 4, 1]), evaluation([4, 0, 4, 0]), evaluation([1, 1, 1, 1])]
+    worse = [evaluation([8, 0, 8, 0]), evaluation([8, 0, 8, 0]), evaluation([8, 8, 8, 0])]
+    better = [evaluation([8, 8, 8, 8])] * 3
+    for grpo, rlplus, counts in ((worse, better, (2, 0)), (better, worse, (0, 2)), (base, base, (0, 0))):
+        evaluations = {demo.BASE: base, demo.GRPO: grpo, demo.RLPLUS: rlplus}
+        console = Console(width=80, file=io.StringIO())
+        console.print(demo.seeds_table(evaluations))
+        shown = " ".join(console.file.getvalue().split())
+        wanted = [f"{sum(one.correct) / 32:.1%} / {sum(c > 0 for c in one.correct) / 4:.1%}" for one in (*base, *grpo)]
+        assert all(cell.replace("%", "") in shown for cell in wanted)
+        line = f"is below that of base: GRPO on {counts[0]} of 3 seeds, RL-PLUS on {counts[1]} of 3 seeds."
+        assert line in shown
+        assert line in seeds_line(evaluations, 8)
+
+
 @pytest.mark.parametrize(
     ("estimate", "shown"),
     [
@@ -223,14 +241,18 @@ def test_demo_runs_twice_into_the_same_folder(
 ) -> None:
     report = demo.run_demo(tmp_path / "out", seeds=2)
     assert report == tmp_path / "out" / "report.html"
-    assert "RL-PLUS" in report.read_text()
+    said = "pass@8 over all problems is below that of base: GRPO on 0 of 2 seeds, RL-PLUS on 0 of 2 seeds."
+    assert said in report.read_text()
+    captured = capsys.readouterr()
+    assert said in " ".join(captured.out.split())
+    assert "again" not in captured.err
     trained = [command for command in fake_runs if command[0] == "train"]
     assert len(trained) == 4
     assert len(fake_runs) == 10
     grpo, rlplus = trained[:2]  # the same settings but for the algorithm and the folder
     assert {word.split("=")[0] for word in set(grpo) ^ set(rlplus)} == {"algorithm.preset", "output_dir"}
-    assert "again" not in capsys.readouterr().err
     demo.run_demo(tmp_path / "out", seeds=1)
+    assert "of 1 seeds" not in report.read_text()
     said = " ".join(capsys.readouterr().err.split())
     assert "is used again" in said
     assert "is replaced" in said

@@ -29,6 +29,7 @@ from rlplus.evaluation import (
     paired_difference,
     pass_at_k,
     pooled_pass_at,
+    seeds_below,
 )
 from rlplus.reward import Score
 from rlplus.rollout import Completion
@@ -208,6 +209,16 @@ def test_paired_difference_refuses_other_problems() -> None:
         paired_difference([first], [second], 1)
     with pytest.raises(ValueError, match="2 and 1"):
         paired_difference([first, first], [first], 1)
+
+
+def test_seeds_below_counts_the_seeds_on_which_less_is_solved() -> None:
+    base = [evaluation([8, 2, 0]), evaluation([1, 1, 1]), evaluation([0, 4, 4])]
+    other = [evaluation([7, 0, 0]), evaluation([8, 0, 0]), evaluation([4, 0, 8])]
+    assert [seeds_below(base, other, k) for k in (1, 8)] == [1, 2]
+    for permuted in itertools.permutations([1, 2, 3, 4]):  # whose sums in floats differ
+        assert seeds_below([evaluation([1, 2, 3, 4])], [evaluation(permuted)], 3) == 0
+    with pytest.raises(ValueError, match="3 and 2"):
+        seeds_below(base, other[:2], 1)
 
 
 def test_save_and_load(tmp_path: Path) -> None:

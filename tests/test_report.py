@@ -164,6 +164,20 @@ def test_seeds_are_pooled(tmp_path: Path) -> None:
     assert re.search(r"a 0\.500 \[0\.000, 1\.000\]", text)
     assert "a, run 3 of 3 20 20,000" in text
     assert "9 timeout" in text
+    assert "Seed by seed" not in text  # there is nothing to compare with
+
+
+def test_seeds_have_a_row_each_and_a_count(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    one = [evaluation((8, 0, 4), seed=3), evaluation((1, 1, 1), seed=5)]
+    other = [evaluation((8, 0, 0), seed=3), evaluation((8, 8, 8), seed=5)]
+    write_report(path, {}, {"a": one, "b": other})
+    text = Page(path.read_text(encoding="utf-8")).text
+    four = [sum(e.values(4).tolist()) / 3 for e in (*one, *other)]
+    assert f"Seed a b 3 0.500 / {four[0]:.3f} 0.333 / {four[2]:.3f} 5 0.125 / {four[1]:.3f} 1.000 / 1.000" in text
+    assert "pass@4 over all problems is below that of a: b on 1 of 2 seeds." in text
+    write_report(path, {}, {"a": one, "b": other[:1]})
+    assert "Seed by seed" not in path.read_text(encoding="utf-8")
 
 
 def test_colour_belongs_to_the_label(tmp_path: Path) -> None:
