@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
@@ -211,12 +212,18 @@ def run_case(folder: Path, name: str) -> dict[str, Any]:
         "response_tokens": sum(int((batch.token_weight != 0).sum()) for batch in batches),
     }
     dist.all_gather_object(ranks, mine)
+    after = {n: w.clone() for n, w in policy.weights()}
+    finite = policy.nonfinite() == ""
+    name, parameter = [(n, p) for n, p in policy.engine.module.lm.named_parameters() if "up_proj" in n][-1]
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+        parameter.view(-1)[-1] = torch.inf  # in the last rank's shard
     return {
+        "nonfinite": (finite, policy.nonfinite() == f"parameter {name}"),
         "gradients": gradients,
         "norm": policy.grad_norm,
         "applied": applied,
         "before": before,
-        "after": {n: w.clone() for n, w in policy.weights()},
+        "after": after,
         "ranks": ranks,
     }
 

@@ -64,6 +64,7 @@ def check(name: str, two: dict[str, Any], one: dict[str, Any]) -> None:
         assert error <= 1e-5 * float(gradient.norm()) + 1e-7 * whole, key
     assert two["norm"] == pytest.approx(one["norm"], rel=1e-5)
     assert two["applied"]
+    assert one["nonfinite"] == two["nonfinite"] == (True, True)
     for kind in ("loss", "logged"):
         loss = sum(rank[kind] for rank in one["ranks"])
         assert sum(rank[kind] for rank in two["ranks"]) == pytest.approx(loss, abs=1e-6)

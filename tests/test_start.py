@@ -79,6 +79,30 @@ def test_tensors_too_many_are_named(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert f"start has tensors that the model does not: {NAME}_scale, score.weight" in caplog.text
 
 
+def with_value(shape: tuple[int, ...], value: float) -> torch.Tensor:
+    """Only its last entry."""
+    tensor = torch.zeros(shape)
+    tensor.view(-1)[-1] = value
+    return tensor
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize(
+    ("tensors", "where"),
+    [
+        ({NAME: with_value((64, 64), torch.nan), "model.norm.weight": with_value((64,), torch.inf)}, NAME),
+        ({"model.embed_tokens.weight": with_value((258, 64), -torch.inf)}, r"model\.embed_tokens\.weight"),
+        ({"model.norm.weight": torch.full((64,), 3e38)}, "the logprobs of a test batch, though in no parameter"),
+    ],
+)
+def test_weights_that_are_not_finite_are_named_and_nothing_else_is_blamed(
+    tmp_path: Path, tensors: dict[str, Any], where: str, zero_stage: int
+) -> None:
+    config = start(tmp_path, zero_stage=zero_stage, **tensors)
+    with pytest.raises(ValueError, match=rf"model in .*start has NaN or infinity in (parameter )?{where}: want finite"):
+        Run(config, resume=False).__enter__()
+
+
 @pytest.mark.slow
 def test_both_ranks_refuse_missing_tensors(tmp_path: Path) -> None:
     process = launched(start(tmp_path, zero_stage=3, **{NAME: None}))

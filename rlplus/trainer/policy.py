@@ -19,7 +19,7 @@ from rlplus.objective import Objective
 from rlplus.ops import PolicyLoss, linear_logprob, linear_policy_loss
 from rlplus.trainer.adapters import add_adapters, merged_weights, without_adapters
 from rlplus.trainer.model import in_shards, load_model, write_model
-from rlplus.trainer.sequence import SequenceGroup, check_attention
+from rlplus.trainer.sequence import SequenceGroup, check_attention, probe_batch
 
 
 class PackedModel(nn.Module):
@@ -81,6 +81,8 @@ class Policy:
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=schedule, config=deepspeed_config(config, count)
         )
+        if what := self.nonfinite():
+            raise ValueError(f"the model in {model_path} has NaN or infinity in {what}: want finite weights")
         self._check_attention()
         self.reference: PackedModel | None = None
         if objective.kl_coef and config.model.lora is None:  # frozen; each rank holds a whole copy
@@ -96,6 +98,17 @@ class Policy:
             self.config.model.attention,
         )
         self.engine.train()
+
+    def nonfinite(self) -> str:
+        """Where NaN or infinity is: the first such parameter, else a batch's logprobs; empty where all is finite.
+
+        All ranks call it. A pass over this rank's weights and one forward pass of two short sequences.
+        """
+        if name := _first_nonfinite(self.engine.module.lm, self.device):
+            return f"parameter {name}"
+        batch = probe_batch(self.model_config.vocab_size, self.config.train.sequence_parallel).to(self.device)
+        bad = agree.largest(not self.logprob(batch).isfinite().all())
+        return "the logprobs of a test batch, though in no parameter" if bad else ""
 
     @torch.no_grad()
     def logprob(self, batch: MicroBatch, *, reference: bool = False) -> Tensor:
@@ -194,6 +207,24 @@ class Policy:
         if dist.get_rank() == 0:
             write_model(self.engine.module.lm, folder, state)
         agree.barrier()
+
+
+@torch.no_grad()
+def _first_nonfinite(lm: nn.Module, device: torch.device) -> str:
+    """The first parameter with NaN or infinity on any rank; under ZeRO-3 each looks at its shard."""
+    names, extremes = [], [torch.zeros(2, device=device)]
+    parameter: Any
+    for name, parameter in lm.named_parameters():
+        own = parameter.flatten()
+        if hasattr(parameter, "ds_tensor"):
+            shard = parameter.ds_tensor.flatten()
+            own = shard[: max(0, parameter.ds_numel - dist.get_rank() * len(shard))]  # the last shard's end is no value
+        names.append(name)
+        # The extremes of values with NaN among them are NaN; no temporary as large as the parameter.
+        extremes.append(torch.stack(own.aminmax()).to(device, torch.float32) if len(own) else extremes[0])
+    finite = torch.stack(extremes).isfinite().all(1).tolist()
+    first = -int(agree.largest(-finite.index(False) if False in finite else -len(finite)))
+    return names[first - 1] if first < len(finite) else ""
 
 
 def _without_ranks(out: PolicyLoss) -> PolicyLoss:

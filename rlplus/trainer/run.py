@@ -25,6 +25,8 @@ from rlplus.trainer.ranks import initialize_distributed
 from rlplus.trainer.rollouts import Batch, Rollouts
 from rlplus.trainer.stop import Interrupted, StopSignal
 
+IDLE_STEPS = 4  # in a row without an update: fewer may be chance where steps are small, more would tell the user late
+
 
 class Run:
     """Use as a context manager: entering builds everything, leaving closes it.
@@ -37,6 +39,7 @@ class Run:
         self.folder = Path(config.output_dir)
         self.algorithm: Algorithm = config.algorithm.resolve()
         self.step = self.generated = self.nonfinite = 0
+        self.idle = 0  # steps in a row without an update, since this process started
         self.stop = StopSignal(lambda message: self.log.say(message))
         self.interrupted = 0  # the signal that did it
 
@@ -147,6 +150,8 @@ class Run:
         self.step, self.generated, self.nonfinite = state["step"], state["generated"], state["nonfinite"]
         self.sampler.load_state_dict(state["sampler"])
         checkpoint.load(self.policy.engine, last)
+        if what := self.policy.nonfinite():
+            raise ValueError(f"{last} has NaN or infinity in {what}: want a checkpoint with finite weights")
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
@@ -194,9 +199,31 @@ class Run:
         if not applied:
             self.log.say(f"step {self.step + 1}: non-finite gradient, update skipped")
         if self.nonfinite >= self.config.train.max_nonfinite:
+            self.check_weights()
             raise RunFailed(
                 f"{self.nonfinite} updates in a row had a non-finite gradient; the newest checkpoint is "
                 f"{checkpoint.latest(self.checkpoints)}. Lower train.lr, or use a bounded objective"
+            )
+
+    def check_weights(self) -> None:
+        """RunFailed on all ranks where an update left NaN or infinity: nothing is made of such weights, or blamed."""
+        if what := self.policy.nonfinite():
+            raise RunFailed(
+                f"step {self.step + (not self.can_redo)}: an update left NaN or infinity in {what}. Nothing of it was "
+                f"saved, the newest checkpoint is {checkpoint.latest(self.checkpoints)}. Lower train.lr, or raise "
+                "train.warmup_steps"
+            )
+
+    def _note_idleness(self, metrics: dict[str, float]) -> None:
+        """Say so when steps in a row had no update: after IDLE_STEPS, then each time that their number has doubled."""
+        self.idle = 0 if metrics["actor/updated"] else self.idle + 1
+        if self.idle >= IDLE_STEPS and self.idle & (self.idle - 1) == 0:
+            clipped = metrics.get("response_length/clipped", 0.0)
+            self.log.say(
+                f"step {self.step}: no update in {self.idle} steps: the rewards in each group are equal (mean "
+                f"{metrics['reward/mean']:.3g} in this step, {clipped:.0%} of the responses cut off), so no sample has "
+                "a gradient. Check the reward on a response of the model, the prompts' format, "
+                "rollout.max_response_length, and whether the problems are much too hard or too easy"
             )
 
     def _begin_step(self) -> None:
@@ -218,6 +245,7 @@ class Run:
 
     def evaluate(self, evaluate: Callable[["Run"], dict[str, float]], tally: Tally) -> None:
         """With the weights of the step that ends; every rank has the same numbers."""
+        self.check_weights()
         self.rollouts.sync(self.step + 1)
         for name, value in evaluate(self).items():
             tally.mean(f"val/{name}", value)
@@ -237,6 +265,7 @@ class Run:
         if tokens:
             metrics["tokens_per_second"] = tokens / seconds
         self._begin_step()
+        self._note_idleness(metrics)
         self.log.write(self.step, {"generated_tokens": self.generated} | metrics, self._share_done)
 
     def give_up_step(self) -> None:
@@ -248,6 +277,7 @@ class Run:
         self.save_checkpoint()
 
     def save_checkpoint(self) -> None:
+        self.check_weights()
         state = {
             "generated": self.generated,
             "nonfinite": self.nonfinite,
@@ -269,4 +299,5 @@ class Run:
         self.policy.export(str(model))
         if self.rank == 0:
             self.tokenizer.save_pretrained(str(model))
-        self.log.say(f"{self.step} steps done; model in {model}")
+        unchanged = " (no step had an update: it is the one that the run began with)" if self.idle == self.step else ""
+        self.log.say(f"{self.step} steps done; model in {model}{unchanged}")

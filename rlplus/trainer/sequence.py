@@ -104,6 +104,22 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(grads[0].contiguous(), ctx.group), None
 
 
+def probe_batch(vocabulary: int, parallel: int, ends: int = 0) -> MicroBatch:
+    """This rank's shard of a packed row of two short sequences.
+
+    ends: the token at the first sequence's ends. Its last one is seen by what comes next, for a convolution.
+    """
+    lengths = (5 * parallel, 3 * parallel)  # the first one reaches over the border of a shard
+    first, second = ([i % vocabulary for i in range(2, n + 2)] for n in lengths)
+    first[0] = first[-1] = ends % vocabulary
+    samples = [Sample(ids[:1], ids[1:], 0, False, False, None) for ids in (first, second)]
+    weight = [torch.ones(len(s.response)) for s in samples]
+    (batch,) = pack(
+        samples, weight, row_length=sum(lengths), tokens_per_micro_batch=sum(lengths), pad_id=0, multiple=parallel
+    )
+    return batch.shard(dist.get_rank() % parallel, parallel) if parallel > 1 else batch
+
+
 @torch.no_grad()
 def check_attention(hidden: Callable[[MicroBatch], Tensor], vocabulary: int, parallel: int, attention: str) -> None:
     """ValueError unless each sequence of a packed row sees its own past and nothing of the other; all ranks call it.
@@ -111,19 +127,9 @@ def check_attention(hidden: Callable[[MicroBatch], Tensor], vocabulary: int, par
     hidden: shard of a micro-batch -> hidden states (N, H) of its `rows`. An attention implementation, or a model's own
     code, that ignores restarting positions would train on the wrong context without any error.
     """
-    rank = dist.get_rank() % parallel
-    lengths = (5 * parallel, 3 * parallel)  # the first one reaches over the border of a shard
 
     def states(ends: int) -> tuple[Tensor, Tensor]:
-        """With that token at the first sequence's ends. Its last one is seen by what comes next, for a convolution."""
-        first, second = ([i % vocabulary for i in range(2, n + 2)] for n in lengths)
-        first[0] = first[-1] = ends % vocabulary
-        samples = [Sample(ids[:1], ids[1:], 0, False, False, None) for ids in (first, second)]
-        weight = [torch.ones(len(s.response)) for s in samples]
-        (batch,) = pack(
-            samples, weight, row_length=sum(lengths), tokens_per_micro_batch=sum(lengths), pad_id=0, multiple=parallel
-        )
-        shard = batch.shard(rank, parallel) if parallel > 1 else batch
+        shard = probe_batch(vocabulary, parallel, ends)
         return hidden(shard).float(), shard.sequence
 
     (base, sequence), (changed, _) = states(0), states(1)
