@@ -171,7 +171,7 @@ def _eval(args: argparse.Namespace) -> None:
     with counter("problems evaluated:") as progress:
         results = evaluate_model(config, args.model, progress)
     output.parent.mkdir(parents=True, exist_ok=True)
-    table, paths = Table("benchmark", "problems", "pass@k", "mean", "95% interval"), []
+    table, paths = Table("benchmark", "problems", "samples", "pass@k", "mean", "95% interval"), []
     for name, result in results.items():
         path = output if len(results) == 1 else output.with_stem(f"{output.stem}-{name.replace('/', '_')}")
         result.save(path)
@@ -179,7 +179,8 @@ def _eval(args: argparse.Namespace) -> None:
         for k in result.k:
             estimate = result.pass_at(k)
             interval = f"[{estimate.low:.3f}, {estimate.high:.3f}]"
-            table.add_row(name, str(len(result.problems)), f"pass@{k}", f"{estimate.mean:.3f}", interval)
+            problems, samples = str(len(result.problems)), "–".join(map(str, sorted({min(result.n), max(result.n)})))
+            table.add_row(name, problems, samples, f"pass@{k}", f"{estimate.mean:.3f}", interval)
         table.add_section()
     Terminal().print(table, f"written to {', '.join(paths)}", sep="\n")
 

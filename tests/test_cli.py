@@ -72,15 +72,16 @@ def test_train_evaluate_report(config_file, tmp_path, capsys):
 def test_benchmarks_are_reported_apart(config_file, tmp_path, capsys):
     names = ("bench/0", "bench/1[/red]\x1b[2J")
     rows = [json.loads(line) | {"data_source": names[i % 2]} for i, line in enumerate((tmp_path / "task.jsonl").open())]
+    rows.append(rows[1])  # one problem with twice the samples
     (tmp_path / "task.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["train", str(config_file), "evaluation.data.benchmark=data_source"]) == 0
     assert {f"val/{name}/pass@1" for name in names} <= metrics(tmp_path / "run")[1].keys()
     assert main(["eval", str(config_file), "evaluation.data.benchmark=data_source"]) == 0
     out, err = capsys.readouterr()
-    assert "bench/1[/red]\\x1b[2J" in out
+    assert re.search(r"bench/1\[/red\]\\x1b\[2J *│ *3 *│ *4–8 *│", out)
     assert "\x1b" not in out + err
     result = json.loads((tmp_path / f"run/evaluation-{names[1].replace('/', '_')}.json").read_text())
-    assert result["problems"] == [1, 3, 5]
+    assert (result["problems"], result["n"]) == ([1, 3, 5], [8, 4, 4])
     assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html")]) == 0
     assert "run: bench/0" in (tmp_path / "report.html").read_text()
 
@@ -119,6 +120,7 @@ def test_what_needs_no_model_is_answered_without_torch(config_file, tmp_path):
         ([*train, path[0], f"{path[1]}=./nowhere"], 2, "hub name; got './nowhere': no such folder"),
         ([*train, path[0], f"{path[1]}={tmp_path}/empty"], 2, "the folder has no config.json"),
         ([*train, path[0], f"{path[1]}={tmp_path}/file"], 2, "it is a file"),
+        ([*train, "model.chat_template=no.jinja"], 2, "a Jinja template or its file; got 'no.jinja': no such file"),
         ([*train, f"output_dir={tmp_path}/file/run"], 2, f"{tmp_path}/file is a file"),
         (["plan", str(config_file), path[0], f"{path[1]}=a/b/c"], 2, "hub name; got 'a/b/c': no such folder"),
         (["eval", str(config_file)], 2, f"want a trained model in {run}/model"),
