@@ -70,7 +70,8 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser("plan", help="memory of each GPU by part, and a rough time, before a run")
     plan.add_argument("--gpus", type=int, help="how many; default: this machine's, or 8")
-    plan.add_argument("--gpu", help="a100-40g, a100-80g, h100 or h200; default: this machine's, or a100-80g")
+    known = "a100-40g, a100-80g, h100, h200, or a size of memory such as 24g"
+    plan.add_argument("--gpu", help=f"{known}; default: this machine's, or a100-80g")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes and seconds")
     plan.set_defaults(run=_plan)
 
@@ -137,10 +138,10 @@ def _train(args: argparse.Namespace) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     """Exit status 1: the run does not fit."""
-    from rlplus.config import check_model_path, load_config
+    from rlplus.config import check_model_path, load_config, shipped_architecture
 
     config = load_config(args.config, args.overrides)
-    if config.model.path is not None:
+    if config.model.path is not None and shipped_architecture(config.model.path) is None:
         check_model_path(config.model.path)
     _quiet_imports()
     from rlplus.plan import make_cluster, make_plan

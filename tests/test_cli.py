@@ -43,8 +43,16 @@ LINES = (
 
 
 def test_train_evaluate_report(config_file, tmp_path, capsys):
-    assert main(["train", str(config_file), "train.steps=3"]) == 0
+    before = os.umask(0o027)
+    try:
+        assert main(["train", str(config_file), "train.steps=3"]) == 0
+    finally:
+        os.umask(before)
     run = tmp_path / "run"
+    for folder in ("model", "scratch"):
+        assert {path.stat().st_mode & 0o777 for path in (run / folder).iterdir()} == {0o640}, (
+            "want it as the umask says"
+        )
     rows = metrics(run)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert {"val/task/pass@1", "val/task/pass@4"} <= rows[1].keys()

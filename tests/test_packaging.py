@@ -54,9 +54,11 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path, source: Path) -> 
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     links = ("kernels", "configs", "bench")  # rglob does not follow them
     folders = [source / "rlplus", *(source / "rlplus" / name for name in links)]
-    files = {path for folder in folders for kind in ("*.py", "*.yaml", "py.typed") for path in folder.rglob(kind)}
+    kinds = ("*.py", "*.yaml", "models/*.json", "py.typed")
+    files = {path for folder in folders for kind in kinds for path in folder.rglob(kind)}
     assert names == {str(path.relative_to(source)) for path in files}
     assert {PROBE, "rlplus/configs/demo.yaml", "rlplus/py.typed"} <= names
+    assert "rlplus/configs/models/Qwen--Qwen2.5-Math-7B.json" in names
 
 
 def test_every_module_imports_from_the_wheel(wheel: Path, installed: Path, tmp_path: Path) -> None:

@@ -1,19 +1,23 @@
 """The plan against measurement: a real update's tensors, saved activations, the head's allocations; and its answers."""
 
 import gc
+import io
 import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
-from trainer_runs import run_config
+from trainer_runs import run_config, write_task
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rlplus.cli import main
 from rlplus.config import Config, load_config
 from rlplus.data import Sample, byte_tokenizer, pack
+from rlplus.demo.base import make_model
+from rlplus.demo.task import make_tokenizer
 from rlplus.objective import Objective
 from rlplus.ops import linear_policy_loss
 from rlplus.plan import GPUS, MOMENTS, Cluster, make_cluster, make_plan
@@ -355,7 +359,11 @@ SERVER = ("rollout.sleep=false", "rollout.mode=server", "rollout.server_url=http
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpu", "a100"], "want --gpu one of a100-40g, a100-80g, h100, h200; got 'a100' (nearest: "),
+        (["--gpu", "a100-80"], "or a size of memory such as 24g; got 'a100-80' (nearest: a100-80g)"),
+        (
+            ["--gpu", "24"],
+            "h100, h200, or a size of memory such as 24g; got '24'\n",
+        ),
         (["--gpus", "0"], "want --gpus of at least 1; got 0"),
         (["--gpus", "7"], "multiples of the 7 ranks; got 64"),
         (
@@ -479,3 +487,39 @@ def test_no_remedy_splits_heads_that_cannot_be_split(qwen):
     plan = make_plan(paper(qwen, "train.tokens_per_micro_batch=131072"), make_cluster(16, "a100-40g"))
     assert not plan.fits
     assert not any("sequence_parallel=8" in text for remedy in plan.remedies for text in remedy.overrides)
+
+
+def test_shipped_configurations_are_planned_without_a_network(tmp_path, monkeypatch, capsys):
+    """From the architecture that travels with them, which is Qwen's own and that of the demo's recipe."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    assert main(["plan", str(CONFIGS / "qwen2.5-math-7b.yaml"), "--gpus", "8", "--gpu", "a100-80g"]) == 0
+    text = capsys.readouterr().out
+    assert "8 x a100-80g, 7.62 billion parameters" in text
+    assert "Qwen/Qwen2.5-Math-7B: the architecture that comes with rlplus (no such folder; http://127.0.0.1:9" in text
+    assert main(["plan", str(CONFIGS / "demo.yaml"), "--gpus", "1", "--gpu", "h100", "--json"]) == 0
+    parameters = sum(p.numel() for p in make_model(make_tokenizer()).parameters())
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["parameters"] == parameters
+    assert "that comes with rlplus" in plan["note"]
+    assert main(["train", str(CONFIGS / "demo.yaml"), f"data.path={write_task(tmp_path)}", "evaluation.every=0"]) == 2
+    assert "want model.path a Hugging Face folder" in capsys.readouterr().err  # planned from it, never trained
+    shipped = {path.stem.replace("--", "/") for path in (CONFIGS / "models").glob("*.json")}
+    paths = {yaml.safe_load(path.read_text())["model"].get("path") for path in CONFIGS.glob("*.yaml")}
+    assert shipped == paths - {None}
+
+
+@pytest.mark.parametrize("size", ["24g", "24G", "24GB", "24gib"])
+def test_any_size_of_memory_is_a_gpu(qwen, size):
+    """Its memory counts; its speed is not made up."""
+    assert make_cluster(8, size) == Cluster(8, Gpu("24 GiB GPU", 24 * 2**30))
+    if size != "24g":
+        return
+    plan = make_plan(paper(qwen), make_cluster(8, size))
+    assert plan.memory.capacity == 24 * 2**30
+    assert not plan.fits
+    assert not plan.seconds
+    console = Console(width=200, file=io.StringIO())
+    show(plan, console)
+    assert "The speed of a 24 GiB GPU is not known: no time is estimated." in console.file.getvalue()

@@ -6,7 +6,9 @@ from rlplus.config.files import (
     check_model_path,
     check_output_folder,
     check_training_files,
+    model_problem,
     read_chat_template,
+    shipped_architecture,
 )
 from rlplus.config.load import load_config
 from rlplus.config.rollout import RolloutConfig
@@ -41,5 +43,7 @@ __all__ = [
     "check_output_folder",
     "check_training_files",
     "load_config",
+    "model_problem",
     "read_chat_template",
+    "shipped_architecture",
 ]

@@ -56,17 +56,27 @@ def check_data_files(paths: Sequence[str], key: str) -> None:
 
 
 def check_model_path(path: str, key: str = "model.path") -> None:
-    """ValueError for a folder without a model, and for a path to nothing that cannot be a name on the hub either."""
-    wanted = f"want {key} a Hugging Face folder or hub name; got {path!r}"
+    """ValueError where there is nothing to load: see `model_problem`."""
+    if problem := model_problem(path):
+        raise ValueError(f"want {key} a Hugging Face folder or hub name; got {path!r}: {problem}")
+
+
+def model_problem(path: str) -> str | None:
+    """Why a model cannot be loaded: a folder without one, or neither a folder nor a name that the hub could know."""
     if Path(path).is_dir():
-        if not (Path(path) / "config.json").is_file():
-            raise ValueError(f"{wanted}: the folder has no config.json")
-    elif Path(path).exists():
-        raise ValueError(f"{wanted}: it is a file")
-    elif not _HUB_NAME.fullmatch(path):
-        raise ValueError(f"{wanted}: no such folder (current directory: {Path.cwd()})")
-    elif problem := hub_problem(path):
-        raise ValueError(f"{wanted}: no such folder; {problem}")
+        return None if (Path(path) / "config.json").is_file() else "the folder has no config.json"
+    if Path(path).exists():
+        return "it is a file"
+    if not _HUB_NAME.fullmatch(path):
+        return f"no such folder (current directory: {Path.cwd()})"
+    problem = hub_problem(path)
+    return problem and f"no such folder; {problem}"
+
+
+def shipped_architecture(path: str) -> Path | None:
+    """The config.json that travels with a shipped configuration, for plans without a network; never for training."""
+    file = Path(__file__).parent.parent / "configs/models" / f"{path.replace('/', '--')}.json"
+    return file if file.is_file() else None
 
 
 def hub_problem(name: str) -> str | None:

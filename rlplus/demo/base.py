@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from rlplus.demo.task import ANSWER, EASY, HARD, Problem, blur, draw, make_tokenizer, scratchpad
 from rlplus.rollout import RunFailed
+from rlplus.trainer.model import write_model
 
 WINDOW = 8  # batches of hard problems over which the loss of phase 1 is averaged
 
@@ -62,7 +63,7 @@ def make_base(folder: Path, recipe: Recipe, held_out: Collection[Problem], conso
     finally:
         torch.set_num_threads(threads)
     shutil.rmtree(folder, ignore_errors=True)
-    model.save_pretrained(folder)
+    write_model(model, str(folder))
     tokenizer.save_pretrained(folder)
     note.write_text(_describe(recipe), encoding="utf-8")  # last: a folder without it is not finished
     return True

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
-from rlplus.config import Config
+from rlplus.config import Config, ModelConfig, model_problem, shipped_architecture
 from rlplus.data import byte_tokenizer
 from rlplus.plan.cluster import GIB, GPUS, Cluster, gpus_a_rank, make_cluster, this_cluster
 from rlplus.plan.memory import MOMENTS, Memory, Model, estimate_memory, packed_shape
@@ -24,7 +25,8 @@ __all__ = ["GIB", "GPUS", "MOMENTS", "Cluster", "Memory", "Plan", "Remedy", "mak
 class Plan:
     """ranks: those of the GPUs that train; the others are their engines'. mode, overlap: as configured.
 
-    seconds of a step by phase, empty where unknown; remedies: only where the run does not fit.
+    seconds of a step by phase, empty where unknown; remedies: only where the run does not fit. note: where the model's
+    architecture is the copy that comes with a shipped configuration, and why.
     """
 
     cluster: Cluster
@@ -38,6 +40,7 @@ class Plan:
     seconds: dict[str, float]
     remedies: tuple[Remedy, ...]
     steps: int
+    note: str
 
     @property
     def fits(self) -> bool:
@@ -61,6 +64,7 @@ class Plan:
             "full_sequences_in_cache": self.sequences,
             "seconds": self.seconds,
             "assumed": list(ASSUMPTIONS) if self.seconds else [],
+            "note": self.note,
             "remedies": [asdict(remedy) for remedy in self.remedies],
         }
 
@@ -79,14 +83,8 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
     ValueError for a model that is not there and for ranks and heads that the run cannot have.
     """
     trainer = _trainer(config, cluster)
-    part = config.model
-    if part.scratch is not None:
-        with torch.device("meta"):
-            model_config = make_scratch_model(part.scratch, byte_tokenizer(), seed=0).config
-    else:
-        assert part.path is not None
-        model_config = read_model_config(part.path, part.trust_remote_code)
-    model = Model(config, with_overrides(model_config, part.overrides))
+    model_config, note = _model_config(config.model)
+    model = Model(config, with_overrides(model_config, config.model.overrides))
     _check_heads(config, model)
     memory = estimate_memory(config, model, trainer)
     one = model.cache_share(config.rollout.tensor_parallel_size) * config.max_generation_length
@@ -102,7 +100,21 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
         estimate_seconds(config, model, memory, trainer),
         () if memory.fits else tuple(find_remedies(config, model, trainer)),
         config.train.steps,
+        note,
     )
+
+
+def _model_config(part: ModelConfig) -> tuple[PretrainedConfig, str]:
+    """The model's architecture, and a note where it is the shipped copy."""
+    if part.scratch is not None:
+        with torch.device("meta"):
+            return make_scratch_model(part.scratch, byte_tokenizer(), seed=0).config, ""
+    assert part.path is not None
+    shipped = shipped_architecture(part.path)
+    if shipped is not None and (problem := model_problem(part.path)):
+        config = read_model_config(str(shipped), part.trust_remote_code)
+        return config, f"{part.path}: the architecture that comes with rlplus ({problem})"
+    return read_model_config(part.path, part.trust_remote_code), ""
 
 
 def _trainer(config: Config, cluster: Cluster) -> Cluster:

@@ -1,12 +1,13 @@
 """The GPUs that a plan is for: what their vendor's datasheets say, and what is assumed beyond that."""
 
 import os
+import re
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 
 import torch
 
 from rlplus.config import Config
+from rlplus.errors import nearest
 
 GIB = 2**30
 NODE = 8  # GPUs of a node
@@ -55,16 +56,23 @@ class Cluster:
 def make_cluster(gpus: int | None, gpu: str | None) -> Cluster:
     """The cluster of that name and size; what is None is taken from this machine, and without a GPU is 8 x a100-80g.
 
-    ValueError for a name that is not in GPUS and a number below 1.
+    gpu: a name in GPUS, or a size of memory in GiB such as "24g", whose speed is not known. ValueError for another name
+    and a number below 1.
     """
-    if gpu is not None and gpu not in GPUS:
-        nearest = get_close_matches(gpu, GPUS, n=1, cutoff=0)[0]
-        raise ValueError(f"want --gpu one of {', '.join(GPUS)}; got {gpu!r} (nearest: {nearest})")
     if gpus is not None and gpus < 1:
         raise ValueError(f"want --gpus of at least 1; got {gpus}")
     here = torch.cuda.device_count() if gpu is None else 0
-    kind = _this_gpu() if here else GPUS[gpu or "a100-80g"]
+    kind = _this_gpu() if here else _named_gpu(gpu or "a100-80g")
     return Cluster(gpus or here or 8, kind)
+
+
+def _named_gpu(name: str) -> Gpu:
+    if name.lower() in GPUS:
+        return GPUS[name.lower()]
+    if size := re.fullmatch(r"(\d+)g(?:i?b)?", name.lower()):
+        return Gpu(f"{size[1]} GiB GPU", int(size[1]) * GIB)
+    hint = f" (nearest: {near})" if (near := nearest(name, GPUS)) else ""
+    raise ValueError(f"want --gpu one of {', '.join(GPUS)}, or a size of memory such as 24g; got {name!r}{hint}")
 
 
 def gpus_a_rank(config: Config, gpu: Gpu) -> int:

@@ -27,6 +27,10 @@ def _lines(plan: Plan) -> Iterator[RenderableType]:
     engines = plan.cluster.gpus - plan.ranks
     gpus = f"{plan.cluster.name} ({plan.ranks} train, {engines} generate)" if engines else plan.cluster.name
     yield f"{gpus}, {size} parameters, micro-batches of {rows} x {length} tokens"
+    if plan.note:
+        yield plan.note
+    if not plan.cluster.cpu and plan.cluster.gpu.flops is None:
+        yield f"The speed of a {plan.cluster.gpu.name} is not known: no time is estimated."
     if plan.mode == "server":
         yield "Not counted: the GPUs of the server, which generates."
     yield _memory_table(plan)

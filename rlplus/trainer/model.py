@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -112,11 +113,16 @@ def load_model(config: ModelConfig, path: str, model_config: PretrainedConfig) -
 
 
 def write_model(lm: PreTrainedModel, folder: str, state: dict[str, Tensor] | None = None) -> None:
-    """A Hugging Face folder of the model, or of the weights in `state`; OSError when the disk is full."""
+    """A Hugging Face folder of the model, or of the weights in `state`, that others may read as the umask allows.
+
+    OSError when the disk is full.
+    """
     try:
         lm.save_pretrained(folder, state_dict=state)
     except SafetensorError as error:  # no OSError, and it does not say where
         raise OSError(f"could not write the model to {folder}: {error}") from error
+    for file in Path(folder).glob("*.safetensors"):
+        shutil.copymode(Path(folder) / "config.json", file)  # safetensors' own is 0600, whatever the umask
 
 
 @contextmanager
