@@ -19,6 +19,14 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+
+def end(number: int, _: object) -> None:
+    """Through the tests' own cleaning up, so that no process that they started stays."""
+    pytest.exit(f"ended by signal {number}", returncode=128 + number)
+
+
+signal.signal(signal.SIGTERM, end)
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # decides at the import of a kernel's module how the kernel will run
 

@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -60,19 +63,18 @@ def fail(monkeypatch: pytest.MonkeyPatch, *calls: int) -> list[int]:
     return count
 
 
-def launched(config: Config, *options: str) -> subprocess.Popen[str]:
-    """`rlplus train` on two ranks."""
+@contextmanager
+def launched(config: Config, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """`rlplus train` on two ranks, with pipes."""
     path = Path(f"{config.output_dir}.yaml")
     path.write_text(config.to_yaml())
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [*launch, "-m", "rlplus", "train", str(path), *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with processes.started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        yield process
 
 
 def torchrun(config: Config, *options: str) -> None:
-    process = launched(config, *options)
-    try:
-        _, error = process.communicate(timeout=300)
-    finally:
-        process.kill()
+    with launched(config, *options) as process:
+        _, error = process.communicate(timeout=processes.PATIENCE_S)
     assert process.returncode == 0, error[-4000:]

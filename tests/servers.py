@@ -7,18 +7,16 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from processes import PATIENCE_S, started, wait_until
 from rollout_models import EOS, MAX_MODEL_LEN
 from safetensors.torch import load_file
-
-START_S = 300.0
 
 
 class FakeServer:
@@ -57,7 +55,7 @@ class FakeServer:
                 length = int(self.headers.get("Content-Length", 0))
                 body = json.loads(self.rfile.read(length) or "null")
                 if self.path == "/inference/v1/generate" and server.hold:
-                    server.all_held.wait(60)
+                    server.all_held.wait(PATIENCE_S)
                     if len(body["token_ids"]) in server.hold:
                         server.held.release()
                         if self.hung_up():
@@ -153,26 +151,22 @@ class Server:
             command += [] if value is None else [f"--{name}", value] if value else [f"--{name}"]
         # Without the compiler: on the CPU it takes longer for one small function than all the rest.
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "TORCHDYNAMO_DISABLE": "1"}
-        with log.open("a") as file:
-            self.process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+        self.command, self.environment = command, environment
 
     def __enter__(self) -> "Server":
-        try:
-            self._wait()
-        except BaseException:
-            self.signal(signal.SIGKILL)
-            raise
+        with ExitStack() as stack, self.log.open("a") as file:
+            self.process = stack.enter_context(started(self.command, self.environment, stdout=file, stderr=file))
+            wait_until(lambda: self.process.poll() is not None or self._healthy())
+            assert self.process.poll() is None, self.log.read_text()[-4000:]
+            self._open = stack.pop_all()
         return self
 
-    def _wait(self) -> None:
-        until = time.monotonic() + START_S
-        while time.monotonic() < until and self.process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                    return
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                time.sleep(0.2)
-        raise AssertionError(self.log.read_text()[-4000:])
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return True
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
 
     def signal(self, number: int) -> None:
         """To all of its processes."""
@@ -185,11 +179,11 @@ class Server:
         self.signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(20)  # it removes its shared memory
-        self.signal(signal.SIGKILL)
+        self._open.close()
 
 
 def metric(server: Server, name: str) -> float:
     """Of the server's own, summed over its labels; 0 where it has none of this name."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=PATIENCE_S) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))

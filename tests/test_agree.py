@@ -1,11 +1,11 @@
 """Collectives of the trainer: on two real ranks, whose default group is for GPUs as far as the code can see; alone."""
 
 import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -59,9 +59,7 @@ def on_two_ranks(folder: Path, text: str, *arguments: str) -> str:
     script.write_text(text)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     here = environment() | {"PYTHONPATH": str(Path(rlplus.__file__).parents[1])}
-    done = subprocess.run(
-        [*launch, str(script), *arguments], capture_output=True, text=True, timeout=600, env=here
-    )  # fmt: skip
+    done = processes.run([*launch, str(script), *arguments], env=here)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -3,10 +3,10 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -71,10 +71,8 @@ def test_kill_in_the_middle_of_a_checkpoint_loses_only_that_one(tmp_path, moment
     config = run_config(tmp_path, train={"steps": 3}, checkpoint={"every": 1})
     path = tmp_path / "run.yaml"
     path.write_text(config.to_yaml())
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(path), str(Path(__file__).parent), moment],
-        capture_output=True, text=True, env=environment(), timeout=240,
-    )  # fmt: skip
+    command = [sys.executable, "-c", KILLED, str(path), str(Path(__file__).parent), moment]
+    done = processes.run(command, env=environment())
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     checkpoints = Path(config.output_dir) / "checkpoints"
     assert checkpoint.latest(checkpoints).name == "step-000001"
@@ -184,10 +182,8 @@ def test_a_disk_that_is_full_for_one_rank_is_an_error_on_both(tmp_path, rank):
     (tmp_path / "run.yaml").write_text(config.to_yaml())
     (tmp_path / "script.py").write_text(ONE_FULL_DISK)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "script.py"), str(tmp_path / "run.yaml"), rank],
-        capture_output=True, text=True, env=os.environ | {"DS_ACCELERATOR": "cpu"}, timeout=240,
-    )  # fmt: skip
+    command += [str(tmp_path / "script.py"), str(tmp_path / "run.yaml"), rank]
+    done = processes.run(command, env=os.environ | {"DS_ACCELERATOR": "cpu"})
     for listener in (0, 1):
         assert f"rank {listener} says: could not write the checkpoint of step 1" in done.stdout, done.stderr[-3000:]
     assert done.stdout.count(f"rank {rank}: [Errno 28] No space left on device") == 2

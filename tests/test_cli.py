@@ -3,11 +3,11 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import processes
 import pytest
 from trainer_runs import environment, metrics, run_config, write_task
 
@@ -139,8 +139,7 @@ def test_what_needs_no_model_is_answered_without_torch(config_file, tmp_path):
         (["train", "no\x1b[2Jwhere.yaml"], 2, "want a YAML file; got no\\x1b[2Jwhere.yaml: no such file"),
     ]
     hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "hub")}
-    command = [sys.executable, "-c", QUICK, json.dumps(cases)]
-    done = subprocess.run(command, env=environment() | hub, capture_output=True, text=True)
+    done = processes.run([sys.executable, "-c", QUICK, json.dumps(cases)], env=environment() | hub)
     assert done.returncode == 0, done.stderr
 
 
@@ -220,7 +219,7 @@ def test_train_with_vllm_in_a_process_of_its_own(config_file, tmp_path):
 
     def rlplus(*arguments: str) -> None:
         command = [sys.executable, "-m", "rlplus", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300)
+        done = processes.run(command, env=environment())
         assert done.returncode == 0, done.stderr[-4000:]
         assert not re.search("NUMA|WARN|Warning", done.stderr), done.stderr
 

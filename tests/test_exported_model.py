@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from engine_runs import write_start
@@ -43,7 +43,7 @@ def test_vllm_loads_what_a_run_leaves(tmp_path: Path, tied: bool) -> None:
     here = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     answers = tmp_path / "answers.json"
     command = [sys.executable, "-c", GENERATE, str(folder), json.dumps(PROMPTS), str(answers)]
-    done = subprocess.run(command, env=os.environ | here, capture_output=True, text=True, timeout=300)
+    done = processes.run(command, env=os.environ | here)
     assert done.returncode == 0, done.stderr[-4000:]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()

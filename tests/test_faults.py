@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -26,11 +28,9 @@ def write_config(config: Config, folder: Path) -> Path:
     return path
 
 
-def start(path: Path, *options: str) -> subprocess.Popen[str]:
+def start(path: Path, *options: str) -> AbstractContextManager[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "rlplus", "train", str(path), *options]
-    return subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
-    )
+    return processes.started(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
 def steps_logged(folder: Path) -> int:
@@ -65,29 +65,27 @@ def test_killed_twenty_times_a_run_ends_as_if_it_never_had_been(tmp_path):
     lost, moments, start_up = [], [], 0.0
     for kill in range(kills):
         before = newest(folder)
-        process = start(path, "--resume")
-        began = time.monotonic()
-        if kill % 3 == 2:
-            time.sleep(draw.uniform(0.2, 1.2 * start_up))
-            moments.append("any time")
-        else:
-            goal = max(before, steps_logged(folder)) + draw.randint(1, 6)  # lines of lost steps are still there
-            while steps_logged(folder) < goal and process.poll() is None:
-                assert time.monotonic() - began < 300
-                time.sleep(0.001)
-            start_up = start_up or time.monotonic() - began
-            time.sleep(draw.uniform(0, 0.06))  # a step takes 20 to 60 ms, a checkpoint as long
-            moments.append(f"after step {goal}")
-        process.kill()
-        _, error = process.communicate()
+        with start(path, "--resume") as process:
+            began = time.monotonic()
+            if kill % 3 == 2:
+                time.sleep(draw.uniform(0.2, 1.2 * start_up))
+                moments.append("any time")
+            else:
+                goal = max(before, steps_logged(folder)) + draw.randint(1, 6)  # lines of lost steps are still there
+                processes.wait_until(lambda goal=goal: steps_logged(folder) >= goal, process, every_s=0.001)
+                start_up = start_up or time.monotonic() - began
+                time.sleep(draw.uniform(0, 0.06))  # a step takes 20 to 60 ms, a checkpoint as long
+                moments.append(f"after step {goal}")
+            process.kill()
+            _, error = process.communicate()
         assert process.returncode == -signal.SIGKILL, f"kill {kill}: the run ended by itself\n{error[-3000:]}"
         after = newest(folder)
         assert after >= before, f"kill {kill}, {moments[-1]}: checkpoint {before} is gone, there is {after}"
         lost.append(steps_logged(folder) - after)
         assert lost[-1] <= every, f"kill {kill}, {moments[-1]}: {lost[-1]} steps lost"
     assert max(lost) > 0
-    finished = start(path, "--resume")
-    _, error = finished.communicate(timeout=300)
+    with start(path, "--resume") as finished:
+        _, error = finished.communicate(timeout=processes.PATIENCE_S)
     assert finished.returncode == 0, error[-3000:]
     whole = train(config.model_copy(update={"output_dir": str(tmp_path / "whole")}))
     assert metrics(folder) == metrics(whole)
@@ -124,7 +122,7 @@ def test_a_full_disk_is_one_message_and_costs_no_checkpoint(tmp_path, room):
     if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], capture_output=True).returncode:
         pytest.skip("no right to mount a disk of its own")
     command = [*namespace, sys.executable, "-c", FULL_DISK, str(path), str(disk), str(room)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=600)
+    done = processes.run(command, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     first, full, after = json.loads(done.stdout.splitlines()[-1])
     assert (first[0], first[2]) == (0, "step-000001"), first
@@ -190,12 +188,10 @@ def test_a_signal_ends_the_command_with_the_usual_status(tmp_path, number):
     """128 + the signal's number, after the step and a checkpoint; a second one does not wait."""
     config = run_config(tmp_path, train={"steps": 100_000})
     path, folder = write_config(config, tmp_path), Path(config.output_dir)
-    process = start(path)
-    while steps_logged(folder) < 3:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    process.send_signal(number)
-    _, error = process.communicate(timeout=120)
+    with start(path) as process:
+        processes.wait_until(lambda: steps_logged(folder) >= 3, process)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=processes.PATIENCE_S)
     assert process.returncode == 128 + number, error[-3000:]
     assert "--resume goes on from here" in error
     assert newest(folder) == steps_logged(folder) >= 3

@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -16,7 +16,7 @@ def test_every_kernel_compiles_within_the_limits_of_the_gpu(arch: int, tmp_path:
     """In a process of its own: here the kernels are interpreted."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, ROOT / "tests" / "kernel_table.py", "--arch", str(arch), "--json", tmp_path / "rows"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = processes.run(command, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "rows").read_text())
     kernels = {"_statistics_kernel", "_gradient_kernel", "_token_loss_kernel", "_tile_kernel", "_combine_kernel"}

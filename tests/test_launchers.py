@@ -4,8 +4,10 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
+import processes
 import pytest
 from trainer_runs import metrics, run_config
 
@@ -25,17 +27,12 @@ def free_port() -> str:
 def run_together(*commands: list[str]) -> None:
     """Start all, wait for all."""
     here = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.getcwd()}
-    started = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=here)
-        for command in commands
-    ]
-    try:
-        outputs = [process.communicate(timeout=300)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, output in zip(started, outputs, strict=True):
-        assert process.returncode == 0, output[-4000:]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(processes.started(command, env=here, **pipes)) for command in commands]
+        outputs = [rank.communicate(timeout=processes.PATIENCE_S)[0] for rank in ranks]
+    for rank, output in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, output[-4000:]
 
 
 @pytest.fixture(scope="module")

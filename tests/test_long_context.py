@@ -1,10 +1,10 @@
 """A training step on 16,384 tokens with the real vocabulary, and what it takes against whole logits."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 from trainer_runs import environment
 
@@ -20,10 +20,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def call(*arguments: object) -> str:
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), *map(str, arguments)],
-        capture_output=True, text=True, timeout=1800, env=environment(),
-    )  # fmt: skip
+    done = processes.run([sys.executable, str(PROGRAM), *map(str, arguments)], env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

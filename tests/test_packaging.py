@@ -2,12 +2,12 @@
 
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
 from importlib.metadata import distributions
 from pathlib import Path
 
+import processes
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -17,7 +17,7 @@ PROBE = "rlplus/kernels/probe.py"  # added to the copy that is built, so that th
 def run(*command: str | Path, cwd: Path, path: Path | None = None, **variables: str) -> str:
     """Standard output of a Python process; an error in it fails the test with all that it wrote."""
     environment = {**os.environ, "PYTHONPATH": str(path) if path else "", **variables}
-    done = subprocess.run([sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True)
+    done = processes.run([sys.executable, *command], cwd=cwd, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -3,7 +3,6 @@
 import inspect
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import processes
 import pytest
 import torch
 from rollout_models import EOS, PAD, PROMPTS, save, start, tiny_model
@@ -24,7 +24,28 @@ from rlplus.rollout.push import watched
 SHAPES = {"first": torch.Size([2]), "second": torch.Size([3])}
 
 
-def test_a_parameter_that_does_not_come_is_named(tmp_path: Path) -> None:
+class HangClock:
+    """Replaces `time` in the module: it stands still but for a hang, so that slowness elsewhere is no timeout."""
+
+    def __init__(self) -> None:
+        self.began: float | None = None
+
+    def monotonic(self) -> float:
+        return 0.0 if self.began is None else time.monotonic() - self.began
+
+    def hang(self) -> None:
+        self.began = time.monotonic()
+        time.sleep(processes.PATIENCE_S)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> HangClock:
+    clock = HangClock()
+    monkeypatch.setattr(push, "time", clock)
+    return clock
+
+
+def test_a_parameter_that_does_not_come_is_named(tmp_path: Path, clock: HangClock) -> None:
     """The trainer's side hangs, as in a gather that waits for a rank that is gone."""
     model = tiny_model(tied=True)
     save(model, tmp_path)
@@ -37,27 +58,28 @@ def test_a_parameter_that_does_not_come_is_named(tmp_path: Path) -> None:
     def hanging() -> Iterator[tuple[str, Tensor]]:
         for i, (name, p) in enumerate(model.named_parameters()):
             if i == 4:
-                time.sleep(60)
+                clock.hang()
             yield name, p
 
-    begun = time.monotonic()
     with pytest.raises(RunFailed, match=rf"rank 0: the push of version 7 waited .* 0.3 s .* to gather {names[4]} "):
         engine.push_weights(hanging(), 7)
-    assert time.monotonic() - begun < 30
+    clock.began = None
     with pytest.raises(RuntimeError, match="push of version 7 failed half-way"):
         engine.generate(PROMPTS, [1, 1, 1], temperature=1.0, max_tokens=1, seed=0)
     engine.push_weights(model.named_parameters(), 8)
     engine.close()
 
 
-def test_a_parameter_that_is_not_taken_is_named() -> None:
+def test_a_parameter_that_is_not_taken_is_named(clock: HangClock) -> None:
     weights = [(name, torch.zeros(shape)) for name, shape in SHAPES.items()]
 
     def push_to(slow: str) -> None:
+        clock.began = None
         with watched(weights, SHAPES, version=1, timeout_s=0.2) as checked:
             for name, _ in checked:
-                time.sleep(60 if name == slow else 0)
-            time.sleep(60)
+                if name == slow:
+                    clock.hang()
+            clock.hang()
 
     with pytest.raises(RunFailed, match="for the engine to load second "):
         push_to("second")
@@ -75,27 +97,33 @@ def test_an_alarm_at_the_last_moment_is_not_heard(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(push._Clock, "stop", alarmed)
     weights = [(name, torch.zeros(shape)) for name, shape in SHAPES.items()]
-    with watched(weights, SHAPES, version=1, timeout_s=60.0) as checked:
+    with watched(weights, SHAPES, version=1, timeout_s=processes.PATIENCE_S) as checked:
         assert len(list(checked)) == 2
     assert signal.getsignal(signal.SIGALRM) == handler
 
 
-def test_a_slow_push_that_goes_on_is_no_hang() -> None:
+def test_a_slow_push_that_goes_on_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each parameter takes two thirds of the time that it has, by a clock of the test's own."""
+    now = [0.0]
+    monkeypatch.setattr(push, "time", SimpleNamespace(monotonic=lambda: now[0]))
     shapes = {str(i): torch.Size([1]) for i in range(8)}
     handler = signal.getsignal(signal.SIGALRM)
     weights = ((name, torch.zeros(1)) for name in shapes)
     with watched(weights, shapes, version=1, timeout_s=0.3) as checked:
         for _ in checked:
-            time.sleep(0.1)
+            now[0] += 0.2
+            time.sleep(0.1)  # the thread that watches looks every 0.3 s
     assert signal.getsignal(signal.SIGALRM) == handler
 
 
 STUCK = """
-import time, torch
+import time, types, torch
 from rlplus.rollout import push
 push.GRACE_S = 0.2
-shapes = {"first": torch.Size([1])}
+shapes, hung = {"first": torch.Size([1])}, []
+push.time = types.SimpleNamespace(monotonic=lambda: time.monotonic() - hung[0] if hung else 0.0)
 def weights():  # the exception never arrives, as with a collective that waits in C++
+    hung.append(time.monotonic())
     while True:
         try:
             time.sleep(60)
@@ -109,7 +137,7 @@ with push.watched(weights(), shapes, version=3, timeout_s=0.2) as checked:
 
 def test_where_no_exception_can_be_raised_the_process_ends() -> None:
     environment = os.environ | {"RANK": "5"}
-    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, env=environment, timeout=120)
+    done = processes.run([sys.executable, "-c", STUCK], env=environment)
     assert done.returncode == 70
     assert "rank 5: the push of version 3 waited more than 0.2 s for the trainer to gather first " in done.stderr
 

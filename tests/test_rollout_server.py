@@ -4,14 +4,15 @@ import math
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, gap, save, start, tiny_model
@@ -209,7 +210,7 @@ def break_by_a_refusal(fake: FakeServer, engine: RolloutEngine) -> None:
 
 def break_by_ctrl_c(fake: FakeServer, engine: RolloutEngine) -> None:
     def interrupt() -> None:
-        assert all(fake.held.acquire(timeout=60) for _ in fake.hold)
+        assert all(fake.held.acquire(timeout=processes.PATIENCE_S) for _ in fake.hold)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
@@ -229,9 +230,9 @@ def break_by_closing(fake: FakeServer, engine: RolloutEngine) -> None:
 
     thread = threading.Thread(target=generate)
     thread.start()
-    assert all(fake.held.acquire(timeout=60) for _ in fake.hold)
+    assert all(fake.held.acquire(timeout=processes.PATIENCE_S) for _ in fake.hold)
     engine.close()
-    thread.join(60)
+    thread.join(processes.PATIENCE_S)
     assert failures == ["the engine is closed"]
 
 
@@ -244,7 +245,7 @@ def test_no_end_waits_for_answers(
     """Whatever ends a generation hangs up on the server, which would answer never, and leaves no thread."""
     engine = holding(fake, tmp_path, *held)
     way(fake, engine)
-    assert all(fake.gone.acquire(timeout=60) for _ in held)
+    assert all(fake.gone.acquire(timeout=processes.PATIENCE_S) for _ in held)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
     engine.close()
 
@@ -257,11 +258,16 @@ def test_a_server_that_hangs_and_one_that_is_slow(
     fake.silent = True
     with pytest.raises(RunFailed, match=r"did not answer: GET /health: TimeoutError timed out. Start it again"):
         ask(engine)
+    monkeypatch.setattr(rlplus.rollout.server, "PATIENCE_S", processes.PATIENCE_S)
+    monkeypatch.setattr(rlplus.rollout.server, "wait", lambda left, _, when: wait(left, 0.05, when))
     fake.silent, fake.hold = False, set()
-    answer = fake.answer
+    answer, health_asked = fake.answer, threading.Event()
 
     def slow(path: str, body: Any) -> Any:
-        time.sleep(1.0 if "generate" in path else 0)
+        if path == "/health":
+            health_asked.set()
+        if "generate" in path:
+            assert health_asked.wait(processes.PATIENCE_S)
         return answer(path, body)
 
     monkeypatch.setattr(fake, "answer", slow)
@@ -296,18 +302,13 @@ def test_all_ranks_hear_of_a_push_that_failed_on_one(fake: FakeServer, tmp_path:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PUSH, fake.url, str(tmp_path)],
-            stdout=subprocess.PIPE, text=True, env=os.environ | here | {"RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=120)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
+    command = [sys.executable, "-c", PUSH, fake.url, str(tmp_path)]
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(processes.started(command, os.environ | here | {"RANK": str(rank)}, stdout=-1))
+            for rank in range(2)
+        ]
+        said = [process.communicate(timeout=processes.PATIENCE_S)[0] for process in ranks]
     assert said[0] == said[1]
     assert "did not take the weights of version 4: it did not reset its prefix cache (['unexpected'])" in said[0]
     assert "did not take the weights of version 5: KeyError('no message')" in said[0]
@@ -348,18 +349,14 @@ def check_that_it_drops_what_nobody_waits_for(server: Server, engine: RolloutEng
         return engine.generate([[5, 9]] * 64, [4] * 64, temperature=2.0, max_tokens=300, seed=0)
 
     def interrupt() -> None:
-        while metric(server, names[0]) == before[0]:
-            time.sleep(0.01)
+        processes.wait_until(lambda: metric(server, names[0]) != before[0])
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     before = [metric(server, name) for name in names]
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         question()
-    until = time.monotonic() + 60
-    while metric(server, "vllm:num_requests_running"):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    processes.wait_until(lambda: not metric(server, "vllm:num_requests_running"))
     tokens, ended = (metric(server, name) - earlier for name, earlier in zip(names, before, strict=True))
     whole = question()
     assert tokens < sum(len(c.tokens) for group in whole for c in group)

@@ -3,11 +3,11 @@
 import json
 import math
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -91,9 +91,7 @@ def run_ranks(path: Path, kind: str, ranks: int) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
     for tied in (False, True):
         save(tiny_model(tied), path / str(tied))
-    done = subprocess.run(
-        [*launch, __file__, kind, str(path)], capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[1]
-    )
+    done = processes.run([*launch, __file__, kind, str(path)], cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stdout + done.stderr
     reports = [json.loads(line.split("REPORT ")[1]) for line in done.stdout.splitlines() if "REPORT" in line]
     assert len(reports) == ranks

@@ -1,11 +1,11 @@
 """A run and its engine: the probe after a push, engines that fail in mid-run."""
 
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 from engine_runs import fail, same, torchrun
@@ -256,8 +256,9 @@ def test_a_gather_that_waits_for_an_absent_rank_is_named_and_ended(tmp_path):
     path, script = tmp_path / "run.yaml", tmp_path / "absent.py"
     path.write_text(config.to_yaml())
     script.write_text(ABSENT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(script), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*launch, str(script), str(path)]
+    done = processes.run(command, env=environment())
     assert done.returncode != 0
     wanted = "rank 0: the push of version 0 waited more than 3 s for the trainer to gather model.embed_tokens.weight"
     assert wanted in done.stderr, done.stderr[-4000:]
@@ -293,8 +294,9 @@ def test_an_engine_that_fails_on_one_rank_is_everybodys(tmp_path, overlap):
     path, script = tmp_path / "run.yaml", tmp_path / "one_fails.py"
     path.write_text(config.to_yaml())
     script.write_text(ONE_FAILS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", str(script), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment())
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*launch, str(script), str(path)]
+    done = processes.run(command, env=environment())
     if overlap:
         assert done.returncode != 0
         said = "EngineFailed: the rollout engine failed: rank 1: RuntimeError('CUDA error: an illegal memory access was"

@@ -7,11 +7,11 @@ difference which requests the server happens to run together. On a GPU it makes 
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 from engine_runs import changed, launched, model, same, torchrun, write_start
 from safetensors.torch import load_file
@@ -193,18 +193,11 @@ def test_a_server_that_hangs_ends_the_run(
 def test_a_server_that_dies_ends_all_ranks(tmp_path: Path, start: Path, own_server: Server) -> None:
     """With the message of each, and without a traceback of ours."""
     config = run_of(tmp_path, start, "run", 100_000, own_server)
-    ranks = launched(config)
-    try:
-        log = Path(config.output_dir) / "metrics.jsonl"
-        until = time.monotonic() + 120
-        while not (log.exists() and log.read_text().count("\n") >= 3):
-            assert ranks.poll() is None, ranks.communicate()
-            assert time.monotonic() < until
-            time.sleep(0.02)
+    log = Path(config.output_dir) / "metrics.jsonl"
+    with launched(config) as ranks:
+        processes.wait_until(lambda: log.exists() and log.read_text().count("\n") >= 3, ranks)
         own_server.signal(signal.SIGKILL)
-        _, error = ranks.communicate(timeout=120)
-    finally:
-        ranks.kill()
+        _, error = ranks.communicate(timeout=processes.PATIENCE_S)
     assert ranks.returncode == 1, "torchrun's"
     assert "Start it again, and the run with --resume" in error
     assert "rollout/server.py" not in error

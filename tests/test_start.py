@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 from engine_runs import changed, launched, write_start
@@ -105,10 +106,7 @@ def test_weights_that_are_not_finite_are_named_and_nothing_else_is_blamed(
 
 @pytest.mark.slow
 def test_both_ranks_refuse_missing_tensors(tmp_path: Path) -> None:
-    process = launched(start(tmp_path, zero_stage=3, **{NAME: None}))
-    try:
-        _, error = process.communicate(timeout=300)
-    finally:
-        process.kill()
+    with launched(start(tmp_path, zero_stage=3, **{NAME: None})) as process:
+        _, error = process.communicate(timeout=processes.PATIENCE_S)
     assert process.returncode
     assert error.count(f"lacks {NAME}") == 2, error[-4000:]

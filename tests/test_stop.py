@@ -5,10 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 from engine_runs import fail, same
 from trainer_runs import environment, metrics, run_config
@@ -171,21 +171,15 @@ def test_a_terminal_that_is_gone_costs_no_checkpoint(tmp_path):
     config = run_config(tmp_path, train={"steps": 100_000})
     path, folder = tmp_path / "run.yaml", Path(config.output_dir)
     path.write_text(config.to_yaml())
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rlplus", "train", str(path)], stderr=subprocess.PIPE, env=environment()
-    )
-    assert process.stderr is not None
-    lines = folder / "metrics.jsonl"
-    while not (lines.exists() and lines.read_text().count("\n") >= 2):
-        assert process.poll() is None, process.stderr.read()[-3000:]
-        time.sleep(0.05)
-    process.stderr.close()
-    logged = lines.read_text().count("\n")
-    while lines.read_text().count("\n") < logged + 20:
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 128 + signal.SIGINT
+    command, lines = [sys.executable, "-m", "rlplus", "train", str(path)], folder / "metrics.jsonl"
+    with processes.started(command, env=environment(), stderr=subprocess.PIPE) as process:
+        processes.wait_until(lambda: lines.exists() and lines.read_text().count("\n") >= 2, process)
+        assert process.stderr is not None
+        process.stderr.close()
+        logged = lines.read_text().count("\n")
+        processes.wait_until(lambda: process.poll() is not None or lines.read_text().count("\n") >= logged + 20)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(processes.PATIENCE_S) == 128 + signal.SIGINT
     assert newest(folder) == f"step-{lines.read_text().count(chr(10)):06d}"
 
 
@@ -262,10 +256,10 @@ def test_a_signal_to_one_rank_gives_up_the_step_of_all(tmp_path, zero_stage):
     path, script = tmp_path / "parts.yaml", tmp_path / "signalled.py"
     path.write_text(config.to_yaml())
     script.write_text(ONE_IS_SIGNALLED)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
     def run(*command: str) -> str:
-        done = subprocess.run([*launch, *command], capture_output=True, text=True, timeout=300, env=environment())
+        done = processes.run([*launch, *command], env=environment())
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stdout
 
@@ -286,16 +280,13 @@ def test_torchrun_waits_as_long_as_it_is_told(tmp_path):
     config = run_config(tmp_path, train={"steps": 100_000})
     path, folder = tmp_path / "run.yaml", Path(config.output_dir)
     path.write_text(config.to_yaml())
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--shutdown-timeout", "300"]
-    process = subprocess.Popen(
-        [*command, "-m", "rlplus", "train", str(path)], stderr=subprocess.PIPE, text=True, env=environment()
-    )
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [*launch, "--shutdown-timeout", "300", "-m", "rlplus", "train", str(path)]
     lines = folder / "metrics.jsonl"
-    while not (lines.exists() and lines.read_text().count("\n") >= 3):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=120)
+    with processes.started(command, env=environment(), stderr=subprocess.PIPE) as process:
+        processes.wait_until(lambda: lines.exists() and lines.read_text().count("\n") >= 3, process)
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=processes.PATIENCE_S)
     assert process.returncode != 0
     assert "--resume goes on from here" in error
     assert newest(folder) == f"step-{json.loads(lines.read_text().splitlines()[-1])['step']:06d}"
