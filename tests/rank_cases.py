@@ -24,6 +24,7 @@ from rlplus.ops.library import _scale as scale
 from rlplus.trainer import policy as policy_module
 from rlplus.trainer.adapters import add_adapters
 from rlplus.trainer.batch import make_micro_batches
+from rlplus.trainer.metrics import Tally, tally_update
 from rlplus.trainer.model import load_model, prepare_model
 from rlplus.trainer.policy import Policy
 from rlplus.trainer.ranks import initialize_distributed
@@ -200,7 +201,9 @@ def run_case(folder: Path, name: str) -> dict[str, Any]:
     factors: list[float] = []
     with mock.patch.object(library, "_scale", lambda g, by, last: factors.append(float(by)) or scale(g, by, last)):
         outputs = policy.accumulate(batches)
-    applied = policy.step()
+    lr, applied = policy.lr, policy.step()
+    tally = Tally()
+    tally_update(tally, outputs, policy.grad_norm, lr, applied)
     ranks: list[Any] = [None] * dist.get_world_size()
     mine = {
         "tokens": sum(batch.tokens for batch in batches),
@@ -222,6 +225,7 @@ def run_case(folder: Path, name: str) -> dict[str, Any]:
         "gradients": gradients,
         "norm": policy.grad_norm,
         "applied": applied,
+        "row": {name: value for name, value in tally.reduce().items() if name.startswith("actor/")},
         "before": before,
         "after": after,
         "ranks": ranks,

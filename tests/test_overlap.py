@@ -7,18 +7,22 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 from engine_runs import changed, fail, model, same, torchrun
 from safetensors.torch import load_file
 from trainer_runs import metrics, run_config
+from transformers import AutoModelForCausalLM
 
 import rlplus.rollout.process
 import rlplus.trainer.rollouts
 from rlplus.config import Config
+from rlplus.data import Sample
 from rlplus.rollout.transformers import TransformersEngine
 from rlplus.trainer import Run, train
-from rlplus.trainer.batch import generate, make_micro_batches, set_advantages
+from rlplus.trainer.batch import forward_batches, generate, make_micro_batches, set_advantages
+from rlplus.trainer.rollouts import use_engine_logprob
 
 
 def test_overlap_refuses_a_cap_that_would_do_nothing(tmp_path):
@@ -61,8 +65,34 @@ def draw_rewards(samples: Any, examples: Any, scorer: Any, decode: Any) -> list[
     return ["ok"] * len(samples)
 
 
+def trainer_logprob(run: Run, samples: list[Sample]) -> list[torch.Tensor]:
+    """Of each response, under the trainer's weights."""
+    budget = run.config.train.tokens_per_micro_batch
+    found = {}
+    for batch in forward_batches(samples, run.config, run.pad_id, run.policy.device, budget):
+        values = run.policy.logprob(batch)
+        found |= {i: values[batch.sequence == i] for i in batch.sequence.tolist()}
+    return [found[i] for i in range(len(samples))]
+
+
+@torch.no_grad()
+def check_logprob(run: Run, samples: list[Sample], sampler: dict[str, torch.Tensor]) -> None:
+    """The logprobs that came with the samples are the sampler's in float64, as nearly as the trainer's own are."""
+    exact = AutoModelForCausalLM.from_pretrained(str(run.folder / "scratch"), dtype=torch.float64)
+    exact.load_state_dict({name: weight.double() for name, weight in sampler.items()}, strict=False)  # a tied head
+    given_error = own_error = size = 0.0
+    for sample, own in zip(samples, trainer_logprob(run, samples), strict=True):
+        logits = exact(torch.tensor([[*sample.prompt, *sample.response]])).logits[0, len(sample.prompt) - 1 : -1]
+        want = logits.log_softmax(-1).gather(1, torch.tensor(sample.response)[:, None])[:, 0]
+        given = torch.tensor(sample.engine_logprob, dtype=torch.float64)
+        given_error = max(given_error, float((given - want).abs().max()))
+        own_error = max(own_error, float((own.double() - want).abs().max()))
+        size = max(size, float(logits.abs().max() + logits.logsumexp(-1).abs().max()))
+    assert given_error <= 2 * own_error + 8 * torch.finfo(torch.float32).eps * size
+
+
 def simulated(config: Config) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
-    """Batch k from the weights before update k - 1, old_logprob by the trainer's own pass over them: no Rollouts."""
+    """Batch k from the weights before update k - 1, with their logprobs, checked against float64: no Rollouts."""
     plain = changed(changed(config, "train", overlap=False), "rollout", mode="colocated")
     with Run(plain, resume=False) as run:
         history = [{name: p.clone() for name, p in run.policy.weights()}]
@@ -81,16 +111,20 @@ def simulated(config: Config) -> tuple[dict[str, torch.Tensor], list[list[float]
             draw_rewards(samples, examples, run.scorer, run.decode)
             rewards.append([s.reward for s in samples])
             set_advantages(samples, run.algorithm)
+            now = {name: p.clone() for name, p in run.policy.weights()}
+            set_weights(sampler)
+            demonstrations = [s for s in samples if s.external]
+            for sample, logprob in zip(demonstrations, trainer_logprob(run, demonstrations), strict=True):
+                sample.engine_logprob = logprob.tolist()
+            check_logprob(run, samples, sampler)
+            set_weights(now)
             updates = [
                 make_micro_batches(part, run.algorithm, plain, run.pad_id, run.policy.device)
                 for part in run.split(samples)
             ]
-            now = {name: p.clone() for name, p in run.policy.weights()}
-            set_weights(sampler)
-            for batch in (batch for batches in updates for batch in batches):
-                batch.old_logprob = run.policy.logprob(batch)
-            set_weights(now)
             for batches in updates:
+                for batch in batches:
+                    use_engine_logprob(batch)
                 if batches:
                     run.policy.accumulate(batches)
                     run.policy.step()
@@ -110,14 +144,10 @@ def test_overlap_is_training_one_step_behind(tmp_path, in_thread, lottery, prese
     start = load_file(folder / "scratch/model.safetensors")
     plain = changed(changed(config, "train", overlap=False), "rollout", mode="colocated")
     undelayed = model(train(plain.model_copy(update={"output_dir": str(tmp_path / "plain")})))
-    moved = delay = wrong = 0.0
     for name, p in got.items():
-        moved = max(moved, float((p - start[name]).abs().max()))
-        delay = max(delay, float((p - undelayed[name]).abs().max()))
-        wrong = max(wrong, float((p - want[name]).abs().max()))
-    assert moved > 5e-3
-    assert delay > 1e-3, "the comparison can fail"
-    assert wrong < 2e-5  # engine and trainer differ by rounding, and so do their old_logprobs
+        assert not torch.equal(p, start[name])
+        assert not torch.equal(p, undelayed[name]), "the comparison can fail"
+        assert torch.equal(p, want[name]), name
     # The mini-batches' ratios are to the sampler: from the second step on the policy has moved away from it.
     assert all(row["mismatch/probe"] < 1e-5 for row in rows)
     assert "mismatch/mean" not in rows[0]
@@ -146,14 +176,14 @@ def test_the_batch_ahead_is_generated_while_the_policy_trains(tmp_path, in_threa
         ahead = max_tokens > 2 and threading.current_thread() is not threading.main_thread()
         if ahead:
             generating.set()
-            assert update_seen.wait(60)
+            assert update_seen.wait(processes.PATIENCE_S)
             generating.clear()
             update_seen.clear()
         return original_generate(engine, prompts, temperature, max_tokens)
 
     def update(policy: Any, batches: Any, *rest: Any) -> Any:
         if not update_seen.is_set():
-            meetings.append(generating.wait(60))
+            meetings.append(generating.wait(processes.PATIENCE_S))
             update_seen.set()
         return original_update(policy, batches, *rest)
 

@@ -1,10 +1,10 @@
 """Two ranks compute what one does: ZeRO 1, 2, 3, offloading, samples shared out, sequence parallelism, adapters."""
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 from rank_cases import CASES, QUICK, REFERENCES, all_samples, make_model, run_case
@@ -34,10 +34,7 @@ def alone(folder: Path) -> Results:
 def on_two_ranks(folder: Path, output: str, names: list[str]) -> Results:
     script = Path(__file__).with_name("rank_cases.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*launch, str(script), str(folder), output, *names],
-        capture_output=True, text=True, env=environment(), timeout=300,
-    )  # fmt: skip
+    done = processes.run([*launch, str(script), str(folder), output, *names], env=environment())
     assert done.returncode == 0, done.stderr[-4000:]
     results: Results = torch.load(folder / f"{output}.pt")
     return results
@@ -68,6 +65,9 @@ def check(name: str, two: dict[str, Any], one: dict[str, Any]) -> None:
     for kind in ("loss", "logged"):
         loss = sum(rank[kind] for rank in one["ranks"])
         assert sum(rank[kind] for rank in two["ranks"]) == pytest.approx(loss, abs=1e-6)
+    assert two["row"].keys() == one["row"].keys()
+    for metric, value in one["row"].items():  # what rank 0 would log, of both
+        assert two["row"][metric] == pytest.approx(value, rel=1e-5, abs=1e-6), metric
     for rank in (*one["ranks"], *two["ranks"]):
         assert rank["factors"] == {1.0}, "the backward pass scales the head's gradient"
         assert rank["own_pass_is_old"], "an update's own forward pass is not that of old_logprob, bit for bit"

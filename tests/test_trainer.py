@@ -89,7 +89,7 @@ def batch_of_samples(seed: int = 0) -> list[Sample]:
     return samples
 
 
-def naive_gradients(run: Run, samples: list[Sample]) -> dict[str, torch.Tensor]:
+def naive_gradients(run: Run, samples: list[Sample], temperature: float = 1.0) -> dict[str, torch.Tensor]:
     """RL-PLUS eq. 1-7 written out in float64, a sequence at a time, through the plain model: no package code."""
     lm = AutoModelForCausalLM.from_pretrained(str(run.folder / "scratch"), dtype=torch.float64)
     tokens = sum(len(s.response) for s in samples)
@@ -99,7 +99,7 @@ def naive_gradients(run: Run, samples: list[Sample]) -> dict[str, torch.Tensor]:
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
         for s, advantage in zip(members, advantages, strict=True):
             ids = torch.tensor([[*s.prompt, *s.response]])
-            logp = lm(ids).logits[0, len(s.prompt) - 1 : -1].log_softmax(-1)
+            logp = (lm(ids).logits[0, len(s.prompt) - 1 : -1] / temperature).log_softmax(-1)
             p = logp.gather(1, torch.tensor(s.response)[:, None]).squeeze(1).exp()
             old = p.detach()
             weight = 4 * p / (3 * old + 1) * (1 - old) ** 0.5 if s.external else p / old

@@ -1,0 +1,165 @@
+"""Parts of an update and of a run's state that change a number only where they are switched on."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.utils import safe_get_full_optimizer_state
+from test_trainer import batch_of_samples, naive_gradients
+from trainer_runs import metrics, run_config
+
+from rlplus.checkpoint import random_state, set_random_state
+from rlplus.data import MicroBatch, Sample
+from rlplus.objective import ALGORITHMS, Algorithm
+from rlplus.rollout import RunFailed
+from rlplus.trainer import Run, train
+from rlplus.trainer import rollouts as rollouts_module
+from rlplus.trainer.batch import make_micro_batches, set_advantages
+from rlplus.trainer.rollouts import Rollouts
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Not trained; at a temperature of 0.7, and with gradients clipped at a norm that they have by far."""
+    changes = {"rollout": {"temperature": 0.7}, "train": {"grad_clip": 1e-3}}
+    with Run(run_config(tmp_path_factory.mktemp("run"), **changes), resume=False) as run:
+        yield run
+
+
+def micro_batches(run: Run, samples: list[Sample], algorithm: Algorithm | None = None) -> list[MicroBatch]:
+    algorithm = algorithm or run.algorithm
+    set_advantages(samples, algorithm)
+    return make_micro_batches(samples, algorithm, run.config, run.pad_id, run.policy.device)
+
+
+def test_the_temperature_of_a_run_reaches_its_gradient(run: Run) -> None:
+    samples = batch_of_samples()
+    batches = micro_batches(run, samples)
+    lm = run.policy.engine.module
+    for batch in batches:
+        lm(batch, run.policy._loss_op(batch)).loss.backward()
+    want, plain = naive_gradients(run, samples, temperature=0.7), naive_gradients(run, samples)
+    got = {name.removeprefix("lm."): p.grad for name, p in lm.named_parameters()}
+    lm.zero_grad()
+    for name, gradient in want.items():
+        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # those of test_trainer.py
+        torch.testing.assert_close(got[name].double(), gradient, msg=name, **bound)
+        assert not torch.allclose(plain[name], gradient, rtol=1e-2)
+
+
+def test_the_temperature_of_a_run_reaches_old_logprob(run: Run) -> None:
+    logits: list[torch.Tensor] = []
+    (batch, *_) = micro_batches(run, batch_of_samples())
+    with torch.no_grad():
+        head = run.policy.engine.module.lm.get_output_embeddings().weight
+        run.policy.engine(batch, lambda hidden, *_, **__: logits.append(hidden.double() @ head.double().T))
+    want = (logits[0] / 0.7).log_softmax(-1).gather(1, batch.target[:, None])[:, 0]
+    plain = (logits[0].float() / 0.7).log_softmax(-1).gather(1, batch.target[:, None])[:, 0]
+    bound = 2 * (plain - want).abs().max() + 8 * torch.finfo(torch.float32).eps * logits[0].abs().max() / 0.7
+    assert (run.policy.logprob(batch) - want).abs().max() <= bound
+
+
+def test_the_gradient_is_clipped_to_its_norm(run: Run) -> None:
+    """Seen in the optimiser's first moment, a tenth of the gradient: AdamW's first step does not depend on its size."""
+    before = {name: p.detach().clone() for name, p in run.policy.engine.module.named_parameters()}
+    run.policy.accumulate(micro_batches(run, batch_of_samples()))
+    assert run.policy.step()
+    norm = run.policy.grad_norm
+    assert norm is not None
+    assert norm > 1e-2
+    moments = [safe_get_full_optimizer_state(p, "exp_avg") for p in run.policy.engine.module.parameters()]
+    whole = torch.stack([moment.double().norm() for moment in moments]).norm()
+    # DeepSpeed divides by the norm + 1e-6.
+    assert float(whole) == pytest.approx(0.1 * 1e-3, rel=1e-6 / norm + 1e-5)
+    with torch.no_grad():
+        for name, p in run.policy.engine.module.named_parameters():
+            p.copy_(before[name])
+
+
+def test_the_official_bonus_is_a_mean_over_all_response_tokens(run: Run) -> None:
+    """Also over those of samples without an advantage; the loss itself is normalised by length."""
+    samples = batch_of_samples()
+    batches = micro_batches(run, samples, ALGORITHMS["rlplus-official"])
+    weights = torch.cat([batch.entropy_weight for batch in batches if batch.entropy_weight is not None])
+    tokens = sum(len(sample.response) for sample in samples)
+    assert torch.equal(weights, torch.full((tokens,), 1 / tokens))
+    assert not torch.allclose(torch.cat([batch.token_weight for batch in batches]), weights)
+
+
+@pytest.mark.parametrize("coefficient", ["kl_coef", "entropy_coef"])
+def test_kl_and_entropy_take_samples_of_zero_advantage(run: Run, coefficient: str) -> None:
+    samples = batch_of_samples()
+    for sample in samples:
+        sample.reward = 1.0
+    algorithm = ALGORITHMS["grpo"]
+    assert sum(int((batch.token_weight != 0).sum()) for batch in micro_batches(run, samples, algorithm)) == 0
+    algorithm = replace(algorithm, objective=replace(algorithm.objective, **{coefficient: 0.1}))
+    batches = micro_batches(run, samples, algorithm)
+    assert sum(int((batch.token_weight != 0).sum()) for batch in batches) == sum(len(s.response) for s in samples)
+
+
+def test_demonstrations_of_solved_groups_are_learnt(run: Run) -> None:
+    """grpo-sft adds a cross-entropy on the demonstrations, which does not ask for an advantage."""
+    samples = batch_of_samples()
+    for sample in samples:
+        sample.reward = 1.0
+    batches = micro_batches(run, samples, ALGORITHMS["grpo-sft"])
+    learnt = torch.cat([batch.target[batch.token_weight != 0] for batch in batches])
+    assert torch.cat([batch.external[batch.token_weight != 0] for batch in batches]).all()
+    wanted = [token for sample in samples if sample.external for token in sample.response]
+    assert sorted(learnt.tolist()) == sorted(wanted)
+
+
+def test_an_applied_update_begins_the_count_of_nonfinite_ones_anew(run: Run) -> None:
+    for applied in (False, False, True, False, False):
+        run.count_nonfinite(applied)
+    with pytest.raises(RunFailed, match="3 updates in a row"):
+        run.count_nonfinite(False)
+    run.count_nonfinite(True)
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def draws(*_: object) -> dict[str, float]:
+    return {"draw": random.random() + float(np.random.rand()) + float(torch.rand(()))}
+
+
+def test_a_checkpoint_holds_the_random_state_of_python_numpy_and_torch(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"evaluation": {"data": {"path": "-", "max_prompt_length": 8}, "every": 1}}
+    seed(0)
+    whole = metrics(train(run_config(tmp_path, "whole", **sections), evaluate=draws))
+    seed(0)
+    train(run_config(tmp_path, "parts", train={"steps": 1}, **sections), evaluate=draws)
+    seed(1)  # another process would be elsewhere
+    parts = metrics(train(run_config(tmp_path, "parts", **sections), resume=True, evaluate=draws))
+    assert parts == whole
+    assert len({value for row in parts for name, value in row.items() if "draw" in name}) == 2
+    state = random_state()
+    first = draws()
+    assert draws() != first
+    set_random_state(state)
+    assert draws() == first
+
+
+def test_no_two_ranks_and_no_two_steps_sample_with_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same seed equal prompts would get equal responses."""
+    seeds: list[int] = []
+    monkeypatch.setattr(rollouts_module, "generate", lambda *arguments: seeds.append(arguments[-1]))
+    for seed in (0, 1):
+        for rank in range(2):
+            config = SimpleNamespace(train=SimpleNamespace(seed=seed))
+            here: Any = SimpleNamespace(
+                config=config, world=2, rank=rank, examples=[], algorithm=None, _draw=lambda: ([], [])
+            )
+            for step in range(50):
+                Rollouts._question(here, step)(here)
+    assert len(set(seeds)) == len(seeds) == 200
