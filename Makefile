@@ -45,7 +45,7 @@ lint: setup  ## run ruff and mypy
 kernels: setup  ## compile the Triton kernels, no GPU needed; print registers, shared memory, spills
 	@PYTHONPATH=. $(BIN)/python tests/kernel_table.py
 
-bench: setup  ## measure all backends and peers: the gpu suite with an NVIDIA GPU, else the cpu suite; ten minutes
+bench: setup  ## measure all backends and peers into runs/bench: the gpu suite with a GPU, else cpu; ten minutes
 	@$(BIN)/python -m bench --suite "$$(nvidia-smi > /dev/null 2>&1 && echo gpu || echo cpu)"
 
 bench-quick: setup  ## the same on small shapes; a minute

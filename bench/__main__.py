@@ -11,7 +11,7 @@ import torch
 
 from . import report
 from .cases import Case
-from .measure import resident_memory, run
+from .measure import keep_memory, resident_memory, run
 from .peers import METHODS
 from .suites import SUITES
 
@@ -25,8 +25,8 @@ def say(text: str) -> None:
 
 def parse(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(prog="rlplus-bench", description=__doc__)
-    parser.add_argument("--suite", choices=tuple(SUITES), help="what to measure; each says how long it takes at most")
-    output = parser.add_argument("--output", type=Path, metavar="DIR", default=Path("bench/results"))
+    parser.add_argument("--suite", choices=tuple(SUITES), help="the cases; bench/README.md says how long they take")
+    output = parser.add_argument("--output", type=Path, metavar="DIR", default=Path("runs/bench"))
     output.help = "folder for JSON and plots; default: %(default)s"
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="on the CPU; default: %(default)s")
     parser.add_argument("--repeats", type=int, metavar="N", help="rounds of every case; default: the suite's")
@@ -64,14 +64,22 @@ def measure(options: argparse.Namespace) -> None:
     until = time.monotonic() + seconds
     device = "cuda" if options.suite == "gpu" else "cpu"
     torch.set_num_threads(options.threads)
-    stem = options.output / (f"cpu-{options.threads}" if options.suite == "cpu" else options.suite)
+    stem = options.output / (f"cpu-{options.threads}" if options.suite in ("cpu", "full") else options.suite)
     record = report.Record(stem.with_suffix(".json"), options.suite, device, options.threads)
-    for case in cases():
-        measure_case(chosen(case, options), device, until, record)
+    wanted = [chosen(case, options) for case in cases()]
+    if device == "cpu":
+        keep_memory(max(working_bytes(case) for case in wanted))
+    for case in wanted:
+        measure_case(case, device, until, record)
     record.result["complete"] = True
     record.save()
     say(report.plots(record.result, stem))
     say(f"results: {record.path}")
+
+
+def working_bytes(case: Case) -> int:
+    """Memory for the timed calls of a case: eight of every matrix in fp32, more than any method here has at once."""
+    return 8 * 4 * (case.N * case.V + case.V * case.H + case.N * case.H)
 
 
 def chosen(case: Case, options: argparse.Namespace) -> Case:

@@ -4,7 +4,9 @@ import json
 import os
 import platform
 from collections.abc import Iterable
+from functools import partial
 from importlib.util import find_spec
+from itertools import zip_longest
 from math import ceil, nan
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from .peers import METHODS
 
 Result = dict[str, Any]
 LOSSES = {"policy": "RL-PLUS", "other": "RL-PLUS", "grpo": "GRPO", "cross-entropy": "cross-entropy", "forward": ""}
+SIZES = ("N", "H", "V")
+OWN, PEER = "tab:blue", "tab:orange"
 BEGIN, END = "<!-- bench: what `python -m bench --readme` writes -->", "<!-- bench: end -->"
 PACKAGES = ("torch", "triton", "numpy", *sorted({m.package for m in METHODS.values()} - {"torch"}))
 
@@ -101,12 +105,13 @@ def title(case: dict[str, Any]) -> str:
 
 def case_table(case: dict[str, Any]) -> str:
     """Everything about a case, as the program prints it."""
-    header = ("method", "rho", "ms", "×bare", "MB", "logprob error", "dhidden", "dweight")
+    header = ("method", "rho", "ms", "×bare", "page faults", "MB", "logprob error", "dhidden", "dweight")
     rows = [
         (
             row["method"], f"{row['rho']:.2f}", number(row.get("ms", {}).get("median"), ".4g"), ratio(row),
-            number(row.get("extra_mb"), ".0f"), number(row.get("logprob_error"), ".1e"),
-            number(row.get("dhidden_error"), ".1e"), number(row.get("dweight_error"), ".1e"),
+            number(row.get("page_faults"), ".0f"), number(row.get("extra_mb"), ".0f"),
+            number(row.get("logprob_error"), ".1e"), number(row.get("dhidden_error"), ".1e"),
+            number(row.get("dweight_error"), ".1e"),
         )
         for row in case["rows"]
     ]  # fmt: skip
@@ -114,8 +119,15 @@ def case_table(case: dict[str, Any]) -> str:
 
 
 def machine(result: Result) -> str:
-    threads = f", {result['threads']} thread{'s' * (result['threads'] > 1)}" if result["suite"] == "cpu" else ""
-    return f"{result['device']}{threads}, torch {result['versions']['torch']}"
+    parts = [result["device"]]
+    if "instructions" in result["hardware"]:
+        bf16 = "with" if result["hardware"]["bf16_instructions"] else "without"
+        parts += [f"{result['hardware']['instructions']} {bf16} bf16 instructions", threads(result)]
+    return ", ".join([*parts, f"torch {result['versions']['torch']}"])
+
+
+def threads(result: Result) -> str:
+    return f"{result['threads']} thread{'s' * (result['threads'] > 1)}"
 
 
 def row_of(case: dict[str, Any], method: str, rho_at_most: float = 1.0) -> Row | None:
@@ -129,10 +141,15 @@ def cases_of(result: Result, name: str) -> dict[str, dict[str, Any]]:
     return {case["dtype"]: case for case in result["cases"] if case["name"] == name}
 
 
+def sweep_of(result: Result) -> dict[tuple[int, ...], dict[str, Any]]:
+    """The sweep's cases by (N, H, V)."""
+    cases = [case for case in result["cases"] if case["name"].startswith("sweep")]
+    return {tuple(case[size] for size in SIZES): case for case in cases}
+
+
 def bars_table(results: dict[str, Result]) -> str:
     """CPU time of `cpp` over the bare GEMMs, by dtype and share of rows with a gradient, for each number of threads."""
-    columns = {f"{r['threads']} thread{'s' * (r['threads'] > 1)}": cases_of(r, "bars") for r in results.values()}
-    columns = {name: cases for name, cases in columns.items() if cases}
+    columns = {threads(r): cases for r in results.values() if (cases := cases_of(r, "bars"))}
     first = next(iter(columns.values()), {})
     rows = []
     for dtype, case in first.items():
@@ -150,6 +167,40 @@ def bars_table(results: dict[str, Result]) -> str:
     return f"{head}\n\n{lines(header, rows)}\n\n{foot}\n"
 
 
+def sweep_table(results: dict[str, Result]) -> str:
+    """The method of the sweeps at every shape, for each number of threads, and the range of its ratios."""
+    columns = {threads(r): cases for r in results.values() if (cases := sweep_of(r))}
+    shapes = sorted({shape for cases in columns.values() for shape in cases})
+    if not shapes:
+        return ""
+    rows: list[list[str]] = []
+    medians: list[float] = []
+    for shape in shapes:
+        found = [cases[shape]["rows"][-1] for cases in columns.values() if shape in cases]
+        cells = [ratio(cases[shape]["rows"][-1]) if shape in cases else "" for cases in columns.values()]
+        rows.append([*map(str, shape), *cells, number(found[0].get("extra_mb"), ".0f")])
+        medians += [row["ratio"]["median"] for row in found if row["status"] == "ok"]
+    any_case = next(iter(next(iter(columns.values())).values()))
+    what = f"`{any_case['rows'][-1]['method']}`, {any_case['dtype']}"
+    head = f"{what}, by shape: {min(medians):.2f} to {max(medians):.2f} × the bare GEMMs." if medians else f"{what}:"
+    foot = "MB: peak beyond inputs, dhidden and dW, where there is one with an fp32 accumulator of dW."
+    return f"{head}\n\n{lines((*SIZES, *(f'×bare, {name}' for name in columns), 'MB'), rows)}\n\n{foot}\n"
+
+
+def faults_note(results: dict[str, Result]) -> str:
+    """How many page faults the timed calls had, which is what shows that their memory was there before."""
+    rows = [row for result in results.values() for case in result["cases"] for row in case["rows"]]
+    found = [(row["page_faults"], row["method"]) for row in rows if row["status"] == "ok" and "page_faults" in row]
+    if not found:
+        return ""
+    bare = max((faults for faults, name in found if METHODS[name].kind == "bare"), default=0)
+    most, method = max(found)
+    return (
+        "Every call is timed on memory that the process has already. Page faults of a call, the median: at most "
+        f"{bare:.0f} for the bare GEMMs, {most:.0f} for any method (`{method}`).\n"
+    )
+
+
 def main_table(result: Result) -> str:
     """All methods side by side: speed and memory by dtype, accuracy of bf16."""
     apart = cases_of(result, "apart")  # of the same shape
@@ -161,18 +212,19 @@ def main_table(result: Result) -> str:
         return ""
     any_case = next(iter(cases.values()))
     low = cases.get("bfloat16", any_case)
+    weighed = {dtype for dtype, case in cases.items() if any("extra_mb" in row for row in case["rows"])}
     header = ["method", "loss"]
     for dtype in cases:
-        header += [f"{dtype} ×bare", "MB"]
+        header += [f"{dtype} ×bare", *["MB"] * (dtype in weighed)]
     header += [f"logprob error, {low['dtype']}", "dW error"]
     rows = []
     for name in dict.fromkeys(row["method"] for case in cases.values() for row in case["rows"]):
         if METHODS[name].kind == "bare":
             continue
         cells = [f"`{name}`" if METHODS[name].package == "rlplus" else name, LOSSES[METHODS[name].kind]]
-        for case in cases.values():
+        for dtype, case in cases.items():
             row = row_of(case, name) or {"status": ""}
-            cells += [cell(row), number(row.get("extra_mb"), ".0f")]
+            cells += [cell(row), *[number(row.get("extra_mb"), ".0f")] * (dtype in weighed)]
         row = row_of(low, name) or {}
         rows.append([*cells, number(row.get("logprob_error"), ".0e"), number(row.get("dweight_error"), ".1e")])
     accumulator = any_case["V"] * any_case["H"] * 4 / 1e6
@@ -205,9 +257,9 @@ def side_table(result: Result) -> str:
 def readme_part(results: dict[str, Result]) -> str:
     """What stands in the README between the marks."""
     processors = {name: r for name, r in results.items() if name.startswith("cpu")}
-    parts = [bars_table(processors)]
+    parts = [bars_table(processors), sweep_table(processors)]
     if processors:
-        parts.append(main_table(next(iter(processors.values()))))
+        parts += [main_table(next(iter(processors.values()))), faults_note(processors)]
     if "gpu" in results:
         parts += [main_table(results["gpu"]), side_table(results["gpu"])]
     else:
@@ -239,19 +291,15 @@ def plots(result: Result, stem: Path) -> str:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    sweeps = [name for name in dict.fromkeys(c["name"] for c in result["cases"]) if name.startswith("sweep")]
-    mains = list(cases_of(result, "main").values())
-    if not sweeps and not mains:
+    panels = [partial(draw_speeds, case=case) for case in cases_of(result, "main").values()]
+    for what, cases in sweeps(result).items():
+        panels += [partial(draw, what=what, cases=cases) for draw in (draw_times, draw_memory)]
+    if not panels:
         return "no plots: nothing measured"
-    high = ceil((len(sweeps) + len(mains)) / 3)
-    figure, axes = plt.subplots(high, 3, figsize=(15, 5 * high), squeeze=False)
-    places = iter(axes.flat)
-    for name in sweeps:
-        draw_sweep(next(places), name, [case for case in result["cases"] if case["name"] == name])
-    for case in mains:
-        draw_speeds(next(places), case)
-    for axis in places:
-        axis.axis("off")
+    high = ceil(len(panels) / 2)
+    figure, axes = plt.subplots(high, 2, figsize=(13, 5 * high), squeeze=False)
+    for axis, panel in zip_longest(axes.flat, panels):
+        panel(axis) if panel else axis.axis("off")
     figure.tight_layout()
     path = stem.with_suffix(".png")
     figure.savefig(path, dpi=60)
@@ -259,23 +307,47 @@ def plots(result: Result, stem: Path) -> str:
     return f"plots: {path}"
 
 
-def draw_sweep(axis: Any, name: str, cases: list[dict[str, Any]]) -> None:
-    what = name.removeprefix("sweep ")
-    points = [(case[what], case["rows"][-1], case["rows"][0]) for case in cases if case["rows"][-1]["status"] == "ok"]
-    if not points:
-        axis.set(title=f"{name}: nothing measured")
-        return
-    sizes, rows, bare = zip(*points, strict=True)
-    axis.plot(sizes, [row["ms"]["median"] for row in rows], "o-", label=f"{rows[0]['method']}, ms")
-    axis.plot(sizes, [row["ms"]["median"] for row in bare], "--", label="bare GEMMs, ms")
-    axis.plot(sizes, [row.get("extra_mb", nan) for row in rows], "s:", label="memory, MB")
-    axis.set(xlabel=what, title=f"time and memory over {what}", ylim=(0, None), xlim=(0, None))
+def sweeps(result: Result) -> dict[str, list[dict[str, Any]]]:
+    """By size: the sweep's cases that differ from its first one in this size alone and were measured."""
+    cases = sweep_of(result)
+    base = next(iter(cases), ())
+    found = {}
+    for i, what in enumerate(SIZES):
+        alone = [c for shape, c in cases.items() if shape[:i] + shape[i + 1 :] == base[:i] + base[i + 1 :]]
+        measured = [case for case in alone if case["rows"][-1]["status"] == "ok"]
+        if len(measured) > 1:
+            found[what] = sorted(measured, key=lambda case: case[what])
+    return found
+
+
+def draw_times(axis: Any, what: str, cases: list[dict[str, Any]]) -> None:
+    sizes = [case[what] for case in cases]
+    for at, style, colour in ((-1, "o-", OWN), (0, "--", "black")):
+        rows = [case["rows"][at] for case in cases]
+        axis.plot(sizes, [row["ms"]["median"] for row in rows], style, color=colour, label=label(rows[0]))
+    axis.set(xlabel=what, ylabel="ms", title=f"time over {what}", ylim=(0, None), xlim=(0, None))
     axis.legend()
 
 
+def draw_memory(axis: Any, what: str, cases: list[dict[str, Any]]) -> None:
+    mb = [case["rows"][-1].get("extra_mb", nan) for case in cases]
+    axis.plot([case[what] for case in cases], mb, "s-", color=OWN, label=label(cases[0]["rows"][-1]))
+    axis.set(xlabel=what, ylabel="MB", title=f"memory over {what}", ylim=(0, None), xlim=(0, None))
+    axis.legend()
+
+
+def label(row: Row) -> str:
+    return "bare GEMMs" if METHODS[row["method"]].kind == "bare" else str(row["method"])
+
+
 def draw_speeds(axis: Any, case: dict[str, Any]) -> None:
-    rows = [row for row in case["rows"] if row["status"] == "ok" and row["rho"] == case["rows"][0]["rho"]]
+    """Bars of the methods, the fastest on top: ours in one colour, the peers in another, the bare GEMMs a line."""
+    rows = [row for row in case["rows"][1:] if row["status"] == "ok" and row["rho"] == case["rows"][0]["rho"]]
     rows.sort(key=lambda row: -row["ratio"]["median"])
-    axis.barh([row["method"] for row in rows], [row["ratio"]["median"] for row in rows])
-    axis.axvline(1, color="black", linewidth=1)
+    for name, colour, own in (("rlplus", OWN, True), ("peers", PEER, False)):
+        chosen = [(i, row) for i, row in enumerate(rows) if (METHODS[row["method"]].package == "rlplus") == own]
+        axis.barh([i for i, _ in chosen], [row["ratio"]["median"] for _, row in chosen], color=colour, label=name)
+    axis.set_yticks(range(len(rows)), [row["method"] for row in rows])
+    axis.axvline(1, color="black", linewidth=1, linestyle="--", label="bare GEMMs")
     axis.set(xlabel="time over bare GEMMs", title=title(case).replace(", ", "\n", 2))
+    axis.legend()

@@ -1,32 +1,37 @@
 """The benchmark program: its results' form, its numbers' sanity, its errors, and the README's table."""
 
 import json
-import subprocess
+import platform
 import sys
-import time
 from dataclasses import replace
 from importlib import import_module
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import processes
 import pytest
 import torch
+from trainer_runs import environment
 
-from rlplus.bench import report
+from rlplus.bench import measure, report
 from rlplus.bench.__main__ import main
 from rlplus.bench.cases import Case, Head, Inputs
 from rlplus.bench.measure import Measurement, memory_of_a_process, run
 from rlplus.bench.peers import METHODS, method, submodule
-from rlplus.bench.suites import SUITES
+from rlplus.bench.suites import SUITES, cpu, full, quick, unlimited
 
 ROOT = Path(__file__).parent.parent
-SMALL = Case("main", N=128, H=64, V=300, dtype="float32", methods=("torch", "naive torch"), repeats=2, memory=False)
+SMALL = Case(
+    "main", N=128, H=64, V=300, dtype="float32", methods=("torch", "naive torch"), repeats=2, memory=False, seconds=inf
+)
 ALWAYS = ("reference", "torch", "naive torch")  # methods that run everywhere
 
 
 def measured(case: Case) -> dict[str, Any]:
     results: list[dict[str, Any]] = []
-    run(case, "cpu", time.monotonic() + 300, results.append)
+    run(case, "cpu", inf, results.append)
     return json.loads(json.dumps(results[-1]))
 
 
@@ -123,7 +128,7 @@ def test_memory_of_full_logits_is_at_least_the_logits() -> None:
 def test_memory_and_time_on_cuda() -> None:
     case = replace(SMALL, N=2048, V=8000, memory=True, methods=("triton", "torch 40 MB", "naive torch"))
     results: list[dict[str, Any]] = []
-    run(case, "cuda", time.monotonic() + 300, results.append)
+    run(case, "cuda", inf, results.append)
     rows = {row["method"]: row for row in results[-1]["rows"]}
     for name in case.methods:
         assert rows[name]["status"] == "ok"
@@ -175,20 +180,25 @@ def test_without_the_bare_gemms_there_are_no_ratios(monkeypatch: pytest.MonkeyPa
     assert measured(SMALL)["rows"][1]["status"] == "failed: the bare GEMMs did"
 
 
-def test_what_does_not_fit_into_the_time_is_left_out_and_says_so() -> None:
-    @method("slow", "policy", "")
-    def slow(_: Inputs) -> Any:
-        return lambda: time.sleep(2)
+def test_what_does_not_fit_into_the_time_is_left_out_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], process_time=lambda: now[0])
+    monkeypatch.setattr(measure, "time", clock)
 
+    def takes(seconds: float) -> Any:
+        return lambda _: lambda: now.append(now.pop() + seconds)
+
+    monkeypatch.setitem(METHODS, "bare-3u", replace(METHODS["bare-3u"], prepare=takes(0.1)))
+    method("slow", "policy", "")(takes(2))
     try:
-        measurement = Measurement(replace(SMALL, methods=("torch", "slow"), seconds=4), "cpu", time.monotonic() + 60)
+        measurement = Measurement(replace(SMALL, methods=("torch", "slow"), seconds=4), "cpu", inf)
         measurement.time()
-        late = Measurement(replace(SMALL, seconds=0), "cpu", time.monotonic() + 60)
+        late = Measurement(replace(SMALL, seconds=0), "cpu", inf)
     finally:
         del METHODS["slow"]
     status = {row["method"]: row["status"] for row in measurement.rows}
     assert status["torch"] == "ok"
-    assert status["slow"].startswith("left out: a call takes 2.")
+    assert status["slow"] == "left out: a call takes 2.0 s, too long for the time left"
     assert {row["status"] for row in late.rows} == {"left out: no time left for its first call"}
 
 
@@ -211,7 +221,11 @@ def test_a_package_is_read_without_what_its_parents_import(tmp_path: Path, monke
 # ---- the program
 
 
-def test_the_program_writes_as_it_goes_and_says_that_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_program_writes_as_it_goes_and_says_that_it_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SUITES, "quick", (lambda: unlimited(quick()), inf))
+    monkeypatch.setattr("rlplus.bench.__main__.keep_memory", lambda _: None)  # it would change this process's malloc
     threads = torch.get_num_threads()
     main(["--suite", "quick", "--output", str(tmp_path / "new"), "--repeats", "1", "--only", "torch", "QuACK"])
     torch.set_num_threads(threads)
@@ -220,12 +234,36 @@ def test_the_program_writes_as_it_goes_and_says_that_it_ended(tmp_path: Path, ca
     assert {"suite", "device", "clock", "threads", "hardware", "versions"} <= result.keys()
     assert result["versions"]["torch"] == torch.__version__
     assert [case["dtype"] for case in result["cases"]] == ["bfloat16", "float32"]
+    assert {row["status"] for case in result["cases"] for row in case["rows"]} == {"ok", "needs CUDA"}
     assert "×bare" in capsys.readouterr().out
     assert (tmp_path / "new/quick.png").exists()
 
 
+FAULTS = """
+import torch
+from rlplus.bench.cases import Case, Head, Inputs
+from rlplus.bench.measure import Measurement, keep_memory
+torch.set_num_threads(1)
+keep_memory(4 * 10**8)
+case = Case("main", N=512, H=32, V=20_000, dtype="float32", methods=("torch", "naive torch"), repeats=3)
+measurement = Measurement(case, "cpu", float("inf"))
+measurement.time()
+print(*(row["page_faults"] for row in measurement.rows))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
+def test_no_timed_call_pays_for_fresh_pages() -> None:
+    """One buffer of logits, 41 MB, would be 10,000 pages."""
+    done = processes.run([sys.executable, "-c", FAULTS], env=environment())
+    assert done.returncode == 0, done.stderr
+    faults = [float(count) for count in done.stdout.split()]
+    assert len(faults) == 3
+    assert max(faults) < 100
+
+
 def test_it_runs_from_the_source_tree() -> None:
-    done = subprocess.run([sys.executable, "-m", "bench", "--list"], cwd=ROOT, capture_output=True, text=True)
+    done = processes.run([sys.executable, "-m", "bench", "--list"], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in METHODS)
 
@@ -266,6 +304,18 @@ def test_suites_name_methods_that_exist_and_fit_into_their_time(suite: str) -> N
         assert set(case.sparse) <= set(case.methods)
 
 
+def test_the_full_suite_is_the_cpu_suite_without_limits() -> None:
+    assert SUITES["full"][1] == inf
+    assert {case.seconds for case in full()} == {inf}
+    assert [replace(case, seconds=0) for case in full()] == [replace(case, seconds=0) for case in cpu()]
+    assert all(case.repeats >= 5 for case in full())
+
+
+def test_a_sweep_measures_its_base_once() -> None:
+    shapes = [(case.N, case.H, case.V) for case in full() if case.name == "sweep"]
+    assert len(shapes) == len(set(shapes)) == 7
+
+
 def test_the_gpu_suite_on_small_shapes() -> None:
     """The same cases, methods and shares, on the CPU: what is not CUDA in the suite has run before a GPU is at hand."""
     for case in SUITES["gpu"][0]():
@@ -284,16 +334,65 @@ def test_the_readme_shows_what_the_results_say() -> None:
     results = report.load(ROOT / "bench/results")
     assert text == report.with_part(text, report.readme_part(results)), "run python -m bench --readme"
     assert all(result["complete"] for result in results.values())
+    for result in results.values():
+        if result["suite"] != "cpu":  # whose time is limited
+            rows = [row for case in result["cases"] for row in case["rows"]]
+            assert not [row for row in rows for value in row.values() if str(value).startswith("left out")]
 
 
 def test_the_readme_table_holds_every_method_with_its_number_or_its_reason() -> None:
     case = measured(replace(SMALL, methods=("torch", "naive torch", "QuACK"), repeats=1))
-    result = {"suite": "cpu", "device": "x", "threads": 1, "versions": {"torch": "2"}, "cases": [case]}
+    result = {"suite": "cpu", "device": "x", "hardware": {}, "threads": 1, "versions": {"torch": "2"}, "cases": [case]}
     table = report.readme_part({"cpu-1": result})
     assert "| `torch` |" in table
     assert f"{case['rows'][2]['ratio']['median']:.2f}" in table
     assert case["rows"][3]["status"] in table
     assert "GPU: not measured yet." in table
+
+
+def swept(ratios: dict[tuple[int, int, int], float]) -> dict[str, Any]:
+    """A result with a sweep over shapes (N, H, V), as it stands in a file."""
+    cases = []
+    for (N, H, V), value in ratios.items():
+        rows = [
+            {"method": name, "rho": 1.0, "status": "ok", "extra_mb": 3.0, "page_faults": faults}
+            | {key: dict.fromkeys(("median", "least", "greatest"), number) for key in ("ms", "ratio")}
+            for name, number, faults in (("bare-3u", 1.0, 0), ("cpp 40 MB", value, 7))
+        ]
+        cases.append({"name": "sweep", "N": N, "H": H, "V": V, "dtype": "bfloat16", "rounds": 5, "rows": rows})
+    about = {"instructions": "AVX2", "bf16_instructions": False}
+    return {"device": "x", "hardware": about, "threads": 1, "versions": {"torch": "2"}, "cases": cases}
+
+
+SWEPT = {(512, 448, 16_000): 1.56, (256, 448, 16_000): 1.31, (512, 224, 16_000): 1.875, (1024, 448, 16_000): 1.125}
+
+
+def test_the_readme_shows_every_shape_of_the_sweep_and_its_range() -> None:
+    text = report.readme_part({"cpu-1": swept(SWEPT)})
+    assert "1.12 to 1.88 × the bare GEMMs" in text
+    for shape, value in SWEPT.items():
+        assert f"| {' | '.join(map(str, shape))} | {value:.2f}" in text
+    assert "at most 0 for the bare GEMMs, 7 for any method (`cpp 40 MB`)" in text
+
+
+def test_a_plot_has_one_unit_an_axis_and_ours_in_another_colour_than_the_peers() -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    cases = report.sweeps(swept(SWEPT))
+    assert {what: [case[what] for case in several] for what, several in cases.items()} == {
+        "N": [256, 512, 1024], "H": [224, 448]
+    }  # fmt: skip
+    times, memory, speeds = figure.Figure().subplots(3)
+    report.draw_times(times, "N", cases["N"])
+    report.draw_memory(memory, "N", cases["N"])
+    assert [line.get_ydata().tolist() for line in times.lines] == [[1.31, 1.56, 1.125], [1, 1, 1]]
+    assert [line.get_ydata().tolist() for line in memory.lines] == [[3, 3, 3]]
+    assert (times.get_ylabel(), memory.get_ylabel()) == ("ms", "MB")
+    row = swept(SWEPT)["cases"][0]["rows"][1]
+    rows = [row | {"method": name} for name in ("bare-3u", "cpp", "naive torch", "torch", "CCE")]
+    report.draw_speeds(speeds, swept(SWEPT)["cases"][0] | {"rows": rows})
+    names = [text.get_text() for text in speeds.get_yticklabels()]
+    colours = {names[round(bar.get_y() + bar.get_height() / 2)]: bar.get_facecolor() for bar in speeds.patches}
+    assert colours["cpp"] == colours["torch"] != colours["naive torch"] == colours["CCE"]
 
 
 def test_a_readme_without_marks_is_refused() -> None:
