@@ -88,7 +88,7 @@ def test_accuracy_of_fp32_is_that_of_fp32_and_of_bf16_that_of_bf16() -> None:
 def test_every_available_method_computes_its_loss() -> None:
     """Whatever is installed here: the gradients are those of the loss that the method says it has."""
     methods = tuple(m for m in METHODS if METHODS[m].kind not in ("bare", "forward"))
-    case = measured(replace(SMALL, N=32, V=100, repeats=1, methods=methods))
+    case = measured(replace(SMALL, N=16, H=16, V=50, repeats=1, methods=methods))
     for row in case["rows"]:
         if row["status"] == "ok" and METHODS[row["method"]].kind not in ("bare", "other"):
             assert row["dweight_error"] < (1e-2 if "filter" in row["method"] else 1e-4), row
@@ -319,7 +319,7 @@ def test_a_sweep_measures_its_base_once() -> None:
 def test_the_gpu_suite_on_small_shapes() -> None:
     """The same cases, methods and shares, on the CPU: what is not CUDA in the suite has run before a GPU is at hand."""
     for case in SUITES["gpu"][0]():
-        tiny = replace(case, N=32, H=32, V=100, repeats=1, memory=False, methods=case.methods[:-4])
+        tiny = replace(case, N=16, H=16, V=50, repeats=1, memory=False, methods=case.methods[:-4])
         if case.name.startswith("sweep") or not tiny.methods:
             continue
         rows = measured(replace(tiny, sparse=("torch",) if case.sparse else ()))["rows"]
