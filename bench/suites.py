@@ -19,7 +19,7 @@ FORWARD = (
 )  # fmt: skip
 
 
-def sweep(base: Sizes, values: dict[str, tuple[int, ...]], method: str, repeats: int = 3) -> list[Case]:
+def sweep(base: Sizes, values: Sizes, method: str, repeats: int = 3) -> list[Case]:
     """Cases that differ from `base` in one size each; the base once."""
     shared: Sizes = {"dtype": "bfloat16", "methods": (method,), "repeats": repeats, "seconds": 7, "accuracy": False}
     sizes = [base | {what: value} for what, several in values.items() for value in several]
