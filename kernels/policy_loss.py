@@ -57,7 +57,7 @@ def token_loss(
     if values.shape != (n, WIDTH.value) or constants.shape != (n, CONSTANTS.value):
         raise ValueError(f"want values (n, 6), constants (n, 8); got {tuple(values.shape)}, {tuple(constants.shape)}")
     blocks = triton.cdiv(n, LAUNCH["BLOCK_N"])
-    sums = torch.empty(blocks, SUMS.value, device=values.device)
+    sums = torch.empty(blocks, SUMS.value, dtype=torch.float32, device=values.device)
     if n:
         _token_loss_kernel[(blocks,)](values, sums, constants, coefficients, n, *given, internal, external, **LAUNCH)
     return sums

@@ -7,11 +7,26 @@ from typing import Any
 import pytest
 import torch
 from closed_form import EXTERNAL, FEATURES, INTERNAL, all_objectives
-from head_bounds import BF16, CPP, EVERY, FP16, FP32, FP64, GRADIENTS, Case, bits, check, dtypes_of, fused, loss_bounds
+from head_bounds import (
+    BF16,
+    CPP,
+    DEVICE,
+    EVERY,
+    FP16,
+    FP32,
+    FP64,
+    GRADIENTS,
+    Case,
+    bits,
+    check,
+    dtypes_of,
+    fused,
+    loss_bounds,
+)
 from head_cases import EVERYTHING, sample, tensors
 from torch import Tensor
 
-from rlplus import Objective, linear_logprob, linear_policy_loss, policy_loss
+from rlplus import Objective, group_advantages, linear_logprob, linear_policy_loss, policy_loss, token_weights
 
 
 def ordinary(seed: int, dtype: torch.dtype = FP32, objective: Objective = EVERYTHING, n: int = 13) -> Case:
@@ -151,6 +166,36 @@ def test_same_inputs_give_the_same_bits(backend: str, threads: int) -> None:
                 assert all(torch.equal(a, b) for a, b in pairs)
     finally:
         torch.set_num_threads(before)
+
+
+@EVERY
+def test_the_default_dtype_changes_no_bit(backend: str) -> None:
+    n, g = 5, torch.Generator().manual_seed(0)
+    every, slope = torch.ones(n, dtype=torch.bool), torch.randn(n, dtype=FP64, generator=g)
+    for dtype in (BF16,) if backend == "triton" else dtypes_of(backend):
+        head, constants = sample(n, V=61, dtype=dtype)
+
+        def results(head: dict[str, Tensor], constants: dict[str, Tensor]) -> list[Tensor]:
+            there = {k: v.to(DEVICE.get(backend, "cpu")).detach() for k, v in head.items()}
+            leaves = [there[k].requires_grad_() for k in ("hidden", "weight", "bias")]
+            logprob, entropy = linear_logprob(**there, backend=backend)
+            out = [logprob.detach().cpu(), entropy.detach().cpu()]
+            out += torch.autograd.grad(((logprob - 0.5 * entropy) * slope.to(logprob)).sum(), leaves)
+            for memory in ("fast",) if backend in ("reference", "triton") else ("fast", "least"):
+                out += bits(fused(backend, head, constants, EVERYTHING, memory=memory), every)
+            out.append(policy_loss(out[0], entropy=out[1], objective=EVERYTHING, **constants)[0])
+            out.append(token_weights(constants["token_weight"] != 0, "token"))
+            return [*out, group_advantages(constants["advantage"], head["target"] % 3)]
+
+        want = results(head, constants)
+        for default in (BF16, FP64):
+            torch.set_default_dtype(default)
+            try:
+                got = results(head, constants)
+            finally:
+                torch.set_default_dtype(FP32)
+            assert [x.dtype for x in got] == [x.dtype for x in want]
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @EVERY

@@ -57,7 +57,9 @@ def linear_policy_loss(
     """The RL-PLUS loss (eq. 7, or another `objective`; None means `Objective()`) straight from the head's inputs.
 
     hidden (..., H) and weight (V, H), bias (V,) or None: one floating dtype; target (...) int64.
-    logits = (hidden weight^T + bias) / temperature, accumulated and kept in fp32 (fp64 for fp64 inputs).
+    logits = (hidden weight^T + bias) / temperature, accumulated and kept in fp32 (fp64 for fp64 inputs), whatever
+    autocast and torch.backends say of TF32: products of fp32 matrices have full precision during the call, in this
+    thread's code and all others'.
     Per token (...): external bool; the others floating. loss = sum of token_weight * token loss, see `token_weights`.
       old_logprob        under the policy that sampled; None = the current policy (one update per batch)
       behavior_logprob   under the demonstrations' author, when known

@@ -19,11 +19,6 @@ FLOOR = -1e30  # stands in for log 0: exp(FLOOR) = 0, yet 0 * FLOOR is not NaN
 VOCABULARY_BLOCK = 8192  # rows of a half-precision weight, or of its gradient, that are widened at a time
 
 
-def without_autocast(device: torch.device) -> torch.autocast:
-    """Autocast off: logits and their gradient are accumulated in fp32, also where the caller's context says bf16."""
-    return torch.autocast(device.type, enabled=False)
-
-
 class Head(NamedTuple):
     """hidden (N, H), weight (V, H), bias (V,) or None, target (N,) int64; logits = (hidden weight^T + bias) / T."""
 
@@ -157,11 +152,12 @@ def _chunks(head: Head, scratch_bytes: float) -> Iterator[slice]:
 def _statistics(head: Head, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """log p (n, V), p (n, V), logprob (n,), entropy (n,) of a chunk; logprob is NaN where the target is no token."""
     z = _scaled(_logits(head.hidden[rows], head), head)
-    z -= z.amax(-1, keepdim=True)
+    z = z.sub_(z.amax(-1, keepdim=True)).clamp_(min=FLOOR)
     p = z.exp()
-    logp = z.sub_(p.sum(-1, keepdim=True).log()).clamp_(min=FLOOR)
+    total = p.sum(-1)
+    entropy = total.log() - p.mul_(z).sum(-1) / total  # no matrix product, whose precision is the caller's choice
+    logp = z.sub_(total.log()[:, None])
     torch.exp(logp, out=p)
-    entropy = -torch.bmm(p.unsqueeze(1), logp.unsqueeze(2)).view(-1)
     target = head.target[rows]
     known = (target >= 0) & (target < logp.shape[1])
     logprob = logp.gather(1, target.where(known, 0)[:, None]).squeeze(1)
@@ -302,7 +298,7 @@ def block_statistics(head: Head, z: Tensor) -> Statistics:
     z = z.sub_(top.masked_fill(top == -torch.inf, 0.0)[:, None]).clamp_(min=FLOOR)
     e = z.exp()
     total = e.sum(-1)
-    entropy = total.log() - torch.bmm(e.unsqueeze(1), z.unsqueeze(2)).view(-1) / total
+    entropy = total.log() - e.mul_(z).sum(-1) / total
     target = head.target.clamp(0, z.shape[1] - 1)
     return Statistics(top, total.log(), z.gather(1, target[:, None]).squeeze(1) - total.log(), entropy)
 

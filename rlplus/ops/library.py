@@ -15,7 +15,8 @@ from torch import Tensor
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.objective.inputs import check_differentiated_once, check_values, check_weights
 from rlplus.ops import least
-from rlplus.ops.chunked import Head, without_autocast
+from rlplus.ops.chunked import Head
+from rlplus.ops.precision import full_precision
 
 PIECE = 2048  # rows of a gradient that are scaled at a time
 COEFFICIENTS = ("gamma", "kappa", "clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_coef", "mismatch_cap")
@@ -73,7 +74,7 @@ def _policy_loss(
     head = Head(hidden, weight, bias, target, temperature)
     arguments = (head, row, objective, grad_filter, scratch_bytes, list(needs), weight_grad)
     name, _, memory = backend.partition("/")
-    with without_autocast(hidden.device):
+    with full_precision(hidden.device):
         if memory:
             loss, logprob, entropy, stats, grads = least.policy_loss(implementation(name), *arguments)
         else:
@@ -226,7 +227,7 @@ def linear_logprob(
 ) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), entropy (N,)."""
     check_targets(target, torch.ones_like(target, dtype=torch.bool), len(weight))
-    with without_autocast(hidden.device):
+    with full_precision(hidden.device):
         return implementation(backend).logprob(Head(hidden, weight, bias, target, temperature), scratch_bytes)
 
 
@@ -250,7 +251,7 @@ def linear_logprob_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     head = Head(hidden, weight, bias, target, temperature)
-    with without_autocast(hidden.device):
+    with full_precision(hidden.device):
         return implementation(backend).logprob_backward(head, dlogprob, dentropy, scratch_bytes, list(needs))
 
 

@@ -6,7 +6,28 @@ import torch
 from torch import Tensor
 
 from rlplus.objective import Objective, TokenConstants, policy_loss, token_loss
-from rlplus.ops.chunked import FLOOR, Head, drop_smallest, without_autocast
+from rlplus.ops.chunked import FLOOR, Head, drop_smallest
+from rlplus.ops.precision import full_precision
+
+
+@torch.library.custom_op("rlplus::product", mutates_args=())
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a b^T in full precision, its backward pass too; an op because torch.compile cannot trace the change of it."""
+    with full_precision(a.device):
+        return a @ b.T
+
+
+def _keep_factors(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (a, b), (needs_a, needs_b) = ctx.saved_tensors, ctx.needs_input_grad
+    return product(grad, b.T) if needs_a else None, product(grad.T, a.T) if needs_b else None
+
+
+product.register_fake(lambda a, b: a.new_empty(len(a), len(b)))
+product.register_autograd(_product_backward, setup_context=_keep_factors)
 
 
 class _Floor(torch.autograd.Function):
@@ -23,8 +44,7 @@ class _Floor(torch.autograd.Function):
 
 def logprob_and_entropy(head: Head) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), NaN where the target is no token, and entropy (N,), in nats; differentiable."""
-    with without_autocast(head.hidden.device):
-        logits = head.hidden.to(head.dtype) @ head.weight.to(head.dtype).T
+    logits = product(head.hidden.to(head.dtype), head.weight.to(head.dtype))
     if head.bias is not None:
         logits = logits + head.bias
     logp = _Floor.apply((logits / head.temperature).log_softmax(-1))

@@ -1,0 +1,51 @@
+"""Full precision for the matrix products of an operation, whatever the caller allows elsewhere."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+import torch
+
+_SETTINGS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+FULL = ("none", "ieee")  # the default, and by choice
+_lock = Lock()
+_before: list[str] = []  # the settings that the first operation under way found, to restore after the last one
+_under_way = 0
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Autocast off, and products of fp32 matrices neither in TF32 nor in bf16.
+
+    torch has the second setting for the whole process: until the last such scope is left, other threads' products are
+    exact too. A CUDA graph keeps the precision under which it was captured.
+    """
+    with torch.autocast(device.type, enabled=False):
+        _enter()
+        try:
+            yield
+        finally:
+            _leave()
+
+
+def _enter() -> None:
+    global _under_way
+    with _lock:
+        if not _under_way:
+            _before[:] = (setting.fp32_precision for setting in _SETTINGS)
+            for setting, before in zip(_SETTINGS, _before, strict=True):
+                if before not in FULL:
+                    setting.fp32_precision = "ieee"
+        _under_way += 1
+
+
+def _leave() -> None:
+    global _under_way
+    with _lock:
+        _under_way -= 1
+        if _under_way:
+            return
+        for setting, before in zip(_SETTINGS, _before, strict=True):
+            for value in ("none", before):  # "none" inherits from torch.backends.fp32_precision; it may have been that
+                if setting.fp32_precision != before:
+                    setting.fp32_precision = value
