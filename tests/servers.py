@@ -23,7 +23,8 @@ class FakeServer:
     """Answers as vLLM's does; `info`, `choice` and the `odd` answers of paths can be changed, `fail` is a path's 500.
 
     `hold`: lengths of prompts that are not answered; the other prompts are, once all of these are here. `held` and
-    `gone` count such requests and those of them whose caller hung up. `silent`: neither is /health answered.
+    `gone` count such requests and those of them whose caller hung up. `silent`: neither is /metrics answered.
+    `tokens`: those generated so far. `key`: without it, what vLLM guards is answered with 401.
     """
 
     def __init__(self) -> None:
@@ -44,11 +45,13 @@ class FakeServer:
         self.hold: set[int] = set()
         self.held, self.gone, self.all_held = threading.Semaphore(0), threading.Semaphore(0), threading.Barrier(1)
         self.silent = False
+        self.tokens, self.key = 0, ""
+        self.keys: dict[str, str | None] = {}
         server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                if not (server.silent and self.path == "/health" and self.hung_up()):
+                if not (server.silent and self.path == "/metrics" and self.hung_up()):
                     self.reply(server.answer(self.path, None))
 
             def do_POST(self) -> None:
@@ -67,8 +70,13 @@ class FakeServer:
                 return self.connection.recv(1) == b""
 
             def reply(self, answer: Any) -> None:
+                key = server.keys[self.path.split("?")[0]] = self.headers.get("Authorization")
+                guarded = bool(server.key) and self.path.startswith(("/v1", "/v2", "/inference", "/cohere"))
+                refused = guarded and key != f"Bearer {server.key}"
+                if refused:
+                    answer = {"error": "Unauthorized"}
                 text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-                self.send_response(200 if answer is not None else 500)
+                self.send_response(401 if refused else 200 if answer is not None else 500)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
                 self.wfile.write(text)
@@ -99,8 +107,12 @@ class FakeServer:
         if path == "/update_weight_version":
             self.version = body["new_version"]
             return {}
+        if path == "/metrics":
+            return (
+                f'# HELP vllm:generation_tokens_total N\nvllm:generation_tokens_total{{e="0"}} {self.tokens}'.encode()
+            )
         if path != "/inference/v1/generate":
-            return {} if path == "/health" else None
+            return None
         self.asked.append(body)
         entry = {"token_id": 5, "logprob": -0.25}
         choices = [

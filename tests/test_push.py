@@ -16,9 +16,10 @@ import torch
 from rollout_models import EOS, PAD, PROMPTS, save, start, tiny_model
 from torch import Tensor
 
+import rlplus.rollout.clock
 import rlplus.rollout.vllm
 from rlplus.config import RolloutConfig
-from rlplus.rollout import RolloutEngine, RunFailed, make_engine, push
+from rlplus.rollout import RolloutEngine, RunFailed, make_engine
 from rlplus.rollout.push import watched
 
 SHAPES = {"first": torch.Size([2]), "second": torch.Size([3])}
@@ -41,7 +42,7 @@ class HangClock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> HangClock:
     clock = HangClock()
-    monkeypatch.setattr(push, "time", clock)
+    monkeypatch.setattr(rlplus.rollout.clock, "time", clock)
     return clock
 
 
@@ -89,13 +90,13 @@ def test_a_parameter_that_is_not_taken_is_named(clock: HangClock) -> None:
 
 def test_an_alarm_at_the_last_moment_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """The push is over, and the clock is being stopped: nothing may be left of it."""
-    stop, handler = push._Clock.stop, signal.getsignal(signal.SIGALRM)
+    stop, handler = rlplus.rollout.clock.Clock._stop, signal.getsignal(signal.SIGALRM)
 
-    def alarmed(clock: Any) -> None:
+    def alarmed(running: Any) -> None:
         os.kill(os.getpid(), signal.SIGALRM)
-        stop(clock)
+        stop(running)
 
-    monkeypatch.setattr(push._Clock, "stop", alarmed)
+    monkeypatch.setattr(rlplus.rollout.clock.Clock, "_stop", alarmed)
     weights = [(name, torch.zeros(shape)) for name, shape in SHAPES.items()]
     with watched(weights, SHAPES, version=1, timeout_s=processes.PATIENCE_S) as checked:
         assert len(list(checked)) == 2
@@ -105,7 +106,7 @@ def test_an_alarm_at_the_last_moment_is_not_heard(monkeypatch: pytest.MonkeyPatc
 def test_a_slow_push_that_goes_on_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each parameter takes two thirds of the time that it has, by a clock of the test's own."""
     now = [0.0]
-    monkeypatch.setattr(push, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(rlplus.rollout.clock, "time", SimpleNamespace(monotonic=lambda: now[0]))
     shapes = {str(i): torch.Size([1]) for i in range(8)}
     handler = signal.getsignal(signal.SIGALRM)
     weights = ((name, torch.zeros(1)) for name in shapes)
@@ -116,18 +117,35 @@ def test_a_slow_push_that_goes_on_is_no_hang(monkeypatch: pytest.MonkeyPatch) ->
     assert signal.getsignal(signal.SIGALRM) == handler
 
 
+def test_a_generation_that_hangs_in_this_process_is_ended(
+    tmp_path: Path, clock: HangClock, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save(tiny_model(tied=True), tmp_path)
+    config = RolloutConfig(engine="transformers", max_response_length=8, progress_timeout_s=0.3)
+    engine: Any = make_engine(
+        config, str(tmp_path), dtype="float32", max_model_len=32, eos_token_id=EOS, pad_token_id=PAD, seed=0
+    )
+
+    monkeypatch.setattr(engine._model, "generate", lambda *_, **__: clock.hang())
+    with pytest.raises(RunFailed, match=r"generation waited more than 0.3 s for the first token .rollout.progress_tim"):
+        generate(engine)
+    assert "in hang" in capfd.readouterr().err
+    engine.close()
+
+
 STUCK = """
 import time, types, torch
-from rlplus.rollout import push
-push.GRACE_S = 0.2
+from rlplus.errors import RunFailed
+from rlplus.rollout import clock, push
+clock.GRACE_S = 0.2
 shapes, hung = {"first": torch.Size([1])}, []
-push.time = types.SimpleNamespace(monotonic=lambda: time.monotonic() - hung[0] if hung else 0.0)
+clock.time = types.SimpleNamespace(monotonic=lambda: time.monotonic() - hung[0] if hung else 0.0)
 def weights():  # the exception never arrives, as with a collective that waits in C++
     hung.append(time.monotonic())
     while True:
         try:
             time.sleep(60)
-        except push.RunFailed:
+        except RunFailed:
             pass
     yield
 with push.watched(weights(), shapes, version=3, timeout_s=0.2) as checked:
@@ -150,7 +168,7 @@ class OrderedLLM:
         self.settings, self.calls = settings, []
         self.weights, self.cache, self.version, self.dirty = True, True, "", True
         self.llm_engine = SimpleNamespace(
-            engine_core=SimpleNamespace(shutdown=lambda: None),
+            engine_core=SimpleNamespace(shutdown=lambda: None, get_output=lambda: None),
             abort_request=lambda *_, **__: None,
             output_processor=SimpleNamespace(request_states={}),
         )

@@ -1,6 +1,5 @@
 """An engine in a process of its own: the same answers, also when the process is killed in the middle of them."""
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -10,18 +9,16 @@ import time
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import processes
 import pytest
-import torch
 from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, gap, save, start, tiny_model
 from transformers import Qwen2ForCausalLM
 
 import rlplus.rollout.process
 from rlplus.config import RolloutConfig
-from rlplus.rollout import RolloutEngine, RunFailed, make_engine, push
-from rlplus.rollout.process import ProcessEngine
+from rlplus.rollout import RolloutEngine, RunFailed, make_engine
+from rlplus.rollout.process import ProcessEngine, _EngineDied, _limit
 from rlplus.rollout.push import WeightFiles
 
 KINDS = ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])]
@@ -187,161 +184,90 @@ def test_a_process_that_cannot_start_says_why(shared: tuple[Path, Qwen2ForCausal
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder where a file "now" makes the engine's process hang."""
+    folder = tmp_path / "hang"
+    folder.mkdir()
+    monkeypatch.setenv("HANG", str(folder))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    monkeypatch.setattr(rlplus.rollout.process, "WORKER", "hanging_worker")
+    return folder
+
+
+def test_a_hung_engine_shows_its_stacks_and_is_started_again(
+    shared: tuple[Path, Qwen2ForCausalLM],
+    hanging: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """One that keeps the interpreter's lock; then it is stopped, between two questions and half-way through one."""
+    path, model = shared
+    engine = start_process("transformers", path)
+    try:
+        engine.push_weights(model.named_parameters(), 1)
+        (hanging / "now").touch()
+        processes.wait_until((hanging / "hangs").exists)
+        question = ("generate", ([[1]], [1], {"temperature": 1.0, "max_tokens": 4, "seed": 0}))
+        with pytest.raises(_EngineDied, match=rf"process {engine.pid} hangs: no progress for 0.2 s$"):
+            engine._exchange(question, 0.2)
+        stacks = capfd.readouterr().err
+        assert "in hold_the_lock" in stacks
+        assert "in serve" in stacks, "of all threads"
+        os.kill(engine.pid, signal.SIGSTOP)
+        with pytest.raises(_EngineDied, match=r"hangs: no progress for 0.2 s; it is stopped .SIGSTOP"):
+            engine._exchange(question, 0.2)
+        _limit(engine._pipe, 0.2)
+        engine._progress_s, large = 0.2, ("generate", ([[1] * 1_000_000], [1], {}))
+        with pytest.raises(_EngineDied, match=r"hangs: no progress for 0.2 s; it is stopped .SIGSTOP"):
+            engine._exchange(large, 600.0)
+        restart = engine._restart
+
+        def restart_patiently(*, loading: bool) -> None:
+            engine._progress_s = processes.PATIENCE_S
+            (hanging / "now").unlink()
+            restart(loading=loading)
+
+        monkeypatch.setattr(engine, "_restart", restart_patiently)
+        assert gap(model, ask(engine), PROMPTS, 1.0) <= 1e-5  # type: ignore[arg-type]
+        assert engine.restarts == 1
+    finally:
+        engine.close()
+
+
 TRAINER = """
 import sys, time
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from test_rollout_process import start_process
+import rlplus.rollout.process
+rlplus.rollout.process.WORKER = "hanging_worker"
 engine = start_process("transformers", Path(sys.argv[1]))
 print(engine.pid, flush=True)
 time.sleep(600)
 """
 
 
-def test_a_killed_trainer_leaves_no_engine_and_no_weights(tmp_path: Path) -> None:
+def test_a_killed_trainer_leaves_no_engine_and_no_weights(tmp_path: Path, hanging: Path) -> None:
+    """Nor a child of the engine, which keeps the interpreter's lock and is stopped."""
     save(tiny_model(tied=False), tmp_path)
     command = [sys.executable, "-c", TRAINER, str(tmp_path), str(Path(__file__).parent)]
     with processes.started(command, stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout is not None
-        pid = int(trainer.stdout.readline())
+        pid, child = int(trainer.stdout.readline()), int((hanging / "child").read_text())
+        (hanging / "now").touch()
+        processes.wait_until((hanging / "hangs").exists)
+        for process in (pid, child):
+            os.kill(process, signal.SIGSTOP)
         os.kill(trainer.pid, signal.SIGKILL)
         trainer.wait()
         wait_until_gone(pid)
+        wait_until_gone(child)
     left = list((tmp_path / "push").iterdir())
     assert len(left) == 1
     files = WeightFiles(str(tmp_path / "push"), 1, per_node=True)
     assert list((tmp_path / "push").iterdir()) == [files.folder], "the next run removes what a killed one left"
     files.close()
-
-
-def test_files_are_cut_at_the_budget(tmp_path: Path) -> None:
-    files = WeightFiles(str(tmp_path), 1, per_node=True)
-    weights = {f"w{i}": torch.randn(size) for i, size in enumerate((200_000, 50_000, 12_144, 1, 400_000, 5))}
-    files.write(weights.items())
-    sizes = [path.stat().st_size for path in sorted(files.folder.glob("*.safetensors"))]
-    assert len(sizes) == 4  # 250,000 floats fill a MiB but for 12,144; the 1 starts a second one; then one too large
-    assert sum(size > 2**20 + 4096 for size in sizes) == 1
-    got = dict(files)
-    assert list(got) == list(weights)
-    assert all(torch.equal(got[name], weights[name]) for name in weights)
-    files.write([("w0", torch.zeros(3))])
-    assert list(dict(files)) == ["w0"]
-    files.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_folders_of_the_living_stay_and_those_of_the_dead_go(tmp_path: Path) -> None:
-    first, second = (WeightFiles(str(tmp_path), 1, per_node=True) for _ in range(2))
-    assert first.folder.exists()
-    os.close(push._locks.pop(str(first.folder)))  # as the death of its process does
-    third = WeightFiles(str(tmp_path), 1, per_node=True)
-    assert not first.folder.exists()
-    assert second.folder.exists()
-    second.close()
-    third.close()
-    assert not list(tmp_path.iterdir())
-
-
-def killed(base: Path) -> Path:
-    """A folder with weights, as a killed run leaves it."""
-    files = WeightFiles(str(base), 1, per_node=True)
-    files.write([("w0", torch.zeros(3))])
-    os.close(push._locks.pop(str(files.folder)))
-    return files.folder
-
-
-def test_planted_names_neither_hang_nor_fail_a_run_nor_cost_a_file(tmp_path: Path) -> None:
-    """Anyone can create a name in /dev/shm, and swap what it stands for."""
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    for name in (".lock", "thesis"):
-        (precious / name).write_text("mine")
-
-    def fifo(name: Path) -> None:
-        os.mkfifo(name)
-
-    def fifo_as_lock(name: Path) -> None:
-        name.mkdir()
-        os.mkfifo(name / ".lock")
-
-    def link(name: Path) -> None:
-        name.symlink_to(precious)
-
-    def link_as_lock(name: Path) -> None:
-        name.mkdir()
-        (name / ".lock").symlink_to(precious / ".lock")
-
-    def closed(name: Path) -> None:
-        name.mkdir(mode=0)
-
-    def file(name: Path) -> None:
-        name.write_text("")
-
-    for plant in (fifo, fifo_as_lock, link, link_as_lock, closed, file):
-        base = tmp_path / plant.__name__
-        base.mkdir()
-        planted = base / f"{push._prefix()}planted"
-        plant(planted)
-        killed(base)
-        WeightFiles(str(base), 1, per_node=True).close()
-        assert list(base.iterdir()) == [planted], "a run's own goes, whatever is beside it"
-    assert sorted(path.name for path in precious.iterdir()) == [".lock", "thesis"]
-
-
-def test_what_is_swapped_while_it_is_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a shared folder without a sticky bit another user can rename a folder between the check and the removal."""
-    base, precious = tmp_path / "shared", tmp_path / "precious"
-    base.mkdir()
-    precious.mkdir()
-    (precious / "thesis").write_text("mine")
-    left = killed(base)
-    flock = fcntl.flock
-
-    def swap(descriptor: int, operation: int) -> None:
-        flock(descriptor, operation)
-        if precious.exists():
-            left.rename(tmp_path / "moved")
-            precious.rename(left)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", swap)
-        push._remove_abandoned(base)
-    assert (left / "thesis").read_text() == "mine"
-    assert list((tmp_path / "moved").iterdir()) == [], "what was checked is what was emptied"
-
-
-def test_two_users_share_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second user's run starts beside a living run's folder and a dead run's; neither user loses a folder."""
-    with TemporaryDirectory(prefix="rlplus-test-") as name:
-        base = Path(name)
-        base.chmod(0o1777)  # as /dev/shm
-        living, dead = WeightFiles(str(base), 1, per_node=True), killed(base)
-        user = os.geteuid()
-        other = 12345 if user == 0 else user + 1
-        try:
-            if user == 0:
-                os.seteuid(other)
-            else:  # the kernel lets only root be another user: this one's files then look like another's
-                monkeypatch.setattr(os, "geteuid", lambda: other)
-            (base / f"rlplus-weights-{user}-planted").mkdir()
-            theirs = WeightFiles(str(base), 1, per_node=True)
-            mine = killed(base)
-        finally:
-            if user == 0:
-                os.seteuid(user)
-            monkeypatch.undo()
-        assert (dead / ".lock").exists()
-        # A name of this user's, planted by the other one.
-        lure = base / f"{push._prefix()}lure"
-        if user == 0:
-            mine.rename(lure)
-        WeightFiles(str(base), 1, per_node=True).close()
-        assert not dead.exists()
-        assert living.folder.exists()
-        assert theirs.folder.exists()
-        assert user != 0 or (lure / ".lock").exists()
-        living.close()
-        theirs.close()
 
 
 def test_a_dead_engine_whose_pipe_is_still_held_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,9 +235,9 @@ def test_two_ranks_with_engine_processes_do_what_they_do_without(tmp_path):
 ABSENT = """
 import os, sys, time
 from rlplus.config import load_config
-from rlplus.rollout import push
+from rlplus.rollout import clock
 from rlplus.trainer import Run
-push.GRACE_S = 1.0
+clock.GRACE_S = 1.0
 with Run(load_config(sys.argv[1]), resume=False) as run:
     if run.rank == 1:
         time.sleep(600)  # hangs, and does not come to the gather

@@ -174,7 +174,7 @@ def test_a_server_that_hangs_ends_the_run(
     with monkeypatch.context() as patch:
         in_batch(patch, 2, own_server.signal, signal.SIGSTOP)
         config = run_of(tmp_path, start, "run", 4, own_server)
-        with pytest.raises(RunFailed, match=r"did not answer: GET /health: TimeoutError timed out"):
+        with pytest.raises(RunFailed, match=r"did not answer: GET /metrics: TimeoutError timed out"):
             train(config)
     own_server.signal(signal.SIGCONT)
     load = ServerEngine._load

@@ -26,6 +26,8 @@ class RolloutConfig(Section):
     push_bucket_mb        ZeRO-3 weights are gathered, and files of weights written, in pieces of at most this size; a
                           larger parameter is a piece of its own
     push_timeout_s        the run stops when a push stays at one parameter for longer
+    progress_timeout_s    a generation without a new token for longer hangs: an engine's process is then started again,
+                          as one that dies; in the other modes the run stops
     push_folder           where weights pass to an engine in another process; None = /dev/shm, or the temporary folder.
                           Holds the whole model. A server must see it under the same name
     server_url            such as http://localhost:8000
@@ -44,6 +46,7 @@ class RolloutConfig(Section):
     max_logprob_gap: Positive | None = None
     push_bucket_mb: Count = 64
     push_timeout_s: Positive = 300.0
+    progress_timeout_s: Positive = 300.0
     push_folder: PathText | None = None
     server_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
 

@@ -1,4 +1,4 @@
-"""A rollout engine in a process of its own, which may die: it is started again and the question repeated.
+"""A rollout engine in a process of its own, which may die or hang: it is started again and the question repeated.
 
 Weights pass through files in memory (`WeightFiles`), which stay until the next push: a new process loads them, and with
 the same weights, prompts and seeds it gives the same answers.
@@ -8,10 +8,13 @@ import logging
 import os
 import pickle
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,12 +26,18 @@ from torch import Tensor
 
 from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
+from rlplus.rollout.clock import GRACE_S, rank
 from rlplus.rollout.protocol import Completion
-from rlplus.rollout.push import GRACE_S, WeightFiles, parameter_shapes, rank, ranks_here, watched
+from rlplus.rollout.push import WeightFiles, parameter_shapes, ranks_here, watched
 
+WORKER = "rlplus.rollout.worker"
 ATTEMPTS = 3  # for one question: an engine that dies of the question itself would die for ever
 POLL_S = 0.5  # a death that the pipe does not tell, because a child still holds it, is noticed this late
 STOP_S = 10.0  # for an orderly end
+START_S = 1800.0  # to load a model, compile and capture graphs, which shows no progress
+BEAT_S = 0.1  # between two signs of progress
+STACKS_SIGNAL, STACKS_S = signal.SIGUSR2, 1.0  # asks a process for its stacks, and the time for writing them
+PROGRESS = "progress"  # a message that is no answer yet
 # Of the trainer's launcher: the engine is no rank of the trainer's group.
 LAUNCHER = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
@@ -45,7 +54,7 @@ class ProcessEngine:
     def __init__(self, config: RolloutConfig, model_path: str, **settings: Any) -> None:
         path = settings["config_path"] or model_path
         self._shapes, _ = parameter_shapes(path, trust_remote_code=settings["trust_remote_code"])
-        self._timeout_s = config.push_timeout_s
+        self._timeout_s, self._progress_s = config.push_timeout_s, config.progress_timeout_s
         inside = config.model_copy(update={"mode": "colocated"})
         self._settings = {"config": inside, "model_path": model_path, **settings}
         self._environment = _environment(config.tensor_parallel_size)
@@ -109,7 +118,7 @@ class ProcessEngine:
             try:
                 if attempt > 1:
                     self._restart(loading=method != "push")
-                return self._exchange((method, arguments), self._timeout_s + GRACE_S if method == "push" else None)
+                return self._exchange((method, arguments), self._limit_s(method))
             except _EngineDied as error:
                 if self._closed:  # by another thread, which does not want the answer any more
                     raise RuntimeError("the engine was closed") from error
@@ -126,12 +135,16 @@ class ProcessEngine:
         self.restarts += 1
         self._start()
         if loading and self._version is not None:
-            self._exchange(("push", (self._files, self._version)), self._timeout_s + GRACE_S)
+            self._exchange(("push", (self._files, self._version)), self._limit_s("push"))
+
+    def _limit_s(self, method: str) -> float:
+        return self._timeout_s + GRACE_S if method == "push" else self._progress_s
 
     def _start(self) -> None:
         self._pipe, theirs = Pipe()
+        _limit(self._pipe, self._progress_s)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rlplus.rollout.worker", str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-m", WORKER, str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
             env=self._environment,
             start_new_session=True,  # a group of its own, killed as one; Ctrl-C reaches the trainer only
@@ -140,26 +153,33 @@ class ProcessEngine:
         try:
             if self._closed:
                 raise _EngineDied("closed while it started")
-            self._exchange(self._settings, None)
+            self._exchange(self._settings, START_S)
         except BaseException:
             self._pipe.close()
             self._kill()
             raise
 
-    def _exchange(self, message: Any, timeout_s: float | None) -> Any:
-        """Send, and wait for the answer: _EngineDied when none will come, the other side's ValueError as it is."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    def _exchange(self, message: Any, timeout_s: float) -> Any:
+        """Send, and wait for the answer: _EngineDied when none will come, the other side's ValueError as it is.
+
+        timeout_s: between two signs of progress, of which the answer is the last.
+        """
         self._busy = True
         try:
             if self._dead():  # a child may still hold the pipe, which then takes no more than its buffer
                 raise EOFError
             self._pipe.send(message)
-            while not self._pipe.poll(POLL_S):
-                if self._dead():
-                    raise EOFError
-                if deadline is not None and time.monotonic() > deadline:
-                    raise _EngineDied(f"process {self.pid} did not load the weights within {timeout_s:g} s")
-            status, answer = self._pipe.recv()
+            status = PROGRESS
+            while status == PROGRESS:
+                deadline = time.monotonic() + timeout_s
+                while not self._pipe.poll(POLL_S):
+                    if self._dead():
+                        raise EOFError
+                    if time.monotonic() > deadline:
+                        raise self._hanging(timeout_s)
+                status, answer = self._pipe.recv()
+        except BlockingIOError as error:  # it hangs half-way through a message
+            raise self._hanging(self._progress_s) from error
         except (EOFError, OSError) as error:
             raise _EngineDied(f"process {self.pid} ended with status {self._kill()}") from error
         self._busy = False
@@ -168,6 +188,20 @@ class ProcessEngine:
         if isinstance(answer, (ValueError, RunFailed)):
             raise answer
         raise _EngineDied(f"{type(answer).__name__}: {answer}") from answer
+
+    def _hanging(self, timeout_s: float) -> _EngineDied:
+        """First its stacks, from itself to the log."""
+        message = f"process {self.pid} hangs: no progress for {timeout_s:g} s"
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            if state in "tT":
+                return _EngineDied(f"{message}; it is stopped (SIGSTOP, or a debugger)")
+            logger.warning("%s. Its stacks:", message)
+            os.kill(self.pid, STACKS_SIGNAL)
+            time.sleep(STACKS_S)
+        except OSError:  # it has ended meanwhile
+            pass
+        return _EngineDied(message)
 
     def _dead(self) -> bool:
         """Leaves a dead process a zombie until `_kill`, so that the number of its group stays its own."""
@@ -181,6 +215,15 @@ class ProcessEngine:
         if self._process.returncode is None:
             os.killpg(self.pid, signal.SIGKILL)
         return self._process.wait()
+
+
+def _limit(pipe: Connection, timeout_s: float) -> None:
+    """A read or write that makes no progress for timeout_s is a BlockingIOError, as it is half-way through a message
+    when the other side stops."""
+    seconds, rest = divmod(timeout_s, 1)
+    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(rest * 1e6)))
 
 
 def _environment(gpus: int) -> dict[str, str]:
@@ -199,6 +242,22 @@ def _environment(gpus: int) -> dict[str, str]:
     return environment
 
 
+class _Heartbeat:
+    """In place of an engine's `Clock`: each sign of progress goes to the trainer, which waits and ends what hangs."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._last = pipe, 0.0
+
+    def at(self, _: str) -> None:
+        if time.monotonic() - self._last >= BEAT_S:
+            self._pipe.send((PROGRESS, None))
+            self._last = time.monotonic()
+
+    @contextmanager
+    def running(self, _: str) -> Iterator[None]:
+        yield
+
+
 def serve(pipe: Connection) -> None:
     """The other side: make the engine, then answer until the pipe is closed."""
     from rlplus.rollout import make_engine
@@ -211,6 +270,7 @@ def serve(pipe: Connection) -> None:
         try:
             if engine is None:
                 engine, result = make_engine(**question), None
+                engine.clock = _Heartbeat(pipe)
             elif question[0] == "push":
                 result = engine.push_weights(*question[1])
             else:

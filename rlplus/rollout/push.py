@@ -3,17 +3,12 @@
 import fcntl
 import os
 import shutil
-import signal
 import socket
 import stat
-import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +18,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlplus import agree
-from rlplus.errors import RunFailed
+from rlplus.rollout.clock import Clock, rank
 from rlplus.rollout.protocol import whole_model
 
-GRACE_S = 15.0  # between the exception of an overdue push and the end of a process that cannot raise it
-EXIT_OVERDUE = 70
 LOCK = ".lock"  # in a folder of weights
 
 
@@ -67,26 +60,16 @@ def watched(
 ) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """`checked_weights` for the body to exhaust; RunFailed when it stays at one parameter for more than timeout_s.
 
-    The message names rank, parameter and who did not answer. It interrupts what Python can interrupt in the main
-    thread. Where that is not possible, as in a collective that waits for a rank that is gone, the message goes to
-    stderr after a moment's grace and the process ends: nothing else would end it.
+    The message names rank, parameter and who did not answer. As `Clock` does it: where the body cannot be interrupted
+    the process ends.
     """
-    clock = _Clock(version, timeout_s)
-    main = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGALRM, clock.overdue) if main else None
-    clock.start(interrupt=main)
-    try:
+    clock = Clock(f"the push of version {version}", "rollout.push_timeout_s", timeout_s)
+    with clock.running("the push to begin"):
         yield _timed(checked_weights(weights, shapes), shapes, clock)
-    finally:
-        if main:  # first: an alarm that comes now is for a push that is over
-            signal.signal(signal.SIGALRM, signal.SIG_IGN)
-        clock.stop()
-        if main:
-            signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)  # None: one that Python did not set
 
 
 def _timed(
-    weights: Iterator[tuple[str, Tensor]], shapes: Mapping[str, torch.Size], clock: "_Clock"
+    weights: Iterator[tuple[str, Tensor]], shapes: Mapping[str, torch.Size], clock: Clock
 ) -> Iterator[tuple[str, Tensor]]:
     expected = dict.fromkeys(shapes)  # trainer and engine name parameters in the same order
     while True:
@@ -98,56 +81,6 @@ def _timed(
         expected.pop(item[0])
         clock.at(f"the engine to load {item[0]}")
         yield item
-
-
-class _Clock:
-    """Watches one push from a thread of its own."""
-
-    def __init__(self, version: int, timeout_s: float) -> None:
-        self._version, self._timeout_s = version, timeout_s
-        self._done = threading.Event()
-        self._ending = threading.Lock()
-        self.at("the push to begin")
-
-    def at(self, what: str) -> None:
-        self._waiting_for, self._deadline = what, time.monotonic() + self._timeout_s
-
-    def start(self, interrupt: bool) -> None:
-        threading.Thread(target=self._watch, args=(interrupt,), daemon=True).start()
-
-    def stop(self) -> None:
-        with self._ending:
-            self._done.set()
-
-    def overdue(self, *_: Any) -> None:
-        raise RunFailed(self.message)
-
-    @property
-    def message(self) -> str:
-        return (
-            f"rank {rank()}: the push of version {self._version} waited more than {self._timeout_s:g} s for "
-            f"{self._waiting_for} (rollout.push_timeout_s). Look for a rank or an engine that died or hangs"
-        )
-
-    def _watch(self, interrupt: bool) -> None:
-        while not self._done.wait(max(0.0, self._deadline - time.monotonic())):
-            if time.monotonic() >= self._deadline:
-                break
-        with self._ending:
-            if self._done.is_set():
-                return
-            if interrupt:
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
-        if interrupt and self._done.wait(GRACE_S):
-            return
-        sys.stderr.write(f"rlplus: {self.message}\n")
-        sys.stderr.flush()
-        os._exit(EXIT_OVERDUE)
-
-
-def rank() -> int:
-    """This process's, for messages also before torch.distributed is there."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def ranks_here() -> int:

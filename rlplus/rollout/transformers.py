@@ -20,6 +20,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from rlplus.config import RolloutConfig
+from rlplus.rollout.clock import Clock
 from rlplus.rollout.protocol import DEFAULT_CACHE_MB, Completion, check_logprobs, check_request, whole_model
 from rlplus.rollout.push import watched
 
@@ -39,11 +40,12 @@ class _Temperature(LogitsProcessor):
 class _Recorder(StoppingCriteria):
     """Never stops: `generate` asks it right after a draw, when the logprob can be read and the (B, V) dropped."""
 
-    def __init__(self, distribution: _Temperature) -> None:
-        self.distribution = distribution
+    def __init__(self, distribution: _Temperature, clock: Clock) -> None:
+        self.distribution, self.clock = distribution, clock
         self.logprob: list[Tensor] = []
 
     def __call__(self, input_ids: LongTensor, scores: Any, **kwargs: Any) -> Any:
+        self.clock.at("the next token")
         self.logprob.append(self.distribution.logprob.gather(1, input_ids[:, -1:]))
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
@@ -70,6 +72,7 @@ class TransformersEngine:
         self._max_model_len = max_model_len
         self._eos, self._pad = eos_token_id, pad_token_id
         self._push_timeout_s = config.push_timeout_s
+        self.clock = Clock("the generation", "rollout.progress_timeout_s", config.progress_timeout_s)
         self._failure: str | None = None
         model_config = AutoConfig.from_pretrained(config_path or model_path, trust_remote_code=trust_remote_code)
         with self._forked_rng(), whole_model(), _no_progress_bar():
@@ -103,7 +106,7 @@ class TransformersEngine:
         bytes_per_sequence = (longest + max_tokens) * self._bytes_per_token + 4 * 4 * self._vocabulary
         size = max(1, self._cache_bytes // bytes_per_sequence)
         completions: list[list[Completion]] = [[] for _ in prompts]
-        with self._forked_rng(), torch.no_grad():
+        with self._forked_rng(), torch.no_grad(), self.clock.running("the first token"):
             torch.manual_seed(seed)
             for start in range(0, len(owners), size):
                 batch = owners[start : start + size]
@@ -120,7 +123,7 @@ class TransformersEngine:
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._device)
         whole_distribution: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
         distribution = _Temperature(temperature or 1.0)
-        recorder = _Recorder(distribution)
+        recorder = _Recorder(distribution, self.clock)
         output = self._model.generate(
             input_ids,
             attention_mask=mask,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rlplus import agree
 from rlplus.config import RolloutConfig
+from rlplus.rollout.clock import Clock
 from rlplus.rollout.protocol import DEFAULT_CACHE_MB, Completion, check_logprobs, check_request, whole_model
 from rlplus.rollout.push import WeightFiles, parameter_shapes, watched
 
@@ -64,6 +65,7 @@ class VLLMEngine:
             raise ValueError("rollout.sleep gives GPU memory back: vLLM has it on CUDA only, and this is its CPU build")
         self._sleeps, self._asleep = config.sleep, False
         self._push_timeout_s = config.push_timeout_s
+        self.clock = Clock("the generation", "rollout.progress_timeout_s", config.progress_timeout_s)
         self._tp = config.tensor_parallel_size
         self._ranks_together = _rank_group(self._tp) if dist.is_initialized() and self._tp > 1 else None
         self._eos = eos_token_id
@@ -97,6 +99,7 @@ class VLLMEngine:
                 # More than one rank: take rank and device from the launcher, else every engine would use the first GPU.
                 distributed_executor_backend="external_launcher" if _world_size() > 1 else None,
             )
+        self._watch_tokens(self._llm.llm_engine.engine_core)
         self._repack_head = self._cpu and "lm_head.weight" not in self._shapes
 
     def generate(
@@ -121,6 +124,18 @@ class VLLMEngine:
             samples = [_completion(sample) for sample in output.outputs]
             completions[i] = samples if temperature else samples * n[i]
         return check_logprobs(completions)
+
+    def _watch_tokens(self, core: Any) -> None:
+        """Tell the clock of each new token: `LLM.generate` shows finished responses only, minutes apart."""
+        get_output = core.get_output
+
+        def watched_output() -> Any:
+            step = get_output()
+            if step.outputs:
+                self.clock.at("the next token")
+            return step
+
+        core.get_output = watched_output
 
     def _run_together(self, requests: list[Any]) -> list[Any]:
         """Ranks that share an engine run everybody's requests, in the same order, and keep the answers to their own."""
@@ -158,7 +173,7 @@ class VLLMEngine:
         prompts, params = zip(*requests, strict=True)
         # On the CPU vLLM compiles one small function of its sampler, which takes longer than everything it could save.
         compiler = torch.compiler.set_stance("force_eager") if self._cpu else nullcontext()
-        with _process_state_kept(), compiler:
+        with _process_state_kept(), compiler, self.clock.running("the first token"):
             try:
                 return self._llm.generate(list(prompts), list(params), use_tqdm=False)
             except BaseException:

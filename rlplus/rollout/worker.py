@@ -1,27 +1,20 @@
 """The process of a `ProcessEngine`: python -m rlplus.rollout.worker PIPE PARENT (a file descriptor, a process id)."""
 
+import faulthandler
 import os
-import signal
+import subprocess
 import sys
-import threading
-import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from rlplus.errors import log_to_stderr
-from rlplus.rollout.process import serve
-
-CHECK_S = 1.0
-
-
-def _end_with(parent: int) -> None:
-    """A killed trainer leaves no engine behind, also one that is busy. (PR_SET_PDEATHSIG ends with a mere thread.)"""
-    while os.getppid() == parent:
-        time.sleep(CHECK_S)
-    os.killpg(0, signal.SIGKILL)
-
+from rlplus.rollout.process import STACKS_SIGNAL, serve
 
 if __name__ == "__main__":
     descriptor, parent = map(int, sys.argv[1:])
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    log_to_stderr()
-    serve(Connection(descriptor))
+    faulthandler.register(STACKS_SIGNAL)
+    keeper = Path(__file__).with_name("keeper.py")
+    subprocess.Popen([sys.executable, "-I", "-S", str(keeper), str(parent), str(os.getpid())])
+    if os.getppid() == parent:  # else the trainer ended before the keeper could know its number
+        log_to_stderr()
+        serve(Connection(descriptor))

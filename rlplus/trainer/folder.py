@@ -20,6 +20,7 @@ from rlplus.data import Example
 MAY_CHANGE = {"output_dir", "checkpoint", "evaluation", "train.steps", "train.generated_tokens", "train.max_nonfinite"}
 MAY_CHANGE |= {"train.collective_timeout_s"}
 MAY_CHANGE |= {f"rollout.{name}" for name in ("push_bucket_mb", "push_timeout_s", "push_folder", "server_url")}
+MAY_CHANGE |= {"rollout.progress_timeout_s"}
 MAY_CHANGE |= {f"rollout.{name}" for name in ("sleep", "gpu_memory_utilization", "kv_cache_memory_mb", "enforce_eager")}
 MAY_CHANGE |= {"rollout.max_logprob_gap", "reward.workers", "reward.timeout_s", "reward.memory_mb"}
 
