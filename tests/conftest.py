@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before torch is imported, here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,6 +20,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it f
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+
+if TYPE_CHECKING:
+    from rlplus.reward import Scorer
 
 
 def end(number: int, _: object) -> None:
@@ -86,3 +91,15 @@ def poison_uninitialised_memory(request: pytest.FixtureRequest, monkeypatch: pyt
     if not any(request.node.get_closest_marker(name) for name in ("vllm", "benchmark")):
         for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
             monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture
+def grader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Callable[..., Scorer]":
+    """Makes Scorers of the functions in reward_graders, found through the current directory."""
+    from reward_graders import GRADERS, reward_config
+
+    from rlplus.reward import Scorer
+
+    (tmp_path / "own_graders.py").write_text(GRADERS)
+    monkeypatch.chdir(tmp_path)
+    return lambda **changes: Scorer(reward_config(function="own_graders:grade", **changes))

@@ -230,6 +230,7 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
         (["data.demonstration_template={solution}"], r"want the fields \{demonstration\} and \{answer\}"),
         (["data.demonstration_template=}"], "want a str.format template"),
         (["reward.function=a:b"], "^reward: want exactly one of kind and function; got both"),
+        (["reward.on_failure=skip"], "^reward.on_failure: .*mask.*zero.*error"),
         (["reward.kind=math_verify", "reward.pattern=(x)"], "^reward: pattern belongs to kind exact_match"),
         (["evaluation.k=[1, 33]"], "^evaluation: want at least one k, and none above samples"),
         (["evaluation.every=5"], "^evaluation: every is 5 but there is no data"),

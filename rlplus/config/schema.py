@@ -188,8 +188,11 @@ class RewardConfig(Section):
     """Exactly one of `kind` and `function` ("module:name", called with the response's text and the answer).
 
     `pattern`: one group; the last match in the text is what exact_match compares. `require_think`: only the text after
-    the last `</think>` counts, and a response without one is worth 0. `workers`: processes of each rank, which spend at
-    most `timeout_s` on a response. `memory_mb`: limit of a worker's address space.
+    the last `</think>` counts, and a response without one is worth 0. `workers`: processes per rank. `timeout_s`: the
+    CPU time that one may spend on a response, in seconds, children included; ten times that by the wall clock.
+    `memory_mb`: limit of a worker's address space. `on_failure`: when the grader fails twice on a response (timeout,
+    crash), leave it out of the loss and of its group's statistics ("mask"), take its reward for 0 ("zero") or end the
+    run ("error").
     """
 
     kind: Literal["exact_match", "math_verify"] | None = None
@@ -199,6 +202,7 @@ class RewardConfig(Section):
     workers: Count = 2
     timeout_s: Positive = 10.0
     memory_mb: Annotated[int, Field(ge=256)] = 2048
+    on_failure: Literal["mask", "zero", "error"] = "mask"
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from math import nan
 from typing import Any
 
 from jinja2 import TemplateError
@@ -21,6 +22,7 @@ class Example:
     """A row: its number over all files, prompt token ids, the answer, and demonstration token ids that end with eos.
 
     benchmark: what the column `data.benchmark` says; empty without one. rows: how many equal rows this one stands for.
+    demonstration_reward: what the run's own reward gave the demonstration, graded once; NaN until then.
     """
 
     index: int
@@ -29,6 +31,7 @@ class Example:
     demonstration: tuple[int, ...] | None
     benchmark: str = ""
     rows: int = 1
+    demonstration_reward: float = nan
 
 
 @dataclass

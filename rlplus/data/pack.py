@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, repeat
-from math import ceil, nan
+from math import ceil, isnan, nan
 from typing import Any, Self
 
 import torch
@@ -17,6 +17,7 @@ class Sample:
     group           which of the batch's prompts it answers
     truncated       the response was cut at the length limit
     engine_logprob  the rollout engine's logprob of each response token; None = unknown (demonstrations)
+    reward          NaN = masked: the grader failed, and the sample is left out of everything that a reward decides
     """
 
     prompt: Sequence[int]
@@ -32,6 +33,10 @@ class Sample:
     def length(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt) + len(self.response)
+
+    @property
+    def masked(self) -> bool:
+        return isnan(self.reward)
 
 
 @dataclass

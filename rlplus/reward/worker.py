@@ -1,12 +1,12 @@
-"""Grades untrusted text in a process of its own. Started by path (`python -P`): it imports neither torch nor rlplus.
+"""Grades untrusted text in a process of its own, which supervisor.py starts: it imports neither torch nor rlplus.
 
-JSON lines on stdin and stdout. First line in: the settings; first line out: {"ready": true} or {"error": text}.
-Then every line in is a list of [index, text, answer]; every line out is [index, value, status, detail], one an item,
-in the order received. Item by item, so that the other side knows which one the process was at when it hung or died.
+JSON lines on stdin and stdout. First line in: the settings; first line out: ["ready"] or ["error", text]. Then every
+line in is a list of [index, text, answer], and every line out is [index, value, status, detail], one per item, in the
+order received: the other side knows which one the process was at when it hung or died. Each line out begins with the
+settings' `token`, so that code which writes on every descriptor cannot answer in this process's place by accident.
 """
 
 import contextlib
-import ctypes
 import importlib
 import json
 import logging
@@ -14,7 +14,6 @@ import math
 import os
 import re
 import resource
-import signal
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -24,23 +23,7 @@ from typing import Any, TextIO
 Verdict = tuple[float, str, str]  # value, status, detail
 Grader = Callable[[str, str], Verdict]
 
-
-def _die_with_parent() -> None:
-    """Be killed when the parent dies, even while a C call holds the interpreter (Linux)."""
-    pr_set_pdeathsig = 1
-    if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-
-
-def _limit(memory_mb: int, parent: int) -> None:
-    """Bound memory (Linux), leave no core files, leave no process behind."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
-    _die_with_parent()
-    os.register_at_fork(after_in_child=_die_with_parent)
-    if os.getppid() != parent:  # it died before the call above took effect
-        raise SystemExit(1)
+_MAX_DETAIL = 500  # characters
 
 
 def _exact_match(pattern: str | None) -> Grader:
@@ -114,11 +97,12 @@ def _grade(grader: Grader, require_think: bool, text: str, answer: str) -> Verdi
         if not closed:
             return 0.0, "unparsed", "no </think>"
     try:
-        return grader(text, answer)
+        value, status, detail = grader(text, answer)
+        return value, status, detail[:_MAX_DETAIL]
     except MemoryError:  # what filled it may still be held: a fresh process serves the others better
         raise SystemExit("reward worker: out of memory (limit: reward.memory_mb)") from None
     except Exception as error:  # one text must not cost the others their score; counted and logged by the parent
-        return 0.0, "crash", f"{type(error).__name__}: {error}"[:500]
+        return 0.0, "crash", f"{type(error).__name__}: {error}"[:_MAX_DETAIL]
 
 
 def _take_pipes() -> tuple[TextIO, TextIO]:
@@ -140,23 +124,25 @@ def _take_pipes() -> tuple[TextIO, TextIO]:
 
 def main() -> None:
     requests, replies = _take_pipes()
+    settings = json.loads(requests.readline())
+    token = settings["token"]
 
-    def send(reply: object) -> None:
-        replies.write(json.dumps(reply) + "\n")
+    def send(*reply: object) -> None:
+        replies.write(f"{token}{json.dumps(reply)}\n")
         replies.flush()
 
     try:
-        settings = json.loads(requests.readline())
+        memory = settings["memory_mb"] << 20
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         sys.path.insert(0, os.getcwd())
-        _limit(settings["memory_mb"], settings["parent"])
         grader = _make_grader(settings)
     except Exception as error:
-        send({"error": f"{type(error).__name__}: {error}"})
+        send("error", f"{type(error).__name__}: {error}"[:_MAX_DETAIL])
         return
-    send({"ready": True})
+    send("ready")
     for line in requests:
         for index, text, answer in json.loads(line):
-            send([index, *_grade(grader, settings["require_think"], text, answer)])
+            send(index, *_grade(grader, settings["require_think"], text, answer))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import Example, MicroBatch, Sample, balance, pack
 from rlplus.objective import Algorithm, group_advantages, token_weights
-from rlplus.reward import Scorer
-from rlplus.rollout import RolloutEngine
+from rlplus.reward import Score, Scorer
+from rlplus.rollout import RolloutEngine, RunFailed
 
 
 def generate(
@@ -45,10 +45,26 @@ def generate(
 def score(
     samples: Sequence[Sample], examples: Sequence[Example], scorer: Scorer, decode: Callable[..., str]
 ) -> list[str]:
-    """Set every sample's reward; returns each one's status, "ok" or what went wrong."""
-    scores = scorer([decode(s.response) for s in samples], [examples[s.group].answer for s in samples])
-    for sample, result in zip(samples, scores, strict=True):
+    """Set every sample's reward; returns each rollout's status, "ok" or what went wrong. Collective.
+
+    Demonstrations are not graded again: one that the grader fails on now would get a negative advantage. RunFailed on
+    all ranks where grading fails on one.
+    """
+    rollouts = [s for s in samples if not s.external]
+    scores: list[Score] = []
+    failure: Exception | None = None
+    try:
+        scores = scorer([decode(s.response) for s in rollouts], [examples[s.group].answer for s in rollouts])
+    except ValueError as error:
+        failure = error
+    if what := agree.failures(failure):
+        raise RunFailed(f"the step's responses could not be graded: {what}") from failure
+    for sample, result in zip(rollouts, scores, strict=True):
         sample.reward = result.value
+    for sample in samples:
+        if sample.external:
+            sample.reward = examples[sample.group].demonstration_reward
+            assert not sample.masked, "want graded demonstrations"
     return [result.status for result in scores]
 
 

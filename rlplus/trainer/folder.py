@@ -23,6 +23,7 @@ MAY_CHANGE |= {f"rollout.{name}" for name in ("push_bucket_mb", "push_timeout_s"
 MAY_CHANGE |= {"rollout.progress_timeout_s"}
 MAY_CHANGE |= {f"rollout.{name}" for name in ("sleep", "gpu_memory_utilization", "kv_cache_memory_mb", "enforce_eager")}
 MAY_CHANGE |= {"rollout.max_logprob_gap", "reward.workers", "reward.timeout_s", "reward.memory_mb"}
+MAY_CHANGE |= {"reward.on_failure"}
 
 logger = logging.getLogger(__name__)
 

@@ -54,8 +54,9 @@ def train_step(run: Run, evaluate: Evaluate | None) -> None:
     samples = batch.samples
     with tally.time("score"):
         statuses = score(samples, examples, run.scorer, run.decode)
-    set_advantages(samples, algorithm)
     tally_samples(tally, samples, statuses)
+    samples = [sample for sample in samples if not sample.masked]
+    set_advantages(samples, algorithm)
 
     # Mini-batches of whole groups, each one optimiser step.
     with tally.time("pack"):

@@ -58,20 +58,25 @@ class Tally:
 
 
 def tally_samples(tally: Tally, samples: Sequence[Sample], statuses: Sequence[str]) -> None:
-    """Rewards, lengths and how many groups were solved by all or none of their rollouts."""
+    """Rewards, lengths and how many groups were solved by all or none of their rollouts.
+
+    `statuses` are the rollouts'. Masked samples have no reward: their share of the rollouts is reward/masked.
+    """
     rollouts = [sample for sample in samples if not sample.external]
+    graded = [sample for sample in rollouts if not sample.masked]
     demonstrations = [sample for sample in samples if sample.external]
-    for name, part in (("mean", samples), ("internal", rollouts), ("external", demonstrations)):
+    for name, part in (("mean", graded + demonstrations), ("internal", graded), ("external", demonstrations)):
         tally.mean(f"reward/{name}", sum(sample.reward for sample in part), len(part))
     tally.mean("response_length/mean", sum(len(sample.response) for sample in rollouts), len(rollouts))
     tally.mean("response_length/clipped", sum(sample.truncated for sample in rollouts), len(rollouts))
     if rollouts:
         tally.maximum("response_length/max", max(len(sample.response) for sample in rollouts))
-    problems = Counter(status for sample, status in zip(samples, statuses, strict=True) if not sample.external)
+    problems = Counter(statuses)
+    tally.mean("reward/masked", len(rollouts) - len(graded), len(rollouts))
     for problem in ("unparsed", "timeout", "crash", "bad_gold"):
         tally.mean(f"reward/{problem}", problems[problem], len(rollouts))
     groups: dict[int, list[float]] = {}
-    for sample in rollouts:
+    for sample in graded:
         groups.setdefault(sample.group, []).append(sample.reward)
     tally.mean("batch/solve_all", sum(min(group) >= 1 for group in groups.values()), len(groups))
     tally.mean("batch/solve_none", sum(max(group) <= 0 for group in groups.values()), len(groups))

@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +13,7 @@ from rlplus import agree, checkpoint
 from rlplus.config import Config
 from rlplus.data import Example, PromptSampler, Sample, load_examples, load_tokenizer, response_text
 from rlplus.objective import Algorithm
-from rlplus.reward import DemonstrationReport, Scorer, grade_demonstrations
+from rlplus.reward import Scorer, Verdict, grade_demonstrations, keep_passed
 from rlplus.rollout import RunFailed, make_engine
 from rlplus.trainer import folder
 from rlplus.trainer.engine import EngineFailed, SyncedEngine, max_gap
@@ -77,7 +76,7 @@ class Run:
         self.pad_id = self.tokenizer.pad_token_id
         self.scorer = stack.enter_context(Scorer(config.reward))
         agree.phase("data")
-        self.examples, notes = self._load_data()
+        self.examples, notes = self._load_data(last)
         agree.phase("model")
         self.sampler = PromptSampler(len(self.examples), config.train.prompts_per_step, config.train.seed)
         self.policy = Policy(config, model_path, model_config, self.algorithm.objective)
@@ -116,15 +115,21 @@ class Run:
         gc.freeze()
         stack.callback(gc.unfreeze)
 
-    def _load_data(self) -> tuple[list[Example], list[str]]:
-        """Examples whose demonstrations the run's own reward accepts, and what was dropped on the way."""
+    def _load_data(self, last: Path | None) -> tuple[list[Example], list[str]]:
+        """Examples whose demonstrations the run's own reward accepts, and what was dropped on the way.
+
+        Each demonstration is graded once: a resumed run has the verdicts of its checkpoint.
+        """
         data = self.config.data
         examples, report = load_examples(
             data, self.tokenizer, max_demonstration_length=self.config.max_demonstration_length
         )
         self.fingerprint, notes = folder.fingerprint(examples), [report.summary()]
+        self.saved: dict[str, Any] = {} if last is None else folder.read_state(last, self.config, self.fingerprint)
+        self.verdicts: list[Verdict] = self.saved.get("verdicts", [])
         if self.algorithm.demonstrations != "none":
-            examples, graded = self._grade(examples)
+            self.verdicts = self.verdicts or grade_demonstrations(examples, self.scorer, self.decode)
+            examples, graded = keep_passed(examples, self.verdicts)
             notes.append(graded.summary())
             if graded.dropped_share > data.max_dropped_share:
                 raise ValueError(
@@ -134,21 +139,9 @@ class Run:
             examples = [e for e in examples if e.demonstration is not None]
         return examples, notes
 
-    def _grade(self, examples: list[Example]) -> tuple[list[Example], DemonstrationReport]:
-        """`grade_demonstrations` by rank 0 for all: a grader that times out on one rank only would set them apart."""
-        verdict: list[Any] = [None, None]
-        if self.rank == 0:
-            kept, report = grade_demonstrations(examples, self.scorer, self.decode)
-            verdict = [[example.demonstration is not None for example in kept], report]
-        dist.broadcast_object_list(verdict, src=0)
-        passed, graded = verdict
-        kept = [e if ok else replace(e, demonstration=None) for e, ok in zip(examples, passed, strict=True)]
-        return kept, graded
-
     def _restore(self, last: Path) -> None:
-        state = folder.read_state(last, self.config, self.fingerprint)
-        self.step, self.generated, self.nonfinite = state["step"], state["generated"], state["nonfinite"]
-        self.sampler.load_state_dict(state["sampler"])
+        self.step, self.generated, self.nonfinite = (self.saved[name] for name in ("step", "generated", "nonfinite"))
+        self.sampler.load_state_dict(self.saved["sampler"])
         checkpoint.load(self.policy.engine, last)
         if what := self.policy.nonfinite():
             raise ValueError(f"{last} has NaN or infinity in {what}: want a checkpoint with finite weights")
@@ -284,6 +277,7 @@ class Run:
             "sampler": self.sampler.state_dict(),
             "config": self.config.model_dump(mode="json"),
             "examples": self.fingerprint,
+            "verdicts": self.verdicts,
         }
         agree.phase("checkpoint")
         ahead = self.rollouts.state()

@@ -1,0 +1,193 @@
+"""The trainer's end of one reward worker: what it was sent, what it answered, and whether it is late or broken."""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal, get_args
+
+from rlplus.reward.supervisor import cpu_seconds
+
+Status = Literal["ok", "unparsed", "timeout", "crash", "bad_gold"]
+
+POLL_S = 0.05  # how often the workers are looked at while none answers
+WALL_CLOCK_FACTOR = 10  # the limit of the wall clock over that of the CPU time: for a busy machine, or one that sleeps
+_START_TIMEOUT_S = 300.0  # wall clock; importing a user's module from a busy network disk
+_END_TIMEOUT_S = 10.0  # wall clock
+_MAX_READ = 1 << 16  # bytes at a time: a worker that never stops writing must not hold the trainer
+_MAX_LINE = 1 << 16  # bytes; an honest reply has a tenth of it at most
+_NO_SCORE = "wrote something that is no score"
+
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Score:
+    """`value` is the reward. `detail` says why the status is not "ok", for the log.
+
+    "unparsed": the text holds no answer. "bad_gold": the reference answer cannot be read. `value` is 0 for both.
+    "timeout": the grader was killed at its limit. "crash": it raised, died or ran out of memory. Both after a second
+    try in a fresh process; nothing is known about the text, and `value` is NaN, or 0 with reward.on_failure "zero".
+    """
+
+    value: float
+    status: Status
+    detail: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the grader failed: nothing is known about the text."""
+        return self.status in ("timeout", "crash")
+
+
+class Worker:
+    """One process, and the items it was sent and has not answered yet (it is at the first one)."""
+
+    def __init__(self, settings: dict[str, object]) -> None:
+        # One thread each: a BLAS pool in every worker would crowd the machine and eat the memory limit.
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(_SUPERVISOR), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C reaches the trainer only
+            env=environment,
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin: IO[bytes] = self.process.stdin
+        self.stdout: IO[bytes] = self.process.stdout
+        for pipe in (self.stdin, self.stdout):  # the trainer never waits for a worker
+            os.set_blocking(pipe.fileno(), False)
+        self.ready = False
+        self.fresh = True  # it has graded nothing
+        self.pending: deque[int] = deque()
+        self.unsent = memoryview(b"")
+        self.setup_error = ""
+        self._broken = ""  # how, where it cannot go on
+        self._partial = b""
+        self._token = secrets.token_hex(16).encode()
+        self._send(settings | {"token": self._token.decode()})
+
+    def grade(self, items: deque[int], texts: Sequence[str], answers: Sequence[str]) -> None:
+        """Send the items of these numbers."""
+        self.fresh, self.pending = False, items
+        self._send([(i, texts[i], answers[i]) for i in items])
+
+    def _send(self, message: object) -> None:
+        self.unsent = memoryview(json.dumps(message).encode() + b"\n")
+        self._restart_clocks()
+        self.flush()
+
+    def flush(self) -> None:
+        """Write as much of what is `unsent` as the pipe takes."""
+        try:
+            while self.unsent:
+                self.unsent = self.unsent[os.write(self.stdin.fileno(), self.unsent) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:  # it died: `fault` says so, and the item it was at pays
+            self.unsent = memoryview(b"")
+
+    def receive(self) -> list[tuple[int, Score]]:
+        """The scores that have arrived, with the items' numbers. What follows anything but a reply is not read."""
+        if self._broken:
+            return []
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self.stdout.fileno(), _MAX_READ)
+            self._partial += data
+            if not data:
+                self._broken = "ended, or closed its end of the pipe"
+        *lines, self._partial = self._partial.split(b"\n")
+        scores: list[tuple[int, Score]] = []
+        for line in lines:
+            if not self._take(line, scores):
+                self._broken = _NO_SCORE
+                break
+        if len(self._partial) > _MAX_LINE:
+            self._broken = _NO_SCORE
+        return scores
+
+    def _take(self, line: bytes, scores: list[tuple[int, Score]]) -> bool:
+        """Read one line; False when it is not what the worker would write now."""
+        token, reply = line[: len(self._token)], None
+        try:
+            reply = json.loads(line[len(self._token) :]) if token == self._token else None
+        except (ValueError, RecursionError):
+            return False
+        match reply:
+            case ["ready"] if not self.ready:
+                self.ready = True
+            case ["error", str(text)] if not self.ready:
+                self.setup_error = text
+            case [int(index), float(value), str(status), str(detail)]:
+                if not self.pending or index != self.pending[0] or status not in get_args(Status):
+                    return False
+                if not math.isfinite(value):
+                    return False
+                self.pending.popleft()
+                scores.append((index, Score(value, status, detail)))  # type: ignore[arg-type]
+            case _:
+                return False
+        self._restart_clocks()
+        return True
+
+    def _restart_clocks(self) -> None:
+        """At the start of the process, and of each item."""
+        self._since = time.monotonic()
+        self._cpu_before: float | None = None
+        self._next_look = 0.0
+
+    def fault(self, timeout_s: float) -> tuple[Status, str] | None:
+        """Why it cannot go on: "crash" where it ended or wrote what is no reply, "timeout" where it is late."""
+        if self._broken:
+            return "crash", self._broken
+        if self._ended():
+            return "crash", "ended"
+        now, waited = time.monotonic(), time.monotonic() - self._since
+        limit = WALL_CLOCK_FACTOR * timeout_s if self.ready else _START_TIMEOUT_S
+        if (self.pending or not self.ready) and waited > limit:
+            return "timeout", f"gave no answer for {limit:g} s of the wall clock"
+        if not self.pending or waited < POLL_S:
+            return None
+        # One thread cannot use more CPU time than has passed: until then there is nothing to look at. Reading /proc
+        # costs milliseconds, so an item that takes less than POLL_S is never looked at.
+        if self._cpu_before is None:
+            self._cpu_before, self._next_look = cpu_seconds(self.process.pid), now + timeout_s
+        elif now >= self._next_look:
+            left = timeout_s - (cpu_seconds(self.process.pid) - self._cpu_before)
+            if left <= 0:
+                return "timeout", f"used {timeout_s:g} s of CPU time"
+            self._next_look = now + max(left, POLL_S)
+        return None
+
+    def _ended(self) -> bool:
+        """Whether the process is a zombie; it stays one until `stop`, so that its number stays its own."""
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def end(self) -> None:
+        """Tell the supervisor to kill the grader and all that it started; `stop` waits for that."""
+        if not self._ended():
+            self.process.terminate()
+
+    def stop(self) -> int | None:
+        """End it; its exit status (negative: the signal that ended it), None where it does not end."""
+        self.end()
+        for pipe in (self.stdin, self.stdout):
+            pipe.close()
+        try:
+            return self.process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            log.warning("the processes of a reward worker do not end; process %d goes on trying", self.process.pid)
+            return None
