@@ -1,6 +1,7 @@
 """pass@k: sampling, the unbiased estimate, and what can be said about it (bootstrap over seeds and problems)."""
 
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,8 @@ _COMPLETIONS_A_CALL = 4096  # bounds what is held as Python lists at a time
 _REPLICATES = 2000
 _TAIL = 0.025  # of a 95% interval, at either end
 _INDICES_AT_ONCE = 1 << 22  # bootstrap indices held at a time (32 MB)
+
+logger = logging.getLogger(__name__)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -55,9 +58,11 @@ class Estimate:
 class Evaluation:
     """Counts of one model on one set of problems; `problems`, `n` and `correct` are aligned.
 
-    `problems`: the number of each problem's first row. `n`: samples of each, `correct`: those with reward >= 1. `k`:
-    the values asked for. `mean_response_length` in tokens, the end token included. `truncated_share`: samples that met
-    `max_tokens` without an end. `statuses`: number of scores by status (see rlplus.reward.Score).
+    `problems`: the number of each problem's first row. `n`: graded samples of each, `correct`: those with reward >= 1.
+    A sample on which the grader failed is in `statuses` only, unless reward.on_failure is "zero". `k`: the values asked
+    for, at most the samples that were drawn of each problem. `mean_response_length` in tokens, the end token included.
+    `truncated_share`: samples that met `max_tokens` without an end. `statuses`: number of scores by status (see
+    rlplus.reward.Score).
     """
 
     name: str
@@ -81,9 +86,19 @@ class Evaluation:
         return pooled_pass_at([self], k)
 
     def values(self, k: int) -> Tensor:
-        """pass@k of every problem, (problems,) float64."""
+        """pass@k of every problem, (problems,) float64; ValueError if k is above `largest_k`.
+
+        Where failures of the grader left fewer than k graded samples, the missing ones count as wrong.
+        """
+        if k > self.largest_k:
+            raise ValueError(f"want k <= {self.largest_k}, the samples per problem; got k={k}")
         counts = zip(self.n, self.correct, strict=True)
-        return torch.tensor([pass_at_k(n, c, k) for n, c in counts], dtype=torch.float64)
+        return torch.tensor([pass_at_k(max(n, k), c, k) for n, c in counts], dtype=torch.float64)
+
+    @property
+    def largest_k(self) -> int:
+        """Every problem had at least as many samples, graded or not."""
+        return max(min(self.n), *self.k)
 
     def save(self, path: Path) -> None:
         """Write as JSON."""
@@ -127,6 +142,7 @@ def evaluate(
         raise ValueError("want at least one problem to evaluate on, got none")
     if not k or min(k) < 1 or max(k) > samples:
         raise ValueError(f"want every k in 1..samples={samples}, got k={list(k)}")
+    graded: list[int] = []
     correct: list[int] = []
     statuses: Counter[str] = Counter()
     tokens = truncated = 0
@@ -148,14 +164,19 @@ def evaluate(
         texts = [decode(completion.tokens) for completion in completions]
         scores = scorer(texts, [example.answer for example, count in zip(part, n, strict=True) for _ in range(count)])
         statuses.update(score.status for score in scores)
-        right = iter([score.value >= 1 for score in scores])
-        correct += [sum(islice(right, count)) for count in n]
+        values = iter([score.value for score in scores])
+        for count in n:
+            known = [value for value in islice(values, count) if not math.isnan(value)]
+            graded.append(len(known))
+            correct.append(sum(value >= 1 for value in known))
         progress(len(correct))
     total = sum(counts)
+    if failed := total - sum(graded):
+        logger.warning("%s: the grader failed on %d of %d samples, which count for no problem", name, failed, total)
     return Evaluation(
         name=name,
         problems=tuple(example.index for example in examples),
-        n=tuple(counts),
+        n=tuple(graded),
         correct=tuple(correct),
         k=tuple(k),
         temperature=temperature,
@@ -295,7 +316,7 @@ def _advance(progress: Callable[[int], None], before: int, done: int) -> None:
 def join(parts: Sequence[Evaluation], seed: int) -> Evaluation:
     """One evaluation of all the problems of `parts`, which differ in nothing else, in the problems' order."""
     rows = sorted(row for part in parts for row in zip(part.problems, part.n, part.correct, strict=True))
-    samples = [sum(part.n) for part in parts]
+    samples = [sum(part.statuses.values()) for part in parts]  # not n: those that could not be graded have a length
 
     def mean(values: Sequence[float]) -> float:
         return sum(value * count for value, count in zip(values, samples, strict=True)) / sum(samples)

@@ -250,7 +250,7 @@ def _asked(tested: Mapping[str, list[Evaluation]]) -> list[int]:
 
 
 def _reaches(evaluations: Sequence[Evaluation], k: int) -> bool:
-    return all(min(one.n) >= k for one in evaluations)
+    return all(one.largest_k >= k for one in evaluations)
 
 
 def _evaluation_table(tested: Mapping[str, list[Evaluation]]) -> str:

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from math import comb
+from math import comb, nan
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -364,3 +365,31 @@ def test_evaluate_refuses_before_it_generates() -> None:
         with pytest.raises(ValueError, match=message):
             evaluate(engine, score, examples, spell, k=k, **settings)  # type: ignore[arg-type]
     assert engine.calls == []
+
+
+def test_a_sample_on_which_the_grader_failed_is_neither_right_nor_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    """Its status is counted; only where more samples are asked for than were graded does it count as wrong."""
+
+    def failing(texts: Sequence[str], answers: Sequence[str]) -> list[Score]:
+        scores = score(texts, answers)
+        for i in (0, 6, 8, 9, 10, 11):  # of 3 problems with 4 samples each: a right one, a wrong one, all
+            scores[i] = Score(nan, "timeout")
+        return scores
+
+    problems = [
+        Example(index=i, prompt=(right,), answer="1 9", demonstration=None) for i, right in enumerate((3, 2, 4))
+    ]
+    options: dict[str, Any] = {"samples": 4, "k": (1, 4), "temperature": 1.0, "max_tokens": 4, "seed": 0}
+    one = evaluate(ScriptedEngine(), failing, problems, spell, **options)
+    assert one.n == (3, 3, 0)
+    assert one.correct == (2, 2, 0)
+    assert one.statuses["timeout"] == 6
+    assert "6 of 12" in caplog.text
+    assert one.values(1).tolist() == pytest.approx([2 / 3, 2 / 3, 0])
+    assert one.values(4).tolist() == [1, 1, 0]
+    with pytest.raises(ValueError, match="want k <= 4"):
+        one.values(5)
+    parts = [evaluate(ScriptedEngine(), failing, part, spell, **options) for part in (problems, [problems[0]] * 3)]
+    both = join(parts, seed=0)
+    lengths = [4.0 - 2 * sum(right for right in rights) / 12 for rights in ((3, 2, 4), (3, 3, 3))]
+    assert both.mean_response_length == pytest.approx(sum(lengths) / 2)

@@ -40,6 +40,7 @@ def grade_demonstrations(
     `decode` must leave out the special tokens: a demonstration ends with one. ValueError on all ranks where grading
     fails on one.
     """
+    agree.phase("demonstrations")
     rank, world = dist.get_rank(), dist.get_world_size()
     own = [example for example in examples if example.demonstration is not None][rank::world]
     verdicts: list[Verdict] = []
