@@ -523,3 +523,18 @@ def test_any_size_of_memory_is_a_gpu(qwen, size):
     console = Console(width=200, file=io.StringIO())
     show(plan, console)
     assert "The speed of a 24 GiB GPU is not known: no time is estimated." in console.file.getvalue()
+
+
+@pytest.mark.parametrize("engine", [(), PROCESS, SERVER])
+def test_a_run_that_samples_nothing_has_no_engine(qwen, engine):
+    """SFT: neither on its GPUs nor on others, nor in the host's memory; but for evaluations while it trains."""
+    quiet = ("algorithm.preset=sft", "evaluation.every=0", *engine)
+    plan = make_plan(paper(qwen, *quiet), make_cluster(8, "a100-80g"))
+    alone = make_plan(paper(qwen, *SERVER), make_cluster(8, "a100-80g"))
+    assert plan.ranks == 8
+    assert plan.memory.parts == alone.memory.parts, "as where a server has the engine"
+    assert (plan.memory.engine, plan.memory.host, plan.sequences) == ({}, 0, 0)
+    assert not {"generate", "sync"} & plan.seconds.keys()
+    evaluated = make_plan(paper(qwen, *quiet, "evaluation.every=5"), make_cluster(8, "a100-80g"))
+    assert evaluated.ranks == (4 if engine == PROCESS else 8)
+    assert (evaluated.sequences > 0) == (engine != SERVER)

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 import rlplus.rollout.process
 import rlplus.trainer.engine
 import rlplus.trainer.rollouts
+import rlplus.trainer.run
 from rlplus.evaluation import evaluate_model, evaluator
 from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed
@@ -307,3 +308,31 @@ def test_an_engine_that_fails_on_one_rank_is_everybodys(tmp_path, overlap):
     torchrun(whole)
     assert same(Path(config.output_dir), Path(whole.output_dir))
     assert metrics(Path(config.output_dir)) == metrics(Path(whole.output_dir))
+
+
+def test_sft_starts_no_engine(tmp_path, monkeypatch, capsys):
+    """Whatever the section rollout says; it trains as beside an engine that is never asked."""
+    sft = {"algorithm": {"preset": "sft"}, "rollout": {"engine": "vllm", "mode": "process"}}
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("an engine was started")
+
+    beside = run_config(tmp_path, "beside", algorithm={"preset": "sft"})
+    with monkeypatch.context() as patch:
+        patch.setattr(type(beside), "needs_engine", True)
+        train(beside)
+    with monkeypatch.context() as patch:
+        patch.setattr(rlplus.trainer.run, "make_engine", refuse)
+        folder = train(run_config(tmp_path, "alone", **sft))
+    assert "no rollouts, and no engine" in capsys.readouterr().err
+    assert same(folder, Path(beside.output_dir))
+    assert metrics(folder) == metrics(Path(beside.output_dir))
+    data = {"path": beside.data.path, "max_prompt_length": 8}
+    evaluated = run_config(
+        tmp_path,
+        "evaluated",
+        algorithm={"preset": "sft"},
+        evaluation={"data": data, "every": 2, "samples": 2, "k": [1]},
+    )
+    rows = metrics(train(evaluated, evaluate=evaluator(evaluated)))
+    assert [any(name.startswith("val/") for name in row) for row in rows] == [False, True]

@@ -1,6 +1,7 @@
 """Keys that a run would not read. One that is set to anything but its default is refused: somebody relies on it.
 
-Not here: what another preset of the same file reads (the demonstrations' columns, group_size), and what depends on the
+Not here: what another preset of the same file reads (the demonstrations' columns, group_size, and under preset sft the
+section rollout, of which `rlplus eval` has its engine, too), and what depends on the
 machine (engine auto), and what is so anyway (enforce_eager with transformers).
 """
 

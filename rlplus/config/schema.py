@@ -293,6 +293,11 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
 
     @property
+    def needs_engine(self) -> bool:
+        """Whether a training samples: for its steps, or for an evaluation between them."""
+        return self.algorithm.resolve().demonstrations != "only" or self.evaluation.every > 0
+
+    @property
     def max_demonstration_length(self) -> int:
         """Longest demonstration, its end token counted."""
         return self.data.max_demonstration_length or self.rollout.max_response_length

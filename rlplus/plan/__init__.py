@@ -23,7 +23,7 @@ __all__ = ["GIB", "GPUS", "MOMENTS", "Cluster", "Memory", "Plan", "Remedy", "mak
 
 @dataclass(frozen=True)
 class Plan:
-    """ranks: those of the GPUs that train; the others are their engines'. mode, overlap: as configured.
+    """ranks: those of the GPUs that train; the others are their engines'. mode: the engine's, "none" without one.
 
     seconds of a step by phase, empty where unknown; remedies: only where the run does not fit. note: where the model's
     architecture is the copy that comes with a shipped configuration, and why.
@@ -91,7 +91,7 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
     return Plan(
         cluster,
         trainer.gpus,
-        config.rollout.mode,
+        config.rollout.mode if config.needs_engine else "none",
         config.train.overlap,
         model.parameters,
         packed_shape(config),
@@ -133,14 +133,14 @@ def _trainer(config: Config, cluster: Cluster) -> Cluster:
         raise ValueError(
             f"want train.sequence_parallel a divisor of the {ranks} ranks; got {config.train.sequence_parallel}"
         )
-    if config.rollout.mode == "colocated" and ranks % parallel:
+    if config.needs_engine and config.rollout.mode == "colocated" and ranks % parallel:
         raise ValueError(f"want rollout.tensor_parallel_size a divisor of the {ranks} ranks; got {parallel}")
     return Cluster(ranks, cluster.gpu)
 
 
 def _check_heads(config: Config, model: Model) -> None:
     """As the trainer's attention and vLLM do."""
-    sequence, tensor = config.train.sequence_parallel, config.rollout.tensor_parallel_size
+    sequence, tensor = config.train.sequence_parallel, config.rollout.tensor_parallel_size if config.needs_engine else 1
     for key, size, heads in (
         ("train.sequence_parallel", sequence, {model.heads, model.key_heads}),
         ("rollout.tensor_parallel_size", tensor, {model.heads}),

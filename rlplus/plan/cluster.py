@@ -76,8 +76,9 @@ def _named_gpu(name: str) -> Gpu:
 
 
 def gpus_a_rank(config: Config, gpu: Gpu) -> int:
-    """Its own, and in mode process those of its engine; a server's are nobody's here."""
-    return 1 + config.rollout.tensor_parallel_size if config.rollout.mode == "process" and gpu.name != "cpu" else 1
+    """Its own, and in mode process those of its engine, if the run has one; a server's are not counted."""
+    apart = config.needs_engine and config.rollout.mode == "process" and gpu.name != "cpu"
+    return 1 + config.rollout.tensor_parallel_size if apart else 1
 
 
 def this_cluster(config: Config) -> Cluster:

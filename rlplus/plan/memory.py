@@ -139,9 +139,9 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
     states = model_states(config, model, cluster)
     engine, problems = engine_memory(config, model, cluster)
     cache, alone = engine.get("kv cache", 0), {}
-    if config.rollout.mode == "process" and not cluster.cpu:
+    if engine and config.rollout.mode == "process" and not cluster.cpu:
         engine, alone = {}, {"reserve": RESERVE} | engine
-    at_rest = {"engine rest": ENGINE_ASLEEP} if config.rollout.sleep else engine
+    at_rest = {"engine rest": ENGINE_ASLEEP} if engine and config.rollout.sleep else engine
     activations = model.activations(config)
     always = {"reserve": 0 if cluster.cpu else RESERVE, "weights": states.weights, "optimizer states": states.optimizer}
     if config.algorithm.resolve().objective.kl_coef and config.model.lora is None:
@@ -160,8 +160,8 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
         if (total := sum(sizes.values())) > capacity:
             problems.append(f"{moment}: needs {total / GIB:.1f} GiB of {capacity / GIB:.1f} GiB")
     *shown, alone = ({k: v for k, v in p.items() if v} for p in (*parts.values(), alone))
-    through_files = config.rollout.mode != "colocated" and config.rollout.push_folder is None  # in /dev/shm
-    host = states.host + (model.parameters * model.itemsize if through_files else 0)
+    in_memory = config.rollout.mode != "colocated" and config.rollout.push_folder is None  # files in /dev/shm
+    host = states.host + (model.parameters * model.itemsize if config.needs_engine and in_memory else 0)
     return Memory(dict(zip(parts, shown, strict=True)), alone, capacity, cache, host, tuple(problems))
 
 
@@ -277,10 +277,10 @@ def engine_memory(config: Config, model: Model, cluster: Cluster) -> tuple[dict[
 
     vLLM takes gpu_memory_utilization of the GPU in all: weights, working memory, and the rest for keys and values; with
     kv_cache_memory_mb these have that size. transformers: weights, and a cache of a fixed size. A server's engine has
-    none here.
+    none here, and a run that samples nothing has no engine.
     """
     rollout = config.rollout
-    if rollout.mode == "server":
+    if rollout.mode == "server" or not config.needs_engine:
         return {}, []
     weights = model.parameters * model.itemsize // rollout.tensor_parallel_size
     cache = (rollout.kv_cache_memory_mb or 0) * 2**20

@@ -53,7 +53,7 @@ def find_remedies(config: Config, model: Model, cluster: Cluster) -> list[Remedy
 def _switches(config: Config, model: Model, cluster: Cluster) -> Iterator[list[Changes]]:
     """Each switch's settings, the gentlest first; a setting may need two keys."""
     train, rollout = config.train, config.rollout
-    vllm = rollout.mode != "server" and rollout.engine != "transformers" and not cluster.cpu
+    vllm = config.needs_engine and rollout.mode != "server" and rollout.engine != "transformers" and not cluster.cpu
     if vllm and rollout.mode == "colocated" and not rollout.sleep:
         yield [{"rollout.sleep": True}]
     if not config.model.gradient_checkpointing:

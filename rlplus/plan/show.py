@@ -44,7 +44,7 @@ def _lines(plan: Plan) -> Iterator[RenderableType]:
         yield f"The cache holds {plan.sequences} sequences of full length at a time."
     if plan.seconds:
         yield _time_table(plan)
-        if "generate" not in plan.seconds:
+        if plan.mode == "server":
             yield "Not in it: generation."
         elif plan.overlap:
             yield "Generation goes on beside the training (train.overlap)."

@@ -23,8 +23,10 @@ ASSUMPTIONS = (
 
 
 def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Cluster) -> dict[str, float]:
-    """Seconds of a step by phase, "total" last; empty where the speed of the GPU is not known. Without "generate" where
-    a server does it. With train.overlap it takes no time of its own unless it is longer than the training.
+    """Seconds of a step by phase, "total" last; empty where the speed of the GPU is not known.
+
+    Without "generate" where a server does it, or where the step samples nothing. With train.overlap it takes no time of
+    its own unless it is longer than the training.
 
     cluster: the ranks and their GPUs.
 
@@ -57,7 +59,7 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     micro_batches = max(updates, tokens / train.tokens_per_micro_batch)
 
     seconds = {}
-    if config.rollout.mode != "server":
+    if rollouts and config.rollout.mode != "server":
         seconds["generate"] = _generate_seconds(config, model, memory, cluster, flops, bandwidth)
     # The first update needs no pass. With overlap only demonstrations do: the engine's logprobs are the old ones.
     shown = groups * demonstrations * kinds[1][1] / tokens
@@ -77,7 +79,8 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     seconds["optimizer"] = updates * 28 * share / slow
     # Within a GPU, or through files in the host's memory.
     handed_over = weights / bandwidth if config.rollout.mode == "colocated" else 2 * weights / PCIE
-    seconds["sync"] = handed_over + (sent / link if train.zero_stage == 3 else 0)
+    if rollouts:  # else there is no engine, or one for evaluations alone
+        seconds["sync"] = handed_over + (sent / link if train.zero_stage == 3 else 0)
     total = sum(seconds.values())
     if train.overlap:
         generate, sync = seconds.get("generate", 0.0), seconds["sync"]
@@ -91,8 +94,6 @@ def _generate_seconds(
     """Prompts once a group, then decoding in waves of as many sequences as the cache holds."""
     rollout = config.rollout
     group, _ = _members(config)
-    if not group:
-        return 0.0
     parallel = rollout.tensor_parallel_size
     gpus = cluster.gpus * (parallel if rollout.mode == "process" else 1)  # of all engines
     sequences = config.train.prompts_per_step * group * parallel / gpus  # of one engine

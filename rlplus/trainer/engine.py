@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
 from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import Sample
-from rlplus.rollout import RolloutEngine, RunFailed
+from rlplus.rollout import Completion, RolloutEngine, RunFailed
 from rlplus.trainer.batch import forward_batches
 from rlplus.trainer.policy import Policy
 from rlplus.trainer.ranks import set_timeouts
@@ -25,6 +26,22 @@ class EngineFailed(RunFailed):
     def __init__(self, message: str, clear: bool) -> None:
         super().__init__(message)
         self.clear = clear
+
+
+class NoEngine:
+    """For a run that samples nothing: no model is loaded, and asking it for samples is a mistake of the caller."""
+
+    name = "no engine"
+
+    def generate(self, *_: Any, **__: Any) -> list[list[Completion]]:
+        raise AssertionError("want an engine (Config.needs_engine) before anything is sampled")
+
+    def push_weights(self, *_: Any) -> None:
+        raise AssertionError("want an engine (Config.needs_engine) before weights are pushed")
+
+    def sleep(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class SyncedEngine:

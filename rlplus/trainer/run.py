@@ -16,7 +16,7 @@ from rlplus.objective import Algorithm
 from rlplus.reward import Scorer, Verdict, grade_demonstrations, keep_passed
 from rlplus.rollout import RunFailed, make_engine
 from rlplus.trainer import folder
-from rlplus.trainer.engine import EngineFailed, SyncedEngine, max_gap
+from rlplus.trainer.engine import EngineFailed, NoEngine, SyncedEngine, max_gap
 from rlplus.trainer.metrics import RunLog, Tally
 from rlplus.trainer.model import prepare_model
 from rlplus.trainer.policy import Policy
@@ -95,7 +95,8 @@ class Run:
             trust_remote_code=config.model.trust_remote_code,
             config_path=str(self.folder / f"model_config/{self.rank}"),
         )
-        self.engine = SyncedEngine(config, self.policy, self.examples[0].prompt, self.pad_id, make, self.stop)
+        starts = make if config.needs_engine else NoEngine
+        self.engine = SyncedEngine(config, self.policy, self.examples[0].prompt, self.pad_id, starts, self.stop)
         self.rollouts = Rollouts(
             config, self.algorithm, self.policy, self.examples, self.sampler, self.pad_id, self.engine
         )
@@ -106,7 +107,8 @@ class Run:
             (self.folder / "config.yaml").write_text(config.to_yaml())
         self.log = RunLog(self.folder, self.step, config.algorithm.preset, enabled=self.rank == 0)
         stack.callback(self.log.close)
-        for note in (*notes, f"rollouts by {self.engine.engine.name}; output in {self.folder}"):
+        source = f"rollouts by {self.engine.engine.name}" if config.needs_engine else "no rollouts, and no engine"
+        for note in (*notes, f"{source}; output in {self.folder}"):
             self.log.say(note)
         self.stop.install(stack)
         self._begin_step()
