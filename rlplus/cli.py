@@ -8,9 +8,13 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlplus import __version__
 from rlplus.errors import RunFailed, log_to_stderr, printable
+
+if TYPE_CHECKING:
+    from rlplus.config import Config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,7 +124,7 @@ def _train(args: argparse.Namespace) -> None:
     from rlplus.plan import make_plan, this_cluster
     from rlplus.plan.show import show
     from rlplus.terminal import Terminal
-    from rlplus.trainer import train
+    from rlplus.trainer import phase_out_of_memory, train
 
     if int(os.environ.get("RANK", 0)) == 0:
         console = Terminal(stderr=True)
@@ -133,7 +137,27 @@ def _train(args: argparse.Namespace) -> None:
                 console.print(plan.summary())
             else:  # an estimate, so the run may try
                 show(plan, console)
-    train(config, resume=args.resume, evaluate=evaluator(config))
+    try:
+        train(config, resume=args.resume, evaluate=evaluator(config))
+    except RunFailed as failure:
+        if (phase := phase_out_of_memory(failure)) is None:
+            raise
+        raise RunFailed(_out_of_memory(config, failure, phase)) from failure
+
+
+def _out_of_memory(config: "Config", failure: RunFailed, phase: str) -> str:
+    """What failed, what is left of the run, and what would take less memory."""
+    from rlplus.checkpoint import latest
+    from rlplus.plan import this_cluster
+    from rlplus.plan.advice import advise
+
+    newest = latest(Path(config.output_dir) / "checkpoints")
+    left = f"The newest checkpoint is {newest}." if newest else "There is no checkpoint yet."
+    try:
+        advice = advise(config, this_cluster(config), phase)
+    except RuntimeError as error:  # a model that cannot be built without memory
+        advice = f"No plan of the memory: {' '.join(str(error).split())}"
+    return f"{str(failure).removesuffix('.')}. {left} {advice}"
 
 
 def _plan(args: argparse.Namespace) -> int:

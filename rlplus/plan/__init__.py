@@ -82,9 +82,8 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
 
     ValueError for a model that is not there and for ranks and heads that the run cannot have.
     """
-    trainer = _trainer(config, cluster)
-    model_config, note = _model_config(config.model)
-    model = Model(config, with_overrides(model_config, config.model.overrides))
+    trainer = training_part(config, cluster)
+    model, note = read_model(config)
     _check_heads(config, model)
     memory = estimate_memory(config, model, trainer)
     one = model.cache_share(config.rollout.tensor_parallel_size) * config.max_generation_length
@@ -104,6 +103,12 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
     )
 
 
+def read_model(config: Config) -> tuple[Model, str]:
+    """The run's model without its weights, and a note where its architecture is the shipped copy."""
+    model_config, note = _model_config(config.model)
+    return Model(config, with_overrides(model_config, config.model.overrides)), note
+
+
 def _model_config(part: ModelConfig) -> tuple[PretrainedConfig, str]:
     """The model's architecture, and a note where it is the shipped copy."""
     if part.scratch is not None:
@@ -117,8 +122,8 @@ def _model_config(part: ModelConfig) -> tuple[PretrainedConfig, str]:
     return read_model_config(part.path, part.trust_remote_code), ""
 
 
-def _trainer(config: Config, cluster: Cluster) -> Cluster:
-    """The part of it that trains: one GPU a rank."""
+def training_part(config: Config, cluster: Cluster) -> Cluster:
+    """The part of it that trains: one GPU per rank."""
     each, parallel = gpus_a_rank(config, cluster.gpu), config.rollout.tensor_parallel_size
     if cluster.gpus % each:
         raise ValueError(

@@ -35,7 +35,7 @@ def find_remedies(config: Config, model: Model, cluster: Cluster) -> list[Remedy
 
     Where two are too few: as many as it takes, on these GPUs or, where all together do not do, on more.
     """
-    switches = list(_switches(config, model, cluster))
+    switches = list(all_switches(config, model, cluster))
     for size in (1, 2):
         found = []
         for chosen in combinations(switches, size):
@@ -50,7 +50,7 @@ def find_remedies(config: Config, model: Model, cluster: Cluster) -> list[Remedy
     return []
 
 
-def _switches(config: Config, model: Model, cluster: Cluster) -> Iterator[list[Changes]]:
+def all_switches(config: Config, model: Model, cluster: Cluster) -> Iterator[list[Changes]]:
     """Each switch's settings, the gentlest first; a setting may need two keys."""
     train, rollout = config.train, config.rollout
     vllm = config.needs_engine and rollout.mode != "server" and rollout.engine != "transformers" and not cluster.cpu
@@ -91,12 +91,12 @@ def _try(config: Config, model: Model, cluster: Cluster, settings: tuple[Changes
     changes = {key: value for setting in settings for key, value in setting.items()}
     if len(changes) < sum(map(len, settings)):  # two settings of one key
         return None
-    changed = _changed(config, changes)
+    changed = with_changes(config, changes)
     if changed is None or not (memory := estimate_memory(changed, model, cluster)).fits:
         return None
     seconds = estimate_seconds(changed, model, memory, cluster).get("total", 0.0)
     gpus = cluster.gpus * gpus_a_rank(config, cluster.gpu)
-    return Remedy(tuple(f"{k}={_text(v)}" for k, v in changes.items()), gpus, memory.peak, seconds)
+    return Remedy(show_changes(changes), gpus, memory.peak, seconds)
 
 
 def _all_but_the_needless(config: Config, model: Model, cluster: Cluster) -> Remedy | None:
@@ -104,7 +104,7 @@ def _all_but_the_needless(config: Config, model: Model, cluster: Cluster) -> Rem
     per_update = config.train.prompts_per_update or config.train.prompts_per_step
     if per_update % cluster.gpus:
         return None
-    switches = [s for s in _switches(config, model, cluster) if len(s[0]) == 1]
+    switches = [s for s in all_switches(config, model, cluster) if len(s[0]) == 1]
     strongest = [s[-1] for s in switches if SHARE not in s[0]]
     shares = [s for settings in switches if SHARE in settings[0] for s in settings]  # neither end is the strongest
     for chosen in ([*strongest, share] for share in shares or [{}]):
@@ -117,7 +117,8 @@ def _all_but_the_needless(config: Config, model: Model, cluster: Cluster) -> Rem
     return None
 
 
-def _changed(config: Config, changes: Changes) -> Config | None:
+def with_changes(config: Config, changes: Changes) -> Config | None:
+    """The configuration with these values; None where it refuses them."""
     values = config.model_dump()
     for key, value in changes.items():
         section, name = key.split(".")
@@ -128,5 +129,6 @@ def _changed(config: Config, changes: Changes) -> Config | None:
         return None
 
 
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value}"
+def show_changes(changes: Changes) -> tuple[str, ...]:
+    """As overrides for the command line."""
+    return tuple(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in changes.items())

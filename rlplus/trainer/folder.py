@@ -22,6 +22,9 @@ MAY_CHANGE |= {"train.collective_timeout_s"}
 MAY_CHANGE |= {f"rollout.{name}" for name in ("push_bucket_mb", "push_timeout_s", "push_folder", "server_url")}
 MAY_CHANGE |= {"rollout.progress_timeout_s"}
 MAY_CHANGE |= {f"rollout.{name}" for name in ("sleep", "gpu_memory_utilization", "kv_cache_memory_mb", "enforce_eager")}
+# For a run that was out of memory: these change a step's results by rounding only.
+MAY_CHANGE |= {f"train.{name}" for name in ("memory", "max_scratch_mb", "tokens_per_micro_batch")}
+MAY_CHANGE |= {"model.gradient_checkpointing"}
 MAY_CHANGE |= {"rollout.max_logprob_gap", "reward.workers", "reward.timeout_s", "reward.memory_mb"}
 MAY_CHANGE |= {"reward.on_failure"}
 

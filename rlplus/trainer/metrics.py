@@ -18,6 +18,7 @@ from rlplus import agree
 from rlplus.data import Sample
 from rlplus.ops import PolicyLoss
 from rlplus.terminal import Terminal
+from rlplus.trainer.memory import naming_phase
 
 
 class Tally:
@@ -38,10 +39,11 @@ class Tally:
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Seconds of a phase, as time/<phase>: those of the slowest rank."""
+        """Seconds of a phase, as time/<phase>: those of the slowest rank. Raises OutOfMemory with its name."""
         agree.phase(phase)
         start = time.perf_counter()
-        yield
+        with naming_phase(phase):
+            yield
         name = f"time/{phase}"
         self.maxima[name] = self.maxima.get(name, 0.0) + time.perf_counter() - start
 

@@ -17,6 +17,7 @@ from rlplus.reward import Scorer, Verdict, grade_demonstrations, keep_passed
 from rlplus.rollout import RunFailed, make_engine
 from rlplus.trainer import folder
 from rlplus.trainer.engine import EngineFailed, NoEngine, SyncedEngine, max_gap
+from rlplus.trainer.memory import naming_phase
 from rlplus.trainer.metrics import RunLog, Tally
 from rlplus.trainer.model import prepare_model
 from rlplus.trainer.policy import Policy
@@ -43,7 +44,7 @@ class Run:
         self.interrupted = 0  # the signal that did it
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:  # closes what was opened when building fails half-way
+        with naming_phase("start"), ExitStack() as stack:  # closes what was opened when building fails half-way
             self._build(stack)
             self._open = stack.pop_all()
         return self
@@ -271,6 +272,7 @@ class Run:
         checkpoint.set_random_state(self.random_state)
         self.save_checkpoint()
 
+    @naming_phase("checkpoint")
     def save_checkpoint(self) -> None:
         self.check_weights()
         state = {

@@ -1,0 +1,54 @@
+"""Out of memory after all: what the plan expected of that phase of a step, and which switches lower it."""
+
+from collections.abc import Iterator
+
+from rlplus.config import Config
+from rlplus.plan import read_model, show_bytes, training_part
+from rlplus.plan.cluster import Cluster
+from rlplus.plan.memory import MOMENTS, Model, estimate_memory
+from rlplus.plan.search import Changes, all_switches, show_changes, with_changes
+from rlplus.trainer.folder import MAY_CHANGE
+
+PHASES = {  # the plan's moments of a phase; all of them for another phase
+    "sync": ("generate",),
+    "generate": ("generate",),
+    "old_logprob": ("head",),
+    "forward_backward": ("head", "backward"),
+    "optimizer": ("optimizer",),
+}
+SHOWN = 4  # switches of a kind
+
+
+def advise(config: Config, cluster: Cluster, phase: str) -> str:
+    """Sentences for a user whose run was out of memory in that phase of a step. Errors as in `make_plan`."""
+    trainer, (model, _) = training_part(config, cluster), read_model(config)
+    moments = PHASES.get(phase, MOMENTS)
+    memory = estimate_memory(config, model, trainer)
+    fullest = max(moments, key=memory.total)
+    parts = sorted(memory.parts[fullest].items(), key=lambda part: -part[1])
+    shown = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts)
+    total, capacity = show_bytes(memory.total(fullest)), show_bytes(memory.capacity)
+    sentences = [f"The plan expected {total} of {capacity} there ({shown})."]
+    lower = sorted(_savings(config, model, trainer, moments), key=lambda switch: -switch[1])
+    on_resume = [switch for switch in lower if switch[0].keys() <= MAY_CHANGE]
+    for when, found in (("with --resume", on_resume), ("in a new run", [s for s in lower if s not in on_resume])):
+        texts = [f"{' '.join(show_changes(changes))} (-{show_bytes(saved)})" for changes, saved in found[:SHOWN]]
+        if texts:
+            sentences.append(f"It takes less {when} and {', or '.join(texts)}.")
+    return " ".join(sentences)
+
+
+def _savings(config: Config, model: Model, cluster: Cluster, moments: tuple[str, ...]) -> Iterator[tuple[Changes, int]]:
+    """The gentlest setting of each switch that lowers the fullest of these moments, and by how many bytes."""
+
+    def fullest(config: Config) -> int:
+        memory = estimate_memory(config, model, cluster)
+        return max(map(memory.total, moments))
+
+    now = fullest(config)
+    for settings in all_switches(config, model, cluster):
+        for changes in settings:
+            other = with_changes(config, changes)
+            if other is not None and (saved := now - fullest(other)) > 0:
+                yield changes, saved
+                break
