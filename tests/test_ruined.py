@@ -97,10 +97,26 @@ def test_a_run_that_trains_nothing_says_so(tmp_path: Path, capsys: Any) -> None:
     train(run_config(tmp_path, "grpo", algorithm={"preset": "grpo"}, train={"steps": 9}))
     told = " ".join(capsys.readouterr().err.split())
     for steps in (4, 8):
-        text = f"step {steps}: no update in {steps} steps: the rewards in each group are equal (mean 0 in this step, "
+        text = (
+            f"step {steps}: no update in {steps} steps: the rewards in each group are equal (mean 0 in this step; 0% of"
+        )
         assert told.count(text) == 1, told
     assert told.count("no update in") == 2
     assert "(no step had an update: it is the one that the run began with)" in told
+
+
+def test_a_run_without_any_reward_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Every grader failed: the samples are masked, and there is no mean reward."""
+
+    def mask(samples: Any, *_: Any) -> list[str]:
+        for sample in samples:
+            sample.reward = float("nan")
+        return ["crash"] * len(samples)
+
+    monkeypatch.setattr("rlplus.trainer.loop.score", mask)
+    train(run_config(tmp_path, algorithm={"preset": "grpo"}, train={"steps": 4}))
+    told = " ".join(capsys.readouterr().err.split())
+    assert "in each group are equal (none in this step; 100% of the responses not graded, " in told
 
 
 def test_a_run_that_trains_says_no_such_thing(tmp_path: Path, capsys: Any) -> None:

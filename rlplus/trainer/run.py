@@ -214,11 +214,12 @@ class Run:
         """Say so when steps in a row had no update: after IDLE_STEPS, then each time that their number has doubled."""
         self.idle = 0 if metrics["actor/updated"] else self.idle + 1
         if self.idle >= IDLE_STEPS and self.idle & (self.idle - 1) == 0:
-            clipped = metrics.get("response_length/clipped", 0.0)
+            clipped, masked = (metrics.get(name, 0.0) for name in ("response_length/clipped", "reward/masked"))
+            rewards = f"mean {metrics['reward/mean']:.3g}" if "reward/mean" in metrics else "none"
             self.log.say(
-                f"step {self.step}: no update in {self.idle} steps: the rewards in each group are equal (mean "
-                f"{metrics['reward/mean']:.3g} in this step, {clipped:.0%} of the responses cut off), so no sample has "
-                "a gradient. Check the reward on a response of the model, the prompts' format, "
+                f"step {self.step}: no update in {self.idle} steps: the rewards in each group are equal ({rewards} in "
+                f"this step; {masked:.0%} of the responses not graded, {clipped:.0%} cut off), so no sample has a "
+                "gradient. Check the reward on a response of the model, the prompts' format, "
                 "rollout.max_response_length, and whether the problems are much too hard or too easy"
             )
 
