@@ -94,5 +94,5 @@ def check_what_it_guards(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         ask(engine)
     stranger = rlplus.rollout.server._Requests(engine._http.url)
     assert b"vllm_config" in stranger.send("GET", "/server_info?config_format=json")
-    assert b"results" in stranger.send("POST", "/collective_rpc", {"method": "get_kv_cache_spec"})
+    assert b"results" in stranger.send("POST", "/collective_rpc", {"method": "check_health"})
     monkeypatch.setenv("VLLM_API_KEY", "secret")
