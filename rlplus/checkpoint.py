@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from rlplus import agree
+from rlplus.textfiles import read_text
 
 SAVING = "saving"
 
@@ -32,7 +33,7 @@ def latest(folder: Path) -> Path | None:
     if not pointer.is_file():  # lost, or not yet written: what was renamed is complete
         complete = sorted(folder.glob("step-*/state.json"))
         return complete[-1].parent if complete else None
-    checkpoint = folder / pointer.read_text().strip()
+    checkpoint = folder / read_text(pointer).strip()
     if not (checkpoint / "state.json").is_file():
         raise ValueError(f"{pointer} names {checkpoint.name}, which is not there or not complete")
     return checkpoint

@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="train as a configuration file says")
     train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in output_dir")
+    train.add_argument("--force", action="store_true", help="start although the memory planned is more than there is")
     train.set_defaults(run=_train)
 
     evaluate = commands.add_parser("eval", help="pass@1 and pass@k of a model on a configuration's evaluation data")
@@ -121,28 +122,36 @@ def _train(args: argparse.Namespace) -> None:
     check_training_files(config)
     _quiet_imports()
     from rlplus.evaluation import evaluator
-    from rlplus.plan import make_plan, this_cluster
-    from rlplus.plan.show import show
-    from rlplus.terminal import Terminal
     from rlplus.trainer import phase_out_of_memory, train
 
-    if int(os.environ.get("RANK", 0)) == 0:
-        console = Terminal(stderr=True)
-        try:
-            plan = make_plan(config, this_cluster(config))
-        except RuntimeError as error:  # a model that cannot be built without memory may well train
-            console.print(f"no plan of the memory: {error}")
-        else:
-            if plan.fits:
-                console.print(plan.summary())
-            else:  # an estimate, so the run may try
-                show(plan, console)
+    _check_memory(config, force=args.force)
     try:
         train(config, resume=args.resume, evaluate=evaluator(config))
     except RunFailed as failure:
         if (phase := phase_out_of_memory(failure)) is None:
             raise
         raise RunFailed(_out_of_memory(config, failure, phase)) from failure
+
+
+def _check_memory(config: "Config", *, force: bool) -> None:
+    """Show the plan. ValueError, on every rank, where the run does not fit; not if forced, as a plan is an estimate."""
+    from rlplus.plan import make_plan, this_cluster
+    from rlplus.plan.show import show
+    from rlplus.terminal import Terminal
+
+    console = Terminal(stderr=True)
+    console.quiet = int(os.environ.get("RANK", 0)) != 0
+    try:
+        plan = make_plan(config, this_cluster(config))
+    except RuntimeError as error:  # a model that cannot be built without memory may well train
+        console.print(f"no plan of the memory: {error}")
+        return
+    if plan.fits:
+        console.print(plan.summary())
+        return
+    show(plan, console)
+    if not force:
+        raise ValueError(f"the run would not fit ({'; '.join(plan.memory.problems)}): change it, or try with --force")
 
 
 def _out_of_memory(config: "Config", failure: RunFailed, phase: str) -> str:
@@ -211,6 +220,9 @@ def _eval(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
+    from rlplus.config import check_output_folder
+
+    check_output_folder(Path(args.output).parent, "--output")
     _quiet_imports()
     from rlplus.evaluation import Evaluation
     from rlplus.report import load_run, write_report
@@ -223,6 +235,7 @@ def _report(args: argparse.Namespace) -> None:
         for path in sorted(folder.glob("evaluation*.json")):
             result = Evaluation.load(path)
             results[str(folder) if path.name == "evaluation.json" else f"{folder}: {result.name}"] = result
+    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     write_report(Path(args.output), runs, results, title=", ".join(folder.name for folder in folders))
     Terminal().print(f"written to {args.output}")
 

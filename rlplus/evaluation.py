@@ -20,6 +20,7 @@ from rlplus.config import Config, check_evaluation_files
 from rlplus.data import Example, distinct, load_examples, load_tokenizer, response_text
 from rlplus.reward import Scorer
 from rlplus.rollout import RolloutEngine, make_engine
+from rlplus.textfiles import read_text, write_text
 from rlplus.trainer import Evaluate, Run, prepare_model
 
 _COMPLETIONS_A_CALL = 4096  # bounds what is held as Python lists at a time
@@ -102,13 +103,13 @@ class Evaluation:
 
     def save(self, path: Path) -> None:
         """Write as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read what `save` wrote. ValueError if the file holds something else."""
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(read_text(path))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is not JSON: {error}") from error
         wanted = {field.name for field in fields(cls)}

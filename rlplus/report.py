@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullLocator
 
 from rlplus.evaluation import Estimate, Evaluation, paired_difference, pooled_pass_at, seeds_below
+from rlplus.textfiles import read_text, write_text
 
 # Okabe and Ito's colours, told apart with any colour vision; grey for what was not trained here.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -103,7 +104,7 @@ def load_run(folder: Path) -> RunData:
     for name in ("config.yaml", "metrics.jsonl"):
         if not (folder / name).is_file():
             raise ValueError(f"want the folder of a run, with config.yaml and metrics.jsonl; {folder} has no {name}")
-        texts.append((folder / name).read_text(encoding="utf-8"))
+        texts.append(read_text(folder / name))
     config, lines = texts
     complete, _, cut = lines.rpartition("\n")
     metrics = []
@@ -153,7 +154,7 @@ def write_report(
     )
     body = "\n".join(parts)
     page = f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
-    path.write_text(page, encoding="utf-8")
+    write_text(path, page)
 
 
 def _colours(trained: Mapping[str, object], tested: Mapping[str, object]) -> dict[str, str]:

@@ -3,15 +3,21 @@
 import json
 import os
 import re
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import processes
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from trainer_runs import environment, metrics, run_config, write_task
 
 from rlplus.cli import main
+from rlplus.config import ScratchModel
+from rlplus.data import byte_tokenizer
+from rlplus.trainer.model import make_scratch_model, write_model
 
 
 @pytest.fixture
@@ -162,6 +168,99 @@ def test_what_is_wrong_is_one_message(config_file, capsys, arguments, message):
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model.path={run}/no-tokenizer"], "with a tokenizer as model.path"),
+        (["model.path={run}/truncated"], "could not read the weights of {run}/truncated: "),
+        (["model.path={run}/foreign"], "could not read the weights of {run}/foreign: "),
+        (["model.path={run}/list"], "got '{run}/list': "),
+        (["data.path={run}/surrogate.jsonl"], "{run}/surrogate.jsonl:2: want text that UTF-8 can hold; got the lone"),
+        (["data.path={run}/latin1.jsonl"], "{run}/latin1.jsonl:1: want UTF-8 text; got"),
+        (["data.path={run}/deep.jsonl"], "{run}/deep.jsonl:1: invalid JSON: nested too deeply"),
+        (["data.path={run}/latin1.parquet"], "{run}/latin1.parquet"),
+        (["train.lr=1e38"], "train: want an lr whose first step, lr / (1 - betas[0]), is a float32; got lr 1e+38"),
+        (["train.betas=[1, 0.9]"], "train: want betas below 1; got [1.0, 0.9]"),
+        (["model.scratch.hidden_size=1000000000"], "the run would not fit (generate: needs "),
+        (["model.scratch.layers=1000000000"], "model.scratch.layers: want less than or equal to 1000"),
+        (["rollout.kv_cache_memory_mb=100000000000"], "would not fit"),
+        (["output_dir={run}/metrics"], "{run}/metrics/metrics.jsonl, line 1: want UTF-8 text; got"),
+        (["output_dir={run}/latest"], "{run}/latest"),
+    ],
+)
+def test_files_that_cannot_be_used_are_one_message(config_file, unusable, capsys, arguments, message):
+    """Exit status 2 and one line that names the file and, where it has any, the place in it."""
+    path = ["model.scratch=null"] if "model.path" in arguments[0] else []
+    resume = ["--resume"] if "output_dir" in arguments[0] else []
+    overrides = [text.format(run=unusable) for text in arguments]
+    assert main(["train", str(config_file), *resume, *path, *overrides]) == 2
+    error = capsys.readouterr().err
+    assert message.format(run=unusable) in error
+    assert "Traceback" not in error
+    (line,) = [line for line in error.splitlines() if line.startswith("rlplus train: ")]
+    assert error.endswith(line + "\n") or "does not describe a run" in line
+
+
+@pytest.fixture(scope="module")
+def unusable(tmp_path_factory):
+    """Models, data and runs that something is wrong with."""
+    folder = tmp_path_factory.mktemp("unusable")
+    tokenizer = byte_tokenizer()
+    write_model(make_scratch_model(ScratchModel(hidden_size=32, layers=1), tokenizer, seed=0), str(folder / "foreign"))
+    shutil.copytree(folder / "foreign", folder / "no-tokenizer")
+    tokenizer.save_pretrained(folder / "foreign")
+    shutil.copytree(folder / "foreign", folder / "truncated")
+    shutil.copytree(folder / "foreign", folder / "list")
+    os.truncate(folder / "truncated/model.safetensors", 5000)
+    (folder / "foreign/model.safetensors").write_text("some text " * 100)
+    (folder / "list/config.json").write_text("[1]")
+    row = '{"prompt": "1+1=", "answer": "2", "demonstration": "<2>"}\n'
+    (folder / "surrogate.jsonl").write_text(row + row.replace("1+", "\\ud800"))
+    (folder / "latin1.jsonl").write_bytes(row.replace("1+", "\xe9").encode("latin1"))
+    (folder / "deep.jsonl").write_text("[" * 100_000 + "\n")
+    text = _invalid_strings()
+    pq.write_table(pa.table({name: text for name in ("prompt", "answer", "demonstration")}), folder / "latin1.parquet")
+    (folder / "metrics").mkdir()
+    (folder / "metrics/metrics.jsonl").write_bytes(b"\xff\n")
+    (folder / "latest/checkpoints").mkdir(parents=True)
+    (folder / "latest/checkpoints/latest").write_bytes(b"\xff")
+    return folder
+
+
+def _invalid_strings():
+    """Three Arrow strings that are no UTF-8."""
+    data = pa.array([b"a\xff"] * 3)
+    return pa.Array.from_buffers(pa.string(), 3, data.buffers())
+
+
+def test_absurd_plans_can_be_forced(config_file, capsys, monkeypatch):
+    """The plan is an estimate, so a run that it refuses may be tried."""
+    monkeypatch.setattr("rlplus.plan.cluster._host_memory", lambda: 2**20)
+    assert main(["train", str(config_file)]) == 2
+    assert "try with --force" in capsys.readouterr().err
+    assert main(["train", str(config_file), "train.steps=1", "--force"]) == 0
+    assert "It does not fit" in capsys.readouterr().err
+
+
+def test_reports_that_cannot_be_written_or_read_name_the_file(config_file, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(config_file.read_text())
+    (run / "metrics.jsonl").write_text('{"step": 1, "generated_tokens": 1}\n')
+
+    def complaint(*arguments):
+        assert main(["report", str(run), *map(str, arguments)]) == 2
+        return capsys.readouterr().err
+
+    assert complaint("-o", "/dev/full") == "rlplus report: could not write /dev/full: No space left on device\n"
+    assert complaint("-o", tmp_path) == f"rlplus report: could not write {tmp_path}: Is a directory\n"
+    assert complaint("-o", config_file / "x.html").startswith("rlplus report: want --output a folder; got")
+    (run / "evaluation.json").write_bytes(b'{\n"name": "\xff"}')
+    assert f"{run}/evaluation.json, line 2: want UTF-8 text; got" in complaint("-o", tmp_path / "a/b.html")
+    (run / "metrics.jsonl").write_bytes(b"\n\n\xff\n")
+    assert f"{run}/metrics.jsonl, line 3: want UTF-8 text; got" in complaint()
 
 
 def test_a_malformed_line_is_named(config_file, tmp_path, capsys):

@@ -352,7 +352,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=match):
             load_config(path)
     path.write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(ValueError, match="not UTF-8"):
+    with pytest.raises(ValueError, match=r"bad\.yaml, line 1: want UTF-8 text"):
         load_config(path)
 
 
@@ -394,3 +394,36 @@ def test_sections_can_be_made_in_code() -> None:
         evaluation=EvaluationConfig(data=DataConfig(path="b.jsonl"), k=[1, 32]),
     )
     assert config.algorithm.resolve().objective.gamma == 1
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefg", "bcdefgh", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: " + "[" * 3000, "nested too deeply"),
+        ("model: " + "{a: " * 3000, "nested too deeply"),
+        (BOMB, "its aliases stand for more than 100000 values"),
+        ("model: &a [*a]", "nested too deeply"),
+        (b"output_dir: ab\nmodel: \xff", "line 2: want UTF-8 text; got"),
+    ],
+)
+def test_yaml_that_would_exhaust_the_reader_is_refused(tmp_path: Path, text: str | bytes, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=message) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_aliases_are_fine_in_reason(minimal: Path) -> None:
+    text = minimal.read_text().replace("output_dir:", "output_dir: &out", 1)
+    minimal.write_text(text)
+    assert load_config(minimal, ["checkpoint={every: 7}"]).checkpoint.every == 7
+    deep = "[" * 3000
+    with pytest.raises(ValueError, match="the value is not valid YAML"):
+        load_config(minimal, [f"evaluation.k={deep}"])

@@ -20,10 +20,10 @@ from rlplus.demo.base import make_model
 from rlplus.demo.task import make_tokenizer
 from rlplus.objective import Objective
 from rlplus.ops import linear_policy_loss
-from rlplus.plan import GPUS, MOMENTS, Cluster, make_cluster, make_plan
+from rlplus.plan import GPUS, MOMENTS, Cluster, make_cluster, make_plan, this_cluster
 from rlplus.plan.activations import Meter, count_activations, meta_model
 from rlplus.plan.cluster import Gpu
-from rlplus.plan.memory import Model, head_memory, model_states
+from rlplus.plan.memory import Model, head_memory, model_states, packed_shape
 from rlplus.plan.show import show
 from rlplus.trainer.batch import make_micro_batches
 from rlplus.trainer.policy import PackedModel, Policy
@@ -538,3 +538,20 @@ def test_a_run_that_samples_nothing_has_no_engine(qwen, engine):
     evaluated = make_plan(paper(qwen, *quiet, "evaluation.every=5"), make_cluster(8, "a100-80g"))
     assert evaluated.ranks == (4 if engine == PROCESS else 8)
     assert (evaluated.sequences > 0) == (engine != SERVER)
+
+
+def test_a_container_has_the_memory_that_its_control_group_allows(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr("rlplus.plan.cluster.CGROUP_LIMITS", (tmp_path / "none", limit))
+    limit.write_text("max\n")
+    machine = this_cluster(config := run_config(tmp_path)).gpu.memory
+    limit.write_text("1048576\n")
+    assert this_cluster(config).gpu.memory == 2**20 < machine
+
+
+def test_a_budget_beyond_the_samples_of_an_update_takes_nothing(tmp_path):
+    """4 prompts in groups of 4 and a demonstration cannot fill more micro-batch than they have tokens."""
+    small, large = (run_config(tmp_path, train={"tokens_per_micro_batch": n}) for n in (10**4, 10**12))
+    assert packed_shape(small) == packed_shape(large)
+    rows, length = packed_shape(large)
+    assert rows * length >= 4 * 4 * large.max_sample_length

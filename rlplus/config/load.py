@@ -11,6 +11,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from rlplus.config.schema import Config
+from rlplus.textfiles import read_text
+
+MAX_VALUES = 100_000  # of a configuration
 
 
 class _Loader(yaml.SafeLoader):
@@ -56,9 +59,9 @@ def _read(path: Path) -> dict[str, Any]:
         what = "it is a folder" if path.is_dir() else f"no such file (current directory: {Path.cwd()})"
         raise ValueError(f"want a YAML file; got {path}: {what}")
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text: {error}") from error
+        data = _parse(read_text(path))
+    except RecursionError:  # its traceback would be a thousand lines
+        raise ValueError(f"{path}: invalid YAML: nested too deeply") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
@@ -68,6 +71,29 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{path}: want sections (model, data, train, ...); got {type(data).__name__}")
     return data
+
+
+def _parse(text: str) -> Any:
+    """The value; YAMLError also where aliases stand for more than MAX_VALUES: checks and messages visit every value."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _size(node, {}) > MAX_VALUES:
+            raise yaml.YAMLError(f"its aliases stand for more than {MAX_VALUES} values")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """Values below the node with every alias written out; RecursionError where it contains itself."""
+    if id(node) not in known:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        inner = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in pairs for part in pair]
+        known[id(node)] = 1 + sum(_size(part, known) for part in inner)
+    return known[id(node)]
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
@@ -92,9 +118,9 @@ def _value(parts: Sequence[str], text: str, override: str) -> Any:
     if str in kinds and not quoted and not (list in kinds and text.startswith("[")):
         return None if NoneType in kinds and text in ("", "null") else text
     try:
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except yaml.YAMLError as error:
-        raise ValueError(f"override {override!r}: the value is not valid YAML") from error
+        return _parse(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"override {override[:80]!r}: the value is not valid YAML") from error
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:

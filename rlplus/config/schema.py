@@ -62,7 +62,7 @@ class ScratchModel(Section):
     """
 
     hidden_size: Count = 64
-    layers: Count = 2
+    layers: Annotated[int, Field(ge=1, le=1000)] = 2
     heads: Count = 2
     intermediate_size: Count = 192
     initializer_range: Positive = 0.12  # at 64 wide, the usual 0.02 learns nothing within minutes

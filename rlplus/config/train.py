@@ -9,6 +9,7 @@ from rlplus.config.base import Count, Fraction, NonNegative, Positive, Section
 # Of DeepSpeed's configuration: they would change the loss's normalisation, or be ignored beside the trainer's own.
 OWNED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
 OWNED |= {"optimizer", "scheduler", "fp16"}
+LARGEST = 3.4e38  # float32
 
 
 class TrainConfig(Section):
@@ -68,6 +69,10 @@ class TrainConfig(Section):
                 f"want prompts_per_update to divide prompts_per_step; "
                 f"got prompts_per_update {self.prompts_per_update}, prompts_per_step {self.prompts_per_step}"
             )
+        if self.betas[0] == 1 or self.betas[1] == 1:
+            raise ValueError(f"want betas below 1; got {list(self.betas)}")
+        if self.lr / (1 - self.betas[0]) > LARGEST:
+            raise ValueError(f"want an lr whose first step, lr / (1 - betas[0]), is a float32; got lr {self.lr:g}")
         zero = self.deepspeed.get("zero_optimization")
         stage = zero.get("stage", self.zero_stage) if isinstance(zero, dict) else self.zero_stage
         if stage != self.zero_stage:

@@ -1,6 +1,7 @@
 """Rows of JSONL and Parquet files, and columns by dotted name."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,7 @@ from rlplus.config import check_data_files
 from rlplus.errors import nearest
 
 Row = dict[str, Any]
+_SURROGATE = re.compile("[\ud800-\udfff]")  # json takes "\\ud800" alone, though no text can have it
 
 
 def read_rows(paths: Sequence[str], columns: Sequence[str], limit: int | None) -> Iterator[tuple[str, Row]]:
@@ -41,12 +43,17 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
                 raise ValueError(f"{where}: invalid JSON: {error.msg} at column {error.colno}") from error
             except UnicodeDecodeError as error:
                 raise ValueError(f"{where}: want UTF-8 text; got {error}") from error
+            except RecursionError:
+                raise ValueError(f"{where}: invalid JSON: nested too deeply") from None
+            if rb"\ud" in line.lower() and (sign := _SURROGATE.search(json.dumps(row, ensure_ascii=False))):
+                raise ValueError(f"{where}: want text that UTF-8 can hold; got the lone surrogate {sign[0]!r}")
             if not isinstance(row, dict):
                 raise ValueError(f"{where}: want a JSON object; got {type(row).__name__}")
             yield where, row
 
 
 def _parquet(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    number = 0
     try:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow
@@ -54,11 +61,12 @@ def _parquet(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Row]]:
                 if not _in_schema(schema, column):
                     raise missing_column(str(path), column, _schema_names(schema))
             heads = [column if column in schema.names else column.split(".")[0] for column in columns]
-            number = 0
             for batch in file.iter_batches(batch_size=1024, columns=list(dict.fromkeys(heads))):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"{path} row {number}", row
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}, after row {number}: want UTF-8 text; got {error}") from error
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path}: not a readable Parquet file: {error}") from error
 

@@ -303,5 +303,5 @@ def _encode_demonstrations(chunk: Sequence[_Parsed], tokenizer: PreTrainedTokeni
     demonstrations: list[list[int] | None] = []
     for row in chunk:
         ids = None if row.demonstration is None else next(encoded)
-        demonstrations.append(ids if ids is None or ids[-1] == eos else [*ids, eos])
+        demonstrations.append(ids if ids is None or ids[-1:] == [eos] else [*ids, eos])
     return demonstrations

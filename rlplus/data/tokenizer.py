@@ -61,11 +61,13 @@ def response_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], pre
 def _read_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # foreign files can raise anything
+        reason = " ".join(str(error).split()) or repr(error)
         raise ValueError(
             f"want a folder or a hub name with a tokenizer as model.path {model.path!r}: {reason}"
         ) from error
+    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_tokens):  # transformers' answer to missing files
+        raise ValueError(f"want a folder or a hub name with a tokenizer as model.path {model.path!r}: it has none")
     if tokenizer.eos_token_id is None:
         raise ValueError(f"want a tokenizer with an end token (eos_token); the one of {model.path!r} has none")
     if tokenizer.pad_token_id is None:

@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -11,6 +12,7 @@ from rlplus.errors import nearest
 
 GIB = 2**30
 NODE = 8  # GPUs of a node
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # v2, v1
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,14 @@ def this_cluster(config: Config) -> Cluster:
         gpu = _this_gpu()
         return Cluster(ranks * gpus_a_rank(config, gpu), gpu)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return Cluster(ranks, Gpu("cpu", _host_memory() / local))
+
+
+def _host_memory() -> int:
+    """Bytes of this machine, or of the container where its control group allows less."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Cluster(ranks, Gpu("cpu", memory / local))
+    limits = [int(text) for file in CGROUP_LIMITS if file.is_file() and (text := file.read_text().strip()).isdigit()]
+    return min([memory, *limits])
 
 
 def _this_gpu() -> Gpu:

@@ -168,10 +168,12 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
 def packed_shape(config: Config) -> tuple[int, int]:
     """(rows, length) of the largest micro-batch of a rank, or of the ranks that share it.
 
-    It has as many tokens as it may have, in rows as long as the longest sample or a little longer; FlashAttention takes
-    all of them as one row.
+    It has as many tokens as it may have, and as an update's samples can have, in rows as long as the longest sample or
+    a little longer; FlashAttention takes all of them as one row.
     """
-    tokens = config.train.tokens_per_micro_batch * config.train.sequence_parallel
+    train = config.train
+    samples = (train.prompts_per_update or train.prompts_per_step) * (config.rollout.group_size + 1)
+    tokens = min(train.tokens_per_micro_batch * train.sequence_parallel, samples * config.max_sample_length)
     rows = 1 if config.model.attention == "flash_attention_2" else max(1, tokens // config.max_sample_length)
     return rows, tokens // rows
 

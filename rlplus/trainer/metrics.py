@@ -18,6 +18,7 @@ from rlplus import agree
 from rlplus.data import Sample
 from rlplus.ops import PolicyLoss
 from rlplus.terminal import Terminal
+from rlplus.textfiles import read_text, write_text
 from rlplus.trainer.memory import naming_phase
 
 
@@ -140,7 +141,7 @@ class RunLog:
         self.path = folder / "metrics.jsonl"
         kept = [line for line in _complete_lines(self.path) if _step_of(line, self.path) <= step]
         rewritten = self.path.with_suffix(".new")
-        rewritten.write_text("".join(f"{line}\n" for line in kept))
+        write_text(rewritten, "".join(f"{line}\n" for line in kept))
         rewritten.replace(self.path)
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1, max_queue=1000)  # or a step waits
         self.progress = Progress(
@@ -204,5 +205,5 @@ def _complete_lines(path: Path) -> list[str]:
     """Lines of a JSONL file; a last one that a killed process left without its end is dropped."""
     if not path.exists():
         return []
-    text = path.read_text()
+    text = read_text(path)
     return text[: text.rfind("\n") + 1].splitlines()

@@ -176,8 +176,9 @@ def read_model_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
     """Of a Hugging Face folder or hub name; ValueError where there is none."""
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"want model.path a Hugging Face folder or hub name; got {path!r}: {error}") from error
+    except Exception as error:  # foreign files can raise anything
+        reason = " ".join(str(error).split()) or repr(error)
+        raise ValueError(f"want model.path a Hugging Face folder or hub name; got {path!r}: {reason}") from error
     return config
 
 

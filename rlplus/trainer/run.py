@@ -15,6 +15,7 @@ from rlplus.data import Example, PromptSampler, Sample, load_examples, load_toke
 from rlplus.objective import Algorithm
 from rlplus.reward import Scorer, Verdict, grade_demonstrations, keep_passed
 from rlplus.rollout import RunFailed, make_engine
+from rlplus.textfiles import write_text
 from rlplus.trainer import folder
 from rlplus.trainer.engine import EngineFailed, NoEngine, SyncedEngine, max_gap
 from rlplus.trainer.memory import naming_phase
@@ -105,7 +106,7 @@ class Run:
         if last is not None:
             self.rollouts.restore(checkpoint.read_rank_state(last))
         if self.rank == 0:
-            (self.folder / "config.yaml").write_text(config.to_yaml())
+            write_text(self.folder / "config.yaml", config.to_yaml())
         self.log = RunLog(self.folder, self.step, config.algorithm.preset, enabled=self.rank == 0)
         stack.callback(self.log.close)
         source = f"rollouts by {self.engine.engine.name}" if config.needs_engine else "no rollouts, and no engine"
