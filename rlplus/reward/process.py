@@ -21,10 +21,12 @@ Status = Literal["ok", "unparsed", "timeout", "crash", "bad_gold"]
 
 POLL_S = 0.05  # how often the workers are looked at while none answers
 WALL_CLOCK_FACTOR = 10  # the limit of the wall clock over that of the CPU time: for a busy machine, or one that sleeps
+_UNWATCHED = 0.05  # share of the time limit before an item is looked at: reading /proc costs milliseconds
 _START_TIMEOUT_S = 300.0  # wall clock; importing a user's module from a busy network disk
 _END_TIMEOUT_S = 10.0  # wall clock
 _MAX_READ = 1 << 16  # bytes at a time: a worker that never stops writing must not hold the trainer
 _MAX_LINE = 1 << 16  # bytes; an honest reply has a tenth of it at most
+_STATUSES = frozenset(get_args(Status))
 _NO_SCORE = "wrote something that is no score"
 
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
@@ -110,6 +112,8 @@ class Worker:
             if not data:
                 self._broken = "ended, or closed its end of the pipe"
         *lines, self._partial = self._partial.split(b"\n")
+        if lines:
+            self._restart_clocks()
         scores: list[tuple[int, Score]] = []
         for line in lines:
             if not self._take(line, scores):
@@ -121,26 +125,21 @@ class Worker:
 
     def _take(self, line: bytes, scores: list[tuple[int, Score]]) -> bool:
         """Read one line; False when it is not what the worker would write now."""
-        token, reply = line[: len(self._token)], None
-        try:
-            reply = json.loads(line[len(self._token) :]) if token == self._token else None
-        except (ValueError, RecursionError):
+        if not line.startswith(self._token):
             return False
-        match reply:
-            case ["ready"] if not self.ready:
+        try:
+            first, *rest = json.loads(line[len(self._token) :].decode())
+            if self.ready:
+                value, status, detail = rest
+                if first != self.pending[0] or status not in _STATUSES or not math.isfinite(value):
+                    return False
+                scores.append((self.pending.popleft(), Score(value, status, detail)))
+            elif first == "ready":
                 self.ready = True
-            case ["error", str(text)] if not self.ready:
-                self.setup_error = text
-            case [int(index), float(value), str(status), str(detail)]:
-                if not self.pending or index != self.pending[0] or status not in get_args(Status):
-                    return False
-                if not math.isfinite(value):
-                    return False
-                self.pending.popleft()
-                scores.append((index, Score(value, status, detail)))  # type: ignore[arg-type]
-            case _:
-                return False
-        self._restart_clocks()
+            else:
+                (self.setup_error,) = rest
+        except (ValueError, TypeError, IndexError, OverflowError, RecursionError):
+            return False
         return True
 
     def _restart_clocks(self) -> None:
@@ -159,10 +158,9 @@ class Worker:
         limit = WALL_CLOCK_FACTOR * timeout_s if self.ready else _START_TIMEOUT_S
         if (self.pending or not self.ready) and waited > limit:
             return "timeout", f"gave no answer for {limit:g} s of the wall clock"
-        if not self.pending or waited < POLL_S:
+        if not self.pending or waited < _UNWATCHED * timeout_s:
             return None
-        # One thread cannot use more CPU time than has passed: until then there is nothing to look at. Reading /proc
-        # costs milliseconds, so an item that takes less than POLL_S is never looked at.
+        # One thread cannot use more CPU time than has passed: until then there is nothing to look at.
         if self._cpu_before is None:
             self._cpu_before, self._next_look = cpu_seconds(self.process.pid), now + timeout_s
         elif now >= self._next_look:

@@ -140,17 +140,17 @@ class Scorer:
 
     def _take_score(self, item: int, score: Score) -> None:
         """A failure is kept for the second try, a second one is final."""
-        if score.failed and item not in self._failures:
+        if not score.failed:
+            self._scores[item] = score
+        elif item not in self._failures:
             self._failures[item] = score
             self._again.append(item)
-        elif score.failed and self.config.on_failure == "error":
+        elif self.config.on_failure == "error":
             raise ValueError(
                 f"the grader failed twice on a text, and reward.on_failure is error: {score.status}, {score.detail}"
             )
-        elif score.failed:
-            self._scores[item] = replace(score, value=math.nan if self.config.on_failure == "mask" else 0.0)
         else:
-            self._scores[item] = score
+            self._scores[item] = replace(score, value=math.nan if self.config.on_failure == "mask" else 0.0)
 
     def _replace(self, worker: Worker, status: Status, why: str) -> None:
         """Stop a worker; the item it was at has failed, the others go back to the queue."""
