@@ -1,18 +1,22 @@
 """Checkpoints that are complete or not there, and that resume exactly.
 
     checkpoints/latest            the name of the newest complete checkpoint
-    checkpoints/step-000050/      DeepSpeed's shards, rng-<rank>.pt, rank-<rank>.pt, state.json
+    checkpoints/step-000050/      DeepSpeed's shards, rng-<rank>.pt, rank-<rank>.pt, state.json and its CRC-32
     checkpoints/saving/           one that is being written, or was when the process died
 
-A checkpoint is written under the name `saving`, flushed to the disk, renamed, and only then named in `latest`.
+A checkpoint is written under the name `saving`, flushed to the disk, renamed, and only then named in `latest`. `verify`
+compares the checksums that torch.save puts into its zip archives, and that of state.json, before anything is loaded.
 Loading unpickles (DeepSpeed's format does): load only checkpoints that you wrote yourself.
 """
 
 import json
 import os
 import random
+import re
 import shutil
-from collections.abc import Callable, Iterator
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,18 +29,40 @@ from rlplus import agree
 from rlplus.textfiles import read_text
 
 SAVING = "saving"
+NAME = re.compile(r"step-\d+")
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint under `folder`, or None."""
+    """The newest complete checkpoint under `folder`, or None; ValueError for a pointer to anything else."""
     pointer = folder / "latest"
     if not pointer.is_file():  # lost, or not yet written: what was renamed is complete
-        complete = sorted(folder.glob("step-*/state.json"))
-        return complete[-1].parent if complete else None
-    checkpoint = folder / read_text(pointer).strip()
-    if not (checkpoint / "state.json").is_file():
-        raise ValueError(f"{pointer} names {checkpoint.name}, which is not there or not complete")
-    return checkpoint
+        complete = _complete(folder)
+        return complete[-1] if complete else None
+    name = read_text(pointer).strip()
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{pointer} is damaged: want the name of a checkpoint, step-<digits>; got {name[:80]!r}")
+    if not (folder / name / "state.json").is_file():
+        raise ValueError(f"{pointer} names {name}, which is missing or incomplete")
+    return folder / name
+
+
+def named(folder: Path, name: str) -> Path:
+    """The complete checkpoint of that name; ValueError where there is none."""
+    complete = _complete(folder)
+    if folder / name not in complete:
+        have = ", ".join(path.name for path in complete) or "none"
+        raise ValueError(f"want a complete checkpoint in {folder}: {have}; got {name!r}")
+    return folder / name
+
+
+def _complete(folder: Path) -> list[Path]:
+    """The checkpoints that were renamed, the oldest first."""
+    found = (file.parent for file in folder.glob("step-*/state.json") if NAME.fullmatch(file.parent.name))
+    return sorted(found, key=_step)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def save(engine: Any, folder: Path, step: int, state: dict[str, Any], keep: int, rank_state: Any = None) -> Path:
@@ -51,7 +77,7 @@ def save(engine: Any, folder: Path, step: int, state: dict[str, Any], keep: int,
         return final
     whole = state | {"step": step, "world_size": dist.get_world_size(), "rank_state": rank_state is not None}
     _together(lambda: _clear(saving, final) if main else None, step, saving)
-    _together(lambda: _write(engine, saving, rank_state), step, saving)
+    _together(lambda: _write(engine, saving, rank_state), step, saving)  # each rank flushes what it wrote
     _together(lambda: _publish(folder, final, whole, keep) if main else None, step, saving)
     return final
 
@@ -79,27 +105,38 @@ def _write(engine: Any, saving: Path, rank_state: Any) -> None:
         engine.save_checkpoint(str(saving.parent), tag=SAVING, save_latest=False)
     if errors:
         raise errors[0]
-    torch.save(random_state(), saving / f"rng-{dist.get_rank()}.pt")
+    _save_flushed(random_state(), saving / f"rng-{dist.get_rank()}.pt")
     if rank_state is not None:
-        torch.save(rank_state, saving / f"rank-{dist.get_rank()}.pt")
+        _save_flushed(rank_state, saving / f"rank-{dist.get_rank()}.pt")
+
+
+def _save_flushed(value: Any, file: Path) -> None:
+    torch.save(value, file)
+    _flush(file)
 
 
 @contextmanager
 def _errors_kept(engine: Any) -> Iterator[list[Exception]]:
-    """What DeepSpeed could not write inside, instead of an exception: its save ends with a barrier, in which the other
-    ranks would wait for a rank that left early."""
+    """Flush what DeepSpeed writes inside, and collect the errors instead of raising them.
+
+    Its save ends with a barrier, in which the other ranks would wait for a rank that left early.
+    """
     errors: list[Exception] = []
 
     def kept(write: Callable[..., Any]) -> Callable[..., Any]:
         def attempt(*args: Any, **kwargs: Any) -> Any:
             try:
-                return write(*args, **kwargs)
+                result = write(*args, **kwargs)
+                for file in (*args, *kwargs.values()):  # of (state, path)
+                    if isinstance(file, str):
+                        _flush(Path(file))
+                return result
             except (OSError, RuntimeError) as error:
                 errors.append(error)
 
         return attempt
 
-    writers = ((engine.checkpoint_engine, "save"), (engine, "_copy_recovery_script"))
+    writers = ((engine.checkpoint_engine, "save"), (engine, "_copy_recovery_script"))  # the script on rank 0
     for owner, name in writers:
         setattr(owner, name, kept(getattr(owner, name)))
     try:
@@ -112,27 +149,90 @@ def _errors_kept(engine: Any) -> Iterator[list[Exception]]:
 def _publish(folder: Path, final: Path, state: dict[str, Any], keep: int) -> None:
     """Turn the finished `saving` into `final`, name it in `latest`, delete what is too old."""
     saving = folder / SAVING
-    (saving / "state.json").write_text(json.dumps(state))
+    text = json.dumps(state)
+    (saving / "state.json").write_text(text)
+    (saving / "state.crc32").write_text(f"{zlib.crc32(text.encode()):08x}")
     for path in (*saving.rglob("*"), saving):
         _flush(path)
     saving.rename(final)
-    pointer = folder / "latest.new"
-    pointer.write_text(final.name)
-    _flush(pointer)
-    pointer.replace(folder / "latest")
-    _flush(folder)
+    point_to(final)
     # A later one has no pointer, see `_clear`: it is none of the newest.
-    for old in sorted(path for path in folder.glob("step-*") if path.name <= final.name)[:-keep]:
+    steps = (path for path in folder.glob("step-*") if NAME.fullmatch(path.name))
+    for old in sorted((path for path in steps if _step(path) <= _step(final)), key=_step)[:-keep]:
         shutil.rmtree(old)
+
+
+def point_to(checkpoint: Path) -> None:
+    """Name it in `latest`."""
+    pointer = checkpoint.with_name("latest.new")
+    pointer.write_text(checkpoint.name)
+    _flush(pointer)
+    pointer.replace(checkpoint.with_name("latest"))
+    _flush(checkpoint.parent)
+
+
+def verify(checkpoint: Path) -> None:
+    """ValueError on all ranks where a file is not what was written; it names the newest older checkpoint that is whole.
+
+    Collective. Each rank reads its share of the files once, in pieces, and compares their CRC-32.
+    """
+    files = _checked_files(checkpoint)
+    shares = agree.gathered(_damage(files[dist.get_rank() :: dist.get_world_size()]))
+    if damage := [text for share in shares for text in share]:
+        older = _newest_whole(checkpoint) if dist.get_rank() == 0 else None
+        raise ValueError(f"{'; '.join(damage)}. {agree.gathered(older)[0]}")
+
+
+def _checked_files(checkpoint: Path) -> list[Path]:
+    return [checkpoint / "state.json", *sorted(checkpoint.glob("*.pt"))]
+
+
+def _newest_whole(than: Path) -> str:
+    for older in reversed(_complete(than.parent)):
+        if _step(older) < _step(than) and not _damage(_checked_files(older)):
+            return f"The newest older checkpoint that is whole: {older.name}; --resume={older.name} goes on from it"
+    return "There is no older checkpoint that is whole"
+
+
+def _damage(files: Sequence[Path]) -> list[str]:
+    """A line for each damaged file."""
+    found = []
+    for file in files:
+        try:
+            if file.suffix == ".json":
+                _read_checked(file)
+            else:
+                _check_archive(file)
+        except Exception as error:  # a damaged archive can raise anything
+            found.append(f"{file} is damaged: {error}")
+    return found
+
+
+def _check_archive(file: Path) -> None:
+    """Raise where an archive of torch.save is not as written: its CRC-32s, and what else torch reads it by."""
+    with zipfile.ZipFile(file) as archive:
+        if (wrong := archive.testzip()) is not None:
+            raise ValueError(f"the CRC-32 of {wrong} is wrong")
+        for entry in archive.infolist():  # stored as they are, none a directory
+            if entry.compress_type or entry.compress_size != entry.file_size or entry.external_attr:
+                raise ValueError(f"the entry of {entry.filename} in its table is wrong")
+
+
+def _read_checked(file: Path) -> str:
+    """The text of `file`; ValueError where its CRC-32 is another. Checkpoints of 0.1.0 have none."""
+    content, written = file.read_bytes(), file.with_suffix(".crc32")
+    if written.exists() and written.read_bytes() != f"{zlib.crc32(content):08x}".encode():
+        raise ValueError("its CRC-32 is wrong")
+    return content.decode()
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The JSON state of a checkpoint: `save`'s `state`, "step" and "world_size"."""
     file = checkpoint / "state.json"
     try:
-        state: dict[str, Any] = json.loads(file.read_text())
+        state: dict[str, Any] = json.loads(_read_checked(file))
     except ValueError as error:
-        raise ValueError(f"{file} is damaged, it is not JSON: {error}") from error
+        raise ValueError(f"{file} is damaged: {error}") from error
     if not isinstance(state, dict) or not {"step", "world_size"} <= state.keys():
         raise ValueError(f"{file} is damaged: want an object with step and world_size; got {str(state)[:100]}")
     return state

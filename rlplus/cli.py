@@ -44,6 +44,8 @@ def _complain(message: str) -> None:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
+    # A bare --resume must not take the configuration behind it for its value.
+    argv = ["--resume=newest" if text == "--resume" else text for text in (sys.argv[1:] if argv is None else argv)]
     args, rest = parser.parse_known_args(argv)
     # argparse gives a list of positionals only one stretch: the overrides behind an option are left over.
     more = [text for text in rest if hasattr(args, "overrides") and not text.startswith("-")]
@@ -61,8 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
-    train = commands.add_parser("train", help="train as a configuration file says")
-    train.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in output_dir")
+    train = commands.add_parser("train", help="train as a configuration file says", allow_abbrev=False)
+    train.add_argument(
+        "--resume", nargs="?", metavar="auto|step-N",
+        help="go on from the newest checkpoint in output_dir; --resume=auto starts the run where there is none, "
+        "--resume=step-000020 goes back to that checkpoint",
+    )  # fmt: skip
     train.add_argument("--force", action="store_true", help="start although the memory planned is more than there is")
     train.set_defaults(run=_train)
 
@@ -125,8 +131,9 @@ def _train(args: argparse.Namespace) -> None:
     from rlplus.trainer import phase_out_of_memory, train
 
     _check_memory(config, force=args.force)
+    resume = {None: False, "newest": True}.get(args.resume, args.resume)
     try:
-        train(config, resume=args.resume, evaluate=evaluator(config))
+        train(config, resume=resume, evaluate=evaluator(config))
     except RunFailed as failure:
         if (phase := phase_out_of_memory(failure)) is None:
             raise

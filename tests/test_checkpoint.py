@@ -98,7 +98,7 @@ def test_a_torn_last_line_of_metrics_is_dropped_on_resume(tmp_path):
 def test_latest_refuses_a_pointer_to_nothing(tmp_path):
     assert checkpoint.latest(tmp_path) is None
     (tmp_path / "latest").write_text("step-000007")
-    with pytest.raises(ValueError, match=r"names step-000007, which is not there or not complete"):
+    with pytest.raises(ValueError, match=r"names step-000007, which is missing or incomplete"):
         checkpoint.latest(tmp_path)
 
 
@@ -106,6 +106,7 @@ def test_another_number_of_ranks_is_refused(tmp_path):
     config = run_config(tmp_path)
     folder = train(with_steps(config, 1))
     path = folder / "checkpoints/step-000001/state.json"
+    path.with_suffix(".crc32").unlink()
     path.write_text(json.dumps(json.loads(path.read_text()) | {"world_size": 8}))
     with pytest.raises(ValueError, match=r"written by 8 ranks: want as many to resume; got 1"):
         train(with_steps(config, 2), resume=True)
@@ -140,6 +141,7 @@ def test_a_leftover_without_a_pointer_costs_no_checkpoint(tmp_path):
 def test_a_checkpoint_from_before_a_key_existed_resumes(tmp_path):
     config = run_config(tmp_path)
     state = train(with_steps(config, 1)) / "checkpoints/step-000001/state.json"
+    state.with_suffix(".crc32").unlink()
     saved = json.loads(state.read_text())
     del saved["config"]["train"]["memory"], saved["config"]["rollout"]["mode"]
     state.write_text(json.dumps(saved))
@@ -150,7 +152,10 @@ def test_a_checkpoint_from_before_a_key_existed_resumes(tmp_path):
 
 
 def test_ranks_that_see_other_checkpoints_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("rlplus.trainer.run.agree.gathered", lambda own: [own, "step-000007"])
+    def gathered(own):
+        return [own, ("step-000007", None)] if isinstance(own, tuple) else [own]
+
+    monkeypatch.setattr("rlplus.trainer.run.agree.gathered", gathered)
     with pytest.raises(
         ValueError, match=r"all ranks share; its newest checkpoint is rank 0: None, rank 1: step-000007"
     ):

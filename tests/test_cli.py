@@ -193,7 +193,7 @@ def test_what_is_wrong_is_one_message(config_file, capsys, arguments, message):
 def test_files_that_cannot_be_used_are_one_message(config_file, unusable, capsys, arguments, message):
     """Exit status 2 and one line that names the file and, where it has any, the place in it."""
     path = ["model.scratch=null"] if "model.path" in arguments[0] else []
-    resume = ["--resume"] if "output_dir" in arguments[0] else []
+    resume = ["--resume=auto"] if "output_dir" in arguments[0] else []
     overrides = [text.format(run=unusable) for text in arguments]
     assert main(["train", str(config_file), *resume, *path, *overrides]) == 2
     error = capsys.readouterr().err
@@ -280,7 +280,7 @@ def test_overrides_may_follow_an_option(config_file, capsys):
     assert main(["train", str(config_file), "--resume", "train.lrr=1"]) == 2
     assert "train.lrr: unknown key" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["train", str(config_file), "train.steps=1", "--resum", "train.lr=1", "--nothing"])
+        main(["train", str(config_file), "train.steps=1", "--resume", "train.lr=1", "--nothing"])
     assert "unrecognized arguments: --nothing" in capsys.readouterr().err
 
 
@@ -305,7 +305,10 @@ def test_a_damaged_checkpoint_is_named(config_file, tmp_path, capsys):
     saved = tmp_path / "run/checkpoints/step-000001"
     os.truncate(saved / "mp_rank_00_model_states.pt", 100)
     assert main(["train", str(config_file), "train.steps=2", "--resume"]) == 2
-    assert f"{saved} is damaged, a file cannot be read" in capsys.readouterr().err
+    assert (
+        f"{saved / 'mp_rank_00_model_states.pt'} is damaged: File is not a zip file. There is no older"
+        in capsys.readouterr().err
+    )
     (saved / "state.json").write_text("{")
     assert main(["train", str(config_file), "train.steps=2", "--resume"]) == 2
     assert f"{saved}/state.json is damaged" in capsys.readouterr().err

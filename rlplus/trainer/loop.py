@@ -15,18 +15,21 @@ from rlplus.trainer.stop import StepGivenUp
 Evaluate = Callable[[Run], dict[str, float]]
 
 
-def train(config: Config, *, resume: bool = False, evaluate: Evaluate | None = None) -> Path:
+def train(config: Config, *, resume: bool | str = False, evaluate: Evaluate | None = None) -> Path:
     """Train as `config` says; every rank calls it. Returns the output folder.
 
     output_dir/ receives config.yaml, metrics.jsonl, tensorboard/, checkpoints/ and, at the end, model/ (Hugging Face).
-    resume: go on from the newest checkpoint (from the start when there is none). evaluate: called on every rank every
+    resume: True: go on from the newest checkpoint; "auto": start where there is none; "step-000020": from that one, as
+    if it were the newest. A run that is finished already is left as it is. evaluate: called on every rank every
     `evaluation.every` steps with the engine holding the step's new weights; its numbers, on all ranks the same, are
     logged.
-    SIGINT and SIGTERM end it with a checkpoint, of the last step's end or of this one's; then it raises Interrupted, so
-    that nobody goes on with a model that is not there. Raises ValueError for what the configuration or the data have
-    wrong, RunFailed when training or engine go astray.
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP end it with a checkpoint, of the last step's end or of this one's; then it
+    raises Interrupted, so that callers do not continue without a model. Raises ValueError for what is wrong with the
+    configuration or the data, RunFailed when training or the engine fails.
     """
     with Run(config, resume) as run:
+        if run.complete:
+            return run.folder
         try:
             while not run.finished:
                 train_step(run, evaluate)

@@ -1,5 +1,6 @@
 """The model a run starts from: a folder, a name on the hub, or random weights made on the spot."""
 
+import hashlib
 import json
 import logging
 import shutil
@@ -23,6 +24,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+from transformers.utils import cached_file
 
 from rlplus import agree
 from rlplus.config import ModelConfig, ScratchModel
@@ -110,6 +112,41 @@ def load_model(config: ModelConfig, path: str, model_config: PretrainedConfig) -
     if config.liger:
         _apply_liger(lm)
     return lm
+
+
+def weights_fingerprint(path: str) -> str | None:
+    """A hash of config.json and of the names, shapes and first 4 kB of all tensors; None without safetensors.
+
+    It tells models apart, trained from each other too, in a read of about a megabyte; it does not find bit rot.
+    """
+
+    def find(name: str) -> str | None:
+        found: str | None = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        return found
+
+    config, index = find("config.json"), find("model.safetensors.index.json")
+    names = ["model.safetensors"]
+    if index is not None:
+        names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+    files = [find(name) for name in names]
+    if config is None or None in files:
+        return None
+    fields = json.loads(Path(config).read_text())
+    written_by = ("_name_or_path", "transformers_version")
+    digest = hashlib.sha256(
+        json.dumps({k: v for k, v in fields.items() if k not in written_by}, sort_keys=True).encode()
+    )
+    for file in files:
+        with open(str(file), "rb") as weights:
+            size = int.from_bytes(weights.read(8), "little")
+            header = json.loads(weights.read(size))
+            for name in sorted(header.keys() - {"__metadata__"}):
+                begin, end = header[name]["data_offsets"]
+                weights.seek(8 + size + begin)
+                digest.update(
+                    json.dumps([name, header[name]], sort_keys=True).encode() + weights.read(min(4096, end - begin))
+                )
+    return digest.hexdigest()
 
 
 def write_model(lm: PreTrainedModel, folder: str, state: dict[str, Tensor] | None = None) -> None:

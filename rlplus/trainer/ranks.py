@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 from torch.futures import Future
 
 from rlplus import agree
@@ -37,8 +38,18 @@ def initialize_distributed(timeout_s: float = 3600.0) -> None:
     else:
         # Without this DeepSpeed compiles a shared-memory transport, a minute of compiler that gloo makes unnecessary.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = "nccl" if cuda else "gloo"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun keeps its store when it restarts the ranks: they would connect to those that are gone.
+        store, rank, world = next(rendezvous("env://", timeout=agree.timeout))
+        store = c10d.PrefixStore(f"attempt {attempt}", store)
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda and world > 1 else None
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=agree.timeout, device_id=device
+        )
     # It takes over a group that exists already.
-    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False, timeout=agree.timeout)
+    deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=agree.timeout)
     atexit.register(_leave_distributed)  # not earlier: DeepSpeed keeps references to the group
 
 

@@ -15,12 +15,13 @@ from rlplus.data import Example, PromptSampler, Sample, load_examples, load_toke
 from rlplus.objective import Algorithm
 from rlplus.reward import Scorer, Verdict, grade_demonstrations, keep_passed
 from rlplus.rollout import RunFailed, make_engine
+from rlplus.terminal import Terminal
 from rlplus.textfiles import write_text
 from rlplus.trainer import folder
 from rlplus.trainer.engine import EngineFailed, NoEngine, SyncedEngine, max_gap
 from rlplus.trainer.memory import naming_phase
 from rlplus.trainer.metrics import RunLog, Tally
-from rlplus.trainer.model import prepare_model
+from rlplus.trainer.model import prepare_model, weights_fingerprint
 from rlplus.trainer.policy import Policy
 from rlplus.trainer.ranks import initialize_distributed
 from rlplus.trainer.rollouts import Batch, Rollouts
@@ -35,7 +36,7 @@ class Run:
     The process group stays, for the next run of the process: DeepSpeed keeps references to it.
     """
 
-    def __init__(self, config: Config, resume: bool) -> None:
+    def __init__(self, config: Config, resume: bool | str) -> None:
         self.config, self.resume = config, resume
         self.folder = Path(config.output_dir)
         self.algorithm: Algorithm = config.algorithm.resolve()
@@ -43,6 +44,8 @@ class Run:
         self.idle = 0  # steps in a row without an update, since this process started
         self.stop = StopSignal(lambda message: self.log.say(message))
         self.interrupted = 0  # the signal that did it
+        self.complete = False  # before it began: the run is over and its model written
+        self.inputs: dict[str, str | None] = {}  # fingerprints
 
     def __enter__(self) -> Self:
         with naming_phase("start"), ExitStack() as stack:  # closes what was opened when building fails half-way
@@ -52,11 +55,6 @@ class Run:
 
     def _build(self, stack: ExitStack) -> None:
         config = self.config
-        last = checkpoint.latest(self.checkpoints)
-        if last is not None and not self.resume:
-            raise ValueError(
-                f"{self.folder} already holds a run, at {last.name}: resume it (--resume), or choose another output_dir"
-            )
         initialize_distributed(config.train.collective_timeout_s)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         per_update = config.train.prompts_per_update or config.train.prompts_per_step
@@ -64,9 +62,9 @@ class Run:
             raise ValueError(
                 f"want prompts_per_step and _per_update multiples of the {self.world} ranks; got {per_update}"
             )
-        folder.check_shared(self.folder, last)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        folder.lock(self.folder, stack)
+        last, state, notes = self._find_place(stack)
+        if self.complete:
+            return
         model_path, model_config = prepare_model(config.model, self.folder, config.train.seed)
         longest = max(config.max_sample_length, config.max_generation_length)
         if longest > (places := getattr(model_config, "max_position_embeddings", longest)):
@@ -78,12 +76,17 @@ class Run:
         self.pad_id = self.tokenizer.pad_token_id
         self.scorer = stack.enter_context(Scorer(config.reward))
         agree.phase("data")
-        self.examples, notes = self._load_data(last)
+        weights = None if config.model.path is None or self.rank else weights_fingerprint(config.model.path)
+        self.inputs["weights"] = agree.gathered(weights)[0]
+        self.examples, dropped = self._load_data(last, state)
         agree.phase("model")
         self.sampler = PromptSampler(len(self.examples), config.train.prompts_per_step, config.train.seed)
         self.policy = Policy(config, model_path, model_config, self.algorithm.objective)
         if last is not None:
-            self._restore(last)
+            self.sampler.load_state_dict(state["sampler"])
+            checkpoint.load(self.policy.engine, last)
+            if what := self.policy.nonfinite():
+                raise ValueError(f"{last} has NaN or infinity in {what}: want a checkpoint with finite weights")
         model_config.save_pretrained(str(self.folder / f"model_config/{self.rank}"))
         make = partial(
             make_engine,
@@ -106,11 +109,14 @@ class Run:
         if last is not None:
             self.rollouts.restore(checkpoint.read_rank_state(last))
         if self.rank == 0:
+            if last is not None:
+                checkpoint.point_to(last)  # which may be an older one
+            self._exported.unlink(missing_ok=True)
             write_text(self.folder / "config.yaml", config.to_yaml())
         self.log = RunLog(self.folder, self.step, config.algorithm.preset, enabled=self.rank == 0)
         stack.callback(self.log.close)
         source = f"rollouts by {self.engine.engine.name}" if config.needs_engine else "no rollouts, and no engine"
-        for note in (*notes, f"{source}; output in {self.folder}"):
+        for note in (*notes, *dropped, f"{source}; output in {self.folder}"):
             self.log.say(note)
         self.stop.install(stack)
         self._begin_step()
@@ -119,7 +125,23 @@ class Run:
         gc.freeze()
         stack.callback(gc.unfreeze)
 
-    def _load_data(self, last: Path | None) -> tuple[list[Example], list[str]]:
+    def _find_place(self, stack: ExitStack) -> tuple[Path | None, dict[str, Any], list[str]]:
+        """Take the folder; the checkpoint to go on from, its state, and what to say about it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        folder.lock(self.folder, stack)
+        last = folder.find_checkpoint(self.folder, self.resume)
+        if last is None:
+            return None, {}, []
+        state, notes = folder.read_state(last, self.config)
+        self.step, self.generated, self.nonfinite = state["step"], state["generated"], state["nonfinite"]
+        complete = self.finished and self._exported.exists() and self._exported.read_text() == last.name
+        self.complete = agree.gathered(complete)[0]
+        if self.complete and self.rank == 0:
+            done = f"nothing to do: this run is finished, {self.step} steps; model in {self.folder / 'model'}"
+            Terminal(stderr=True).print(done)
+        return last, state, notes
+
+    def _load_data(self, last: Path | None, state: dict[str, Any]) -> tuple[list[Example], list[str]]:
         """Examples whose demonstrations the run's own reward accepts, and what was dropped on the way.
 
         Each demonstration is graded once: a resumed run has the verdicts of its checkpoint.
@@ -128,9 +150,11 @@ class Run:
         examples, report = load_examples(
             data, self.tokenizer, max_demonstration_length=self.config.max_demonstration_length
         )
-        self.fingerprint, notes = folder.fingerprint(examples), [report.summary()]
-        self.saved: dict[str, Any] = {} if last is None else folder.read_state(last, self.config, self.fingerprint)
-        self.verdicts: list[Verdict] = self.saved.get("verdicts", [])
+        self.inputs["examples"] = folder.fingerprint(examples)
+        if last is not None:
+            folder.check_inputs(last, state, self.config, self.inputs)
+        notes = [report.summary()]
+        self.verdicts: list[Verdict] = state.get("verdicts", [])
         if self.algorithm.demonstrations != "none":
             self.verdicts = self.verdicts or grade_demonstrations(examples, self.scorer, self.decode)
             examples, graded = keep_passed(examples, self.verdicts)
@@ -143,19 +167,17 @@ class Run:
             examples = [e for e in examples if e.demonstration is not None]
         return examples, notes
 
-    def _restore(self, last: Path) -> None:
-        self.step, self.generated, self.nonfinite = (self.saved[name] for name in ("step", "generated", "nonfinite"))
-        self.sampler.load_state_dict(self.saved["sampler"])
-        checkpoint.load(self.policy.engine, last)
-        if what := self.policy.nonfinite():
-            raise ValueError(f"{last} has NaN or infinity in {what}: want a checkpoint with finite weights")
-
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
+
+    @property
+    def _exported(self) -> Path:
+        """Names the checkpoint whose model has been written."""
+        return self.checkpoints / "exported"
 
     @property
     def finished(self) -> bool:
@@ -282,9 +304,9 @@ class Run:
             "nonfinite": self.nonfinite,
             "sampler": self.sampler.state_dict(),
             "config": self.config.model_dump(mode="json"),
-            "examples": self.fingerprint,
             "verdicts": self.verdicts,
-        }
+            "surroundings": folder.surroundings(self.config),
+        } | self.inputs
         agree.phase("checkpoint")
         ahead = self.rollouts.state()
         checkpoint.save(self.policy.engine, self.checkpoints, self.step, state, self.config.checkpoint.keep, ahead)
@@ -292,12 +314,14 @@ class Run:
     def conclude(self) -> None:
         """Write the model and say where; Interrupted when a signal ended the run."""
         if self.interrupted:
-            self.log.say(f"stopped after step {self.step}: --resume goes on from here")
+            next_time = "--resume goes on from here" if self.step else "there is no checkpoint yet, start the run again"
+            self.log.say(f"stopped after step {self.step}: {next_time}")
             raise Interrupted(self.interrupted, f"stopped by signal {self.interrupted} after step {self.step}")
         model = self.folder / "model"
         agree.phase("export")
         self.policy.export(str(model))
         if self.rank == 0:
             self.tokenizer.save_pretrained(str(model))
+            self._exported.write_text(f"step-{self.step:06d}")
         unchanged = " (no step had an update: it is the one that the run began with)" if self.idle == self.step else ""
         self.log.say(f"{self.step} steps done; model in {model}{unchanged}")

@@ -1,4 +1,7 @@
-"""SIGINT and SIGTERM: the first one ends the run with a checkpoint, a later one at once."""
+"""SIGINT, SIGTERM, SIGUSR1 and SIGHUP: the first one ends the run with a checkpoint, a later one at once.
+
+Clusters announce a pre-emption with any of them.
+"""
 
 import signal
 import time
@@ -42,8 +45,10 @@ class StopSignal:
         self._interrupts = False
 
     def install(self, stack: ExitStack) -> None:
-        """Until the stack is closed."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        """Until the stack is closed. SIGUSR1 and SIGHUP stay ignored where they are, as under nohup."""
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            if number not in (signal.SIGINT, signal.SIGTERM) and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             stack.callback(signal.signal, number, signal.signal(number, self._handle))
 
     def _handle(self, number: int, _: Any) -> None:

@@ -1,0 +1,253 @@
+"""What a resume takes, refuses and says: nothing to resume, finished runs, damage, other inputs, other software."""
+
+import os
+import shutil
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+from engine_runs import changed, same
+from trainer_runs import environment, metrics, run_config
+
+from rlplus import checkpoint
+from rlplus.cli import main
+from rlplus.config import Config
+from rlplus.trainer import Interrupted, Run, folder, train
+from rlplus.trainer.model import weights_fingerprint
+
+
+def stamps(place: Path) -> dict[str, tuple[int, int]]:
+    return {str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in place.rglob("*") if p.name != ".lock"}
+
+
+def test_resume_begins_and_ends_where_it_says(tmp_path, capsys):
+    config = run_config(tmp_path, train={"steps": 2}, checkpoint={"every": 1, "keep": 9})
+    path = tmp_path / "run.yaml"
+    path.write_text(config.to_yaml())
+    assert main(["train", "--resume", str(path)]) == 2
+    assert f"there is nothing to resume in {config.output_dir}, which has no checkpoint" in capsys.readouterr().err
+    assert main(["train", "--resume=auto", str(path)]) == 0
+    assert "resumed" not in capsys.readouterr().err
+    place = Path(config.output_dir)
+    before = stamps(place)
+    assert main(["train", str(path), "--resume"]) == 0
+    said = capsys.readouterr().err.replace("\n", "")
+    assert f"nothing to do: this run is finished, 2 steps; model in {place / 'model'}" in said
+    assert stamps(place) == before
+    assert main(["train", "--resume", str(path), "train.steps=3"]) == 0
+    assert f"resumed at step 2, from {place}/checkpoints/step-000002" in capsys.readouterr().err.replace("\n", "")
+    whole = {p.name: p.read_bytes() for p in (place / "model").iterdir()}
+    rows = metrics(place)
+    # Back to an older one, which is then the newest: the steps behind it are done again.
+    assert main(["train", str(path), "train.steps=3", "--resume=step-000001"]) == 0
+    assert {p.name: p.read_bytes() for p in (place / "model").iterdir()} == whole
+    assert metrics(place) == rows
+    assert main(["train", str(path), "--resume=step-000009"]) == 2
+    said = capsys.readouterr().err.replace("\n", "")
+    assert "step-000001, step-000002, step-000003; got 'step-000009'" in said
+    assert main(["train", str(path), "--resume=../run"]) == 2
+    assert "got '../run'" in capsys.readouterr().err
+
+
+def test_a_model_that_was_not_written_is_written_on_resume(tmp_path, monkeypatch):
+    """A run that ended between its last checkpoint and its export is not finished."""
+    config = run_config(tmp_path, train={"steps": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr("rlplus.trainer.policy.write_model", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(config)
+    assert (train(config, resume=True) / "model/model.safetensors").is_file()
+
+
+def damaged(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 16
+    file.write_bytes(content)
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return bool((one == other).all())
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    return bool(one == other)
+
+
+def test_a_flipped_bit_is_found_or_has_no_effect(tmp_path):
+    """Anywhere in an archive of torch.save: names, sizes and padding too."""
+    file, value = tmp_path / "shard.pt", {"a": torch.arange(20), "b": torch.ones(3), "c": 7}
+    torch.save(value, file)
+    whole = file.read_bytes()
+    found = 0
+    for place in range(len(whole)):
+        damaged(file, place)
+        if checkpoint._damage([file]):
+            found += 1
+        else:
+            with suppress(RuntimeError):  # torch finds it
+                assert equal(torch.load(file), value), place
+        file.write_bytes(whole)
+    assert not checkpoint._damage([file])
+    assert found >= 20 * 8 + 3 * 4  # at least what holds the numbers
+
+
+@pytest.mark.parametrize("name", ["optim_states", "model_states", "rng-0.pt", "state.json", "latest"])
+def test_damage_is_named_and_resumed_before_it_when_told(tmp_path, name):
+    config = run_config(tmp_path, train={"steps": 3}, checkpoint={"every": 1, "keep": 9})
+    place = train(config)
+    whole = shutil.copytree(place / "model", tmp_path / "whole/model").parent
+    checkpoints = place / "checkpoints"
+    for step in ("step-000003", "step-000002"):
+        if name == "latest":
+            (checkpoints / "latest").write_bytes(b"../run/step-000001")
+        else:
+            (file,) = (checkpoints / step).glob(f"*{name}*")
+            damaged(file, len(file.read_bytes()) // 2)
+    with pytest.raises(ValueError, match="is damaged: ") as error:
+        train(config, resume=True)
+    said = str(error.value)
+    if name == "latest":
+        assert "latest is damaged: want the name of a checkpoint, step-<digits>; got '../run/step-000001'" in said
+    else:
+        assert "step-000003/" in said
+        assert "CRC-32" in said
+        assert "The newest older checkpoint that is whole: step-000001; --resume=step-000001 goes on" in said
+    train(config, resume="step-000001")
+    assert same(whole, place)
+    assert checkpoint.latest(checkpoints) == checkpoints / "step-000003"
+    checkpoint.verify(checkpoints / "step-000003")
+
+
+def test_files_are_on_the_disk_before_the_checkpoint_is_named(tmp_path, monkeypatch):
+    flushed: list[Path] = []
+    flush, publish = checkpoint._flush, checkpoint._publish
+
+    def check(*arguments: Any) -> None:
+        saving = tmp_path / "run/checkpoints/saving"
+        assert {path for path in flushed if path.suffix == ".pt"} == set(saving.glob("*.pt"))
+        publish(*arguments)
+
+    monkeypatch.setattr(checkpoint, "_flush", lambda path: (flushed.append(path), flush(path)))
+    monkeypatch.setattr(checkpoint, "_publish", check)
+    train(run_config(tmp_path, train={"steps": 1}))
+    assert len({path.name for path in flushed if path.suffix == ".pt"}) >= 3
+
+
+def test_data_and_model_may_move_but_not_change(tmp_path):
+    """Changed answers are noticed, and weights that differ in their values only."""
+    start = train(run_config(tmp_path, "start", train={"steps": 1})) / "model"
+    config = run_config(tmp_path, train={"steps": 1}, model={"path": str(start), "scratch": None})
+    train(config)
+    moved = shutil.copytree(start, tmp_path / "moved model")
+    data = tmp_path / "moved.jsonl"
+    (tmp_path / "task.jsonl").rename(data)
+    config = changed(changed(config, "train", steps=2), "model", path=str(moved))
+    config = changed(config, "data", path=str(data))
+    rows = data.read_text()
+    data.write_text(rows.replace('"answer": "2"', '"answer": "9"'))
+    with pytest.raises(ValueError, match=r"step-000001 was written by a run on other data than .*moved.jsonl: it has"):
+        train(config, resume=True)
+    data.write_text(rows)
+    weights = bytearray((moved / "model.safetensors").read_bytes())
+    first = 8 + int.from_bytes(weights[:8], "little")
+    weights[first] ^= 1
+    (moved / "model.safetensors").write_bytes(weights)
+    with pytest.raises(ValueError, match=r"step-000001 was written by a run on other model than .*moved model: it has"):
+        train(config, resume=True)
+    weights[first] ^= 1
+    (moved / "model.safetensors").write_bytes(weights)
+    assert [row["step"] for row in metrics(train(config, resume=True))] == [1, 2]
+
+
+def test_a_model_without_safetensors_has_no_fingerprint(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert weights_fingerprint(str(tmp_path)) is None
+
+
+def test_other_software_is_said(tmp_path, monkeypatch, capsys):
+    """Versions, and the file of a reward function; a run goes on with them."""
+    grader = tmp_path / "own_grader.py"
+    grader.write_text("def reward(text, answer):\n    return 1.0\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = {"kind": None, "pattern": None, "function": "own_grader:reward"}
+    config = run_config(tmp_path, train={"steps": 1}, reward=reward)
+    train(config)
+    grader.write_text("def reward(text, answer):\n    return 2.0\n")
+    version = folder.version
+    monkeypatch.setattr(folder, "version", lambda name: "99.0" if name == "deepspeed" else version(name))
+    capsys.readouterr()
+    train(changed(config, "train", steps=2), resume=True)
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert f"since that checkpoint deepspeed has changed: {version('deepspeed')} -> 99.0" in said
+    assert "since that checkpoint the code of reward.function has changed" in said
+    assert "transformers has changed" not in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_announcements_of_the_end_stop_a_run_unless_they_are_ignored(tmp_path, monkeypatch, number, ignored):
+    """As under nohup."""
+    config = run_config(tmp_path, train={"steps": 2})
+    end_step = Run.end_step
+
+    def signalled(run: Run, *arguments: Any) -> None:
+        if not run.step:
+            os.kill(os.getpid(), number)
+        end_step(run, *arguments)
+
+    monkeypatch.setattr(Run, "end_step", signalled)
+    before = signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        if ignored:
+            train(config)
+        else:
+            with pytest.raises(Interrupted) as stop:
+                train(config)
+            assert stop.value.signal == number
+    finally:
+        signal.signal(number, before)
+    assert len(metrics(Path(config.output_dir))) == (2 if ignored else 1)
+
+
+DIES_ONCE = """
+import os, signal, sys
+from pathlib import Path
+from rlplus.cli import main
+from rlplus.trainer import Run
+end_step, died = Run.end_step, Path(sys.argv[1])
+def dying(run, *arguments):
+    if run.step == 2 and run.rank == 1 and not died.exists():
+        died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    end_step(run, *arguments)
+Run.end_step = dying
+sys.exit(main(["train", "--resume=auto", sys.argv[2]]))
+"""
+
+
+def launched(config: Config, folder: Path, *options: str) -> None:
+    path, script = Path(f"{config.output_dir}.yaml"), folder / "dies.py"
+    path.write_text(config.to_yaml())
+    script.write_text(DIES_ONCE)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *options]
+    done = processes.run([*launch, str(script), str(folder / "died"), str(path)], env=environment())
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_whose_rank_was_killed(tmp_path):
+    """It ends bit for bit as a run that was left alone."""
+    sections = {"train": {"steps": 4}, "checkpoint": {"every": 1}}
+    broken, whole = run_config(tmp_path, "broken", **sections), run_config(tmp_path, "whole", **sections)
+    launched(broken, tmp_path, "--max-restarts", "1")
+    assert (tmp_path / "died").exists()
+    launched(whole, tmp_path)
+    assert same(Path(whole.output_dir), Path(broken.output_dir))
+    assert metrics(Path(whole.output_dir)) == metrics(Path(broken.output_dir))
