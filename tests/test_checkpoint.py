@@ -143,11 +143,11 @@ def test_a_checkpoint_from_before_a_key_existed_resumes(tmp_path):
     state = train(with_steps(config, 1)) / "checkpoints/step-000001/state.json"
     state.with_suffix(".crc32").unlink()
     saved = json.loads(state.read_text())
-    del saved["config"]["train"]["memory"], saved["config"]["rollout"]["mode"]
+    del saved["config"]["train"]["backend"], saved["config"]["rollout"]["mode"]
     state.write_text(json.dumps(saved))
-    least = config.model_copy(update={"train": config.train.model_copy(update={"memory": "least"})})
-    with pytest.raises(ValueError, match=r"train.memory was 'fast', is 'least'$"):
-        train(with_steps(least, 2), resume=True)
+    other = config.model_copy(update={"train": config.train.model_copy(update={"backend": "reference"})})
+    with pytest.raises(ValueError, match=r"train.backend was 'auto', is 'reference'$"):
+        train(with_steps(other, 2), resume=True)
     train(with_steps(config, 2), resume=True)
 
 
