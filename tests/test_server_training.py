@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +171,14 @@ def test_a_server_that_hangs_ends_the_run(
     tmp_path: Path, start: Path, own_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGSTOP: its connections stay, but it does not even say that it is well. Then a server that dies in a push."""
-    monkeypatch.setattr(rlplus.rollout.server, "PATIENCE_S", 3.0)
     with monkeypatch.context() as patch:
-        in_batch(patch, 2, own_server.signal, signal.SIGSTOP)
+        patch.setattr(rlplus.rollout.server, "wait", lambda left, _, when: wait(left, 3.0, when))
+
+        def stop() -> None:
+            patch.setattr(rlplus.rollout.server, "PATIENCE_S", 3.0)  # not before: a loaded server is slow to start
+            own_server.signal(signal.SIGSTOP)
+
+        in_batch(patch, 2, stop)
         config = run_of(tmp_path, start, "run", 4, own_server)
         with pytest.raises(RunFailed, match=r"did not answer: GET /metrics: TimeoutError timed out"):
             train(config)
