@@ -26,8 +26,8 @@ pytestmark = linux
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wall clock ends nothing: a loaded machine takes long for a little CPU time."""
-    monkeypatch.setattr(process, "WALL_CLOCK_FACTOR", 1e6)
+    """A wall clock for a machine that is loaded, and takes long for a little CPU time."""
+    monkeypatch.setattr(process, "WALL_CLOCK_FACTOR", 100)
 
 
 # Items that the grader fails on
@@ -106,11 +106,13 @@ def test_the_cpu_time_of_children_counts(grader: Grader, patient: None) -> None:
 
 
 def test_the_cpu_time_of_earlier_items_does_not_count(grader: Grader, patient: None) -> None:
-    """In one message, by one worker: each needs less than the limit, all together more."""
+    """In one message, by one worker, without a second try: each needs less than the limit, all together more."""
     source = Path("own_graders.py")
     source.write_text(source.read_text() + SPIN)
     with Scorer(reward_config(function="own_graders:spin", workers=1, timeout_s=0.5)) as scorer:
-        assert scorer(["0.2"] * 6, [""] * 6) == [RIGHT] * 6
+        scores = scorer(["0.2"] * 6, [""] * 6)
+        assert {score.status for score in scores} == {"ok"}
+        assert len({score.value for score in scores}) == 1
 
 
 SPIN = """
@@ -118,7 +120,7 @@ def spin(text, answer):
     end = time.process_time() + float(text)
     while time.process_time() < end:
         pass
-    return 1.0
+    return os.getpid()
 """
 
 
