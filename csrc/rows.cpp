@@ -61,9 +61,10 @@ INLINE void store(float x, uint16_t& out) {  // bf16, to nearest even
   out = uint16_t(x != x ? 0x7fc0u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-// What the gradient needs of a row: max of z + bias, sum of e = exp((z + bias - max) / T), and its entropy.
+// What the gradient needs of a row: max of z + bias; rest, the sum of e = exp((z + bias - max) / T) without the largest,
+// a 1 that would take its digits (-1: there is none); logprob and entropy.
 struct Row {
-  float max, sum, logprob, entropy;
+  float max, rest, logprob, entropy;
 };
 
 template <bool BIAS>
@@ -72,10 +73,25 @@ INLINE float logit(const float* z, const float* bias, int64_t j) {
 }
 
 template <bool BIAS>
+INLINE void add_terms(const float* __restrict z, const float* __restrict bias, int64_t start, int64_t stop,
+                      float origin, float scale, float* sum, float* moment) {
+  float block_sum = 0.f, block_moment = 0.f;
+#pragma omp simd reduction(+ : block_sum, block_moment)
+  for (int64_t j = start; j < stop; ++j) {
+    const float x = (logit<BIAS>(z, bias, j) - origin) * scale;
+    const float e = exp2_nonpositive(x);
+    block_sum += e;
+    block_moment += e * (x < -126.f ? 0.f : x);  // 0 * -inf is no number
+  }
+  *sum += block_sum;
+  *moment += block_moment;
+}
+
+template <bool BIAS>
 INLINE void statistics_row(const float* __restrict z, const float* __restrict bias, int64_t V, int64_t target,
                            float inv_temperature, Row* out) {
   const float scale = inv_temperature * LOG2E, none = -std::numeric_limits<float>::infinity();
-  float max = none, sum = 0.f, moment = 0.f;  // moment = sum of e * log2(e)
+  float max = none, rest = -1.f, moment = 0.f;  // moment = sum of e * log2(e)
   for (int64_t start = 0; start < V; start += BLOCK) {
     const int64_t stop = std::min(V, start + BLOCK);
     float block_max = none;
@@ -84,30 +100,21 @@ INLINE void statistics_row(const float* __restrict z, const float* __restrict bi
       const float x = logit<BIAS>(z, bias, j);
       block_max = x > block_max ? x : block_max;
     }
+    int64_t largest = start;
     if (block_max > max) {
-      if (sum > 0.f) {
-        const float x = (max - block_max) * scale, r = exp2_nonpositive(x);
-        moment = (moment + (r > 0.f ? sum * x : 0.f)) * r;
-        sum *= r;
-      }
+      const float x = (max - block_max) * scale, r = exp2_nonpositive(x), sum = 1.f + rest;
+      moment = (moment + (r > 0.f ? sum * x : 0.f)) * r;
+      rest = sum * r + (block_max - block_max);  // an infinite logit makes no number of all
       max = block_max;
+      while (logit<BIAS>(z, bias, largest) != max) ++largest;
+      add_terms<BIAS>(z, bias, start, largest++, max, scale, &rest, &moment);
     }
-    const float origin = max == none ? 0.f : max;  // -inf - -inf is no number
-    float block_sum = 0.f, block_moment = 0.f;
-#pragma omp simd reduction(+ : block_sum, block_moment)
-    for (int64_t j = start; j < stop; ++j) {
-      const float x = (logit<BIAS>(z, bias, j) - origin) * scale;
-      const float e = exp2_nonpositive(x);
-      block_sum += e;
-      block_moment += e * (x < -126.f ? 0.f : x);  // 0 * -inf is no number
-    }
-    sum += block_sum;
-    moment += block_moment;
+    add_terms<BIAS>(z, bias, largest, stop, max == none ? 0.f : max, scale, &rest, &moment);  // -inf - -inf: no number
   }
-  const float log_sum = std::log(sum);
+  const float log_sum = std::log1p(rest);
   out->max = max;
-  out->sum = sum;
-  out->entropy = log_sum - moment / sum * LN2;
+  out->rest = rest;
+  out->entropy = log_sum - moment / (1.f + rest) * LN2;
   const bool known = target >= 0 && target < V;
   const float logprob = (logit<BIAS>(z, bias, known ? target : 0) - max) * inv_temperature - log_sum;
   out->logprob = !known ? std::numeric_limits<float>::quiet_NaN() : logprob < FLOOR ? FLOOR : logprob;
@@ -118,9 +125,9 @@ INLINE void statistics_row(const float* __restrict z, const float* __restrict bi
 template <class T, bool BIAS, bool ENTROPY>
 INLINE void gradient_row(const float* z, const float* __restrict bias, int64_t V, int64_t target,
                          float inv_temperature, const Row& row, float dlogprob, float dentropy, T* out) {
-  const float scale = inv_temperature * LOG2E, inv_sum = 1.f / row.sum;
+  const float scale = inv_temperature * LOG2E, inv_sum = 1.f / (1.f + row.rest);
   const float c = dlogprob * inv_temperature, e = dentropy * inv_temperature;
-  const float offset = row.entropy - std::log(row.sum);
+  const float offset = row.entropy - std::log1p(row.rest);
   T block[BLOCK];
   for (int64_t start = 0; start < V; start += BLOCK) {
     const int64_t n = std::min(BLOCK, V - start);
@@ -276,9 +283,9 @@ using BrgemmRelease = void (*)(bool is_vnni);
 
 extern "C" {
 
-// z (n, V) fp32, bias (V,) or null, target (n,) -> rows (n, 4): max, sum, logprob (NaN where the target is no token), entropy.
-void rlplus_statistics(const float* z, const float* bias, const int64_t* target, int64_t n, int64_t V,
-                       float inv_temperature, Row* rows, int threads) {
+// z (n, V) fp32, bias (V,) or null, target (n,) -> rows (n, 4), see Row; logprob is NaN where the target is no token.
+void rlplus_row_statistics(const float* z, const float* bias, const int64_t* target, int64_t n, int64_t V,
+                           float inv_temperature, Row* rows, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (int64_t i = 0; i < n; ++i) statistics_one(z + i * V, bias, V, target[i], inv_temperature, rows + i);
 }
@@ -288,9 +295,9 @@ void rlplus_statistics(const float* z, const float* bias, const int64_t* target,
 // source, so rows may be done in any order. target, rows, dlogprob and dentropy (or null) are indexed by source.
 // Zeros follow a bf16 row as far as oneDNN's AMX kernel reads past its end, to multiply what is there by 0: the bits of
 // the logits that stood there can be NaN. For V < DEPTH - 1 the row's memory ends first.
-void rlplus_gradient(float* z, const float* bias, const int64_t* source, int64_t n, int64_t V, const int64_t* target,
-                     float inv_temperature, const Row* rows, const float* dlogprob, const float* dentropy, int to_bf16,
-                     int threads) {
+void rlplus_row_gradient(float* z, const float* bias, const int64_t* source, int64_t n, int64_t V,
+                         const int64_t* target, float inv_temperature, const Row* rows, const float* dlogprob,
+                         const float* dentropy, int to_bf16, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (int64_t s = 0; s < n; ++s) {
     const int64_t i = source[s];

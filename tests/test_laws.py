@@ -23,7 +23,7 @@ from head_bounds import (
     fused,
     loss_bounds,
 )
-from head_cases import EVERYTHING, sample, tensors
+from head_cases import EVERYTHING, run, sample, tensors
 from torch import Tensor
 
 from rlplus import Objective, group_advantages, linear_logprob, linear_policy_loss, policy_loss, token_weights
@@ -198,6 +198,28 @@ def test_the_default_dtype_changes_no_bit(backend: str) -> None:
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("memory", ["fast", "least"])
+@pytest.mark.parametrize("backend", ["torch", CPP])
+def test_nearly_sure_tokens_keep_their_relative_accuracy(backend: str, memory: str) -> None:
+    """1 - p from 1e-2 to 1e-30, though fp32 holds no p between 1 - 6e-8 and 1. weight = identity: logits are exact."""
+    V, gaps = 5000, torch.linspace(13.0, 76.0, 20)
+    target, g = torch.arange(20) * 263, torch.Generator().manual_seed(0)
+    logits = torch.randn(20, V, generator=g).scatter(1, target[:, None], gaps[:, None])
+    head = {"hidden": logits, "weight": torch.eye(V), "target": target}
+    constants = {"advantage": torch.ones(20), "token_weight": torch.ones(20), "external": target < 0}
+    # Blocks of the vocabulary with memory="least"; max_scratch_mb for two tokens of it with "fast".
+    got = run(head, constants, Objective("reinforce"), backend=backend, memory=memory, max_scratch_mb=2 * 8 * V / 1e6)
+    others = logits.double().scatter(1, target[:, None], -math.inf)
+    odds = (others - gaps.double()[:, None]).exp()
+    want = {"logprob": -odds.sum(1).log1p(), "entropy": odds.sum(1).log1p()}
+    p = odds / (1 + odds.sum(1, keepdim=True))
+    want["entropy"] += (p * (gaps.double()[:, None] - others).where(odds > 0, 0.0)).sum(1)
+    want["dhidden"] = p.scatter(1, target[:, None], -p.sum(1, keepdim=True))  # of the loss, minus the sum of logprobs
+    eps = 8 * torch.finfo(FP32).eps * (1 + logits.abs().max() + gaps.max())  # of e^z, by that of z
+    for name, value in want.items():
+        assert ((got[name] - value).abs() <= eps * value.abs()).all(), name
+
+
 @EVERY
 @pytest.mark.parametrize("spread", [1.0, 1e4])
 def test_a_demonstrated_token_that_cannot_be(backend: str, spread: float) -> None:
@@ -216,6 +238,17 @@ def test_a_demonstrated_token_that_cannot_be(backend: str, spread: float) -> Non
         one = fused(backend, head | {k: head[k][1:2] for k in ("hidden", "target")}, alone, objective)
         p = (head["hidden"][1] @ head["weight"].T + head["bias"]).softmax(-1)
         torch.testing.assert_close(one["dbias"], slope * (torch.eye(23)[4] - p), rtol=1e-4, atol=1e-6)
+
+
+@EVERY
+def test_an_infinite_logit_makes_no_number_of_its_row(backend: str) -> None:
+    head, constants = sample(3, V=23, dtype=FP32)
+    constants |= {name: torch.zeros(3) for name in ("token_weight", "entropy_weight")}
+    head["bias"][4] = math.inf
+    for target in (3, 4, 5):
+        got = fused(backend, head | {"target": torch.full((3,), target)}, constants, EVERYTHING)
+        assert got["logprob"].isnan().all()
+        assert got["entropy"].isnan().all()
 
 
 @EVERY

@@ -82,6 +82,11 @@ def linear_policy_loss(
     Same inputs, options and number of threads: the same bits, on every backend; on CUDA as far as cuBLAS gives them,
     which it does in one stream. Other chunks, threads or backends: the same up to rounding.
 
+    Nearly sure tokens: logprob, entropy and gradients are proportional to 1 - p, which `torch` and `cpp` keep to the
+    accuracy of the logits: measured in fp32 (V = 32,000, largest of 64 rows) within 3e-5 of it for 1 - p from 1e-2 to
+    3.5e-8. `triton` and `reference` add the other tokens' exponentials to the target's 1, beside which fp32 loses their
+    digits: 0.1 % and 3 % of a logprob are lost at 1 - p = 1e-4, 11 % at 2e-6, all at 1e-7. fp64 inputs lose nothing.
+
     Differentiable once. Raises ValueError for wrong shapes, dtypes, devices, options and (on the CPU; elsewhere
     asserted on the device) for targets outside [0, V) and non-finite weights.
     """

@@ -150,18 +150,28 @@ def _chunks(head: Head, scratch_bytes: float) -> Iterator[slice]:
 
 
 def _statistics(head: Head, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """log p (n, V), p (n, V), logprob (n,), entropy (n,) of a chunk; logprob is NaN where the target is no token."""
+    """log p (n, V), memory for p (n, V), logprob (n,), entropy (n,); logprob is NaN where the target is no token."""
     z = _scaled(_logits(head.hidden[rows], head), head)
-    z = z.sub_(z.amax(-1, keepdim=True)).clamp_(min=FLOOR)
-    p = z.exp()
-    total = p.sum(-1)
-    entropy = total.log() - p.mul_(z).sum(-1) / total  # no matrix product, whose precision is the caller's choice
-    logp = z.sub_(total.log()[:, None])
-    torch.exp(logp, out=p)
+    top, at = z.max(-1, keepdim=True)
+    logsum, entropy, p = _row_statistics(z.sub_(top).clamp_(min=FLOOR), at)
+    logp = z.sub_(logsum[:, None])
     target = head.target[rows]
     known = (target >= 0) & (target < logp.shape[1])
     logprob = logp.gather(1, target.where(known, 0)[:, None]).squeeze(1)
     return logp, p, logprob.masked_fill(~known, torch.nan), entropy
+
+
+def _row_statistics(z: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """log sum e^z and entropy (n,) of z (n, V), whose largest, at `at` (n, 1), is 0; memory like z.
+
+    The exponentials are summed without the largest, a 1 that would take their digits: a logprob near 0 keeps its
+    relative accuracy. No matrix product: its precision would be the caller's choice.
+    """
+    e = z.exp()
+    largest = e.gather(1, at).squeeze(1)  # 0 where there is nothing but -inf
+    rest = e.scatter_(1, at, 0.0).sum(-1) + (largest - 1)
+    logsum = rest.log1p()
+    return logsum, logsum - e.mul_(z).sum(-1) / (1 + rest), e
 
 
 def _backward(
@@ -180,6 +190,7 @@ def _backward(
     if head.hidden.is_cuda and head.hidden.dtype == torch.float16:
         scale = fp16_scale(dlogprob) if dentropy is None else fp16_scale(dlogprob, dentropy)
         dlogprob, dentropy = dlogprob * scale, None if dentropy is None else dentropy * scale
+    torch.exp(logp, out=p)
     dz = _row_gradient(head._replace(target=head.target[rows]), logp, p, dlogprob, dentropy, entropy)
     hidden = head.hidden[rows]
     keep: Tensor | slice = rows
@@ -209,12 +220,17 @@ def _row_gradient(
 ) -> Tensor:
     """Written over logp (n, V), or over a part of its columns, from which the targets then count."""
     c = dlogprob / head.temperature
+    here = (head.target >= 0) & (head.target < logp.shape[1])
+    at = head.target.where(here, 0)[:, None]
+    logprob = logp.gather(1, at)
+    own = c[:, None] * -torch.expm1(logprob)  # c - c p would cancel near p = 1
     if dentropy is None:
         dz = torch.mul(p, -c[:, None], out=logp)
     else:
-        dz = logp.add_(entropy[:, None]).mul_(-dentropy[:, None] / head.temperature).sub_(c[:, None]).mul_(p)
-    here = (head.target >= 0) & (head.target < dz.shape[1])
-    return dz.scatter_add_(1, head.target.where(here, 0)[:, None], c.where(here, 0.0)[:, None])
+        bonus = -dentropy[:, None] / head.temperature
+        own += bonus * (logprob + entropy[:, None]) * p.gather(1, at)
+        dz = logp.add_(entropy[:, None]).mul_(bonus).sub_(c[:, None]).mul_(p)
+    return dz.scatter_(1, at, torch.where(here[:, None], own, dz.gather(1, at)))
 
 
 def _scaled(z: Tensor, head: Head) -> Tensor:
@@ -294,13 +310,11 @@ def block_logits(head: Head) -> Tensor:
 
 def block_statistics(head: Head, z: Tensor) -> Statistics:
     z = _scaled(z, head)
-    top = z.amax(-1)
-    z = z.sub_(top.masked_fill(top == -torch.inf, 0.0)[:, None]).clamp_(min=FLOOR)
-    e = z.exp()
-    total = e.sum(-1)
-    entropy = total.log() - e.mul_(z).sum(-1) / total
-    target = head.target.clamp(0, z.shape[1] - 1)
-    return Statistics(top, total.log(), z.gather(1, target[:, None]).squeeze(1) - total.log(), entropy)
+    top, at = z.max(-1, keepdim=True)
+    z = z.sub_(top.masked_fill(top == -torch.inf, 0.0)).clamp_(min=FLOOR)
+    logsum, entropy, _ = _row_statistics(z, at)
+    z_target = z.gather(1, head.target.clamp(0, z.shape[1] - 1)[:, None]).squeeze(1)
+    return Statistics(top.squeeze(1), logsum, z_target - logsum, entropy)
 
 
 def block_gradient(head: Head, z: Tensor, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> Tensor:

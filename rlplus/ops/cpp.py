@@ -53,7 +53,7 @@ def load() -> ctypes.CDLL | None:
     """The native library; None, with the reason in the log once, where it was not built or does not load."""
     try:
         library = ctypes.CDLL(str(LIBRARY))  # after torch, whose OpenMP it then shares
-        for name in ("statistics", "gradient", "logits_bf16", "dweight_bf16", "may_be_reclaimed"):
+        for name in ("row_statistics", "row_gradient", "logits_bf16", "dweight_bf16", "may_be_reclaimed"):
             getattr(library, f"rlplus_{name}").restype = None
     except (OSError, AttributeError) as error:  # not there, or of another version
         logger.info("backend 'cpp' is not available, 'auto' is 'torch' on the CPU too: %s", error)
@@ -194,7 +194,7 @@ class _OnePass:
         return self.grads._replace(weight=dweight).finish(self.head, self.weight_grad)
 
     def _statistics(self, rows: slice, z: Tensor) -> Tensor:
-        """(n, 4): max, sum, logprob, entropy."""
+        """(n, 4), see `_row_statistics`."""
         out = _row_statistics(z, self.bias, self.head.target[rows], self.head.temperature)
         self.logprob[rows], self.entropy[rows] = out[:, 2], out[:, 3]
         return out
@@ -267,9 +267,9 @@ def _logits(head: Head, gemm: tuple[ctypes.c_void_p, ctypes.c_void_p] | None, z:
 
 
 def _row_statistics(z: Tensor, bias: Tensor | None, target: Tensor, temperature: float) -> Tensor:
-    """(n, 4): max of z + bias, sum, logprob, entropy; bias fp32."""
+    """(n, 4): max of z + bias, sum of exponentials without the largest, logprob, entropy; bias fp32."""
     out = z.new_empty(len(z), 4)
-    _library().rlplus_statistics(
+    _library().rlplus_row_statistics(
         _pointer(z), _pointer(bias), _pointer(target), _size(len(z)), _size(z.shape[1]),
         ctypes.c_float(1 / temperature), _pointer(out), torch.get_num_threads(),
     )  # fmt: skip
@@ -285,7 +285,7 @@ def _row_gradient(
     DEPTH - 1 zeros follow a bf16 row, as far as its memory has room.
     """
     dlogprob, dentropy = dlogprob.contiguous(), None if dentropy is None else dentropy.contiguous()
-    _library().rlplus_gradient(
+    _library().rlplus_row_gradient(
         _pointer(z), _pointer(bias), _pointer(source), _size(len(source)), _size(z.shape[1]), _pointer(head.target),
         ctypes.c_float(1 / head.temperature), _pointer(statistics), _pointer(dlogprob), _pointer(dentropy),
         int(narrow), torch.get_num_threads(),
@@ -306,12 +306,12 @@ def block_logits(head: Head) -> Tensor:
 
 
 def block_statistics(head: Head, z: Tensor) -> Statistics:
-    top, total, logprob, entropy = _row_statistics(z, _bias(head), head.target, head.temperature).unbind(1)
-    return Statistics(top / head.temperature, total.log(), logprob, entropy)
+    top, rest, logprob, entropy = _row_statistics(z, _bias(head), head.target, head.temperature).unbind(1)
+    return Statistics(top / head.temperature, rest.log1p(), logprob, entropy)
 
 
 def block_gradient(head: Head, z: Tensor, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> Tensor:
-    known = torch.stack([rows.max * head.temperature, rows.logsum.exp(), rows.logprob, rows.entropy], 1)
+    known = torch.stack([rows.max * head.temperature, rows.logsum.expm1(), rows.logprob, rows.entropy], 1)
     narrow = _gemm(head) is not None
     _row_gradient(z, torch.arange(len(z)), head, _bias(head), known, dlogprob, dentropy, narrow)
     return z.view(torch.bfloat16)[:, : z.shape[1]] if narrow else z

@@ -94,8 +94,9 @@ def _block(head: Head, v: slice) -> Head:
 def _statistics(blocks: Blocks, head: Head, scratch_bytes: float) -> Statistics:
     """Online softmax over blocks of the vocabulary, as the row kernels do it over columns."""
     N, V = len(head.target), len(head.weight)
-    total, moment, hit = (head.hidden.new_zeros(N, dtype=head.dtype) for _ in range(3))
-    top = torch.full_like(total, -torch.inf)
+    rest, moment, hit = (head.hidden.new_zeros(N, dtype=head.dtype) for _ in range(3))
+    rest.fill_(-1.0)  # sum of e^(z - max) without the largest term, a 1 that would take its digits
+    top = torch.full_like(rest, -torch.inf)
     hit.fill_(torch.nan)  # z[target] - max, once its block has come
     for v in _spans(V, N, blocks.block_bytes(head), scratch_bytes):
         block = _block(head, v)
@@ -104,16 +105,17 @@ def _statistics(blocks: Blocks, head: Head, scratch_bytes: float) -> Statistics:
         origin = new.masked_fill(new == -torch.inf, 0.0)  # nothing but -inf so far: no inf - inf
         up, block_up = ((m - origin).clamp(min=FLOOR) for m in (top, rows.max))
         empty = rows.max == -torch.inf
-        block_total = rows.logsum.exp().masked_fill(empty, 0.0)
+        block_rest = rows.logsum.expm1().masked_fill(empty, -1.0)
+        total, block_total = 1 + rest, 1 + block_rest
         block_moment = (block_total * (rows.logsum - rows.entropy)).masked_fill(empty, 0.0)
         moment = up.exp() * (moment + up * total) + block_up.exp() * (block_moment + block_up * block_total)
-        total = up.exp() * total + block_up.exp() * block_total
+        rest = torch.where(rows.max > top, block_rest + up.exp() * total, rest + block_up.exp() * block_total)
         here = (block.target >= 0) & (block.target < len(block.weight))
         block_hit = (rows.logprob + rows.logsum).masked_fill(empty, FLOOR) + block_up
         hit = torch.where(here, block_hit, hit + up).clamp(min=FLOOR)
         top = new
-    logsum = total.log().masked_fill(top == -torch.inf, torch.nan)
-    return Statistics(top, logsum, (hit - logsum).clamp(min=FLOOR), logsum - moment / total)
+    logsum = rest.log1p().masked_fill(top == -torch.inf, torch.nan)
+    return Statistics(top, logsum, (hit - logsum).clamp(min=FLOOR), logsum - moment / (1 + rest))
 
 
 class _SecondPass:
