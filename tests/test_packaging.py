@@ -81,7 +81,7 @@ def test_bench_runs_from_the_wheel_and_installs_no_package_of_its_name(installed
     assert not (installed / "bench").exists()
     assert "naive torch" in run(installed / "bin/rlplus-bench", "--list", cwd=tmp_path, path=installed)
     run("-m", "rlplus.bench", "--suite", "quick", "--only", "torch", "--repeats", "1", cwd=tmp_path, path=installed)
-    assert (tmp_path / "bench/results/quick.json").exists()
+    assert (tmp_path / "runs/bench/quick.json").exists()
 
 
 def build_wheel(source: Path, out: Path, **variables: str) -> Path:

@@ -57,11 +57,11 @@ def test_the_log_has_our_warnings_and_others_errors(
     try:
         log_to_stderr()
         logging.getLogger("rlplus.x").warning("%s", HOSTILE)
-        logging.getLogger("vllm.x").warning("nothing to act on")
-        logging.getLogger("vllm.x").error("broken")
+        logging.getLogger("others.x").warning("nothing to act on")
+        logging.getLogger("others.x").error("broken")
     finally:
         root.setLevel(level)
-    assert capsys.readouterr().err == f"WARNING rlplus.x: {SHOWN}\nERROR vllm.x: broken\n"
+    assert capsys.readouterr().err == f"WARNING rlplus.x: {SHOWN}\nERROR others.x: broken\n"
 
 
 @pytest.mark.parametrize(
