@@ -29,8 +29,8 @@ setup: $(STAMP)  ## create the virtual environment and install everything (the o
 demo: setup  ## train a small model with GRPO and RL-PLUS, compare them, write a report
 	@$(BIN)/rlplus demo
 
-test: setup  ## run the quick tests
-	@$(BIN)/python -m pytest -m "not slow"
+test: setup  ## run the quick tests, in up to four processes
+	@$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist worksteal
 
 test-slow: setup  ## run the slow tests
 	@$(BIN)/python -m pytest -m slow

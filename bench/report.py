@@ -141,10 +141,10 @@ def cases_of(result: Result, name: str) -> dict[str, dict[str, Any]]:
     return {case["dtype"]: case for case in result["cases"] if case["name"] == name}
 
 
-def sweep_of(result: Result) -> dict[tuple[int, ...], dict[str, Any]]:
-    """The sweep's cases by (N, H, V)."""
+def sweep_of(result: Result) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The sweep's cases by (dtype, N, H, V)."""
     cases = [case for case in result["cases"] if case["name"].startswith("sweep")]
-    return {tuple(case[size] for size in SIZES): case for case in cases}
+    return {(case["dtype"], *(case[size] for size in SIZES)): case for case in cases}
 
 
 def bars_table(results: dict[str, Result]) -> str:
@@ -168,23 +168,36 @@ def bars_table(results: dict[str, Result]) -> str:
 
 
 def sweep_table(results: dict[str, Result]) -> str:
-    """The method of the sweeps at every shape, for each number of threads, and the range of its ratios."""
+    """The method of the sweeps at every shape, for each number of threads, and the range of its ratios by dtype."""
     columns = {threads(r): cases for r in results.values() if (cases := sweep_of(r))}
     shapes = sorted({shape for cases in columns.values() for shape in cases})
     if not shapes:
         return ""
     rows: list[list[str]] = []
-    medians: list[float] = []
+    medians: dict[str, list[float]] = {}
     for shape in shapes:
         found = [cases[shape]["rows"][-1] for cases in columns.values() if shape in cases]
         cells = [ratio(cases[shape]["rows"][-1]) if shape in cases else "" for cases in columns.values()]
         rows.append([*map(str, shape), *cells, number(found[0].get("extra_mb"), ".0f")])
-        medians += [row["ratio"]["median"] for row in found if row["status"] == "ok"]
-    any_case = next(iter(next(iter(columns.values())).values()))
-    what = f"`{any_case['rows'][-1]['method']}`, {any_case['dtype']}"
-    head = f"{what}, by shape: {min(medians):.2f} to {max(medians):.2f} × the bare GEMMs." if medians else f"{what}:"
+        medians.setdefault(shape[0], []).extend(row["ratio"]["median"] for row in found if row["status"] == "ok")
+    method = next(iter(next(iter(columns.values())).values()))["rows"][-1]["method"]
+    ranges = [
+        f"{min(found):.2f} to {max(found):.2f} × the bare GEMMs in {dtype}" for dtype, found in medians.items() if found
+    ]
+    head = f"`{method}` by shape: {'; '.join(ranges)}."
+    header = ("dtype", *SIZES, *(f"×bare, {name}" for name in columns), "MB")
     foot = "MB: peak beyond inputs, dhidden and dW, where there is one with an fp32 accumulator of dW."
-    return f"{head}\n\n{lines((*SIZES, *(f'×bare, {name}' for name in columns), 'MB'), rows)}\n\n{foot}\n"
+    return f"{head}\n\n{lines(header, rows)}\n\n{foot}\n"
+
+
+def bf16_note(results: dict[str, Result]) -> str:
+    """What the ratios in bf16 are worth on a processor that has no instructions for it."""
+    if all(result["hardware"].get("bf16_instructions", True) for result in results.values()):
+        return ""
+    return (
+        "This processor has no bf16 instructions. torch imitates them, which makes its bf16 GEMMs several times slower "
+        "than those in fp32, while `cpp` multiplies in fp32: read the ratios in float32.\n"
+    )
 
 
 def faults_note(results: dict[str, Result]) -> str:
@@ -259,7 +272,7 @@ def readme_part(results: dict[str, Result]) -> str:
     processors = {name: r for name, r in results.items() if name.startswith("cpu")}
     parts = [bars_table(processors), sweep_table(processors)]
     if processors:
-        parts += [main_table(next(iter(processors.values()))), faults_note(processors)]
+        parts += [main_table(next(iter(processors.values()))), faults_note(processors), bf16_note(processors)]
     if "gpu" in results:
         parts += [main_table(results["gpu"]), side_table(results["gpu"])]
     else:
@@ -312,7 +325,7 @@ def sweeps(result: Result) -> dict[str, list[dict[str, Any]]]:
     cases = sweep_of(result)
     base = next(iter(cases), ())
     found = {}
-    for i, what in enumerate(SIZES):
+    for i, what in enumerate(SIZES, start=1):  # behind the dtype
         alone = [c for shape, c in cases.items() if shape[:i] + shape[i + 1 :] == base[:i] + base[i + 1 :]]
         measured = [case for case in alone if case["rows"][-1]["status"] == "ok"]
         if len(measured) > 1:

@@ -19,9 +19,9 @@ FORWARD = (
 )  # fmt: skip
 
 
-def sweep(base: Sizes, values: Sizes, method: str, repeats: int = 3) -> list[Case]:
+def sweep(base: Sizes, values: Sizes, method: str, dtype: str = "bfloat16", repeats: int = 3) -> list[Case]:
     """Cases that differ from `base` in one size each; the base once."""
-    shared: Sizes = {"dtype": "bfloat16", "methods": (method,), "repeats": repeats, "seconds": 7, "accuracy": False}
+    shared: Sizes = {"dtype": dtype, "methods": (method,), "repeats": repeats, "seconds": 7, "accuracy": False}
     sizes = [base | {what: value} for what, several in values.items() for value in several]
     unique = [each for i, each in enumerate(sizes) if each not in sizes[:i]]
     return [Case("sweep", **each, **shared) for each in unique]
@@ -39,12 +39,14 @@ def cpu() -> list[Case]:
         for dtype, seconds in (("float32", 60), ("bfloat16", 90))
     ]  # fmt: skip
     cases += [
-        Case("main", **main, dtype="bfloat16", methods=(*ours, *PEERS), seconds=250),
+        Case("main", **main, dtype="bfloat16", methods=(*ours, *PEERS), seconds=200),
         Case("main", **main, dtype="float32", methods=(*ours, *PEERS), seconds=90, memory=False),
         Case("forward", **main, dtype="bfloat16", methods=FORWARD, forward=True, seconds=30, memory=False),
     ]
     values = {"N": (512, 1024, 2048), "V": (8000, 16_000, 32_000), "H": (224, 448, 896)}
-    return cases + sweep(base, values, "cpp 40 MB", repeats=5)
+    for dtype in ("bfloat16", "float32"):
+        cases += sweep(base, values, "cpp 40 MB", dtype, repeats=5)
+    return cases
 
 
 def unlimited(cases: list[Case]) -> list[Case]:

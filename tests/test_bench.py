@@ -312,8 +312,8 @@ def test_the_full_suite_is_the_cpu_suite_without_limits() -> None:
 
 
 def test_a_sweep_measures_its_base_once() -> None:
-    shapes = [(case.N, case.H, case.V) for case in full() if case.name == "sweep"]
-    assert len(shapes) == len(set(shapes)) == 7
+    shapes = [(case.dtype, case.N, case.H, case.V) for case in full() if case.name == "sweep"]
+    assert len(shapes) == len(set(shapes)) == 2 * 7
 
 
 def test_the_gpu_suite_on_small_shapes() -> None:
@@ -334,10 +334,8 @@ def test_the_readme_shows_what_the_results_say() -> None:
     results = report.load(ROOT / "bench/results")
     assert text == report.with_part(text, report.readme_part(results)), "run python -m bench --readme"
     assert all(result["complete"] for result in results.values())
-    for result in results.values():
-        if result["suite"] != "cpu":  # whose time is limited
-            rows = [row for case in result["cases"] for row in case["rows"]]
-            assert not [row for row in rows for value in row.values() if str(value).startswith("left out")]
+    rows = [row for result in results.values() for case in result["cases"] for row in case["rows"]]
+    assert not [row for row in rows for value in row.values() if str(value).startswith("left out")]
 
 
 def test_the_readme_table_holds_every_method_with_its_number_or_its_reason() -> None:
@@ -348,6 +346,7 @@ def test_the_readme_table_holds_every_method_with_its_number_or_its_reason() -> 
     assert f"{case['rows'][2]['ratio']['median']:.2f}" in table
     assert case["rows"][3]["status"] in table
     assert "GPU: not measured yet." in table
+    assert "no bf16 instructions" not in table
 
 
 def swept(ratios: dict[tuple[int, int, int], float]) -> dict[str, Any]:
@@ -369,10 +368,11 @@ SWEPT = {(512, 448, 16_000): 1.56, (256, 448, 16_000): 1.31, (512, 224, 16_000):
 
 def test_the_readme_shows_every_shape_of_the_sweep_and_its_range() -> None:
     text = report.readme_part({"cpu-1": swept(SWEPT)})
-    assert "1.12 to 1.88 × the bare GEMMs" in text
+    assert "1.12 to 1.88 × the bare GEMMs in bfloat16." in text
     for shape, value in SWEPT.items():
-        assert f"| {' | '.join(map(str, shape))} | {value:.2f}" in text
+        assert f"| bfloat16 | {' | '.join(map(str, shape))} | {value:.2f}" in text
     assert "at most 0 for the bare GEMMs, 7 for any method (`cpp 40 MB`)" in text
+    assert "has no bf16 instructions" in text
 
 
 def test_a_plot_has_one_unit_an_axis_and_ours_in_another_colour_than_the_peers() -> None:
