@@ -11,7 +11,7 @@ from torch import Tensor
 from rlplus import Objective, linear_logprob
 from rlplus.kernels import linear_logprob as kernels
 from rlplus.ops import triton as backend
-from rlplus.ops.chunked import FLOOR, Head
+from rlplus.ops.head import FLOOR, Head
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = torch.finfo(torch.float32).eps

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
 from rlplus.ops import triton as backend
-from rlplus.ops.chunked import Head as OpHead
+from rlplus.ops.head import Head as OpHead
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

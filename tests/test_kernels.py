@@ -14,7 +14,7 @@ from torch import Tensor
 from rlplus import Objective, linear_logprob, linear_policy_loss
 from rlplus.kernels import linear_logprob as row_kernels
 from rlplus.ops import triton as backend
-from rlplus.ops.chunked import FLOOR
+from rlplus.ops.head import FLOOR
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK_V, EPS = row_kernels.LAUNCH["BLOCK_V"], torch.finfo(torch.float32).eps

@@ -12,7 +12,7 @@ from rlplus.errors import nearest
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.objective.inputs import check_constants, check_tensor, check_weights, describe
 from rlplus.ops import cpp, library, reference
-from rlplus.ops.chunked import Head
+from rlplus.ops.head import Head
 
 BACKENDS = ("reference", *library.MODULES)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

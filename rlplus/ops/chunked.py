@@ -8,67 +8,26 @@ with half-precision inputs a third, of the gradient in that dtype. The dW accumu
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
-
-FLOOR = -1e30  # stands in for log 0: exp(FLOOR) = 0, yet 0 * FLOOR is not NaN
-VOCABULARY_BLOCK = 8192  # rows of a half-precision weight, or of its gradient, that are widened at a time
-
-
-class Head(NamedTuple):
-    """hidden (N, H), weight (V, H), bias (V,) or None, target (N,) int64; logits = (hidden weight^T + bias) / T."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    target: Tensor
-    temperature: float
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of logits, statistics and accumulators."""
-        return torch.promote_types(self.hidden.dtype, torch.float32)
-
-
-class Statistics(NamedTuple):
-    """Of rows of z = logits / temperature, (n,) each: max z, log sum e^(z - max), log p[target], entropy."""
-
-    max: Tensor
-    logsum: Tensor
-    logprob: Tensor
-    entropy: Tensor
-
-
-class Gradients(NamedTuple):
-    """What is wanted of dhidden (N, H), dweight (V, H), dbias (V,); the others have no elements.
-
-    Those of weight and bias are sums over chunks, so they accumulate in fp32 (fp64) and are rounded once.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor
-
-    @classmethod
-    def zeros(cls, head: Head, needs: list[bool], weight_grad: Tensor | None = None) -> "Gradients":
-        """With `weight_grad` the gradient of weight is added there, and needs[1] is False."""
-        kinds = (
-            (head.hidden.shape, head.hidden.dtype),
-            (head.weight.shape, head.dtype),
-            (head.weight.shape[:1], head.dtype),
-        )
-        wanted = zip(kinds, needs, strict=True)
-        new = cls(*(head.hidden.new_zeros(shape if need else (0,), dtype=dtype) for (shape, dtype), need in wanted))
-        return new if weight_grad is None else new._replace(weight=weight_grad)
-
-    def finish(self, head: Head, weight_grad: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Rounded to the dtype of the inputs; without the weight's where it is in `weight_grad`."""
-        grads = self if weight_grad is None else self._replace(weight=weight_grad.new_empty(0))
-        return tuple(g.to(head.hidden.dtype) for g in grads)  # type: ignore[return-value]
+from rlplus.ops.head import (
+    FLOOR,
+    VOCABULARY_BLOCK,
+    Gradients,
+    Head,
+    Statistics,
+    add_dweight,
+    dhidden,
+    drop_smallest,
+    dweight,
+    fp16_scale,
+    raw_logits,
+    scaled,
+)
+from rlplus.ops.head import add_dhidden as add_dhidden  # for rlplus.ops.least, as the block_ functions
 
 
 def policy_loss(
@@ -124,34 +83,15 @@ def logprob_backward(
     return grads.finish(head)
 
 
-def drop_smallest(dlogprob: Tensor, logprob: Tensor, grad_filter: float) -> Tensor:
-    """Zero the smallest rows while their summed L1 mass, 2 |dlogprob| (1 - p) each, stays <= grad_filter of the whole.
-
-    Hence the L1 norm of the change of the logits' gradient is at most grad_filter of its L1 norm.
-    """
-    if not grad_filter:
-        return dlogprob
-    # A row whose mass is exactly 0 costs nothing to drop; one without a gradient may hold a NaN logprob.
-    mass = torch.where(dlogprob == 0, 0.0, 2 * dlogprob.abs() * -torch.expm1(logprob.clamp(max=0.0)))
-    order = mass.argsort()
-    # In whole numbers, rounded up: a GPU's cumulative sum of floats differs in bits from run to run.
-    share = (mass / mass.sum() * 2.0**40).ceil().nan_to_num(nan=2.0**41, posinf=2.0**41).long()
-    small = share[order].cumsum(0) <= grad_filter * 2.0**40
-    return dlogprob.masked_fill(torch.zeros_like(small).scatter(0, order, small), 0.0)
-
-
 def _chunks(head: Head, scratch_bytes: float) -> Iterator[slice]:
-    N, V = len(head.target), len(head.weight)
-    bytes_per_row = V * 2 * head.dtype.itemsize
-    if head.hidden.is_cuda and head.hidden.dtype != head.dtype:
-        bytes_per_row += V * head.hidden.dtype.itemsize
-    rows = max(1, int(scratch_bytes // bytes_per_row))
+    N = len(head.target)
+    rows = max(1, int(scratch_bytes // (len(head.weight) * block_bytes(head))))
     return (slice(start, min(start + rows, N)) for start in range(0, N, rows))
 
 
 def _statistics(head: Head, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """log p (n, V), memory for p (n, V), logprob (n,), entropy (n,); logprob is NaN where the target is no token."""
-    z = _scaled(_logits(head.hidden[rows], head), head)
+    z = scaled(raw_logits(head.hidden[rows], head), head)
     top, at = z.max(-1, keepdim=True)
     logsum, entropy, p = _row_statistics(z.sub_(top).clamp_(min=FLOOR), at)
     logp = z.sub_(logsum[:, None])
@@ -206,9 +146,7 @@ def _backward(
     if grads.weight.numel() and isinstance(scale, float):
         add_dweight(grads.weight, dz, hidden)
     elif grads.weight.numel():
-        for start in range(
-            0, len(grads.weight), VOCABULARY_BLOCK
-        ):  # in blocks: the product to divide is a copy in fp32
+        for start in range(0, dz.shape[1], VOCABULARY_BLOCK):  # in blocks: the product to divide is a copy in fp32
             v = slice(start, start + VOCABULARY_BLOCK)
             grads.weight[v] += dweight(dz[:, v], hidden) / scale
     if grads.bias.numel():
@@ -233,83 +171,20 @@ def _row_gradient(
     return dz.scatter_(1, at, torch.where(here[:, None], own, dz.gather(1, at)))
 
 
-def _scaled(z: Tensor, head: Head) -> Tensor:
-    if head.bias is not None:
-        z += head.bias
-    if head.temperature != 1.0:
-        z /= head.temperature
-    return z
-
-
-def _mixed(head: Head) -> bool:
-    """Whether half-precision inputs go into GEMMs that accumulate and return fp32, which CUDA has and the CPU not."""
-    return head.hidden.is_cuda and head.hidden.dtype != head.dtype
-
-
-def _blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    step = len(weight) if weight.dtype == dtype else VOCABULARY_BLOCK
-    for start in range(0, len(weight), step):
-        yield slice(start, start + step), weight[start : start + step].to(dtype)
-
-
-def _logits(hidden: Tensor, head: Head) -> Tensor:
-    if _mixed(head):
-        return torch.mm(hidden, head.weight.t(), out_dtype=head.dtype)
-    return logits_into(hidden, head, hidden.new_empty(len(hidden), len(head.weight), dtype=head.dtype))
-
-
-def logits_into(hidden: Tensor, head: Head, z: Tensor) -> Tensor:
-    """hidden weight^T of any dtype, multiplied in that of z (n, V), and written there."""
-    hidden = hidden.to(z.dtype)
-    for v, block in _blocks(head.weight, z.dtype):
-        torch.mm(hidden, block.t(), out=z[:, v])
-    return z
-
-
-def dhidden(dz: Tensor, head: Head) -> Tensor:
-    """dz weight: (n, V) -> (n, H), in the accumulation dtype."""
-    if _mixed(head):
-        return torch.mm(dz.to(head.hidden.dtype), head.weight, out_dtype=head.dtype)
-    return sum(dz[:, v] @ block for v, block in _blocks(head.weight, head.dtype))  # type: ignore[return-value]
-
-
-def dweight(dz: Tensor, hidden: Tensor) -> Tensor:
-    """dz^T hidden: (n, v), (n, H) -> (v, H), in fp32 (fp64); on the CPU in the dtype of dz."""
-    if dz.is_cuda and hidden.dtype.itemsize == 2:
-        return torch.mm(dz.to(hidden.dtype).t(), hidden, out_dtype=torch.float32)
-    return torch.mm(dz.t(), hidden.to(dz.dtype))
-
-
-def add_dweight(total: Tensor, dz: Tensor, hidden: Tensor, beta: float = 1.0) -> None:
-    """total (V, H) = beta total + dz^T hidden; with beta 0 whatever total held."""
-    if hidden.is_cuda and hidden.dtype != total.dtype:  # one GEMM that adds: no product in memory
-        torch.addmm(total, dz.to(hidden.dtype).t(), hidden, beta=beta, out_dtype=total.dtype, out=total)
-    else:
-        torch.addmm(total, dz.t(), hidden.to(dz.dtype), beta=beta, out=total)
-
-
-def fp16_scale(*slopes: Tensor) -> Tensor:
-    """A power of two that brings the largest slope near 1: in fp16 the gradients of weights like 1e-6 would vanish."""
-    largest = torch.cat([slopes[0].new_zeros(1), *(s.abs() for s in slopes)]).amax()
-    usable = (largest > 2.0**-100) & (largest < 2.0**100)
-    return torch.where(usable, torch.exp2(-largest.where(usable, 1.0).log2().floor()), 1.0)
-
-
 # ---- a block of the vocabulary, for rlplus.ops.least
 
 
 def block_bytes(head: Head) -> int:
     """Scratch of a logit: two buffers, and on a GPU a third in half precision."""
-    mixed = head.hidden.dtype.itemsize if _mixed(head) else 0
-    return 2 * head.dtype.itemsize + mixed
+    return 2 * head.dtype.itemsize + (head.hidden.dtype.itemsize if head.mixed else 0)
 
 
 def block_logits(head: Head) -> Tensor:
-    return _logits(head.hidden, head)
+    return raw_logits(head.hidden, head)
 
 
 def block_statistics(head: Head, z: Tensor) -> Statistics:
-    z = _scaled(z, head)
+    z = scaled(z, head)
     top, at = z.max(-1, keepdim=True)
     z = z.sub_(top.masked_fill(top == -torch.inf, 0.0)).clamp_(min=FLOOR)
     logsum, entropy, _ = _row_statistics(z, at)
@@ -318,17 +193,9 @@ def block_statistics(head: Head, z: Tensor) -> Statistics:
 
 
 def block_gradient(head: Head, z: Tensor, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> Tensor:
-    logp = _scaled(z, head).sub_(rows.max[:, None]).sub_(rows.logsum[:, None]).clamp_(min=FLOOR)
+    logp = scaled(z, head).sub_(rows.max[:, None]).sub_(rows.logsum[:, None]).clamp_(min=FLOOR)
     dz = _row_gradient(head, logp, logp.exp(), dlogprob, dentropy, rows.entropy)
     if not dz.is_cuda:
         return dz
     active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
     return dz.masked_fill_(~active[:, None], 0.0)  # in a CUDA graph every row takes part
-
-
-def add_dhidden(total: Tensor, dz: Tensor, head: Head) -> None:
-    if _mixed(head):
-        torch.addmm(total, dz.to(head.hidden.dtype), head.weight, out_dtype=total.dtype, out=total)
-        return
-    for v, block in _blocks(head.weight, head.dtype):
-        total.addmm_(dz[:, v], block)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
-from rlplus.ops.chunked import (
+from rlplus.ops.head import (
     Gradients,
     Head,
     Statistics,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
-from rlplus.ops.chunked import FLOOR, Head, Statistics, drop_smallest, dweight, fp16_scale
+from rlplus.ops.head import FLOOR, Head, Statistics, drop_smallest, dweight, fp16_scale
 
 PIECE = 1024  # rows of dhidden that are rounded at a time
 TILE = 128  # columns that a GEMM handles together: larger blocks are multiples of it

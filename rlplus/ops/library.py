@@ -15,7 +15,7 @@ from torch import Tensor
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.objective.inputs import check_differentiated_once, check_values, check_weights
 from rlplus.ops import least
-from rlplus.ops.chunked import Head
+from rlplus.ops.head import Head
 from rlplus.ops.precision import full_precision
 
 PIECE = 2048  # rows of a gradient that are scaled at a time

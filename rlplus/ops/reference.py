@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlplus.objective import Objective, TokenConstants, policy_loss, token_loss
-from rlplus.ops.chunked import FLOOR, Head, drop_smallest
+from rlplus.ops.head import FLOOR, Head, drop_smallest, scaled
 from rlplus.ops.precision import full_precision
 
 
@@ -44,10 +44,8 @@ class _Floor(torch.autograd.Function):
 
 def logprob_and_entropy(head: Head) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), NaN where the target is no token, and entropy (N,), in nats; differentiable."""
-    logits = product(head.hidden.to(head.dtype), head.weight.to(head.dtype))
-    if head.bias is not None:
-        logits = logits + head.bias
-    logp = _Floor.apply((logits / head.temperature).log_softmax(-1))
+    z = scaled(product(head.hidden.to(head.dtype), head.weight.to(head.dtype)), head)
+    logp = _Floor.apply(z.log_softmax(-1))
     known = (head.target >= 0) & (head.target < len(head.weight))
     logprob = logp.gather(1, head.target.where(known, 0)[:, None]).squeeze(1)
     return torch.where(known, logprob, torch.nan), -(logp.exp() * logp).sum(-1)

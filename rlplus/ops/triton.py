@@ -27,18 +27,18 @@ from torch import Tensor
 from rlplus.kernels import linear_logprob as row_kernels
 from rlplus.kernels import policy_loss as token_kernels
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
-from rlplus.ops.chunked import (
+from rlplus.ops.head import (
     Gradients,
     Head,
     Statistics,
-    _logits,
     add_dweight,
     dhidden,
     drop_smallest,
     fp16_scale,
     logits_into,
+    raw_logits,
 )
-from rlplus.ops.chunked import add_dhidden as add_dhidden  # for rlplus.ops.least, as the block_ functions
+from rlplus.ops.head import add_dhidden as add_dhidden  # for rlplus.ops.least, as the block_ functions
 
 LOGPROB, ENTROPY = row_kernels.LOGPROB.value, row_kernels.ENTROPY.value
 MAX, LOGSUM = row_kernels.MAX.value, row_kernels.LOGSUM.value
@@ -120,7 +120,7 @@ def block_bytes(head: Head) -> int:
 
 
 def block_logits(head: Head) -> Tensor:
-    return _logits(head.hidden, head)
+    return raw_logits(head.hidden, head)
 
 
 def block_statistics(head: Head, z: Tensor) -> Statistics:
@@ -305,7 +305,7 @@ def _statistics(head: Head, chunk: slice, values: Tensor, logits: Tensor | None,
         row_kernels.linear_statistics(values, logits, hidden.contiguous(), weight, *rest)
         return
     assert logits is not None
-    if hidden.is_cuda and hidden.dtype != head.dtype:
+    if head.mixed:
         torch.mm(hidden, weight.t(), out_dtype=head.dtype, out=logits[:, :V])
     else:
         logits_into(hidden, head, logits[:, :V])

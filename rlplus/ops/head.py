@@ -1,0 +1,151 @@
+"""A language-model head and its products, which the backends share: logits, and their gradient taken to the inputs."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FLOOR = -1e30  # stands in for log 0: exp(FLOOR) = 0, yet 0 * FLOOR is not NaN
+VOCABULARY_BLOCK = 8192  # rows of a half-precision weight, or of its gradient, that are widened at a time
+
+
+class Head(NamedTuple):
+    """hidden (N, H), weight (V, H), bias (V,) or None, target (N,) int64; logits = (hidden weight^T + bias) / T."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    temperature: float
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of logits, statistics and accumulators."""
+        return torch.promote_types(self.hidden.dtype, torch.float32)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether half-precision inputs go into GEMMs that accumulate and return fp32: on CUDA; the CPU has none."""
+        return self.hidden.is_cuda and self.hidden.dtype != self.dtype
+
+
+class Statistics(NamedTuple):
+    """Of rows of z = logits / temperature, (n,) each: max z, log sum e^(z - max), log p[target], entropy."""
+
+    max: Tensor
+    logsum: Tensor
+    logprob: Tensor
+    entropy: Tensor
+
+
+class Gradients(NamedTuple):
+    """What is wanted of dhidden (N, H), dweight (V, H), dbias (V,); the others have no elements.
+
+    Those of weight and bias are sums over chunks, so they accumulate in fp32 (fp64) and are rounded once.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+
+    @classmethod
+    def zeros(cls, head: Head, needs: list[bool], weight_grad: Tensor | None = None) -> "Gradients":
+        """With `weight_grad` the gradient of weight is added there, and needs[1] is False."""
+        kinds = (
+            (head.hidden.shape, head.hidden.dtype),
+            (head.weight.shape, head.dtype),
+            (head.weight.shape[:1], head.dtype),
+        )
+        wanted = zip(kinds, needs, strict=True)
+        new = cls(*(head.hidden.new_zeros(shape if need else (0,), dtype=dtype) for (shape, dtype), need in wanted))
+        return new if weight_grad is None else new._replace(weight=weight_grad)
+
+    def finish(self, head: Head, weight_grad: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Rounded to the dtype of the inputs; without the weight's where it is in `weight_grad`."""
+        grads = self if weight_grad is None else self._replace(weight=weight_grad.new_empty(0))
+        return tuple(g.to(head.hidden.dtype) for g in grads)  # type: ignore[return-value]
+
+
+def scaled(z: Tensor, head: Head) -> Tensor:
+    """hidden weight^T (n, V) made the logits of the softmax, in place."""
+    if head.bias is not None:
+        z += head.bias
+    if head.temperature != 1.0:
+        z /= head.temperature
+    return z
+
+
+def _blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    step = len(weight) if weight.dtype == dtype else VOCABULARY_BLOCK
+    for start in range(0, len(weight), step):
+        yield slice(start, start + step), weight[start : start + step].to(dtype)
+
+
+def raw_logits(hidden: Tensor, head: Head) -> Tensor:
+    """hidden weight^T (n, V), in the accumulation dtype."""
+    if head.mixed:
+        return torch.mm(hidden, head.weight.t(), out_dtype=head.dtype)
+    return logits_into(hidden, head, hidden.new_empty(len(hidden), len(head.weight), dtype=head.dtype))
+
+
+def logits_into(hidden: Tensor, head: Head, z: Tensor) -> Tensor:
+    """hidden weight^T of any dtype, multiplied in that of z (n, V), and written there."""
+    hidden = hidden.to(z.dtype)
+    for v, block in _blocks(head.weight, z.dtype):
+        torch.mm(hidden, block.t(), out=z[:, v])
+    return z
+
+
+def dhidden(dz: Tensor, head: Head) -> Tensor:
+    """dz weight: (n, V) -> (n, H), in the accumulation dtype."""
+    if head.mixed:
+        return torch.mm(dz.to(head.hidden.dtype), head.weight, out_dtype=head.dtype)
+    return sum(dz[:, v] @ block for v, block in _blocks(head.weight, head.dtype))  # type: ignore[return-value]
+
+
+def add_dhidden(total: Tensor, dz: Tensor, head: Head) -> None:
+    """total (n, H) += dz weight, in the accumulation dtype."""
+    if head.mixed:
+        torch.addmm(total, dz.to(head.hidden.dtype), head.weight, out_dtype=total.dtype, out=total)
+        return
+    for v, block in _blocks(head.weight, head.dtype):
+        total.addmm_(dz[:, v], block)
+
+
+def dweight(dz: Tensor, hidden: Tensor) -> Tensor:
+    """dz^T hidden: (n, v), (n, H) -> (v, H), in fp32 (fp64); on the CPU in the dtype of dz."""
+    if dz.is_cuda and hidden.dtype.itemsize == 2:
+        return torch.mm(dz.to(hidden.dtype).t(), hidden, out_dtype=torch.float32)
+    return torch.mm(dz.t(), hidden.to(dz.dtype))
+
+
+def add_dweight(total: Tensor, dz: Tensor, hidden: Tensor, beta: float = 1.0) -> None:
+    """total (V, H) = beta total + dz^T hidden; with beta 0 whatever total held."""
+    if hidden.is_cuda and hidden.dtype != total.dtype:  # one GEMM that adds: no product in memory
+        torch.addmm(total, dz.to(hidden.dtype).t(), hidden, beta=beta, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, dz.t(), hidden.to(dz.dtype), beta=beta, out=total)
+
+
+def fp16_scale(*slopes: Tensor) -> Tensor:
+    """A power of two that brings the largest slope near 1: in fp16 the gradients of weights like 1e-6 would vanish."""
+    largest = torch.cat([slopes[0].new_zeros(1), *(s.abs() for s in slopes)]).amax()
+    usable = (largest > 2.0**-100) & (largest < 2.0**100)
+    return torch.where(usable, torch.exp2(-largest.where(usable, 1.0).log2().floor()), 1.0)
+
+
+def drop_smallest(dlogprob: Tensor, logprob: Tensor, grad_filter: float) -> Tensor:
+    """Zero the smallest rows while their summed L1 mass, 2 |dlogprob| (1 - p) each, stays <= grad_filter of the whole.
+
+    Hence the L1 norm of the change of the logits' gradient is at most grad_filter of its L1 norm.
+    """
+    if not grad_filter:
+        return dlogprob
+    # A row whose mass is exactly 0 costs nothing to drop; one without a gradient may hold a NaN logprob.
+    mass = torch.where(dlogprob == 0, 0.0, 2 * dlogprob.abs() * -torch.expm1(logprob.clamp(max=0.0)))
+    order = mass.argsort()
+    # In whole numbers, rounded up: a GPU's cumulative sum of floats differs in bits from run to run.
+    share = (mass / mass.sum() * 2.0**40).ceil().nan_to_num(nan=2.0**41, posinf=2.0**41).long()
+    small = share[order].cumsum(0) <= grad_filter * 2.0**40
+    return dlogprob.masked_fill(torch.zeros_like(small).scatter(0, order, small), 0.0)
