@@ -24,7 +24,6 @@ from rlplus.data import Example, byte_tokenizer
 from rlplus.evaluation import (
     Estimate,
     Evaluation,
-    _problems,
     evaluate,
     join,
     paired_difference,
@@ -32,6 +31,7 @@ from rlplus.evaluation import (
     pooled_pass_at,
     seeds_below,
 )
+from rlplus.evaluation.sample import _problems
 from rlplus.reward import Score
 from rlplus.rollout import Completion
 
@@ -134,7 +134,7 @@ def test_intervals_do_not_depend_on_the_indices_held_at_a_time(monkeypatch: pyte
     """The bootstrap goes in parts above 2,097 problems; here they are smaller."""
     seeds = [evaluation([0, 1, 5]), evaluation([8, 2, 4, 1, 7])]
     whole = pooled_pass_at(seeds, 4)
-    monkeypatch.setattr("rlplus.evaluation._INDICES_AT_ONCE", at_once)
+    monkeypatch.setattr("rlplus.evaluation.statistics._INDICES_AT_ONCE", at_once)
     assert pooled_pass_at(seeds, 4) == whole
 
 
@@ -271,7 +271,7 @@ def spell(tokens: Sequence[int]) -> str:
 
 @pytest.mark.parametrize("at_once", [4096, 8])
 def test_evaluate_counts(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr("rlplus.evaluation._COMPLETIONS_A_CALL", at_once)
+    monkeypatch.setattr("rlplus.evaluation.sample._COMPLETIONS_A_CALL", at_once)
     rights = [0, 3, 4, 1, 2]
     examples = [
         Example(index=10 + i, prompt=(right,), answer="1 9" if i != 4 else "2", demonstration=None)
@@ -297,7 +297,7 @@ def test_evaluate_counts(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
 @pytest.mark.parametrize("at_once", [4096, 13, 8, 1])
 def test_repeated_rows_are_one_problem_with_more_samples(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     """The prompt is asked once for all of its samples, so that they differ."""
-    monkeypatch.setattr("rlplus.evaluation._COMPLETIONS_A_CALL", at_once)
+    monkeypatch.setattr("rlplus.evaluation.sample._COMPLETIONS_A_CALL", at_once)
     examples = [
         Example(index=index, prompt=(right,), answer="1 9", demonstration=None, rows=rows)
         for index, right, rows in [(0, 7, 3), (1, 2, 1), (5, 0, 2)]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from rlplus.evaluation import Evaluation
-from rlplus.report import RunData, _moving_average, load_run, write_report
+from rlplus.report import RunData, load_run, write_report
+from rlplus.report.charts import _moving_average
 
 NASTY = "<script>alert('x')</script> & \"$\\frac$\" ☃"
 

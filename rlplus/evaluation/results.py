@@ -1,0 +1,134 @@
+"""What was counted of a model on a set of problems, and what can be said about several such results together."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from rlplus.evaluation.statistics import Estimate, bootstrap, pass_at_k
+from rlplus.textfiles import read_text, write_text
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Counts of one model on one set of problems; `problems`, `n` and `correct` are aligned.
+
+    `problems`: the number of each problem's first row. `n`: graded samples of each, `correct`: those with reward >= 1.
+    A sample on which the grader failed is in `statuses` only, unless reward.on_failure is "zero". `k`: the values asked
+    for, at most the samples that were drawn of each problem. `mean_response_length` in tokens, the end token included.
+    `truncated_share`: samples that met `max_tokens` without an end. `statuses`: number of scores by status (see
+    rlplus.reward.Score).
+    """
+
+    name: str
+    problems: tuple[int, ...]
+    n: tuple[int, ...]
+    correct: tuple[int, ...]
+    k: tuple[int, ...]
+    temperature: float
+    seed: int
+    mean_response_length: float
+    truncated_share: float
+    statuses: dict[str, int]
+
+    def __post_init__(self) -> None:
+        if not self.problems or not len(self.problems) == len(self.n) == len(self.correct):
+            lengths = (len(self.problems), len(self.n), len(self.correct))
+            raise ValueError(f"want problems, n and correct of one length above 0, got lengths {lengths}")
+
+    def pass_at(self, k: int) -> Estimate:
+        """Mean pass@k over the problems, with a bootstrap interval over the problems."""
+        return pooled_pass_at([self], k)
+
+    def values(self, k: int) -> Tensor:
+        """pass@k of every problem, (problems,) float64; ValueError if k is above `largest_k`.
+
+        Where failures of the grader left fewer than k graded samples, the missing ones count as wrong.
+        """
+        if k > self.largest_k:
+            raise ValueError(f"want k <= {self.largest_k}, the samples per problem; got k={k}")
+        counts = zip(self.n, self.correct, strict=True)
+        return torch.tensor([pass_at_k(max(n, k), c, k) for n, c in counts], dtype=torch.float64)
+
+    @property
+    def largest_k(self) -> int:
+        """Every problem had at least as many samples, graded or not."""
+        return max(min(self.n), *self.k)
+
+    def save(self, path: Path) -> None:
+        """Write as JSON."""
+        write_text(path, json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote. ValueError if the file holds something else."""
+        try:
+            content = json.loads(read_text(path))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        wanted = {field.name for field in fields(cls)}
+        if not isinstance(content, dict) or set(content) != wanted:
+            got = sorted(content) if isinstance(content, dict) else type(content).__name__
+            raise ValueError(f"want an evaluation with the fields {sorted(wanted)} in {path}, got {got}")
+        values: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in content.items()}
+        return cls(**values)
+
+
+def join(parts: Sequence[Evaluation], seed: int) -> Evaluation:
+    """One evaluation of all the problems of `parts`, which differ in nothing else, in the problems' order."""
+    rows = sorted(row for part in parts for row in zip(part.problems, part.n, part.correct, strict=True))
+    samples = [sum(part.statuses.values()) for part in parts]  # not n: those that could not be graded have a length
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(value * count for value, count in zip(values, samples, strict=True)) / sum(samples)
+
+    return replace(
+        parts[0],
+        problems=tuple(problem for problem, _, _ in rows),
+        n=tuple(n for _, n, _ in rows),
+        correct=tuple(correct for _, _, correct in rows),
+        seed=seed,
+        mean_response_length=mean([part.mean_response_length for part in parts]),
+        truncated_share=mean([part.truncated_share for part in parts]),
+        statuses=dict(sum((Counter(part.statuses) for part in parts), Counter())),
+    )
+
+
+def pooled_pass_at(evaluations: Sequence[Evaluation], k: int) -> Estimate:
+    """Mean pass@k over seeds (each weighs the same), with a bootstrap over seeds and, within each, problems.
+
+    One evaluation a seed. Few seeds say little about the spread over seeds: in simulations where it was about twice the
+    standard error over problems, 95% intervals covered the truth in 78% of trials with 2 seeds, 82% with 3, 93% with 5.
+    """
+    return bootstrap([evaluation.values(k) for evaluation in evaluations])
+
+
+def paired_difference(first: Sequence[Evaluation], second: Sequence[Evaluation], k: int) -> Estimate:
+    """pass@k of `second` minus that of `first`, seed by seed on the same problems; interval as in `pooled_pass_at`."""
+    return bootstrap([other.values(k) - one.values(k) for one, other in _pairs(first, second)], least=-1.0)
+
+
+def seeds_below(first: Sequence[Evaluation], second: Sequence[Evaluation], k: int) -> int:
+    """Number of seeds on which the mean pass@k of `second` is below that of `first`, on the same problems."""
+
+    def total(one: Evaluation) -> float:
+        return math.fsum(one.values(k).tolist())  # exact: ties in another order are ties
+
+    return sum(total(other) < total(one) for one, other in _pairs(first, second))
+
+
+def _pairs(first: Sequence[Evaluation], second: Sequence[Evaluation]) -> list[tuple[Evaluation, Evaluation]]:
+    """Seed by seed. ValueError unless there are as many on both sides, on the same problems."""
+    if len(first) != len(second):
+        raise ValueError(f"want as many evaluations on both sides, got {len(first)} and {len(second)}")
+    pairs = list(zip(first, second, strict=True))
+    for one, other in pairs:
+        if one.problems != other.problems:
+            raise ValueError(f"want the same problems on both sides, got others for {one.name!r} and {other.name!r}")
+    return pairs

@@ -1,0 +1,63 @@
+"""pass@k of one problem, means over problems and seeds, and their 95% intervals by bootstrap."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_REPLICATES = 2000
+_TAIL = 0.025  # of a 95% interval, at either end
+_INDICES_AT_ONCE = 1 << 22  # bootstrap indices held at a time (32 MB)
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Probability that at least one of k samples is right, estimated without bias from c right ones among n.
+
+    1 - C(n-c, k) / C(n, k) of Chen et al. 2021 (arXiv 2107.03374, eq. 1), in integers and therefore exact until the one
+    division. ValueError unless 0 <= c <= n and 1 <= k <= n.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"want 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}")
+    subsets = math.comb(n, k)
+    return (subsets - math.comb(n - c, k)) / subsets
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with the limits of its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def bootstrap(seeds: Sequence[Tensor], least: float = 0.0) -> Estimate:
+    """95% interval of the mean over seeds of the means over problems; each value is in [least, 1].
+
+    Percentiles over resampled seeds and, within each, resampled problems. Where all problems are solved, or none is (or
+    no difference is seen), resampling shows no spread. The interval is then exact (Clopper and Pearson 1934): n of n
+    problems are like these, so at least a share of 0.025^(1/n) of all are, and the others can be anything in
+    [least, 1]. n is the number of problems of one seed, since further seeds add no problems.
+    """
+    if not seeds:
+        raise ValueError("want at least one evaluation, got none")
+    value = seeds[0][0].item()
+    if value in (-1, 0, 1) and all((values == value).all() for values in seeds):
+        unlike = 1 - _TAIL ** (1 / min(map(len, seeds)))
+        return Estimate(value, value - unlike * (value - least), value + unlike * (1 - value))
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(len(seeds), (_REPLICATES, len(seeds)), generator=generator)
+    means = torch.empty(_REPLICATES, len(seeds), dtype=torch.float64)
+    for seed, values in enumerate(seeds):
+        places = (chosen == seed).nonzero()
+        for part in places.split(max(1, _INDICES_AT_ONCE // len(values))):
+            problems = torch.randint(len(values), (len(part), len(values)), generator=generator)
+            means[part[:, 0], part[:, 1]] = values[problems].mean(1)
+    low, high = means.mean(1).quantile(torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist()
+    mean = torch.stack([values.mean() for values in seeds]).mean().item()
+    return Estimate(mean, min(low, mean), max(mean, high))  # rounding may put a limit an ulp beyond the mean

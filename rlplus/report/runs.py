@@ -1,0 +1,50 @@
+"""What a run left behind, read back from its folder."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlplus.textfiles import read_text
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run left behind: the text of config.yaml, one object of metrics a step, warnings for the readers."""
+
+    config: str
+    metrics: tuple[dict[str, Any], ...]
+    warnings: tuple[str, ...] = ()
+
+    def curve(self, metric: str) -> tuple[list[float], list[float]]:
+        """Generated tokens so far and the metric, at the steps that have it."""
+        steps = [step for step in self.metrics if metric in step]
+        return [step["generated_tokens"] for step in steps], [step[metric] for step in steps]
+
+
+def load_run(folder: Path) -> RunData:
+    """Read config.yaml and metrics.jsonl of a run. A last line without its end (a killed run) is left out and noted.
+
+    ValueError if a file is missing, no step is complete, or a line is not an object with "step" and "generated_tokens".
+    """
+    texts = []
+    for name in ("config.yaml", "metrics.jsonl"):
+        if not (folder / name).is_file():
+            raise ValueError(f"want the folder of a run, with config.yaml and metrics.jsonl; {folder} has no {name}")
+        texts.append(read_text(folder / name))
+    config, lines = texts
+    complete, _, cut = lines.rpartition("\n")
+    metrics = []
+    for number, line in enumerate(complete.splitlines(), 1):
+        try:
+            step = json.loads(line)
+            if not {"step", "generated_tokens"} <= step.keys():
+                raise ValueError(f"got the keys {sorted(step)}")
+        except (ValueError, AttributeError) as error:
+            wanted = 'want a JSON object with "step" and "generated_tokens"'
+            raise ValueError(f"{folder / 'metrics.jsonl'}, line {number}: {wanted}; {error}") from error
+        metrics.append(step)
+    if not metrics:
+        raise ValueError(f"{folder / 'metrics.jsonl'} has no complete step yet")
+    warning = f"The last line of metrics.jsonl was cut off after step {metrics[-1]['step']}: the run was killed there."
+    return RunData(config, tuple(metrics), (warning,) if cut else ())
