@@ -1,4 +1,4 @@
-"""What is measured: shapes, suites, and inputs that look like those of reinforcement learning."""
+"""The measured cases: shapes, suites, and inputs that look like those of reinforcement learning."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

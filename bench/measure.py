@@ -41,7 +41,7 @@ def call(method: Method, inputs: Inputs, step: Step) -> Tensor | None:
 
 
 def milliseconds(method: Method, inputs: Inputs, step: Step) -> float:
-    """Of one call: on CUDA between two events, on the CPU the CPU time of all threads of the process."""
+    """Time of one call: on CUDA between two events, on the CPU the CPU time of all threads of the process."""
     clear(inputs)
     if not inputs.hidden.is_cuda:
         start = time.process_time()
@@ -200,7 +200,7 @@ def run(case: Case, device: str, until: float, saved: Callable[[dict[str, Any]],
 
 
 def errors(method: Method, inputs: Inputs, step: Step, exact: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Of one call; `exact` gets the gradients of the method's kind when they are first asked for."""
+    """Errors of one call; `exact` gets the gradients of the method's kind when they are first asked for."""
     clear(inputs)
     logprob = call(method, inputs, step)
     found = {}

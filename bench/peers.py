@@ -372,7 +372,7 @@ def verl_triton(x: Inputs) -> Step:
 
 
 def trl_logprob(x: Inputs) -> Callable[[], Tensor]:
-    """What TRL's fused head calls, with its vocabulary chunk; it is the only form that takes hidden and weight."""
+    """The kernel of TRL's fused head, with its vocabulary chunk; it is the only form that takes hidden and weight."""
     nothing = {"maybe_gather_lm_head_ctx": lambda *_: nullcontext()}  # gathers under ZeRO-3 only
     is_there = {"is_triton_available": lambda: find_spec("triton") is not None}
     parents = ("trl", "trl.trainer")

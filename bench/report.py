@@ -137,7 +137,7 @@ def row_of(case: dict[str, Any], method: str, rho_at_most: float = 1.0) -> Row |
 
 
 def cases_of(result: Result, name: str) -> dict[str, dict[str, Any]]:
-    """By dtype."""
+    """The cases of that name by dtype."""
     return {case["dtype"]: case for case in result["cases"] if case["name"] == name}
 
 
@@ -191,7 +191,7 @@ def sweep_table(results: dict[str, Result]) -> str:
 
 
 def bf16_note(results: dict[str, Result]) -> str:
-    """What the ratios in bf16 are worth on a processor that has no instructions for it."""
+    """A note on the ratios in bf16 on a processor that has no instructions for it."""
     if all(result["hardware"].get("bf16_instructions", True) for result in results.values()):
         return ""
     return (
@@ -201,7 +201,7 @@ def bf16_note(results: dict[str, Result]) -> str:
 
 
 def faults_note(results: dict[str, Result]) -> str:
-    """How many page faults the timed calls had, which is what shows that their memory was there before."""
+    """A note on the page faults of the timed calls, which show whether their memory was there before."""
     rows = [row for result in results.values() for case in result["cases"] for row in case["rows"]]
     found = [(row["page_faults"], row["method"]) for row in rows if row["status"] == "ok" and "page_faults" in row]
     if not found:
@@ -268,7 +268,7 @@ def side_table(result: Result) -> str:
 
 
 def readme_part(results: dict[str, Result]) -> str:
-    """What stands in the README between the marks."""
+    """The README's text between the marks."""
     processors = {name: r for name, r in results.items() if name.startswith("cpu")}
     parts = [bars_table(processors), sweep_table(processors)]
     if processors:
@@ -321,7 +321,7 @@ def plots(result: Result, stem: Path) -> str:
 
 
 def sweeps(result: Result) -> dict[str, list[dict[str, Any]]]:
-    """By size: the sweep's cases that differ from its first one in this size alone and were measured."""
+    """Sweeps by size: the sweep's cases that differ from its first one in this size alone and were measured."""
     cases = sweep_of(result)
     base = next(iter(cases), ())
     found = {}

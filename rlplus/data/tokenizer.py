@@ -14,7 +14,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, its id the byte's value, and <|pad|> 256, <|endoftext|> 257: any text comes back exactly.
+    """One token per byte, its id the byte's value, and <|pad|> 256, <|endoftext|> 257: any text comes back exactly.
 
     The two special tokens exist as ids only. Text that spells one of them is bytes like any other, so no prompt can end
     a sequence or pass for padding; the role markers of the chat template are plain text too.

@@ -28,7 +28,7 @@ WINDOW = 8  # batches of hard problems over which the loss of phase 1 is average
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a base is made. Shares and slips are probabilities; a slip redraws one digit."""
+    """The recipe of a base model. Shares and slips are probabilities; a slip redraws one digit."""
 
     seed: int
     batch: int = 64
@@ -141,7 +141,7 @@ def train_base(
 
 
 def _sloppy(problem: Problem, share: float, recipe: Recipe, rng: random.Random) -> str:
-    """What phase 2 teaches as the response; `share` of them are scratchpads."""
+    """The response that phase 2 teaches; `share` of them are scratchpads."""
     if rng.random() < share:
         return scratchpad(problem.running_sums(rng, recipe.scratchpad_slip))
     return ANSWER + blur(problem.answer, rng, 1.0 if problem.hard else recipe.answer_slip)

@@ -112,7 +112,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def read_jsonl(path: Path) -> list[Problem]:
-    """What `write_jsonl` wrote."""
+    """The problems that `write_jsonl` wrote."""
     prompts = [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines()]
     numbers = [prompt.removesuffix("=").split("+") for prompt in prompts]
     return [Problem(tuple(number for number in each if EMPTY not in number)) for each in numbers]

@@ -1,4 +1,4 @@
-"""What a forward and backward pass keeps, counted on tensors that have shapes and no memory.
+"""The bytes that a forward and backward pass keeps, counted on tensors that have shapes and no memory.
 
 The trainer's own `PackedModel` runs on torch's meta device under a mode that adds up the storages which are alive. So
 there is no formula a model family could deviate from: gradient checkpointing, tied embeddings, repeated keys and what
@@ -126,14 +126,14 @@ def _batch(rows: int, length: int) -> MicroBatch:
 
 
 def _mask(lm: PreTrainedModel, rows: int, length: int, attention: str) -> Tensor | None:
-    """What transformers makes to keep packed sequences apart: bool for sdpa, numbers for eager, nothing for flash."""
+    """The mask that keeps packed sequences apart in transformers: bool for sdpa, numbers for eager, none for flash."""
     if attention == "flash_attention_2":
         return None
     return torch.empty(rows, 1, length, length, dtype=torch.bool if attention == "sdpa" else lm.dtype, device="meta")
 
 
 class _Head(torch.autograd.Function):
-    """As the fused loss: it computes the gradients of hidden (N, H) and weight (V, H) at once and keeps them."""
+    """A stand-in for the fused loss: computes the gradients of hidden (N, H) and weight (V, H) at once, keeps them."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ class _Head(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """As flash and memory-efficient kernels: saves inputs, output and a logsumexp a row and head, recomputes the rest.
+    """A stand-in for flash and memory-efficient kernels: saves inputs, output and a logsumexp per row and head.
 
     query (B, heads, L, D), key and value (B, key heads, L, D), mask (B, 1, L, L) or None. Dao, FlashAttention-2, 2023.
     """

@@ -86,7 +86,7 @@ class Model:
         return self.cache_bytes // min(gpus, self.key_heads)
 
     def activations(self, config: Config) -> Activations:
-        """Of the largest micro-batch; counted once for each shape."""
+        """Those of the largest micro-batch; counted once per shape."""
         rows, length = packed_shape(config)
         part, ranks = config.model, config.train.sequence_parallel
         key = (rows, length, part.attention, part.gradient_checkpointing, ranks)

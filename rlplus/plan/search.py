@@ -130,5 +130,5 @@ def with_changes(config: Config, changes: Changes) -> Config | None:
 
 
 def show_changes(changes: Changes) -> tuple[str, ...]:
-    """As overrides for the command line."""
+    """The changes as overrides for the command line."""
     return tuple(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in changes.items())

@@ -7,8 +7,8 @@ from rlplus.plan.memory import Memory, Model
 GEMM_EFFICIENCY = 0.45  # of the bf16 peak: training of dense models reaches 0.4 to 0.5 on A100. Assumed
 MEMORY_EFFICIENCY = 0.6  # of the memory's bandwidth, in decoding and in the optimiser. Assumed
 LINK_EFFICIENCY = 0.7  # of NVLink's, one direction. Assumed
-NETWORK = 50e9  # bytes a second of each GPU between nodes, 400 Gbit/s. Assumed
-PCIE = 20e9  # bytes a second to the host. Assumed
+NETWORK = 50e9  # bytes per second of each GPU between nodes, 400 Gbit/s. Assumed
+PCIE = 20e9  # bytes per second to the host. Assumed
 MAX_SEQUENCES = 256  # that vLLM runs at a time: its default
 
 ASSUMPTIONS = (
@@ -26,11 +26,8 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     """Seconds of a step by phase, "total" last; empty where the speed of the GPU is not known.
 
     Without "generate" where a server does it, or where the step samples nothing. With train.overlap it takes no time of
-    its own unless it is longer than the training.
-
-    cluster: the ranks and their GPUs.
-
-    All samples have the greatest length, so this is an upper bound as far as lengths go.
+    its own unless it is longer than the training. All samples have the greatest length, so this is an upper bound in
+    that respect. cluster: the ranks and their GPUs.
 
     FLOP of T tokens, body of B parameters: 2 B T forward; attention 2 layers width length T (half of the square, as
     causal), the head 2 N H V (one GEMM). Backward: twice that, in the head with train.memory least three times.
