@@ -3,11 +3,12 @@
 import argparse
 import sys
 import time
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+
+from rlplus.errors import nearest
 
 from . import report
 from .cases import Case
@@ -55,8 +56,8 @@ def checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
 
 
 def unknown(parser: argparse.ArgumentParser, name: str) -> NoReturn:
-    near = get_close_matches(name, METHODS, n=1)
-    parser.error(f"argument --only: no method {name!r}{f' (did you mean {near[0]!r}?)' if near else '; see --list'}")
+    near = nearest(name, METHODS)
+    parser.error(f"argument --only: no method {name!r}{f' (did you mean {near!r}?)' if near else '; see --list'}")
 
 
 def measure(options: argparse.Namespace) -> None:
