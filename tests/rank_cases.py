@@ -166,21 +166,25 @@ def load_for_flash(config: ModelConfig, *args: Any) -> Any:
     return lm
 
 
-def run_case(folder: Path, name: str) -> dict[str, Any]:
+def make_policy(folder: Path, name: str) -> tuple[Config, Policy]:
     config = config_of(folder, name)
     if CASES[name]["flash"]:  # set afterwards: it is refused in float32
         model = config.model.model_copy(update={"attention": "flash_attention_2"})
         config = config.model_copy(update={"model": model})
         if not hasattr(AttentionInterface()["flash_attention_2"], "exchanges_heads"):
             AttentionInterface.register("flash_attention_2", varlen_attention)
-    algorithm = config.algorithm.resolve()
     path, model_config = prepare_model(config.model, folder, 0)
     with mock.patch.multiple(
         policy_module,
         add_adapters=add_trained_adapters,
         load_model=load_for_flash if CASES[name]["flash"] else load_model,
     ):
-        policy = Policy(config, path, model_config, algorithm.objective)
+        return config, Policy(config, path, model_config, config.algorithm.resolve().objective)
+
+
+def run_case(folder: Path, name: str) -> dict[str, Any]:
+    config, policy = make_policy(folder, name)
+    algorithm = config.algorithm.resolve()
     own = own_samples(CASES[name]["owners"], dist.get_rank(), dist.get_world_size())
     batches = make_micro_batches(own, algorithm, config, 256, policy.device)
     for batch in batches:

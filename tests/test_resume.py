@@ -31,6 +31,9 @@ def test_resume_begins_and_ends_where_it_says(tmp_path, capsys):
     path.write_text(config.to_yaml())
     assert main(["train", "--resume", str(path)]) == 2
     assert f"there is nothing to resume in {config.output_dir}, which has no checkpoint" in capsys.readouterr().err
+    assert main(["train", "--resume=step-000001", str(path)]) == 2
+    assert f"want a complete checkpoint in {config.output_dir}/checkpoints: none; got" in capsys.readouterr().err
+    assert not Path(config.output_dir).exists(), "a mistyped folder is not made"
     assert main(["train", "--resume=auto", str(path)]) == 0
     assert "resumed" not in capsys.readouterr().err
     place = Path(config.output_dir)

@@ -1,4 +1,4 @@
-"""What a run will take of each GPU, before it starts: memory by part, a rough time, and switches that make it fit.
+"""The memory that a run will take of each GPU, by part, a rough time, and switches that make it fit.
 
 No GPU and no weights are needed: the model is built without memory. `activations` counts what a pass keeps, `memory`
 has the formulas of the other parts, `speed` those of the time, `search` tries the switches.
@@ -16,7 +16,7 @@ from rlplus.plan.cluster import GIB, GPUS, Cluster, gpus_a_rank, make_cluster, t
 from rlplus.plan.memory import MOMENTS, Memory, Model, estimate_memory, packed_shape
 from rlplus.plan.search import Remedy, find_remedies
 from rlplus.plan.speed import ASSUMPTIONS, estimate_seconds
-from rlplus.trainer.model import make_scratch_model, read_model_config, with_overrides
+from rlplus.trainer.model import check_positions, make_scratch_model, read_model_config, with_overrides
 
 __all__ = ["GIB", "GPUS", "MOMENTS", "Cluster", "Memory", "Plan", "Remedy", "make_cluster", "make_plan", "this_cluster"]
 
@@ -80,10 +80,11 @@ class Plan:
 def make_plan(config: Config, cluster: Cluster) -> Plan:
     """Plan `config` for `cluster`: all GPUs but a server's.
 
-    ValueError for a model that is not there and for ranks and heads that the run cannot have.
+    Errors as in `read_model`; ValueError also for lengths, ranks and heads that the run cannot have.
     """
     trainer = training_part(config, cluster)
     model, note = read_model(config)
+    check_positions(config, model.lm.config)
     _check_heads(config, model)
     memory = estimate_memory(config, model, trainer)
     one = model.cache_share(config.rollout.tensor_parallel_size) * config.max_generation_length
@@ -104,9 +105,17 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
 
 
 def read_model(config: Config) -> tuple[Model, str]:
-    """The run's model without its weights, and a note where its architecture is the shipped copy."""
+    """The run's model without its weights, and a note where its architecture is the shipped copy.
+
+    ValueError for a model that is not there, RuntimeError for one that cannot be built.
+    """
     model_config, note = _model_config(config.model)
-    return Model(config, with_overrides(model_config, config.model.overrides)), note
+    model_config = with_overrides(model_config, config.model.overrides)
+    try:
+        return Model(config, model_config), note
+    except Exception as error:  # foreign configurations and code can raise anything
+        reason = " ".join(str(error).split()) or repr(error)
+        raise RuntimeError(f"the model cannot be built without memory: {reason}") from error
 
 
 def _model_config(part: ModelConfig) -> tuple[PretrainedConfig, str]:
@@ -127,7 +136,7 @@ def training_part(config: Config, cluster: Cluster) -> Cluster:
     each, parallel = gpus_a_rank(config, cluster.gpu), config.rollout.tensor_parallel_size
     if cluster.gpus % each:
         raise ValueError(
-            f"rollout.mode process with rollout.tensor_parallel_size {parallel} takes {each} GPUs a rank: "
+            f"rollout.mode process with rollout.tensor_parallel_size {parallel} takes {each} GPUs per rank: "
             f"want a multiple of them; got {cluster.gpus}"
         )
     ranks = cluster.gpus // each
@@ -144,7 +153,7 @@ def training_part(config: Config, cluster: Cluster) -> Cluster:
 
 
 def _check_heads(config: Config, model: Model) -> None:
-    """As the trainer's attention and vLLM do."""
+    """ValueError where the trainer's attention or vLLM could not split the heads."""
     sequence, tensor = config.train.sequence_parallel, config.rollout.tensor_parallel_size if config.needs_engine else 1
     for key, size, heads in (
         ("train.sequence_parallel", sequence, {model.heads, model.key_heads}),

@@ -17,7 +17,7 @@ CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 
 @dataclass(frozen=True)
 class Gpu:
-    """memory in bytes; flops: dense bf16 peak a second; bandwidth of memory and link (one direction) in bytes a second.
+    """memory in bytes; flops: dense bf16 peak; bandwidth of memory and link (one direction) in bytes per second.
 
     None: not known, and no time is estimated.
     """
@@ -41,7 +41,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many GPUs of one kind. On a CPU: so many ranks."""
+    """A number of GPUs of one kind. On a CPU: of ranks."""
 
     gpus: int
     gpu: Gpu
@@ -64,14 +64,14 @@ def make_cluster(gpus: int | None, gpu: str | None) -> Cluster:
     if gpus is not None and gpus < 1:
         raise ValueError(f"want --gpus of at least 1; got {gpus}")
     here = torch.cuda.device_count() if gpu is None else 0
-    kind = _this_gpu() if here else _named_gpu(gpu or "a100-80g")
+    kind = _this_gpu() if here else _named_gpu("a100-80g" if gpu is None else gpu)
     return Cluster(gpus or here or 8, kind)
 
 
 def _named_gpu(name: str) -> Gpu:
     if name.lower() in GPUS:
         return GPUS[name.lower()]
-    if size := re.fullmatch(r"(\d+)g(?:i?b)?", name.lower()):
+    if size := re.fullmatch(r"([1-9]\d{0,5})g(?:i?b)?", name.lower()):
         return Gpu(f"{size[1]} GiB GPU", int(size[1]) * GIB)
     hint = f" (nearest: {near})" if (near := nearest(name, GPUS)) else ""
     raise ValueError(f"want --gpu one of {', '.join(GPUS)}, or a size of memory such as 24g; got {name!r}{hint}")
@@ -84,7 +84,7 @@ def gpus_a_rank(config: Config, gpu: Gpu) -> int:
 
 
 def this_cluster(config: Config) -> Cluster:
-    """What the run that this process is a rank of has; without GPUs the ranks share the host's memory."""
+    """The cluster that this process's run is on; without GPUs the ranks share the host's memory."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if torch.cuda.is_available():
         gpu = _this_gpu()

@@ -54,7 +54,7 @@ def _lines(plan: Plan) -> Iterator[RenderableType]:
         return
     yield from ("It does not fit:", *(f"  {problem}" for problem in plan.memory.problems))
     if not plan.remedies:
-        yield "No switch makes it fit, and 128 times as many GPUs do not either."
+        yield "No switches make it fit, not even all together and on more GPUs."
         return
     yield "It would fit with:"
     for remedy in plan.remedies:

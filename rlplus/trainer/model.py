@@ -27,7 +27,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 from transformers.utils import cached_file
 
 from rlplus import agree
-from rlplus.config import ModelConfig, ScratchModel
+from rlplus.config import Config, ModelConfig, ScratchModel
 from rlplus.data import byte_tokenizer
 
 SHOWN = 5  # tensors, in a message
@@ -219,8 +219,18 @@ def read_model_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
     return config
 
 
+def check_positions(config: Config, model_config: PretrainedConfig) -> None:
+    """ValueError where the model has fewer positions than the longest prompt and response have tokens."""
+    longest = max(config.max_sample_length, config.max_generation_length)
+    if longest > (places := getattr(model_config, "max_position_embeddings", longest)):
+        raise ValueError(
+            f"the longest prompt and response have {longest} tokens together, the model has {places} positions: "
+            "shorten them, or raise model.overrides.max_position_embeddings (and the rope with it)"
+        )
+
+
 def with_overrides(config: PretrainedConfig, overrides: dict[str, Any]) -> PretrainedConfig:
-    """The model's configuration with the run's fields; ValueError for one that this kind of model doesn't have."""
+    """The model's configuration with the run's fields; ValueError for fields or values that it does not take."""
     fields = config.to_dict()
     for name, value in overrides.items():
         if name == "rope_theta" and isinstance(fields.get("rope_parameters"), dict):
@@ -231,4 +241,11 @@ def with_overrides(config: PretrainedConfig, overrides: dict[str, Any]) -> Pretr
             raise ValueError(
                 f"model.overrides.{name}: want a field of {type(config).__name__}; it has {', '.join(fields)}"
             )
-    return type(config).from_dict(json.loads(json.dumps(fields, default=str))) if overrides else config
+    if not overrides:
+        return config
+    try:
+        return type(config).from_dict(json.loads(json.dumps(fields, default=str)))
+    except Exception as error:  # foreign classes can raise anything
+        reason = " ".join(str(error).split()) or repr(error)
+        wanted = f"want model.overrides that make a valid {type(config).__name__}"
+        raise ValueError(f"{wanted}; got {overrides}: {reason}") from error

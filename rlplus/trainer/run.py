@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch.distributed as dist
+from transformers import PretrainedConfig
 
 from rlplus import agree, checkpoint
 from rlplus.config import Config
@@ -21,7 +22,7 @@ from rlplus.trainer import folder
 from rlplus.trainer.engine import EngineFailed, NoEngine, SyncedEngine, max_gap
 from rlplus.trainer.memory import naming_phase
 from rlplus.trainer.metrics import RunLog, Tally
-from rlplus.trainer.model import prepare_model, weights_fingerprint
+from rlplus.trainer.model import check_positions, prepare_model, weights_fingerprint
 from rlplus.trainer.policy import Policy
 from rlplus.trainer.ranks import initialize_distributed
 from rlplus.trainer.rollouts import Batch, Rollouts
@@ -66,12 +67,7 @@ class Run:
         if self.complete:
             return
         model_path, model_config = prepare_model(config.model, self.folder, config.train.seed)
-        longest = max(config.max_sample_length, config.max_generation_length)
-        if longest > (places := getattr(model_config, "max_position_embeddings", longest)):
-            raise ValueError(
-                f"the longest prompt and response have {longest} tokens together, the model has {places} positions: "
-                "shorten them, or raise model.overrides.max_position_embeddings (and the rope with it)"
-            )
+        check_positions(config, model_config)
         self.tokenizer = load_tokenizer(config.model.model_copy(update={"path": model_path, "scratch": None}))
         self.pad_id = self.tokenizer.pad_token_id
         self.scorer = stack.enter_context(Scorer(config.reward))
@@ -87,25 +83,7 @@ class Run:
             checkpoint.load(self.policy.engine, last)
             if what := self.policy.nonfinite():
                 raise ValueError(f"{last} has NaN or infinity in {what}: want a checkpoint with finite weights")
-        model_config.save_pretrained(str(self.folder / f"model_config/{self.rank}"))
-        make = partial(
-            make_engine,
-            config.rollout,
-            model_path,
-            dtype=config.model.dtype,
-            max_model_len=config.max_generation_length,
-            eos_token_id=self.tokenizer.eos_token_id,
-            pad_token_id=self.pad_id,
-            seed=config.train.seed,
-            trust_remote_code=config.model.trust_remote_code,
-            config_path=str(self.folder / f"model_config/{self.rank}"),
-        )
-        starts = make if config.needs_engine else NoEngine
-        self.engine = SyncedEngine(config, self.policy, self.examples[0].prompt, self.pad_id, starts, self.stop)
-        self.rollouts = Rollouts(
-            config, self.algorithm, self.policy, self.examples, self.sampler, self.pad_id, self.engine
-        )
-        stack.callback(self.rollouts.close)
+        self._start_engine(model_path, model_config, stack)
         if last is not None:
             self.rollouts.restore(checkpoint.read_rank_state(last))
         if self.rank == 0:
@@ -125,8 +103,33 @@ class Run:
         gc.freeze()
         stack.callback(gc.unfreeze)
 
+    def _start_engine(self, model_path: str, model_config: PretrainedConfig, stack: ExitStack) -> None:
+        """Make the engine, with this run's model configuration, and the rollouts that ask it."""
+        config, config_path = self.config, str(self.folder / f"model_config/{self.rank}")
+        model_config.save_pretrained(config_path)
+        make = partial(
+            make_engine,
+            config.rollout,
+            model_path,
+            dtype=config.model.dtype,
+            max_model_len=config.max_generation_length,
+            eos_token_id=self.tokenizer.eos_token_id,
+            pad_token_id=self.pad_id,
+            seed=config.train.seed,
+            trust_remote_code=config.model.trust_remote_code,
+            config_path=config_path,
+        )
+        starts = make if config.needs_engine else NoEngine
+        self.engine = SyncedEngine(config, self.policy, self.examples[0].prompt, self.pad_id, starts, self.stop)
+        self.rollouts = Rollouts(
+            config, self.algorithm, self.policy, self.examples, self.sampler, self.pad_id, self.engine
+        )
+        stack.callback(self.rollouts.close)
+
     def _find_place(self, stack: ExitStack) -> tuple[Path | None, dict[str, Any], list[str]]:
         """Take the folder; the checkpoint to go on from, its state, and what to say about it."""
+        if not agree.largest(self.folder.is_dir()):  # a mistyped folder is not made
+            folder.find_checkpoint(self.folder, self.resume)
         self.folder.mkdir(parents=True, exist_ok=True)
         folder.lock(self.folder, stack)
         last = folder.find_checkpoint(self.folder, self.resume)

@@ -1,0 +1,63 @@
+"""The model and the configurations that the tests of the plan share."""
+
+from pathlib import Path
+from unittest import mock
+
+from transformers import Qwen2Config
+
+from rlplus import plan
+from rlplus.config import Config, load_config
+from rlplus.plan import Cluster, Plan, read_model
+from rlplus.plan.cluster import Gpu
+from rlplus.plan.memory import Model
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+PAPER = CONFIGS / "qwen2.5-math-7b.yaml"
+CPU = Cluster(1, Gpu("cpu", 2**40))
+QWEN_7B = {  # Qwen/Qwen2.5-Math-7B's config.json
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+PROCESS = ("rollout.sleep=false", "rollout.mode=process")
+SERVER = ("rollout.sleep=false", "rollout.mode=server", "rollout.server_url=http://localhost:1")
+
+
+def thin_model(**changes) -> Qwen2Config:
+    values = {
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+    }
+    return Qwen2Config(**(values | changes))
+
+
+def paper(*overrides: str) -> Config:
+    """Its model's architecture is the one that comes with rlplus: tests have no network."""
+    return load_config(PAPER, overrides)
+
+
+_models: dict[str, tuple[Model, str]] = {}
+
+
+def make_plan(config: Config, cluster: Cluster) -> Plan:
+    """As `rlplus.plan.make_plan`; each model is built once."""
+
+    def read_once(config: Config) -> tuple[Model, str]:
+        key = config.model.model_dump_json()
+        if key not in _models:
+            _models[key] = read_model(config)
+        return _models[key]
+
+    with mock.patch.object(plan, "read_model", read_once):
+        return plan.make_plan(config, cluster)

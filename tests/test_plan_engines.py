@@ -1,0 +1,96 @@
+"""The plan of runs whose engine is beside the trainer, in a process, in a server, or nowhere."""
+
+import pytest
+from plan_cases import PAPER, PROCESS, SERVER, make_plan, paper
+from rich.console import Console
+
+from rlplus.cli import main
+from rlplus.plan import make_cluster
+from rlplus.plan.show import show
+
+
+def test_a_servers_gpus_are_not_counted(capsys):
+    model = [str(PAPER), *SERVER]
+    main(["plan", "--gpus", "8", "--gpu", "a100-80g", *model])
+    out = capsys.readouterr().out
+    assert "Not counted: the GPUs of the server" in out
+    assert "Not in it: generation" in out
+    assert "generate " not in out.partition("time of a step")[2]
+    assert "engine" not in out
+
+
+@pytest.mark.parametrize(("gpus", "parallel", "ranks"), [(8, 1, 4), (6, 2, 2)])
+def test_an_engine_of_its_own_has_gpus_of_its_own(capsys, gpus, parallel, ranks):
+    config = paper(*PROCESS, f"rollout.tensor_parallel_size={parallel}")
+    plan = make_plan(config, make_cluster(gpus, "h200"))
+    assert plan.ranks == ranks
+    alone = make_plan(paper(*SERVER), make_cluster(ranks, "h200"))
+    assert plan.memory.parts == alone.memory.parts  # a GPU that trains knows of no engine
+    assert not any("engine" in part or "cache" in part for moment in plan.memory.parts.values() for part in moment)
+    engine = plan.memory.engine
+    assert engine["engine weights"] == 2 * plan.parameters // parallel
+    share = sum(size for part, size in engine.items() if part != "reserve")
+    assert share == pytest.approx(config.rollout.gpu_memory_utilization * 140 * 2**30, abs=2)
+    token = 2 * 28 * 4 * 128 * 2 // parallel  # keys and values of 28 layers and 4 heads, in bf16
+    assert plan.sequences == engine["kv cache"] // (token * config.max_generation_length)
+    assert plan.memory.host == 2 * plan.parameters  # the files of weights
+    assert plan.to_json()["engine_memory"] == engine
+    show(plan, Console(width=200))
+    assert f"{gpus} x h200 ({ranks} train, {gpus - ranks} generate), " in capsys.readouterr().out
+
+
+def test_generation_on_gpus_of_its_own_takes_the_time_that_it_takes_beside_the_training():
+    """As many engines, with the same cache: the same waves. And with overlap it goes on beside the rest."""
+    cache = "rollout.kv_cache_memory_mb=20000"
+    beside = make_plan(paper("rollout.sleep=false", cache), make_cluster(4, "h200")).seconds
+    apart = make_plan(paper(*PROCESS, cache), make_cluster(8, "h200")).seconds
+    assert apart["generate"] == beside["generate"]
+    assert apart["sync"] > beside["sync"]
+    overlap = make_plan(paper(*PROCESS, cache, "train.overlap=true"), make_cluster(8, "h200")).seconds
+    rest = sum(overlap.values()) - overlap["total"] - overlap["generate"] - overlap["sync"]
+    assert overlap["total"] == pytest.approx(apart["sync"] + max(rest, apart["generate"]))
+    assert overlap["old_logprob"] == pytest.approx(apart["old_logprob"] / 4, rel=0.01)  # one of a group of 8; half
+
+
+@pytest.mark.parametrize("sleep", [False, True])
+def test_ranks_that_share_an_engine_share_its_weights(sleep):
+    """Of 7.6 billion bf16 weights and a fixed share of the GPU, the cache gets what the weights leave."""
+    plans = [
+        make_plan(paper(f"rollout.sleep={sleep}", f"rollout.tensor_parallel_size={size}"), make_cluster(8, "h200"))
+        for size in (1, 2)
+    ]
+    one, two = (plan.memory.parts["generate"] for plan in plans)
+    assert two["engine weights"] == one["engine weights"] // 2 == plans[0].parameters
+    assert two["kv cache"] - one["kv cache"] == one["engine weights"] - two["engine weights"]
+    assert plans[0].memory.peak == plans[1].memory.peak
+    for plan in plans:
+        resting = {part for part in plan.memory.parts["backward"] if "engine" in part or "cache" in part}
+        assert resting == ({"engine rest"} if sleep else {"engine rest", "engine weights", "kv cache"})
+    assert plans[1].sequences > 2 * plans[0].sequences  # each holds half of a token's keys and values, and more room
+    assert plans[1].seconds["generate"] < plans[0].seconds["generate"]
+
+
+def test_an_engine_that_does_not_fit_its_own_gpu():
+    plan = make_plan(paper(*PROCESS, "rollout.gpu_memory_utilization=0.2"), make_cluster(16, "a100-80g"))
+    assert plan.memory.problems == (
+        "engine: 0.0 GiB are left for keys and values; a sequence of 10240 tokens takes 0.5 GiB",
+    )
+    assert [name.partition("=")[0] for name in plan.remedies[0].overrides] == ["rollout.gpu_memory_utilization"]
+    assert {remedy.gpus for remedy in plan.remedies} == {16}
+    greedy = make_plan(paper(*PROCESS, "rollout.gpu_memory_utilization=1.0"), make_cluster(16, "a100-80g"))
+    assert greedy.memory.problems == ("engine: needs 83.0 GiB of 80.0 GiB",)
+
+
+@pytest.mark.parametrize("engine", [(), PROCESS, SERVER])
+def test_a_run_that_samples_nothing_has_no_engine(engine):
+    """SFT: neither on its GPUs nor on others, nor in the host's memory; but for evaluations while it trains."""
+    quiet = ("algorithm.preset=sft", "evaluation.every=0", *engine)
+    plan = make_plan(paper(*quiet), make_cluster(8, "a100-80g"))
+    alone = make_plan(paper(*SERVER), make_cluster(8, "a100-80g"))
+    assert plan.ranks == 8
+    assert plan.memory.parts == alone.memory.parts, "as where a server has the engine"
+    assert (plan.memory.engine, plan.memory.host, plan.sequences) == ({}, 0, 0)
+    assert not {"generate", "sync"} & plan.seconds.keys()
+    evaluated = make_plan(paper(*quiet, "evaluation.every=5"), make_cluster(8, "a100-80g"))
+    assert evaluated.ranks == (4 if engine == PROCESS else 8)
+    assert (evaluated.sequences > 0) == (engine != SERVER)

@@ -1,0 +1,213 @@
+"""The plan against measurement: the tensors of an update, what autograd saves, what the head allocates."""
+
+import gc
+from functools import partial
+
+import pytest
+import torch
+from plan_cases import CPU, QWEN_7B, make_plan, paper, thin_model
+from trainer_runs import run_config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from rlplus.data import Sample, byte_tokenizer, pack
+from rlplus.objective import Objective
+from rlplus.ops import linear_policy_loss
+from rlplus.plan.activations import Meter, count_activations, meta_model
+from rlplus.plan.memory import Model, head_memory, model_states
+from rlplus.trainer.batch import make_micro_batches
+from rlplus.trainer.policy import PackedModel, Policy
+from rlplus.trainer.ranks import initialize_distributed
+
+
+def real_storages() -> dict[int, int]:
+    """Address -> bytes of every storage that a tensor of this process has."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        # Not subclasses: a compiler's stand-ins, which other tests of the process leave behind, have no memory.
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def everything_known() -> list[torch.Tensor]:
+    return [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.device.type == "cpu"]
+
+
+def alive_beyond(before: dict[int, int]) -> int:
+    return sum(size for address, size in real_storages().items() if address not in before)
+
+
+def samples_of(n: int, length: int) -> list[Sample]:
+    return [
+        Sample([1, 2], list(range(3, length + 1)), 0, i == 0, False, None, advantage=1.0 - 2 * (i % 2))
+        for i in range(n)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_update_takes_what_is_planned(tmp_path, stage, dtype):
+    """One rank, two micro-batches: tensors alive between updates, and the most at any moment of one, within 10%."""
+    initialize_distributed()
+    config = run_config(
+        tmp_path,
+        model={"scratch": None, "path": str(tmp_path / "model"), "dtype": dtype},
+        train={"zero_stage": stage, "tokens_per_micro_batch": 48, "backend": "torch"},
+        rollout={"max_response_length": 40},
+    )
+    model_config = thin_model(vocab_size=len(byte_tokenizer()), tie_word_embeddings=stage == 2)
+    Qwen2ForCausalLM(model_config).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    before = real_storages()
+    policy = Policy(config, str(tmp_path / "model"), model_config, config.algorithm.resolve().objective)
+
+    def update() -> None:
+        batches = make_micro_batches(samples_of(2, 48), config.algorithm.resolve(), config, 0, policy.device)
+        assert len(batches) == 2
+        policy.accumulate(batches)
+        assert policy.step()
+
+    update()  # the first one makes the optimiser's moments
+    between = alive_beyond(before)
+    with Meter(known=everything_known()) as passes:
+        batches = make_micro_batches(samples_of(2, 48), config.algorithm.resolve(), config, 0, policy.device)
+        policy.accumulate(batches)
+    del batches
+    waiting = alive_beyond(before)
+    with Meter(known=everything_known()) as optimizer:
+        policy.step()
+    states = model_states(config, Model(config, model_config), CPU)
+    stay = states.gradients if states.gradients_stay else 0
+    assert between == pytest.approx(states.weights + states.optimizer + stay, rel=0.1)
+    memory = make_plan(config, CPU).memory
+    engine = sum(memory.parts["optimizer"][part] for part in ("engine weights", "kv cache"))
+    assert between + passes.peak == pytest.approx(max(map(memory.total, ("head", "backward"))) - engine, rel=0.1)
+    assert waiting + optimizer.peak == pytest.approx(memory.total("optimizer") - engine, rel=0.1)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("length", [192, 768])
+def test_activations_are_those_that_autograd_saves(length, checkpointing):
+    """Through real attention on packed rows: bytes given to saved_tensors_hooks, and the most alive in the backward."""
+    config = thin_model()
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    if checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    model = PackedModel(lm, None)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    samples = [Sample([1], [2] * (length // 3 - 1), 0, False, False, None, advantage=1.0) for _ in range(6)]
+    weights = [torch.ones(len(s.response)) for s in samples]
+    (batch,) = pack(samples, weights, row_length=length, tokens_per_micro_batch=2 * length, pad_id=0)
+    parameters = {p.data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in parameters:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model(batch, lambda hidden, *_, **__: hidden)
+    at_head = sum(saved.values()) + 2 * hidden.untyped_storage().nbytes()  # the last norm's output and its rows
+    if checkpointing:
+        at_head += 2 * length * length  # arguments of a checkpoint, the mask, are not given to the hooks
+    del hidden
+    saved.clear()
+    op = partial(
+        linear_policy_loss, target=batch.target, old_logprob=None, advantage=batch.advantage, external=batch.external,
+        token_weight=batch.token_weight, objective=Objective.preset("grpo"), backend="torch", max_scratch_mb=1,
+    )  # fmt: skip
+    with Meter(known=everything_known()) as meter:
+        model(batch, lambda *args, **kwargs: op(*args, **kwargs).loss).backward()
+    planned = count_activations(
+        meta_model(config, "float32"), rows=2, length=length, attention="sdpa", checkpointing=checkpointing
+    )
+    assert planned.head == pytest.approx(at_head, rel=0.1)
+    assert planned.backward == pytest.approx(meter.peak, rel=0.1)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_two_and_three_layers_say_what_all_take(checkpointing):
+    config = paper(f"model.gradient_checkpointing={checkpointing}")
+    model_config = Qwen2Config(**QWEN_7B)
+    quick = Model(config, model_config).activations(config)
+    lm = meta_model(model_config, "bfloat16")
+    whole = count_activations(lm, rows=1, length=32768, attention="flash_attention_2", checkpointing=checkpointing)
+    assert quick == whole
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_by_hand(checkpointing):
+    """Korthikanti et al., 2022, section 4, for Qwen2's layer with a fused attention: counted on paper."""
+    tokens, H, inner, heads, width = 4096, 256, 1024, 4, 64
+
+    def at_head(layers: int) -> int:
+        config = thin_model(
+            hidden_size=H, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=heads,
+            num_hidden_layers=layers, max_position_embeddings=tokens,
+        )  # fmt: skip
+        lm = meta_model(config, "bfloat16")
+        return count_activations(
+            lm, rows=1, length=tokens, attention="flash_attention_2", checkpointing=checkpointing
+        ).head
+
+    layer = at_head(4) - at_head(3)
+    if checkpointing:
+        assert layer == 2 * H * tokens  # its input
+        return
+    norms = 2 * (4 * H + 4 + 2 * H + 2 * H)  # fp32 input, reciprocal root, normalised in bf16, output
+    attention = 2 * (3 * H + H) + 4 * heads + 2 * H  # q, k, v, output, logsumexp, output put together
+    assert width * heads == H
+    mlp = 2 * 4 * inner  # gate, activated, up, product
+    assert layer / tokens == pytest.approx(norms + attention + mlp + 2 * 2 * H, rel=0.1)  # and two residual sums
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "tokens", "memory"),
+    [
+        ("torch", "float32", 1500, "fast"),
+        ("cpp", "float32", 1500, "fast"),
+        ("reference", "float32", 300, "fast"),
+        ("torch", "float32", 1500, "least"),
+        ("torch", "bfloat16", 1500, "least"),
+        ("cpp", "bfloat16", 1500, "least"),
+    ],
+)
+def test_the_head_takes_what_is_planned(tmp_path, backend, dtype, tokens, memory):
+    """Bytes that torch's allocator hands out during one forward pass of the fused loss."""
+    if backend == "cpp":
+        pytest.importorskip("rlplus.ops.cpp").load() or pytest.skip("the native library is not built")
+    V, H = 20_000, 64
+    scratch = {} if backend == "reference" else {"max_scratch_mb": 60}
+    config = run_config(
+        tmp_path,
+        model={"dtype": dtype, "scratch": None, "path": "-"},
+        train={"backend": backend, "tokens_per_micro_batch": tokens, "memory": memory} | scratch,
+        rollout={"max_response_length": tokens - 8},
+    )
+    hidden, weight = (torch.randn(n, H, dtype=getattr(torch, dtype), requires_grad=True) for n in (tokens, V))
+    target, ones = torch.randint(V, (tokens,)), torch.ones(tokens)
+
+    def loss() -> object:
+        return linear_policy_loss(
+            hidden, weight, target, old_logprob=None, advantage=ones, token_weight=ones, backend=backend,
+            external=torch.zeros(tokens, dtype=torch.bool), memory=memory, **scratch,
+        )  # fmt: skip
+
+    if backend != "cpp":  # it keeps its scratch for the next call
+        loss()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        out = loss()
+        if backend == "reference":
+            out.loss.backward()
+    live = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    model = Model(config, thin_model(vocab_size=V, hidden_size=H, num_attention_heads=2))
+    assert peak == pytest.approx(head_memory(config, model, CPU), rel=0.1)
