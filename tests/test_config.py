@@ -152,6 +152,9 @@ def test_unreadable_files(tmp_path: Path) -> None:
         ("- 1", "want sections .*; got list"),
         ("", "want sections .*; got NoneType"),
         ("train: !!python/object:os.system {}", "invalid YAML"),
+        ("a: 1\noutput_dir: 2024-99-99", r"bad\.yaml:2:13: invalid YAML: month must be in"),
+        ("train: {steps: 0x_}", r"bad\.yaml:1:16: invalid YAML: invalid literal for int"),
+        (f"train: {{steps: {'9' * 5000}}}", r"bad\.yaml:1:16: invalid YAML: Exceeds the limit"),
     ]:
         path.write_text(text)
         with pytest.raises(ValueError, match=match):
@@ -169,6 +172,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         ("train..lr=3", "want an override as section.key=value"),
         ("train.steps.x=3", "train.steps is not a section, it is 3"),
         ("train.betas=[1", "not valid YAML"),
+        ("train.steps=2024-99-99", "override 'train.steps=2024-99-99': the value is not valid YAML"),
     ],
 )
 def test_malformed_overrides(minimal: Path, override: str, match: str) -> None:

@@ -9,6 +9,7 @@ from run_files import problems, write_minimal
 from rlplus.config import Config, load_config
 from rlplus.config.base import Section
 from rlplus.config.ignored import RULES
+from rlplus.config.load import _kinds, _valid_keys
 from rlplus.objective import ALGORITHMS
 
 
@@ -57,6 +58,39 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, line: str) 
 )
 def test_wrong_value_says_what_was_wanted_and_what_came(minimal: Path, override: str, line: str) -> None:
     assert problems(minimal, override) == [line]
+
+
+NUMBERS = [key for key in _valid_keys() if _kinds(key.split(".")) & {int, float}]
+
+
+@pytest.mark.parametrize("key", [key for key in NUMBERS if int in _kinds(key.split("."))])
+def test_no_count_may_be_absurd(minimal: Path, key: str) -> None:
+    assert any(line.startswith(f"{key}: want ") for line in problems(minimal, f"{key}=1{'0' * 30}"))
+
+
+@pytest.mark.parametrize("key", [key for key in NUMBERS if key.endswith("_s")])
+def test_no_time_may_be_longer_than_timers_take(minimal: Path, key: str) -> None:
+    assert problems(minimal, f"{key}=1e300") == [f"{key}: want less than or equal to 1000000000; got 1e+300 (float)"]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "rollout.group_size=1000000000",
+            "want train.prompts_per_step times rollout.group_size at most 1048576; got 128 times 1000000000",
+        ),
+        (
+            "train.prompts_per_step=1000000000",
+            "want train.prompts_per_step times rollout.group_size at most 1048576; got 1000000000 times 8",
+        ),
+        ("reward.workers=100000", "reward.workers: want less than or equal to 1024; got 100000 (int)"),
+        ("evaluation.samples=10000000", "evaluation.samples: want less than or equal to 1048576; got 10000000 (int)"),
+        ("train.seed=4294967296", "train.seed: want less than 4294967296; got 4294967296 (int)"),
+    ],
+)
+def test_more_than_a_machine_could_hold_is_refused(minimal: Path, override: str, line: str) -> None:
+    assert line in problems(minimal, override)
 
 
 def test_every_problem_gets_its_line(minimal: Path) -> None:

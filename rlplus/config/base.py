@@ -1,13 +1,17 @@
-"""What the sections of a configuration are made of."""
+"""The types that sections of a configuration are made of."""
 
 import os
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+MANY = 2**20  # more than any run has of what a process holds one by one: a step's responses, a layer's width
+
+Count = Annotated[int, Field(ge=1, le=2**53)]  # exact as a float
+Moderate = Annotated[int, Field(ge=1, le=MANY)]
+NonNegative = Annotated[int, Field(ge=0, le=2**53)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]  # timers overflow at a few hundred years
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
 PathText = Annotated[Text, AfterValidator(os.path.expanduser)]

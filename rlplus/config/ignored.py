@@ -1,4 +1,4 @@
-"""Keys that a run would not read. One that is set to anything but its default is refused: somebody relies on it.
+"""Keys that a run would not read. One that is set to anything but its default is refused: the user relies on it.
 
 Not here: what another preset of the same file reads (the demonstrations' columns, group_size, and under preset sft the
 section rollout, of which `rlplus eval` has its engine, too), and what depends on the

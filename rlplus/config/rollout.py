@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlplus.config.base import Count, PathText, Positive, Section
+from rlplus.config.base import Count, PathText, Positive, Seconds, Section
 
 
 class RolloutConfig(Section):
@@ -45,8 +45,8 @@ class RolloutConfig(Section):
     tensor_parallel_size: Count = 1
     max_logprob_gap: Positive | None = None
     push_bucket_mb: Count = 64
-    push_timeout_s: Positive = 300.0
-    progress_timeout_s: Positive = 300.0
+    push_timeout_s: Seconds = 300.0
+    progress_timeout_s: Seconds = 300.0
     push_folder: PathText | None = None
     server_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
 

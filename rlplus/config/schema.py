@@ -6,6 +6,7 @@ is the home folder. Types are strict: nothing is converted except an integer whe
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from string import Formatter
 from typing import Annotated, Any, Literal, Self
@@ -13,7 +14,18 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from rlplus.config.base import Count, Fraction, NonNegative, PathText, Positive, Section, Text
+from rlplus.config.base import (
+    MANY,
+    Count,
+    Fraction,
+    Moderate,
+    NonNegative,
+    PathText,
+    Positive,
+    Seconds,
+    Section,
+    Text,
+)
 from rlplus.config.ignored import ignored_keys
 from rlplus.config.rollout import RolloutConfig
 from rlplus.config.train import TrainConfig
@@ -61,10 +73,10 @@ class ScratchModel(Section):
     max_position_embeddings: as in Qwen2's own configuration.
     """
 
-    hidden_size: Count = 64
+    hidden_size: Moderate = 64
     layers: Annotated[int, Field(ge=1, le=1000)] = 2
-    heads: Count = 2
-    intermediate_size: Count = 192
+    heads: Moderate = 2
+    intermediate_size: Moderate = 192
     initializer_range: Positive = 0.12  # at 64 wide, the usual 0.02 learns nothing within minutes
     max_position_embeddings: Count = 4096
 
@@ -85,7 +97,7 @@ class LoraConfig(Section):
     model get the merged weights.
     """
 
-    rank: Count = 16
+    rank: Moderate = 16
     alpha: Positive = 32.0
     target_modules: Literal["all-linear"] | list[Text] = "all-linear"
 
@@ -199,9 +211,9 @@ class RewardConfig(Section):
     function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
     pattern: Pattern | None = None
     require_think: bool = False
-    workers: Count = 2
-    timeout_s: Positive = 10.0
-    memory_mb: Annotated[int, Field(ge=256)] = 2048
+    workers: Annotated[int, Field(ge=1, le=1024)] = 2
+    timeout_s: Seconds = 10.0
+    memory_mb: Annotated[int, Field(ge=256, le=2**40)] = 2048
     on_failure: Literal["mask", "zero", "error"] = "mask"
 
     @model_validator(mode="after")
@@ -266,7 +278,7 @@ class EvaluationConfig(Section):
 
     data: DataConfig | None = None
     every: NonNegative = 0
-    samples: Count = 32
+    samples: Moderate = 32
     k: list[Count] = [1]
     temperature: Positive = 1.0
 
@@ -342,25 +354,11 @@ class Config(Section):
             )
         if self.train.overlap and self.train.sequence_parallel > 1:
             problems.append(
-                "train.overlap is not there with train.sequence_parallel: want it 1; "
-                f"got {self.train.sequence_parallel}"
+                f"train.overlap does not support train.sequence_parallel > 1; got {self.train.sequence_parallel}"
             )
-        parallel, budget = self.train.sequence_parallel, self.train.tokens_per_micro_batch
-        if self.max_sample_length > budget * parallel:
-            ranks = f" on each of {parallel} ranks" if parallel > 1 else ""
-            problems.append(
-                f"the longest prompt and response have {self.max_sample_length} tokens together: "
-                f"want train.tokens_per_micro_batch at least that; got {budget}{ranks}"
-            )
-        if parallel > 1 and self.model.attention == "eager":
+        if self.train.sequence_parallel > 1 and self.model.attention == "eager":
             problems.append("train.sequence_parallel wants model.attention sdpa or flash_attention_2; got eager")
-        longest = max(self.max_sample_length, self.max_generation_length)
-        scratch = self.model.scratch
-        if scratch is not None and longest > scratch.max_position_embeddings:
-            problems.append(
-                f"the longest prompt and response have {longest} tokens together: "
-                f"want model.scratch.max_position_embeddings at least that; got {scratch.max_position_embeddings}"
-            )
+        problems += self._size_problems()
         evaluated = self.data if self.evaluation.data is None else self.evaluation.data
         if evaluated.response_prefix != self.data.response_prefix:
             problems.append(
@@ -371,6 +369,26 @@ class Config(Section):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _size_problems(self) -> Iterator[str]:
+        """Samples that are too long for a micro-batch or the model, or too many for a step."""
+        parallel, budget = self.train.sequence_parallel, self.train.tokens_per_micro_batch
+        if self.max_sample_length > budget * parallel:
+            ranks = f" on each of {parallel} ranks" if parallel > 1 else ""
+            yield (
+                f"the longest prompt and response have {self.max_sample_length} tokens together: "
+                f"want train.tokens_per_micro_batch at least that; got {budget}{ranks}"
+            )
+        longest = max(self.max_sample_length, self.max_generation_length)
+        scratch = self.model.scratch
+        if scratch is not None and longest > scratch.max_position_embeddings:
+            yield (
+                f"the longest prompt and response have {longest} tokens together: "
+                f"want model.scratch.max_position_embeddings at least that; got {scratch.max_position_embeddings}"
+            )
+        prompts, group = self.train.prompts_per_step, self.rollout.group_size
+        if prompts * group > MANY:
+            yield f"want train.prompts_per_step times rollout.group_size at most {MANY}; got {prompts} times {group}"
 
     def to_yaml(self) -> str:
         """Every value, defaults included; `load_config` reads it back."""

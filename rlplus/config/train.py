@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlplus.config.base import Count, Fraction, NonNegative, Positive, Section
+from rlplus.config.base import Count, Fraction, NonNegative, Positive, Seconds, Section
 
 # Of DeepSpeed's configuration: they would change the loss's normalisation, or be ignored beside the trainer's own.
 OWNED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
@@ -21,7 +21,7 @@ class TrainConfig(Section):
     lr, betas, weight_decay of AdamW
     warmup_steps            optimiser steps over which lr grows to its value
     grad_clip               the largest norm of the gradient
-    zero_stage              what the ranks share out: 1 the optimiser's state, 2 the gradients too, 3 the weights too
+    zero_stage              what is sharded over the ranks: 1 optimiser state, 2 + gradients, 3 + weights
     offload_optimizer, offload_params
                             cpu: DeepSpeed keeps the optimiser's state, and with ZeRO 3 the weights, in host memory
     sequence_parallel       so many neighbouring ranks share each sequence (DeepSpeed-Ulysses); it must divide the ranks
@@ -53,12 +53,12 @@ class TrainConfig(Section):
     offload_params: Literal["none", "cpu"] = "none"
     sequence_parallel: Count = 1
     compile: bool = False
-    seed: NonNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # what numpy takes
     deepspeed: dict[str, Any] = {}
     backend: Literal["auto", "reference", "torch", "cpp", "triton"] = "auto"
     max_scratch_mb: Count | None = None
     memory: Literal["fast", "least"] = "fast"
-    collective_timeout_s: Positive = 3600.0
+    collective_timeout_s: Seconds = 3600.0
     max_nonfinite: Count = 3
     overlap: bool = False
 
