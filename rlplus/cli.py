@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import warnings
@@ -15,6 +16,8 @@ from rlplus.errors import RunFailed, log_to_stderr, printable
 
 if TYPE_CHECKING:
     from rlplus.config import Config
+
+LONGEST_NAME = 50  # characters of a benchmark in a file's name, which has at most 255 bytes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -162,7 +165,7 @@ def _check_memory(config: "Config", *, force: bool) -> None:
 
 
 def _out_of_memory(config: "Config", failure: RunFailed, phase: str) -> str:
-    """What failed, what is left of the run, and what would take less memory."""
+    """The failure, what is left of the run, and the switches that take less memory."""
     from rlplus.checkpoint import latest
     from rlplus.plan import this_cluster
     from rlplus.plan.advice import advise
@@ -188,7 +191,11 @@ def _plan(args: argparse.Namespace) -> int:
     from rlplus.plan.show import show
     from rlplus.terminal import Terminal
 
-    plan = make_plan(config, make_cluster(args.gpus, args.gpu))
+    cluster = make_cluster(args.gpus, args.gpu)
+    try:
+        plan = make_plan(config, cluster)
+    except RuntimeError as error:
+        raise RunFailed(f"no plan of the memory: {error}") from error
     if args.json:
         sys.stdout.write(json.dumps(plan.to_json(), indent=2) + "\n")
     else:
@@ -202,6 +209,8 @@ def _eval(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
     output = Path(args.output or Path(config.output_dir) / "evaluation.json")
     check_output_folder(output.parent, "--output" if args.output else "output_dir")
+    if output.is_dir():
+        raise ValueError(f"want --output a file; got the folder {output}")
     check_evaluation_files(config, args.model)
     _quiet_imports()
     from rich.table import Table
@@ -211,19 +220,35 @@ def _eval(args: argparse.Namespace) -> None:
 
     with counter("problems evaluated:") as progress:
         results = evaluate_model(config, args.model, progress)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    table, paths = Table("benchmark", "problems", "samples", "pass@k", "mean", "95% interval"), []
+    table = Table("benchmark", "problems", "samples", "pass@k", "mean", "95% interval")
     for name, result in results.items():
-        path = output if len(results) == 1 else output.with_stem(f"{output.stem}-{name.replace('/', '_')}")
-        result.save(path)
-        paths.append(str(path))
         for k in result.k:
             estimate = result.pass_at(k)
             interval = f"[{estimate.low:.3f}, {estimate.high:.3f}]"
             problems, samples = str(len(result.problems)), "–".join(map(str, sorted({min(result.n), max(result.n)})))
             table.add_row(name, problems, samples, f"pass@{k}", f"{estimate.mean:.3f}", interval)
         table.add_section()
-    Terminal().print(table, f"written to {', '.join(paths)}", sep="\n")
+    terminal = Terminal()
+    terminal.print(table)  # first: it took long, and the files may not be written
+    output.parent.mkdir(parents=True, exist_ok=True)
+    paths = _result_files(output, list(results))
+    for name, path in paths.items():
+        results[name].save(path)
+    terminal.print(f"written to {', '.join(map(str, paths.values()))}")
+
+
+def _result_files(output: Path, benchmarks: Sequence[str]) -> dict[str, Path]:
+    """A file for each benchmark: `output` for a single one, else beside it, by the names as far as file names allow."""
+    if len(benchmarks) == 1:
+        return {benchmarks[0]: output}
+    paths: dict[str, Path] = {}
+    for name in benchmarks:
+        safe = re.sub(r"[^\w.-]", "_", name)[:LONGEST_NAME]
+        stem = f"{output.stem}-{safe}"
+        while (path := output.with_stem(stem)) in paths.values():
+            stem += "_"
+        paths[name] = path
+    return paths
 
 
 def _report(args: argparse.Namespace) -> None:
@@ -243,7 +268,7 @@ def _report(args: argparse.Namespace) -> None:
             result = Evaluation.load(path)
             results[str(folder) if path.name == "evaluation.json" else f"{folder}: {result.name}"] = result
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    write_report(Path(args.output), runs, results, title=", ".join(folder.name for folder in folders))
+    write_report(Path(args.output), runs, results, title=", ".join(folder.resolve().name for folder in folders))
     Terminal().print(f"written to {args.output}")
 
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from trainer_runs import environment, metrics, run_config, write_task
 
-from rlplus.cli import main
+from rlplus.cli import _result_files, main
 from rlplus.config import ScratchModel
 from rlplus.data import byte_tokenizer
 from rlplus.trainer.model import make_scratch_model, write_model
@@ -94,10 +94,29 @@ def test_benchmarks_are_reported_apart(config_file, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert re.search(r"bench/1\[/red\]\\x1b\[2J *│ *3 *│ *4–8 *│", out)
     assert "\x1b" not in out + err
-    result = json.loads((tmp_path / f"run/evaluation-{names[1].replace('/', '_')}.json").read_text())
+    result = json.loads((tmp_path / "run/evaluation-bench_1__red___2J.json").read_text())
     assert (result["problems"], result["n"]) == ([1, 3, 5], [8, 4, 4])
     assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html")]) == 0
     assert "run: bench/0" in (tmp_path / "report.html").read_text()
+
+
+def test_every_benchmark_has_a_file(tmp_path):
+    """Also those whose names are the same but for what no file name takes, or longer than one may be."""
+    names = ["a/b", "a_b", "a?b", "\0", "数" * 300, "数" * 301]
+    paths = _result_files(tmp_path / "evaluation.json", names)
+    assert list(paths) == names
+    for path in paths.values():
+        path.touch()
+    assert len(list(tmp_path.glob("evaluation-*.json"))) == len(names)
+    assert _result_files(tmp_path / "x.json", ["a/b"]) == {"a/b": tmp_path / "x.json"}
+
+
+def test_a_result_that_cannot_be_written_is_shown_all_the_same(config_file, capsys):
+    assert main(["train", str(config_file), "train.steps=1"]) == 0
+    assert main(["eval", str(config_file), "--output", "/dev/full"]) == 2
+    out, err = capsys.readouterr()
+    assert "could not write /dev/full: No space left on device" in err
+    assert "pass@4" in out
 
 
 QUICK = """
@@ -140,6 +159,7 @@ def test_what_needs_no_model_is_answered_without_torch(config_file, tmp_path):
         (["eval", str(config_file)], 2, f"want a trained model in {run}/model"),
         (["eval", str(config_file), "--model", f"{tmp_path}/no"], 2, "want --model a Hugging Face folder or hub name"),
         (["eval", str(config_file), "--output", f"{tmp_path}/file/x.json"], 2, "want --output a folder"),
+        (["eval", str(config_file), "--output", str(tmp_path)], 2, f"want --output a file; got the folder {tmp_path}"),
         (["eval", str(config_file), "--model", "no/one"], 2, "http://127.0.0.1:9 cannot be reached (["),
         (["eval", str(config_file), "--model", "no/one"], 2, "HF_HUB_OFFLINE is set, and the cache"),
         (["train", "no\x1b[2Jwhere.yaml"], 2, "want a YAML file; got no\\x1b[2Jwhere.yaml: no such file"),
@@ -183,7 +203,9 @@ def test_what_is_wrong_is_one_message(config_file, capsys, arguments, message):
         (["data.path={run}/latin1.parquet"], "{run}/latin1.parquet"),
         (["train.lr=1e38"], "train: want an lr whose first step, lr / (1 - betas[0]), is a float32; got lr 1e+38"),
         (["train.betas=[1, 0.9]"], "train: want betas below 1; got [1.0, 0.9]"),
-        (["model.scratch.hidden_size=1000000000"], "the run would not fit (generate: needs "),
+        (["model.scratch.hidden_size=1000000"], "the run would not fit (generate: needs "),
+        (["model.scratch.hidden_size=1000000000"], "model.scratch.hidden_size: want less than or equal to 1048576"),
+        (["rollout.group_size=1000000000"], "rollout.group_size at most 1048576; got 4 times 1000000000"),
         (["model.scratch.layers=1000000000"], "model.scratch.layers: want less than or equal to 1000"),
         (["rollout.kv_cache_memory_mb=100000000000"], "would not fit"),
         (["output_dir={run}/metrics"], "{run}/metrics/metrics.jsonl, line 1: want UTF-8 text; got"),

@@ -60,6 +60,16 @@ def text(ids: tuple[int, ...] | None) -> str:
 # Tokenizers
 
 
+def test_ids_may_have_gaps(write: Write) -> None:
+    """Ids beyond the number of tokens: a vocabulary need not number its tokens without one."""
+    tokenizer = Tokenizer(models.WordLevel({"1": 7, "<eos>": 900, "?": 3}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    path = write([{"prompt": "1 1", "answer": "x", "demonstration": "1"}])
+    (example,), _ = load(tokenizer=fast, path=path, demonstration="demonstration")
+    assert (example.prompt, example.demonstration) == ((7, 7), (7, 900))
+
+
 @given(st.text())
 def test_byte_tokenizer_is_utf8(string: str) -> None:
     ids = TOKENIZER(string).input_ids
@@ -279,6 +289,7 @@ ROW = {"prompt": "p", "answer": "a"}
     ("rows", "match"),
     [
         ([ROW, '{"prompt": "p", \n'], r"train\.jsonl:2: invalid JSON: .* at column 16"),
+        ([ROW, f'{{"prompt": {"9" * 5000}}}\n'], r"train\.jsonl:2: invalid JSON: Exceeds the limit"),
         ([ROW, "\n", "[1]\n"], r"train\.jsonl:3: want a JSON object; got list"),
         (
             [ROW, {"promt": "p", "answer": "a"}],

@@ -228,11 +228,40 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert Evaluation.load(tmp_path / "one.json") == one
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "not JSON"), ("[]", "list"), ('{"name": "x"}', "'name'")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "got Invalid JSON"),
+        ("[]", "got .*object"),
+        ('{"name": "x"}', "got problems: Field required, and 8 further problems"),
+        ("[" * 100_000, "got Invalid JSON: recursion limit"),
+    ],
+)
 def test_load_refuses_something_else(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"want an evaluation, as `rlplus eval` writes it, in .*x.json; {message}"):
         Evaluation.load(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n": "abc"}, "got n: Input should be a valid array"),
+        ({"n": [8, 8.5, 8]}, r"got n\.1: Input should be a valid integer"),
+        ({"statuses": {"ok": "x"}}, r"got statuses\.ok: "),
+        ({"more": 1}, "got more: "),
+        ({"n": [8, 8]}, r"of one length above 0, got lengths \(3, 2, 3\)"),
+        ({"correct": [0, 9, 8]}, r"want 0 <= correct <= n for each problem, got n \(8, 8, 8\), correct \(0, 9, 8\)"),
+        ({"k": []}, r"want at least one k, and each at least 1, got \(\)"),
+        ({"k": [0]}, r"want at least one k, and each at least 1, got \(0,\)"),
+    ],
+)
+def test_load_refuses_counts_that_cannot_be(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    path = tmp_path / "one.json"
+    evaluation([0, 2, 8]).save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError, match=message):
+        Evaluation.load(path)
 
 
 @dataclass

@@ -157,6 +157,14 @@ def test_a_k_beyond_the_samples_is_left_empty(tmp_path: Path) -> None:
     assert re.search(r"<td>b − a</td><td>.+?</td><td></td>", text)
 
 
+def test_seeds_that_were_asked_for_different_k(tmp_path: Path) -> None:
+    """The chart goes as far as all of them have samples."""
+    path = tmp_path / "report.html"
+    write_report(path, {}, {"a": [evaluation((1, 2), k=(1, 8)), evaluation((1, 2), n=4, k=(1, 4))]})
+    (chart,) = Page(path.read_text(encoding="utf-8")).svgs
+    assert re.findall(r">(\d+)</text>", chart) == ["1", "2", "4"]
+
+
 def test_seeds_are_pooled(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     seeds = [evaluation((0, 0)), evaluation((8, 8)), evaluation((4, 4))]
@@ -254,7 +262,10 @@ def test_time_by_phase(tmp_path: Path) -> None:
     assert "overhead" not in Page(path.read_text()).text
 
 
-@pytest.mark.parametrize("bad", ['{"step": 1', "[1]", '{"step": 1}', "7", ""])
+STRANGE = '{"step": 1, "generated_tokens": 1, "reward/internal": "x"}'
+
+
+@pytest.mark.parametrize("bad", ['{"step": 1', "[1]", '{"step": 1}', "7", "", "[" * 100_000, STRANGE])
 def test_load_run_names_a_bad_line(tmp_path: Path, bad: str) -> None:
     good = json.dumps(step_line(1))
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: want a JSON object"):

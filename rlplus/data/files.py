@@ -43,6 +43,8 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
                 raise ValueError(f"{where}: invalid JSON: {error.msg} at column {error.colno}") from error
             except UnicodeDecodeError as error:
                 raise ValueError(f"{where}: want UTF-8 text; got {error}") from error
+            except ValueError as error:  # an integer of thousands of digits
+                raise ValueError(f"{where}: invalid JSON: {error}") from error
             except RecursionError:
                 raise ValueError(f"{where}: invalid JSON: nested too deeply") from None
             if rb"\ud" in line.lower() and (sign := _SURROGATE.search(json.dumps(row, ensure_ascii=False))):

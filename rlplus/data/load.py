@@ -36,7 +36,7 @@ class Example:
 
 @dataclass
 class LoadReport:
-    """What became of the rows. `first` names the first place of each kind of loss."""
+    """Counts of what was kept and dropped. `first` names the first place of each kind of loss."""
 
     max_prompt_length: int
     max_demonstration_length: int
@@ -57,12 +57,12 @@ class LoadReport:
 
     @property
     def dropped_share(self) -> float:
-        """Of the rows."""
+        """Share of the rows that were dropped."""
         return (self.prompts_too_long + self.answers_missing) / max(1, self.rows)
 
     @property
     def dropped_demonstration_share(self) -> float:
-        """Of the demonstrations that kept rows came with."""
+        """Share of the demonstrations of kept rows that were dropped."""
         dropped = self.demonstrations_unmatched + self.demonstrations_too_long
         return dropped / max(1, self.demonstrations + dropped)
 
@@ -109,7 +109,7 @@ def load_examples(
     report = LoadReport(config.max_prompt_length, max_demonstration_length)
     examples: list[Example] = []
     # One int object for each id: long demonstrations of a large data set would fill gigabytes with copies.
-    shared = list(range(len(tokenizer)))
+    shared: dict[int, int] = {}
     rows = _parse_rows(config)
     while chunk := list(islice(rows, CHUNK)):
         prompts = _encode_prompts(chunk, tokenizer, config.response_prefix)
@@ -134,9 +134,9 @@ def load_examples(
             examples.append(
                 Example(
                     row.index,
-                    tuple(map(shared.__getitem__, prompt)),
+                    tuple(map(shared.setdefault, prompt, prompt)),
                     row.answer,
-                    None if demonstration is None else tuple(map(shared.__getitem__, demonstration)),
+                    None if demonstration is None else tuple(map(shared.setdefault, demonstration, demonstration)),
                     row.benchmark,
                 )
             )

@@ -10,13 +10,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch.distributed as dist
-
+from rlplus import agree
 from rlplus.config import Config, check_evaluation_files
 from rlplus.data import Example, distinct, load_examples, load_tokenizer, response_text
 from rlplus.evaluation.results import Evaluation, join
 from rlplus.reward import Scorer
-from rlplus.rollout import RolloutEngine, make_engine
+from rlplus.rollout import Completion, RolloutEngine, make_engine
 from rlplus.trainer import Evaluate, Run, prepare_model
 
 _COMPLETIONS_A_CALL = 4096  # bounds what is held as Python lists at a time
@@ -54,16 +53,9 @@ def evaluate(
     counts = [samples * example.rows for example in examples]
     for start, stop in _calls(counts):
         part, n = examples[start:stop], counts[start:stop]
-        groups = engine.generate(
-            [example.prompt for example in part],
-            n,
-            temperature=temperature,
-            max_tokens=max_tokens,
-            seed=seed + start,  # equal prompts in different calls must not get equal samples
-        )
-        if (got := [len(group) for group in groups]) != n:
-            raise ValueError(f"want {n} samples of the problems; {engine.name} gave {got}")
-        completions = [completion for group in groups for completion in group]
+        # Equal prompts in different calls must not get equal samples.
+        options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed + start}
+        completions = _completions(engine, part, n, options)
         tokens += sum(len(completion.tokens) for completion in completions)
         truncated += sum(completion.truncated for completion in completions)
         texts = [decode(completion.tokens) for completion in completions]
@@ -92,6 +84,16 @@ def evaluate(
     )
 
 
+def _completions(
+    engine: RolloutEngine, examples: Sequence[Example], n: list[int], options: dict[str, Any]
+) -> list[Completion]:
+    """The completions of all problems in their order. ValueError unless the engine gave as many as were asked for."""
+    groups = engine.generate([example.prompt for example in examples], n, **options)
+    if (got := [len(group) for group in groups]) != n:
+        raise ValueError(f"want {n} samples of the problems; {engine.name} gave {got}")
+    return [completion for group in groups for completion in group]
+
+
 def _calls(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Slices [start, stop) of the problems with at most _COMPLETIONS_A_CALL samples together, or one problem."""
     start = held = 0
@@ -104,7 +106,7 @@ def _calls(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def evaluator(config: Config) -> Evaluate | None:
-    """What `train` calls every `evaluation.every` steps: pass@k on the evaluation data, as <benchmark>/pass@<k>.
+    """The function that `train` calls every `evaluation.every` steps: pass@k by benchmark, as <benchmark>/pass@<k>.
 
     Every rank has a share of the problems, so that none waits for another to do them all.
     """
@@ -181,7 +183,7 @@ def _evaluate(
     ranks: int = 1,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Evaluation]:
-    """By benchmark; without a column that names it, the files' names together are one. All ranks call it together."""
+    """Results by benchmark; without a column that names it, the files' names together are one. Collective."""
     settings = config.evaluation
     assert settings.data is not None
     files = "+".join(Path(path).stem for path in settings.data.paths)
@@ -206,10 +208,7 @@ def _evaluate(
         )
         before += len(own)
         part = ask(question if own else lambda _: None)
-        parts: list[Evaluation | None] = [part]
-        if ranks > 1:
-            parts = [None] * ranks
-            dist.all_gather_object(parts, part)
+        parts = agree.gathered(part) if ranks > 1 else [part]
         results[name] = join([part for part in parts if part is not None], seed=config.train.seed)
     return results
 

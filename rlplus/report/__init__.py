@@ -12,7 +12,7 @@ from rlplus.textfiles import write_text
 
 __all__ = ["RunData", "load_run", "seeds_line", "write_report"]
 
-Runs = Mapping[str, RunData | Sequence[RunData]]  # by label; a sequence holds one run a seed
+Runs = Mapping[str, RunData | Sequence[RunData]]  # by label; a sequence holds one run per seed
 Evaluations = Mapping[str, Evaluation | Sequence[Evaluation]]
 
 _CSS = """

@@ -41,7 +41,7 @@ CURVES = (  # metric, title, label of the y axis
 
 
 def label_colours(trained: Mapping[str, object], tested: Mapping[str, object]) -> dict[str, str]:
-    """By label, in the order of the tables."""
+    """Colours by label, in the order of the tables."""
     colours, greys = cycle(_COLOURS), cycle(_GREYS)
     labels = list(tested) + [label for label in trained if label not in tested]
     return {label: next(greys if trained and label not in trained else colours) for label in labels}
@@ -72,7 +72,7 @@ def curve_chart(
     without = [label for label, runs in trained.items() if not any(run.curve(metric)[0] for run in runs)]
     remark = "thin: each step; thick: moving average"
     if any(len(runs) > 1 for runs in trained.values()):
-        remark = "moving averages, one line a seed"
+        remark = "moving averages, one line per seed"
     if without:
         remark = f"not logged by {', '.join(without)}"
 
@@ -103,8 +103,9 @@ def pass_chart(tested: Mapping[str, list[Evaluation]], colours: Mapping[str, str
     def draw(axes: Axes) -> None:
         ticks: set[int] = set()
         for label, evaluations in tested.items():
-            most = min(min(evaluation.n) for evaluation in evaluations)
-            ks = sorted({2**i for i in range(most.bit_length())} | {k for one in evaluations for k in one.k})
+            most = min(evaluation.largest_k for evaluation in evaluations)
+            asked = {k for one in evaluations for k in one.k if k <= most}
+            ks = sorted({2**i for i in range(most.bit_length())} | asked)
             ticks |= set(ks)
             estimates = [pooled_pass_at(evaluations, k) for k in ks]
             lows, highs = [e.low for e in estimates], [e.high for e in estimates]
@@ -113,6 +114,6 @@ def pass_chart(tested: Mapping[str, list[Evaluation]], colours: Mapping[str, str
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)])
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.set(xlabel="k (samples a problem)", ylabel="share of problems solved (pass@k)", ylim=(0, 1.02))
+        axes.set(xlabel="k (samples per problem)", ylabel="share of problems solved (pass@k)", ylim=(0, 1.02))
 
     return _chart("pass-at-k", "pass@k", "band: 95% interval", draw)

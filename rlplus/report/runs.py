@@ -1,4 +1,4 @@
-"""What a run left behind, read back from its folder."""
+"""A run's configuration and metrics, read back from its folder."""
 
 import json
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from rlplus.textfiles import read_text
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run left behind: the text of config.yaml, one object of metrics a step, warnings for the readers."""
+    """The text of a run's config.yaml, one object of metrics per step, and warnings for the readers."""
 
     config: str
     metrics: tuple[dict[str, Any], ...]
@@ -25,7 +25,8 @@ class RunData:
 def load_run(folder: Path) -> RunData:
     """Read config.yaml and metrics.jsonl of a run. A last line without its end (a killed run) is left out and noted.
 
-    ValueError if a file is missing, no step is complete, or a line is not an object with "step" and "generated_tokens".
+    ValueError if a file is missing, no step is complete, or a line is not an object of numbers with "step" and
+    "generated_tokens".
     """
     texts = []
     for name in ("config.yaml", "metrics.jsonl"):
@@ -40,8 +41,10 @@ def load_run(folder: Path) -> RunData:
             step = json.loads(line)
             if not {"step", "generated_tokens"} <= step.keys():
                 raise ValueError(f"got the keys {sorted(step)}")
-        except (ValueError, AttributeError) as error:
-            wanted = 'want a JSON object with "step" and "generated_tokens"'
+            if wrong := [key for key, value in step.items() if not isinstance(value, int | float)]:
+                raise ValueError(f"got {wrong[0]} {str(step[wrong[0]])[:80]!r}")
+        except (ValueError, AttributeError, RecursionError) as error:
+            wanted = 'want a JSON object of numbers with "step" and "generated_tokens"'
             raise ValueError(f"{folder / 'metrics.jsonl'}, line {number}: {wanted}; {error}") from error
         metrics.append(step)
     if not metrics:

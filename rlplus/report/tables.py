@@ -69,9 +69,9 @@ def evaluation_table(tested: Mapping[str, list[Evaluation]]) -> str:
     text = (
         "pass@k: the share of problems of which at least one of k samples is right, by the unbiased estimate; in "
         "brackets the 95% bootstrap interval over problems, and over seeds if there are several. Length in tokens; "
-        "cut off: samples that met the limit without an end; not scored: samples without a readable answer, or whose "
-        "grading failed; they count as wrong. Where all problems "
-        "are solved, or none is, the interval is the exact binomial one."
+        "cut off: samples that met the limit without an end; not scored: samples without a readable answer, which "
+        "count as wrong, and those on which the grader failed, which do so only with reward.on_failure zero. Where all "
+        "problems are solved, or none is, the interval is the exact binomial one."
     )
     if any(1 < len(evaluations) < _FEW_SEEDS for evaluations in tested.values()):
         text += f" With fewer than {_FEW_SEEDS} seeds an interval is too narrow to speak for further seeds."
