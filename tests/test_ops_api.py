@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlplus
 from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
+from rlplus.objective import TokenConstants
 from rlplus.ops import chunked, cpp, library
 
 N, H, V = 12, 4, 9
@@ -89,16 +90,20 @@ def test_the_native_library_loads_where_it_is_demanded() -> None:
 @pytest.mark.parametrize("engine", [True, False])
 @OPS
 def test_policy_loss_is_a_well_formed_torch_op(needs: list[bool], engine: bool, backend: str) -> None:
-    inputs = sample()
-    for need, name in zip(needs, ("hidden", "weight", "bias"), strict=True):
-        inputs[name].requires_grad_(need)
-    objective = EVERYTHING if engine else Objective()
+    inputs = {k: v.detach() for k, v in sample().items()}
     names = ["advantage", "token_weight", "external", "old_logprob", "behavior_logprob", "ref_logprob"]
     names += ["entropy_weight", "engine_logprob"] if engine else []
-    constants = [inputs[k] for k in names]
-    options = (constants, " ".join(names), *library.encode(objective), 0.7, 0.0, 400.0, needs, backend)
-    head = (inputs["hidden"], inputs["weight"], inputs["bias"], inputs["target"])
-    torch.library.opcheck(library.linear_policy_loss, (*head, *options))
+    parts = library.Head(**head_of(inputs), temperature=0.7), TokenConstants(**{k: inputs[k] for k in names})
+    objective, options = EVERYTHING if engine else Objective(), library.Options(0.0, 400.0, backend)
+    torch.library.opcheck(library.linear_policy_loss, (None, needs, *library.pack(*parts, objective, options)))
+
+
+@pytest.mark.parametrize("needs", [[True, True, True], [False, True, False]])
+def test_attaching_gradients_is_a_well_formed_torch_op(needs: list[bool]) -> None:
+    inputs = sample()
+    tensors = [inputs[k].requires_grad_(need) for k, need in zip(("hidden", "weight", "bias"), needs, strict=True)]
+    gradients = [torch.randn_like(t) for t in tensors]
+    torch.library.opcheck(library.attach_gradients, (torch.randn(()), *tensors, *gradients))
 
 
 @OPS
@@ -110,7 +115,7 @@ def test_logprob_is_a_well_formed_torch_op(backend: str) -> None:
     torch.library.opcheck(library.linear_logprob, (*without_bias, 1.0, 1e9, backend))
     detached = [t.detach() for t in head]
     for needs in ([True, True, True], [False, True, False]):
-        arguments = (torch.randn(N), torch.randn(N), *detached, 0.7, 400.0, needs, backend)
+        arguments = (torch.randn(N), torch.randn(N), *detached, 0.7, 400.0, backend, needs)
         torch.library.opcheck(library.linear_logprob_backward, arguments)
 
 

@@ -9,6 +9,7 @@ from closed_form import FEATURES, all_objectives
 from head_cases import EVERYTHING, H, check_precision, closed, run, sample, tensors, to
 
 from rlplus import Objective, linear_policy_loss
+from rlplus.objective import TokenConstants
 from rlplus.ops import cpp, least, library
 
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))
@@ -189,18 +190,13 @@ def test_weight_grad_in_one_graph(backend: str) -> None:
 
 @pytest.mark.parametrize("memory", ["", "/least"])
 @pytest.mark.parametrize("backend", ["torch", CPP])
-def test_are_well_formed_torch_ops(backend: str, memory: str) -> None:
+def test_is_a_well_formed_torch_op(backend: str, memory: str) -> None:
     head, constants = sample(9, dtype=torch.float32)
     names = ["advantage", "token_weight", "external", "old_logprob", "ref_logprob", "entropy_weight", "engine_logprob"]
-    options = ([constants[k] for k in names], " ".join(names), *library.encode(EVERYTHING), 0.7, 0.0, 400.0)
-    tensors = (*(head[k].requires_grad_() for k in ("hidden", "weight", "bias")), head["target"])
-    arguments = (*tensors, *options, [True, True, True], backend + memory)
-    torch.library.opcheck(library.linear_policy_loss, arguments)
-    detached = [t.detach() for t in tensors]
-    into = (torch.zeros(23, H), *detached, *options, [True, False, True], backend + memory)
-    torch.library.opcheck(library.linear_policy_loss_into, into)
-    gradients = (torch.randn(9, H), torch.randn(23))
-    torch.library.opcheck(library.hand_out, (torch.randn(()), tensors[0], tensors[2], *gradients))
+    parts = library.Head(**head, temperature=0.7), TokenConstants(**{k: constants[k] for k in names})
+    arguments = library.pack(*parts, EVERYTHING, library.Options(0.0, 400.0, backend + memory))
+    torch.library.opcheck(library.linear_policy_loss, (None, [True, True, True], *arguments))
+    torch.library.opcheck(library.linear_policy_loss, (torch.zeros(23, H), [True, False, True], *arguments))
 
 
 def test_wrong_use_is_refused() -> None:

@@ -108,7 +108,7 @@ def linear_policy_loss(
         library.check_targets(head.target, constants.token_weight != 0, len(weight))
         loss, logprob, entropy, stats = reference.linear_policy_loss(head, constants, objective, grad_filter)
     else:
-        options = (float(grad_filter), scratch, f"{backend}/least" if memory == "least" else backend)
+        options = library.Options(float(grad_filter), scratch, f"{backend}/least" if memory == "least" else backend)
         loss, logprob, entropy, stats = _fused_policy_loss(head, constants, objective, options, weight_grad)
     return PolicyLoss(loss, logprob.detach().view(target.shape), entropy.detach().view(target.shape), stats)
 
@@ -169,27 +169,19 @@ def _fused_policy_loss(
     head: Head,
     constants: TokenConstants,
     objective: Objective,
-    options: tuple[float, float, str],
+    options: library.Options,
     weight_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """-> loss, logprob (N,), entropy (N,), stats, by the registered op; options: grad_filter, bytes, backend."""
-    grad = torch.is_grad_enabled()
-    needs = [grad and t is not None and t.requires_grad for t in (head.hidden, head.weight, head.bias)]
-    needs[1] = needs[1] and weight_grad is None
-    given = {name: value for name, value in constants._asdict().items() if value is not None}
-    grad_filter, scratch, backend = options
-    arguments = (
-        head.hidden, head.weight, head.bias, head.target, list(given.values()), " ".join(given),
-        *library.encode(objective), head.temperature, grad_filter, scratch, needs, backend,
-    )  # fmt: skip
-    if weight_grad is None:
-        loss, logprob, entropy, sums, *_ = library.linear_policy_loss(*arguments)
-    else:
-        with torch.no_grad():
-            loss, logprob, entropy, sums, dhidden, _, dbias = library.linear_policy_loss_into(weight_grad, *arguments)
-        loss = library.hand_out(loss, head.hidden, head.bias, dhidden, dbias)
+    """-> loss, logprob (N,), entropy (N,), stats, by the registered ops."""
+    weight = head.weight if weight_grad is None else head.weight.detach()
+    differentiable = (head.hidden, weight, head.bias)
+    needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in differentiable]
+    arguments = library.pack(head, constants, objective, options)
+    with torch.no_grad():
+        loss, logprob, entropy, sums, *gradients = library.linear_policy_loss(weight_grad, needs, *arguments)
+    loss = library.attach_gradients(loss, *differentiable, *gradients)
     names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
-    return loss, logprob, entropy, dict(zip(names, sums.detach().unbind(), strict=True))
+    return loss, logprob, entropy, dict(zip(names, sums.unbind(), strict=True))
 
 
 def _check_options(

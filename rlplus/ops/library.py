@@ -1,13 +1,15 @@
 """The fused operations as torch sees them: custom ops with fake versions and gradients.
 
-The policy loss computes its gradients in the forward pass and hands them out in the backward pass, scaled.
+The policy loss computes its gradients in the forward pass; `attach_gradients` hands them out in the backward pass,
+scaled. The arguments of an op are the fields of `Head` and of other such classes, from whose annotations its schema is
+made: a field more is an argument more.
 """
 
 from collections.abc import Sequence
 from importlib import import_module
-from math import inf
+from itertools import islice
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +21,6 @@ from rlplus.ops.head import Head
 from rlplus.ops.precision import full_precision
 
 PIECE = 2048  # rows of a gradient that are scaled at a time
-COEFFICIENTS = ("gamma", "kappa", "clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_coef", "mismatch_cap")
 MODULES = {  # of rlplus.ops, by backend: policy_loss, logprob, logprob_backward, each as in `chunked`
     "torch": "chunked",
     "cpp": "cpp",
@@ -32,16 +33,40 @@ def implementation(backend: str) -> ModuleType:
     return import_module(f"rlplus.ops.{MODULES[backend]}")
 
 
-def encode(objective: Objective) -> tuple[str, list[float]]:
-    """An objective in the types that a torch op takes; None becomes inf."""
-    values = [getattr(objective, name) for name in COEFFICIENTS]
-    return f"{objective.internal}/{objective.external}", [inf if v is None else float(v) for v in values]
+class Options(NamedTuple):
+    """How the policy loss is computed; backend: its name, with "/least" behind it for that module."""
+
+    grad_filter: float
+    scratch_bytes: float
+    backend: str
 
 
-def decode(surrogates: str, coefficients: Sequence[float]) -> Objective:
-    internal, external = surrogates.split("/")
-    values = {name: None if v == inf else v for name, v in zip(COEFFICIENTS, coefficients, strict=True)}
-    return Objective(internal, external, **values)  # type: ignore[arg-type]
+FIELDS = {kind: tuple(kind.__annotations__) for kind in (Head, TokenConstants, Objective, Options)}
+TYPES = {  # in a schema
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    float: "float",
+    float | None: "float?",
+    str: "str",
+}
+
+
+def _schema(*kinds: type) -> str:
+    """The arguments of an op that takes these."""
+    return ", ".join(
+        f"{TYPES[type_]} {kind.__name__}_{name}" for kind in kinds for name, type_ in kind.__annotations__.items()
+    )
+
+
+def pack(*parts: Any) -> list[Any]:
+    """Instances of classes in FIELDS -> the arguments of an op."""
+    return [getattr(part, name) for part in parts for name in FIELDS[type(part)]]
+
+
+def _unpack(arguments: Sequence[Any], *kinds: Any) -> list[Any]:
+    """The instances again, then the arguments behind them."""
+    rest = iter(arguments)
+    return [*(kind(*islice(rest, len(FIELDS[kind]))) for kind in kinds), *rest]
 
 
 def check_targets(target: Tensor, counted: Tensor, V: int) -> None:
@@ -51,142 +76,75 @@ def check_targets(target: Tensor, counted: Tensor, V: int) -> None:
     )
 
 
-def _policy_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    constants: Sequence[Tensor],
-    names: str,
-    surrogates: str,
-    coefficients: Sequence[float],
-    temperature: float,
-    grad_filter: float,
-    scratch_bytes: float,
-    needs: Sequence[bool],
-    backend: str,
-    weight_grad: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    row = TokenConstants(**dict(zip(names.split(), constants, strict=True)))
-    objective = decode(surrogates, coefficients)
-    check_weights(row)
-    check_targets(target, row.token_weight != 0, len(weight))
-    head = Head(hidden, weight, bias, target, temperature)
-    arguments = (head, row, objective, grad_filter, scratch_bytes, list(needs), weight_grad)
-    name, _, memory = backend.partition("/")
-    with full_precision(hidden.device):
-        if memory:
-            loss, logprob, entropy, stats, grads = least.policy_loss(implementation(name), *arguments)
-        else:
-            loss, logprob, entropy, stats, grads = implementation(name).policy_loss(*arguments)
-    return loss, logprob, entropy, stats, *grads
-
-
-@torch.library.custom_op("rlplus::linear_policy_loss", mutates_args=())
-def linear_policy_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    constants: Sequence[Tensor],
-    names: str,
-    surrogates: str,
-    coefficients: Sequence[float],
-    temperature: float,
-    grad_filter: float,
-    scratch_bytes: float,
-    needs: Sequence[bool],
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """-> loss, logprob, entropy, stats, dhidden, dweight, dbias (without elements where not needed).
-
-    names: those of `constants`, separated by spaces. (A list with None in it would change the form that torch wants
-    the backward pass to return with the inputs.) backend: its name, with "/least" behind it for that module.
-    """
-    return _policy_loss(
-        hidden, weight, bias, target, constants, names, surrogates, coefficients, temperature, grad_filter,
-        scratch_bytes, needs, backend,
-    )  # fmt: skip
-
-
 def _memory(tensor: Tensor) -> tuple[int, int]:
     """Addresses of a tensor's first byte and behind its last."""
     elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
 
 
-@torch.library.custom_op("rlplus::linear_policy_loss_into", mutates_args=("weight_grad",))
-def linear_policy_loss_into(
-    weight_grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    constants: Sequence[Tensor],
-    names: str,
-    surrogates: str,
-    coefficients: Sequence[float],
-    temperature: float,
-    grad_filter: float,
-    scratch_bytes: float,
-    needs: Sequence[bool],
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The same with the gradient of weight added to weight_grad; not differentiable, see `hand_out`."""
+def _check_apart(weight_grad: Tensor, inputs: Sequence[Any]) -> None:
     start, end = _memory(weight_grad)
-    for tensor in (hidden, weight, bias, target, *constants):
-        if tensor is not None and tensor.numel():
+    for tensor in inputs:
+        if isinstance(tensor, Tensor) and tensor.numel():
             first, last = _memory(tensor)
             if first < end and start < last:
                 raise ValueError("want weight_grad in memory that no input uses; got one that overlaps")
-    return _policy_loss(
-        hidden, weight, bias, target, constants, names, surrogates, coefficients, temperature, grad_filter,
-        scratch_bytes, needs, backend, weight_grad,
-    )  # fmt: skip
+
+
+@torch.library.custom_op(
+    "rlplus::linear_policy_loss",
+    mutates_args=("weight_grad",),
+    schema=f"(Tensor(a!)? weight_grad, bool[] needs, {_schema(Head, TokenConstants, Objective, Options)}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def linear_policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
+    """-> loss, logprob, entropy, stats, dhidden, dweight, dbias (without elements where not needed).
+
+    With weight_grad the gradient of weight is added there. Not differentiable, see `attach_gradients`.
+    """
+    if weight_grad is not None:
+        _check_apart(weight_grad, arguments)
+    head, constants, objective, options = _unpack(arguments, Head, TokenConstants, Objective, Options)
+    check_weights(constants)
+    check_targets(head.target, constants.token_weight != 0, len(head.weight))
+    grad_filter, scratch_bytes, backend = options
+    inputs = (head, constants, objective, grad_filter, scratch_bytes, list(needs), weight_grad)
+    name, _, memory = backend.partition("/")
+    with full_precision(head.hidden.device):
+        if memory:
+            loss, logprob, entropy, stats, grads = least.policy_loss(implementation(name), *inputs)
+        else:
+            loss, logprob, entropy, stats, grads = implementation(name).policy_loss(*inputs)
+    return loss, logprob, entropy, stats, *grads
 
 
 @linear_policy_loss.register_fake
-def _shapes(hidden, weight, bias, target, constants, names, *options):  # type: ignore[no-untyped-def]
-    *_, needs, _ = options
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    stats = STATS + MISMATCH_STATS if "engine_logprob" in names.split() else STATS
-    rows = (hidden.new_empty(len(target), dtype=dtype) for _ in range(2))
-    wanted = zip((hidden.shape, weight.shape, weight.shape[:1]), needs, strict=True)
-    grads = (hidden.new_empty(shape if need else (0,)) for shape, need in wanted)
-    return hidden.new_empty((), dtype=dtype), *rows, hidden.new_empty(len(stats), dtype=dtype), *grads
+def _(weight_grad, needs, *arguments):  # type: ignore[no-untyped-def]
+    head, constants, *_ = _unpack(arguments, Head, TokenConstants)
+    stats = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
+    rows = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
+    loss, sums = (head.hidden.new_empty(shape, dtype=head.dtype) for shape in ((), len(stats)))
+    return loss, *rows, sums, *_empty_gradients(head, needs)
 
 
-@linear_policy_loss_into.register_fake
-def _(weight_grad, *inputs):  # type: ignore[no-untyped-def]
-    return _shapes(*inputs)
+def _empty_gradients(head: Head, needs: Sequence[bool]) -> tuple[Tensor, ...]:
+    wanted = zip((head.hidden.shape, head.weight.shape, head.weight.shape[:1]), needs, strict=True)
+    return tuple(head.hidden.new_empty(shape if need else (0,)) for shape, need in wanted)
 
 
-@torch.library.custom_op("rlplus::hand_out", mutates_args=())
-def hand_out(loss: Tensor, hidden: Tensor, bias: Tensor | None, dhidden: Tensor, dbias: Tensor) -> Tensor:
-    """The loss, whose gradients in hidden and bias are given."""
+@torch.library.custom_op("rlplus::attach_gradients", mutates_args=())
+def attach_gradients(
+    loss: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, dhidden: Tensor, dweight: Tensor, dbias: Tensor
+) -> Tensor:
+    """The loss, whose gradients in hidden, weight and bias are given; the backward pass may overwrite them."""
     return loss.clone()
 
 
-hand_out.register_fake(lambda loss, *_: torch.empty_like(loss))
+attach_gradients.register_fake(lambda loss, *_: torch.empty_like(loss))
 
 
-def _keep_given(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[3:])
-
-
-def _hand_out(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-    check_differentiated_once()
-    given = zip(ctx.saved_tensors, ctx.needs_input_grad[1:3], strict=True)
-    return None, *(_scale(g, grad_loss, in_place=False) if need else None for g, need in given), None, None
-
-
-hand_out.register_autograd(_hand_out, setup_context=_keep_given)
-
-
-def _keep_gradients(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.set_materialize_grads(False)  # no zeros as large as dweight for the outputs that nothing depends on
-    ctx.save_for_backward(*output[4:])
-    ctx.constants = len(inputs[4])
+def _keep_gradients(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[4:])
 
 
 def _scale(gradient: Tensor, by: Tensor, in_place: bool) -> Tensor:
@@ -200,78 +158,71 @@ def _scale(gradient: Tensor, by: Tensor, in_place: bool) -> Tensor:
     return gradient
 
 
-def _scale_gradients(ctx: Any, grad_loss: Tensor | None, *_: Tensor) -> tuple[Tensor | list[None] | None, ...]:
+def _scale_gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
     check_differentiated_once()
-    if grad_loss is None:  # nothing depends on the loss
-        return *(None,) * 4, [None] * ctx.constants, *(None,) * 8
     # Where the graph is not kept nobody else reads them, and a second dweight would be the peak of memory.
     last = not torch._C._autograd._get_current_graph_task_keep_graph()
-    needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+    given = zip(ctx.saved_tensors, ctx.needs_input_grad[1:4], strict=True)
     # A compiler's stand-in for a tensor is of another type; its graph may not change what the forward pass returned.
-    grads = (_scale(g, grad_loss, last and type(g) is Tensor) if need else None for g, need in needed)
-    return *grads, None, [None] * ctx.constants, *(None,) * 8
+    return (
+        None,
+        *(_scale(g, grad_loss, last and type(g) is Tensor) if need else None for g, need in given),
+        *(None,) * 3,
+    )
 
 
-linear_policy_loss.register_autograd(_scale_gradients, setup_context=_keep_gradients)
+attach_gradients.register_autograd(_scale_gradients, setup_context=_keep_gradients)
 
 
-@torch.library.custom_op("rlplus::linear_logprob", mutates_args=())
-def linear_logprob(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    temperature: float,
-    scratch_bytes: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "rlplus::linear_logprob",
+    mutates_args=(),
+    schema=f"({_schema(Head)}, float scratch_bytes, str backend) -> (Tensor, Tensor)",
+)
+def linear_logprob(*arguments: Any) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), entropy (N,)."""
-    check_targets(target, torch.ones_like(target, dtype=torch.bool), len(weight))
-    with full_precision(hidden.device):
-        return implementation(backend).logprob(Head(hidden, weight, bias, target, temperature), scratch_bytes)
+    head, scratch_bytes, backend = _unpack(arguments, Head)
+    check_targets(head.target, torch.ones_like(head.target, dtype=torch.bool), len(head.weight))
+    with full_precision(head.hidden.device):
+        return implementation(backend).logprob(head, scratch_bytes)
 
 
 @linear_logprob.register_fake
-def _(hidden, weight, bias, target, temperature, scratch_bytes, backend):  # type: ignore[no-untyped-def]
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    return hidden.new_empty(len(target), dtype=dtype), hidden.new_empty(len(target), dtype=dtype)
+def _(*arguments):  # type: ignore[no-untyped-def]
+    head, *_ = _unpack(arguments, Head)
+    return tuple(head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
 
 
-@torch.library.custom_op("rlplus::linear_logprob_backward", mutates_args=())
-def linear_logprob_backward(
-    dlogprob: Tensor,
-    dentropy: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    temperature: float,
-    scratch_bytes: float,
-    needs: Sequence[bool],
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    head = Head(hidden, weight, bias, target, temperature)
-    with full_precision(hidden.device):
+@torch.library.custom_op(
+    "rlplus::linear_logprob_backward",
+    mutates_args=(),
+    schema=f"(Tensor dlogprob, Tensor dentropy, {_schema(Head)}, float scratch_bytes, str backend, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+def linear_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dhidden, dweight, dbias, without elements where not needed."""
+    head, scratch_bytes, backend, needs = _unpack(arguments, Head)
+    with full_precision(head.hidden.device):
         return implementation(backend).logprob_backward(head, dlogprob, dentropy, scratch_bytes, list(needs))
 
 
 @linear_logprob_backward.register_fake
-def _(dlogprob, dentropy, hidden, weight, bias, target, temperature, scratch_bytes, needs, backend):  # type: ignore[no-untyped-def]
-    wanted = zip((hidden.shape, weight.shape, weight.shape[:1]), needs, strict=True)
-    return tuple(hidden.new_empty(shape if need else (0,)) for shape, need in wanted)
+def _(dlogprob, dentropy, *arguments):  # type: ignore[no-untyped-def]
+    head, *_, needs = _unpack(arguments, Head)
+    return _empty_gradients(head, needs)
 
 
 def _keep_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:
-    *tensors, ctx.temperature, ctx.scratch_bytes, ctx.backend = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
+    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
 
 
 def _recompute(ctx: Any, dlogprob: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:
     check_differentiated_once()
+    inputs = [other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
     needs = list(ctx.needs_input_grad[:3])
-    options = (ctx.temperature, ctx.scratch_bytes, needs, ctx.backend)
-    grads = linear_logprob_backward(dlogprob, dentropy, *ctx.saved_tensors, *options)
-    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * 4
+    grads = linear_logprob_backward(dlogprob, dentropy, *inputs, needs)
+    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * (len(inputs) - 3)
 
 
 linear_logprob.register_autograd(_recompute, setup_context=_keep_inputs)
