@@ -59,7 +59,8 @@ def token_loss(
     blocks = triton.cdiv(n, LAUNCH["BLOCK_N"])
     sums = torch.empty(blocks, SUMS.value, dtype=torch.float32, device=values.device)
     if n:
-        _token_loss_kernel[(blocks,)](values, sums, constants, coefficients, n, *given, internal, external, **LAUNCH)
+        surrogates = (INTERNAL[internal], *EXTERNAL[external])
+        _token_loss_kernel[(blocks,)](values, sums, constants, coefficients, n, *given, *surrogates, **LAUNCH)
     return sums
 
 
@@ -72,70 +73,122 @@ def _expm1(x):
     return tl.where(tl.abs(x) < 0.5, x * y, tl.exp(x) - 1.0)
 
 
+# The surrogates. Internal: -> loss, slope, and where clipping took the gradient (A < A: nowhere).
+
+
 @triton.jit
-def _internal(logprob, old, A, c, INTERNAL: tl.constexpr):
-    """Loss, slope, and whether clipping took the gradient (RL-PLUS eq. 1, 2)."""
+def _ratio(logprob, old, A, c):
+    loss = -A * tl.exp(logprob - old)
+    return loss, loss, A < A
+
+
+@triton.jit
+def _clip(logprob, old, A, c):
     r = tl.exp(logprob - old)
-    clipped = A != A
-    if INTERNAL == "reinforce":
-        loss, slope = -A * logprob, -A
-    elif INTERNAL == "ratio":
-        loss, slope = -A * r, -A * r
+    low, high = 1.0 - c.clip_low, 1.0 + c.clip_high
+    gain = r * A
+    bound = tl.where(r < low, low, tl.where(r > high, high, r)) * A
+    clipped = bound < gain
+    gain = tl.where(clipped, bound, gain)
+    floor = c.dual_clip * A
+    below = (A < 0) & (gain < floor)
+    gain, clipped = tl.where(below, floor, gain), clipped | below
+    return -gain, tl.where(clipped, 0.0, -A * r), clipped
+
+
+@triton.jit
+def _reinforce(logprob, old, A, c):
+    return -A * logprob, -A, A < A
+
+
+# External: -> g and its derivative.
+
+
+@triton.jit
+def _mis(logprob, old, behavior, c, BEHAVIOR: tl.constexpr):
+    if BEHAVIOR:
+        apart = tl.where(behavior == old, 0.0, -tl.abs(behavior - old))
+        logaddexp = tl.where(behavior > old, behavior, old) + tl.log(1.0 + tl.exp(apart))
+        g = tl.exp(logprob + LOG_2 - logaddexp)
     else:
-        tl.static_assert(INTERNAL == "clip")
-        low, high = 1.0 - c.clip_low, 1.0 + c.clip_high
-        gain = r * A
-        bound = tl.where(r < low, low, tl.where(r > high, high, r)) * A
-        clipped = bound < gain
-        gain = tl.where(clipped, bound, gain)
-        floor = c.dual_clip * A
-        below = (A < 0) & (gain < floor)
-        gain, clipped = tl.where(below, floor, gain), clipped | below
-        loss, slope = -gain, tl.where(clipped, 0.0, -A * r)
+        g = 4.0 * tl.exp(logprob) / (3.0 * tl.exp(old) + 1.0)
+    return g, g
+
+
+@triton.jit
+def _proxy(logprob, old, behavior, c, BEHAVIOR: tl.constexpr):
+    g = tl.exp(logprob - old)
+    return g, g
+
+
+@triton.jit
+def _omega(logprob, old, behavior, c, BEHAVIOR: tl.constexpr):
+    g = tl.exp(logprob - behavior) if BEHAVIOR else tl.exp(logprob)
+    return g, g
+
+
+@triton.jit
+def _bayes(logprob, old, behavior, c, BEHAVIOR: tl.constexpr):
+    g = 2.0 * tl.exp(logprob) / (tl.exp(old) + 1.0)
+    return g, g
+
+
+@triton.jit
+def _shaped(logprob, old, behavior, c, BEHAVIOR: tl.constexpr):
+    p = tl.exp(logprob)
+    return p / (p + c.kappa), c.kappa * p / ((p + c.kappa) * (p + c.kappa))
+
+
+@triton.jit
+def _nll(logprob, old, behavior, c, BEHAVIOR: tl.constexpr):
+    return logprob, tl.full(logprob.shape, 1.0, tl.float32)
+
+
+# By name, as in `rlplus.objective.surrogates`; the external ones with whether the advantage weighs them.
+INTERNAL = {"ratio": _ratio, "clip": _clip, "reinforce": _reinforce}
+EXTERNAL = {
+    "mis": (_mis, True),
+    "proxy": (_proxy, True),
+    "omega": (_omega, True),
+    "bayes": (_bayes, True),
+    "shaped": (_shaped, True),
+    "nll": (_nll, False),
+    "none": (None, True),
+}
+
+
+@triton.jit
+def _internal(logprob, old, A, c, TERMS: tl.constexpr):
+    """Loss, slope, and whether clipping took the gradient."""
+    loss, slope, clipped = TERMS(logprob, old, A, c)
+    # Not by multiplication: an advantage of 0 is exactly 0 whatever the ratio overflows to.
     silent = A == 0
     return tl.where(silent, 0.0, loss), tl.where(silent, 0.0, slope), clipped & (A != 0)
 
 
 @triton.jit
-def _external(logprob, old, behavior, A, c, BEHAVIOR: tl.constexpr, EXTERNAL: tl.constexpr):
-    """Loss, slope, and importance weight of a demonstrated token (RL-PLUS eq. 4-6)."""
-    rest = -_expm1(tl.where(logprob > 0, 0.0, logprob))  # 1 - p
-    explore = tl.where(c.gamma == 0, 1.0, tl.exp(c.gamma * tl.log(rest)))
-    p = tl.exp(logprob)
-    if EXTERNAL == "none":
-        g = 0.0 * A
-    elif EXTERNAL == "nll":
-        g = 0.0 * A + 1.0
-    elif EXTERNAL == "shaped":
-        g = p / (p + c.kappa)
-    elif EXTERNAL == "mis" and BEHAVIOR:
-        apart = tl.where(behavior == old, 0.0, -tl.abs(behavior - old))
-        logaddexp = tl.where(behavior > old, behavior, old) + tl.log(1.0 + tl.exp(apart))
-        g = tl.exp(logprob + LOG_2 - logaddexp)
-    elif EXTERNAL == "mis":
-        g = 4.0 * p / (3.0 * tl.exp(old) + 1.0)
-    elif EXTERNAL == "proxy":
-        g = tl.exp(logprob - old)
-    elif EXTERNAL == "omega":
-        g = tl.exp(logprob - behavior) if BEHAVIOR else p
+def _external(logprob, old, behavior, A, c, BEHAVIOR: tl.constexpr, TERMS: tl.constexpr, WEIGHTED: tl.constexpr):
+    """Loss, slope, and weight of a demonstrated token."""
+    if TERMS is None:
+        loss, slope, weight = tl.zeros_like(A), tl.zeros_like(A), tl.zeros_like(A)
     else:
-        tl.static_assert(EXTERNAL == "bayes")
-        g = 2.0 * p / (tl.exp(old) + 1.0)
-    if EXTERNAL == "nll":
-        loss, slope = -explore * logprob, -explore
-    else:
-        dg = c.kappa * p / ((p + c.kappa) * (p + c.kappa)) if EXTERNAL == "shaped" else g
-        # Not by multiplication: an advantage of 0 is exactly 0 whatever the weight overflows to.
-        loss = tl.where((A == 0) | (EXTERNAL == "none"), 0.0, -A * explore * g)
-        slope = tl.where((A == 0) | (EXTERNAL == "none"), 0.0, -A * explore * dg)
-    return loss, slope, g
+        rest = -_expm1(tl.where(logprob > 0, 0.0, logprob))  # 1 - p
+        explore = tl.where(c.gamma == 0, 1.0, tl.exp(c.gamma * tl.log(rest)))
+        g, dg = TERMS(logprob, old, behavior, c, BEHAVIOR)
+        if WEIGHTED:
+            silent = A == 0
+            loss, slope = tl.where(silent, 0.0, -A * explore * g), tl.where(silent, 0.0, -A * explore * dg)
+            weight = g
+        else:
+            loss, slope, weight = -explore * g, -explore * dg, dg
+    return loss, slope, weight
 
 
 @triton.jit
 def _token_loss_kernel(
     values, sums, constants, coefficients, N,
-    OLD: tl.constexpr, BEHAVIOR: tl.constexpr, ENGINE: tl.constexpr, INTERNAL: tl.constexpr, EXTERNAL: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    OLD: tl.constexpr, BEHAVIOR: tl.constexpr, ENGINE: tl.constexpr,
+    INTERNAL_TERMS: tl.constexpr, EXTERNAL_TERMS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     here, c = n < N, coefficients
@@ -149,8 +202,8 @@ def _token_loss_kernel(
     on = weight != 0
     internal, external = on & (is_external == 0), on & is_external
 
-    loss_int, slope_int, clipped = _internal(logprob, old, A, c, INTERNAL)
-    loss_ext, slope_ext, ratio_ext = _external(logprob, old, behavior, A, c, BEHAVIOR, EXTERNAL)
+    loss_int, slope_int, clipped = _internal(logprob, old, A, c, INTERNAL_TERMS)
+    loss_ext, slope_ext, ratio_ext = _external(logprob, old, behavior, A, c, BEHAVIOR, EXTERNAL_TERMS, WEIGHTED)
     gap, weight_int = 0.0 * A, 0.0 * A + 1.0
     if ENGINE:
         gap = old - tl.load(row + 6, here, 0.0)

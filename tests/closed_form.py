@@ -4,8 +4,9 @@ Nothing here uses the package's surrogates. Values are autograd graphs of 0-d te
 what the mathematics holds constant in the backward pass is detached.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,8 +14,29 @@ from torch import Tensor
 
 from rlplus import Objective
 
-INTERNAL = ("ratio", "clip", "reinforce")
-EXTERNAL = ("mis", "proxy", "omega", "bayes", "shaped", "nll", "none")
+
+def _clip(t: SimpleNamespace) -> Tensor:
+    gain = torch.minimum(t.r * t.A, t.r.clamp(1 - t.o.clip_low, 1 + t.o.clip_high) * t.A)
+    if t.o.dual_clip is not None and t.A < 0:
+        gain = torch.maximum(gain, t.l.new_tensor(t.o.dual_clip * t.A))
+    return -gain
+
+
+# What one token loses, by surrogate; demonstrated tokens have the exploration weight beside it.
+INTERNAL: dict[str, Callable[[SimpleNamespace], Tensor]] = {
+    "ratio": lambda t: -t.A * t.r,
+    "clip": _clip,
+    "reinforce": lambda t: -t.A * t.l,
+}
+EXTERNAL: dict[str, Callable[[SimpleNamespace], Tensor]] = {
+    "mis": lambda t: -t.A * 2 * t.p / ((t.estimate if t.p_omega is None else t.p_omega) + t.p_old),
+    "proxy": lambda t: -t.A * t.r,  # not p / p_old, where both may be too small for a number
+    "omega": lambda t: -t.A * t.p / (1.0 if t.p_omega is None else t.p_omega),
+    "bayes": lambda t: -t.A * t.p / t.estimate,
+    "shaped": lambda t: -t.A * t.p / (t.p + t.o.kappa),
+    "nll": lambda t: -t.l,
+    "none": lambda t: 0 * t.l,
+}
 FEATURES: dict[str, dict[str, Any]] = {  # fields of the objective, one combination an entry
     "plain": {},
     "no-gamma": {"gamma": 0.0},
@@ -59,33 +81,16 @@ def sample_constants(shape: Sequence[int], seed: int, dtype: torch.dtype = torch
 
 
 def token_loss(o: Objective, l: Tensor, external: bool, A: float, old: float | None, behavior: float | None) -> Tensor:  # noqa: E741
-    """The surrogate loss of one token as a differentiable function of its logprob (objectives.md, section 3)."""
+    """The surrogate loss of one token as a differentiable function of its logprob."""
     l_old = l.detach() if old is None else l.new_tensor(old)
-    p, p_old, r = l.exp(), l_old.exp(), (l - l_old).exp()
-    if not external:
-        if o.internal == "ratio":
-            return -A * r
-        if o.internal == "reinforce":
-            return -A * l
-        gain = torch.minimum(r * A, r.clamp(1 - o.clip_low, 1 + o.clip_high) * A)
-        if o.dual_clip is not None and A < 0:
-            gain = torch.maximum(gain, l.new_tensor(o.dual_clip * A))
-        return -gain
-    if o.external == "none":
-        return 0 * l
-    explore = (1 - p.detach().clamp(max=1.0)) ** o.gamma
-    if o.external == "nll":
-        return -explore * l
+    p, p_old = l.exp(), l_old.exp()
     p_omega = None if behavior is None else l.new_tensor(behavior).exp()
-    estimate = (p_old + 1) / 2
-    g = {
-        "mis": 2 * p / ((estimate if p_omega is None else p_omega) + p_old),
-        "proxy": r,  # p / p_old, where both may be too small for a number
-        "omega": p / (1.0 if p_omega is None else p_omega),
-        "bayes": p / estimate,
-        "shaped": p / (p + o.kappa),
-    }[o.external]
-    return -A * explore * g
+    token = SimpleNamespace(
+        o=o, l=l, A=A, r=(l - l_old).exp(), p=p, p_old=p_old, p_omega=p_omega, estimate=(p_old + 1) / 2
+    )
+    if not external:
+        return INTERNAL[o.internal](token)
+    return (1 - p.detach().clamp(max=1.0)) ** o.gamma * EXTERNAL[o.external](token)
 
 
 def policy_loss(

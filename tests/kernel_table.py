@@ -30,7 +30,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from rlplus.kernels import linear_logprob, policy_loss
-from rlplus.objective.presets import EXTERNAL, INTERNAL
+from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 
 KB = 1024
 SHARED_LIMIT = {80: 163 * KB, 90: 227 * KB, 100: 227 * KB, 120: 99 * KB}  # bytes a block may have

@@ -53,7 +53,9 @@ def cases(
     likeliest = draw(st.booleans())
     temperature = draw(st.sampled_from([1.0, 0.5, 1.7]))
     objective = Objective(
-        draw(st.sampled_from(INTERNAL)), draw(st.sampled_from(EXTERNAL)), **FEATURES[draw(st.sampled_from([*FEATURES]))]
+        draw(st.sampled_from([*INTERNAL])),
+        draw(st.sampled_from([*EXTERNAL])),
+        **FEATURES[draw(st.sampled_from([*FEATURES]))],
     )
     memory = draw(st.sampled_from(memories))
     scratch = draw(st.sampled_from([1e-9 if memory == "fast" else 2e-3, 3 * 16 * V / 1e6, None]))  # MB

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlplus import Objective
 from rlplus.kernels import policy_loss as token_kernels
-from rlplus.objective import MISMATCH_STATS, STATS, TokenConstants, token_loss
+from rlplus.objective import MISMATCH_STATS, STATS, TokenConstants, surrogates, token_loss
 from rlplus.ops import triton as backend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,6 +29,11 @@ def run_token_loss(logprob: Tensor, entropy: Tensor, c: TokenConstants, o: Objec
     if c.engine_logprob is None:
         stats = {name: stats[name] for name in STATS}
     return stats | {"dlogprob": values[:, backend.DLOGPROB], "dentropy": values[:, backend.DENTROPY]}
+
+
+def test_every_surrogate_has_a_kernel_and_a_closed_form() -> None:
+    for product in (surrogates, token_kernels):
+        assert (product.INTERNAL.keys(), product.EXTERNAL.keys()) == (INTERNAL.keys(), EXTERNAL.keys())
 
 
 @pytest.mark.parametrize(("internal", "external", "features"), all_objectives(["plain", "asymmetric-dual", "all"]))

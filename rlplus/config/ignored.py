@@ -5,13 +5,20 @@ section rollout, of which `rlplus eval` has its engine, too), and what depends o
 machine (engine auto), and what is so anyway (enforce_eager with transformers).
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlplus.objective import ALGORITHMS, Objective
+from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 
 if TYPE_CHECKING:
     from rlplus.config.schema import Config
+
+
+# Keys, when they have no effect, and why.
+Rule = tuple[str, Callable[["Config"], bool], str]
 
 
 def _demonstrations(config: "Config") -> str:
@@ -28,8 +35,25 @@ def _ratio_is_one(config: "Config") -> bool:
     return train.prompts_per_update in (None, train.prompts_per_step) and not train.overlap
 
 
-# Keys, when they have no effect, and why.
-RULES: tuple[tuple[str, Callable[["Config"], bool], str], ...] = (
+def _surrogate_reads(config: "Config", field: str) -> bool:
+    objective, demonstrations = _objective(config), _demonstrations(config)
+    sampled = demonstrations != "only" and field in INTERNAL[objective.internal].reads
+    return sampled or (demonstrations != "none" and field in EXTERNAL[objective.external].reads)
+
+
+def _surrogates_rules() -> Iterator[Rule]:
+    """Fields of the objective that are for some surrogates."""
+    readers = defaultdict(list)
+    for kind, table in (("internal", INTERNAL), ("external", EXTERNAL)):
+        for name, surrogate in table.items():
+            for field in surrogate.reads:
+                readers[field].append(f"algorithm.objective.{kind} {name}")
+    for field, names in readers.items():
+        without_effect = partial(lambda field, c: not _surrogate_reads(c, field), field)
+        yield f"algorithm.objective.{field}", without_effect, f"it belongs to {' or '.join(names)}"
+
+
+RULES: tuple[Rule, ...] = (
     (
         "rollout.gpu_memory_utilization",
         lambda c: c.rollout.engine == "transformers",
@@ -72,19 +96,10 @@ RULES: tuple[tuple[str, Callable[["Config"], bool], str], ...] = (
     ),
     (
         "algorithm.objective.gamma",
-        lambda c: _objective(c).external == "none",
+        lambda c: EXTERNAL[_objective(c).external].terms is None,
         "it weighs demonstrated tokens, and algorithm.objective.external is none",
     ),
-    (
-        "algorithm.objective.kappa",
-        lambda c: _objective(c).external != "shaped",
-        "it belongs to algorithm.objective.external shaped",
-    ),
-    (
-        "algorithm.objective.clip_low algorithm.objective.clip_high algorithm.objective.dual_clip",
-        lambda c: _demonstrations(c) == "only" or _objective(c).internal != "clip",
-        "it belongs to algorithm.objective.internal clip",
-    ),
+    *_surrogates_rules(),
     (
         "algorithm.objective.clip_low algorithm.objective.clip_high algorithm.objective.dual_clip",
         _ratio_is_one,

@@ -10,7 +10,7 @@ from rlplus.objective.presets import ALGORITHMS, Algorithm, Objective, algorithm
 
 if TYPE_CHECKING:
     from rlplus.objective.loss import policy_loss
-    from rlplus.objective.surrogates import MISMATCH_STATS, STATS, TokenConstants, TokenLoss, token_loss
+    from rlplus.objective.tokens import MISMATCH_STATS, STATS, TokenConstants, TokenLoss, token_loss
     from rlplus.objective.weights import group_advantages, token_weights
 
 __all__ = [
@@ -32,7 +32,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "loss": ("policy_loss",),
-        "surrogates": ("MISMATCH_STATS", "STATS", "TokenConstants", "TokenLoss", "token_loss"),
+        "tokens": ("MISMATCH_STATS", "STATS", "TokenConstants", "TokenLoss", "token_loss"),
         "weights": ("group_advantages", "token_weights"),
     },
 )

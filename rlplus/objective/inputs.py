@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rlplus.objective.presets import Objective
-from rlplus.objective.surrogates import TokenConstants
+from rlplus.objective.tokens import TokenConstants
 
 
 def describe(value: object) -> str:

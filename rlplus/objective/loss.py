@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlplus.objective.inputs import check_constants, check_differentiated_once, check_tensor, check_weights
 from rlplus.objective.presets import Objective
-from rlplus.objective.surrogates import TokenConstants, token_loss
+from rlplus.objective.tokens import TokenConstants, token_loss
 
 
 class _Linearized(torch.autograd.Function):

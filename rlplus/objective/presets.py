@@ -5,9 +5,8 @@ from math import isfinite
 from typing import Literal
 
 from rlplus.errors import nearest
+from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 
-INTERNAL = ("ratio", "clip", "reinforce")
-EXTERNAL = ("mis", "proxy", "omega", "bayes", "shaped", "nll", "none")
 Reduction = Literal["token", "sequence", "constant", "official"]
 
 
@@ -49,8 +48,8 @@ class Objective:
     mismatch_cap: float | None = None
 
     def __post_init__(self) -> None:
-        _check_name("internal surrogate", self.internal, INTERNAL)
-        _check_name("external surrogate", self.external, EXTERNAL)
+        _check_name("internal surrogate", self.internal, tuple(INTERNAL))
+        _check_name("external surrogate", self.external, tuple(EXTERNAL))
         for field, low, strict in (
             ("gamma", 0.0, False),
             ("kappa", 0.0, True),
@@ -71,7 +70,8 @@ class Objective:
 
     def external_gradient(self, advantage: float) -> bool:
         """Whether a demonstrated token of that advantage can have a gradient, KL and entropy aside."""
-        return self.external != "none" and (self.external == "nll" or advantage != 0)
+        surrogate = EXTERNAL[self.external]
+        return surrogate.terms is not None and (advantage != 0 or not surrogate.weighted)
 
     @classmethod
     def preset(cls, name: str) -> "Objective":

@@ -1,199 +1,135 @@
-"""What one token adds to the loss and to its gradient: the definition that every backend must match.
+"""The surrogates of sampled and of demonstrated tokens, by name.
 
-Every objective is a scalar function of the token's logprob and per-token constants, so its derivative is known the
-moment the row's logsumexp is. That is what lets one pass over the logits finish the loss and leave the gradient.
+Each is a scalar function of the token's logprob, stated with its derivative. These tables are the one list of them:
+names, checks of settings and the definition of the loss follow. Only the Triton kernel has the formulas a second time.
 
-Symbols: p = exp(logprob), p_old = exp(old_logprob), r = p / p_old, A = advantage, m = token_weight.
+Symbols: p = exp(logprob), p_old = exp(old_logprob), r = p / p_old, A = advantage.
+
+Imports no torch, so that settings are checked without it: a formula calls methods of its tensors.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from math import log
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from rlplus.objective.presets import Objective
+    from rlplus.objective.presets import Objective
+    from rlplus.objective.tokens import TokenConstants
 
 
-class TokenConstants(NamedTuple):
-    """Everything but the policy that a token's loss depends on; each (N,), `external` bool, the others floating.
+class Internal(NamedTuple):
+    """A surrogate of sampled tokens.
 
-    None: old_logprob = the current policy, behavior_logprob unknown, no reference policy, no engine logprob,
-    entropy_weight = token_weight.
+    terms: logprob (n,), the tokens' constants, the objective -> loss and its derivative, (n,) each, and where clipping
+    took the gradient. reads: the fields of `Objective` that are for such surrogates.
     """
 
-    advantage: Tensor
-    token_weight: Tensor
-    external: Tensor
-    old_logprob: Tensor | None = None
-    behavior_logprob: Tensor | None = None
-    ref_logprob: Tensor | None = None
-    engine_logprob: Tensor | None = None
-    entropy_weight: Tensor | None = None
+    terms: Callable[[Tensor, TokenConstants, Objective], tuple[Tensor, Tensor, Tensor | bool]]
+    reads: tuple[str, ...] = ()
 
 
-class TokenLoss(NamedTuple):
-    """loss: weighted sum, 0-d. dlogprob, dentropy (N,): its derivatives. stats: 0-d sums and counts."""
+class External(NamedTuple):
+    """A surrogate of demonstrated tokens.
 
-    loss: Tensor
-    dlogprob: Tensor
-    dentropy: Tensor
-    stats: dict[str, Tensor]
-
-
-STATS = (
-    "tokens",
-    "tokens_internal",
-    "tokens_external",
-    "active_rows",
-    "loss_internal",
-    "loss_external",
-    "loss_kl",
-    "loss_entropy",
-    "entropy",
-    "entropy_internal",
-    "prob_internal",
-    "prob_external",
-    "ratio_external",
-    "kl_old",
-    "clipped",
-)
-MISMATCH_STATS = ("mismatch_abs", "mismatch_outside_10pct", "mismatch_truncated")
-
-
-def token_loss(logprob: Tensor, entropy: Tensor, constants: TokenConstants, objective: Objective) -> TokenLoss:
-    """logprob, entropy (N,) fp32 or fp64, constants of the same dtype -> loss, its derivatives, statistics.
-
-    Rows of weight 0 are left out by selection: whatever stands there, NaN included, reaches nothing.
-    Source: RL-PLUS eq. 1-7; DECISIONS.md for what the paper leaves open.
+    terms: logprob (n,), the tokens' constants, the objective -> g and its derivative, (n,) each; None: no loss.
+    weighted: the loss is -A (1 - p)^gamma g, with g an importance weight; else -(1 - p)^gamma g for every advantage,
+    with the derivative as the weight. reads: the fields of `Objective` that are for such surrogates.
     """
-    c, o = constants, objective
-    zero = torch.zeros_like(logprob)
-    on = c.token_weight != 0
-    internal, external = on & ~c.external, on & c.external
 
-    loss_int, slope_int, clipped = _internal(logprob, c, o)
-    mismatch, weight_int = _mismatch(logprob, c, o)
-    loss_ext, slope_ext, ratio_ext = _external(logprob, c, o)
+    terms: Callable[[Tensor, TokenConstants, Objective], tuple[Tensor, Tensor]] | None
+    reads: tuple[str, ...] = ()
+    weighted: bool = True
 
-    loss_int = torch.where(internal, c.token_weight * weight_int * loss_int, zero)
-    loss_ext = torch.where(external, c.token_weight * loss_ext, zero)
-    slope = torch.where(internal, weight_int * slope_int, slope_ext)
-    loss_kl = zero
-    if o.kl_coef:
-        assert c.ref_logprob is not None
-        d = c.ref_logprob - logprob
-        loss_kl = torch.where(on, c.token_weight * o.kl_coef * (torch.expm1(d) - d), zero)
-        slope = slope - o.kl_coef * torch.expm1(d)
-    dlogprob = torch.where(on, c.token_weight * slope, zero)
 
-    loss_entropy = dentropy = zero
-    if o.entropy_coef:
-        weight = c.token_weight if c.entropy_weight is None else c.entropy_weight
-        dentropy = torch.where(weight != 0, -o.entropy_coef * weight, zero)
-        loss_entropy = torch.where(weight != 0, dentropy * entropy, zero)
+def log_ratio(logprob: Tensor, c: TokenConstants) -> Tensor:
+    """log r; 0 on the current policy, whatever its logprob."""
+    return logprob.new_zeros(logprob.shape) if c.old_logprob is None else logprob - c.old_logprob
 
+
+def _old(logprob: Tensor, c: TokenConstants) -> Tensor:
+    return logprob if c.old_logprob is None else c.old_logprob
+
+
+def _ratio(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor, bool]:
+    """-A r (RL-PLUS eq. 1)."""
+    loss = -c.advantage * log_ratio(logprob, c).exp()
+    return loss, loss, False
+
+
+def _clip(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor, Tensor]:
+    """-min(A r, A clip(r)) (PPO; RL-PLUS eq. 2), with dual_clip at most -dual_clip A where A < 0."""
+    A, r = c.advantage, log_ratio(logprob, c).exp()
+    gain, bound = r * A, r.clamp(1 - o.clip_low, 1 + o.clip_high) * A
+    clipped = bound < gain
+    gain = bound.where(clipped, gain)
+    if o.dual_clip is not None:
+        floor = o.dual_clip * A
+        below = (A < 0) & (gain < floor)
+        gain, clipped = floor.where(below, gain), clipped | below
+    return -gain, (-A * r).masked_fill(clipped, 0.0), clipped
+
+
+def _reinforce(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor, bool]:
+    """-A log p."""
+    return -c.advantage * logprob, -c.advantage, False
+
+
+INTERNAL = {
+    "ratio": Internal(_ratio),
+    "clip": Internal(_clip, reads=("clip_low", "clip_high", "dual_clip")),
+    "reinforce": Internal(_reinforce),
+}
+
+
+def _mis(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor]:
+    """2 p / (p_omega + p_old) (RL-PLUS eq. 4); of an unknown p_omega the Bayes-optimal estimate (p_old + 1) / 2."""
+    old = _old(logprob, c)
+    if c.behavior_logprob is None:
+        g = 4 * logprob.exp() / (3 * old.exp() + 1)
+    else:
+        g = (log(2) + logprob - c.behavior_logprob.logaddexp(old)).exp()
+    return g, g
+
+
+def _proxy(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor]:
+    """r: the old policy in the place of the demonstrations' author."""
+    g = log_ratio(logprob, c).exp()
+    return g, g
+
+
+def _omega(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor]:
+    """p / p_omega, with p_omega = 1 where it is unknown."""
+    g = logprob.exp() if c.behavior_logprob is None else (logprob - c.behavior_logprob).exp()
+    return g, g
+
+
+def _bayes(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor]:
+    """p over the Bayes-optimal estimate alone."""
+    g = 2 * logprob.exp() / (_old(logprob, c).exp() + 1)
+    return g, g
+
+
+def _shaped(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor]:
+    """p / (p + kappa) (LUFFY)."""
     p = logprob.exp()
-    log_ratio = _log_ratio(logprob, c)
-
-    def total(values: Tensor, where: Tensor) -> Tensor:
-        return torch.where(where, values, zero).sum()
-
-    one = torch.ones_like(logprob)
-    sums = (
-        total(one, on),
-        total(one, internal),
-        total(one, external),
-        total(one, (dlogprob != 0) | (dentropy != 0)),
-        loss_int.sum(),
-        loss_ext.sum(),
-        loss_kl.sum(),
-        loss_entropy.sum(),
-        total(entropy, on),
-        total(entropy, internal),
-        total(p, internal),
-        total(p, external),
-        total(ratio_ext, external),
-        total(torch.expm1(log_ratio) - log_ratio, internal),
-        total(one, internal & clipped),
-    )
-    stats = dict(zip(STATS, sums, strict=True))
-    if c.engine_logprob is not None:
-        stats |= _mismatch_stats(mismatch, internal, o)
-    return TokenLoss(sum(sums[5:8], sums[4]), dlogprob, dentropy, stats)
+    return p / (p + o.kappa), o.kappa * p / (p + o.kappa) ** 2
 
 
-def _log_ratio(logprob: Tensor, c: TokenConstants) -> Tensor:
-    return torch.zeros_like(logprob) if c.old_logprob is None else logprob - c.old_logprob
+def _nll(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor]:
+    """log p."""
+    return logprob, logprob.new_ones(logprob.shape)
 
 
-def _internal(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and dloss/dlogprob of a sampled token, and whether clipping took its gradient (RL-PLUS eq. 1, 2)."""
-    A, clipped = c.advantage, torch.zeros_like(c.external)
-    r = _log_ratio(logprob, c).exp()
-    if o.internal == "reinforce":
-        loss, slope = -A * logprob, -A
-    elif o.internal == "ratio":
-        loss = slope = -A * r
-    else:
-        gain, bound = r * A, r.clamp(1 - o.clip_low, 1 + o.clip_high) * A
-        clipped = bound < gain
-        gain = torch.where(clipped, bound, gain)
-        if o.dual_clip is not None:
-            floor = o.dual_clip * A
-            below = (A < 0) & (gain < floor)
-            gain, clipped = torch.where(below, floor, gain), clipped | below
-        loss, slope = -gain, torch.where(clipped, 0.0, -A * r)
-    # Not by multiplication: an advantage of 0 is exactly 0 whatever the ratio overflows to.
-    silent = A == 0
-    return torch.where(silent, 0.0, loss), torch.where(silent, 0.0, slope), clipped & ~silent
-
-
-def _mismatch(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor]:
-    """old_logprob - engine_logprob, and the truncated importance weight that corrects for it."""
-    if c.engine_logprob is None:
-        return torch.zeros_like(logprob), torch.ones_like(logprob)
-    gap = (logprob if c.old_logprob is None else c.old_logprob) - c.engine_logprob
-    if o.mismatch_cap is None:
-        return gap, torch.ones_like(logprob)
-    return gap, gap.exp().clamp(max=o.mismatch_cap)
-
-
-def _mismatch_stats(gap: Tensor, internal: Tensor, o: Objective) -> dict[str, Tensor]:
-    outside = torch.expm1(gap).abs() > 0.1
-    truncated = torch.zeros_like(internal) if o.mismatch_cap is None else gap > log(o.mismatch_cap)
-    values = (gap.abs(), outside.to(gap.dtype), truncated.to(gap.dtype))
-    return {k: torch.where(internal, v, 0.0).sum() for k, v in zip(MISMATCH_STATS, values, strict=True)}
-
-
-def _external(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, dloss/dlogprob and importance weight g of a demonstrated token (RL-PLUS eq. 4-6).
-
-    The behaviour policy is unknown unless `behavior_logprob` is given; its Bayes-optimal estimate is (p_old + 1) / 2.
-    """
-    A, zero = c.advantage, torch.zeros_like(logprob)
-    if o.external == "none":
-        return zero, zero, zero
-    # -expm1 keeps 1 - p accurate near p = 1; a logprob that rounding put above 0 counts as p = 1.
-    explore = (-torch.expm1(logprob.clamp(max=0.0))) ** o.gamma
-    if o.external == "nll":
-        return -explore * logprob, -explore, torch.ones_like(logprob)
-    p, old = logprob.exp(), logprob if c.old_logprob is None else c.old_logprob
-    if o.external == "shaped":
-        g = p / (p + o.kappa)
-        slope = o.kappa * p / (p + o.kappa) ** 2
-    else:
-        if o.external == "mis" and c.behavior_logprob is None:
-            g = 4 * p / (3 * old.exp() + 1)
-        elif o.external == "mis":
-            assert c.behavior_logprob is not None
-            g = (log(2) + logprob - torch.logaddexp(c.behavior_logprob, old)).exp()
-        elif o.external == "proxy":
-            g = _log_ratio(logprob, c).exp()
-        elif o.external == "omega":
-            g = p if c.behavior_logprob is None else (logprob - c.behavior_logprob).exp()
-        else:
-            g = 2 * p / (old.exp() + 1)
-        slope = g
-    silent = A == 0
-    return torch.where(silent, 0.0, -A * explore * g), torch.where(silent, 0.0, -A * explore * slope), g
+EXTERNAL = {
+    "mis": External(_mis),
+    "proxy": External(_proxy),
+    "omega": External(_omega),
+    "bayes": External(_bayes),
+    "shaped": External(_shaped, reads=("kappa",)),
+    "nll": External(_nll, weighted=False),
+    "none": External(None),
+}
