@@ -2,7 +2,9 @@
 
 import itertools
 import os
+import random
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,6 +60,16 @@ def wait_until(
             raise AssertionError(f"ended with {process.returncode}: {(process.communicate()[1] or '')[-4000:]}")
         assert time.monotonic() < end, "never came true"
         time.sleep(every_s)
+
+
+def free_port() -> int:
+    """A port to listen on. It is below those that Linux gives to connections, which could take it before it is used."""
+    given_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.SystemRandom().sample(range(10_000, max(given_out, 20_000)), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("none of 100 ports is free")
 
 
 def _alive(process: subprocess.Popen[str], mark: str) -> list[int]:

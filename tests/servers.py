@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from processes import PATIENCE_S, started, wait_until
+from processes import PATIENCE_S, free_port, started, wait_until
 from rollout_models import EOS, MAX_MODEL_LEN
 from safetensors.torch import load_file
 
@@ -127,13 +126,6 @@ class FakeServer:
             for i in reversed(range(body["sampling_params"]["n"]))
         ]
         return {"choices": choices}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Server:

@@ -1,7 +1,6 @@
 """Plain python, torchrun and the `deepspeed` launcher, on one node and on two: the same step, one set of metrics."""
 
 import os
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -16,12 +15,6 @@ pytestmark = pytest.mark.slow
 BIN = Path(sys.executable).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--master_addr", "127.0.0.1"]
 DEEPSPEED = [sys.executable, str(BIN / "deepspeed"), "--master_addr", "127.0.0.1"]
-
-
-def free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
 
 
 def run_together(*commands: list[str]) -> None:
@@ -69,18 +62,18 @@ def check(folder: Path, name: str, alone: dict[str, float]) -> None:
 
 def test_torchrun(folder: Path, alone: dict[str, float]) -> None:
     train = ["-m", "rlplus", "train", one_step(folder, "torchrun")]
-    run_together([*TORCHRUN, "--master_port", free_port(), "--nproc_per_node", "2", *train])
+    run_together([*TORCHRUN, "--master_port", str(processes.free_port()), "--nproc_per_node", "2", *train])
     check(folder, "torchrun", alone)
 
 
 def test_deepspeed(folder: Path, alone: dict[str, float]) -> None:
     train = ["--module", "rlplus", "train", one_step(folder, "deepspeed")]
-    run_together([*DEEPSPEED, "--master_port", free_port(), "--num_gpus", "2", *train])
+    run_together([*DEEPSPEED, "--master_port", str(processes.free_port()), "--num_gpus", "2", *train])
     check(folder, "deepspeed", alone)
 
 
 def test_two_nodes_with_torchrun(folder: Path, alone: dict[str, float]) -> None:
-    port, train = free_port(), ["-m", "rlplus", "train", one_step(folder, "nodes-torchrun")]
+    port, train = str(processes.free_port()), ["-m", "rlplus", "train", one_step(folder, "nodes-torchrun")]
     nodes = ["--nnodes", "2", "--nproc_per_node", "1", "--master_port", port]
     run_together(*[[*TORCHRUN, *nodes, "--node_rank", str(k), *train] for k in range(2)])
     check(folder, "nodes-torchrun", alone)
@@ -89,7 +82,7 @@ def test_two_nodes_with_torchrun(folder: Path, alone: dict[str, float]) -> None:
 def test_two_nodes_with_deepspeed(folder: Path, alone: dict[str, float]) -> None:
     hosts = folder / "hostfile"
     hosts.write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
-    port, train = free_port(), ["--module", "rlplus", "train", one_step(folder, "nodes-deepspeed")]
+    port, train = str(processes.free_port()), ["--module", "rlplus", "train", one_step(folder, "nodes-deepspeed")]
     nodes = ["--hostfile", str(hosts), "--no_ssh", "--master_port", port]
     run_together(*[[*DEEPSPEED, *nodes, "--node_rank", str(k), *train] for k in range(2)])
     check(folder, "nodes-deepspeed", alone)
@@ -105,8 +98,8 @@ def test_sequence_parallel_run_with_rollouts_and_resume(folder: Path) -> None:
     path = folder / "sequences.yaml"
     path.write_text(config.to_yaml())
     command = ["--nproc_per_node", "2", "-m", "rlplus", "train", str(path)]
-    run_together([*TORCHRUN, "--master_port", free_port(), *command])
-    run_together([*TORCHRUN, "--master_port", free_port(), *command, "train.steps=3", "--resume"])
+    run_together([*TORCHRUN, "--master_port", str(processes.free_port()), *command])
+    run_together([*TORCHRUN, "--master_port", str(processes.free_port()), *command, "train.steps=3", "--resume"])
     rows = metrics(folder / "sequences")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["mismatch/mean"] < 1e-5 for row in rows)

@@ -198,7 +198,7 @@ def test_a_failure_ahead_ends_the_run_where_it_is_wanted(tmp_path, in_thread, mo
     config = overlapping(tmp_path, "run", 5)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         train(config)
-    assert [row["step"] for row in metrics(Path(config.output_dir))] == [1, 2][: len(metrics(Path(config.output_dir)))]
+    assert [row["step"] for row in metrics(Path(config.output_dir))] == [1, 2]
 
 
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])

@@ -42,7 +42,7 @@ def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.active_count()
     with pytest.raises(processes.subprocess.TimeoutExpired):
         processes.run([sys.executable, "-c", "import time; time.sleep(3600)"])
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_waiting_for_a_process_that_ended_says_what_it_said() -> None:

@@ -211,9 +211,14 @@ def test_a_hung_engine_shows_its_stacks_and_is_started_again(
         question = ("generate", ([[1]], [1], {"temperature": 1.0, "max_tokens": 4, "seed": 0}))
         with pytest.raises(_EngineDied, match=rf"process {engine.pid} hangs: no progress for 0.2 s$"):
             engine._exchange(question, 0.2)
-        stacks = capfd.readouterr().err
-        assert "in hold_the_lock" in stacks
-        assert "in serve" in stacks, "of all threads"
+        stacks = ""
+
+        def shown() -> bool:
+            nonlocal stacks
+            stacks += capfd.readouterr().err
+            return "in hold_the_lock" in stacks and "in serve" in stacks
+
+        processes.wait_until(shown)  # of all threads
         os.kill(engine.pid, signal.SIGSTOP)
         with pytest.raises(_EngineDied, match=r"hangs: no progress for 0.2 s; it is stopped .SIGSTOP"):
             engine._exchange(question, 0.2)

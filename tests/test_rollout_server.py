@@ -246,10 +246,11 @@ def test_no_end_waits_for_answers(
     fake: FakeServer, tmp_path: Path, way: Callable[[FakeServer, RolloutEngine], None], held: tuple[int, ...]
 ) -> None:
     """Whatever ends a generation hangs up on the server, which would answer never, and leaves no thread."""
-    engine = holding(fake, tmp_path, *held)
+    engine, others = holding(fake, tmp_path, *held), set(threading.enumerate())
     way(fake, engine)
     assert all(fake.gone.acquire(timeout=processes.PATIENCE_S) for _ in held)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
+    left = set(threading.enumerate()) - others
+    assert not [thread for thread in left if thread.name.startswith("ThreadPoolExecutor")]
     engine.close()
 
 
@@ -333,9 +334,7 @@ def test_all_ranks_hear_of_a_push_that_failed_on_one(fake: FakeServer, tmp_path:
     """Only rank 0 talks to the server; here it does not even expect what happens to it."""
     save(tiny_model(tied=False), tmp_path)
     fake.odd = {"/reset_prefix_cache": ["unexpected"]}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(processes.free_port())
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", PUSH, fake.url, str(tmp_path)]
     with ExitStack() as stack:

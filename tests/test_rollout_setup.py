@@ -2,7 +2,6 @@
 
 import json
 import math
-import socket
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -85,10 +84,7 @@ def test_the_choice_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 
 def run_ranks(path: Path, kind: str, ranks: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     for tied in (False, True):
         save(tiny_model(tied), path / str(tied))
     done = processes.run([*launch, __file__, kind, str(path)], cwd=Path(__file__).parents[1])

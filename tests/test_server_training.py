@@ -16,7 +16,7 @@ import processes
 import pytest
 from engine_runs import changed, launched, model, same, torchrun, write_start
 from safetensors.torch import load_file
-from servers import Server, free_port, metric
+from servers import Server, metric
 from trainer_runs import metrics, run_config
 
 import rlplus.rollout.server
@@ -158,7 +158,7 @@ def test_a_server_that_dies_costs_no_finished_step(
     assert last is not None
     assert checkpoint.read_state(last)["step"] == 2
     assert len(metrics(folder)) == 2
-    with Server(start, tmp_path / "log", LONGEST, port=free_port()) as another:
+    with Server(start, tmp_path / "log", LONGEST, port=processes.free_port()) as another:
         train(changed(config, "rollout", server_url=another.url), resume=True)
     if overlap:
         assert metrics(folder)[:2] == metrics(whole)[:2]
