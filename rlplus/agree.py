@@ -5,6 +5,7 @@ Ranks that have much to do before one of them report it as a `phase`, so that it
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +32,8 @@ def phase(name: str) -> None:
     global _phase
     _phase = name
     if dist.get_world_size() > 1:
-        _store().set(f"phase of rank {dist.get_rank()}", name)
+        with suppress(RuntimeError):  # the store went with another rank, as the next collective says
+            _store().set(f"phase of rank {dist.get_rank()}", name)
 
 
 def sums(*values: float) -> list[float]:
@@ -66,7 +68,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def failures(failure: BaseException | None, *, clear: tuple[type[BaseException], ...] = (Exception,)) -> str:
-    """What failed on which rank, empty where nothing did. Collective; a rank where all went well passes None.
+    """The failures by rank, as one text, empty without any. Collective; a rank without a failure passes None.
 
     clear: exceptions whose message says all; of others the class is told, too.
     """

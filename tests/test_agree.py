@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -36,14 +37,13 @@ assert agree.failures(KeyError("a"), clear=(OSError,)) == "rank 0: KeyError('a')
 
 # Rank 1 stays in its phase until rank 0 has given up waiting.
 dist.get_backend = get_backend
-agree.barrier()
-agree.timeout = timedelta(seconds=2)
-dist.distributed_c10d._set_pg_timeout(agree.timeout)
 store = dist.distributed_c10d._get_default_store()
 try:
     if rank == 0:
         agree.phase("pack")
         store.wait(["phase of rank 1"])
+        agree.timeout = timedelta(seconds=0.5)  # of the next collective, to which rank 1 does not come
+        dist.distributed_c10d._set_pg_timeout(agree.timeout)
     else:
         agree.phase("export")
         store.get("rank 0 gave up")
@@ -66,9 +66,40 @@ def on_two_ranks(folder: Path, text: str, *arguments: str) -> str:
 
 def test_two_ranks_agree_and_name_the_one_that_is_late_with_its_phase(tmp_path: Path) -> None:
     said = on_two_ranks(tmp_path, TWO_RANKS)
-    assert "rank 0, after 'pack', lost the other ranks: Timed out waiting 2000ms for recv operation to compl" in said
+    assert "rank 0, after 'pack', lost the other ranks: Timed out waiting 500ms for recv operation to compl" in said
     assert "The last phase that each began: rank 0 'pack', rank 1 'export'." in said
-    assert "needs a larger train.collective_timeout_s than 2" in said
+    assert "needs a larger train.collective_timeout_s than 0.5" in said
+
+
+STORE_IS_GONE = """
+import os, sys
+import torch.distributed as dist
+from rlplus import agree
+dist.init_process_group("gloo")
+agree.barrier()
+if dist.get_rank() == 0:
+    os._exit(0)  # with the store, which it held
+try:
+    for _ in range(100):
+        agree.phase("pack")
+    agree.barrier()
+except ConnectionError as error:
+    sys.stdout.write(f"{error}\\n")
+"""
+
+
+def test_a_rank_whose_store_is_gone_says_that_it_lost_the_others() -> None:
+    """Not torchrun's store, which the launcher holds: DeepSpeed's launcher lets rank 0 hold it."""
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(processes.free_port()), "WORLD_SIZE": "2"}
+    here |= {"PYTHONPATH": str(Path(rlplus.__file__).parents[1])}
+    with ExitStack() as stack:
+        command = [sys.executable, "-c", STORE_IS_GONE]
+        ranks = [
+            stack.enter_context(processes.started(command, environment() | here | {"RANK": str(rank)}, stdout=-1))
+            for rank in range(2)
+        ]
+        said = [rank.communicate(timeout=processes.PATIENCE_S)[0] for rank in ranks]
+    assert said[1].startswith("rank 1, after 'pack', lost the other ranks: ")
 
 
 EVERY_GROUP = """
