@@ -103,6 +103,24 @@ def test_an_alarm_at_the_last_moment_is_not_heard(monkeypatch: pytest.MonkeyPatc
     assert signal.getsignal(signal.SIGALRM) == handler
 
 
+def test_an_alarm_that_is_due_as_the_body_ends_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised; what watched must not take the body for one that goes on, and end the process."""
+    raised, clock = [], rlplus.rollout.clock.Clock("the body", "some.key", processes.PATIENCE_S)
+
+    def due(number: int, handler: Any) -> Any:
+        if handler == signal.SIG_IGN and not raised:
+            raised.append(number)
+            raise RunFailed("overdue")
+        return signal.signal(number, handler)
+
+    monkeypatch.setattr(rlplus.rollout.clock, "signal", SimpleNamespace(**vars(signal) | {"signal": due}))
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(RunFailed, match="overdue"), clock.running("its end"):
+        pass
+    assert clock._done.is_set()
+    assert signal.getsignal(signal.SIGALRM) == before
+
+
 def test_a_slow_push_that_goes_on_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each parameter takes two thirds of the time that it has, by a clock of the test's own."""
     now = [0.0]

@@ -46,11 +46,13 @@ class Clock:
         try:
             yield
         finally:
-            if main:  # first: an alarm that comes now is for a body that is over
-                signal.signal(signal.SIGALRM, signal.SIG_IGN)
-            self._stop()
-            if main:
-                signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)  # None: one that Python did not set
+            try:
+                if main:  # first: an alarm that comes now is for a body that is over; one that is due is raised here
+                    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+            finally:
+                self._stop()
+                if main:
+                    signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)  # None: one that Python did not set
 
     def _stop(self) -> None:
         with self._ending:
