@@ -47,9 +47,7 @@ def _complain(message: str) -> None:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
-    # A bare --resume must not take the configuration behind it for its value.
-    argv = ["--resume=newest" if text == "--resume" else text for text in (sys.argv[1:] if argv is None else argv)]
-    args, rest = parser.parse_known_args(argv)
+    args, rest = parser.parse_known_args(_resume_joined(sys.argv[1:] if argv is None else argv))
     # argparse gives a list of positionals only one stretch: the overrides behind an option are left over.
     more = [text for text in rest if hasattr(args, "overrides") and not text.startswith("-")]
     if len(more) < len(rest):
@@ -57,6 +55,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if more:
         args.overrides = [*args.overrides, *more]
     return args
+
+
+def _resume_joined(argv: Sequence[str]) -> list[str]:
+    """--resume with its value in one argument: a bare one must not take the configuration behind it for its value."""
+    joined: list[str] = []
+    for text in argv:
+        if joined[-1:] == ["--resume=newest"] and re.fullmatch(r"auto|step-\d+", text):
+            joined[-1] = f"--resume={text}"
+        else:
+            joined.append("--resume=newest" if text == "--resume" else text)
+    return joined
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -306,6 +306,14 @@ def test_overrides_may_follow_an_option(config_file, capsys):
     assert "unrecognized arguments: --nothing" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [["--resume", "auto", "{}"], ["{}", "--resume", "auto"], ["--resume=auto", "{}"]])
+def test_the_value_of_resume_may_follow_it(config_file, tmp_path, capsys, options):
+    """It is taken neither for the configuration nor for an override."""
+    assert main(["train", *(text.format(config_file) for text in options), "train.steps=1"]) == 0
+    assert main(["train", str(config_file), "--resume", "step-000001", "train.steps=2"]) == 0
+    assert "resumed at step 1" in capsys.readouterr().err
+
+
 def test_only_the_file_is_required(capsys):
     with pytest.raises(SystemExit):
         main(["plan"])

@@ -1,8 +1,8 @@
 """Keys that a run would not read. One that is set to anything but its default is refused: the user relies on it.
 
 Not here: what another preset of the same file reads (the demonstrations' columns, group_size, and under preset sft the
-section rollout, of which `rlplus eval` has its engine, too), and what depends on the
-machine (engine auto), and what is so anyway (enforce_eager with transformers).
+section rollout, of which `rlplus eval` has its engine, too), what depends on the machine (engine auto), and what is so
+anyway (enforce_eager with transformers).
 """
 
 from collections import defaultdict
