@@ -17,7 +17,7 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +73,18 @@ def save(engine: Any, folder: Path, step: int, state: dict[str, Any], keep: int,
     """
     final, saving = folder / f"step-{step:06d}", folder / SAVING
     main = dist.get_rank() == 0
-    if agree.largest(main and latest(folder) == final):  # one rank's view: a network file system may show others less
+    if agree.largest(main and _is_saved(final)):  # one rank's view: a network file system may show others less
         return final
     whole = state | {"step": step, "world_size": dist.get_world_size(), "rank_state": rank_state is not None}
     _together(lambda: _clear(saving, final) if main else None, step, saving)
     _together(lambda: _write(engine, saving, rank_state), step, saving)  # each rank flushes what it wrote
     _together(lambda: _publish(folder, final, whole, keep) if main else None, step, saving)
     return final
+
+
+def _is_saved(final: Path) -> bool:
+    pointer = final.with_name("latest")
+    return pointer.is_file() and pointer.read_text() == final.name and (final / "state.json").is_file()
 
 
 def _together(action: Callable[[], None], step: int, saving: Path) -> None:
@@ -149,7 +154,7 @@ def _errors_kept(engine: Any) -> Iterator[list[Exception]]:
 def _publish(folder: Path, final: Path, state: dict[str, Any], keep: int) -> None:
     """Turn the finished `saving` into `final`, name it in `latest`, delete what is too old."""
     saving = folder / SAVING
-    text = json.dumps(state)
+    text = json.dumps(state | {"files": sorted(path.name for path in saving.glob("*.pt"))})
     (saving / "state.json").write_text(text)
     (saving / "state.crc32").write_text(f"{zlib.crc32(text.encode()):08x}")
     for path in (*saving.rglob("*"), saving):
@@ -172,7 +177,7 @@ def point_to(checkpoint: Path) -> None:
 
 
 def verify(checkpoint: Path) -> None:
-    """ValueError on all ranks where a file is not what was written; it names the newest older checkpoint that is whole.
+    """ValueError on all ranks where a file is not as it was written, or missing; it names the newest older whole one.
 
     Collective. Each rank reads its share of the files once, in pieces, and compares their CRC-32.
     """
@@ -184,7 +189,11 @@ def verify(checkpoint: Path) -> None:
 
 
 def _checked_files(checkpoint: Path) -> list[Path]:
-    return [checkpoint / "state.json", *sorted(checkpoint.glob("*.pt"))]
+    """state.json and the files that it lists, missing ones too; without a list (0.1.0) those that there are."""
+    names = [file.name for file in checkpoint.glob("*.pt")]
+    with suppress(ValueError, OSError):  # damaged, which its own check says
+        names = read_state(checkpoint).get("files", names)
+    return [checkpoint / name for name in ("state.json", *sorted(names))]
 
 
 def _newest_whole(than: Path) -> str:
@@ -259,6 +268,8 @@ def load(engine: Any, checkpoint: Path) -> None:
     try:
         path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
         generators = torch.load(checkpoint / f"rng-{dist.get_rank()}.pt", weights_only=False)
+    except torch.OutOfMemoryError:  # not the file's fault
+        raise
     except Exception as error:
         raise ValueError(f"{checkpoint} is damaged, a file cannot be read: {error!r}") from error
     if path is None:
@@ -267,7 +278,7 @@ def load(engine: Any, checkpoint: Path) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """Of this process's generators."""
+    """The states of this process's random generators."""
     state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

@@ -9,6 +9,10 @@ class RunFailed(RuntimeError):
     """Training or the engine failed. The message says how: the command line shows it without a traceback."""
 
 
+class SharedFailure(RunFailed):
+    """Raised on all ranks in the same place, whichever of them failed: together they can still write a checkpoint."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str | None:
     """The valid name that `name` is probably meant to be, whatever its case; None where none is near."""
     names = {text.lower(): text for text in valid}

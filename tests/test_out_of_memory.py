@@ -14,7 +14,7 @@ from rlplus.config import Config
 from rlplus.plan import make_cluster, make_plan, show_bytes
 from rlplus.plan.advice import PHASES, advise
 from rlplus.rollout.transformers import TransformersEngine
-from rlplus.trainer import train
+from rlplus.trainer import OutOfMemory, train
 from rlplus.trainer.policy import PackedModel, Policy
 
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free."
@@ -101,6 +101,18 @@ def test_no_memory_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert main(["train", str(tmp_path / "run.yaml")]) == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert f"rlplus train: out of memory in start: {TEXT} There is no checkpoint yet. The plan expected " in message
+
+
+def test_no_memory_for_a_checkpoint_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config(tmp_path, train={"steps": 1})
+    train(config)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError(TEXT)
+
+    monkeypatch.setattr("deepspeed.runtime.engine.DeepSpeedEngine.load_checkpoint", full)
+    with pytest.raises(OutOfMemory, match=r"^out of memory in start: CUDA out of memory"):
+        train(changed(config, "train", steps=2), resume=True)
 
 
 def test_what_the_advice_says_a_switch_saves_is_what_the_plan_says(tmp_path: Path) -> None:

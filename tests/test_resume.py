@@ -67,6 +67,16 @@ def test_a_model_that_was_not_written_is_written_on_resume(tmp_path, monkeypatch
     assert (train(config, resume=True) / "model/model.safetensors").is_file()
 
 
+def test_a_model_that_was_removed_is_written_again_on_resume(tmp_path):
+    config = run_config(tmp_path, train={"steps": 1})
+    model = train(config) / "model"
+    model.rename(tmp_path / "whole")
+    train(config, resume=True)
+    assert {p.name: p.read_bytes() for p in model.iterdir()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()
+    }
+
+
 def damaged(file: Path, place: int) -> None:
     content = bytearray(file.read_bytes())
     content[place] ^= 16
@@ -99,7 +109,7 @@ def test_a_flipped_bit_is_found_or_has_no_effect(tmp_path):
     assert found >= 20 * 8 + 3 * 4  # at least what holds the numbers
 
 
-@pytest.mark.parametrize("name", ["optim_states", "model_states", "rng-0.pt", "state.json", "latest"])
+@pytest.mark.parametrize("name", ["optim_states", "model_states", "rng-0.pt", "state.json", "latest", "missing"])
 def test_damage_is_named_and_resumed_before_it_when_told(tmp_path, name):
     config = run_config(tmp_path, train={"steps": 3}, checkpoint={"every": 1, "keep": 9})
     place = train(config)
@@ -108,6 +118,8 @@ def test_damage_is_named_and_resumed_before_it_when_told(tmp_path, name):
     for step in ("step-000003", "step-000002"):
         if name == "latest":
             (checkpoints / "latest").write_bytes(b"../run/step-000001")
+        elif name == "missing":
+            (checkpoints / step / "rng-0.pt").unlink()
         else:
             (file,) = (checkpoints / step).glob(f"*{name}*")
             damaged(file, len(file.read_bytes()) // 2)
@@ -118,7 +130,7 @@ def test_damage_is_named_and_resumed_before_it_when_told(tmp_path, name):
         assert "latest is damaged: want the name of a checkpoint, step-<digits>; got '../run/step-000001'" in said
     else:
         assert "step-000003/" in said
-        assert "CRC-32" in said
+        assert ("No such file" if name == "missing" else "CRC-32") in said
         assert "The newest older checkpoint that is whole: step-000001; --resume=step-000001 goes on" in said
     train(config, resume="step-000001")
     assert same(whole, place)
@@ -180,9 +192,15 @@ def test_other_software_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.syspath_prepend(str(tmp_path))
     reward = {"kind": None, "pattern": None, "function": "own_grader:reward"}
-    config = run_config(tmp_path, train={"steps": 1}, reward=reward)
-    train(config)
-    grader.write_text("def reward(text, answer):\n    return 2.0\n")
+    evaluation = {"data": {"path": "-", "max_prompt_length": 8}, "every": 1}
+    config = run_config(tmp_path, train={"steps": 1}, reward=reward, evaluation=evaluation)
+
+    def edit(_: Run) -> dict[str, float]:
+        """While the run goes on with what it has read."""
+        grader.write_text("def reward(text, answer):\n    return 2.0\n")
+        return {}
+
+    train(config, evaluate=edit)
     version = folder.version
     monkeypatch.setattr(folder, "version", lambda name: "99.0" if name == "deepspeed" else version(name))
     capsys.readouterr()

@@ -2,6 +2,15 @@
 
 from rlplus.reward.demonstrations import DemonstrationReport, Verdict, grade_demonstrations, keep_passed
 from rlplus.reward.process import Score, Status
-from rlplus.reward.scorer import Scorer
+from rlplus.reward.scorer import GraderFailed, Scorer
 
-__all__ = ["DemonstrationReport", "Score", "Scorer", "Status", "Verdict", "grade_demonstrations", "keep_passed"]
+__all__ = [
+    "DemonstrationReport",
+    "GraderFailed",
+    "Score",
+    "Scorer",
+    "Status",
+    "Verdict",
+    "grade_demonstrations",
+    "keep_passed",
+]

@@ -20,10 +20,14 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0  # after a start that failed; doubl
 log = logging.getLogger(__name__)
 
 
+class GraderFailed(ValueError):
+    """No worker can be started, or the grader failed twice on a response and reward.on_failure is "error"."""
+
+
 class Scorer:
     """Grades texts against answers in `config.workers` processes. Use as a context manager, or call `close`.
 
-    The constructor raises ValueError when the grader cannot be set up (a broken import, a pattern without its group).
+    The constructor raises GraderFailed when the grader cannot be set up (a broken import, a pattern without its group).
     `counts` holds the number of scores so far by status. For one thread, which should live as long as the Scorer does:
     Linux ends the workers with the thread that started them.
     """
@@ -56,7 +60,7 @@ class Scorer:
         """Scores in the order of `texts`. An item that hangs or kills its worker costs only its own score.
 
         Where the grader fails, by time, memory or an exception, the item is graded again in a fresh worker. If that
-        fails too, reward.on_failure decides: "mask": NaN, "zero": 0, "error": this raises ValueError.
+        fails too, reward.on_failure decides: "mask": NaN, "zero": 0, "error": this raises GraderFailed.
         """
         if len(texts) != len(answers):
             raise ValueError(f"want one answer per text, got {len(texts)} texts and {len(answers)} answers")
@@ -146,7 +150,7 @@ class Scorer:
             self._failures[item] = score
             self._again.append(item)
         elif self.config.on_failure == "error":
-            raise ValueError(
+            raise GraderFailed(
                 f"the grader failed twice on a text, and reward.on_failure is error: {score.status}, {score.detail}"
             )
         else:
@@ -176,14 +180,14 @@ class Scorer:
                 self._watch(worker)
 
     def _start_failed(self, why: str, again: bool) -> None:
-        """Pause before the next start; ValueError while no worker ever started, unless `again` may help."""
+        """Pause before the next start; GraderFailed while no worker ever started, unless `again` may help."""
         if time.monotonic() >= self._next_start:  # else of several that were started together
             pause = _FIRST_PAUSE_S * 2.0 ** min(self._failed_starts, 20)
             self._failed_starts += 1
             self._next_start = time.monotonic() + min(pause, _LONGEST_PAUSE_S)
         message = f"a reward worker could not start: {why} (memory_mb={self.config.memory_mb})"
         if not self._started and (not again or self._failed_starts >= _FIRST_STARTS):
-            raise ValueError(message)
+            raise GraderFailed(message)
         log.warning("%s; %d go on, the next start is tried soon", message, len(self._workers))
 
     def _stop_worker(self, worker: Worker) -> int | None:

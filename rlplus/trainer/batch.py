@@ -11,9 +11,10 @@ from torch import Tensor
 from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import Example, MicroBatch, Sample, balance, pack
+from rlplus.errors import SharedFailure
 from rlplus.objective import Algorithm, group_advantages, token_weights
 from rlplus.reward import Score, Scorer
-from rlplus.rollout import RolloutEngine, RunFailed
+from rlplus.rollout import RolloutEngine
 
 
 def generate(
@@ -47,8 +48,8 @@ def score(
 ) -> list[str]:
     """Set every sample's reward; returns each rollout's status, "ok" or what went wrong. Collective.
 
-    Demonstrations are not graded again: one that the grader fails on now would get a negative advantage. RunFailed on
-    all ranks where grading fails on one.
+    Demonstrations are not graded again: one that the grader fails on now would get a negative advantage.
+    SharedFailure where grading fails on one rank.
     """
     rollouts = [s for s in samples if not s.external]
     scores: list[Score] = []
@@ -58,7 +59,7 @@ def score(
     except ValueError as error:
         failure = error
     if what := agree.failures(failure):
-        raise RunFailed(f"the step's responses could not be graded: {what}") from failure
+        raise SharedFailure(f"the step's responses could not be graded: {what}") from failure
     for sample, result in zip(rollouts, scores, strict=True):
         sample.reward = result.value
     for sample in samples:

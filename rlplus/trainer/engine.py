@@ -9,6 +9,8 @@ import torch.distributed as dist
 from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import Sample
+from rlplus.errors import SharedFailure
+from rlplus.reward import GraderFailed
 from rlplus.rollout import Completion, RolloutEngine, RunFailed
 from rlplus.trainer.batch import forward_batches
 from rlplus.trainer.policy import Policy
@@ -20,8 +22,8 @@ PREFIXES, PROBE_TOKENS = 8, 2  # a forward pass, and one more with what the firs
 logger = logging.getLogger(__name__)
 
 
-class EngineFailed(RunFailed):
-    """Raised on all ranks, whichever failed. `clear`: the engine said what is wrong: a new one would say so again."""
+class EngineFailed(SharedFailure):
+    """`clear`: the engine said what is wrong, and a new one would say so again."""
 
     def __init__(self, message: str, clear: bool) -> None:
         super().__init__(message)
@@ -119,8 +121,8 @@ class SyncedEngine:
     def ask(self, question: Callable[[RolloutEngine], Answer], *, interruptible: bool = False) -> Answer:
         """`question(engine)`, which must not need other ranks. Where it fails on one, EngineFailed on all.
 
-        But first a colocated engine that broke is made again by all ranks, once, and asked again. interruptible: a
-        signal raises StepGivenUp, on all ranks.
+        But first a colocated engine that broke is made again by all ranks, once, and asked again. SharedFailure where
+        it was the grader that failed. interruptible: a signal raises StepGivenUp, on all ranks.
         """
         rollout = self.config.rollout
 
@@ -154,6 +156,8 @@ class SyncedEngine:
             self._stop.check()
         clear = (ValueError, RunFailed)
         what = agree.failures(failure, clear=clear)
+        if agree.largest(isinstance(failure, GraderFailed)):  # the question was an evaluation
+            raise SharedFailure(f"responses could not be graded: {what}") from failure
         raise EngineFailed(
             f"the rollout engine failed: {what}", bool(agree.largest(isinstance(failure, clear)))
         ) from failure

