@@ -2,7 +2,7 @@
 
 Two engines: `vllm` (the real one) and `transformers` (embedded, for small models and machines without vLLM). They keep
 a copy of the model, which `push_weights` brings up to date. Where they run, `rollout.mode` says: in the trainer's
-process, in a process of their own, or (vLLM) in a server that somebody else started.
+process, in a process of their own, or (vLLM) in a server that the user started.
 """
 
 import logging

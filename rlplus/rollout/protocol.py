@@ -1,4 +1,4 @@
-"""What every rollout engine is, and the checks that all of them share."""
+"""The protocol of rollout engines, and the checks that all of them share."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,7 +53,7 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Where rollout.sleep is set: give the GPU's memory back until the next push. No generation in between."""
+        """Give the GPU's memory back until the next push, if rollout.sleep is set. No generation in between."""
         ...
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ def check_request(
     max_model_len: int,
     vocabulary: int,
 ) -> None:
-    """What `RolloutEngine.generate` promises to refuse."""
+    """ValueError for a request that `RolloutEngine.generate` promises to refuse."""
     if len(n) != len(prompts) or any(count < 0 for count in n):
         raise ValueError(f"want one count of at least 0 for each of {len(prompts)} prompts; got n={list(n)}")
     if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):

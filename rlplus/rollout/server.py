@@ -1,4 +1,4 @@
-"""Rollouts by a vLLM server that somebody else started: token ids over HTTP, weights through a folder both can see.
+"""Rollouts by a vLLM server that the user started: token ids over HTTP, weights through a folder both can see.
 
 What the server must be started with stands in SERVE. The key of VLLM_API_KEY, where it is set, is sent along, but vLLM
 does not ask for it on the development endpoints: anyone who can reach the port can replace the weights, so the server
@@ -88,7 +88,7 @@ class ServerEngine:
             raise ValueError(f"{want}; {'; '.join(problems)}")
 
     def _problems(self, info: dict[str, Any], dtype: str) -> tuple[list[str], int]:
-        """What keeps the server from being exact, and its limit of responses a prompt."""
+        """The settings that keep the server from being exact, and its limit of responses per prompt."""
         model, scheduler = info["model_config"], info["scheduler_config"]
         problems = []
         if model["logprobs_mode"] != "processed_logprobs":

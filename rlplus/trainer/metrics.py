@@ -1,4 +1,4 @@
-"""What a step saw, over all ranks, to the terminal, metrics.jsonl and TensorBoard."""
+"""Metrics of a step, over all ranks, for the terminal, metrics.jsonl and TensorBoard."""
 
 import json
 import os

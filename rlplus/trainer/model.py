@@ -210,7 +210,7 @@ def make_scratch_model(scratch: ScratchModel, tokenizer: PreTrainedTokenizerBase
 
 
 def read_model_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
-    """Of a Hugging Face folder or hub name; ValueError where there is none."""
+    """The configuration of a Hugging Face folder or hub name; ValueError where there is none."""
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # foreign files can raise anything

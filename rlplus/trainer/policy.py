@@ -100,7 +100,7 @@ class Policy:
         self.engine.train()
 
     def nonfinite(self) -> str:
-        """Where NaN or infinity is: the first such parameter, else a batch's logprobs; empty where all is finite.
+        """The place of NaN or infinity: the first such parameter, else a batch's logprobs; empty if all is finite.
 
         All ranks call it. A pass over this rank's weights and one forward pass of two short sequences.
         """
@@ -275,7 +275,7 @@ def _compile_layers(lm: PreTrainedModel) -> None:
 
 
 def deepspeed_config(config: Config, parameters: int) -> dict[str, Any]:
-    """What DeepSpeed is told about a model with so many parameters; `train.deepspeed` is merged in last."""
+    """DeepSpeed's configuration for a model with so many parameters; `train.deepspeed` is merged in last."""
     train = config.train
     offload = {
         name: {"device": "cpu", "pin_memory": torch.cuda.is_available()}

@@ -1,4 +1,4 @@
-"""Which tokens see each other: sequence parallelism (DeepSpeed-Ulysses), and a check that packed sequences do not.
+"""Sequence parallelism (DeepSpeed-Ulysses), and a check that packed sequences do not see each other.
 
 Under sequence parallelism each of s neighbouring ranks has L / s columns of a micro-batch's rows. Around the attention,
 and only there, all-to-all exchanges turn "all heads of some columns" into "some heads of all columns" and back.

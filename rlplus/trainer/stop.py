@@ -27,7 +27,7 @@ class Interrupted(KeyboardInterrupt):
 class StepGivenUp(BaseException):
     """A signal, `number`, came before the step changed the policy: the step can be done again from its beginning.
 
-    No Exception: no engine shall take it for a failure of its own.
+    A BaseException, so that an engine's `except Exception` cannot swallow it.
     """
 
     def __init__(self, number: int) -> None:
@@ -45,7 +45,7 @@ class StopSignal:
         self._interrupts = False
 
     def install(self, stack: ExitStack) -> None:
-        """Until the stack is closed. SIGUSR1 and SIGHUP stay ignored where they are, as under nohup."""
+        """Handle the signals until the stack is closed. SIGUSR1 and SIGHUP stay ignored if they are, as under nohup."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             if number not in (signal.SIGINT, signal.SIGTERM) and signal.getsignal(number) is signal.SIG_IGN:
                 continue
