@@ -11,7 +11,7 @@ from rlplus.lazy import lazy_names
 
 if TYPE_CHECKING:
     from rlplus.objective import ALGORITHMS, Algorithm, Objective, group_advantages, policy_loss, token_weights
-    from rlplus.ops import PolicyLoss, RLPlusLoss, linear_logprob, linear_policy_loss
+    from rlplus.ops import PolicyLoss, RLPlusLoss, head_of, linear_logprob, linear_policy_loss
 
 __version__ = "0.1.0"
 
@@ -22,6 +22,7 @@ __all__ = [
     "PolicyLoss",
     "RLPlusLoss",
     "group_advantages",
+    "head_of",
     "linear_logprob",
     "linear_policy_loss",
     "policy_loss",
@@ -32,6 +33,6 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "objective": ("ALGORITHMS", "Algorithm", "Objective", "group_advantages", "policy_loss", "token_weights"),
-        "ops": ("PolicyLoss", "RLPlusLoss", "linear_logprob", "linear_policy_loss"),
+        "ops": ("PolicyLoss", "RLPlusLoss", "head_of", "linear_logprob", "linear_policy_loss"),
     },
 )

@@ -12,6 +12,7 @@ from rlplus.errors import nearest
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.objective.inputs import check_constants, check_tensor, check_weights, describe
 from rlplus.ops import cpp, library, reference
+from rlplus.ops.causal_lm import head_of
 from rlplus.ops.head import Head
 
 BACKENDS = ("reference", *library.MODULES)
@@ -255,4 +256,4 @@ def _head(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, t
     return Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1), float(temperature))
 
 
-__all__ = ["BACKENDS", "MAX_SCRATCH_MB", "PolicyLoss", "RLPlusLoss", "linear_logprob", "linear_policy_loss"]
+__all__ = ["BACKENDS", "MAX_SCRATCH_MB", "PolicyLoss", "RLPlusLoss", "head_of", "linear_logprob", "linear_policy_loss"]

@@ -1,0 +1,187 @@
+"""The head of a transformers causal LM, and what the model's class does to the logits behind the product.
+
+Gemma 2 caps them, Cohere, Granite and Falcon-H1 multiply them, MiniCPM3 divides the hidden states before. The
+configuration names the numbers but not their use: Granite divides by `logits_scaling`, HyperCLOVA X multiplies by it,
+MPT ignores its `logit_scale`. So every reading of the numbers is a candidate, and the class's own `forward` decides. It
+runs with stand-ins for body and head, whose outputs are known in fp64: this takes milliseconds and reads no weights,
+which may be on the meta device or sharded.
+"""
+
+from collections.abc import Callable, Iterator
+from copy import copy
+from itertools import product
+from math import inf
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier")
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+LARGEST = 100.0  # the probe's logits run from -LARGEST to LARGEST
+TOLERANCE = 1e-5  # of the largest value: several classes compute in fp32
+
+
+class LogitTransform(NamedTuple):
+    """z -> softcap * tanh(scale * z / softcap); scale * z without a softcap."""
+
+    scale: float
+    softcap: float | None
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.scale * z if self.softcap is None else self.softcap * (self.scale * z / self.softcap).tanh()
+
+
+class HeadArguments(TypedDict):
+    """weight (V, H) and bias (V,) or None: the model's own parameters. The others: see `LogitTransform`."""
+
+    weight: Tensor
+    bias: Tensor | None
+    logit_scale: float
+    logit_softcap: float | None
+
+
+def head_of(model: nn.Module) -> HeadArguments:
+    """The head of a transformers causal LM as keyword arguments of `linear_policy_loss` and `linear_logprob`.
+
+    The hidden states that go with it are `model.base_model(...).last_hidden_state`. For a peft model, its base model.
+    ValueError for a head that is not a plain `nn.Linear` (LoRA, quantized), for one sharded by ZeRO-3, and for a class
+    that does anything else to hidden states or logits than `LogitTransform`.
+    """
+    model = _without_peft(model)
+    transform, head = logit_transform(model), _linear(model)
+    shape = (head.out_features, head.in_features)
+    if head.weight.shape != shape:
+        raise ValueError(
+            f"want the head of {_kind(model)} whole, {shape}; got {tuple(head.weight.shape)}: under ZeRO-3 call this "
+            "within deepspeed.zero.GatheredParameters"
+        )
+    return HeadArguments(
+        weight=head.weight, bias=head.bias, logit_scale=transform.scale, logit_softcap=transform.softcap
+    )
+
+
+def logit_transform(model: nn.Module) -> LogitTransform:
+    """From W hidden + b to the model's logits, without reading W and b. ValueError as `head_of`."""
+    model = _without_peft(model)
+    head = _linear(model)
+    n = max(head.in_features, head.out_features)
+    ramp = torch.linspace(-1, 1, n, dtype=torch.float64, device="cpu")
+    hidden = torch.stack([ramp, 2 * ramp])[None, :, : head.in_features]
+    z = LARGEST * torch.stack([ramp, -ramp / 2])[None, :, : head.out_features]
+    at_head, logits = _run(model, head, hidden, z)
+    scales, softcaps = _candidates(model)
+    before = _reading(at_head, hidden, [LogitTransform(scale, None) for scale in scales])
+    if before is None:
+        raise ValueError(f"{_kind(model)} changes the hidden states before the head in a way that is not supported")
+    after = _reading(logits, z, [LogitTransform(*numbers) for numbers in product(scales, softcaps)])
+    if after is None:
+        raise ValueError(
+            f"want logits softcap * tanh(scale * z / softcap) of z = W hidden + b, scale in {scales}, softcap in "
+            f"{softcaps}; {_kind(model)} computes others, {_difference(logits, z)}"
+        )
+    if before.scale != 1 and head.bias is not None:
+        raise ValueError(f"want no bias in a head whose hidden states are scaled; {_kind(model)} has one")
+    return after._replace(scale=before.scale * after.scale)
+
+
+def _without_peft(model: nn.Module) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _kind(model: nn.Module) -> str:
+    return type(model).__name__
+
+
+def _linear(model: Any) -> nn.Linear:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None:
+        raise ValueError(f"want a transformers model with get_output_embeddings(); {_kind(model)} has no head")
+    if type(head) is not nn.Linear:
+        raise ValueError(
+            f"want the head of {_kind(model)} a plain torch.nn.Linear; got {type(head).__module__}.{_kind(head)}: "
+            "merge its adapter, or leave the head out of LoRA and quantization"
+        )
+    return head
+
+
+def _candidates(model: Any) -> tuple[list[float], list[float | None]]:
+    """Factors and softcaps that the configuration's numbers may stand for."""
+    configs = (model.config, model.config.get_text_config(decoder=True))
+    scales, softcaps = [1.0], list[float | None]()
+    for config in configs:
+        scales += (s for name in SCALES for v in _number(config, name) for s in (v, 1 / v))
+        width = _number(config, "hidden_size")
+        scales += (v / w for v in _number(config, "dim_model_base") for w in width)  # MiniCPM's own code
+        softcaps += (v for name in SOFTCAPS for v in _number(config, name))
+    return list(dict.fromkeys(scales)), list(dict.fromkeys([*softcaps, None]))
+
+
+def _number(config: Any, name: str) -> Iterator[float]:
+    value = getattr(config, name, None)
+    if isinstance(value, int | float) and 0 < value < inf:
+        yield float(value)
+
+
+class _BodyOutput:
+    """The output of a body that has nothing but its last hidden states."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _run(model: Any, head: nn.Linear, hidden: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """What reaches the head of a body that returns `hidden` (1, n, H), and the logits where the head returns z."""
+    names = {child: name for name, child in model._modules.items()}
+    if model.base_model not in names or head not in names:
+        raise ValueError(f"want a model whose body and head are its own children; {_kind(model)} has them elsewhere")
+    at_head: list[Tensor] = []
+
+    def head_forward(x: Tensor) -> Tensor:
+        at_head.append(x)
+        return z.clone()
+
+    body = _with_forward(model.base_model, lambda *_, **__: _BodyOutput(hidden))
+    if "decoder" in body._modules:  # OPT and Bart call it past their body
+        body._modules = body._modules | {"decoder": _with_forward(model.base_model.decoder, body.forward)}
+    stand_in = copy(model)
+    stand_in._modules = model._modules | {names[model.base_model]: body, names[head]: _with_forward(head, head_forward)}
+    ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device="cpu")
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            logits = type(model).forward(stand_in, input_ids=ids).logits
+    except Exception as error:  # any model's code
+        reason = " ".join(str(error).split()) or repr(error)
+        raise ValueError(f"could not run {_kind(model)}.forward with a stand-in for its body: {reason}") from error
+    shapes = [tuple(x.shape) for x in (*at_head, logits)]
+    if shapes != [hidden.shape, z.shape]:
+        raise ValueError(f"want one call of the head, and its logits whole; {_kind(model)} has shapes {shapes}")
+    return at_head[0], logits
+
+
+def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    other = copy(module)
+    other.forward = forward
+    return other
+
+
+def _reading(got: Tensor, z: Tensor, candidates: list[LogitTransform]) -> LogitTransform | None:
+    """The candidate that makes `got` of z."""
+    for transform in candidates:
+        want = transform(z)
+        tolerance = max(TOLERANCE, torch.finfo(got.dtype).eps) * want.abs().max()
+        if bool(((got - want).abs() <= tolerance).all()):
+            return transform
+    return None
+
+
+def _difference(logits: Tensor, z: Tensor) -> str:
+    apart = (logits - z).abs()
+    at = apart.argmax()
+    return f"{logits.flatten()[at]:.6g} of z = {z.flatten()[at]:.6g}"
