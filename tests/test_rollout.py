@@ -5,13 +5,26 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from rollout_models import EOS, PROMPTS, VOCABULARY, gap, global_state, logprobs, save, start, tiny_model
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from rollout_models import (
+    EOS,
+    MAX_MODEL_LEN,
+    PAD,
+    PROMPTS,
+    VOCABULARY,
+    gap,
+    global_state,
+    logprobs,
+    save,
+    start,
+    tiny_model,
+)
+from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rlplus.rollout import Completion, RolloutEngine
 
@@ -234,6 +247,32 @@ def test_an_incomplete_push_is_refused_and_poisons_the_engine(case: Case) -> Non
         case.engine.push_weights(missing.items(), 8)
     case.engine.push_weights(parameters.items(), 9)
     assert gap(case.model, case.sample(), PROMPTS, 1.0) <= 1e-5
+
+
+@pytest.mark.vllm
+def test_vllm_takes_tied_weights_in_a_class_without_lm_head(tmp_path: Path) -> None:
+    """Gemma 2, whose softcap is in the logprobs."""
+
+    def model(seed: int) -> Any:
+        torch.manual_seed(seed)
+        config = Gemma2Config(
+            vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=32, max_position_embeddings=MAX_MODEL_LEN, initializer_range=0.2,
+            final_logit_softcapping=2.0, eos_token_id=EOS, pad_token_id=PAD, attn_implementation="eager",
+        )  # fmt: skip
+        return Gemma2ForCausalLM(config).float().eval()
+
+    old, new = model(0), model(1)
+    save(old, tmp_path)
+    engine = start("vllm", tmp_path)
+    try:
+        for version, current in enumerate((old, new)):
+            if version:
+                engine.push_weights(current.named_parameters(), version)
+            groups = engine.generate(PROMPTS, [2] * len(PROMPTS), temperature=1.0, max_tokens=8, seed=3)
+            assert gap(current, groups, PROMPTS, 1.0) < 1e-4
+    finally:
+        engine.close()
 
 
 @pytest.mark.vllm

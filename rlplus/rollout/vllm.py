@@ -247,9 +247,15 @@ def _completion(sample: Any) -> Completion:
 
 
 def _repack_tied_head(model: nn.Module) -> None:
-    """On the CPU the head multiplies with a packed copy of its weight. A reload renews it only for an untied head."""
-    head: Any = model.lm_head
-    head.quant_method.process_weights_after_loading(head)
+    """On the CPU the head multiplies with a packed copy of its weight. A reload renews it only for an untied head.
+
+    The head is `lm_head`, or in classes without one (Gemma 2, Cohere) the embeddings themselves.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def _on_cpu() -> bool:
