@@ -5,10 +5,10 @@
     entropy = -sum_v p[v] log p[v]
     dlogits = (dlogprob (onehot - p) - dentropy p (log p + entropy)) / temperature
 
-The definition is `rlplus.ops.reference.logprob_and_entropy`. fp32 arithmetic, results in nats. Two ways to the
-statistics of the rows: `row_statistics` reads logits that a GEMM left; `linear_statistics` is that GEMM, with the
-statistics in its epilogue, and stores the logits only on request. `row_gradient` reads the logits once and writes only
-rows with a slot.
+The definition is `rlplus.ops.reference.logprob_and_entropy`. fp32 arithmetic, results in nats. Three ways to the
+statistics of the rows: `row_statistics` reads logits that a GEMM left, `add_statistics` those of one block of the
+vocabulary after another; `linear_statistics` is that GEMM, with the statistics in its epilogue, and stores the logits
+only on request. `row_gradient` reads the logits once and writes only rows with a slot.
 
 Logits and their gradient are (n, W), W >= V: rows of a multiple of 16 elements keep loads and stores 16 bytes wide
 whatever the size V of the vocabulary. The columns past V hold anything and get anything.
@@ -23,13 +23,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 FLOOR = tl.constexpr(-1e30)  # stands in for log 0: e^FLOOR = 0, yet 0 * FLOOR is not NaN
-LAUNCH = {"BLOCK_V": 4096, "num_warps": 8}
+# Fusion is stated: the environment could switch it off, and with it the bits of the results.
+LAUNCH = {"BLOCK_V": 4096, "num_warps": 8, "enable_fp_fusion": True}
+PROGRAMS = 512  # fill any GPU; with fewer rows than that several programs share a row
 
 # Columns of `values` (n, WIDTH), what is known of a token.
 LOGPROB, ENTROPY, MAX, LOGSUM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 DLOGPROB, DENTROPY, WIDTH = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
-PARTIALS = tl.constexpr(3)
-COMBINE = {"BLOCK_N": 16, "BLOCK_T": 64, "num_warps": 4}
+PARTIALS = tl.constexpr(3)  # of a part of a row: max z, sum of e^(z - max), sum of e^(z - max) (z - max)
+COMBINE = {"BLOCK_N": 16, "BLOCK_T": 64, "num_warps": 4, "enable_fp_fusion": True}
 
 
 class Tile(NamedTuple):
@@ -65,11 +67,52 @@ def row_statistics(
     logits (n, W) fp32, contiguous in W; target (n,) int64; bias (V,) of any floating dtype or None. logprob is NaN
     where the target is no token; a row with a NaN, a +inf or nothing but -inf gets NaN everywhere.
     """
+    n, blocks = len(target), triton.cdiv(V, LAUNCH["BLOCK_V"])
+    each = triton.cdiv(blocks, min(blocks, triton.cdiv(PROGRAMS, max(n, 1))))  # blocks of a row that a program reads
+    parts = triton.cdiv(blocks, each)
+    partial = values.new_empty(parts, PARTIALS.value, n) if parts > 1 else None
+    _launch_statistics(values, partial, logits, V, target, bias, temperature, each)
+    if partial is not None:
+        finish_statistics(values, partial, V, target)
+
+
+def begin_statistics(n: int, device: torch.device) -> Tensor:
+    """Of n rows of which nothing is known: what `add_statistics` adds to."""
+    partial = torch.zeros(1, PARTIALS.value, n, dtype=torch.float32, device=device)
+    partial[:, 0] = -float("inf")
+    return partial
+
+
+def add_statistics(
+    values: Tensor, partial: Tensor, logits: Tensor, V: int, target: Tensor, bias: Tensor | None, temperature: float
+) -> None:
+    """Take a block of V tokens of the vocabulary into `partial`, and the targets in it into values.
+
+    As in `row_statistics`; target and bias are the block's, a target outside [0, V) is in another one.
+    """
+    blocks = triton.cdiv(V, LAUNCH["BLOCK_V"])
+    _launch_statistics(values, partial, logits, V, target, bias, temperature, blocks, carry=True)
+
+
+def finish_statistics(values: Tensor, partial: Tensor, V: int, target: Tensor) -> None:
+    """Fill values (n, WIDTH) from `partial` (parts, 3, n), the statistics of parts of rows of V tokens in all."""
+    n = len(target)
+    if n:
+        grid = (triton.cdiv(n, COMBINE["BLOCK_N"]),)
+        _combine_kernel[grid](values, partial, target, n, V, len(partial), **COMBINE)
+
+
+def _launch_statistics(
+    values: Tensor, partial: Tensor | None, logits: Tensor, V: int, target: Tensor, bias: Tensor | None,
+    temperature: float, each: int, carry: bool = False,
+) -> None:  # fmt: skip
     _check(values, logits, V, target)
     if len(target):
-        _statistics_kernel[(len(target),)](
-            values, logits, target, bias, logits.stride(0), V, logits.shape[1], 1 / temperature, **LAUNCH
-        )
+        grid = (len(target), 1 if partial is None else len(partial))
+        _statistics_kernel[grid](
+            values, partial, logits, target, bias, (logits.stride(0), V, logits.shape[1], each * LAUNCH["BLOCK_V"]),
+            1 / temperature, carry, **LAUNCH,
+        )  # fmt: skip
 
 
 def row_gradient(
@@ -148,9 +191,9 @@ def linear_statistics(
         values, partial, logits, *sides, target, bias, (n, V, H, V if logits is None else logits.shape[1]),
         (*strides, 0 if logits is None else logits.stride(0)), 1 / temperature,
         tile.BLOCK_M, tile.BLOCK_V, tile.BLOCK_H, tile.GROUP_M, sides[0] is not hidden,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
-    _combine_kernel[(triton.cdiv(n, COMBINE["BLOCK_N"]),)](values, partial, target, n, V, tiles, **COMBINE)
+    finish_statistics(values, partial, V, target)
 
 
 @triton.jit
@@ -167,13 +210,24 @@ def _floor(x):
 
 
 @triton.jit
-def _statistics_kernel(values, logits, target, bias, stride, V, W, inv_temperature, BLOCK_V: tl.constexpr):
+def _statistics_kernel(
+    values, partial, logits, target, bias, sizes, inv_temperature, CARRY: tl.constexpr, BLOCK_V: tl.constexpr
+):
+    """A row, or with `partial` a part of it, which begins with what is there if CARRY."""
+    stride, V, W, width = sizes
     n = tl.program_id(0).to(tl.int64)  # 15k rows of 152k logits are past int32
+    first = tl.program_id(1) * width
+    last = tl.minimum(first + width, V)
     row = logits + n * stride
+    part = partial
+    if partial is not None:
+        part += tl.program_id(1) * PARTIALS * tl.num_programs(0) + n
     # Online softmax: m = max z, s = sum e^(z-m), t = sum e^(z-m) (z-m). Shifting t by m keeps the small entropy of a
     # peaked policy accurate, where lse - E[z] would cancel.
     m, s, t = tl.full((), -float("inf"), tl.float32), 0.0, 0.0
-    for start in range(0, V, BLOCK_V):
+    if CARRY:
+        m, s, t = tl.load(part), tl.load(part + tl.num_programs(0)), tl.load(part + 2 * tl.num_programs(0))
+    for start in range(first, last, BLOCK_V):
         v = start + tl.arange(0, BLOCK_V)
         z = _z(tl.load(row + v, v < W, 0.0), v, V, bias, inv_temperature)
         m_old, m = m, tl.maximum(m, tl.max(z, 0))
@@ -182,16 +236,22 @@ def _statistics_kernel(values, logits, target, bias, stride, V, W, inv_temperatu
         decay, e = tl.exp(up), tl.exp(d)
         t = decay * (t + up * s) + tl.sum(e * d, 0)
         s = decay * s + tl.sum(e, 0)
-    logsum = tl.log(s)
     y = tl.load(target + n)
-    known = (y >= 0) & (y < V)
+    known = (y >= first) & (y < last)
     at = tl.where(known, y, 0)
-    logprob = _floor(_z(tl.load(row + at), at, V, bias, inv_temperature) - m - logsum)
+    z_target = _z(tl.load(row + at), at, V, bias, inv_temperature)
     out = values + n * WIDTH
-    tl.store(out + LOGPROB, tl.where(known, logprob, float("nan")))
-    tl.store(out + ENTROPY, logsum - t / s)
-    tl.store(out + MAX, m)
-    tl.store(out + LOGSUM, logsum)
+    if partial is None:
+        logsum = tl.log(s)
+        tl.store(out + LOGPROB, tl.where(known, _floor(z_target - m - logsum), float("nan")))
+        tl.store(out + ENTROPY, logsum - t / s)
+        tl.store(out + MAX, m)
+        tl.store(out + LOGSUM, logsum)
+    else:
+        tl.store(out + LOGPROB, z_target, known)  # until `_combine_kernel` replaces it
+        tl.store(part, m)
+        tl.store(part + tl.num_programs(0), s)
+        tl.store(part + 2 * tl.num_programs(0), t)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from rlplus.kernels import linear_logprob, policy_loss
+from rlplus.kernels import active_rows, linear_logprob, policy_loss, scale
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 
 KB = 1024
@@ -66,7 +66,14 @@ def row_launches() -> Iterator[Launch]:
         rest = (torch.empty(2, 6), torch.empty(2, W), V, target, bias, 1.0)
         where = f"{name(dtype)}, V {V} in {W}{', bias' if with_bias else ''}"
         if with_bias or dtype == torch.float32:  # without a bias the statistics read fp32 alone
-            yield where, W % 16 == 0, lambda rest=rest: linear_logprob.row_statistics(*rest)
+            n = linear_logprob.PROGRAMS
+            many = (torch.empty(n, 6), torch.empty(n, W), V, torch.zeros(n, dtype=torch.int64), bias, 1.0)
+            yield where, W % 16 == 0, lambda many=many: linear_logprob.row_statistics(*many)
+            if linear_logprob.LAUNCH["BLOCK_V"] < V:
+                yield f"{where}, parts of rows", W % 16 == 0, lambda rest=rest: linear_logprob.row_statistics(*rest)
+            so_far = linear_logprob.begin_statistics(n, torch.device("cpu"))
+            add = partial(linear_logprob.add_statistics, many[0], so_far, *many[1:])
+            yield f"{where}, blocks of the vocabulary", W % 16 == 0, add
         out = torch.empty(2, W, dtype=dtype)
         yield where, W % 16 == 0, lambda out=out, rest=rest: linear_logprob.row_gradient(out, rest[3], *rest)
     one = (torch.empty(1, 6), torch.empty(1, 1), 1, torch.zeros(1, dtype=torch.int64), None, 1.0)  # 1 is compiled in
@@ -103,6 +110,17 @@ def token_launches() -> Iterator[Launch]:
         yield where, False, lambda args=args: policy_loss.token_loss(*args)
 
 
+def other_launches() -> Iterator[Launch]:
+    for dtype, (n, m) in product((torch.bfloat16, torch.float16, torch.float32, torch.float64), ((5, 4160), (1, 7))):
+        factor = torch.ones((), dtype=torch.promote_types(dtype, torch.float32))
+        yield f"{name(dtype)}, {n} x {m}", m % 16 == 0, partial(scale.scale_, torch.empty(n, m, dtype=dtype), factor)
+    slot, filled = torch.empty(300, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    for factor, active in product((None, torch.ones(())), (None, torch.empty(300, dtype=torch.int32))):
+        where = f"{'fp16, ' * (factor is not None)}{'every row' if active is not None else 'active rows'}"
+        args = (slot, torch.empty(900, dtype=torch.int64), filled, torch.empty(300, 6), 0, factor, active)
+        yield where, False, lambda args=args: active_rows.active_rows(*args)
+
+
 def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -117,7 +135,7 @@ def compile_all(arch: int) -> Iterator[dict[str, Any]]:
     driver.set_active(NoDevice(arch))
     JITFunction.run = compile_only
     try:
-        for variant, aligned, start in chain(row_launches(), gemm_launches(arch), token_launches()):
+        for variant, aligned, start in chain(row_launches(), gemm_launches(arch), token_launches(), other_launches()):
             start()
             while compiled:
                 kernel_name, kernel = compiled.pop()

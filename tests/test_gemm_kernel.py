@@ -60,7 +60,8 @@ def test_every_shape_with_and_without_storing(n: int, V: int, H: int, tile: kern
         assert ((got[:, i] - e).abs() <= 2 * (p - e).abs().max() + 8 * EPS * z * (1 + i * exact[1].max())).all()
     values, logits = torch.empty(n, kernels.WIDTH.value, device=DEVICE), torch.empty(n, V + 9, device=DEVICE)
     kernels.linear_statistics(values, logits, hidden, weight, target, bias, 0.7, tile)
-    assert torch.equal(values[:, :COLUMNS], got)
+    # Not the same bits: a product of one term may be fused with the bias, or be rounded to be stored.
+    torch.testing.assert_close(values[:, :COLUMNS], got, rtol=0, atol=8 * EPS * z.item())
     exact_logits = hidden.double() @ weight.double().T
     assert ((logits[:, :V] - exact_logits).abs() <= H * EPS * (hidden.abs() @ weight.abs().T)).all()
     again = torch.empty_like(values)

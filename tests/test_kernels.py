@@ -1,6 +1,8 @@
 """Contract of the Triton kernels and their backend. Without CUDA they run in Triton's interpreter (see conftest.py)."""
 
 import math
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -30,6 +32,28 @@ def statistics(logits: Tensor, target: Tensor, bias: Tensor | None = None, tempe
     values = logits.new_empty(len(target), row_kernels.WIDTH.value)
     row_kernels.row_statistics(values, logits, logits.shape[1], target, bias, temperature)
     return values
+
+
+def by_blocks(logits: Tensor, target: Tensor) -> Tensor:
+    """`statistics`, of blocks of the vocabulary one after another: half a kernel's block, one and a bit, the rest."""
+    values = logits.new_empty(len(target), row_kernels.WIDTH.value)
+    so_far, V = row_kernels.begin_statistics(len(target), logits.device), logits.shape[1]
+    ends = [0, *(end for end in (BLOCK_V // 2, 2 * BLOCK_V) if end < V), V]
+    for start, end in pairwise(ends):
+        block = logits[:, start:end].contiguous()
+        row_kernels.add_statistics(values, so_far, block, end - start, target - start, None, 1.0)
+    row_kernels.finish_statistics(values, so_far, V, target)
+    return values
+
+
+def in_one(logits: Tensor, target: Tensor) -> Tensor:
+    """`statistics`, each row by one program."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_kernels, "PROGRAMS", 1)
+        return statistics(logits, target)
+
+
+EVERY_WAY = pytest.mark.parametrize("way", [in_one, statistics, by_blocks], ids=["row", "parts of rows", "blocks"])
 
 
 @pytest.mark.parametrize(("internal", "external", "features"), all_objectives(["all"]))
@@ -74,10 +98,11 @@ def test_flat_and_certain_policies(scale: float) -> None:
     check_precision(fused(head, constants, objective), head, constants, objective)
 
 
-def test_peaked_policy_keeps_its_small_entropy() -> None:
-    logits = torch.zeros(1, 300, device=DEVICE)
+@EVERY_WAY
+def test_peaked_policy_keeps_its_small_entropy(way: Callable[[Tensor, Tensor], Tensor]) -> None:
+    logits = torch.zeros(1, 2 * BLOCK_V + 300, device=DEVICE)
     logits[0, 7], logits[0, 8] = 1000, 986  # one rival: the entropy is about 15 e^-14 = 1.2e-5
-    entropy = statistics(logits, torch.tensor([7], device=DEVICE))[0, backend.ENTROPY]
+    entropy = way(logits, torch.tensor([7], device=DEVICE))[0, backend.ENTROPY]
     logp = logits[0].double().log_softmax(0)
     torch.testing.assert_close(entropy.double(), -(logp.exp() * logp).sum(), rtol=2e-2, atol=0)
 
@@ -173,7 +198,8 @@ def test_same_inputs_give_the_same_bits(max_scratch_mb: float | None) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_impossible_and_undefined_logits() -> None:
+@EVERY_WAY
+def test_impossible_and_undefined_logits(way: Callable[[Tensor, Tensor], Tensor]) -> None:
     """As log_softmax has it: -inf is no token, nothing but -inf, a NaN or a +inf make the row NaN."""
     V = 2 * BLOCK_V + 50
     logits = torch.randn(7, V, device=DEVICE)
@@ -184,7 +210,7 @@ def test_impossible_and_undefined_logits() -> None:
     logits[4, BLOCK_V + 1] = math.inf
     logits[5] = logits[5] - 3e38
     target = torch.tensor([BLOCK_V + 9, BLOCK_V + 9, 0, 0, 0, 0, -1], device=DEVICE)
-    values = statistics(logits, target)
+    values = way(logits, target)
     logp = logits.double().log_softmax(1).clamp(min=FLOOR)
     logprob = logp.gather(1, target.clamp(min=0)[:, None]).squeeze(1).masked_fill(target < 0, math.nan)
     torch.testing.assert_close(values[:, backend.LOGPROB].double(), logprob, equal_nan=True, rtol=1e-5, atol=1e-5)

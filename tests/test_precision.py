@@ -129,6 +129,18 @@ def test_the_settings_are_restored(choose: Callable[[], None]) -> None:
     assert (CUDA.fp32_precision == "ieee") == (before[0] in ("none", "ieee") or choose is for_all_backends)
 
 
+@pytest.mark.parametrize("before", [(True, True), (False, True), (False, False)])
+def test_bf16_products_are_summed_in_fp32_and_the_setting_restored(before: tuple[bool, bool]) -> None:
+    name = "allow_bf16_reduced_precision_reduction"
+    try:
+        setattr(CUDA, name, before)
+        with full_precision(torch.device("cpu")):
+            assert getattr(CUDA, name) is False
+        assert (getattr(CUDA, name), getattr(CUDA, f"{name}_split_k")) == before
+    finally:
+        setattr(CUDA, name, (True, True))
+
+
 def test_the_settings_are_restored_after_the_last_of_several_threads() -> None:
     torch.set_float32_matmul_precision("high")
     before = settings()

@@ -4,10 +4,12 @@ Per chunk: logits in fp32 (fp64 for fp64 inputs), log-softmax in place, logprob 
 objective, the logits' gradient written over the logits, and the two GEMMs that take it to hidden and weight.
 
 Scratch: two buffers (rows, V) of the accumulation dtype, so rows = max_scratch_mb * 10^6 / (8 V) in fp32. On a GPU
-with half-precision inputs a third, of the gradient in that dtype. The dW accumulator (V, H) is not counted.
+with half-precision inputs a third, of the gradient in that dtype, and for each row copies of its hidden state and of
+its gradient. The dW accumulator (V, H) is not counted.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +17,15 @@ from torch import Tensor
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
 from rlplus.ops.head import (
     FLOOR,
-    VOCABULARY_BLOCK,
     Gradients,
     Head,
+    RunningStatistics,
     Statistics,
     add_dweight,
     dhidden,
     drop_smallest,
-    dweight,
     fp16_scale,
+    fp16_weights,
     raw_logits,
     scaled,
 )
@@ -49,6 +51,9 @@ def policy_loss(
     names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
     stats = head.hidden.new_zeros(len(names), dtype=dtype)
     grads = Gradients.zeros(head, needs, weight_grad)
+    scale = _fp16_scale(head, fp16_weights(constants, objective))
+    if scale is not None and weight_grad is not None:
+        weight_grad.mul_(scale)  # a power of two: exact, and undone at the end
     for rows in _chunks(head, scratch_bytes):
         part = TokenConstants(*(None if x is None else x[rows] for x in constants))  # type: ignore[arg-type]
         logp, p, logprob[rows], entropy[rows] = _statistics(head, rows)
@@ -58,9 +63,9 @@ def policy_loss(
         if any(g.numel() for g in grads):
             dlogprob = drop_smallest(out.dlogprob, logprob[rows], grad_filter)
             dentropy = out.dentropy if objective.entropy_coef else None
-            _backward(head, rows, logp, p, dlogprob, dentropy, entropy[rows], grads)
+            _backward(head, rows, logp, p, dlogprob, dentropy, entropy[rows], scale, grads)
         del logp, p  # before the next chunk's are made, else there are four buffers
-    return loss, logprob, entropy, stats, grads.finish(head, weight_grad)
+    return loss, logprob, entropy, stats, _unscaled(grads, scale).finish(head, weight_grad)
 
 
 def logprob(head: Head, scratch_bytes: float) -> tuple[Tensor, Tensor]:
@@ -75,17 +80,20 @@ def logprob_backward(
     head: Head, dlogprob: Tensor, dentropy: Tensor, scratch_bytes: float, needs: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of sum(dlogprob * logprob + dentropy * entropy); recomputes the logits."""
-    grads = Gradients.zeros(head, needs)
+    grads, scale = Gradients.zeros(head, needs), _fp16_scale(head, [dlogprob, dentropy])
     for rows in _chunks(head, scratch_bytes):
         logp, p, _, entropy = _statistics(head, rows)
-        _backward(head, rows, logp, p, dlogprob[rows], dentropy[rows], entropy, grads)
+        _backward(head, rows, logp, p, dlogprob[rows], dentropy[rows], entropy, scale, grads)
         del logp, p
-    return grads.finish(head)
+    return _unscaled(grads, scale).finish(head)
 
 
 def _chunks(head: Head, scratch_bytes: float) -> Iterator[slice]:
-    N = len(head.target)
-    rows = max(1, int(scratch_bytes // (len(head.weight) * block_bytes(head))))
+    N, (V, H) = len(head.target), head.weight.shape
+    row = V * block_bytes(head)
+    if head.hidden.is_cuda:
+        row += 2 * H * (head.hidden.dtype.itemsize + head.dtype.itemsize)
+    rows = max(1, int(scratch_bytes // row))
     return (slice(start, min(start + rows, N)) for start in range(0, N, rows))
 
 
@@ -122,13 +130,15 @@ def _backward(
     dlogprob: Tensor,
     dentropy: Tensor | None,
     entropy: Tensor,
+    scale: Tensor | None,
     grads: Gradients,
 ) -> None:
-    """Write dlogprob (onehot - p) - dentropy p (log p + entropy) over logp and add the chunk to the gradients."""
+    """Write dlogprob (onehot - p) - dentropy p (log p + entropy) over logp and add the chunk to the gradients.
+
+    With `scale` those of weight and bias are multiplied by it.
+    """
     active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
-    scale: Tensor | float = 1.0
-    if head.hidden.is_cuda and head.hidden.dtype == torch.float16:
-        scale = fp16_scale(dlogprob) if dentropy is None else fp16_scale(dlogprob, dentropy)
+    if scale is not None:
         dlogprob, dentropy = dlogprob * scale, None if dentropy is None else dentropy * scale
     torch.exp(logp, out=p)
     dz = _row_gradient(head._replace(target=head.target[rows]), logp, p, dlogprob, dentropy, entropy)
@@ -142,15 +152,26 @@ def _backward(
     else:  # counting them would wait for the device
         dz, hidden = dz.masked_fill_(~active[:, None], 0.0), hidden.masked_fill(~active[:, None], 0.0)
     if grads.hidden.numel():
-        grads.hidden[keep] = (dhidden(dz, head) / scale).to(grads.hidden.dtype)
-    if grads.weight.numel() and isinstance(scale, float):
+        gradient = dhidden(dz, head)
+        if scale is not None:
+            gradient /= scale
+        grads.hidden[keep] = gradient.to(grads.hidden.dtype)
+    if grads.weight.numel():
         add_dweight(grads.weight, dz, hidden)
-    elif grads.weight.numel():
-        for start in range(0, dz.shape[1], VOCABULARY_BLOCK):  # in blocks: the product to divide is a copy in fp32
-            v = slice(start, start + VOCABULARY_BLOCK)
-            grads.weight[v] += dweight(dz[:, v], hidden) / scale
     if grads.bias.numel():
-        grads.bias.add_(dz.sum(0) / scale)
+        grads.bias.add_(dz.sum(0))
+
+
+def _fp16_scale(head: Head, slopes: list[Tensor]) -> Tensor | None:
+    """By what the gradient of the logits is multiplied before it is rounded to fp16, which only GPUs do."""
+    return fp16_scale(*slopes) if head.mixed and head.hidden.dtype == torch.float16 else None
+
+
+def _unscaled(grads: Gradients, scale: Tensor | None) -> Gradients:
+    if scale is not None:
+        grads.weight.div_(scale)
+        grads.bias.div_(scale)
+    return grads
 
 
 def _row_gradient(
@@ -192,10 +213,17 @@ def block_statistics(head: Head, z: Tensor) -> Statistics:
     return Statistics(top.squeeze(1), logsum, z_target - logsum, entropy)
 
 
-def block_gradient(head: Head, z: Tensor, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> Tensor:
+def running_statistics(head: Head) -> RunningStatistics:
+    return RunningStatistics(head, block_statistics)
+
+
+def known_rows(head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> tuple[Any, ...]:
+    active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
+    return rows, dlogprob, dentropy, ~active[:, None] if head.hidden.is_cuda else None
+
+
+def block_gradient(head: Head, z: Tensor, known: tuple[Any, ...]) -> Tensor:
+    rows, dlogprob, dentropy, without = known
     logp = scaled(z, head).sub_(rows.max[:, None]).sub_(rows.logsum[:, None]).clamp_(min=FLOOR)
     dz = _row_gradient(head, logp, logp.exp(), dlogprob, dentropy, rows.entropy)
-    if not dz.is_cuda:
-        return dz
-    active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
-    return dz.masked_fill_(~active[:, None], 0.0)  # in a CUDA graph every row takes part
+    return dz if without is None else dz.masked_fill_(without, 0.0)  # in a CUDA graph every row takes part

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants, t
 from rlplus.ops.head import (
     Gradients,
     Head,
+    RunningStatistics,
     Statistics,
     add_dweight,
     dhidden,
@@ -310,10 +312,18 @@ def block_statistics(head: Head, z: Tensor) -> Statistics:
     return Statistics(top / head.temperature, rest.log1p(), logprob, entropy)
 
 
-def block_gradient(head: Head, z: Tensor, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> Tensor:
+def running_statistics(head: Head) -> RunningStatistics:
+    return RunningStatistics(head, block_statistics)
+
+
+def known_rows(head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> tuple[Tensor | None, ...]:
     known = torch.stack([rows.max * head.temperature, rows.logsum.expm1(), rows.logprob, rows.entropy], 1)
-    narrow = _gemm(head) is not None
-    _row_gradient(z, torch.arange(len(z)), head, _bias(head), known, dlogprob, dentropy, narrow)
+    return torch.arange(len(known)), known, dlogprob, dentropy
+
+
+def block_gradient(head: Head, z: Tensor, known: tuple[Any, ...]) -> Tensor:
+    narrow, (source, *rows) = _gemm(head) is not None, known
+    _row_gradient(z, source, head, _bias(head), *rows, narrow)
     return z.view(torch.bfloat16)[:, : z.shape[1]] if narrow else z
 
 

@@ -1,10 +1,13 @@
 """A language-model head and its products, which the backends share: logits, and their gradient taken to the inputs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from rlplus.objective import Objective, TokenConstants
+from rlplus.ops.cost import Shape
 
 FLOOR = -1e30  # stands in for log 0: exp(FLOOR) = 0, yet 0 * FLOOR is not NaN
 VOCABULARY_BLOCK = 8192  # rows of a half-precision weight, or of its gradient, that are widened at a time
@@ -25,6 +28,12 @@ class Head(NamedTuple):
         return torch.promote_types(self.hidden.dtype, torch.float32)
 
     @property
+    def shape(self) -> Shape:
+        """Sizes alone, for `rlplus.ops.cost`."""
+        (V, H), narrow = self.weight.shape, self.hidden.dtype.itemsize
+        return Shape(len(self.target), H, V, narrow, self.dtype.itemsize)
+
+    @property
     def mixed(self) -> bool:
         """Whether half-precision inputs go into GEMMs that accumulate and return fp32: on CUDA; the CPU has none."""
         return self.hidden.is_cuda and self.hidden.dtype != self.dtype
@@ -37,6 +46,43 @@ class Statistics(NamedTuple):
     logsum: Tensor
     logprob: Tensor
     entropy: Tensor
+
+
+class RunningStatistics:
+    """`Statistics` of a head's rows from blocks of its vocabulary: online softmax, as the row kernels do over columns.
+
+    of_block: (block, its logits, which may be lost) -> what is known from the block alone, where it has anything but
+    -inf, and of the target where it is in it.
+    """
+
+    def __init__(self, head: Head, of_block: Callable[[Head, Tensor], Statistics]) -> None:
+        self.of_block = of_block
+        self.rest, self.moment, self.hit = (head.hidden.new_zeros(len(head.target), dtype=head.dtype) for _ in range(3))
+        self.rest.fill_(-1.0)  # sum of e^(z - max) without the largest term, a 1 that would take its digits
+        self.top = torch.full_like(self.rest, -torch.inf)
+        self.hit.fill_(torch.nan)  # z[target] - max, once its block has come
+
+    def take(self, block: Head, z: Tensor) -> None:
+        """The target of a head whose weight and bias are a block's is counted from the block's start."""
+        rows, top, rest = self.of_block(block, z), self.top, self.rest
+        new = torch.maximum(top, rows.max)
+        origin = new.masked_fill(new == -torch.inf, 0.0)  # nothing but -inf so far: no inf - inf
+        up, block_up = ((m - origin).clamp(min=FLOOR) for m in (top, rows.max))
+        empty = rows.max == -torch.inf
+        block_rest = rows.logsum.expm1().masked_fill(empty, -1.0)
+        total, block_total = 1 + rest, 1 + block_rest
+        block_moment = (block_total * (rows.logsum - rows.entropy)).masked_fill(empty, 0.0)
+        self.moment = up.exp() * (self.moment + up * total) + block_up.exp() * (block_moment + block_up * block_total)
+        self.rest = torch.where(rows.max > top, block_rest + up.exp() * total, rest + block_up.exp() * block_total)
+        here = (block.target >= 0) & (block.target < len(block.weight))
+        block_hit = (rows.logprob + rows.logsum).masked_fill(empty, FLOOR) + block_up
+        self.hit = torch.where(here, block_hit, self.hit + up).clamp(min=FLOOR)
+        self.top = new
+
+    def finish(self) -> Statistics:
+        logsum = self.rest.log1p().masked_fill(self.top == -torch.inf, torch.nan)
+        entropy = logsum - self.moment / (1 + self.rest)
+        return Statistics(self.top, logsum, (self.hit - logsum).clamp(min=FLOOR), entropy)
 
 
 class Gradients(NamedTuple):
@@ -133,6 +179,11 @@ def fp16_scale(*slopes: Tensor) -> Tensor:
     largest = torch.cat([slopes[0].new_zeros(1), *(s.abs() for s in slopes)]).amax()
     usable = (largest > 2.0**-100) & (largest < 2.0**100)
     return torch.where(usable, torch.exp2(-largest.where(usable, 1.0).log2().floor()), 1.0)
+
+
+def fp16_weights(c: TokenConstants, objective: Objective) -> list[Tensor]:
+    """What the slopes of an objective are proportional to, for `fp16_scale`."""
+    return [c.token_weight] + ([c.entropy_weight] if objective.entropy_coef and c.entropy_weight is not None else [])
 
 
 def drop_smallest(dlogprob: Tensor, logprob: Tensor, grad_filter: float) -> Tensor:

@@ -16,16 +16,16 @@ it does not, and all rows take part.
 """
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
-from rlplus.ops.head import FLOOR, Head, Statistics, drop_smallest, dweight, fp16_scale
+from rlplus.ops.cost import whole_tiles
+from rlplus.ops.head import Head, RunningStatistics, Statistics, add_dweight, drop_smallest, dweight, fp16_scale
 
 PIECE = 1024  # rows of dhidden that are rounded at a time
-TILE = 128  # columns that a GEMM handles together: larger blocks are multiples of it
 
 
 class Blocks(Protocol):
@@ -35,14 +35,15 @@ class Blocks(Protocol):
     """
 
     def block_logits(self, head: Head) -> Tensor:
-        """hidden weight^T (n, B), accumulated in fp32 (fp64)."""
+        """hidden weight^T (n, B), accumulated in fp32 (fp64); `running_statistics` may overwrite it."""
 
-    def block_statistics(self, head: Head, z: Tensor) -> Statistics:
-        """Of the block alone, where it has anything but -inf, and the target where it is in it; z may be lost."""
+    def running_statistics(self, head: Head) -> RunningStatistics:
+        """Of the rows of a whole head, of whose blocks nothing is known yet; or what has the same methods."""
 
-    def block_gradient(
-        self, head: Head, z: Tensor, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None
-    ) -> Tensor:
+    def known_rows(self, head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> Any:
+        """What `block_gradient` is told of the rows."""
+
+    def block_gradient(self, head: Head, z: Tensor, known: Any) -> Tensor:
         """Of the logits (n, B), 0 where dlogprob and dentropy are 0. z comes from `block_logits`, and may be lost."""
 
     def block_bytes(self, head: Head) -> int:
@@ -79,10 +80,9 @@ def policy_loss(
     return out.loss, known.logprob, known.entropy, stats, grads
 
 
-def _spans(V: int, rows: int, bytes_per_logit: int, scratch_bytes: float) -> Iterator[slice]:
-    columns = max(1, min(V, int(scratch_bytes // (bytes_per_logit * max(rows, 1)))))
-    if columns > TILE:
-        columns = columns // TILE * TILE
+def _spans(V: int, column: int, scratch_bytes: float) -> Iterator[slice]:
+    """Blocks of the vocabulary; column: bytes of a column."""
+    columns = min(V, whole_tiles(scratch_bytes / max(column, 1)))
     return (slice(start, min(start + columns, V)) for start in range(0, V, columns))
 
 
@@ -92,30 +92,11 @@ def _block(head: Head, v: slice) -> Head:
 
 
 def _statistics(blocks: Blocks, head: Head, scratch_bytes: float) -> Statistics:
-    """Online softmax over blocks of the vocabulary, as the row kernels do it over columns."""
-    N, V = len(head.target), len(head.weight)
-    rest, moment, hit = (head.hidden.new_zeros(N, dtype=head.dtype) for _ in range(3))
-    rest.fill_(-1.0)  # sum of e^(z - max) without the largest term, a 1 that would take its digits
-    top = torch.full_like(rest, -torch.inf)
-    hit.fill_(torch.nan)  # z[target] - max, once its block has come
-    for v in _spans(V, N, blocks.block_bytes(head), scratch_bytes):
+    running = blocks.running_statistics(head)
+    for v in _spans(len(head.weight), len(head.target) * blocks.block_bytes(head), scratch_bytes):
         block = _block(head, v)
-        rows = blocks.block_statistics(block, blocks.block_logits(block))
-        new = torch.maximum(top, rows.max)
-        origin = new.masked_fill(new == -torch.inf, 0.0)  # nothing but -inf so far: no inf - inf
-        up, block_up = ((m - origin).clamp(min=FLOOR) for m in (top, rows.max))
-        empty = rows.max == -torch.inf
-        block_rest = rows.logsum.expm1().masked_fill(empty, -1.0)
-        total, block_total = 1 + rest, 1 + block_rest
-        block_moment = (block_total * (rows.logsum - rows.entropy)).masked_fill(empty, 0.0)
-        moment = up.exp() * (moment + up * total) + block_up.exp() * (block_moment + block_up * block_total)
-        rest = torch.where(rows.max > top, block_rest + up.exp() * total, rest + block_up.exp() * block_total)
-        here = (block.target >= 0) & (block.target < len(block.weight))
-        block_hit = (rows.logprob + rows.logsum).masked_fill(empty, FLOOR) + block_up
-        hit = torch.where(here, block_hit, hit + up).clamp(min=FLOOR)
-        top = new
-    logsum = rest.log1p().masked_fill(top == -torch.inf, torch.nan)
-    return Statistics(top, logsum, (hit - logsum).clamp(min=FLOOR), logsum - moment / (1 + rest))
+        running.take(block, blocks.block_logits(block))
+    return running.finish()
 
 
 class _SecondPass:
@@ -139,7 +120,7 @@ class _SecondPass:
             self.scale = fp16_scale(*rows[4:])
             rows = (*rows[:4], *(x * self.scale for x in rows[4:]))
         self.head = head._replace(hidden=hidden, target=target)
-        self.known, self.slopes = Statistics(*rows[:4]), (rows[4], rows[5] if dentropy is not None else None)
+        self.known = blocks.known_rows(self.head, Statistics(*rows[:4]), rows[4], None if dentropy is None else rows[5])
 
     def run(self, scratch_bytes: float, needs: list[bool], weight_grad: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """-> gradients of hidden, weight and bias where needed."""
@@ -149,7 +130,10 @@ class _SecondPass:
         self.bias = head.hidden.new_empty(V if needs[2] else 0)
         dhidden, first_lent = self._accumulator(n) if needs[0] else (None, V)
         self.dhidden: Tensor | None = dhidden
-        spans = list(_spans(V, n, self.blocks.block_bytes(head), scratch_bytes))
+        column = n * self.blocks.block_bytes(head)
+        if self.scale is not None:  # dweight before it is rounded, and unscaled
+            column += 2 * H * head.dtype.itemsize
+        spans = list(_spans(V, column, scratch_bytes))
         for v in spans:
             self._take(v, first=True, weight=v.stop <= first_lent)
         hidden = head.hidden.new_empty(0) if dhidden is None else self._rounded(dhidden)
@@ -171,15 +155,26 @@ class _SecondPass:
     def _take(self, v: slice, first: bool, weight: bool) -> None:
         """Recompute a block's logits and take their gradient to dhidden and dbias, if `first`, and to dweight."""
         block = _block(self.head, v)
-        dz = self.blocks.block_gradient(block, self.blocks.block_logits(block), self.known, *self.slopes)
+        dz = self.blocks.block_gradient(block, self.blocks.block_logits(block), self.known)
+        if block.mixed:
+            dz = dz.to(block.hidden.dtype)  # once for both products
         if first and self.dhidden is not None:
             self.blocks.add_dhidden(self.dhidden, dz, block)
         if first and self.bias.numel():
             self.bias[v] = self._unscaled(dz.sum(0, dtype=self.head.dtype))
-        if weight and self.weight_grad is not None:
-            self.weight_grad[v] += self._unscaled(dweight(dz, self.head.hidden))
-        elif weight and self.weight.numel():
-            self.weight[v] = self._unscaled(dweight(dz, self.head.hidden))
+        if weight:
+            self._take_weight(v, dz)
+
+    def _take_weight(self, v: slice, dz: Tensor) -> None:
+        hidden, total = self.head.hidden, self.weight_grad
+        if total is not None and self.scale is None and (dz.is_cuda or dz.dtype == total.dtype):
+            add_dweight(total[v], dz, hidden)
+        elif total is not None:
+            total[v] += self._unscaled(dweight(dz, hidden))
+        elif self.weight.numel() and self.scale is None and dz.dtype == hidden.dtype:  # the GEMM rounds its sums
+            torch.mm(dz.t(), hidden, out=self.weight[v])
+        elif self.weight.numel():
+            self.weight[v] = self._unscaled(dweight(dz, hidden))
 
     def _rounded(self, total: Tensor) -> Tensor:
         """dhidden (N, H) in its dtype, zeros where a row has no gradient."""

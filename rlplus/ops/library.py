@@ -7,6 +7,7 @@ made: a field more is an argument more.
 
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import islice
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch import Tensor
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.objective.inputs import check_differentiated_once, check_values, check_weights
 from rlplus.ops import least
+from rlplus.ops.cost import faster_memory
 from rlplus.ops.head import Head
 from rlplus.ops.precision import full_precision
 
@@ -34,7 +36,7 @@ def implementation(backend: str) -> ModuleType:
 
 
 class Options(NamedTuple):
-    """How the policy loss is computed; backend: its name, with "/least" behind it for that module."""
+    """How the policy loss is computed; backend: its name, with "/least" behind it for that module, or "/faster"."""
 
     grad_filter: float
     scratch_bytes: float
@@ -110,6 +112,8 @@ def linear_policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *argum
     grad_filter, scratch_bytes, backend = options
     inputs = (head, constants, objective, grad_filter, scratch_bytes, list(needs), weight_grad)
     name, _, memory = backend.partition("/")
+    if memory == "faster":
+        memory = faster_memory(head.shape, scratch_bytes).removeprefix("fast")
     with full_precision(head.hidden.device):
         if memory:
             loss, logprob, entropy, stats, grads = least.policy_loss(implementation(name), *inputs)
@@ -153,6 +157,11 @@ def _scale(gradient: Tensor, by: Tensor, in_place: bool) -> Tensor:
         return (gradient.to(by.dtype) * by).to(gradient.dtype)
     if by.device.type == "cpu" and by.item() == 1:  # elsewhere reading it would wait for the device
         return gradient
+    if by.is_cuda and find_spec("triton") is not None:
+        from rlplus.kernels.scale import scale_
+
+        with torch.cuda.device(by.device):
+            return scale_(gradient, by)
     for piece in gradient.split(PIECE):  # all of dweight in fp32 would be the peak of memory
         piece.copy_(piece.to(by.dtype) * by)
     return gradient

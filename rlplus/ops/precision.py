@@ -8,16 +8,18 @@ import torch
 
 _SETTINGS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 FULL = ("none", "ieee")  # the default, and by choice
+_SUMS = "allow_bf16_reduced_precision_reduction"  # of torch.backends.cuda.matmul; with _split_k, the second of its pair
 _lock = Lock()
 _before: list[str] = []  # the settings that the first operation under way found, to restore after the last one
+_sums = (True, True)
 _under_way = 0
 
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Autocast off, and products of fp32 matrices neither in TF32 nor in bf16.
+    """Autocast off, products of fp32 matrices neither in TF32 nor in bf16, those of bf16 summed in fp32 to the end.
 
-    torch has the second setting for the whole process: until the last such scope is left, other threads' products are
+    torch has these settings for the whole process: until the last such scope is left, other threads' products are
     exact too. A CUDA graph keeps the precision under which it was captured.
     """
     with torch.autocast(device.type, enabled=False):
@@ -29,9 +31,12 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 def _enter() -> None:
-    global _under_way
+    global _under_way, _sums
     with _lock:
         if not _under_way:
+            matmul = _SETTINGS[0]
+            _sums = getattr(matmul, _SUMS), getattr(matmul, f"{_SUMS}_split_k")
+            setattr(matmul, _SUMS, (False, _sums[1]))
             _before[:] = (setting.fp32_precision for setting in _SETTINGS)
             for setting, before in zip(_SETTINGS, _before, strict=True):
                 if before not in FULL:
@@ -45,6 +50,7 @@ def _leave() -> None:
         _under_way -= 1
         if _under_way:
             return
+        setattr(_SETTINGS[0], _SUMS, _sums)
         for setting, before in zip(_SETTINGS, _before, strict=True):
             for value in ("none", before):  # "none" inherits from torch.backends.fp32_precision; it may have been that
                 if setting.fp32_precision != before:

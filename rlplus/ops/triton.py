@@ -12,21 +12,23 @@ awaited only when the GEMM of the next chunk is under way, so the device does no
 
 Scratch. A row of logits takes 4 V bytes; a row of gradients V elements of the inputs' dtype and 8 H bytes or more. A
 chunk of logits reads W once, 2 V H bytes in bf16; an emptying of the buffer reads W, and reads and writes an fp32 dW,
-10 V H bytes. `plan` takes the two sizes with the least traffic, the buffer a whole number of chunks. At
-max_scratch_mb = 1250, H = 3584, V = 151,936, N = 16,384 in bf16: 640 rows of logits, 2560 of gradients, 122 V H bytes,
-66 GB, against 54 TFLOP. The dW accumulator (V, H) is not counted.
+10 V H bytes. `plan` takes the two sizes that cost the least time by the model of `rlplus.ops.cost`, the buffer a whole
+number of chunks. At max_scratch_mb = 1250, H = 3584, V = 151,936, N = 16,384 in bf16 on an A100: 640 rows of logits,
+2560 of gradients, 122 V H bytes, 66 GB, against 54 TFLOP. The dW accumulator (V, H) is not counted; where all rows with
+a gradient fit into the buffer at once and the inputs are bf16, there is none.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
+from rlplus.kernels import active_rows as gathering
 from rlplus.kernels import linear_logprob as row_kernels
 from rlplus.kernels import policy_loss as token_kernels
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
+from rlplus.ops import cost
 from rlplus.ops.head import (
     Gradients,
     Head,
@@ -35,6 +37,7 @@ from rlplus.ops.head import (
     dhidden,
     drop_smallest,
     fp16_scale,
+    fp16_weights,
     logits_into,
     raw_logits,
 )
@@ -43,7 +46,6 @@ from rlplus.ops.head import add_dhidden as add_dhidden  # for rlplus.ops.least, 
 LOGPROB, ENTROPY = row_kernels.LOGPROB.value, row_kernels.ENTROPY.value
 MAX, LOGSUM = row_kernels.MAX.value, row_kernels.LOGSUM.value
 DLOGPROB, DENTROPY, WIDTH = row_kernels.DLOGPROB.value, row_kernels.DENTROPY.value, row_kernels.WIDTH.value
-TILE = 128  # rows that a GEMM handles together: larger buffers are multiples of it
 LINE = 64  # columns of which buffers have a multiple, so that rows start at multiples of 128 bytes
 GEMM = "vendor"  # the first one, where a caller has no wish; or "triton"
 
@@ -69,13 +71,14 @@ def policy_loss(
     sums = [values.new_zeros(1, token_kernels.SUMS.value)]
     with _on(head.hidden.device):
         rows, capacity = plan(head, scratch_bytes, gradient, gemm)
-        buffer = GradientBuffer(head, needs, capacity, _weights(constants, objective), weight_grad)
+        buffer = GradientBuffer(head, needs, capacity, fp16_weights(constants, objective), weight_grad)
         for chunk, logits in _chunks(head, rows, stored=gradient or gemm == "vendor"):
             value = values[chunk]
             _statistics(head, chunk, value, logits, gemm)
             sums.append(token_kernels.token_loss(value, columns[chunk], *surrogates))
             if gradient:
-                value[:, DLOGPROB] = drop_smallest(value[:, DLOGPROB], value[:, LOGPROB], grad_filter)
+                if grad_filter:
+                    value[:, DLOGPROB] = drop_smallest(value[:, DLOGPROB], value[:, LOGPROB], grad_filter)
                 buffer.add(chunk, value, logits)
         grads = buffer.finish()
     stats = torch.cat(sums).sum(0)
@@ -123,18 +126,39 @@ def block_logits(head: Head) -> Tensor:
     return raw_logits(head.hidden, head)
 
 
-def block_statistics(head: Head, z: Tensor) -> Statistics:
-    values = z.new_empty(len(z), WIDTH)
-    with _on(z.device):
-        row_kernels.row_statistics(values, z, z.shape[1], *_rest(head, slice(None)))
-    return Statistics(values[:, MAX], values[:, LOGSUM], values[:, LOGPROB], values[:, ENTROPY])
+class RunningStatistics:
+    """As that of `rlplus.ops.head`, by one kernel a block."""
+
+    def __init__(self, head: Head) -> None:
+        n, device = len(head.target), head.hidden.device
+        self.head, self.values = head, head.hidden.new_empty(n, WIDTH, dtype=head.dtype)
+        self.so_far = row_kernels.begin_statistics(n, device)
+
+    def take(self, block: Head, z: Tensor) -> None:
+        with _on(z.device):
+            row_kernels.add_statistics(self.values, self.so_far, z, z.shape[1], *_rest(block, slice(None)))
+
+    def finish(self) -> Statistics:
+        values, head = self.values, self.head
+        with _on(values.device):
+            row_kernels.finish_statistics(values, self.so_far, len(head.weight), head.target.contiguous())
+        # Outputs of the operation may not share memory.
+        return Statistics(values[:, MAX], values[:, LOGSUM], values[:, LOGPROB].clone(), values[:, ENTROPY].clone())
 
 
-def block_gradient(head: Head, z: Tensor, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> Tensor:
+running_statistics = RunningStatistics
+
+
+def known_rows(head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> tuple[Tensor, Tensor]:
     columns = {LOGPROB: rows.logprob, ENTROPY: rows.entropy, MAX: rows.max, LOGSUM: rows.logsum, DLOGPROB: dlogprob}
     columns[DENTROPY] = torch.zeros_like(dlogprob) if dentropy is None else dentropy
     values = torch.stack([columns[i] for i in range(WIDTH)], 1)
-    dz, slot = z.new_empty(z.shape, dtype=_gradient_dtype(head)), torch.arange(len(z), device=z.device)
+    return torch.arange(len(values), device=values.device), values
+
+
+def block_gradient(head: Head, z: Tensor, known: tuple[Tensor, Tensor]) -> Tensor:
+    slot, values = known
+    dz = z.new_empty(z.shape, dtype=_gradient_dtype(head))
     with _on(z.device):
         row_kernels.row_gradient(dz, slot, values, z, z.shape[1], *_rest(head, slice(None)))
     return dz
@@ -143,28 +167,26 @@ def block_gradient(head: Head, z: Tensor, rows: Statistics, dlogprob: Tensor, de
 # ---- the sizes of the buffers
 
 
-def plan(head: Head, scratch_bytes: float, gradient: bool, gemm: str) -> tuple[int, int]:
-    """Rows of a chunk, and rows of the gradient buffer (0 without `gradient`); see the module."""
+def plan(
+    head: Head, scratch_bytes: float, gradient: bool, gemm: str, machine: cost.Machine | None = None
+) -> tuple[int, int]:
+    """Rows of a chunk, and rows of the gradient buffer (0 without `gradient`); machine: None is the device's."""
     N, (V, H), W = len(head.target), head.weight.shape, _width(head)
     wide, narrow = head.dtype.itemsize, head.hidden.dtype.itemsize
     row = W * wide if gradient or gemm == "vendor" else 0
     if gemm == "triton":
         row += 12 * -(-V // row_kernels.default_tile(head.hidden, gradient or head.bias is not None).BLOCK_V)
     if not gradient:
-        return min(_tiles(scratch_bytes / row), max(N, 1)), 0
+        return min(cost.whole_tiles(scratch_bytes / row), max(N, 1)), 0
     gradient_row = W * _gradient_dtype(head).itemsize + H * (2 * narrow + wide)
-    sizes = [(_tiles(scratch_bytes / (row + k * gradient_row)), k) for k in range(1, 17)]
-    fitting = [(n, k) for n, k in sizes if k == 1 or n * (row + k * gradient_row) <= scratch_bytes]
-    # Readings of W, and of W and dW, for each chunk and each emptying; with equal traffic the smaller buffers.
-    _, _, rows, k = min(
-        (math.ceil(N / n) * narrow + math.ceil(N / (n * k)) * (narrow + 2 * wide), n * (row + k * gradient_row), n, k)
-        for n, k in fitting
-    )
-    return min(rows, max(N, 1)), min(rows * k, N)
+    return cost.buffers(machine or _machine(head.hidden.device), head.shape, row, gradient_row, scratch_bytes)
 
 
-def _tiles(rows: float) -> int:
-    return max(1, int(rows) if rows < TILE else int(rows) // TILE * TILE)
+def _machine(device: torch.device) -> cost.Machine:
+    if device.type != "cuda":
+        return cost.H200
+    found = torch.cuda.get_device_properties(device)
+    return (cost.A100 if found.major == 8 else cost.H200)._replace(processors=found.multi_processor_count)
 
 
 class GradientBuffer:
@@ -185,22 +207,21 @@ class GradientBuffer:
         weight_grad: Tensor | None = None,
     ) -> None:
         self.head, self.capacity, device = head, capacity, head.hidden.device
-        # No zeros for the weight: the first emptying writes it. Zeros would be written, and read, once more.
-        self.weight_grad, self.written = weight_grad, weight_grad is not None
-        if weight_grad is None:
-            weight_grad = head.weight.new_empty(head.weight.shape if needs[1] else (0,), dtype=head.dtype)
-        self.grads = Gradients.zeros(head, [needs[0], False, needs[2]])._replace(weight=weight_grad)
+        # The first emptying makes the weight's: zeros would be written, and read, once more.
+        self.weight_grad, self.dweight = weight_grad, weight_grad
+        self.needs_weight = needs[1] or weight_grad is not None
+        self.grads = Gradients.zeros(head, [needs[0], False, needs[2]])
         self.dlogits = head.hidden.new_empty(capacity, _width(head), dtype=_gradient_dtype(head))
         self.scale = fp16_scale(*weights) if self.dlogits.dtype == torch.float16 else None
-        if self.scale is not None and self.written:
+        if self.scale is not None and weight_grad is not None:
             weight_grad.mul_(self.scale)  # a power of two: exact, and undone at the end
-        # Which token a row belongs to; one element more for tokens that have none.
-        self.token = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
-        self.active = torch.zeros(len(head.target), dtype=torch.bool, device=device)
+        self.token = torch.empty(capacity, dtype=torch.int64, device=device)  # which one a row belongs to
         self.filled = torch.zeros(1, dtype=torch.int64, device=device)
+        self.active: Tensor | None = None
         self.seen, self.event, self.fixed = self.filled, None, _capturing(device)
         if self.fixed:
             self.seen = torch.zeros(1, dtype=torch.int64)
+            self.active = torch.empty(len(head.target), dtype=torch.int32, device=device)
         elif device.type == "cuda":
             self.seen, self.event = torch.zeros(1, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
 
@@ -213,15 +234,10 @@ class GradientBuffer:
         filled = self._filled()
         if filled + len(values) > self.capacity:
             self._empty(filled)
-        active = self.active[chunk] = (values[:, DLOGPROB] != 0) | (values[:, DENTROPY] != 0)
-        taken = torch.ones_like(active) if self.fixed else active
-        slot = (self.filled + taken.cumsum(0) - 1).where(taken, -1)
-        token = torch.arange(chunk.start, chunk.stop, device=slot.device)
-        self.token.scatter_(0, slot.where(taken, self.capacity), token)
-        if self.scale is not None:
-            values[:, DLOGPROB:] *= self.scale
+        slot = torch.empty(len(values), dtype=torch.int64, device=values.device)
+        active = None if self.active is None else self.active[chunk]
+        gathering.active_rows(slot, self.token, self.filled, values, chunk.start, self.scale, active)
         row_kernels.row_gradient(self.dlogits, slot, values, logits, len(self.head.weight), *_rest(self.head, chunk))
-        self.filled += taken.sum()
         if self.fixed:
             self.seen += len(values)
         elif self.event is not None:
@@ -230,20 +246,21 @@ class GradientBuffer:
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """-> gradients of hidden, weight and bias where needed."""
-        self._empty(self._filled())
-        if not self.written:
-            self.grads.weight.zero_()
+        self._empty(self._filled(), last=True)
+        dweight = self.dweight
+        if dweight is None:
+            dweight = self.head.hidden.new_zeros(self.head.weight.shape if self.needs_weight else (0,))
         if self.scale is not None:
-            self.grads.weight.div_(self.scale)
+            dweight.div_(self.scale)
             self.grads.bias.div_(self.scale)
-        return self.grads.finish(self.head, self.weight_grad)
+        return self.grads._replace(weight=dweight).finish(self.head, self.weight_grad)
 
     def _filled(self) -> int:
         if self.event is not None:
             self.event.synchronize()
         return int(self.seen)
 
-    def _empty(self, filled: int) -> None:
+    def _empty(self, filled: int, last: bool = False) -> None:
         if filled:
             dlogits, token = self.dlogits[:filled, : len(self.head.weight)], self.token[:filled]
             if self.grads.hidden.numel():
@@ -251,17 +268,25 @@ class GradientBuffer:
                 if self.scale is not None:
                     gradient /= self.scale
                 self.grads.hidden.index_copy_(0, token, gradient.to(self.grads.hidden.dtype))
-            if self.grads.weight.numel():
+            if self.needs_weight:
                 hidden = self.head.hidden[token]
-                if self.fixed:
-                    hidden.masked_fill_(~self.active[token, None], 0.0)
-                add_dweight(self.grads.weight, dlogits, hidden, beta=float(self.written))
-                self.written = True
+                if self.active is not None:
+                    hidden.masked_fill_(self.active[token, None] == 0, 0.0)
+                self._add_dweight(dlogits, hidden, last)
             if self.grads.bias.numel():
                 self.grads.bias.add_(dlogits.sum(0, dtype=self.grads.bias.dtype))
         self.filled.zero_()
         if self.fixed:
             self.seen.zero_()
+
+    def _add_dweight(self, dlogits: Tensor, hidden: Tensor, last: bool) -> None:
+        if self.dweight is not None:
+            add_dweight(self.dweight, dlogits, hidden)
+        elif last and hidden.dtype == dlogits.dtype == torch.bfloat16:  # of fp16, what is scaled may be too large
+            self.dweight = torch.mm(dlogits.t(), hidden)
+        else:
+            self.dweight = hidden.new_empty(self.head.weight.shape, dtype=self.head.dtype)
+            add_dweight(self.dweight, dlogits, hidden, beta=0.0)
 
 
 def _capturing(device: torch.device) -> bool:
@@ -270,7 +295,7 @@ def _capturing(device: torch.device) -> bool:
 
 def _gradient_dtype(head: Head) -> torch.dtype:
     """That of the backward GEMMs: the inputs', but fp32 where no GEMM from half precision to fp32 exists."""
-    return head.hidden.dtype if head.hidden.is_cuda else head.dtype
+    return head.dtype if head.hidden.device.type == "cpu" else head.hidden.dtype
 
 
 def _on(device: torch.device) -> AbstractContextManager:
@@ -326,10 +351,6 @@ def _columns(c: TokenConstants) -> tuple[Tensor, token_kernels.Given]:
     )
     absent = torch.zeros_like(c.advantage)
     return torch.stack([absent if x is None else x for x in filled], 1), given
-
-
-def _weights(c: TokenConstants, objective: Objective) -> list[Tensor]:
-    return [c.token_weight] + ([c.entropy_weight] if objective.entropy_coef and c.entropy_weight is not None else [])
 
 
 def _coefficients(objective: Objective) -> token_kernels.Coefficients:
