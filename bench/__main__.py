@@ -34,6 +34,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argpars
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="these methods and the bare GEMMs")
     parser.add_argument("--list", action="store_true", help="print the methods and end")
     parser.add_argument("--readme", action="store_true", help="write the README's table from bench/results and end")
+    parser.add_argument("--model", action="store_true", help="print what the triton backend should cost, and end")
     parser.add_argument("--memory-of", metavar="TASK", help=argparse.SUPPRESS)
     return parser, parser.parse_args(arguments)
 
@@ -51,8 +52,8 @@ def checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
     for name in options.only or ():
         if name not in METHODS:
             unknown(parser, name)
-    if not (options.suite or options.list or options.readme or options.memory_of):
-        parser.error("want --suite, --list or --readme")
+    if not (options.suite or options.list or options.readme or options.model or options.memory_of):
+        parser.error("want --suite, --list, --readme or --model")
 
 
 def unknown(parser: argparse.ArgumentParser, name: str) -> NoReturn:
@@ -114,6 +115,12 @@ def main(arguments: list[str] | None = None) -> None:
     elif options.list:
         for method in METHODS.values():
             say(f"{method.name:30} {method.what} ({method.package})")
+    elif options.model:
+        from . import model  # needs triton
+
+        say(model.table())
+        say("")
+        say(model.worth())
     elif options.readme:
         path = ROOT / "README.md"
         if not path.exists():

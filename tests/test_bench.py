@@ -271,7 +271,7 @@ def test_it_runs_from_the_source_tree() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "want --suite, --list or --readme"),
+        ([], "want --suite, --list, --readme or --model"),
         (["--suite", "all"], "invalid choice: 'all'"),
         (["--suite", "cpu", "--threads", "0"], "want a number >= 1; got 0"),
         (["--suite", "cpu", "--repeats", "-1"], "want a number >= 1; got -1"),

@@ -1,0 +1,75 @@
+"""The cost model's table: the time of loss and gradients over that of their bare GEMMs, on GPUs that need not be here.
+
+"floor": a GEMM hides all of its memory traffic; "half": half of the shorter of multiplications and traffic shows. With
+"waves" the last tiles of a GEMM's result leave processors idle, if the vendor takes tiles of 128 x 256.
+"""
+
+from typing import Any
+
+import torch
+
+from rlplus.ops import cost
+from rlplus.ops.head import Head
+from rlplus.ops.triton import plan
+
+SHAPE = cost.Shape(N=16_384, H=3584, V=151_936)  # Qwen2.5-7B
+MACHINES = {"A100": cost.A100, "H200": cost.H200}
+SCRATCH_MB = (1250, 320, 160)
+SHARES = (0.5, 0.25)
+BARS = {1250: 1.08, 320: 1.35}
+
+# What was done for speed: the way it was before, in the words of `cost.one_pass`.
+CHANGES: dict[str, dict[str, Any]] = {
+    "the factor of the backward pass read on the device": {"scaling": 16},
+    "the bookkeeping of a chunk's rows in one kernel": {"launches": cost.Launches(chunk=23)},
+}
+
+
+def bare(machine: cost.Machine, shape: cost.Shape = SHAPE) -> float:
+    """Seconds of the three GEMMs' multiplications."""
+    return 6 * shape.N * shape.H * shape.V / machine.half
+
+
+def sizes(mb: float, machine: cost.Machine, shape: cost.Shape = SHAPE) -> tuple[int, int]:
+    """Rows of a chunk and of the gradient buffer, as the backend chooses them for bf16 on that machine."""
+    hidden, weight = (torch.empty(n, shape.H, dtype=torch.bfloat16, device="meta") for n in (shape.N, shape.V))
+    target = torch.empty(shape.N, dtype=torch.int64, device="meta")
+    return plan(Head(hidden, weight, None, target, 1.0), mb * 1e6, gradient=True, gemm="vendor", machine=machine)
+
+
+def ratio(machine: cost.Machine, rows: int, capacity: int, waves: bool = False, **options: Any) -> float:
+    """Over the bare GEMMs."""
+    machine = machine if waves else machine._replace(processors=0)
+    return sum(cost.one_pass(machine, SHAPE, rows, capacity, **options).values()) / bare(machine)
+
+
+def table() -> str:
+    head = ("scratch MB", "rows with a gradient", "GPU", "rows of a chunk x chunks", "emptyings", "floor", "half",
+            "half, waves", "bar")  # fmt: skip
+    lines = [head, tuple("---" for _ in head)]
+    for mb, share in [(mb, 1.0) for mb in SCRATCH_MB] + [(SCRATCH_MB[0], share) for share in SHARES]:
+        for name, machine in MACHINES.items():
+            rows, capacity = sizes(mb, machine)
+            values = [
+                ratio(machine, rows, capacity, waves, share=share, exposed=exposed)
+                for exposed, waves in ((0.0, False), (0.5, False), (0.5, True))
+            ]
+            chunks, emptyings = -(-SHAPE.N // rows), -(-round(share * SHAPE.N) // capacity)
+            bar = str(BARS.get(mb, "")) if share == 1 else ""
+            cells = (str(mb), f"{share:.0%}", name, f"{rows} x {chunks}", f"{capacity} x {emptyings}")
+            lines.append((*cells, *(f"{value:.2f}" for value in values), bar))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def worth() -> str:
+    """What each change takes off the floor, in per cent of the bare GEMMs."""
+    head = ("change", *(f"{name}, {mb} MB" for name in MACHINES for mb in SCRATCH_MB))
+    lines = [head, tuple("---" for _ in head)]
+    for change, before in CHANGES.items():
+        cells = []
+        for machine in MACHINES.values():
+            for mb in SCRATCH_MB:
+                now = sizes(mb, machine)
+                cells.append(ratio(machine, *now, exposed=0.0, **before) - ratio(machine, *now, exposed=0.0))
+        lines.append((change, *(f"{100 * cell:.1f}" for cell in cells)))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
