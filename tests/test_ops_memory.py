@@ -8,14 +8,14 @@ import torch
 from closed_form import FEATURES, all_objectives
 from head_cases import EVERYTHING, H, check_precision, closed, run, sample, tensors, to
 
-from rlplus import Objective, linear_policy_loss
+from rlplus import Objective, linear_policy_loss, ops
 from rlplus.objective import TokenConstants
 from rlplus.ops import cpp, least, library
 
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))
 EVERY = pytest.mark.parametrize("backend", ["torch", CPP, "triton"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = {name: "cuda" if torch.cuda.is_available() else "cpu" for name in ("torch", "triton")} | {"cpp": "cpu"}
 
 
 def megabytes(n: int, columns: int) -> float:
@@ -23,15 +23,15 @@ def megabytes(n: int, columns: int) -> float:
     return n * columns * 10 / 1e6
 
 
-def least_run(inputs: dict, constants: dict, objective: Objective, **options: Any) -> dict[str, Any]:
-    there = [{k: v.to(DEVICE) for k, v in x.items()} for x in (inputs, constants)]
-    got = run(*there, objective, memory="least", **options)
+def least_run(inputs: dict, constants: dict, objective: Objective, backend: str, **options: Any) -> dict[str, Any]:
+    there = [{k: v.to(DEVICE[backend]) for k, v in x.items()} for x in (inputs, constants)]
+    got = run(*there, objective, memory="least", backend=backend, **options)
     return {k: v.cpu() if torch.is_tensor(v) else v for k, v in got.items()}
 
 
 def gemm_dtype(backend: str, dtype: torch.dtype) -> torch.dtype:
     """To which a backend rounds the gradient of the logits."""
-    if DEVICE == "cuda":
+    if DEVICE[backend] == "cuda":
         return dtype
     return dtype if backend == "cpp" and dtype == torch.bfloat16 and cpp._torch_gemm() else torch.float32
 
@@ -110,6 +110,26 @@ def test_blocks_that_a_bias_of_minus_infinity_empties(backend: str) -> None:
     assert not got["dbias"][40:].any()
 
 
+@pytest.mark.parametrize("way", ["fast", "least"])
+@EVERY
+def test_the_faster_way_is_one_of_the_two(backend: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What memory=None asks for on CUDA where the scratch is given."""
+    inputs = [{k: v.to(DEVICE[backend]) for k, v in x.items()} for x in sample(9, dtype=torch.float32)]
+    asked: list[tuple[Any, float]] = []
+    monkeypatch.setattr(library, "faster_memory", lambda *a: (asked.append(a), way)[1])
+    monkeypatch.setattr(ops, "_way", lambda memory, *_: memory or "faster")
+    got, want = (run(*inputs, EVERYTHING, backend=backend, max_scratch_mb=3e-3, memory=m) for m in (None, way))
+    assert asked == [((9, H, 23, 4, 4), 3e3)]
+    assert all(torch.equal(got[name], want[name]) for name in ("loss", "dhidden", "dweight", "dbias"))
+
+
+def test_memory_none_is_fast_where_nothing_speaks_for_least() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    ways = [ops._way(None, *given) for given in ((None, cpu), (100.0, cpu), (None, cuda), (100.0, cuda))]
+    assert ways == ["fast", "fast", "fast", "faster"]
+    assert ops._way("least", 1e4, cuda) == "least"
+
+
 @EVERY
 @pytest.mark.parametrize("n", [0, 1])
 def test_least_with_next_to_nothing(backend: str, n: int) -> None:
@@ -124,7 +144,7 @@ def test_least_computes_what_is_needed_alone(backend: str) -> None:
     head, constants = sample(9, dtype=torch.float32)
     want = least_run(head, constants, EVERYTHING, backend=backend)
     for name in ("hidden", "weight", "bias"):
-        leaf = {k: v.to(DEVICE) for k, v in (head | constants).items()}
+        leaf = {k: v.to(DEVICE[backend]) for k, v in (head | constants).items()}
         leaf[name].requires_grad_()
         out = linear_policy_loss(**leaf, objective=EVERYTHING, backend=backend, memory="least")
         (got,) = torch.autograd.grad(out.loss, leaf[name])
@@ -150,9 +170,9 @@ def test_least_grad_filter_drops_as_much_as_it_may(backend: str) -> None:
 @EVERY
 @DTYPES
 def test_weight_grad_accumulates_over_calls(backend: str, dtype: torch.dtype, memory: str) -> None:
-    head, constants = ({k: v.to(DEVICE) for k, v in x.items()} for x in sample(23, V=61, dtype=dtype))
+    head, constants = ({k: v.to(DEVICE[backend]) for k, v in x.items()} for x in sample(23, V=61, dtype=dtype))
     leaf = {k: v.clone().requires_grad_() if v.is_floating_point() else v for k, v in head.items()}
-    buffer = torch.full((61, H), 0.25, device=DEVICE)
+    buffer = torch.full((61, H), 0.25, device=DEVICE[backend])
     options: dict[str, Any] = {"objective": EVERYTHING, "backend": backend, "memory": memory, "max_scratch_mb": 4e-3}
     for part in (slice(0, 9), slice(9, 23)):
         rows = {k: leaf[k][part] for k in ("hidden", "target")} | {k: v[part] for k, v in constants.items()}
@@ -171,9 +191,9 @@ def test_weight_grad_accumulates_over_calls(backend: str, dtype: torch.dtype, me
 @EVERY
 def test_weight_grad_in_one_graph(backend: str) -> None:
     head, constants = sample(9, dtype=torch.float32)
-    hidden = head["hidden"].to(DEVICE).requires_grad_()
+    hidden = head["hidden"].to(DEVICE[backend]).requires_grad_()
     head["weight"].requires_grad_()  # it gets none, and nothing is allocated for one
-    rest = {k: v.to(DEVICE) for k, v in (head | constants).items() if k != "hidden"}
+    rest = {k: v.to(DEVICE[backend]) for k, v in (head | constants).items() if k != "hidden"}
 
     def step(hidden: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
         return 2 * linear_policy_loss(hidden, **rest, objective=EVERYTHING, backend=backend, weight_grad=buffer).loss
@@ -181,7 +201,7 @@ def test_weight_grad_in_one_graph(backend: str) -> None:
     torch._dynamo.reset()
     results = []
     for f in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        buffer = torch.ones(23, H, device=DEVICE)
+        buffer = torch.ones(23, H, device=DEVICE[backend])
         (gradient,) = torch.autograd.grad(f(hidden, buffer), hidden)
         results.append((gradient, buffer))
     torch.testing.assert_close(*results)
@@ -205,7 +225,7 @@ def test_wrong_use_is_refused() -> None:
     def call(**options: Any) -> None:
         linear_policy_loss(**head, **constants, objective=EVERYTHING, **options)
 
-    with pytest.raises(ValueError, match="want memory 'fast' or 'least'; got 'low'"):
+    with pytest.raises(ValueError, match="want memory 'fast', 'least' or None; got 'low'"):
         call(memory="low")
     with pytest.raises(ValueError, match=r"want weight_grad a tensor, float32 \(23, 7\) on cpu; got float32 \(7, 23\)"):
         call(weight_grad=torch.zeros(7, 23))

@@ -156,6 +156,20 @@ def test_a_run_says_what_it_will_take(tmp_path, capsys):
     assert "memory planned for 1 x cpu: " in capsys.readouterr().err
 
 
+def test_memory_that_is_not_chosen_is_the_faster_way():
+    """As linear_policy_loss takes it: least below some 200 MB of scratch, else fast."""
+    cluster = make_cluster(8, "a100-80g")
+
+    def head(*overrides):
+        plan = make_plan(paper(*overrides), cluster)
+        return plan.memory.parts["head"]["head"], plan.seconds["forward and backward"]
+
+    for mb, way in ((100, "least"), (640, "fast")):
+        scratch = f"train.max_scratch_mb={mb}"
+        assert head(scratch) == head(scratch, f"train.memory={way}")
+    assert head() == head("train.memory=fast")
+
+
 def test_least_memory_saves_the_accumulator_of_the_head():
     """4 V H bytes of fp32, and the difference of 1250 to 80 MB of scratch, all in the head."""
     cluster = make_cluster(8, "a100-80g")

@@ -31,7 +31,8 @@ class TrainConfig(Section):
     deepspeed               merged last into the configuration of DeepSpeed, which ignores keys that it does not know
     backend, memory, max_scratch_mb
                             of the head, see rlplus.linear_policy_loss; memory least takes no fp32 copy of the head's
-                            gradient, for about a third more time there
+                            gradient, for about a third more time there; null: least on a GPU where max_scratch_mb is so
+                            small that it is the faster one
     collective_timeout_s    seconds that ranks wait for one that is still busy; one that died is noticed at once
     max_nonfinite           so many updates in a row with a non-finite loss or gradient stop the run; each is skipped
     overlap                 the next batch is generated while this one trains, and so by the policy of one update
@@ -57,7 +58,7 @@ class TrainConfig(Section):
     deepspeed: dict[str, Any] = {}
     backend: Literal["auto", "reference", "torch", "cpp", "triton"] = "auto"
     max_scratch_mb: Count | None = None
-    memory: Literal["fast", "least"] = "fast"
+    memory: Literal["fast", "least"] | None = None
     collective_timeout_s: Seconds = 3600.0
     max_nonfinite: Count = 3
     overlap: bool = False

@@ -9,8 +9,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rlplus.config import Config
 from rlplus.ops import MAX_SCRATCH_MB, resolve_backend
+from rlplus.ops.cost import Shape, faster_memory, whole_tiles
 from rlplus.ops.cpp import CHUNK_ROWS
-from rlplus.ops.least import TILE
 from rlplus.plan.activations import Activations, count_activations, meta_model
 from rlplus.plan.cluster import GIB, NODE, Cluster
 from rlplus.rollout import DEFAULT_CACHE_MB
@@ -236,37 +236,51 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
     """Bytes of the fused head at its end, for N tokens, hidden size H, vocabulary V and weights of b bytes.
 
     b N H for the gradient of its input; (V, H) in b bytes for that of its weight and, in half precision, 4 V H for its
-    accumulator; and the scratch of `head_scratch`. A frozen weight (LoRA) has no gradient. With train.memory least
-    there is no such accumulator, but one of 4 N H for the input's gradient where the weight's has no room to lend it.
+    accumulator; and the scratch of `head_scratch`. A frozen weight (LoRA) has no gradient. With memory="least" there is
+    no such accumulator, but one of 4 N H for the input's gradient where the weight's has no room to lend it.
     """
-    rows, length = packed_shape(config)
-    N, H, V, b = rows * length // config.train.sequence_parallel, model.hidden, model.vocabulary, model.itemsize
+    N, H, V, b = head_tokens(config), model.hidden, model.vocabulary, model.itemsize
     weight = 0 if config.model.lora else b * V * H
     if b == 4:
         accumulator = 0
-    elif config.train.memory == "fast":
+    elif head_mode(config, model, cluster) == "fast":
         accumulator = 0 if config.model.lora else 4 * V * H
     else:
         accumulator = 0 if weight >= 4 * N * H else 4 * N * H
-    return b * N * H + weight + accumulator + head_scratch(config, N, V, cluster)
+    return b * N * H + weight + accumulator + head_scratch(config, model, cluster)
 
 
-def head_scratch(config: Config, tokens: int, vocabulary: int, cluster: Cluster) -> int:
+def head_tokens(config: Config) -> int:
+    """Of the largest micro-batch, on each rank."""
+    rows, length = packed_shape(config)
+    return rows * length // config.train.sequence_parallel
+
+
+def head_mode(config: Config, model: Model, cluster: Cluster) -> str:
+    """What memory=None of the fused head becomes in the largest micro-batch; else train.memory."""
+    train = config.train
+    if train.memory or train.max_scratch_mb is None or cluster.cpu or train.backend == "reference":
+        return train.memory or "fast"
+    shape = Shape(head_tokens(config), model.hidden, model.vocabulary, model.itemsize)
+    return faster_memory(shape, 1e6 * train.max_scratch_mb)
+
+
+def head_scratch(config: Config, model: Model, cluster: Cluster) -> int:
     """Bytes of logits and their gradients: max_scratch_mb, or less where the tokens are few.
 
     The backends' modules say what a row takes. `reference` has all rows at once, six times by
     measurement: logits, log-softmax, probabilities, and what their gradients need.
     """
+    tokens, vocabulary, mode = head_tokens(config), model.vocabulary, head_mode(config, model, cluster)
     dtype = getattr(torch, config.model.dtype)
     backend = resolve_backend(config.train.backend, "cpu" if cluster.cpu else "cuda", dtype)
     if backend == "reference":
         return 6 * 4 * vocabulary * tokens
     half = dtype.itemsize if not cluster.cpu and dtype.itemsize < 4 else 0
     logit = {"cpp": 4, "torch": 8 + half, "triton": 4 + (half or 4)}[backend]
-    scratch = int(1e6 * (config.train.max_scratch_mb or MAX_SCRATCH_MB[config.train.memory]))
-    if config.train.memory == "least":  # all rows, some columns
-        columns = max(1, min(vocabulary, scratch // (logit * tokens)))
-        return logit * tokens * (columns // TILE * TILE if columns > TILE else columns)
+    scratch = int(1e6 * (config.train.max_scratch_mb or MAX_SCRATCH_MB[mode]))
+    if mode == "least":  # all rows, some columns
+        return logit * tokens * min(vocabulary, whole_tiles(scratch / (logit * tokens)))
     row = vocabulary * logit
     limit = scratch // row * row
     if backend == "cpp":

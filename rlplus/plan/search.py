@@ -67,9 +67,9 @@ def all_switches(config: Config, model: Model, cluster: Cluster) -> Iterator[lis
     halves = [t for i in range(1, 8) if (t := tokens >> i) > least]
     if tokens > least:
         yield [{"train.tokens_per_micro_batch": t} for t in (*halves, least)]
-    if train.memory == "fast" and train.backend != "reference":
+    if train.memory != "least" and train.backend != "reference":
         yield [{"train.memory": "least"}]
-    now = train.max_scratch_mb or MAX_SCRATCH_MB[train.memory]
+    now = train.max_scratch_mb or MAX_SCRATCH_MB[train.memory or "fast"]
     if scratch := [mb for mb in (640, 320, 160) if mb < now]:
         yield [{"train.max_scratch_mb": mb} for mb in scratch]
     shared = gcd(cluster.gpus, model.heads, model.key_heads)

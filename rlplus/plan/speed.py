@@ -2,7 +2,7 @@
 
 from rlplus.config import Config
 from rlplus.plan.cluster import NODE, Cluster
-from rlplus.plan.memory import Memory, Model
+from rlplus.plan.memory import Memory, Model, head_mode
 
 GEMM_EFFICIENCY = 0.45  # of the bf16 peak: training of dense models reaches 0.4 to 0.5 on A100. Assumed
 MEMORY_EFFICIENCY = 0.6  # of the memory's bandwidth, in decoding and in the optimiser. Assumed
@@ -30,7 +30,7 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     that respect. cluster: the ranks and their GPUs.
 
     FLOP of T tokens, body of B parameters: 2 B T forward; attention 2 layers width length T (half of the square, as
-    causal), the head 2 N H V (one GEMM). Backward: twice that, in the head with train.memory least three times.
+    causal), the head 2 N H V (one GEMM). Backward: twice that, in the head with memory="least" three times.
     Checkpointing: the body's forward once more. Kaplan et al., 2020, section 2.1. Decoding is bound by memory: every
     step reads the weights, and the keys and values of all running sequences.
     """
@@ -63,7 +63,9 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     passes = (shown if train.overlap else 1 - 1 / updates) + bool(config.algorithm.resolve().objective.kl_coef)
     seconds["old_logprob"] = passes * (forward + head) / flops
     again = 1 if config.model.gradient_checkpointing else 0
-    seconds["forward and backward"] = ((3 + again) * forward + (4 if train.memory == "least" else 3) * head) / flops
+    seconds["forward and backward"] = (
+        (3 + again) * forward + (4 if head_mode(config, model, cluster) == "least" else 3) * head
+    ) / flops
     # A pass over all weights, or gradients, of a ring over R ranks takes (R - 1) / R of their bytes.
     sent = weights * (ranks - 1) / ranks
     a_micro_batch = 3 if train.zero_stage == 3 else 1 if train.zero_stage == 2 else 0
