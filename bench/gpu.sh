@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # On a machine with a GPU: its tests, compute-sanitizer on small shapes, and the measurements, from the source tree alone.
 #
-#   bench/gpu.sh [--cpu] [OUT] [STEP...]     steps: tests memcheck racecheck bench; all of them by default
+#   bench/gpu.sh [--cpu] [OUT] [STEP...]     steps: selfcheck tests sanitize bench; all, the default, is these in this order
 #
-# Results go to the folder OUT (default: $OUT, else gpu-results), at most 8 files. Each step has its own time limit, so
-# that one which hangs costs only itself; the exit status is 1 if any failed. --cpu: the same steps with fewer tests, in
-# Triton's interpreter and with the quick suite, to try the script. PYTHON names the interpreter (default: python3).
+# Each step ends within 9 minutes, so that it fits a loan of a GPU, and one that hangs costs only itself; the exit status
+# is 1 if any failed. Results go to the folder OUT (default: $OUT, else gpu-results), at most 8 files; gpu.json of bench
+# is for bench/results. PYTHON names the interpreter (default: python3); packages that travel along, as bench/README.md
+# has them, are found through PYTHONPATH. --cpu: the same steps with fewer tests, in Triton's interpreter and with the
+# quick suite, to try the script.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
@@ -14,10 +16,10 @@ if [ "${1:-}" = --cpu ]; then cpu=1; shift; fi
 out=$(realpath -m "${1:-${OUT:-gpu-results}}")
 [ $# -gt 0 ] && shift
 steps=("$@")
-[ ${#steps[@]} -gt 0 ] || steps=(tests memcheck racecheck bench)
+[ "${steps[*]:-all}" = all ] && steps=(selfcheck tests sanitize bench)
 mkdir -p "$out" || exit 1
 python=${PYTHON:-python3}
-export PYTHONPATH=. PYTHONUNBUFFERED=1
+export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 pytest=("$python" -m pytest -q)
 summary=$out/summary.txt
 failed=0
@@ -38,18 +40,21 @@ step() {
     if [ $status -ne 0 ]; then failed=1; tail -n 25 "$log"; fi
 }
 
-sanitize() {
-    local tool=$1 small=(tests/test_gpu.py -k test_small)
+# sanitizer TOOL: small shapes under compute-sanitizer, where it and the GPU can.
+sanitizer() {
+    local tool=$1 small=(tests/test_gpu.py -k test_small) run reason
+    # Without torch's cache of memory each tensor is an allocation of its own, whose end the tool can see.
+    run=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 9)
     if [ -n "$cpu" ]; then
-        small=(tests/test_gemm_kernel.py -k "far_apart")
         say "$tool: without the tool, on the CPU"
-        step "$tool" 300 sanitizer.log "${pytest[@]}" "${small[@]}"
+        step "$tool" 240 sanitizer.log "${pytest[@]}" tests/test_gemm_kernel.py -k far_apart
     elif ! command -v compute-sanitizer > /dev/null; then
         say "$tool: skipped, compute-sanitizer is not installed"
+    elif ! reason=$(timeout --kill-after=10 60 "${run[@]}" "$python" -c 'import torch; torch.ones(1).cuda()' 2>&1); then
+        echo "$reason" >> "$out/sanitizer.log"
+        say "$tool: skipped, it does not run here: $(grep -im1 'support\|error\|denied' <<< "$reason" || echo 'no reason given')"
     else
-        # Without torch's cache of memory each tensor is an allocation of its own, whose end the tool can see.
-        PYTORCH_NO_CUDA_MEMORY_CACHING=1 step "$tool" 240 sanitizer.log \
-            compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 9 "${pytest[@]}" "${small[@]}"
+        step "$tool" 190 sanitizer.log "${run[@]}" "${pytest[@]}" "${small[@]}"
     fi
 }
 
@@ -65,20 +70,30 @@ fi
 
 for name in "${steps[@]}"; do
     case $name in
+        selfcheck)
+            if [ -e rlplus/ops/selfcheck.py ]; then
+                step selfcheck 300 selfcheck.log "$python" -m rlplus.ops.selfcheck
+            else
+                say "selfcheck: skipped, there is no rlplus/ops/selfcheck.py"
+            fi
+            ;;
         tests)
             files=(tests/test_gpu.py tests/test_gemm_kernel.py)
-            [ -n "$cpu" ] || files+=(tests/test_kernels.py tests/test_token_kernel.py)
+            [ -n "$cpu" ] || files+=(tests/test_kernels.py tests/test_token_kernel.py tests/test_buffer_kernels.py)
             if "$python" -c 'import xdist' 2> /dev/null; then workers=(-n 6); else workers=(); fi
-            step tests 420 tests.log "${pytest[@]}" "${workers[@]}" --junitxml="$out/tests.xml" "${files[@]}"
+            step tests 520 tests.log "${pytest[@]}" "${workers[@]}" --junitxml="$out/tests.xml" "${files[@]}"
             ;;
-        memcheck | racecheck) sanitize "$name" ;;
+        sanitize)
+            sanitizer memcheck
+            sanitizer racecheck
+            ;;
         bench)
             suite=gpu
             [ -n "$cpu" ] && suite=quick
-            step bench 580 bench.log "$python" -m bench --suite "$suite" --output "$out"
+            step bench 530 bench.log "$python" -m bench --suite "$suite" --output "$out"
             ;;
         *)
-            say "want steps among tests, memcheck, racecheck, bench; got '$name'"
+            say "want steps among selfcheck, tests, sanitize, bench, or all alone; got '$name'"
             failed=1
             ;;
     esac

@@ -112,6 +112,37 @@ def test_logprobs_are_as_exact_as_fp32_logits(gemm: str, scale: float, dtype: to
         assert (g - e).abs().max() <= 2 * (p - e).abs().max() + 8 * EPS * terms
 
 
+@DTYPES
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_the_factor_of_the_backward_pass_is_multiplied_once(name: str, dtype: torch.dtype) -> None:
+    head, constants = on_gpu(case(40, 200, 64, dtype))
+    leaf = {k: v.requires_grad_(v.is_floating_point()) for k, v in head.items()}
+
+    def gradients(factor: float) -> tuple[Tensor, ...]:
+        out = linear_policy_loss(**leaf, **constants, objective=EVERYTHING, backend=name)
+        return torch.autograd.grad(factor * out.loss, [leaf[k] for k in ("hidden", "weight", "bias")])
+
+    by = torch.tensor(0.37, device=DEVICE)
+    for got, one in zip(gradients(0.37), gradients(1.0), strict=True):
+        assert torch.equal(got, (one.float() * by).to(dtype))
+
+
+def test_one_emptying_needs_no_accumulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16: the GEMM rounds its sums, once, as the accumulator of two emptyings is rounded."""
+    inputs = on_gpu(case(150, 300, 64))
+    allocated: list[torch.dtype] = []
+    original = backend.add_dweight
+    monkeypatch.setattr(
+        backend, "add_dweight", lambda total, *a, **o: (allocated.append(total.dtype), original(total, *a, **o))
+    )
+    whole = fused(inputs)
+    assert not allocated
+    parts = fused(inputs, max_scratch_mb=0.1)
+    assert set(allocated) == {torch.float32}
+    eps = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(whole["dweight"], parts["dweight"], rtol=2 * eps, atol=1e-5)
+
+
 # ---- small shapes, for compute-sanitizer
 
 
