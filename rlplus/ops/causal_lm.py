@@ -85,7 +85,7 @@ def logit_transform(model: nn.Module) -> LogitTransform:
     return after._replace(scale=before.scale * after.scale)
 
 
-def _without_peft(model: nn.Module) -> Any:
+def _without_peft(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

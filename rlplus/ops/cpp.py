@@ -322,8 +322,8 @@ def known_rows(head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor 
 
 
 def block_gradient(head: Head, z: Tensor, known: tuple[Any, ...]) -> Tensor:
-    narrow, (source, *rows) = _gemm(head) is not None, known
-    _row_gradient(z, source, head, _bias(head), *rows, narrow)
+    narrow, (source, statistics, dlogprob, dentropy) = _gemm(head) is not None, known
+    _row_gradient(z, source, head, _bias(head), statistics, dlogprob, dentropy, narrow)
     return z.view(torch.bfloat16)[:, : z.shape[1]] if narrow else z
 
 
