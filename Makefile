@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow mutants lint kernels bench bench-quick clean
+.PHONY: help setup demo test test-slow test-peers mutants lint kernels bench bench-quick clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -35,6 +35,9 @@ test: setup  ## run the quick tests, in up to four processes
 test-slow: setup  ## run the slow tests
 	@$(BIN)/python -m pytest -m slow
 
+test-peers: .venv-peers/.ready  ## compare the losses with TRL's and verl's, in an environment of their own, .venv-peers
+	@PYTHONPATH=. .venv-peers/bin/python -m pytest -m peers tests/test_peers.py
+
 mutants: setup  ## make known mistakes in copies of the tree, one at a time; the tests must notice each
 	@$(BIN)/python tests/mutants.py
 
@@ -53,10 +56,18 @@ bench-quick: setup  ## the same on small shapes; a minute
 
 clean:  ## remove the virtual environment, caches and build outputs; never a run
 	@if [ -e "$(MARK)" ]; then rm -rf "$(VENV)"; fi
-	rm -rf "$(VENV).lock" rlplus/_C.so build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf "$(VENV).lock" .venv-peers rlplus/_C.so build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
 force:
+
+.venv-peers/.ready: tests/peers.txt
+	@echo "Installing TRL and verl into .venv-peers, some minutes."
+	$(or $(PYTHON),python3) -m venv --clear .venv-peers
+	install=".venv-peers/bin/python -m pip install --quiet --disable-pip-version-check"
+	$$install "torch==2.13.0+cpu" 2> /dev/null || $$install --extra-index-url "$(TORCH_CPU_INDEX)" "torch==2.13.0+cpu"
+	$$install -r tests/peers.txt
+	touch "$@"
 
 $(STAMP): pyproject.toml setup.py csrc/rows.cpp Makefile $(FORCE)
 	@mkdir -p "$(dir $(VENV))"

@@ -20,20 +20,34 @@ LOGPROB, ENTROPY, DLOGPROB, DENTROPY, WIDTH = (
     tl.constexpr(0), tl.constexpr(1), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6),
 )  # fmt: skip
 CONSTANTS = tl.constexpr(8)
-SUMS = tl.constexpr(18)
+SUMS = tl.constexpr(20)
 
 
 class Coefficients(NamedTuple):
     """The numbers of an `rlplus.Objective`; inf stands for None."""
 
+    external_coef: float
     gamma: float
     kappa: float
     clip_low: float
     clip_high: float
     dual_clip: float
+    ratio_cap: float
+    tau_pos: float
+    tau_neg: float
     kl_coef: float
     entropy_coef: float
     mismatch_cap: float
+    mismatch_low: float
+
+
+class Choices(NamedTuple):
+    """The names in an `rlplus.Objective`."""
+
+    internal: str
+    external: str
+    kl_estimator: str
+    mismatch_mode: str
 
 
 class Given(NamedTuple):
@@ -44,10 +58,8 @@ class Given(NamedTuple):
     engine: bool
 
 
-def token_loss(
-    values: Tensor, constants: Tensor, coefficients: Coefficients, given: Given, internal: str, external: str
-) -> Tensor:
-    """Fill the columns DLOGPROB and DENTROPY of values (n, 6) fp32; -> sums (blocks, 18) fp32, to be added up.
+def token_loss(values: Tensor, constants: Tensor, coefficients: Coefficients, given: Given, choices: Choices) -> Tensor:
+    """Fill the columns DLOGPROB and DENTROPY of values (n, 6) fp32; -> sums (blocks, 20) fp32, to be added up.
 
     constants (n, 8) fp32: advantage, token_weight, external (0 or 1), old_logprob, behavior_logprob, ref_logprob,
     engine_logprob, entropy_weight; anything in the columns that are not given. The sums are those of
@@ -59,8 +71,8 @@ def token_loss(
     blocks = triton.cdiv(n, LAUNCH["BLOCK_N"])
     sums = torch.empty(blocks, SUMS.value, dtype=torch.float32, device=values.device)
     if n:
-        surrogates = (INTERNAL[internal], *EXTERNAL[external])
-        _token_loss_kernel[(blocks,)](values, sums, constants, coefficients, n, *given, *surrogates, **LAUNCH)
+        terms = (INTERNAL[choices.internal], *EXTERNAL[choices.external], *choices[2:])
+        _token_loss_kernel[(blocks,)](values, sums, constants, coefficients, n, *given, *terms, **LAUNCH)
     return sums
 
 
@@ -73,13 +85,18 @@ def _expm1(x):
     return tl.where(tl.abs(x) < 0.5, x * y, tl.exp(x) - 1.0)
 
 
-# The surrogates. Internal: -> loss, slope, and where clipping took the gradient (A < A: nowhere).
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+# The surrogates. Internal: -> loss, slope, and where a lower and an upper bound changed the ratio (A < A: nowhere).
 
 
 @triton.jit
 def _ratio(logprob, old, A, c):
     loss = -A * tl.exp(logprob - old)
-    return loss, loss, A < A
+    return loss, loss, A < A, A < A
 
 
 @triton.jit
@@ -93,12 +110,35 @@ def _clip(logprob, old, A, c):
     floor = c.dual_clip * A
     below = (A < 0) & (gain < floor)
     gain, clipped = tl.where(below, floor, gain), clipped | below
-    return -gain, tl.where(clipped, 0.0, -A * r), clipped
+    return -gain, tl.where(clipped, 0.0, -A * r), clipped & (r < 1), clipped & (r > 1)
 
 
 @triton.jit
 def _reinforce(logprob, old, A, c):
-    return -A * logprob, -A, A < A
+    return -A * logprob, -A, A < A, A < A
+
+
+@triton.jit
+def _cispo(logprob, old, A, c):
+    r = tl.exp(logprob - old)
+    high = r > 1.0 + c.clip_high
+    slope = -A * tl.where(high, 1.0 + c.clip_high, r)
+    return slope * logprob, slope, A < A, high
+
+
+@triton.jit
+def _sapo(logprob, old, A, c):
+    r, tau = tl.exp(logprob - old), tl.where(A > 0, c.tau_pos, c.tau_neg)
+    gate, rest = _sigmoid(tau * (r - 1.0)), _sigmoid(tau * (1.0 - r))
+    return -A * 4.0 / tau * gate, -A * tl.where(rest == 0, 0.0, 4.0 * r * gate * rest), A < A, A < A
+
+
+@triton.jit
+def _dppo(logprob, old, A, c):
+    r, moved = tl.exp(logprob - old), tl.exp(logprob) - tl.exp(old)
+    low, high = (A < 0) & (moved < -c.clip_low), (A > 0) & (moved > c.clip_high)
+    slope = tl.where(low | high, 0.0, -A * tl.where(r > c.ratio_cap, c.ratio_cap, r))
+    return slope * logprob, slope, low, high
 
 
 # External: -> g and its derivative.
@@ -144,8 +184,14 @@ def _nll(logprob, old, behavior, c, BEHAVIOR: tl.constexpr):
     return logprob, tl.full(logprob.shape, 1.0, tl.float32)
 
 
+@triton.jit
+def _dft(logprob, old, behavior, c, BEHAVIOR: tl.constexpr):
+    p = tl.exp(logprob)
+    return p * logprob, p
+
+
 # By name, as in `rlplus.objective.surrogates`; the external ones with whether the advantage weighs them.
-INTERNAL = {"ratio": _ratio, "clip": _clip, "reinforce": _reinforce}
+INTERNAL = {"ratio": _ratio, "clip": _clip, "reinforce": _reinforce, "cispo": _cispo, "sapo": _sapo, "dppo": _dppo}
 EXTERNAL = {
     "mis": (_mis, True),
     "proxy": (_proxy, True),
@@ -153,17 +199,18 @@ EXTERNAL = {
     "bayes": (_bayes, True),
     "shaped": (_shaped, True),
     "nll": (_nll, False),
+    "dft": (_dft, False),
     "none": (None, True),
 }
 
 
 @triton.jit
 def _internal(logprob, old, A, c, TERMS: tl.constexpr):
-    """Loss, slope, and whether clipping took the gradient."""
-    loss, slope, clipped = TERMS(logprob, old, A, c)
+    """Loss, slope, and where a lower and an upper bound changed the ratio."""
+    loss, slope, low, high = TERMS(logprob, old, A, c)
     # Not by multiplication: an advantage of 0 is exactly 0 whatever the ratio overflows to.
     silent = A == 0
-    return tl.where(silent, 0.0, loss), tl.where(silent, 0.0, slope), clipped & (A != 0)
+    return tl.where(silent, 0.0, loss), tl.where(silent, 0.0, slope), low & (A != 0), high & (A != 0)
 
 
 @triton.jit
@@ -173,7 +220,7 @@ def _external(logprob, old, behavior, A, c, BEHAVIOR: tl.constexpr, TERMS: tl.co
         loss, slope, weight = tl.zeros_like(A), tl.zeros_like(A), tl.zeros_like(A)
     else:
         rest = -_expm1(tl.where(logprob > 0, 0.0, logprob))  # 1 - p
-        explore = tl.where(c.gamma == 0, 1.0, tl.exp(c.gamma * tl.log(rest)))
+        explore = c.external_coef * tl.where(c.gamma == 0, 1.0, tl.exp(c.gamma * tl.log(rest)))
         g, dg = TERMS(logprob, old, behavior, c, BEHAVIOR)
         if WEIGHTED:
             silent = A == 0
@@ -185,10 +232,27 @@ def _external(logprob, old, behavior, A, c, BEHAVIOR: tl.constexpr, TERMS: tl.co
 
 
 @triton.jit
+def _kl(logprob, old, ref, is_external, KL: tl.constexpr):
+    """The estimate of the divergence from the reference policy, and its slope."""
+    d = ref - logprob
+    k3 = _expm1(d) - d
+    if KL == "k2":
+        value, slope = 0.5 * d * d, -d
+    elif KL == "k3":
+        value, slope = k3, -_expm1(d)
+    else:
+        tl.static_assert(KL == "k3-unbiased")
+        r = tl.where(is_external, 1.0, tl.exp(logprob - old))
+        value, slope = r * k3, -r * d
+    return value, slope
+
+
+@triton.jit
 def _token_loss_kernel(
     values, sums, constants, coefficients, N,
     OLD: tl.constexpr, BEHAVIOR: tl.constexpr, ENGINE: tl.constexpr,
-    INTERNAL_TERMS: tl.constexpr, EXTERNAL_TERMS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_N: tl.constexpr,
+    INTERNAL_TERMS: tl.constexpr, EXTERNAL_TERMS: tl.constexpr, WEIGHTED: tl.constexpr,
+    KL: tl.constexpr, MISMATCH: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     here, c = n < N, coefficients
@@ -202,18 +266,25 @@ def _token_loss_kernel(
     on = weight != 0
     internal, external = on & (is_external == 0), on & is_external
 
-    loss_int, slope_int, clipped = _internal(logprob, old, A, c, INTERNAL_TERMS)
+    loss_int, slope_int, low, high = _internal(logprob, old, A, c, INTERNAL_TERMS)
     loss_ext, slope_ext, ratio_ext = _external(logprob, old, behavior, A, c, BEHAVIOR, EXTERNAL_TERMS, WEIGHTED)
-    gap, weight_int = 0.0 * A, 0.0 * A + 1.0
+    gap, weight_int, outside = 0.0 * A, 0.0 * A + 1.0, A != A
     if ENGINE:
         gap = old - tl.load(row + 6, here, 0.0)
-        truncated = tl.exp(gap)
-        truncated = tl.where(truncated > c.mismatch_cap, c.mismatch_cap, truncated)
-        weight_int = tl.where(c.mismatch_cap < float("inf"), truncated, 1.0)
-    d = ref - logprob
+        ratio = tl.exp(gap)
+        below, above = ratio < c.mismatch_low, ratio > c.mismatch_cap
+        if MISMATCH == "mask":
+            bounded = tl.where(below | above, 0.0, ratio)
+        else:
+            tl.static_assert(MISMATCH == "truncate")
+            bounded = tl.where(below, c.mismatch_low, tl.where(above, c.mismatch_cap, ratio))
+        has_cap = c.mismatch_cap < float("inf")
+        weight_int, outside = tl.where(has_cap, bounded, 1.0), has_cap & (below | above)
+    kept = weight_int != 0  # selected: a masked token may have an infinite loss
+    kl, slope_kl = _kl(logprob, old, ref, is_external, KL)
     has_kl = c.kl_coef != 0
-    slope = tl.where(is_external, slope_ext, weight_int * slope_int)
-    slope = tl.where(has_kl, slope - c.kl_coef * _expm1(d), slope)
+    slope = tl.where(is_external, slope_ext, tl.where(kept, weight_int * slope_int, 0.0))
+    slope = tl.where(has_kl, slope + c.kl_coef * slope_kl, slope)
     dlogprob = tl.where(on, weight * slope, 0.0)
     has_entropy = (c.entropy_coef != 0) & (entropy_weight != 0)
     dentropy = tl.where(has_entropy, -c.entropy_coef * entropy_weight, 0.0)
@@ -229,9 +300,9 @@ def _token_loss_kernel(
         tl.where(internal, one, 0.0),
         tl.where(external, one, 0.0),
         tl.where((dlogprob != 0) | (dentropy != 0), one, 0.0),
-        tl.where(internal, weight * weight_int * loss_int, 0.0),
+        tl.where(internal & kept, weight * weight_int * loss_int, 0.0),
         tl.where(external, weight * loss_ext, 0.0),
-        tl.where(on & has_kl, weight * c.kl_coef * (_expm1(d) - d), 0.0),
+        tl.where(on & has_kl, weight * c.kl_coef * kl, 0.0),
         tl.where(has_entropy, dentropy * entropy, 0.0),
         tl.where(on, entropy, 0.0),
         tl.where(internal, entropy, 0.0),
@@ -239,10 +310,12 @@ def _token_loss_kernel(
         tl.where(external, p, 0.0),
         tl.where(external, ratio_ext, 0.0),
         tl.where(internal, _expm1(log_ratio) - log_ratio, 0.0),
-        tl.where(internal & clipped, one, 0.0),
+        tl.where(internal & has_kl, logprob - ref, 0.0),
+        tl.where(internal & low, one, 0.0),
+        tl.where(internal & high, one, 0.0),
         tl.where(internal, tl.abs(gap), 0.0),
         tl.where(internal & (tl.abs(_expm1(gap)) > 0.1), one, 0.0),
-        tl.where(internal & (gap > tl.log(c.mismatch_cap)), one, 0.0),
+        tl.where(internal & outside, one, 0.0),
     )
-    for i in tl.static_range(18):
+    for i in tl.static_range(20):
         tl.store(sums + tl.program_id(0) * SUMS + i, tl.sum(terms[i], 0))

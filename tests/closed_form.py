@@ -22,11 +22,25 @@ def _clip(t: SimpleNamespace) -> Tensor:
     return -gain
 
 
+def _sapo(t: SimpleNamespace) -> Tensor:
+    tau = t.o.tau_pos if t.A > 0 else t.o.tau_neg
+    return -t.A * 4 / (tau * (1 + (tau * (1 - t.r)).exp()))
+
+
+def _dppo(t: SimpleNamespace) -> Tensor:
+    moved = (t.p - t.p_old).item()
+    dropped = moved > t.o.clip_high if t.A > 0 else moved < -t.o.clip_low
+    return 0 * t.l if dropped else -min(t.r.item(), t.o.ratio_cap) * t.A * t.l
+
+
 # What one token loses, by surrogate; demonstrated tokens have the exploration weight beside it.
 INTERNAL: dict[str, Callable[[SimpleNamespace], Tensor]] = {
     "ratio": lambda t: -t.A * t.r,
     "clip": _clip,
     "reinforce": lambda t: -t.A * t.l,
+    "cispo": lambda t: -min(t.r.item(), 1 + t.o.clip_high) * t.A * t.l,
+    "sapo": _sapo,
+    "dppo": _dppo,
 }
 EXTERNAL: dict[str, Callable[[SimpleNamespace], Tensor]] = {
     "mis": lambda t: -t.A * 2 * t.p / ((t.estimate if t.p_omega is None else t.p_omega) + t.p_old),
@@ -35,22 +49,36 @@ EXTERNAL: dict[str, Callable[[SimpleNamespace], Tensor]] = {
     "bayes": lambda t: -t.A * t.p / t.estimate,
     "shaped": lambda t: -t.A * t.p / (t.p + t.o.kappa),
     "nll": lambda t: -t.l,
+    "dft": lambda t: -t.p.item() * t.l,
     "none": lambda t: 0 * t.l,
 }
 FEATURES: dict[str, dict[str, Any]] = {  # fields of the objective, one combination an entry
     "plain": {},
     "no-gamma": {"gamma": 0.0},
-    "asymmetric-dual": {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5, "kappa": 0.3},
+    "asymmetric-dual": {
+        **{"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5, "ratio_cap": 1.6},
+        **{"tau_pos": 2.0, "tau_neg": 0.7, "kappa": 0.3, "external_coef": 0.6},
+    },
     "kl": {"kl_coef": 0.7},
+    "kl-k2": {"kl_coef": 0.7, "kl_estimator": "k2"},
+    "kl-unbiased": {"kl_coef": 0.7, "kl_estimator": "k3-unbiased"},
     "entropy": {"entropy_coef": 0.4},
     "mismatch": {"mismatch_cap": 1.2},
-    "all": {"gamma": 1.7, "dual_clip": 1.1, "kl_coef": 0.3, "entropy_coef": 0.2, "mismatch_cap": 1.5},
+    "mask": {"mismatch_cap": 1.105, "mismatch_low": 0.9, "mismatch_mode": "mask"},
+    "all": {
+        **{"gamma": 1.7, "dual_clip": 1.1, "kl_coef": 0.3, "kl_estimator": "k3-unbiased", "entropy_coef": 0.2},
+        **{"mismatch_cap": 1.5, "mismatch_low": 0.8, "external_coef": 2.0},
+    },
 }
 OPTIONAL = ("old_logprob", "behavior_logprob", "ref_logprob", "engine_logprob", "entropy_weight")
 
 
 def all_objectives(features: Iterable[str] = FEATURES) -> list[tuple[str, str, str]]:
-    return list(product(INTERNAL, EXTERNAL, features))
+    """Every surrogate of both kinds; their losses add up, so not every pair of them."""
+    pairs = [(internal, "mis") for internal in INTERNAL] + [
+        ("ratio", external) for external in EXTERNAL if external != "mis"
+    ]
+    return [(*pair, feature) for pair, feature in product(pairs, features)]
 
 
 def sample_constants(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -131,12 +159,12 @@ def token_losses(
             stats["mismatch_abs"] += abs(old - here["engine_logprob"])
             stats["mismatch_outside_10pct"] += not 0.9 <= weight <= 1.1
             if o.mismatch_cap is not None:
-                stats["mismatch_truncated"] += weight > o.mismatch_cap
-                loss = loss * min(weight, o.mismatch_cap)
-        terms[kind][t] = m * loss
+                bounded = min(max(weight, o.mismatch_low), o.mismatch_cap)
+                stats["mismatch_truncated"] += weight != bounded
+                loss = loss * (bounded if weight == bounded or o.mismatch_mode == "truncate" else 0)
+        terms[kind][t] = m * loss * (o.external_coef if kind == "external" else 1)
         if o.kl_coef:
-            d = here["ref_logprob"] - l
-            terms["kl"][t] = o.kl_coef * m * (d.exp() - d - 1)
+            terms["kl"][t] = o.kl_coef * m * kl_estimate(o, l, here["ref_logprob"], None if kind == "external" else old)
         stats["tokens"] += 1
         stats[f"tokens_{kind}"] += 1
         stats[f"prob_{kind}"] += l.exp().item()
@@ -147,6 +175,15 @@ def token_losses(
     stacked = {name: torch.stack([*losses, logprob.sum() * 0]) for name, losses in terms.items()}  # also of no tokens
     stats |= {f"loss_{name}": losses.sum().item() for name, losses in stacked.items()}
     return sum(stacked.values(), logprob.new_zeros(()))[:-1], stats
+
+
+def kl_estimate(o: Objective, l: Tensor, ref: float, old: float | None) -> Tensor:  # noqa: E741
+    """Schulman, "Approximating KL Divergence"; DeepSeek-V3.2. old None: a token that no policy sampled."""
+    d = ref - l
+    if o.kl_estimator == "k2":
+        return d**2 / 2
+    k3 = d.exp() - d - 1
+    return k3 if o.kl_estimator == "k3" else (l - (l.item() if old is None else old)).exp() * k3
 
 
 def logprob_and_entropy(

@@ -30,6 +30,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from rlplus.kernels import active_rows, linear_logprob, policy_loss, scale
+from rlplus.objective.presets import KL_ESTIMATORS
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 
 KB = 1024
@@ -102,11 +103,14 @@ def gemm_launches(arch: int) -> Iterator[Launch]:
 
 
 def token_launches() -> Iterator[Launch]:
-    numbers = policy_loss.Coefficients(0.5, 0.1, 0.2, 0.2, 3.0, 0.1, 0.1, 2.0)
-    for internal, external, all_given in product(INTERNAL, EXTERNAL, (False, True)):
+    numbers = policy_loss.Coefficients(*(0.5 for _ in policy_loss.Coefficients._fields))
+    names = [(internal, "mis", "k3", "truncate") for internal in INTERNAL]
+    names += [("ratio", external, "k3", "truncate") for external in EXTERNAL if external != "mis"]
+    names += [("ratio", "mis", kl, "truncate") for kl in KL_ESTIMATORS if kl != "k3"] + [("ratio", "mis", "k3", "mask")]
+    for choices, all_given in product(names, (False, True)):
         given = policy_loss.Given(all_given, all_given, all_given)
-        where = f"{internal}, {external}, optional inputs {'given' if all_given else 'absent'}"
-        args = (torch.empty(200, 6), torch.empty(200, 8), numbers, given, internal, external)
+        where = f"{', '.join(choices)}, optional inputs {'given' if all_given else 'absent'}"
+        args = (torch.empty(200, 6), torch.empty(200, 8), numbers, given, policy_loss.Choices(*choices))
         yield where, False, lambda args=args: policy_loss.token_loss(*args)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from closed_form import EXTERNAL, FEATURES, INTERNAL, all_objectives
+from closed_form import EXTERNAL, FEATURES, all_objectives
 from head_bounds import (
     BF16,
     CPP,
@@ -46,13 +46,14 @@ def test_every_objective_in_every_dtype(backend: str, dtype: torch.dtype) -> Non
         check(case, fused(backend, case.head, case.constants, case.objective, **case.options), backend)
 
 
-@pytest.mark.parametrize("external", EXTERNAL)
-@pytest.mark.parametrize("internal", INTERNAL)
-def test_gradcheck_of_the_definition(internal: str, external: str) -> None:
-    """With gamma 0 and old_logprob given nothing is detached: numeric differences of the loss are its gradient."""
+@pytest.mark.parametrize(("internal", "external", "_"), all_objectives([""]))
+def test_gradcheck_of_the_definition(internal: str, external: str, _: str) -> None:
+    """With gamma 0 and old_logprob given little is detached: numeric differences of the loss are its gradient."""
+    if internal in ("cispo", "dppo") or external == "dft":  # their weight is detached
+        return
     head, constants = sample(8, V=5, seed=3)
     leaves = [head[k].requires_grad_() for k in ("hidden", "weight", "bias")]
-    for features in ("no-gamma", "kl", "entropy", "mismatch"):
+    for features in ("no-gamma", "kl", "kl-k2", "entropy", "mismatch"):
         objective = Objective(internal, external, **(FEATURES[features] | {"gamma": 0.0, "dual_clip": 1.5}))
 
         def loss(hidden: Tensor, weight: Tensor, bias: Tensor, objective: Objective = objective) -> Tensor:

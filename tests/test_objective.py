@@ -226,14 +226,15 @@ def test_no_old_logprob_means_the_current_policy() -> None:
         got = run(logprob, entropy, constants | {"old_logprob": None}, objective)
         torch.testing.assert_close(got[:3], want[:3], **EXACT)
         assert got[3]["kl_old"] == 0
-        assert got[3]["clipped"] == 0
+        assert got[3]["clipped_low"] == got[3]["clipped_high"] == 0
 
 
 def test_stats_are_detached_scalars_and_the_loss_is_their_sum() -> None:
     logprob, entropy, constants = sample(20)
     loss, *_, stats = run(logprob, entropy, constants, EVERYTHING)
     base = {"tokens", "tokens_internal", "tokens_external", "active_rows", "loss_internal", "loss_external", "loss_kl"}
-    base |= {"loss_entropy", "prob_internal", "prob_external", "ratio_external", "kl_old", "clipped"}
+    base |= {"loss_entropy", "prob_internal", "prob_external", "ratio_external", "kl_old", "kl_ref"}
+    base |= {"clipped_low", "clipped_high"}
     mismatch = {"mismatch_abs", "mismatch_outside_10pct", "mismatch_truncated"}
     assert set(stats) == base | mismatch | {"entropy", "entropy_internal"}
     assert all(value.shape == () and not value.requires_grad for value in stats.values())
@@ -251,10 +252,63 @@ def test_stats_count_what_was_clipped_and_sum_the_weights_of_demonstrations() ->
     stats = run(logprob, None, constants, objective)[-1]
     r, A = (logprob - constants["old_logprob"]).exp(), constants["advantage"]
     on, external = constants["token_weight"] != 0, constants["external"]
-    clipped = ((A > 0) & (r > 1.3)) | ((A < 0) & ((r < 0.9) | (r > 1.5)))
-    assert stats["clipped"] == (on & ~external & clipped).sum() > 0
+    high, low = ((A > 0) & (r > 1.3)) | ((A < 0) & (r > 1.5)), (A < 0) & (r < 0.9)
+    assert stats["clipped_high"] == (on & ~external & high).sum() > 0
+    assert stats["clipped_low"] == (on & ~external & low).sum() > 0
     g = 2 * logprob.exp() / (1 + constants["old_logprob"].exp())
     torch.testing.assert_close(stats["ratio_external"], g[on & external].sum(), **EXACT)
+
+
+@pytest.mark.parametrize("internal", ["cispo", "sapo", "dppo"])
+def test_stats_count_where_a_bound_changed_the_ratio(internal: str) -> None:
+    logprob, _, constants = sample(400)
+    objective = Objective(internal, clip_low=0.1, clip_high=0.3)
+    stats = run(logprob, None, constants, objective)[-1]
+    old, A = constants["old_logprob"], constants["advantage"]
+    on, moved = (constants["token_weight"] != 0) & ~constants["external"], logprob.exp() - old.exp()
+    low = on & (A < 0) & (moved < -0.1) if internal == "dppo" else on & False
+    high = on & (
+        {"cispo": (A != 0) & ((logprob - old).exp() > 1.3), "dppo": (A > 0) & (moved > 0.3)}.get(internal, on & False)
+    )
+    assert (stats["clipped_low"], stats["clipped_high"]) == (low.sum(), high.sum())
+    assert internal == "sapo" or high.any()
+
+
+def test_a_gate_that_is_shut_has_no_gradient_whatever_overflows() -> None:
+    for A in (1.0, -1.0):
+        g, slope = one_token(Objective("sapo"), -0.1, -2000.0, external=False, A=A)
+        assert g == pytest.approx(4 * A / (1.0 if A > 0 else 1.05), rel=1e-12)
+        assert slope == 0
+
+
+def test_a_masked_token_has_no_surrogate_whatever_overflows() -> None:
+    one = torch.ones(1, dtype=torch.float64)
+    constants = {"advantage": one, "token_weight": one, "external": torch.tensor([False])}
+    constants |= {"old_logprob": -2000 * one, "engine_logprob": -one, "ref_logprob": -one}
+    objective = Objective("ratio", mismatch_cap=5.0, mismatch_low=0.5, mismatch_mode="mask", kl_coef=0.1)
+    loss, slope, stats = run(-2 * one, None, constants, objective)
+    assert loss.item() == pytest.approx(0.1 * (math.e - 2), rel=1e-12)  # the KL penalty stays
+    assert slope.item() == pytest.approx(-0.1 * (math.e - 1), rel=1e-12)
+    assert stats["mismatch_truncated"] == 1
+
+
+@pytest.mark.parametrize(("estimator", "old_is_current"), [("k2", True), ("k3-unbiased", True), ("k3-unbiased", False)])
+def test_the_gradient_of_a_kl_estimate_is_unbiased(estimator: str, old_is_current: bool) -> None:
+    """Over all tokens, weighted by their probability under the policy that samples: that of the divergence itself."""
+    g = torch.Generator().manual_seed(3)
+    logits, ref, old = torch.randn(3, 7, generator=g, dtype=torch.float64).unbind()
+    logits.requires_grad_()
+    logprob, ref, old = (x.log_softmax(0) for x in (logits, ref, old))
+    exact = (logprob.exp() * (logprob - ref)).sum()
+    (want,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    old = logprob.detach() if old_is_current else old
+    constants = {"advantage": torch.zeros_like(old), "token_weight": old.exp(), "external": torch.zeros(7) > 0}
+    objective = Objective(kl_coef=1.0, kl_estimator=estimator)
+    loss, stats = policy_loss(logprob, old_logprob=old, ref_logprob=ref, objective=objective, **constants)
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], want, rtol=1e-12, atol=1e-14)
+    if estimator == "k3-unbiased":
+        torch.testing.assert_close(loss, exact, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(stats["kl_ref"], (logprob - ref).sum().detach())
 
 
 def test_gradcheck_and_scaled_upstream_gradients() -> None:
@@ -345,7 +399,11 @@ PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "dr-grpo": ({"internal": "clip"}, "constant", False, "none"),
     "dapo": ({"internal": "clip", "clip_high": 0.28}, "token", True, "none"),
     "simplerl": ({"internal": "clip", "kl_coef": 1e-3, "entropy_coef": 1e-3}, "token", True, "none"),
+    "cispo": ({"internal": "cispo", "clip_high": 4.0}, "token", True, "none"),
+    "sapo": ({"internal": "sapo"}, "sequence", True, "none"),
+    "dppo": ({"internal": "dppo"}, "token", False, "none"),
     "sft": ({"external": "nll"}, "token", True, "only"),
+    "dft": ({"external": "dft"}, "token", True, "only"),
 }
 
 
@@ -353,13 +411,15 @@ PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
 def test_presets_say_what_the_papers_say(name: str) -> None:
     plain = {"internal": "ratio", "external": "none", "gamma": 0.0, "kappa": 0.1, "clip_low": 0.2, "clip_high": 0.2}
     plain |= {"dual_clip": None, "kl_coef": 0.0, "entropy_coef": 0.0, "mismatch_cap": None}
+    plain |= {"external_coef": 1.0, "ratio_cap": 20.0, "tau_pos": 1.0, "tau_neg": 1.05, "kl_estimator": "k3"}
+    plain |= {"mismatch_low": 0.0, "mismatch_mode": "truncate"}
     fields, reduction, normalize_std, demonstrations = PRESETS[name]
     algorithm = ALGORITHMS[name]
     assert dataclasses.asdict(algorithm.objective) == plain | fields
     assert Objective.preset(name) == algorithm.objective
     assert algorithm.reduction == reduction
     assert algorithm.demonstrations == demonstrations
-    if name != "sft":  # has no group
+    if demonstrations != "only":  # there is a group
         assert algorithm.normalize_std is normalize_std
 
 
@@ -387,6 +447,14 @@ def test_objective_is_frozen_and_replaceable() -> None:
         (lambda: Objective(gamma=-0.5), "want gamma a finite number >= 0; got -0.5"),
         (lambda: Objective(kappa=0.0), "want kappa a finite number > 0; got 0.0"),
         (lambda: Objective(dual_clip=1.0), "want dual_clip a finite number > 1; got 1.0"),
+        (lambda: Objective(external_coef=0.0), "want external_coef a finite number > 0; got 0.0"),
+        (lambda: Objective(ratio_cap=0.5), "want ratio_cap a finite number >= 1; got 0.5"),
+        (lambda: Objective(tau_pos=0.0), "want tau_pos a finite number > 0; got 0.0"),
+        (lambda: Objective(tau_neg=-1.0), "want tau_neg a finite number > 0; got -1.0"),
+        (lambda: Objective(kl_estimator="k1"), "got k1, which as a loss has an expected gradient of 0"),
+        (lambda: Objective(kl_estimator="k3_unbiased"), "want kl_estimator one of k2, .*did you mean 'k3-unbiased'"),
+        (lambda: Objective(mismatch_mode="masks"), "want mismatch_mode one of truncate, mask; got 'masks'"),
+        (lambda: Objective(mismatch_cap=2.0, mismatch_low=2.5), "want mismatch_low < mismatch_cap; got 2.5 and 2"),
         (lambda: Objective(mismatch_cap=0.0), "want mismatch_cap a finite number > 0"),
         (lambda: Objective(kl_coef=math.nan), "want kl_coef a finite number >= 0; got nan"),
         (lambda: Objective(entropy_coef="1e-3"), "want entropy_coef a finite number; got '1e-3'"),

@@ -14,6 +14,8 @@ from rlplus.ops import triton as backend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = torch.finfo(torch.float32).eps
+OBJECTIVES = all_objectives(["plain", "asymmetric-dual", "all"])
+OBJECTIVES += [("clip", "mis", features) for features in ("kl", "kl-k2", "mask")]
 
 
 def token_constants(n: int, absent: tuple[str, ...] = ()) -> TokenConstants:
@@ -24,7 +26,7 @@ def token_constants(n: int, absent: tuple[str, ...] = ()) -> TokenConstants:
 def run_token_loss(logprob: Tensor, entropy: Tensor, c: TokenConstants, o: Objective) -> dict[str, Tensor]:
     values = torch.stack([logprob, entropy, *[torch.full_like(logprob, math.nan)] * 4], 1)
     columns, given = backend._columns(c)
-    arguments = (values, columns, backend._coefficients(o), given, o.internal, o.external)
+    arguments = (values, columns, backend._coefficients(o), given, backend._choices(o))
     stats = dict(zip(STATS + MISMATCH_STATS, token_kernels.token_loss(*arguments).sum(0), strict=True))
     if c.engine_logprob is None:
         stats = {name: stats[name] for name in STATS}
@@ -36,7 +38,7 @@ def test_every_surrogate_has_a_kernel_and_a_closed_form() -> None:
         assert (product.INTERNAL.keys(), product.EXTERNAL.keys()) == (INTERNAL.keys(), EXTERNAL.keys())
 
 
-@pytest.mark.parametrize(("internal", "external", "features"), all_objectives(["plain", "asymmetric-dual", "all"]))
+@pytest.mark.parametrize(("internal", "external", "features"), OBJECTIVES)
 def test_every_objective_matches_its_definition(internal: str, external: str, features: str) -> None:
     """On ordinary tokens, on p near 0 and 1, on ratios near 1, and on a logprob that rounding put above 0."""
     o, n = Objective(internal, external, **FEATURES[features]), 300
@@ -68,9 +70,8 @@ def definition(
     return out.stats | {"dlogprob": out.dlogprob, "dentropy": out.dentropy}
 
 
-@pytest.mark.parametrize("internal", INTERNAL)
-@pytest.mark.parametrize("external", EXTERNAL)
-def test_what_overflows_does_so_as_in_the_definition(internal: str, external: str) -> None:
+@pytest.mark.parametrize(("internal", "external", "features"), OBJECTIVES)
+def test_what_overflows_does_so_as_in_the_definition(internal: str, external: str, features: str) -> None:
     """Infinite ratios stay infinite, NaN stays NaN, and an advantage of 0 is exactly 0 whatever they are."""
     extremes = torch.tensor([-0.5, -1e30, math.nan, -math.inf, 0.0], device=DEVICE)
     logprob, old, behavior, ref = (x.reshape(-1) for x in torch.meshgrid(*[extremes] * 4, indexing="ij"))
@@ -79,11 +80,10 @@ def test_what_overflows_does_so_as_in_the_definition(internal: str, external: st
     c = TokenConstants(
         advantage, torch.ones_like(logprob), torch.arange(n, device=DEVICE) % 2 == 0, old, behavior, ref, ref
     )
-    for features in ("plain", "asymmetric-dual", "all"):
-        o = Objective(internal, external, **FEATURES[features])
-        got = run_token_loss(logprob, logprob, c, o)["dlogprob"]
-        want = definition(logprob, logprob, c, o, torch.float32)["dlogprob"]
-        torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-4, atol=1e-30)
+    o = Objective(internal, external, **FEATURES[features])
+    got = run_token_loss(logprob, logprob, c, o)["dlogprob"]
+    want = definition(logprob, logprob, c, o, torch.float32)["dlogprob"]
+    torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-4, atol=1e-30)
 
 
 # ---- the whole operation against float64

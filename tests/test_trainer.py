@@ -218,7 +218,8 @@ def test_a_run_leaves_all_that_is_promised(tmp_path):
         "response_length/mean", "response_length/max", "response_length/clipped", "actor/loss", "actor/loss_internal",
         "actor/loss_external", "actor/entropy", "actor/entropy_internal", "actor/grad_norm", "actor/lr",
         "actor/ratio_external_mean", "actor/prob_external", "actor/prob_internal", "actor/kl_old",
-        "actor/clip_fraction", "actor/active_rows", "mismatch/mean", "mismatch/max", "mismatch/outside_10pct",
+        "actor/clip_fraction_low", "actor/clip_fraction_high", "actor/active_rows",
+        "mismatch/mean", "mismatch/max", "mismatch/outside_10pct",
         "time/generate", "time/score", "time/old_logprob", "time/update", "time/sync", "time/step", "tokens_per_second",
     ):  # fmt: skip
         assert name in row, name

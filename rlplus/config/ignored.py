@@ -30,7 +30,7 @@ def _objective(config: "Config") -> Objective:
 
 
 def _ratio_is_one(config: "Config") -> bool:
-    """The policy that trains is the one that sampled: whatever the range, nothing is clipped."""
+    """The policy that trains is the one that sampled: whatever the range and the gate, the gradient is the same."""
     train = config.train
     return train.prompts_per_update in (None, train.prompts_per_step) and not train.overlap
 
@@ -85,23 +85,33 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "train.generated_tokens train.overlap algorithm.normalize_std algorithm.objective.internal "
-        "algorithm.objective.mismatch_cap",
+        "algorithm.objective.mismatch_cap algorithm.objective.mismatch_low algorithm.objective.mismatch_mode",
         lambda c: _demonstrations(c) == "only",
         "the preset generates nothing",
     ),
     (
-        "algorithm.objective.external algorithm.objective.gamma",
+        "algorithm.objective.external algorithm.objective.external_coef algorithm.objective.gamma",
         lambda c: _demonstrations(c) == "none",
         "the preset takes no demonstrations",
     ),
     (
-        "algorithm.objective.gamma",
+        "algorithm.objective.external_coef algorithm.objective.gamma",
         lambda c: EXTERNAL[_objective(c).external].terms is None,
         "it weighs demonstrated tokens, and algorithm.objective.external is none",
     ),
     *_surrogates_rules(),
     (
-        "algorithm.objective.clip_low algorithm.objective.clip_high algorithm.objective.dual_clip",
+        "algorithm.objective.kl_estimator",
+        lambda c: not _objective(c).kl_coef,
+        "algorithm.objective.kl_coef is 0",
+    ),
+    (
+        "algorithm.objective.mismatch_low algorithm.objective.mismatch_mode",
+        lambda c: _objective(c).mismatch_cap is None,
+        "there is no algorithm.objective.mismatch_cap",
+    ),
+    (
+        " ".join(f"algorithm.objective.{field}" for surrogate in INTERNAL.values() for field in surrogate.reads),
         _ratio_is_one,
         "with one update a step the ratio is 1: want train.prompts_per_update below prompts_per_step, or train.overlap",
     ),

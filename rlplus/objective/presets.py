@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from math import isfinite
-from typing import Literal
+from typing import Any, Literal
 
 from rlplus.errors import nearest
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 
+KL_ESTIMATORS = ("k2", "k3", "k3-unbiased")
+MISMATCH_MODES = ("truncate", "mask")
 Reduction = Literal["token", "sequence", "constant", "official"]
 
 
@@ -24,41 +26,70 @@ class Objective:
     Sampled (internal) and demonstrated (external) tokens each have a surrogate g(logprob); a token's loss is
     -advantage * g. The formulas stand in `surrogates.py`. Change fields with `dataclasses.replace`.
 
-    internal       "ratio" (RL-PLUS), "clip" (PPO, GRPO, DAPO) or "reinforce"
+    internal       "ratio" (RL-PLUS), "clip" (PPO, GRPO, DAPO), "reinforce", "cispo" (MiniMax-M1), "sapo" or "dppo"
     external       "mis" (RL-PLUS eq. 4 with the Bayes-optimal estimate), "proxy", "omega", "bayes" (the paper's
-                   ablations), "shaped" (LUFFY), "nll" (supervised; ignores the advantage) or "none"
+                   ablations), "shaped" (LUFFY), "nll" (supervised), "dft" (supervised, weighted by p) or "none";
+                   the supervised ones ignore the advantage
+    external_coef  factor of the external loss
     gamma          exponent of the exploration weight (1 - p)^gamma on external tokens (RL-PLUS eq. 6); 0 = off
     kappa          LUFFY's shaping constant, for "shaped"
-    clip_low, clip_high   the ratio is clipped to [1 - clip_low, 1 + clip_high], for "clip"
+    clip_low, clip_high   "clip": the ratio is clipped to [1 - clip_low, 1 + clip_high]; "cispo": the detached ratio is
+                   at most 1 + clip_high; "dppo": a token whose probability rose by more than clip_high, or fell by more
+                   than clip_low, where the advantage asks for more of it, has no loss
     dual_clip      lower bound c * advantage on the objective of a negative advantage, c > 1, for "clip"; None = off
-    kl_coef        coefficient of the k3 estimate of KL(policy || reference); needs `ref_logprob`
+    ratio_cap      the detached ratio is at most this, 1 or more, for "dppo"
+    tau_pos, tau_neg   temperatures of the gate of positive and of other advantages, for "sapo"
+    kl_coef        coefficient of the estimate of KL(policy || reference); needs `ref_logprob`
+    kl_estimator   "k2", "k3" (GRPO) or "k3-unbiased" (DeepSeek-V3.2; TRL's default): only the gradients of k2 on
+                   samples of the current policy, and of k3-unbiased, are those of the KL divergence
     entropy_coef   coefficient of the entropy bonus
-    mismatch_cap   internal surrogates are weighted by min(exp(old_logprob - engine_logprob), cap); None = off
+    mismatch_cap   internal surrogates are weighted by w = exp(old_logprob - engine_logprob), which has this upper
+                   bound; None = no weight
+    mismatch_low   lower bound of w
+    mismatch_mode  "truncate": w is clamped to its bounds; "mask": tokens with w outside have no surrogate (IcePop)
     """
 
     internal: str = "ratio"
     external: str = "mis"
+    external_coef: float = 1.0
     gamma: float = 0.5
     kappa: float = 0.1
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
+    ratio_cap: float = 20.0
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
     kl_coef: float = 0.0
+    kl_estimator: str = "k3"
     entropy_coef: float = 0.0
     mismatch_cap: float | None = None
+    mismatch_low: float = 0.0
+    mismatch_mode: str = "truncate"
 
     def __post_init__(self) -> None:
         _check_name("internal surrogate", self.internal, tuple(INTERNAL))
         _check_name("external surrogate", self.external, tuple(EXTERNAL))
+        if self.kl_estimator == "k1":
+            raise ValueError(
+                "want kl_estimator k2, k3 or k3-unbiased; got k1, which as a loss has an expected gradient of 0"
+            )
+        _check_name("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        _check_name("mismatch_mode", self.mismatch_mode, MISMATCH_MODES)
         for field, low, strict in (
+            ("external_coef", 0.0, True),
             ("gamma", 0.0, False),
             ("kappa", 0.0, True),
             ("clip_low", 0.0, False),
             ("clip_high", 0.0, False),
             ("dual_clip", 1.0, True),
+            ("ratio_cap", 1.0, False),
+            ("tau_pos", 0.0, True),
+            ("tau_neg", 0.0, True),
             ("kl_coef", 0.0, False),
             ("entropy_coef", None, False),
             ("mismatch_cap", 0.0, True),
+            ("mismatch_low", 0.0, False),
         ):
             value = getattr(self, field)
             if value is None and field in ("dual_clip", "mismatch_cap"):
@@ -67,6 +98,8 @@ class Objective:
             if not number or (low is not None and (value <= low if strict else value < low)):
                 bound = "" if low is None else f" {'>' if strict else '>='} {low:g}"
                 raise ValueError(f"want {field} a finite number{bound}; got {value!r}")
+        if self.mismatch_cap is not None and self.mismatch_low >= self.mismatch_cap:
+            raise ValueError(f"want mismatch_low < mismatch_cap; got {self.mismatch_low:g} and {self.mismatch_cap:g}")
 
     def external_gradient(self, advantage: float) -> bool:
         """Whether a demonstrated token of that advantage can have a gradient, KL and entropy aside."""
@@ -95,8 +128,8 @@ class Algorithm:
     demonstrations: Literal["none", "group", "apart", "only"] = "group"
 
 
-def _grpo(reduction: Reduction, normalize_std: bool = True, **fields: float) -> Algorithm:
-    return Algorithm(Objective("clip", "none", gamma=0.0, **fields), reduction, normalize_std, "none")
+def _rollouts_only(internal: str, reduction: Reduction, normalize_std: bool = True, **fields: Any) -> Algorithm:
+    return Algorithm(Objective(internal, "none", gamma=0.0, **fields), reduction, normalize_std, "none")
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -108,12 +141,16 @@ ALGORITHMS: dict[str, Algorithm] = {
     "rlplus-omega": Algorithm(Objective(external="omega", gamma=0.0)),
     "rlplus-bayes": Algorithm(Objective(external="bayes", gamma=0.0)),
     "luffy": Algorithm(Objective(external="shaped", gamma=0.0, entropy_coef=1e-3), "official", normalize_std=False),
-    "grpo": _grpo("sequence"),
+    "grpo": _rollouts_only("clip", "sequence"),
     "grpo-sft": Algorithm(Objective(external="nll", gamma=0.0), demonstrations="apart"),
-    "dr-grpo": _grpo("constant", normalize_std=False),
-    "dapo": _grpo("token", clip_high=0.28),
-    "simplerl": _grpo("token", kl_coef=1e-3, entropy_coef=1e-3),
+    "dr-grpo": _rollouts_only("clip", "constant", normalize_std=False),
+    "dapo": _rollouts_only("clip", "token", clip_high=0.28),
+    "simplerl": _rollouts_only("clip", "token", kl_coef=1e-3, entropy_coef=1e-3),
+    "cispo": _rollouts_only("cispo", "token", clip_high=4.0),  # at most 5: ScaleRL, arXiv 2510.13786
+    "sapo": _rollouts_only("sapo", "sequence"),
+    "dppo": _rollouts_only("dppo", "token", normalize_std=False),
     "sft": Algorithm(Objective(external="nll", gamma=0.0), demonstrations="only"),
+    "dft": Algorithm(Objective(external="dft", gamma=0.0), demonstrations="only"),
 }
 
 

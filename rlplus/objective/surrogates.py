@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from rlplus.objective.presets import Objective
     from rlplus.objective.tokens import TokenConstants
 
+    Terms = tuple[Tensor, Tensor, Tensor | bool, Tensor | bool]
+
 
 class Internal(NamedTuple):
     """A surrogate of sampled tokens.
 
-    terms: logprob (n,), the tokens' constants, the objective -> loss and its derivative, (n,) each, and where clipping
-    took the gradient. reads: the fields of `Objective` that are for such surrogates.
+    terms: logprob (n,), the tokens' constants, the objective -> loss and its derivative, (n,) each, and where a lower
+    and an upper bound changed the ratio. reads: the fields of `Objective` that are for such surrogates.
     """
 
-    terms: Callable[[Tensor, TokenConstants, Objective], tuple[Tensor, Tensor, Tensor | bool]]
+    terms: Callable[[Tensor, TokenConstants, Objective], Terms]
     reads: tuple[str, ...] = ()
 
 
@@ -54,13 +56,13 @@ def _old(logprob: Tensor, c: TokenConstants) -> Tensor:
     return logprob if c.old_logprob is None else c.old_logprob
 
 
-def _ratio(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor, bool]:
+def _ratio(logprob: Tensor, c: TokenConstants, o: Objective) -> Terms:
     """-A r (RL-PLUS eq. 1)."""
     loss = -c.advantage * log_ratio(logprob, c).exp()
-    return loss, loss, False
+    return loss, loss, False, False
 
 
-def _clip(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor, Tensor]:
+def _clip(logprob: Tensor, c: TokenConstants, o: Objective) -> Terms:
     """-min(A r, A clip(r)) (PPO; RL-PLUS eq. 2), with dual_clip at most -dual_clip A where A < 0."""
     A, r = c.advantage, log_ratio(logprob, c).exp()
     gain, bound = r * A, r.clamp(1 - o.clip_low, 1 + o.clip_high) * A
@@ -70,18 +72,48 @@ def _clip(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Ten
         floor = o.dual_clip * A
         below = (A < 0) & (gain < floor)
         gain, clipped = floor.where(below, gain), clipped | below
-    return -gain, (-A * r).masked_fill(clipped, 0.0), clipped
+    return -gain, (-A * r).masked_fill(clipped, 0.0), clipped & (r < 1), clipped & (r > 1)
 
 
-def _reinforce(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor, bool]:
+def _reinforce(logprob: Tensor, c: TokenConstants, o: Objective) -> Terms:
     """-A log p."""
-    return -c.advantage * logprob, -c.advantage, False
+    return -c.advantage * logprob, -c.advantage, False, False
+
+
+def _cispo(logprob: Tensor, c: TokenConstants, o: Objective) -> Terms:
+    """-A sg(min(r, 1 + clip_high)) log p (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5; no lower bound, as there)."""
+    r = log_ratio(logprob, c).exp()
+    slope = -c.advantage * r.clamp(max=1 + o.clip_high)
+    return slope * logprob, slope, False, r > 1 + o.clip_high
+
+
+def _sapo(logprob: Tensor, c: TokenConstants, o: Objective) -> Terms:
+    """-A (4 / tau) sigmoid(tau (r - 1)) (soft adaptive policy optimization, arXiv 2511.20347)."""
+    A, r = c.advantage, log_ratio(logprob, c).exp()
+    tau = A.new_full(A.shape, o.tau_neg).masked_fill(A > 0, o.tau_pos)
+    gate, rest = (tau * (r - 1)).sigmoid(), (tau * (1 - r)).sigmoid()
+    slope = (4 * r * gate * rest).masked_fill(rest == 0, 0.0)  # the gate closes faster than any ratio grows
+    return -A * 4 / tau * gate, -A * slope, False, False
+
+
+def _dppo(logprob: Tensor, c: TokenConstants, o: Objective) -> Terms:
+    """-A sg(min(r, ratio_cap)) log p; 0 where p - p_old has left its bounds in the direction of A.
+
+    Divergence PPO with the binary total variation, arXiv 2602.04879.
+    """
+    A, moved = c.advantage, logprob.exp() - _old(logprob, c).exp()
+    low, high = (A < 0) & (moved < -o.clip_low), (A > 0) & (moved > o.clip_high)
+    slope = (-A * log_ratio(logprob, c).exp().clamp(max=o.ratio_cap)).masked_fill(low | high, 0.0)
+    return slope * logprob, slope, low, high
 
 
 INTERNAL = {
     "ratio": Internal(_ratio),
     "clip": Internal(_clip, reads=("clip_low", "clip_high", "dual_clip")),
     "reinforce": Internal(_reinforce),
+    "cispo": Internal(_cispo, reads=("clip_high",)),
+    "sapo": Internal(_sapo, reads=("tau_pos", "tau_neg")),
+    "dppo": Internal(_dppo, reads=("clip_low", "clip_high", "ratio_cap")),
 }
 
 
@@ -124,6 +156,12 @@ def _nll(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tens
     return logprob, logprob.new_ones(logprob.shape)
 
 
+def _dft(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor]:
+    """sg(p) log p (dynamic fine-tuning, arXiv 2508.05629)."""
+    p = logprob.exp()
+    return p * logprob, p
+
+
 EXTERNAL = {
     "mis": External(_mis),
     "proxy": External(_proxy),
@@ -131,5 +169,6 @@ EXTERNAL = {
     "bayes": External(_bayes),
     "shaped": External(_shaped, reads=("kappa",)),
     "nll": External(_nll, weighted=False),
+    "dft": External(_dft, weighted=False),
     "none": External(None),
 }

@@ -7,7 +7,6 @@ surrogates stand in `surrogates.py`.
 Symbols: p = exp(logprob), p_old = exp(old_logprob), r = p / p_old, A = advantage, m = token_weight.
 """
 
-from math import log
 from typing import NamedTuple
 
 import torch
@@ -58,7 +57,9 @@ STATS = (
     "prob_external",
     "ratio_external",
     "kl_old",
-    "clipped",
+    "kl_ref",
+    "clipped_low",
+    "clipped_high",
 )
 MISMATCH_STATS = ("mismatch_abs", "mismatch_outside_10pct", "mismatch_truncated")
 
@@ -74,19 +75,21 @@ def token_loss(logprob: Tensor, entropy: Tensor, constants: TokenConstants, obje
     on = c.token_weight != 0
     internal, external = on & ~c.external, on & c.external
 
-    loss_int, slope_int, clipped = _internal(logprob, c, o)
-    mismatch, weight_int = _mismatch(logprob, c, o)
+    loss_int, slope_int, low, high = _internal(logprob, c, o)
+    mismatch, weight_int, outside = _mismatch(logprob, c, o)
     loss_ext, slope_ext, ratio_ext = _external(logprob, c, o)
 
-    loss_int = torch.where(internal, c.token_weight * weight_int * loss_int, zero)
+    internal_on = internal & (weight_int != 0)  # selected: a masked token may have an infinite loss
+    loss_int = torch.where(internal_on, c.token_weight * weight_int * loss_int, zero)
     loss_ext = torch.where(external, c.token_weight * loss_ext, zero)
-    slope = torch.where(internal, weight_int * slope_int, slope_ext)
-    loss_kl = zero
+    slope = torch.where(c.external, slope_ext, torch.where(weight_int != 0, weight_int * slope_int, zero))
+    loss_kl = log_ref = zero
     if o.kl_coef:
         assert c.ref_logprob is not None
-        d = c.ref_logprob - logprob
-        loss_kl = torch.where(on, c.token_weight * o.kl_coef * (torch.expm1(d) - d), zero)
-        slope = slope - o.kl_coef * torch.expm1(d)
+        kl, slope_kl = _kl(logprob, c.ref_logprob, c, o)
+        loss_kl = torch.where(on, c.token_weight * o.kl_coef * kl, zero)
+        slope = slope + o.kl_coef * slope_kl
+        log_ref = logprob - c.ref_logprob
     dlogprob = torch.where(on, c.token_weight * slope, zero)
 
     loss_entropy = dentropy = zero
@@ -117,36 +120,57 @@ def token_loss(logprob: Tensor, entropy: Tensor, constants: TokenConstants, obje
         total(p, external),
         total(ratio_ext, external),
         total(torch.expm1(drift) - drift, internal),
-        total(one, internal & clipped),
+        total(log_ref, internal),
+        total(one, internal & low),
+        total(one, internal & high),
     )
     stats = dict(zip(STATS, sums, strict=True))
     if c.engine_logprob is not None:
-        stats |= _mismatch_stats(mismatch, internal, o)
+        stats |= _mismatch_stats(mismatch, outside, internal)
     return TokenLoss(sum(sums[5:8], sums[4]), dlogprob, dentropy, stats)
 
 
-def _internal(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and dloss/dlogprob of a sampled token, and whether clipping took its gradient."""
-    loss, slope, clipped = INTERNAL[o.internal].terms(logprob, c, o)
+def _internal(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss and dloss/dlogprob of a sampled token, and where a lower and an upper bound changed its ratio."""
+    loss, slope, low, high = INTERNAL[o.internal].terms(logprob, c, o)
     # Not by multiplication: an advantage of 0 is exactly 0 whatever the ratio overflows to.
     silent = c.advantage == 0
-    return torch.where(silent, 0.0, loss), torch.where(silent, 0.0, slope), ~silent & clipped
+    return torch.where(silent, 0.0, loss), torch.where(silent, 0.0, slope), ~silent & low, ~silent & high
 
 
-def _mismatch(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor]:
-    """old_logprob - engine_logprob, and the truncated importance weight that corrects for it."""
+def _kl(logprob: Tensor, ref: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor]:
+    """The estimate of KL(policy || reference) and its derivative (Schulman, "Approximating KL Divergence", 2020).
+
+    k3-unbiased is r k3 with the gradient of r too (DeepSeek-V3.2, arXiv 2512.02556). A demonstration has no
+    policy that sampled it: its r is that of the current policy, 1.
+    """
+    d = ref - logprob
+    if o.kl_estimator == "k2":
+        return d * d / 2, -d
+    k3 = torch.expm1(d) - d
+    if o.kl_estimator == "k3":
+        return k3, -torch.expm1(d)
+    r = torch.where(c.external, 1.0, log_ratio(logprob, c).exp())
+    return r * k3, -r * d
+
+
+def _mismatch(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor, Tensor]:
+    """old_logprob - engine_logprob, the importance weight that corrects for it, and where that left its bounds."""
+    one, never = torch.ones_like(logprob), torch.zeros_like(c.external)
     if c.engine_logprob is None:
-        return torch.zeros_like(logprob), torch.ones_like(logprob)
+        return torch.zeros_like(logprob), one, never
     gap = (logprob if c.old_logprob is None else c.old_logprob) - c.engine_logprob
     if o.mismatch_cap is None:
-        return gap, torch.ones_like(logprob)
-    return gap, gap.exp().clamp(max=o.mismatch_cap)
+        return gap, one, never
+    weight = gap.exp()
+    outside = (weight < o.mismatch_low) | (weight > o.mismatch_cap)
+    if o.mismatch_mode == "mask":
+        return gap, torch.where(outside, 0.0, weight), outside
+    return gap, weight.clamp(o.mismatch_low, o.mismatch_cap), outside
 
 
-def _mismatch_stats(gap: Tensor, internal: Tensor, o: Objective) -> dict[str, Tensor]:
-    outside = torch.expm1(gap).abs() > 0.1
-    truncated = torch.zeros_like(internal) if o.mismatch_cap is None else gap > log(o.mismatch_cap)
-    values = (gap.abs(), outside.to(gap.dtype), truncated.to(gap.dtype))
+def _mismatch_stats(gap: Tensor, outside: Tensor, internal: Tensor) -> dict[str, Tensor]:
+    values = (gap.abs(), (torch.expm1(gap).abs() > 0.1).to(gap.dtype), outside.to(gap.dtype))
     return {k: torch.where(internal, v, 0.0).sum() for k, v in zip(MISMATCH_STATS, values, strict=True)}
 
 
@@ -157,7 +181,7 @@ def _external(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor,
         zero = torch.zeros_like(logprob)
         return zero, zero, zero
     # -expm1 keeps 1 - p accurate near p = 1; a logprob that rounding put above 0 counts as p = 1.
-    explore = (-torch.expm1(logprob.clamp(max=0.0))) ** o.gamma
+    explore = (-torch.expm1(logprob.clamp(max=0.0))) ** o.gamma * o.external_coef
     g, slope = surrogate.terms(logprob, c, o)
     if not surrogate.weighted:
         return -explore * g, -explore * slope, slope

@@ -66,7 +66,7 @@ def policy_loss(
     """
     gemm, gradient = _strategy(head, gemm), any(needs) or weight_grad is not None
     columns, given = _columns(constants)
-    surrogates = (_coefficients(objective), given, objective.internal, objective.external)
+    surrogates = (_coefficients(objective), given, _choices(objective))
     values = head.hidden.new_empty(len(head.target), WIDTH, dtype=head.dtype)
     sums = [values.new_zeros(1, token_kernels.SUMS.value)]
     with _on(head.hidden.device):
@@ -351,6 +351,10 @@ def _columns(c: TokenConstants) -> tuple[Tensor, token_kernels.Given]:
     )
     absent = torch.zeros_like(c.advantage)
     return torch.stack([absent if x is None else x for x in filled], 1), given
+
+
+def _choices(objective: Objective) -> token_kernels.Choices:
+    return token_kernels.Choices(*(getattr(objective, name) for name in token_kernels.Choices._fields))
 
 
 def _coefficients(objective: Objective) -> token_kernels.Coefficients:

@@ -102,7 +102,8 @@ def tally_update(
         ("prob_external", "prob_external", "tokens_external"),
         ("ratio_external_mean", "ratio_external", "tokens_external"),
         ("kl_old", "kl_old", "tokens_internal"),
-        ("clip_fraction", "clipped", "tokens_internal"),
+        ("clip_fraction_low", "clipped_low", "tokens_internal"),
+        ("clip_fraction_high", "clipped_high", "tokens_internal"),
     ):
         tally.mean(f"actor/{metric}", total[name], total[count])
     if "mismatch_truncated" in total:  # there is a cap
