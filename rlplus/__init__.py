@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 from rlplus.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from rlplus.objective import ALGORITHMS, Algorithm, Objective, group_advantages, policy_loss, token_weights
+    from rlplus.objective import (
+        ALGORITHMS,
+        Algorithm,
+        Objective,
+        group_advantages,
+        policy_loss,
+        register_token_loss,
+        token_weights,
+    )
     from rlplus.ops import PolicyLoss, RLPlusLoss, head_of, linear_logprob, linear_policy_loss
 
 __version__ = "0.1.0"
@@ -26,13 +34,17 @@ __all__ = [
     "linear_logprob",
     "linear_policy_loss",
     "policy_loss",
+    "register_token_loss",
     "token_weights",
 ]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "objective": ("ALGORITHMS", "Algorithm", "Objective", "group_advantages", "policy_loss", "token_weights"),
+        "objective": (
+            *("ALGORITHMS", "Algorithm", "Objective"),
+            *("group_advantages", "policy_loss", "register_token_loss", "token_weights"),
+        ),
         "ops": ("PolicyLoss", "RLPlusLoss", "head_of", "linear_logprob", "linear_policy_loss"),
     },
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlplus.lazy import lazy_names
 from rlplus.objective.presets import ALGORITHMS, Algorithm, Objective, algorithm
+from rlplus.objective.registered import register_token_loss
 
 if TYPE_CHECKING:
     from rlplus.objective.loss import policy_loss
@@ -24,6 +25,7 @@ __all__ = [
     "algorithm",
     "group_advantages",
     "policy_loss",
+    "register_token_loss",
     "token_loss",
     "token_weights",
 ]

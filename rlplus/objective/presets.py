@@ -5,6 +5,7 @@ from math import isfinite
 from typing import Any, Literal
 
 from rlplus.errors import nearest
+from rlplus.objective.registered import find_token_loss
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 
 KL_ESTIMATORS = ("k2", "k3", "k3-unbiased")
@@ -26,7 +27,8 @@ class Objective:
     Sampled (internal) and demonstrated (external) tokens each have a surrogate g(logprob); a token's loss is
     -advantage * g. The formulas stand in `surrogates.py`. Change fields with `dataclasses.replace`.
 
-    internal       "ratio" (RL-PLUS), "clip" (PPO, GRPO, DAPO), "reinforce", "cispo" (MiniMax-M1), "sapo" or "dppo"
+    internal       "ratio" (RL-PLUS), "clip" (PPO, GRPO, DAPO), "reinforce", "cispo" (MiniMax-M1), "sapo", "dppo",
+                   or the name of a `register_token_loss`
     external       "mis" (RL-PLUS eq. 4 with the Bayes-optimal estimate), "proxy", "omega", "bayes" (the paper's
                    ablations), "shaped" (LUFFY), "nll" (supervised), "dft" (supervised, weighted by p) or "none";
                    the supervised ones ignore the advantage
@@ -68,6 +70,7 @@ class Objective:
     mismatch_mode: str = "truncate"
 
     def __post_init__(self) -> None:
+        find_token_loss(self.internal)
         _check_name("internal surrogate", self.internal, tuple(INTERNAL))
         _check_name("external surrogate", self.external, tuple(EXTERNAL))
         if self.kl_estimator == "k1":

@@ -354,6 +354,11 @@ def _columns(c: TokenConstants) -> tuple[Tensor, token_kernels.Given]:
 
 
 def _choices(objective: Objective) -> token_kernels.Choices:
+    if objective.internal not in token_kernels.INTERNAL:
+        raise ValueError(
+            "backend 'triton' has built-in token losses only: want backend reference, torch or cpp for the registered "
+            f"one; got internal {objective.internal!r}"
+        )
     return token_kernels.Choices(*(getattr(objective, name) for name in token_kernels.Choices._fields))
 
 

@@ -115,15 +115,21 @@ def fingerprint(examples: Sequence[Example]) -> str:
 
 
 def surroundings(config: Config) -> dict[str, str]:
-    """The versions of the packages, and a hash of the file of `reward.function`: what no configuration shows."""
+    """The versions of the packages, and hashes of the user's own files: what no configuration shows."""
     found = {}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
-    if config.reward.function is not None:
-        file = _source(config.reward.function.partition(":")[0])
-        code = file.read_bytes() if file is not None and file.is_file() else b""
-        found["the code of reward.function"] = hashlib.sha256(code).hexdigest()[:12]
+    own = {
+        "reward.function": config.reward.function,
+        "algorithm.objective.internal": config.algorithm.resolve().objective.internal,
+    }
+    for key, reference in own.items():
+        module, colon, _ = (reference or "").partition(":")
+        if colon:
+            file = _source(module)
+            code = file.read_bytes() if file is not None and file.is_file() else b""
+            found[f"the code of {key}"] = hashlib.sha256(code).hexdigest()[:12]
     return found
 
 
