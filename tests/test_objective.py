@@ -399,6 +399,7 @@ PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "dr-grpo": ({"internal": "clip"}, "constant", False, "none"),
     "dapo": ({"internal": "clip", "clip_high": 0.28}, "token", True, "none"),
     "simplerl": ({"internal": "clip", "kl_coef": 1e-3, "entropy_coef": 1e-3}, "token", True, "none"),
+    "gspo": ({"internal": "clip", "clip_low": 3e-4, "clip_high": 4e-4}, "sequence", True, "none"),
     "cispo": ({"internal": "cispo", "clip_high": 4.0}, "token", True, "none"),
     "sapo": ({"internal": "sapo"}, "sequence", True, "none"),
     "dppo": ({"internal": "dppo"}, "token", False, "none"),
@@ -418,6 +419,7 @@ def test_presets_say_what_the_papers_say(name: str) -> None:
     assert dataclasses.asdict(algorithm.objective) == plain | fields
     assert Objective.preset(name) == algorithm.objective
     assert algorithm.reduction == reduction
+    assert algorithm.ratio_level == ("sequence" if name == "gspo" else "token")
     assert algorithm.demonstrations == demonstrations
     if demonstrations != "only":  # there is a group
         assert algorithm.normalize_std is normalize_std

@@ -181,6 +181,21 @@ def test_the_losses_of_verl(
     check(theirs, logprob, mask, reduction, Objective(**fields), **inputs)
 
 
+@pytest.mark.parametrize("peer", [pytest.param("trl", marks=TRL), pytest.param("verl", marks=VERL)])
+def test_gspo_as_an_old_logprob_that_gives_the_sequences_ratio(peer: str) -> None:
+    """As `rlplus.trainer.statistics` computes it. TRL's gradient goes through the mean, verl's through each token."""
+    logprob, mask, inputs = sample(False)
+    if peer == "trl":
+        options = {"importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.03}
+        theirs = trl_grpo("grpo", logprob, mask, inputs, **options)
+    else:
+        options = {"loss_agg_mode": "seq-mean-token-mean", "clip_ratio_low": 0.05, "clip_ratio_high": 0.03}
+        theirs = verl_loss("gspo", logprob, mask, inputs, **options)
+    log_ratio = ((logprob - inputs["old_logprob"]) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    inputs["old_logprob"] = (logprob - log_ratio).detach()
+    check(theirs, logprob, mask, "sequence", Objective("clip", clip_low=0.05, clip_high=0.03), **inputs)
+
+
 @VERL
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_the_kl_estimators_of_verl(estimator: str) -> None:

@@ -85,6 +85,7 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "train.generated_tokens train.overlap algorithm.normalize_std algorithm.objective.internal "
+        "algorithm.ratio_level algorithm.mismatch_level algorithm.top_entropy "
         "algorithm.objective.mismatch_cap algorithm.objective.mismatch_low algorithm.objective.mismatch_mode",
         lambda c: _demonstrations(c) == "only",
         "the preset generates nothing",
@@ -106,12 +107,13 @@ RULES: tuple[Rule, ...] = (
         "algorithm.objective.kl_coef is 0",
     ),
     (
-        "algorithm.objective.mismatch_low algorithm.objective.mismatch_mode",
+        "algorithm.objective.mismatch_low algorithm.objective.mismatch_mode algorithm.mismatch_level",
         lambda c: _objective(c).mismatch_cap is None,
         "there is no algorithm.objective.mismatch_cap",
     ),
     (
-        " ".join(f"algorithm.objective.{field}" for surrogate in INTERNAL.values() for field in surrogate.reads),
+        " ".join(f"algorithm.objective.{field}" for surrogate in INTERNAL.values() for field in surrogate.reads)
+        + " algorithm.ratio_level",
         _ratio_is_one,
         "with one update a step the ratio is 1: want train.prompts_per_update below prompts_per_step, or train.overlap",
     ),

@@ -7,13 +7,13 @@ is the home folder. Types are strict: nothing is converted except an integer whe
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import fields, replace
 from string import Formatter
 from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from rlplus.config.algorithm import AlgorithmConfig
 from rlplus.config.base import (
     MANY,
     Count,
@@ -29,8 +29,6 @@ from rlplus.config.base import (
 from rlplus.config.ignored import ignored_keys
 from rlplus.config.rollout import RolloutConfig
 from rlplus.config.train import TrainConfig
-from rlplus.errors import nearest
-from rlplus.objective import ALGORITHMS, Algorithm, Objective
 
 
 def _one_group(pattern: str) -> str:
@@ -52,14 +50,6 @@ def _template(template: str) -> str:
         came = ", ".join(f"{{{name}}}" for name in sorted(names)) or "none"
         raise ValueError(f"want the fields {{demonstration}} and {{answer}}, other braces doubled; got {came}")
     return template
-
-
-def _objective_field(name: str) -> str:
-    names = [field.name for field in fields(Objective)]
-    if name not in names:
-        near = nearest(name, names)
-        raise ValueError(f"unknown key; nearest: algorithm.objective.{near}" if near else "unknown key")
-    return name
 
 
 Pattern = Annotated[str, AfterValidator(_one_group)]
@@ -225,43 +215,6 @@ class RewardConfig(Section):
         return self
 
 
-class AlgorithmConfig(Section):
-    """A published algorithm, `preset`, and what this run changes of it; None = as the preset has it.
-
-    `objective`: fields of rlplus.Objective, which documents them. `reduction`, `normalize_std`: as of
-    rlplus.token_weights and rlplus.group_advantages.
-    """
-
-    preset: str = "rlplus"
-    objective: dict[Annotated[str, AfterValidator(_objective_field)], Any] = {}
-    reduction: Literal["token", "sequence", "constant", "official"] | None = None
-    normalize_std: bool | None = None
-
-    @field_validator("preset")
-    @classmethod
-    def _check_preset(cls, name: str) -> str:
-        if name not in ALGORITHMS:
-            hint = f" (nearest: {near})" if (near := nearest(name, ALGORITHMS)) else ""
-            raise ValueError(f"want one of {', '.join(ALGORITHMS)}; got {name!r}{hint}")
-        return name
-
-    @field_validator("objective")
-    @classmethod
-    def _check_objective(cls, changes: dict[str, Any]) -> dict[str, Any]:
-        replace(Objective(), **changes)  # it checks its values itself
-        return changes
-
-    def resolve(self) -> Algorithm:
-        """The algorithm to run: the preset with this section's changes."""
-        preset = ALGORITHMS[self.preset]
-        return replace(
-            preset,
-            objective=replace(preset.objective, **self.objective),
-            reduction=preset.reduction if self.reduction is None else self.reduction,
-            normalize_std=preset.normalize_std if self.normalize_std is None else self.normalize_std,
-        )
-
-
 class CheckpointConfig(Section):
     """`every`: steps between two checkpoints, 0 = only at the end. `keep`: how many are kept."""
 
@@ -351,6 +304,11 @@ class Config(Section):
         if self.train.overlap and algorithm.objective.mismatch_cap is not None:
             problems.append(
                 "algorithm.objective.mismatch_cap: no use with train.overlap, whose old policy is the engine's"
+            )
+        if algorithm.ratio_level == "sequence" and algorithm.objective.internal not in ("clip", "ratio"):
+            problems.append(
+                "algorithm.ratio_level sequence: want algorithm.objective.internal clip or ratio, which are functions "
+                f"of the ratio alone; got {algorithm.objective.internal}"
             )
         if self.train.overlap and self.train.sequence_parallel > 1:
             problems.append(

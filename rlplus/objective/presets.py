@@ -1,6 +1,6 @@
 """The objective's fields and the published algorithms written in them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Literal
 
@@ -11,6 +11,8 @@ from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 KL_ESTIMATORS = ("k2", "k3", "k3-unbiased")
 MISMATCH_MODES = ("truncate", "mask")
 Reduction = Literal["token", "sequence", "constant", "official"]
+RatioLevel = Literal["token", "sequence"]
+MismatchLevel = Literal["token", "sequence", "geometric"]
 
 
 def _check_name(what: str, name: object, valid: tuple[str, ...]) -> None:
@@ -123,12 +125,20 @@ class Algorithm:
     normalize_std    whether advantages are divided by the group's standard deviation
     demonstrations   "none"; "group": one member of each group is a demonstration; "apart": trained on beside the
                      group, outside its statistics, with denominators of its own; "only": no rollouts at all
+    ratio_level      "token", or "sequence" (GSPO, arXiv 2507.18071): the geometric mean of the sequence's ratios
+    mismatch_level   the mismatch weight is a "token"'s, the product of its "sequence"'s, or their "geometric" mean
+    top_entropy      the share of sampled tokens, those of the highest entropy, that has a surrogate
+    Each of the last three costs a forward pass before an update, all of them together one; ratio_level none before the
+    first update of the policy that sampled, where every ratio is 1.
     """
 
     objective: Objective
     reduction: Reduction = "token"
     normalize_std: bool = True
     demonstrations: Literal["none", "group", "apart", "only"] = "group"
+    ratio_level: RatioLevel = "token"
+    mismatch_level: MismatchLevel = "token"
+    top_entropy: float = 1.0
 
 
 def _rollouts_only(internal: str, reduction: Reduction, normalize_std: bool = True, **fields: Any) -> Algorithm:
@@ -149,6 +159,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dr-grpo": _rollouts_only("clip", "constant", normalize_std=False),
     "dapo": _rollouts_only("clip", "token", clip_high=0.28),
     "simplerl": _rollouts_only("clip", "token", kl_coef=1e-3, entropy_coef=1e-3),
+    "gspo": replace(_rollouts_only("clip", "sequence", clip_low=3e-4, clip_high=4e-4), ratio_level="sequence"),
     "cispo": _rollouts_only("cispo", "token", clip_high=4.0),  # at most 5: ScaleRL, arXiv 2510.13786
     "sapo": _rollouts_only("sapo", "sequence"),
     "dppo": _rollouts_only("dppo", "token", normalize_std=False),

@@ -13,6 +13,7 @@ PHASES = {  # the plan's moments of a phase; all of them for another phase
     "sync": ("generate",),
     "generate": ("generate",),
     "old_logprob": ("head",),
+    "statistics": ("head",),
     "forward_backward": ("head", "backward"),
     "optimizer": ("optimizer",),
 }

@@ -3,6 +3,7 @@
 from rlplus.config import Config
 from rlplus.plan.cluster import NODE, Cluster
 from rlplus.plan.memory import Memory, Model, head_mode
+from rlplus.trainer.statistics import needs_statistics
 
 GEMM_EFFICIENCY = 0.45  # of the bf16 peak: training of dense models reaches 0.4 to 0.5 on A100. Assumed
 MEMORY_EFFICIENCY = 0.6  # of the memory's bandwidth, in decoding and in the optimiser. Assumed
@@ -60,12 +61,16 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
         seconds["generate"] = _generate_seconds(config, model, memory, cluster, flops, bandwidth)
     # The first update needs no pass. With overlap only demonstrations do: the engine's logprobs are the old ones.
     shown = groups * demonstrations * kinds[1][1] / tokens
-    passes = (shown if train.overlap else 1 - 1 / updates) + bool(config.algorithm.resolve().objective.kl_coef)
+    algorithm = config.algorithm.resolve()
+    passes = (shown if train.overlap else 1 - 1 / updates) + bool(algorithm.objective.kl_coef)
     seconds["old_logprob"] = passes * (forward + head) / flops
+    first, later = (needs_statistics(algorithm, on_policy) for on_policy in (not train.overlap, False))
+    if statistics := (first + later * (updates - 1)) / updates:
+        seconds["statistics"] = statistics * (forward + head) / flops
+        passes += statistics
     again = 1 if config.model.gradient_checkpointing else 0
-    seconds["forward and backward"] = (
-        (3 + again) * forward + (4 if head_mode(config, model, cluster) == "least" else 3) * head
-    ) / flops
+    gemms = 4 if head_mode(config, model, cluster) == "least" else 3
+    seconds["forward and backward"] = ((3 + again) * forward + gemms * head) / flops
     # A pass over all weights, or gradients, of a ring over R ranks takes (R - 1) / R of their bytes.
     sent = weights * (ranks - 1) / ranks
     a_micro_batch = 3 if train.zero_stage == 3 else 1 if train.zero_stage == 2 else 0

@@ -13,6 +13,7 @@ _WORK = {
     "forward_backward": "forward, backward",
     "optimizer": "optimiser",
     "old_logprob": "old logprobs",
+    "statistics": "statistics",
 }
 _OVERHEAD = {"sync": "sync", "score": "score", "pack": "pack"}
 

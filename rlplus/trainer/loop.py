@@ -9,6 +9,7 @@ from rlplus.trainer.batch import make_micro_batches, score, set_advantages
 from rlplus.trainer.metrics import Tally, tally_mismatch, tally_samples, tally_update
 from rlplus.trainer.rollouts import use_engine_logprob
 from rlplus.trainer.run import Run
+from rlplus.trainer.statistics import needs_statistics, set_statistics
 from rlplus.trainer.stop import StepGivenUp
 
 Evaluate = Callable[[Run], dict[str, float]]
@@ -86,12 +87,17 @@ def train_step(run: Run, evaluate: Evaluate | None) -> None:
             if objective.kl_coef:
                 micro.ref_logprob = run.policy.logprob(micro, reference=True)
     with tally.time("update"):
-        for batches in updates:
+        for i, batches in enumerate(updates):
+            engine_logprobs = [micro.engine_logprob for micro in batches]
+            if needs_statistics(algorithm, on_policy=not i and not overlap):
+                with tally.time("statistics"):
+                    statistics = [run.policy.statistics(micro) for micro in batches]
+                    set_statistics(batches, statistics, algorithm, run.policy.group and run.policy.group.group)
             with tally.time("forward_backward"):
                 outputs = run.policy.accumulate(batches, run.stop.check if run.can_redo else None)
             if run.can_redo and not overlap:  # the first update
-                for micro, out in zip(batches, outputs, strict=True):
-                    tally_mismatch(tally, out.logprob, micro.engine_logprob)
+                for engine_logprob, out in zip(engine_logprobs, outputs, strict=True):
+                    tally_mismatch(tally, out.logprob, engine_logprob)
                 run.check_mismatch(tally)  # no weight learns from samples of another policy
             run.can_redo, lr = False, run.policy.lr  # from here on the step cannot be given up and done again
             with tally.time("optimizer"):

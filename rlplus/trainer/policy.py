@@ -113,15 +113,23 @@ class Policy:
     @torch.no_grad()
     def logprob(self, batch: MicroBatch, *, reference: bool = False) -> Tensor:
         """log p (N,) of the batch's targets at the sampling temperature, under the policy or the frozen reference."""
+        if not reference:
+            return self.statistics(batch)[0]
         op = partial(linear_logprob, target=batch.target, **self._head_options())
         logprob: Tensor
-        if reference and self.reference is not None:
+        if self.reference is not None:
             logprob = self.reference(batch, op)[0]
             return logprob
-        assert not reference or self.config.model.lora, "there is no reference when objective.kl_coef is 0"
-        with without_adapters(self.engine.module) if reference else nullcontext():
+        assert self.config.model.lora, "there is no reference when objective.kl_coef is 0"
+        with without_adapters(self.engine.module):
             logprob = self.engine(batch, op)[0]
         return logprob
+
+    @torch.no_grad()
+    def statistics(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """log p (N,) of the batch's targets at the sampling temperature, and the entropy (N,) there."""
+        logprob, entropy = self.engine(batch, partial(linear_logprob, target=batch.target, **self._head_options()))
+        return logprob, entropy
 
     def accumulate(
         self, batches: Sequence[MicroBatch], before_each: Callable[[], None] | None = None

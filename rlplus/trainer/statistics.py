@@ -1,0 +1,84 @@
+"""What a forward pass before an update gives the loss: ratios of whole sequences, and tokens of high entropy.
+
+The op knows single tokens. Everything here therefore reaches it as per-token constants: an old_logprob and an
+engine_logprob that give every token its sequence's ratio, and an advantage of 0 for tokens that are left out.
+"""
+
+from collections.abc import Sequence
+from math import ceil
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlplus import agree
+from rlplus.data import MicroBatch
+from rlplus.objective import Algorithm
+
+
+def needs_statistics(algorithm: Algorithm, on_policy: bool) -> bool:
+    """Whether an update wants the current policy's logprobs and entropies first. on_policy: it has sampled the batch.
+
+    Then the ratio of each sequence is 1 as that of each token, with the same gradient.
+    """
+    engine = algorithm.objective.mismatch_cap is not None and algorithm.mismatch_level != "token"
+    sequences = algorithm.ratio_level == "sequence" or engine
+    return algorithm.top_entropy < 1 or (engine if on_policy else sequences)
+
+
+def set_statistics(
+    batches: Sequence[MicroBatch], statistics: Sequence[tuple[Tensor, Tensor]], algorithm: Algorithm, group: Any
+) -> None:
+    """Change the constants of an update's micro-batches. Collective.
+
+    statistics: logprob (N,) and entropy (N,) of each under the current policy; group: the ranks that share the
+    sequences of a micro-batch, None where each has its own.
+    """
+    for batch, (logprob, _) in zip(batches, statistics, strict=True):
+        _set_sequence_ratios(batch, logprob, algorithm, group)
+    if algorithm.top_entropy < 1:
+        threshold = _threshold(batches, [entropy for _, entropy in statistics], algorithm.top_entropy)
+        for batch, (_, entropy) in zip(batches, statistics, strict=True):
+            low = ~batch.external & (entropy < threshold)
+            batch.advantage = batch.advantage.masked_fill(low, 0.0)
+            weight = batch.token_weight if batch.entropy_weight is None else batch.entropy_weight
+            batch.entropy_weight = weight.masked_fill(low, 0.0)
+
+
+def _set_sequence_ratios(batch: MicroBatch, logprob: Tensor, algorithm: Algorithm, group: Any) -> None:
+    """exp(logprob - old_logprob) becomes the sequence's ratio, its slope included: GSPO's s sg(1/p) p.
+
+    exp(old_logprob - engine_logprob) becomes the weight of the sequence, or stays that of the token.
+    """
+    old = logprob if batch.old_logprob is None else batch.old_logprob
+    gap = old - batch.engine_logprob
+    if algorithm.mismatch_level != "token":
+        gap = _over_sequences(gap, batch, mean=algorithm.mismatch_level == "geometric", group=group)
+    if algorithm.ratio_level == "sequence" and batch.old_logprob is not None:
+        old = logprob - _over_sequences(logprob - old, batch, mean=True, group=group)
+    if algorithm.ratio_level == "sequence" or algorithm.mismatch_level != "token":
+        batch.old_logprob = old if batch.old_logprob is None else old.where(~batch.external, batch.old_logprob)
+        batch.engine_logprob = old - gap
+
+
+def _over_sequences(values: Tensor, batch: MicroBatch, *, mean: bool, group: Any) -> Tensor:
+    """(N,) -> (N,): each token's sequence's sum or mean, over all ranks of the group."""
+    size = torch.tensor(int(batch.sequence.max()) + 1 if len(values) else 0, device=values.device)
+    if group is not None:
+        dist.all_reduce(size, dist.ReduceOp.MAX, group=group)
+    sums = values.new_zeros(2, int(size), dtype=torch.float64)
+    sums[0].index_add_(0, batch.sequence, values.double())
+    sums[1].index_add_(0, batch.sequence, torch.ones_like(values, dtype=torch.float64))
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    result = sums[0] / sums[1] if mean else sums[0]
+    return result[batch.sequence].to(values.dtype)
+
+
+def _threshold(batches: Sequence[MicroBatch], entropies: Sequence[Tensor], share: float) -> float:
+    """The least entropy of that share of the sampled tokens, those of all ranks together. Collective."""
+    counted = [(batch.token_weight != 0) & ~batch.external for batch in batches]
+    own = torch.cat([entropy[on] for entropy, on in zip(entropies, counted, strict=True)]).float().cpu()
+    ordered = torch.cat(agree.gathered(own)).sort().values
+    return float(ordered[ceil((len(ordered) - 1) * (1 - share))]) if len(ordered) else 0.0

@@ -1,0 +1,185 @@
+"""Ratios of whole sequences and tokens of high entropy: the op's loss against formulas over whole sequences."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from trainer_runs import metrics, run_config
+
+from rlplus import Algorithm, Objective, policy_loss
+from rlplus.data import MicroBatch, Sample, pack
+from rlplus.objective import algorithm
+from rlplus.trainer import train
+from rlplus.trainer.statistics import needs_statistics, set_statistics
+
+LENGTHS = (5, 3, 4, 6)  # of the responses; the last one is a demonstration
+GSPO = algorithm("gspo")
+
+
+def micro_batch() -> tuple[MicroBatch, Tensor, Tensor]:
+    """A packed batch with old and engine logprobs, and the current logprob and entropy (N,)."""
+    samples = [Sample([1, 2], [3] * n, 0, i == 3, False, None if i == 3 else [0.0] * n) for i, n in enumerate(LENGTHS)]
+    for sample, advantage in zip(samples, (1.0, -2.0, 0.5, 1.5), strict=True):
+        sample.advantage = advantage
+    weights = [torch.full((n,), 1 / (4 * n)) for n in LENGTHS]
+    (batch,) = pack(samples, weights, row_length=8, tokens_per_micro_batch=64, pad_id=0)
+    g = torch.Generator().manual_seed(1)
+    logprob, old, engine, entropy = torch.rand(4, sum(LENGTHS), generator=g, dtype=torch.float64)
+    logprob = -0.1 - 2 * logprob
+    batch.old_logprob = logprob + 0.3 * (old - 0.4)
+    batch.engine_logprob = torch.where(batch.external, torch.nan, batch.old_logprob + 0.4 * (engine - 0.5))
+    return batch, logprob, entropy
+
+
+def loss_of(batch: MicroBatch, logprob: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+    logprob = logprob.clone().requires_grad_()
+    wide = {name: getattr(batch, name).double() for name in ("advantage", "token_weight")}
+    engine = batch.engine_logprob if objective.mismatch_cap else None
+    options = {"external": batch.external, "old_logprob": batch.old_logprob, "engine_logprob": engine}
+    loss, _ = policy_loss(logprob, **wide, **options, objective=objective)
+    return loss, torch.autograd.grad(loss, logprob)[0]
+
+
+def by_sequences(batch: MicroBatch, logprob: Tensor, a: Algorithm) -> tuple[Tensor, Tensor]:
+    """The loss of the batch's rollouts, one sequence at a time."""
+    logprob, o = logprob.clone().requires_grad_(), a.objective
+    old = logprob.detach() if batch.old_logprob is None else batch.old_logprob
+    loss = logprob.sum() * 0
+    for s in range(3):
+        on = batch.sequence == s
+        A, gap = batch.advantage[on][0].item(), (old - batch.engine_logprob)[on]
+        log_ratio = (logprob - old)[on]
+        r = (log_ratio.mean() if a.ratio_level == "sequence" else log_ratio).exp()
+        surrogate = torch.minimum(r * A, r.clamp(1 - o.clip_low, 1 + o.clip_high) * A)
+        w = {"token": gap, "sequence": gap.sum(), "geometric": gap.mean()}[a.mismatch_level].exp()
+        if o.mismatch_cap is not None:
+            outside = (w < o.mismatch_low) | (w > o.mismatch_cap)
+            clamped = w.clamp(o.mismatch_low, o.mismatch_cap)
+            surrogate = surrogate * (torch.where(outside, 0.0, w) if o.mismatch_mode == "mask" else clamped)
+        loss = loss - (surrogate.expand(LENGTHS[s]) * batch.token_weight[on].double()).sum()
+    return loss, torch.autograd.grad(loss, logprob)[0]
+
+
+CORRECTED: dict[str, Any] = {"mismatch_cap": 1.15, "mismatch_low": 0.9}
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize("mode", ["truncate", "mask", None])
+@pytest.mark.parametrize("mismatch_level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("ratio_level", ["token", "sequence"])
+def test_the_loss_is_that_of_whole_sequences(
+    ratio_level: Any, mismatch_level: Any, mode: str | None, on_policy: bool
+) -> None:
+    fields = {} if mode is None else CORRECTED | {"mismatch_mode": mode}
+    objective = Objective("clip", "none", clip_low=0.03, clip_high=0.02, **fields)
+    a = Algorithm(objective, "sequence", ratio_level=ratio_level, mismatch_level=mismatch_level)
+    batch, logprob, entropy = micro_batch()
+    if on_policy:
+        batch.engine_logprob += logprob - batch.old_logprob
+        batch.old_logprob = None
+    want = by_sequences(batch, logprob, a)
+    if needs_statistics(a, on_policy):
+        set_statistics([batch], [(logprob, entropy)], a, None)
+    torch.testing.assert_close(loss_of(batch, logprob, objective), want, rtol=1e-6, atol=1e-9)
+
+
+def test_demonstrations_keep_their_old_policy() -> None:
+    a = replace(GSPO, objective=Objective("clip", "mis"))
+    batch, logprob, entropy = micro_batch()
+    old = batch.old_logprob
+    set_statistics([batch], [(logprob, entropy)], a, None)
+    assert torch.equal(batch.old_logprob[batch.external], old[batch.external])
+    assert not torch.isclose(batch.old_logprob, old)[~batch.external].any()
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_only_the_tokens_of_the_highest_entropy_have_a_surrogate(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlplus.agree.gathered", lambda value: [value])
+    a = Algorithm(Objective("clip", "none"), top_entropy=share)
+    batch, logprob, entropy = micro_batch()
+    rollouts = ~batch.external
+    threshold = torch.quantile(entropy[rollouts], 1 - share)
+    advantage, kept = batch.advantage, batch.external | (entropy >= threshold)
+    set_statistics([batch], [(logprob, entropy)], a, None)
+    assert torch.equal(batch.advantage, advantage.where(kept, torch.zeros(())))
+    assert torch.equal(batch.entropy_weight, batch.token_weight.where(kept, torch.zeros(())))
+    assert 0 < (kept & rollouts).sum() <= share * rollouts.sum() + 1
+
+
+def test_a_pass_is_made_only_where_something_changes() -> None:
+    capped = Objective("clip", mismatch_cap=2.0)
+    for a, on_policy, off_policy in (
+        (algorithm("grpo"), False, False),
+        (GSPO, False, True),
+        (Algorithm(capped, mismatch_level="token"), False, False),
+        (Algorithm(capped, mismatch_level="geometric"), True, True),
+        (Algorithm(Objective(), top_entropy=0.2), True, True),
+    ):
+        assert (needs_statistics(a, True), needs_statistics(a, False)) == (on_policy, off_policy)
+
+
+def test_the_sums_go_over_the_ranks_that_share_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two shards of a micro-batch, the collective played by a sum over what both would send."""
+    whole, logprob, entropy = micro_batch()
+    shards = [whole.shard(i, 2) for i in range(2)]
+    own = [whole.rows % whole.input_ids.shape[1] // shards[0].input_ids.shape[1] == i for i in range(2)]
+    assert all((shards[0].sequence == s).any() and (shards[1].sequence == s).any() for s in range(2))
+
+    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        assert group == "both"
+        if op == dist.ReduceOp.MAX:
+            tensor.fill_(len(LENGTHS))
+        else:
+            other = shards[1 - here].sequence
+            values = (logprob - whole.old_logprob)[own[1 - here]]
+            tensor += torch.stack([torch.bincount(other, w, len(LENGTHS)) for w in (values, torch.ones_like(values))])
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    reference, _, _ = micro_batch()
+    set_statistics([reference], [(logprob, entropy)], GSPO, None)
+    for here, shard in enumerate(shards):
+        shard.old_logprob = whole.old_logprob[own[here]]
+        set_statistics([shard], [(logprob[own[here]], entropy[own[here]])], GSPO, "both")
+        torch.testing.assert_close(shard.old_logprob, reference.old_logprob[own[here]], rtol=0, atol=1e-12)
+
+
+# ---- in a run
+
+
+@pytest.fixture
+def some_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards that an untrained model gets every other time, so that every update has a gradient."""
+
+    def draw_rewards(samples: Any, *_: Any) -> list[str]:
+        for i, sample in enumerate(samples):
+            sample.reward = float(i % 2)
+        return ["ok"] * len(samples)
+
+    monkeypatch.setattr("rlplus.trainer.loop.score", draw_rewards)
+
+
+@pytest.mark.usefixtures("some_right")
+def test_a_run_trains_on_the_tokens_of_high_entropy(tmp_path: Path) -> None:
+    for share in (1.0, 0.25):
+        algorithm = {"preset": "grpo", "top_entropy": share}
+        (row,) = metrics(train(run_config(tmp_path, str(share), algorithm=algorithm, train={"steps": 1})))
+        assert row["actor/active_rows"] == pytest.approx(share, abs=0.02)
+
+
+@pytest.mark.usefixtures("some_right")
+def test_a_run_with_weights_and_ratios_of_sequences(tmp_path: Path) -> None:
+    """Ratios of sequences are nearer to 1 than those of tokens. Engine and trainer agree."""
+    rows = []
+    for ratio_level in ("token", "sequence"):
+        algorithm = {"preset": "gspo", "ratio_level": ratio_level}
+        algorithm |= {"mismatch_level": "sequence", "objective": {"mismatch_cap": 2.0}}
+        changes = {"steps": 1, "prompts_per_update": 2, "lr": 1e-2}
+        (row,) = metrics(train(run_config(tmp_path, ratio_level, algorithm=algorithm, train=changes)))
+        assert row["mismatch/mean"] < 1e-5
+        assert row["mismatch/truncated"] == 0
+        rows.append(row)
+    assert 0 < rows[1]["actor/kl_old"] < rows[0]["actor/kl_old"]
