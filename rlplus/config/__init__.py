@@ -1,5 +1,6 @@
 """The configuration of a run: typed, frozen, checked as a whole before anything is loaded."""
 
+from rlplus.config.algorithm import AlgorithmConfig
 from rlplus.config.files import (
     check_data_files,
     check_evaluation_files,
@@ -13,7 +14,6 @@ from rlplus.config.files import (
 from rlplus.config.load import load_config
 from rlplus.config.rollout import RolloutConfig
 from rlplus.config.schema import (
-    AlgorithmConfig,
     CheckpointConfig,
     Config,
     DataConfig,

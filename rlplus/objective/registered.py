@@ -67,10 +67,10 @@ def _check_slope(name: str, function: "TokenLossFunction") -> None:
 
     n, step = 64, 1e-6
     generator = torch.Generator().manual_seed(0)
-    logprob, *others = -0.05 - 4 * torch.rand(5, n, generator=generator, dtype=torch.float64)
+    logprob, old, behavior, reference, engine = -0.05 - 4 * torch.rand(5, n, generator=generator, dtype=torch.float64)
     advantage = torch.linspace(-2, 2, n, dtype=torch.float64)
     one, external = torch.ones_like(logprob), torch.zeros(n, dtype=torch.bool)
-    constants = TokenConstants(advantage, one, external, *others, one)
+    constants = TokenConstants(advantage, one, external, old, behavior, reference, engine, one)
     loss, slope = function(logprob, constants)
     for what, value in (("loss", loss), ("slope", slope)):
         if not (isinstance(value, torch.Tensor) and value.shape == (n,) and value.dtype == torch.float64):
