@@ -292,6 +292,13 @@ def test_a_malformed_line_is_named(config_file, tmp_path, capsys):
     assert "task.jsonl:7: invalid JSON" in capsys.readouterr().err
 
 
+def test_problems_that_cannot_be_used_are_refused_before_the_run(config_file, tmp_path, capsys):
+    (tmp_path / "problems.jsonl").write_text('{"prompt": 7, "answer": "7"}\n')
+    assert main(["train", str(config_file), f"evaluation.data.path={tmp_path}/problems.jsonl"]) == 2
+    assert "problems.jsonl:1: want the prompt as a string or as chat messages" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_second_run_in_the_same_folder_is_refused(config_file, capsys):
     assert main(["train", str(config_file), "train.steps=1"]) == 0
     assert main(["train", str(config_file), "train.steps=1"]) == 2

@@ -138,6 +138,10 @@ def test_the_command(capsys):
             ["model.overrides={num_attention_heads: 0, max_position_embeddings: 16384}"],
             "no plan of the memory: the model cannot be built without memory: ",
         ),
+        (
+            ["train.deepspeed.zero_optimization.reduce_bucket_size=many"],
+            "train.deepspeed.zero_optimization.reduce_bucket_size: want a number; got 'many'",
+        ),
         (["train.zero_stagee=3"], "train.zero_stagee: unknown key; nearest: train.zero_stage"),
     ],
 )

@@ -74,12 +74,18 @@ class TrainConfig(Section):
             raise ValueError(f"want betas below 1; got {list(self.betas)}")
         if self.lr / (1 - self.betas[0]) > LARGEST:
             raise ValueError(f"want an lr whose first step, lr / (1 - betas[0]), is a float32; got lr {self.lr:g}")
-        zero = self.deepspeed.get("zero_optimization")
-        stage = zero.get("stage", self.zero_stage) if isinstance(zero, dict) else self.zero_stage
-        if stage != self.zero_stage:
+        zero = self.deepspeed.get("zero_optimization", {})
+        if not isinstance(zero, dict):
+            raise ValueError(f"deepspeed.zero_optimization: want a section of keys and values; got {zero!r}")
+        if zero.get("stage", self.zero_stage) != self.zero_stage:
             raise ValueError(
-                f"deepspeed.zero_optimization.stage: want it from zero_stage {self.zero_stage}; got {stage}"
+                f"deepspeed.zero_optimization.stage: want it from zero_stage {self.zero_stage}; got {zero['stage']}"
             )
+        for name in ("offload_optimizer", "offload_param"):
+            if not isinstance(zero.get(name) or {}, dict):
+                raise ValueError(
+                    f"deepspeed.zero_optimization.{name}: want a section of keys and values; got {zero[name]!r}"
+                )
         if owned := sorted(OWNED & self.deepspeed.keys()):
             raise ValueError(f"deepspeed.{owned[0]}: leave it out, the trainer sets micro-batches, AdamW and dtype")
         if self.memory == "least" and self.backend == "reference":

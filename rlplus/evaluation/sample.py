@@ -108,15 +108,14 @@ def _calls(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
 def evaluator(config: Config) -> Evaluate | None:
     """The function that `train` calls every `evaluation.every` steps: pass@k by benchmark, as <benchmark>/pass@<k>.
 
-    Every rank has a share of the problems, so that none waits for another to do them all.
+    Every rank has a share of the problems, so that none waits for another to do them all. None without
+    `evaluation.every`. ValueError for problems that cannot be used: now, and not in the middle of a run.
     """
     if not config.evaluation.every:
         return None
-    problems: list[Example] = []
+    problems = _problems(config, load_tokenizer(config.model))
 
     def evaluate_run(run: Run) -> dict[str, float]:
-        if not problems:
-            problems.extend(_problems(config, run.tokenizer))
         results = _evaluate(config, run.engine.ask, run.scorer, problems, run.decode, run.rank, run.world)
         return {f"{name}/pass@{k}": one.pass_at(k).mean for name, one in results.items() for k in one.k}
 

@@ -210,12 +210,12 @@ def model_states(config: Config, model: Model, cluster: Cluster) -> States:
     stage = int(zero["stage"])
     off, weights_off = _offloaded(zero, "offload_optimizer"), stage == 3 and _offloaded(zero, "offload_param")
     share = -(-T // R)
-    bucket = int(min(float(zero.get("reduce_bucket_size", 5e8)), T))
+    bucket = min(_size(zero, "reduce_bucket_size", 500_000_000), T)
     if stage < 3 and zero.get("overlap_comm", False):
         bucket *= 2
     kept = 0 if off and stage < 3 else T if stage == 1 else share
-    live = int(float(zero.get("stage3_max_live_parameters", LIVE_PARAMETERS)))
-    at_once = min(share, int(float(zero.get("sub_group_size", SUB_GROUP)))) if stage == 3 else share
+    live = _size(zero, "stage3_max_live_parameters", LIVE_PARAMETERS)
+    at_once = min(share, _size(zero, "sub_group_size", SUB_GROUP)) if stage == 3 else share
     weights = b * (-(-P // R) if stage == 3 else P)
     return States(
         weights=0 if weights_off else weights,
@@ -226,6 +226,15 @@ def model_states(config: Config, model: Model, cluster: Cluster) -> States:
         update=0 if off else 4 * (3 if cluster.cpu else 2) * at_once,
         host=min(R, NODE) * ((16 * share if off else 0) + (weights if weights_off else 0)),
     )
+
+
+def _size(zero: dict[str, Any], key: str, default: int) -> int:
+    """A number of parameters, which DeepSpeed also takes as 5e8 or "5e8"."""
+    value = zero.get(key, default)
+    try:
+        return int(float(value))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"train.deepspeed.zero_optimization.{key}: want a number; got {value!r}") from error
 
 
 def _offloaded(zero: dict[str, Any], key: str) -> bool:
