@@ -119,6 +119,7 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
         (["data.answer_pattern=x"], "with exactly one group; got 'x' with 0"),
         (["data.demonstration_template={solution}"], r"want the fields \{demonstration\} and \{answer\}"),
         (["data.demonstration_template=}"], "want a str.format template"),
+        (["data.demonstration_template={demonstration:d}"], "want a str.format template.*Unknown format code 'd'"),
         (["reward.function=a:b"], "^reward: want exactly one of kind and function; got both"),
         (["reward.on_failure=skip"], "^reward.on_failure: .*mask.*zero.*error"),
         (["reward.kind=math_verify", "reward.pattern=(x)"], "^reward: pattern belongs to kind exact_match"),

@@ -1,225 +1,25 @@
-"""pass@k against enumeration; the bootstrap's coverage; the counting of `evaluate` with a scripted engine."""
+"""Files of evaluations; the counting of `evaluate` with a scripted engine; repeated rows."""
 
-import itertools
 import json
 import os
-import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
-from math import comb, nan
+from math import nan
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from evaluations import evaluation
 from torch import Tensor
 from trainer_runs import run_config
 
 from rlplus.config import load_config
 from rlplus.data import Example, byte_tokenizer
-from rlplus.evaluation import (
-    Estimate,
-    Evaluation,
-    evaluate,
-    join,
-    paired_difference,
-    pass_at_k,
-    pooled_pass_at,
-    seeds_below,
-)
+from rlplus.evaluation import Evaluation, evaluate, join
 from rlplus.evaluation.sample import _problems
 from rlplus.reward import Score
 from rlplus.rollout import Completion
-
-
-def evaluation(correct: Sequence[int], n: int = 8, **changes: object) -> Evaluation:
-    base = Evaluation(
-        name="m",
-        problems=tuple(range(len(correct))),
-        n=(n,) * len(correct),
-        correct=tuple(correct),
-        k=(1, 4),
-        temperature=1.0,
-        seed=0,
-        mean_response_length=3.5,
-        truncated_share=0.25,
-        statuses={"ok": n * len(correct)},
-    )
-    return replace(base, **changes)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("n", [1, 2, 5, 8])
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n: int) -> None:
-    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
-        subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
-        share = Fraction(sum(any(subset) for subset in subsets), len(subsets))
-        assert pass_at_k(n, c, k) == float(share)
-
-
-def test_pass_at_k_is_unbiased() -> None:
-    # Expectation over c ~ Binomial(n, p), in exact fractions, is 1 - (1-p)^k.
-    n, p = 10, Fraction(3, 17)
-    for k in range(1, n + 1):
-        terms = (
-            Fraction(len(list(itertools.combinations(range(n), c))))
-            * p**c
-            * (1 - p) ** (n - c)
-            * Fraction(pass_at_k(n, c, k))
-            for c in range(n + 1)
-        )
-        assert float(sum(terms)) == pytest.approx(float(1 - (1 - p) ** k), abs=1e-15)
-
-
-def test_pass_at_k_with_many_samples() -> None:
-    # 1 - prod_{i=n-c+1}^{n} (1 - k/i), in fractions
-    for n, c, k in [(1024, 1, 1), (1024, 1, 512), (2000, 3, 1), (2000, 1999, 2), (4096, 700, 64)]:
-        product = Fraction(1)
-        for i in range(n - c + 1, n + 1):
-            product *= 1 - Fraction(k, i)
-        assert pass_at_k(n, c, k) == float(1 - product)
-
-
-@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)])
-def test_pass_at_k_refuses(n: int, c: int, k: int) -> None:
-    with pytest.raises(ValueError, match=f"n={n}, c={c}, k={k}"):
-        pass_at_k(n, c, k)
-
-
-def test_mean_is_the_mean_over_problems_and_the_interval_is_reproducible() -> None:
-    one = evaluation([0, 2, 8, 5])
-    estimate = one.pass_at(4)
-    assert estimate.mean == pytest.approx(sum(pass_at_k(8, c, 4) for c in (0, 2, 8, 5)) / 4, abs=1e-15)
-    assert estimate.low < estimate.mean < estimate.high
-    assert one.pass_at(4) == estimate
-
-
-def binomial_tail(problems: int, least: int, share: Fraction) -> Fraction:
-    """Probability of at least `least` successes in `problems` trials."""
-    terms = (comb(problems, c) * share**c * (1 - share) ** (problems - c) for c in range(least, problems + 1))
-    return sum(terms, Fraction(0))
-
-
-@pytest.mark.parametrize("problems", [1, 5, 30])
-def test_all_or_none_solved_has_the_exact_binomial_interval(problems: int) -> None:
-    solved, unsolved = evaluation([8] * problems), evaluation([0] * problems)
-    for k in (1, 4):
-        low, high = solved.pass_at(k).low, unsolved.pass_at(k).high
-        assert (solved.pass_at(k), unsolved.pass_at(k)) == (Estimate(1.0, low, 1.0), Estimate(0.0, 0.0, high))
-        # At the limit, the tail that was seen has a probability of 2.5%.
-        assert float(binomial_tail(problems, problems, Fraction(low))) == pytest.approx(0.025, rel=1e-12)
-        assert float(1 - binomial_tail(problems, 1, Fraction(high))) == pytest.approx(0.025, rel=1e-12)
-    assert pooled_pass_at([solved] * 3, 1) == solved.pass_at(1)  # more seeds are not more problems
-    up = paired_difference([unsolved], [solved], 1)  # from -1 to 1: twice as wide
-    assert (up.mean, up.high) == (1.0, 1.0)
-    assert up.low == pytest.approx(1 - 2 * (1 - solved.pass_at(1).low), abs=1e-15)
-    assert paired_difference([solved], [solved], 1).low == -paired_difference([solved], [solved], 1).high < 0
-
-
-@given(st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=6), min_size=1, max_size=3), st.integers(1, 8))
-@settings(max_examples=40, deadline=None)
-def test_the_mean_is_within_the_interval_and_the_interval_within_the_possible(correct: list[list[int]], k: int) -> None:
-    seeds = [evaluation(each) for each in correct]
-    estimate = pooled_pass_at(seeds, k)
-    assert 0 <= estimate.low <= estimate.mean <= estimate.high <= 1
-    other = paired_difference(seeds, [evaluation([8 - c for c in each]) for each in correct], k)
-    assert -1 <= other.low <= other.mean <= other.high <= 1
-
-
-@pytest.mark.parametrize("at_once", [1, 7, 640, 10**6])
-def test_intervals_do_not_depend_on_the_indices_held_at_a_time(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    """The bootstrap goes in parts above 2,097 problems; here they are smaller."""
-    seeds = [evaluation([0, 1, 5]), evaluation([8, 2, 4, 1, 7])]
-    whole = pooled_pass_at(seeds, 4)
-    monkeypatch.setattr("rlplus.evaluation.statistics._INDICES_AT_ONCE", at_once)
-    assert pooled_pass_at(seeds, 4) == whole
-
-
-def test_interval_of_more_problems_than_the_bootstrap_holds_at_once() -> None:
-    one = evaluation([0, 8] * 1500)
-    estimate = one.pass_at(1)
-    error = 1.96 * 0.5 / 3000**0.5
-    assert estimate.low == pytest.approx(0.5 - error, abs=0.1 * error)
-    assert estimate.high == pytest.approx(0.5 + error, abs=0.1 * error)
-
-
-def test_interval_agrees_with_the_normal_one_for_many_problems() -> None:
-    generator = random.Random(1)
-    one = evaluation([generator.randint(0, 8) for _ in range(600)])
-    values = one.values(1)
-    error = 1.96 * values.std().item() / 600**0.5
-    estimate = one.pass_at(1)
-    assert estimate.low == pytest.approx(estimate.mean - error, abs=0.1 * error)
-    assert estimate.high == pytest.approx(estimate.mean + error, abs=0.1 * error)
-
-
-def draw(problems: int, difficulty: float, generator: torch.Generator, n: int = 16) -> tuple[int, ...]:
-    """Right answers of problems whose success rates are uniform in difficulty +- 0.4."""
-    rate = difficulty + 0.8 * (torch.rand(problems, generator=generator, dtype=torch.float64) - 0.5)
-    return tuple(int(c) for c in torch.binomial(torch.full_like(rate, n), rate, generator=generator))
-
-
-def test_coverage_over_problems() -> None:
-    generator = torch.Generator().manual_seed(3)
-    trials, inside = 200, 0
-    truth = 0.5
-    for _ in range(trials):
-        estimate = evaluation(draw(60, 0.5, generator), n=16).pass_at(1)
-        inside += estimate.low <= truth <= estimate.high
-    assert 0.90 <= inside / trials <= 0.985  # 95% nominal; the standard error here is 1.5%
-
-
-def test_pooled_interval_covers_the_spread_over_seeds() -> None:
-    generator = torch.Generator().manual_seed(4)
-    trials, pooled, problems_only = 100, 0, 0
-    for _ in range(trials):
-        levels = 0.4 + 0.2 * torch.rand(10, generator=generator, dtype=torch.float64)  # one a seed
-        runs = [evaluation(draw(40, level, generator), n=16) for level in levels.tolist()]
-        estimate = pooled_pass_at(runs, 1)
-        pooled += estimate.low <= 0.5 <= estimate.high
-        everything = evaluation([c for run in runs for c in run.correct], n=16).pass_at(1)
-        problems_only += everything.low <= 0.5 <= everything.high
-    assert pooled / trials >= 0.88
-    assert problems_only < pooled
-
-
-def test_pooled_mean_weighs_seeds_equally_and_one_seed_is_the_plain_interval() -> None:
-    one, two = evaluation([8, 8, 8, 0]), evaluation([0, 0])
-    assert pooled_pass_at([one, two], 1).mean == pytest.approx((0.75 + 0.0) / 2)
-    assert pooled_pass_at([one], 1) == one.pass_at(1)
-    with pytest.raises(ValueError, match="at least one"):
-        pooled_pass_at([], 1)
-
-
-def test_paired_difference_uses_the_pairing() -> None:
-    generator = random.Random(2)
-    base = [generator.randint(0, 7) for _ in range(50)]
-    first, second = evaluation(base), evaluation([c + 1 for c in base])
-    difference = paired_difference([first], [second], 1)
-    assert difference.mean == pytest.approx(1 / 8)
-    assert (difference.low, difference.high) == pytest.approx((1 / 8, 1 / 8))
-    assert paired_difference([second], [first], 1).mean == pytest.approx(-1 / 8)
-
-
-def test_paired_difference_refuses_other_problems() -> None:
-    first, second = evaluation([1, 2]), evaluation([1, 2], problems=(0, 7), name="other")
-    with pytest.raises(ValueError, match=r"same problems.*'other'"):
-        paired_difference([first], [second], 1)
-    with pytest.raises(ValueError, match="2 and 1"):
-        paired_difference([first, first], [first], 1)
-
-
-def test_seeds_below_counts_the_seeds_on_which_less_is_solved() -> None:
-    base = [evaluation([8, 2, 0]), evaluation([1, 1, 1]), evaluation([0, 4, 4])]
-    other = [evaluation([7, 0, 0]), evaluation([8, 0, 0]), evaluation([4, 0, 8])]
-    assert [seeds_below(base, other, k) for k in (1, 8)] == [1, 2]
-    for permuted in itertools.permutations([1, 2, 3, 4]):  # whose sums in floats differ
-        assert seeds_below([evaluation([1, 2, 3, 4])], [evaluation(permuted)], 3) == 0
-    with pytest.raises(ValueError, match="3 and 2"):
-        seeds_below(base, other[:2], 1)
 
 
 def test_save_and_load(tmp_path: Path) -> None:

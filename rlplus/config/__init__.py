@@ -1,6 +1,7 @@
 """The configuration of a run: typed, frozen, checked as a whole before anything is loaded."""
 
 from rlplus.config.algorithm import AlgorithmConfig
+from rlplus.config.data import DataConfig
 from rlplus.config.files import (
     check_data_files,
     check_evaluation_files,
@@ -16,7 +17,6 @@ from rlplus.config.rollout import RolloutConfig
 from rlplus.config.schema import (
     CheckpointConfig,
     Config,
-    DataConfig,
     EvaluationConfig,
     LoraConfig,
     ModelConfig,

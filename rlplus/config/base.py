@@ -1,9 +1,21 @@
 """The types that sections of a configuration are made of."""
 
 import os
+import re
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+
+def _one_group(pattern: str) -> str:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"want a regular expression; got {pattern!r} ({error})") from error
+    if groups != 1:
+        raise ValueError(f"want a regular expression with exactly one group; got {pattern!r} with {groups}")
+    return pattern
+
 
 MANY = 2**20  # more than any run has of what a process holds one by one: a step's responses, a layer's width
 
@@ -14,6 +26,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]  # timers overflow at a few hundred years
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
+Pattern = Annotated[str, AfterValidator(_one_group)]
 PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
 
 

@@ -4,56 +4,29 @@ Lengths are in tokens, times in seconds. Relative paths start at the current dir
 is the home folder. Types are strict: nothing is converted except an integer where a float is wanted.
 """
 
-import os
-import re
 from collections.abc import Iterator
-from string import Formatter
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from rlplus.config.algorithm import AlgorithmConfig
 from rlplus.config.base import (
     MANY,
     Count,
-    Fraction,
     Moderate,
     NonNegative,
     PathText,
+    Pattern,
     Positive,
     Seconds,
     Section,
     Text,
 )
+from rlplus.config.data import DataConfig
 from rlplus.config.ignored import ignored_keys
 from rlplus.config.rollout import RolloutConfig
 from rlplus.config.train import TrainConfig
-
-
-def _one_group(pattern: str) -> str:
-    try:
-        groups = re.compile(pattern).groups
-    except re.error as error:
-        raise ValueError(f"want a regular expression; got {pattern!r} ({error})") from error
-    if groups != 1:
-        raise ValueError(f"want a regular expression with exactly one group; got {pattern!r} with {groups}")
-    return pattern
-
-
-def _template(template: str) -> str:
-    try:
-        names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
-    except ValueError as error:
-        raise ValueError(f"want a str.format template, braces doubled; got {template!r} ({error})") from error
-    if not names or names - {"demonstration", "answer"}:
-        came = ", ".join(f"{{{name}}}" for name in sorted(names)) or "none"
-        raise ValueError(f"want the fields {{demonstration}} and {{answer}}, other braces doubled; got {came}")
-    return template
-
-
-Pattern = Annotated[str, AfterValidator(_one_group)]
-Template = Annotated[str, AfterValidator(_template)]
 
 
 class ScratchModel(Section):
@@ -124,65 +97,6 @@ class ModelConfig(Section):
             raise ValueError(f"want exactly one of path and scratch; got {'neither' if self.path is None else 'both'}")
         if self.attention == "flash_attention_2" and self.dtype == "float32":
             raise ValueError("attention flash_attention_2 computes in half precision: want dtype bfloat16; got float32")
-        return self
-
-
-class DataConfig(Section):
-    """JSONL or Parquet, one prompt a row.
-
-    path                     a file, or a list of files that are read one after the other
-    prompt, answer           column names, dotted for nested ones: "reward_model.ground_truth". A prompt is a string or
-                             a list of chat messages {role, content}
-    demonstration            column of a worked solution (a string or one chat message); None = no demonstrations
-    answer_pattern           regular expression with one group, searched in the answer column: the group is the answer
-    demonstration_pattern    the same for the demonstration column
-    demonstration_template   str.format template with {demonstration} and {answer}
-    benchmark                column that names the benchmark of a row: evaluations report each one by itself
-    system_prompt            put before the prompt as a system message
-    chat                     a string prompt becomes a user message and goes through the chat template
-    response_prefix          text that every response starts with, such as "<think>\\n". It is given, not generated: its
-                             tokens end the prompt (unless the chat template ends in it), demonstrations start after it,
-                             and it is put before a response that is graded
-    max_prompt_length        a row with a longer prompt, response_prefix included, is dropped
-    max_demonstration_length a longer demonstration, its end token counted, is dropped; None = the limit of responses
-    max_dropped_share        refuse the data when more than this share of rows, or of demonstrations, is dropped
-    limit                    read only the first rows
-    """
-
-    path: str | list[str]
-    prompt: Text = "prompt"
-    answer: Text = "answer"
-    demonstration: Text | None = None
-    answer_pattern: Pattern | None = None
-    demonstration_pattern: Pattern | None = None
-    demonstration_template: Template | None = None
-    benchmark: Text | None = None
-    system_prompt: Text | None = None
-    chat: bool = False
-    response_prefix: Text | None = None
-    max_prompt_length: Count = 1024
-    max_demonstration_length: Count | None = None
-    max_dropped_share: Fraction = 0.1
-    limit: Count | None = None
-
-    @property
-    def paths(self) -> list[str]:
-        return [self.path] if isinstance(self.path, str) else self.path
-
-    @field_validator("path", mode="before")
-    @classmethod
-    def _check_path(cls, value: Any) -> str | list[str]:
-        paths = value if isinstance(value, list) else [value]
-        if not paths or not all(isinstance(path, str) and path for path in paths):
-            raise ValueError(f"want a path or a list of paths; got {value!r}")
-        expanded = [os.path.expanduser(path) for path in paths]
-        return expanded if isinstance(value, list) else expanded[0]
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for name in ("demonstration_pattern", "demonstration_template", "max_demonstration_length"):
-            if self.demonstration is None and getattr(self, name) is not None:
-                raise ValueError(f"{name} is set but demonstration is not: name the column that holds them")
         return self
 
 
