@@ -23,7 +23,7 @@ Count = Annotated[int, Field(ge=1, le=2**53)]  # exact as a float
 Moderate = Annotated[int, Field(ge=1, le=MANY)]
 NonNegative = Annotated[int, Field(ge=0, le=2**53)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]  # timers overflow at a few hundred years
+Seconds = Annotated[float, Field(gt=0, le=2e6, allow_inf_nan=False)]  # timers overflow at 2^31 ms, 24 days
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
 Pattern = Annotated[str, AfterValidator(_one_group)]
