@@ -42,8 +42,8 @@ class Clock:
         self.at(waiting_for)
         main = threading.current_thread() is threading.main_thread()
         handler = signal.signal(signal.SIGALRM, self._overdue) if main else None
-        threading.Thread(target=self._watch, args=(self._done, main), daemon=True).start()
         try:
+            threading.Thread(target=self._watch, args=(self._done, main), daemon=True).start()
             yield
         finally:
             try:

@@ -6,6 +6,7 @@ from pathlib import Path
 from rlplus.config import Config
 from rlplus.errors import RunFailed, SharedFailure
 from rlplus.trainer.batch import make_micro_batches, score, set_advantages
+from rlplus.trainer.memory import OutOfMemory
 from rlplus.trainer.metrics import Tally, tally_mismatch, tally_samples, tally_update
 from rlplus.trainer.rollouts import use_engine_logprob
 from rlplus.trainer.run import Run
@@ -45,10 +46,10 @@ def train(config: Config, *, resume: bool | str = False, evaluate: Evaluate | No
 
 
 def save_what_is_left(run: Run, failure: Exception) -> None:
-    """`Run.give_up_step`; where that fails, too, RunFailed tells both, what was first first."""
+    """`Run.give_up_step`; where there is no room for it, RunFailed with both messages."""
     try:
         run.give_up_step()
-    except (RunFailed, OSError) as second:
+    except (OSError, OutOfMemory) as second:
         raise RunFailed(f"{failure}. And no checkpoint could be written then: {second}") from failure
 
 
