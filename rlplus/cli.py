@@ -96,10 +96,16 @@ def _parser() -> argparse.ArgumentParser:
     known = "a100-40g, a100-80g, h100, h200, or a size of memory such as 24g"
     plan.add_argument("--gpu", help=f"{known}; default: this machine's, or a100-80g")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes and seconds")
+    plan.add_argument(
+        "--env",
+        action="store_true",
+        help="print this machine's versions, devices and backends of the head as JSON, for bug reports",
+    )
     plan.set_defaults(run=_plan)
 
     for command in (train, plan, evaluate):
-        command.add_argument("config", help="YAML file, such as configs/gsm8k-tiny.yaml")
+        count = "?" if command is plan else None  # --env needs none
+        command.add_argument("config", nargs=count, help="YAML file, such as configs/gsm8k-tiny.yaml")
         command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as train.lr=1e-6")
 
     report = commands.add_parser("report", help="curves and tables of runs as one HTML file")
@@ -190,6 +196,13 @@ def _out_of_memory(config: "Config", failure: RunFailed, phase: str) -> str:
 
 def _plan(args: argparse.Namespace) -> int:
     """Exit status 1: the run does not fit."""
+    if args.env:
+        from rlplus.ops.environment import environment
+
+        sys.stdout.write(json.dumps(environment(), indent=2) + "\n")
+        return 0
+    if args.config is None:
+        raise ValueError("want a configuration, such as configs/gsm8k-tiny.yaml, or --env")
     from rlplus.config import check_model_path, load_config, shipped_architecture
 
     config = load_config(args.config, args.overrides)

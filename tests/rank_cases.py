@@ -17,9 +17,11 @@ from deepspeed.utils import safe_get_full_grad
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
+from rlplus import agree
 from rlplus.config import Config, ModelConfig
 from rlplus.data import Sample
 from rlplus.ops import library
+from rlplus.ops.backends import Choice
 from rlplus.ops.library import _scale as scale
 from rlplus.trainer import policy as policy_module
 from rlplus.trainer.adapters import add_adapters
@@ -236,10 +238,21 @@ def run_case(folder: Path, name: str) -> dict[str, Any]:
     }
 
 
+def agreed_backends() -> list[list[tuple[str, str]]]:
+    """What each rank takes when all choose triton, only the first one does, and none does."""
+    agreed, rank = [], dist.get_rank()
+    for ranks_with_triton in (dist.get_world_size(), 1, 0):
+        own = Choice("triton" if rank < ranks_with_triton else "torch", f"reason {rank}")
+        with mock.patch.object(policy_module, "choose", return_value=own):
+            agreed.append(tuple(policy_module.agreed_backend("auto", torch.device("cuda", 0), torch.bfloat16)))
+    return agree.gathered(agreed)
+
+
 def main() -> None:
     folder, output, *names = sys.argv[1:]
     initialize_distributed()
     results = {name: run_case(Path(folder), name) for name in names or CASES}
+    results["agreed backends"] = agreed_backends()
     if dist.get_rank() == 0:
         torch.save(results, Path(folder) / f"{output}.pt")
     dist.barrier()

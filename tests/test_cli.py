@@ -38,6 +38,7 @@ LINES = (
     r"memory planned for 1 x cpu: .* of .*",
     r"6 rows, 6 kept, 6 demonstrations",
     r"demonstrations: 6 of 6 pass the run's own reward",
+    r"head by backend '(cpp|torch)': .*",
     r"rollouts by transformers; output in {run}",
     r"rlplus  33% step 1  reward .*  length .*  entropy .*  tok/s .*",
     r"rlplus  67% step 2  reward .*",

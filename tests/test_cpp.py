@@ -11,7 +11,8 @@ from head_cases import EVERYTHING, absolute_sums, closed, run, tensors, to
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
-from rlplus.ops import cpp, resolve_backend
+from rlplus.ops import cpp
+from rlplus.ops.backends import choose
 
 pytestmark = pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -291,19 +292,22 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
 # ---- the choice
 
 
+CPU = torch.device("cpu")
+
+
 def test_auto_takes_it_for_what_it_can_take() -> None:
-    assert resolve_backend("auto", "cpu", FP32) == resolve_backend("auto", "cpu", BF16) == "cpp"
-    assert resolve_backend("auto", "cpu", torch.float64) == resolve_backend("auto", "cuda", FP32) == "torch"
+    assert choose("auto", CPU, FP32) == choose("auto", CPU, BF16) == ("cpp", "it is built")
+    assert choose("auto", CPU, torch.float64).backend == choose("auto", torch.device("meta"), FP32).backend == "torch"
     with pytest.raises(ValueError, match=r"want CPU tensors of float32, bfloat16, float16.*got float64 on cpu"):
-        resolve_backend("cpp", "cpu", torch.float64)
+        choose("cpp", CPU, torch.float64)
 
 
 def test_where_it_is_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(cpp, "LIBRARY", tmp_path / "_C.so")
     cpp.load.cache_clear()
     try:
-        assert resolve_backend("auto", "cpu", FP32) == "torch"
+        assert choose("auto", CPU, FP32) == ("torch", "'cpp' is not built, or does not load")
         with pytest.raises(ValueError, match=r"want backend 'cpp' built: .*_C.so.*RLPLUS_EXT=1 pip install"):
-            resolve_backend("cpp", "cpu", FP32)
+            choose("cpp", CPU, FP32)
     finally:
         cpp.load.cache_clear()

@@ -3,7 +3,9 @@
 On a GPU tests/test_kernels.py, test_gemm_kernel.py and test_token_kernel.py run there as well; `bench/gpu.sh` runs all.
 """
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from head_cases import EVERYTHING, Head, check_precision, closed, on_device, on_
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
+from rlplus.ops import backends, selfcheck
 from rlplus.ops import triton as backend
 from rlplus.ops.head import Head as OpHead
 
@@ -141,6 +144,30 @@ def test_one_emptying_needs_no_accumulator(monkeypatch: pytest.MonkeyPatch) -> N
     assert set(allocated) == {torch.float32}
     eps = torch.finfo(torch.bfloat16).eps
     torch.testing.assert_close(whole["dweight"], parts["dweight"], rtol=2 * eps, atol=1e-5)
+
+
+# ---- the choice of the backend
+
+
+@DTYPES
+def test_auto_takes_the_kernels_once_a_child_process_has_checked_them(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLPLUS_CACHE", str(tmp_path))
+    monkeypatch.setattr(backends, "_on_cuda", {})
+    monkeypatch.setattr(backends, "_agreeing", set())
+    inputs = on_gpu(case(300, 5003, 136, dtype))
+    chosen = backends.choose("auto", inputs[0]["hidden"].device, dtype)
+    assert chosen.backend == "triton", chosen.reason
+    (verdict,) = tmp_path.glob("*.json")
+    assert json.loads(verdict.read_text())["status"] == "passed"
+    assert equal(fused(inputs), tensors(run(*inputs, EVERYTHING))) == []
+    assert len(backends._agreeing) == 1  # the call was compared
+
+
+@DTYPES
+def test_the_self_check_passes(dtype: torch.dtype) -> None:
+    assert selfcheck.check(torch.device(DEVICE, 0), dtype) == ""
 
 
 # ---- small shapes, for compute-sanitizer

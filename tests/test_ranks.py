@@ -13,7 +13,7 @@ from trainer_runs import environment
 from rlplus.trainer.ranks import initialize_distributed
 
 SLOW = [name for name in CASES if name not in QUICK]
-Results = dict[str, dict[str, Any]]
+Results = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +96,11 @@ def check_shares(name: str, two: list[dict[str, int]], one: list[dict[str, int]]
 @pytest.mark.parametrize("name", QUICK)
 def test_two_ranks_are_one(name: str, quick: Results, alone: Results) -> None:
     check(name, quick[name], alone[name.split(",")[0]])
+
+
+def test_one_refusal_gives_all_ranks_torch(quick: Results) -> None:
+    agreed = [("triton", "reason 0"), ("torch", "rank 1: reason 1"), ("torch", "reason 0")]
+    assert quick["agreed backends"] == [agreed, agreed]
 
 
 @pytest.mark.slow

@@ -17,8 +17,10 @@ from rlplus.config import Config, load_config
 from rlplus.data import Sample
 from rlplus.objective import ALGORITHMS
 from rlplus.ops import linear_policy_loss
+from rlplus.ops.backends import Choice
 from rlplus.rollout.transformers import TransformersEngine
 from rlplus.trainer import Interrupted, Run, train
+from rlplus.trainer import policy as policy_module
 from rlplus.trainer.batch import make_micro_batches, set_advantages
 from rlplus.trainer.policy import Policy
 
@@ -335,6 +337,29 @@ def test_a_forward_pass_that_is_not_finite_is_a_skipped_update_and_no_mismatch(t
     rows = metrics(train(run_config(tmp_path, train={"steps": 3})))
     assert [row["actor/nonfinite"] for row in rows] == [0, 1, 0]
     assert "mismatch/mean" not in rows[1]
+
+
+def test_the_backend_is_checked_before_the_model_is_loaded_and_agreed_on_after_its_first_call(
+    tmp_path, monkeypatch, capsys
+):
+    """A check needs memory, and the first call may refuse what the check passed."""
+    events = []
+
+    def noted(name):
+        original = getattr(policy_module, name)
+        monkeypatch.setattr(
+            policy_module, name, lambda *a, **k: (events.append(k.get("backend", name)), original(*a, **k))[1]
+        )
+
+    for name in ("load_model", "linear_logprob"):
+        noted(name)
+    answers = iter([Choice("triton", "passed"), Choice("torch", "the first call differs")])
+    monkeypatch.setattr(policy_module, "choose", lambda *_: (events.append("choose"), next(answers))[1])
+    with Run(run_config(tmp_path), resume=False) as run:
+        assert events == ["choose", "load_model", "auto", "choose"]
+        assert run.policy.nonfinite() == ""
+        assert events[4:] == ["torch"]
+    assert "head by backend 'torch': the first call differs\n" in capsys.readouterr().err
 
 
 def test_the_learning_rate_is_that_of_the_logged_update(tmp_path):

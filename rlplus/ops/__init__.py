@@ -1,7 +1,5 @@
 """The public operations on a language-model head: policy loss and logprobs without the full logits."""
 
-import os
-from importlib.util import find_spec
 from math import inf
 from typing import Any, NamedTuple
 
@@ -11,11 +9,11 @@ from torch import Tensor, nn
 from rlplus.errors import nearest
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.objective.inputs import check_constants, check_tensor, check_weights, describe
-from rlplus.ops import cpp, library, reference
+from rlplus.ops import library, reference
+from rlplus.ops.backends import BACKENDS, backend_for
 from rlplus.ops.causal_lm import head_of
 from rlplus.ops.head import Head
 
-BACKENDS = ("reference", *library.MODULES)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_SCRATCH_MB = {"fast": 1250.0, "least": 80.0}  # by memory mode
 
@@ -79,8 +77,10 @@ def linear_policy_loss(
     weight_grad        (V, H), contiguous, fp32 (fp64 for fp64 inputs), in memory that no input uses: the gradient of
                        weight is added there by this call, without what the loss is multiplied by afterwards; the
                        backward pass hands out none, and there is none to run where hidden and bias need no gradient
-    backend            "auto" (cpp for CPU tensors where it is built, else torch), "torch", "cpp", "triton" (CUDA; bf16,
-                       fp16, fp32) or "reference"; the environment variable RLPLUS_BACKEND replaces "auto"
+    backend            "torch", "cpp", "triton" (CUDA; bf16, fp16, fp32), "reference" or "auto", which the environment
+                       variable RLPLUS_BACKEND replaces: cpp for CPU tensors where it is built; triton for CUDA tensors
+                       of compute capability 8.0 or more where its self-check passed (a child process, once per kind of
+                       device and versions) and the first call of each size agrees with plain products; else torch
 
     Same inputs, options and number of threads: the same bits, on every backend; on CUDA as far as cuBLAS gives them,
     which it does in one stream. Other chunks, threads or backends: the same up to rounding.
@@ -102,7 +102,7 @@ def linear_policy_loss(
     _check_options(head, objective, grad_filter, memory, weight_grad)
     way = _way(memory, max_scratch_mb, hidden.device)
     scratch = _scratch_bytes(max_scratch_mb, way)
-    backend = resolve_backend(backend, hidden.device.type, hidden.dtype)
+    backend = backend_for(backend, head, scratch)
     if backend == "reference":
         if way == "least" or weight_grad is not None:
             raise ValueError(
@@ -134,7 +134,7 @@ def linear_logprob(
     """
     head = _head(hidden, weight, target, bias, temperature)
     scratch = _scratch_bytes(max_scratch_mb, "fast")
-    backend = resolve_backend(backend, hidden.device.type, hidden.dtype)
+    backend = backend_for(backend, head, scratch)
     if backend == "reference":
         library.check_targets(head.target, torch.ones_like(head.target, dtype=torch.bool), len(weight))
         logprob, entropy = reference.logprob_and_entropy(head)
@@ -203,33 +203,6 @@ def _check_options(
         check_tensor("weight_grad", weight_grad, (head.weight.shape, head.hidden.device), dtype=head.dtype)
         if weight_grad.requires_grad or not weight_grad.is_contiguous():
             raise ValueError("want weight_grad contiguous and without requires_grad")
-
-
-@torch.compiler.assume_constant_result
-def resolve_backend(name: str, device: str, dtype: torch.dtype) -> str:
-    """The backend that runs on tensors of that device type and dtype; ValueError says what is wrong with the choice."""
-    if name == "auto":
-        name = os.environ.get("RLPLUS_BACKEND") or "auto"
-    if name == "auto":
-        return "cpp" if device == "cpu" and dtype in cpp.DTYPES and cpp.load() else "torch"
-    if name not in BACKENDS:
-        raise ValueError(f"want backend 'auto' or one of {', '.join(BACKENDS)}; got {name!r}")
-    if name == "cpp":
-        cpp.check(device, dtype)
-    if name == "triton":
-        _check_triton(device, dtype)
-    return name
-
-
-def _check_triton(device: str, dtype: torch.dtype) -> None:
-    kind = str(dtype).removeprefix("torch.")
-    if find_spec("triton") is None:
-        raise ValueError("backend 'triton' needs the package triton, which is not installed")
-    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        got = f"{kind} on {device}"
-        raise ValueError(f"backend 'triton' needs CUDA tensors, or TRITON_INTERPRET=1 for tests; got {got}")
-    if dtype == torch.float64:
-        raise ValueError(f"backend 'triton' needs bf16, fp16 or fp32; got {kind} on {device}")
 
 
 def _way(memory: str | None, max_scratch_mb: float | None, device: torch.device) -> str:

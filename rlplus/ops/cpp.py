@@ -244,7 +244,7 @@ class _OnePass:
 
 def _library() -> ctypes.CDLL:
     library = load()
-    assert library is not None, "resolve_backend has checked that the library is there"
+    assert library is not None, "`choose` has checked that the library is there"
     return library
 
 

@@ -19,6 +19,7 @@ from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.objective.inputs import check_differentiated_once, check_values, check_weights
 from rlplus.ops import least
 from rlplus.ops.cost import faster_memory
+from rlplus.ops.faults import advising
 from rlplus.ops.head import Head
 from rlplus.ops.precision import full_precision
 
@@ -114,7 +115,7 @@ def linear_policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *argum
     name, _, memory = backend.partition("/")
     if memory == "faster":
         memory = faster_memory(head.shape, scratch_bytes).removeprefix("fast")
-    with full_precision(head.hidden.device):
+    with full_precision(head.hidden.device), advising(name):
         if memory:
             loss, logprob, entropy, stats, grads = least.policy_loss(implementation(name), *inputs)
         else:
@@ -192,7 +193,7 @@ def linear_logprob(*arguments: Any) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), entropy (N,)."""
     head, scratch_bytes, backend = _unpack(arguments, Head)
     check_targets(head.target, torch.ones_like(head.target, dtype=torch.bool), len(head.weight))
-    with full_precision(head.hidden.device):
+    with full_precision(head.hidden.device), advising(backend):
         return implementation(backend).logprob(head, scratch_bytes)
 
 
@@ -211,7 +212,7 @@ def _(*arguments):  # type: ignore[no-untyped-def]
 def linear_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """-> dhidden, dweight, dbias, without elements where not needed."""
     head, scratch_bytes, backend, needs = _unpack(arguments, Head)
-    with full_precision(head.hidden.device):
+    with full_precision(head.hidden.device), advising(backend):
         return implementation(backend).logprob_backward(head, dlogprob, dentropy, scratch_bytes, list(needs))
 
 

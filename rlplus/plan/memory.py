@@ -8,7 +8,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlplus.config import Config
-from rlplus.ops import MAX_SCRATCH_MB, resolve_backend
+from rlplus.ops import MAX_SCRATCH_MB
+from rlplus.ops.backends import choose
 from rlplus.ops.cost import Shape, faster_memory, whole_tiles
 from rlplus.ops.cpp import CHUNK_ROWS
 from rlplus.plan.activations import Activations, count_activations, meta_model
@@ -282,7 +283,7 @@ def head_scratch(config: Config, model: Model, cluster: Cluster) -> int:
     """
     tokens, vocabulary, mode = head_tokens(config), model.vocabulary, head_mode(config, model, cluster)
     dtype = getattr(torch, config.model.dtype)
-    backend = resolve_backend(config.train.backend, "cpu" if cluster.cpu else "cuda", dtype)
+    backend = choose(config.train.backend, torch.device("cpu" if cluster.cpu else "cuda"), dtype).backend
     if backend == "reference":
         return 6 * 4 * vocabulary * tokens
     half = dtype.itemsize if not cluster.cpu and dtype.itemsize < 4 else 0

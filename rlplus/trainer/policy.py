@@ -17,6 +17,7 @@ from rlplus.config import Config, TrainConfig
 from rlplus.data import MicroBatch
 from rlplus.objective import Objective
 from rlplus.ops import PolicyLoss, linear_logprob, linear_policy_loss
+from rlplus.ops.backends import Choice, choose
 from rlplus.trainer.adapters import add_adapters, merged_weights, without_adapters
 from rlplus.trainer.model import in_shards, load_model, write_model
 from rlplus.trainer.sequence import SequenceGroup, check_attention, probe_batch
@@ -61,6 +62,9 @@ class Policy:
         cuda = torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         train = config.train
+        tensors = (self.device, getattr(torch, config.model.dtype))
+        choose(train.backend, *tensors)  # a GPU's self-check needs memory, which the model is about to take
+        self.backend: str = train.backend
         self.group: SequenceGroup | None = None
         if train.sequence_parallel > 1:
             self.group = SequenceGroup(train.sequence_parallel, model_config, config.model.attention)
@@ -83,6 +87,7 @@ class Policy:
         )
         if what := self.nonfinite():
             raise ValueError(f"the model in {model_path} has NaN or infinity in {what}: want finite weights")
+        self.backend, self.why_backend = agreed_backend(train.backend, *tensors)
         self._check_attention()
         self.reference: PackedModel | None = None
         if objective.kl_coef and config.model.lora is None:  # frozen; each rank holds a whole copy
@@ -182,7 +187,7 @@ class Policy:
         return {
             "temperature": config.rollout.temperature,
             "max_scratch_mb": config.train.max_scratch_mb,
-            "backend": config.train.backend,
+            "backend": self.backend,
         }
 
     @property
@@ -233,6 +238,15 @@ def _first_nonfinite(lm: nn.Module, device: torch.device) -> str:
     finite = torch.stack(extremes).isfinite().all(1).tolist()
     first = -int(agree.largest(-finite.index(False) if False in finite else -len(finite)))
     return names[first - 1] if first < len(finite) else ""
+
+
+def agreed_backend(name: str, device: torch.device, dtype: torch.dtype) -> Choice:
+    """The backend of all ranks: `torch` where a rank refuses what the others would take. Collective."""
+    choices = agree.gathered(choose(name, device, dtype))
+    if len({choice.backend for choice in choices}) == 1:
+        return choices[0]
+    refusals = (f"rank {rank}: {choice.reason}" for rank, choice in enumerate(choices) if choice.backend == "torch")
+    return Choice("torch", "; ".join(refusals))
 
 
 def _without_ranks(out: PolicyLoss) -> PolicyLoss:

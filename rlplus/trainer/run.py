@@ -97,7 +97,8 @@ class Run:
         self.log = RunLog(self.folder, self.step, config.algorithm.preset, enabled=self.rank == 0)
         stack.callback(self.log.close)
         source = f"rollouts by {self.engine.engine.name}" if config.needs_engine else "no rollouts, and no engine"
-        for note in (*notes, *dropped, f"{source}; output in {self.folder}"):
+        head = f"head by backend {self.policy.backend!r}: {self.policy.why_backend}"
+        for note in (*notes, *dropped, head, f"{source}; output in {self.folder}"):
             self.log.say(note)
         self.stop.install(stack)
         # What was imported and built stays: walking it took the collector a tenth of the demo's time.

@@ -1,0 +1,142 @@
+"""The self-check of the `triton` backend on a device: its results against fp64, beside those of `torch`.
+
+    python -m rlplus.ops.selfcheck DEVICE DTYPE
+
+prints a `Verdict` as a line of JSON. `rlplus.ops.verdicts` runs it in a process of its own: a faulty kernel may kill or
+block its process, or leave it a device on which nothing works any more. DEVICE is the UUID of a CUDA device, or "cpu",
+for Triton's interpreter.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlplus.objective import Objective
+from rlplus.ops import linear_policy_loss
+from rlplus.ops.verdicts import Verdict
+
+OBJECTIVE = Objective("clip", "mis", kl_coef=0.1, entropy_coef=0.05)
+TEMPERATURE = 0.9
+# Memory modes, and whether the head has a bias: Triton compiles other code without one, and for unpadded rows.
+MODES = {"fast": True, "least": False}
+Results = dict[str, Tensor]
+
+
+def check(
+    device: torch.device,
+    dtype: torch.dtype,
+    N: int = 300,
+    V: int = 5003,
+    H: int = 136,
+    max_scratch_mb: float = 2.7,
+) -> str:
+    """The first thing that is wrong with the `triton` backend there, empty where nothing is.
+
+    The default sizes fill no block and no buffer: several chunks, and gradients that are taken to the weight in parts.
+    """
+    for memory, bias in MODES.items():
+        inputs = {k: None if v is None else v.to(device) for k, v in sample(N, V, H, dtype, bias).items()}
+        options = {"memory": memory, "max_scratch_mb": max_scratch_mb}
+        got, again, plain = (results(inputs, backend=name, **options) for name in ("triton", "triton", "torch"))
+        wide = {k: v.double() if v is not None and v.is_floating_point() else v for k, v in inputs.items()}
+        if fault := compare(got, again, plain, results(wide, backend="reference")):
+            return f"memory={memory!r}: {fault}"
+    return ""
+
+
+def sample(N: int, V: int, H: int, dtype: torch.dtype, bias: bool) -> dict[str, Tensor | None]:
+    """Tensor arguments of `linear_policy_loss`: sampled and demonstrated tokens, some of weight 0 that hold NaN."""
+    g = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64)
+
+    hidden, weight, shift = (normal(N, H).to(dtype), (2 * H**-0.5 * normal(V, H)).to(dtype), normal(V).to(dtype))
+    logp = hidden.double() @ weight.double().T / TEMPERATURE
+    logp = (logp + shift.double() / TEMPERATURE if bias else logp).log_softmax(1)
+    target = torch.multinomial(logp.exp(), 1, generator=g)
+    logprob = logp.gather(1, target).squeeze(1)
+    idle = torch.arange(N) % 8 == 5
+    row = {
+        "advantage": normal(N),
+        "old_logprob": logprob + 0.2 * normal(N),  # some ratios are clipped
+        "behavior_logprob": logprob + 0.5 * normal(N),
+        "ref_logprob": logprob + 0.5 * normal(N),
+    }
+    return {
+        "hidden": hidden.masked_fill(idle[:, None], torch.nan),
+        "weight": weight,
+        "bias": shift if bias else None,
+        "target": target.squeeze(1),
+        "external": torch.rand(N, generator=g) < 0.3,
+        "token_weight": (torch.rand(N, generator=g) / N).masked_fill(idle, 0.0),
+        **{name: value.masked_fill(idle, torch.nan).float() for name, value in row.items()},
+    }
+
+
+def results(inputs: dict[str, Any], **options: Any) -> Results:
+    """loss, logprob and entropy of the rows that count, gradients."""
+    heads = ("hidden", "weight", "bias")
+    leaves = {k: inputs[k].detach().requires_grad_() for k in heads if inputs[k] is not None}
+    out = linear_policy_loss(**(inputs | leaves), objective=OBJECTIVE, temperature=TEMPERATURE, **options)
+    grads = torch.autograd.grad(out.loss, list(leaves.values()))
+    counts = inputs["token_weight"] != 0
+    rows = {"loss": out.loss.detach(), "logprob": out.logprob[counts], "entropy": out.entropy[counts]}
+    return rows | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def compare(got: Results, again: Results, plain: Results, exact: Results) -> str:
+    """What is wrong with `got`, empty where nothing is.
+
+    again: from the same call once more; plain: from the `torch` backend; exact: in fp64, of the same inputs.
+    """
+    for name, value in got.items():
+        if not value.isfinite().all():
+            return f"{name} is not finite"
+        if not torch.equal(value, again[name]):
+            return f"{name} has other bits when the call is repeated"
+        if name in ("logprob", "entropy"):
+            error, reference = ((x[name] - exact[name]).abs().max().item() for x in (got, plain))
+            bound = 2 * reference + 1e-5
+        else:
+            norm = exact[name].norm()
+            error, reference = (((x[name] - exact[name]).norm() / norm).item() for x in (got, plain))
+            bound = 1.5 * reference + 1e-3
+        if not error <= bound:
+            return f"the error of {name} is {error:.1e}; want at most {bound:.1e}"
+    return ""
+
+
+def judge(place: str, dtype: str) -> Verdict:
+    """The verdict on the device of that UUID, or "cpu", for a dtype's name."""
+    try:
+        device = torch.device("cpu") if place == "cpu" else find(place)
+        torch.zeros((), device=device)
+    except (LookupError, RuntimeError) as error:
+        return _failed("unchecked", error)
+    try:
+        fault = check(device, getattr(torch, dtype))
+    except Exception as error:  # whoever raises it, torch, Triton, its compiler or the driver: the kernels do not run
+        return _failed("refused", error)
+    return Verdict("refused", fault) if fault else Verdict("passed", "")
+
+
+def _failed(status: str, error: Exception) -> Verdict:
+    text = f"{type(error).__name__}: {(str(error).strip() or 'without a message').splitlines()[0]}"
+    no_room = any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
+    return Verdict("out of memory" if no_room else status, text)
+
+
+def find(uuid: str) -> torch.device:
+    """The visible device of that UUID: its index need not be the one in the process that asks."""
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
+            return torch.device("cuda", index)
+    raise LookupError(f"want the CUDA device {uuid} visible; got {torch.cuda.device_count()} others")
+
+
+if __name__ == "__main__":
+    print(json.dumps(judge(*sys.argv[1:])._asdict()))

@@ -1,0 +1,156 @@
+"""The self-check of the triton backend: right kernels pass it, and each kind of mistake is refused with its name."""
+
+import itertools
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlplus.ops import chunked, cost, selfcheck
+from rlplus.ops import triton as backend
+from rlplus.ops.head import Head
+
+CPU = torch.device("cpu")
+SMALL = {"N": 14, "V": 70, "H": 8, "max_scratch_mb": 0.005}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_kernels_pass_in_the_interpreter(dtype: torch.dtype) -> None:
+    assert selfcheck.check(CPU, dtype, **SMALL) == ""
+
+
+@pytest.mark.parametrize("memory", ["fast", "least"])
+def test_the_sample_has_every_kind_of_row(memory: str) -> None:
+    inputs = selfcheck.sample(300, 5003, 136, torch.bfloat16, bias=selfcheck.MODES[memory])
+    counts = inputs["token_weight"] != 0
+    assert (inputs["bias"] is None) == (memory == "least")
+    assert 0 < counts.sum() < 300
+    assert all(inputs[k][~counts].isnan().all() for k in ("hidden", "advantage", "old_logprob", "ref_logprob"))
+    assert all(inputs[k][counts].isfinite().all() for k in ("hidden", "advantage", "old_logprob", "ref_logprob"))
+    assert 0 < inputs["external"][counts].sum() < counts.sum()
+    wide = {k: v.double() if v is not None and v.is_floating_point() else v for k, v in inputs.items()}
+    out = selfcheck.linear_policy_loss(
+        **wide, objective=selfcheck.OBJECTIVE, temperature=selfcheck.TEMPERATURE, backend="torch"
+    )
+    assert out.stats["clipped_high"] > 5
+    assert all(out.stats[f"loss_{part}"].abs() > 1e-3 for part in ("internal", "external", "kl", "entropy"))
+
+
+@pytest.mark.parametrize("machine", [cost.A100, cost.H200], ids=["A100", "H200"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_its_sizes_take_several_chunks_and_emptyings(dtype: torch.dtype, machine: cost.Machine) -> None:
+    inputs = selfcheck.sample(300, 5003, 136, dtype, bias=True)
+    hidden = SimpleNamespace(dtype=dtype, device=torch.device("cuda"))  # `plan` asks nothing else
+    head = Head(hidden, inputs["weight"], None, inputs["target"], 1.0)
+    rows, capacity = backend.plan(head, 2.7e6, True, "vendor", machine)
+    assert 3 * rows <= 300
+    assert (inputs["token_weight"] != 0).sum() > capacity
+
+
+# ---- mistakes
+
+
+def planted(change: Callable[..., Any]) -> Callable[..., Any]:
+    """The `torch` backend's policy loss, its results changed."""
+
+    def policy_loss(*arguments: Any) -> Any:
+        loss, logprob, entropy, stats, (dhidden, dweight, dbias) = chunked.policy_loss(*arguments)
+        values = {"loss": loss, "logprob": logprob, "entropy": entropy, "dhidden": dhidden, "dweight": dweight}
+        values["dbias"] = dbias
+        change(values)
+        grads = tuple(values[name] for name in ("dhidden", "dweight", "dbias"))
+        return values["loss"], values["logprob"], values["entropy"], stats, grads
+
+    return policy_loss
+
+
+def one_row_of(name: str, factor: float) -> Callable[[dict[str, Tensor]], None]:
+    def change(values: dict[str, Tensor]) -> None:
+        row = values[name].view(len(values[name]), -1)[3] if values[name].ndim else values[name]
+        row.mul_(factor)
+
+    return change
+
+
+def other_bits_each_time() -> Callable[[dict[str, Tensor]], None]:
+    calls = itertools.count(1)
+    return lambda values: values["dhidden"][3].mul_(1 + next(calls) * 2**-7)  # the last bits of bf16
+
+
+MISTAKES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "the loss": (one_row_of("loss", 1.01), "the error of loss is .*want at most"),
+    "a logprob": (one_row_of("logprob", 1.0001), "the error of logprob is .*want at most"),
+    "an entropy": (one_row_of("entropy", 1.0001), "the error of entropy is .*want at most"),
+    "a row of dhidden": (one_row_of("dhidden", 0.0), "the error of dhidden is .*want at most"),
+    "a row of dweight": (one_row_of("dweight", 0.0), "the error of dweight is .*want at most"),
+    "a number of dbias": (one_row_of("dbias", 0.0), "the error of dbias is .*want at most"),
+    "NaN in dweight": (one_row_of("dweight", torch.nan), "dweight is not finite"),
+    "infinity in logprob": (one_row_of("logprob", torch.inf), "logprob is not finite"),
+    "NaN from a row of weight 0": (lambda values: values["dhidden"][5].fill_(torch.nan), "dhidden is not finite"),
+    "other bits": (other_bits_each_time(), "dhidden has other bits when the call is repeated"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("mistake", [None, *MISTAKES])
+def test_every_mistake_is_refused_by_name(
+    mistake: str | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, reason = MISTAKES[mistake] if mistake else (lambda values: None, "$")
+    monkeypatch.setattr(backend, "policy_loss", planted(change))
+    monkeypatch.setattr(selfcheck, "MODES", {"fast": True})
+    found = selfcheck.check(CPU, dtype, **SMALL)
+    assert re.match(f"memory='fast': {reason}" if mistake else reason, found), found
+
+
+def test_mistakes_in_the_mode_of_least_memory_are_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    block_gradient = backend.block_gradient
+    monkeypatch.setattr(backend, "block_gradient", lambda *arguments: 1.01 * block_gradient(*arguments))
+    found = selfcheck.check(CPU, torch.float32, **SMALL)
+    assert found.startswith("memory='least': the error of dhidden is")
+
+
+# ---- the child's side
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "out of memory", "OutOfMemoryError: CUDA out of"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), "out of memory", "RuntimeError: Triton"),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when"), "out of memory", "RuntimeError: CUBLAS"),
+        (RuntimeError("out of resource: shared memory, Required: 300000"), "refused", "RuntimeError: out of resource"),
+        (KeyError(), "refused", "KeyError: without a message"),
+    ],
+)
+def test_errors_are_verdicts_but_for_those_of_memory(
+    error: Exception, status: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selfcheck, "check", mock.Mock(side_effect=error))
+    verdict = selfcheck.judge("cpu", "float32")
+    assert verdict.status == status
+    assert verdict.reason.startswith(reason)
+    assert "\n" not in verdict.reason
+
+
+def test_a_fault_is_a_refusal_and_none_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfcheck, "check", lambda *_: "dweight is not finite")
+    assert selfcheck.judge("cpu", "bfloat16") == ("refused", "dweight is not finite")
+    monkeypatch.setattr(selfcheck, "check", lambda *_: "")
+    assert selfcheck.judge("cpu", "bfloat16") == ("passed", "")
+
+
+def test_the_device_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child may see devices in another order, or not at all: then nothing was checked."""
+    uuids = [SimpleNamespace(uuid=name) for name in ("one", "two")]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: uuids[index])
+    assert selfcheck.find("two") == torch.device("cuda", 1)
+    assert selfcheck.judge("three", "float32") == (
+        "unchecked", "LookupError: want the CUDA device three visible; got 2 others"
+    )  # fmt: skip
