@@ -6,7 +6,6 @@ difference which requests the server happens to run together. On a GPU it makes 
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
@@ -99,10 +98,11 @@ def test_a_signal_does_not_wait_for_the_server(
     whole = train(run_of(tmp_path, start, "whole", 3, server, **sections))
     config = run_of(tmp_path, start, "stopped", 3, server, **sections)
     with monkeypatch.context() as patch:
-        in_batch(patch, 2, os.kill, os.getpid(), signal.SIGINT)
+        # Ahead: of the third, so that there is a finished step to resume from, wherever the signal meets the second.
+        in_batch(patch, 3 if overlap else 2, os.kill, os.getpid(), signal.SIGINT)
         with pytest.raises(Interrupted):
             train(config)
-    assert metric(server, "vllm:num_requests_running") == 0
+    processes.wait_until(lambda: not metric(server, "vllm:num_requests_running"))
     train(config, resume=True)
     check(whole, Path(config.output_dir), 3)
 
@@ -126,24 +126,27 @@ def own_server(start: Path, tmp_path: Path) -> Iterator[Server]:
 
 
 def in_batch(monkeypatch: pytest.MonkeyPatch, batch: int, call: Callable[..., object], *what: int) -> None:
-    """Call 50 ms into the generation of the `batch`-th batch, which takes some times as long."""
-    generate, batches = ServerEngine.generate, []
+    """Call once the `batch`-th batch has been asked for, before any of its answers is taken."""
+    generate, answers, batches = ServerEngine.generate, ServerEngine._await, []
 
-    def generate_and_call(engine: Any, *args: Any, max_tokens: int, **options: Any) -> Any:
-        if max_tokens == LENGTH:  # not the probe
-            batches.append(1)
-            if len(batches) == batch:
-                threading.Timer(0.05, call, what).start()
+    def counted(engine: Any, *args: Any, max_tokens: int, **options: Any) -> Any:
+        batches.append(max_tokens == LENGTH)  # not the probe
         return generate(engine, *args, max_tokens=max_tokens, **options)
 
-    monkeypatch.setattr(ServerEngine, "generate", generate_and_call)
+    def call_and_await(engine: Any, asked: Any) -> None:
+        if batches[-1] and sum(batches) == batch:
+            call(*what)
+        answers(engine, asked)
+
+    monkeypatch.setattr(ServerEngine, "generate", counted)
+    monkeypatch.setattr(ServerEngine, "_await", call_and_await)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_server_that_dies_costs_no_finished_step(
     tmp_path: Path, start: Path, own_server: Server, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """SIGKILL in the middle of the third batch. Resumed with a new one, the run ends as an undisturbed one.
+    """SIGKILL when the third batch has been asked for. Resumed with a new one, the run ends as an undisturbed one.
 
     With train.overlap that is while the second one trains; the third is generated again, from the weights of then.
     """
