@@ -329,14 +329,18 @@ def peak(call: Any) -> tuple[int, Any]:
     return torch.cuda.max_memory_allocated() - before, result
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@DTYPES
 @pytest.mark.parametrize("mb", [80, 320])
-def test_memory_stays_within_the_scratch(gemm: str, mb: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "gemm"), [("triton", "vendor"), ("triton", "triton"), ("torch", "vendor")])
+def test_memory_stays_within_the_scratch(
+    name: str, gemm: str, mb: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "GEMM", gemm)
     n, V, H = 4096, 32_001, 1024
     hidden, weight = torch.randn(n, H, device=DEVICE).to(dtype), (0.1 * torch.randn(V, H, device=DEVICE)).to(dtype)
     target, on = torch.randint(V, (n,), device=DEVICE), torch.ones(n, device=DEVICE)
     tokens = 400 * n + 1_000_000  # per-token constants and results
-    bytes_used, _ = peak(lambda: linear_logprob(hidden, weight, target, backend="triton", max_scratch_mb=mb))
+    bytes_used, _ = peak(lambda: linear_logprob(hidden, weight, target, backend=name, max_scratch_mb=mb))
     assert bytes_used <= mb * 1e6 + tokens
     hidden.requires_grad_()
     weight.requires_grad_()
@@ -344,7 +348,7 @@ def test_memory_stays_within_the_scratch(gemm: str, mb: int, dtype: torch.dtype)
     def both_ways() -> Any:
         out = linear_policy_loss(
             hidden, weight, target, old_logprob=None, advantage=on, token_weight=on, external=on < 0,
-            backend="triton", max_scratch_mb=mb,
+            backend=name, memory="fast", max_scratch_mb=mb,
         )  # fmt: skip
         return out, torch.autograd.grad(0.5 * out.loss, (hidden, weight))
 
