@@ -52,11 +52,11 @@ def test_generation_on_gpus_of_its_own_takes_the_time_that_it_takes_beside_the_t
     assert overlap["old_logprob"] == pytest.approx(apart["old_logprob"] / 4, rel=0.01)  # one of a group of 8; half
 
 
-def test_a_pass_for_sequence_ratios_is_counted_where_one_is_made(qwen):
+def test_a_pass_for_sequence_ratios_is_counted_where_one_is_made():
     """One before each update but the first; with tokens of high entropy before every one."""
     run = ("algorithm.preset=grpo", "train.prompts_per_update=32")
     seconds = [
-        make_plan(paper(qwen, *run, *more), make_cluster(8, "h200")).seconds
+        make_plan(paper(*run, *more), make_cluster(8, "h200")).seconds
         for more in ((), ("algorithm.ratio_level=sequence",), ("algorithm.top_entropy=0.2",))
     ]
     assert "statistics" not in seconds[0]

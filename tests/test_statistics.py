@@ -53,7 +53,9 @@ def by_sequences(batch: MicroBatch, logprob: Tensor, a: Algorithm) -> tuple[Tens
         on = batch.sequence == s
         A, gap = batch.advantage[on][0].item(), (old - batch.engine_logprob)[on]
         log_ratio = (logprob - old)[on]
-        r = (log_ratio.mean() if a.ratio_level == "sequence" else log_ratio).exp()
+        if a.ratio_level == "sequence":  # sg(s) p / sg(p), as in verl; TRL's gradient goes through the mean
+            log_ratio = log_ratio - log_ratio.detach() + log_ratio.detach().mean()
+        r = log_ratio.exp()
         surrogate = torch.minimum(r * A, r.clamp(1 - o.clip_low, 1 + o.clip_high) * A)
         w = {"token": gap, "sequence": gap.sum(), "geometric": gap.mean()}[a.mismatch_level].exp()
         if o.mismatch_cap is not None:
@@ -127,7 +129,7 @@ def test_the_sums_go_over_the_ranks_that_share_a_sequence(monkeypatch: pytest.Mo
     whole, logprob, entropy = micro_batch()
     shards = [whole.shard(i, 2) for i in range(2)]
     own = [whole.rows % whole.input_ids.shape[1] // shards[0].input_ids.shape[1] == i for i in range(2)]
-    assert all((shards[0].sequence == s).any() and (shards[1].sequence == s).any() for s in range(2))
+    assert all((shards[0].sequence == s).any() and (shards[1].sequence == s).any() for s in (0, 3))
 
     def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
         assert group == "both"
@@ -167,7 +169,9 @@ def test_a_run_trains_on_the_tokens_of_high_entropy(tmp_path: Path) -> None:
     for share in (1.0, 0.25):
         algorithm = {"preset": "grpo", "top_entropy": share}
         (row,) = metrics(train(run_config(tmp_path, str(share), algorithm=algorithm, train={"steps": 1})))
-        assert row["actor/active_rows"] == pytest.approx(share, abs=0.02)
+        assert row["actor/active_rows"] == pytest.approx(
+            share, abs=0.05
+        )  # first tokens of a group have the same entropy
 
 
 @pytest.mark.usefixtures("some_right")

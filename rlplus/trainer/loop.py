@@ -1,9 +1,10 @@
 """The training loop. Everything it calls fits on a page each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlplus.config import Config
+from rlplus.data import MicroBatch
 from rlplus.errors import RunFailed, SharedFailure
 from rlplus.trainer.batch import make_micro_batches, score, set_advantages
 from rlplus.trainer.memory import OutOfMemory
@@ -55,8 +56,7 @@ def save_what_is_left(run: Run, failure: Exception) -> None:
 
 def train_step(run: Run, evaluate: Evaluate | None) -> None:
     """Generate, score, weigh, update, log, save; StepGivenUp when a signal comes before the first update."""
-    config, algorithm, objective = run.config, run.algorithm, run.algorithm.objective
-    overlap = config.train.overlap
+    config, algorithm, overlap = run.config, run.algorithm, run.config.train.overlap
     tally = Tally()
     run.begin_step()
 
@@ -79,14 +79,7 @@ def train_step(run: Run, evaluate: Evaluate | None) -> None:
     tally.mean("actor/updated", sum(map(bool, updates)), len(updates))
     updates = [batches for batches in updates if batches]  # in the others no sample of any rank has a gradient
     with tally.time("old_logprob"):
-        for i, micro in ((i, micro) for i, batches in enumerate(updates) for micro in batches):
-            if overlap:  # the old policy is the one that sampled, which the trainer no longer has
-                use_engine_logprob(micro)
-            elif i:  # for the first update its own forward pass is the old policy
-                micro.old_logprob = run.policy.logprob(micro)
-                tally_mismatch(tally, micro.old_logprob, micro.engine_logprob)
-            if objective.kl_coef:
-                micro.ref_logprob = run.policy.logprob(micro, reference=True)
+        set_old_logprobs(run, updates, tally)
     with tally.time("update"):
         for i, batches in enumerate(updates):
             engine_logprobs = [micro.engine_logprob for micro in batches]
@@ -118,3 +111,15 @@ def train_step(run: Run, evaluate: Evaluate | None) -> None:
         raise failure
     if run.checkpoint_due:
         run.save_checkpoint()
+
+
+def set_old_logprobs(run: Run, updates: Sequence[Sequence[MicroBatch]], tally: Tally) -> None:
+    """The logprobs under the policy before the step's first update, and under the reference where there is one."""
+    for i, micro in ((i, micro) for i, batches in enumerate(updates) for micro in batches):
+        if run.config.train.overlap:  # the old policy is the one that sampled, which the trainer no longer has
+            use_engine_logprob(micro)
+        elif i:  # for the first update its own forward pass is the old policy
+            micro.old_logprob = run.policy.logprob(micro)
+            tally_mismatch(tally, micro.old_logprob, micro.engine_logprob)
+        if run.algorithm.objective.kl_coef:
+            micro.ref_logprob = run.policy.logprob(micro, reference=True)

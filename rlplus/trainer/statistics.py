@@ -77,8 +77,8 @@ def _over_sequences(values: Tensor, batch: MicroBatch, *, mean: bool, group: Any
 
 
 def _threshold(batches: Sequence[MicroBatch], entropies: Sequence[Tensor], share: float) -> float:
-    """The least entropy of that share of the sampled tokens, those of all ranks together. Collective."""
+    """The least entropy of that share of the sampled tokens of all ranks, from which on tokens count. Collective."""
     counted = [(batch.token_weight != 0) & ~batch.external for batch in batches]
-    own = torch.cat([entropy[on] for entropy, on in zip(entropies, counted, strict=True)]).float().cpu()
+    own = torch.cat([entropy[on] for entropy, on in zip(entropies, counted, strict=True)]).cpu()
     ordered = torch.cat(agree.gathered(own)).sort().values
     return float(ordered[ceil((len(ordered) - 1) * (1 - share))]) if len(ordered) else 0.0
