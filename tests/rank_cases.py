@@ -205,7 +205,7 @@ def run_case(folder: Path, name: str) -> dict[str, Any]:
     policy.engine.step = keep_gradients
     before = {n: w.clone() for n, w in policy.weights()}
     factors: list[float] = []
-    with mock.patch.object(library, "_scale", lambda g, by, last: factors.append(float(by)) or scale(g, by, last)):
+    with mock.patch.object(library, "_scale", lambda g, by, *rest: factors.append(float(by)) or scale(g, by, *rest)):
         outputs = policy.accumulate(batches)
     lr, applied = policy.lr, policy.step()
     tally = Tally()

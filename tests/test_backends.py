@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ from head_cases import EVERYTHING, run, sample, tensors
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rlplus import linear_logprob, linear_policy_loss
+from rlplus.kernels import scale
 from rlplus.ops import backends, chunked, verdicts
 from rlplus.ops import triton as triton_backend
 from rlplus.ops.backends import Choice, choose
@@ -253,6 +255,27 @@ def test_tracing_compares_nothing(compared: mock.Mock) -> None:
         fake = {name: mode.from_tensor(value) for name, value in head.items()}
         assert linear_logprob(**fake | {"weight": torch.randn(V + 3, H), "bias": None})[0].shape == (N,)
     assert compared.call_count == 1
+
+
+# ---- without the kernels
+
+
+@pytest.mark.parametrize(("backend", "launches"), [("triton", 3), ("torch", 0)])
+def test_the_backward_pass_of_torch_uses_no_kernel(
+    backend: str, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tensors that claim to be on CUDA."""
+    head, constants = sample(N, V, dtype=FP32, H=H)
+    leaves = [head[name].requires_grad_() for name in ("hidden", "weight", "bias")]
+    out = linear_policy_loss(**head, **constants, objective=EVERYTHING, backend=backend)
+    want = torch.autograd.grad(0.75 * out.loss, leaves, retain_graph=True)
+    seen = mock.Mock(side_effect=lambda gradient, by: gradient.mul_(by))
+    monkeypatch.setattr(scale, "scale_", seen)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    got = torch.autograd.grad(0.75 * out.loss, leaves)
+    assert seen.call_count == launches
+    assert all(map(torch.equal, got, want))
 
 
 # ---- errors of the device

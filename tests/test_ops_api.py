@@ -107,7 +107,7 @@ def test_attaching_gradients_is_a_well_formed_torch_op(needs: list[bool]) -> Non
     inputs = sample()
     tensors = [inputs[k].requires_grad_(need) for k, need in zip(("hidden", "weight", "bias"), needs, strict=True)]
     gradients = [torch.randn_like(t) for t in tensors]
-    torch.library.opcheck(library.attach_gradients, (torch.randn(()), *tensors, *gradients))
+    torch.library.opcheck(library.attach_gradients, (torch.randn(()), *tensors, *gradients, False))
 
 
 @OPS

@@ -11,45 +11,56 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlplus.ops import chunked, cost, selfcheck
+from rlplus.kernels import linear_logprob as kernels
+from rlplus.ops import chunked, cost, linear_policy_loss, selfcheck
 from rlplus.ops import triton as backend
 from rlplus.ops.head import Head
 
 CPU = torch.device("cpu")
-SMALL = {"N": 14, "V": 70, "H": 8, "max_scratch_mb": 0.005}
+H = 8
+SMALL = [selfcheck.Case(memory, 14, 70, mb, bias) for memory, _, _, mb, bias in selfcheck.CASES]
+SMALL = [case._replace(max_scratch_mb=0.005) if case.max_scratch_mb < 10 else case for case in SMALL]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_kernels_pass_in_the_interpreter(dtype: torch.dtype) -> None:
-    assert selfcheck.check(CPU, dtype, **SMALL) == ""
+def test_the_kernels_pass_in_the_interpreter(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With blocks and programs as small as the sizes: a row has five blocks, for two programs or one."""
+    monkeypatch.setitem(kernels.LAUNCH, "BLOCK_V", 16)
+    few, many = SMALL[1], SMALL[2]._replace(N=30)
+    monkeypatch.setattr(kernels, "PROGRAMS", 28)
+    assert selfcheck.check(CPU, dtype, [SMALL[0], few, many, SMALL[3]], H) == ""
 
 
-@pytest.mark.parametrize("memory", ["fast", "least"])
-def test_the_sample_has_every_kind_of_row(memory: str) -> None:
-    inputs = selfcheck.sample(300, 5003, 136, torch.bfloat16, bias=selfcheck.MODES[memory])
+@pytest.mark.parametrize("case", selfcheck.CASES, ids=str)
+def test_the_sample_has_every_kind_of_row(case: selfcheck.Case) -> None:
+    inputs = selfcheck.sample(case, 136, torch.bfloat16)
     counts = inputs["token_weight"] != 0
-    assert (inputs["bias"] is None) == (memory == "least")
-    assert 0 < counts.sum() < 300
+    assert (inputs["bias"] is not None) == case.bias
+    assert 0 < counts.sum() < case.N
     assert all(inputs[k][~counts].isnan().all() for k in ("hidden", "advantage", "old_logprob", "ref_logprob"))
     assert all(inputs[k][counts].isfinite().all() for k in ("hidden", "advantage", "old_logprob", "ref_logprob"))
     assert 0 < inputs["external"][counts].sum() < counts.sum()
     wide = {k: v.double() if v is not None and v.is_floating_point() else v for k, v in inputs.items()}
-    out = selfcheck.linear_policy_loss(
-        **wide, objective=selfcheck.OBJECTIVE, temperature=selfcheck.TEMPERATURE, backend="torch"
-    )
+    out = linear_policy_loss(**wide, objective=selfcheck.OBJECTIVE, temperature=selfcheck.TEMPERATURE, backend="torch")
     assert out.stats["clipped_high"] > 5
     assert all(out.stats[f"loss_{part}"].abs() > 1e-3 for part in ("internal", "external", "kl", "entropy"))
 
 
 @pytest.mark.parametrize("machine", [cost.A100, cost.H200], ids=["A100", "H200"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_its_sizes_take_several_chunks_and_emptyings(dtype: torch.dtype, machine: cost.Machine) -> None:
-    inputs = selfcheck.sample(300, 5003, 136, dtype, bias=True)
-    hidden = SimpleNamespace(dtype=dtype, device=torch.device("cuda"))  # `plan` asks nothing else
-    head = Head(hidden, inputs["weight"], None, inputs["target"], 1.0)
-    rows, capacity = backend.plan(head, 2.7e6, True, "vendor", machine)
-    assert 3 * rows <= 300
-    assert (inputs["token_weight"] != 0).sum() > capacity
+def test_its_sizes_take_every_way(dtype: torch.dtype, machine: cost.Machine) -> None:
+    """Chunks, emptyings, and programs for a row's statistics, of the two passes but the first."""
+    ways = []
+    for case in selfcheck.CASES[:3]:
+        inputs = selfcheck.sample(case, 136, dtype)
+        hidden = SimpleNamespace(dtype=dtype, device=torch.device("cuda"))  # `plan` asks nothing else
+        head = Head(hidden, inputs["weight"], None, inputs["target"], 1.0)
+        rows, capacity = backend.plan(head, 1e6 * case.max_scratch_mb, True, "vendor", machine)
+        blocks = -(-case.V // kernels.LAUNCH["BLOCK_V"])
+        programs = min(blocks, -(-kernels.PROGRAMS // rows))
+        emptied_early = bool((inputs["token_weight"] != 0).sum() > capacity)
+        ways.append((min(-(-case.N // rows), 3), emptied_early, programs > 1, blocks > programs))
+    assert ways == [(3, True, True, False), (1, False, True, True), (1, False, False, True)]
 
 
 # ---- mistakes
@@ -103,16 +114,15 @@ def test_every_mistake_is_refused_by_name(
 ) -> None:
     change, reason = MISTAKES[mistake] if mistake else (lambda values: None, "$")
     monkeypatch.setattr(backend, "policy_loss", planted(change))
-    monkeypatch.setattr(selfcheck, "MODES", {"fast": True})
-    found = selfcheck.check(CPU, dtype, **SMALL)
-    assert re.match(f"memory='fast': {reason}" if mistake else reason, found), found
+    found = selfcheck.check(CPU, dtype, SMALL[:1], H)
+    assert re.match(rf"Case\(memory='fast', .*\): {reason}" if mistake else reason, found), found
 
 
 def test_mistakes_in_the_mode_of_least_memory_are_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
     block_gradient = backend.block_gradient
     monkeypatch.setattr(backend, "block_gradient", lambda *arguments: 1.01 * block_gradient(*arguments))
-    found = selfcheck.check(CPU, torch.float32, **SMALL)
-    assert found.startswith("memory='least': the error of dhidden is")
+    found = selfcheck.check(CPU, torch.float32, SMALL[3:], H)
+    assert re.match(r"Case\(memory='least', .*\): the error of dhidden is", found), found
 
 
 # ---- the child's side

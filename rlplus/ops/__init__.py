@@ -183,7 +183,8 @@ def _fused_policy_loss(
     arguments = library.pack(head, constants, objective, options)
     with torch.no_grad():
         loss, logprob, entropy, sums, *gradients = library.linear_policy_loss(weight_grad, needs, *arguments)
-    loss = library.attach_gradients(loss, *differentiable, *gradients)
+    kernels = options.backend.startswith("triton")
+    loss = library.attach_gradients(loss, *differentiable, *gradients, kernels)
     names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
     return loss, logprob, entropy, dict(zip(names, sums.unbind(), strict=True))
 

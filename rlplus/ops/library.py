@@ -7,7 +7,6 @@ made: a field more is an argument more.
 
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import islice
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -139,9 +138,13 @@ def _empty_gradients(head: Head, needs: Sequence[bool]) -> tuple[Tensor, ...]:
 
 @torch.library.custom_op("rlplus::attach_gradients", mutates_args=())
 def attach_gradients(
-    loss: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, dhidden: Tensor, dweight: Tensor, dbias: Tensor
-) -> Tensor:
-    """The loss, whose gradients in hidden, weight and bias are given; the backward pass may overwrite them."""
+    loss: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, dhidden: Tensor, dweight: Tensor, dbias: Tensor,
+    kernels: bool,
+) -> Tensor:  # fmt: skip
+    """The loss, whose gradients in hidden, weight and bias are given; the backward pass may overwrite them.
+
+    kernels: it may use Triton's, on CUDA.
+    """
     return loss.clone()
 
 
@@ -149,16 +152,17 @@ attach_gradients.register_fake(lambda loss, *_: torch.empty_like(loss))
 
 
 def _keep_gradients(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[4:])
+    *_, ctx.kernels = inputs
+    ctx.save_for_backward(*inputs[4:7])
 
 
-def _scale(gradient: Tensor, by: Tensor, in_place: bool) -> Tensor:
+def _scale(gradient: Tensor, by: Tensor, in_place: bool, kernels: bool) -> Tensor:
     """gradient * by, multiplied in fp32 (fp64): a loss scale of 65536 is infinite in fp16."""
     if not in_place:
         return (gradient.to(by.dtype) * by).to(gradient.dtype)
     if by.device.type == "cpu" and by.item() == 1:  # elsewhere reading it would wait for the device
         return gradient
-    if by.is_cuda and find_spec("triton") is not None:
+    if kernels and by.is_cuda:
         from rlplus.kernels.scale import scale_
 
         with torch.cuda.device(by.device):
@@ -176,8 +180,8 @@ def _scale_gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
     # A compiler's stand-in for a tensor is of another type; its graph may not change what the forward pass returned.
     return (
         None,
-        *(_scale(g, grad_loss, last and type(g) is Tensor) if need else None for g, need in given),
-        *(None,) * 3,
+        *(_scale(g, grad_loss, last and type(g) is Tensor, ctx.kernels) if need else None for g, need in given),
+        *(None,) * 4,
     )
 
 
