@@ -322,9 +322,11 @@ def test_the_value_of_resume_may_follow_it(config_file, tmp_path, capsys, option
     assert "resumed at step 1" in capsys.readouterr().err
 
 
-def test_only_the_file_is_required(capsys):
+def test_a_plan_wants_a_configuration_or_the_environment(capsys):
+    assert main(["plan"]) == 2
+    assert "want a configuration, such as configs/gsm8k-tiny.yaml, or --env\n" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["plan"])
+        main(["train"])
     assert "the following arguments are required: config\n" in capsys.readouterr().err
 
 

@@ -33,7 +33,9 @@ def test_matches_the_closed_form_in_fp64(internal: str, external: str, features:
         backend, max_scratch_mb = BACKENDS[(i + len(features)) % len(BACKENDS)]
         options = {"temperature": temperature, "backend": backend, "max_scratch_mb": max_scratch_mb}
         got = run(head, constants, objective, **options)
-        torch.testing.assert_close(tensors(got), tensors(want), **EXACT)
+        # An unclipped ratio, as in k3-unbiased, multiplies the rounding of logprobs: by up to the size of the loss.
+        atol = max(EXACT["atol"], 1e-15 * want["loss"].abs().item())
+        torch.testing.assert_close(tensors(got), tensors(want), rtol=EXACT["rtol"], atol=atol)
         stats = {name: got["stats"][name].item() for name in want["stats"]}
         assert stats == pytest.approx(want["stats"], rel=1e-11, abs=1e-12)
 

@@ -257,7 +257,7 @@ def test_time_by_phase(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_report(path, {"A": RunData("", (warm, plain, evaluated)), "no times": run(1)}, {})
     text = Page(path.read_text()).text
-    assert "A 8 s 50.0% 37.5% 6.2% 0.0% 3.1% 1.6% 0.8% 0.8% 6.2%" in text
+    assert "A 8 s 50.0% 37.5% 6.2% 0.0% 0.0% 3.1% 1.6% 0.8% 0.8% 6.2%" in text
     write_report(path, {"one step": run(1)}, {})
     assert "overhead" not in Page(path.read_text()).text
 
