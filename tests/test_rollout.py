@@ -257,8 +257,9 @@ def test_vllm_takes_tied_weights_in_a_class_without_lm_head(tmp_path: Path) -> N
         torch.manual_seed(seed)
         config = Gemma2Config(
             vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=32, max_position_embeddings=MAX_MODEL_LEN, initializer_range=0.2,
-            final_logit_softcapping=2.0, eos_token_id=EOS, pad_token_id=PAD, attn_implementation="eager",
+            num_key_value_heads=1, head_dim=32, initializer_range=0.2, final_logit_softcapping=2.0,
+            max_position_embeddings=2 * MAX_MODEL_LEN,  # vLLM's engines in a process share equal rotary embeddings
+            eos_token_id=EOS, pad_token_id=PAD, attn_implementation="eager",
         )  # fmt: skip
         return Gemma2ForCausalLM(config).float().eval()
 
