@@ -1,4 +1,4 @@
-"""`rlplus.head_of` against the logits of the models themselves: tiny, with random weights, in fp64 where they can."""
+"""`head_of` against the logits of the models themselves: tiny, with random weights, in fp64 where they can."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +9,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from rlplus import head_of
-from rlplus.ops.causal_lm import LogitTransform, logit_transform
+from rlplus.ops.causal_lm import LogitTransform, head_of, logit_transform
 
 SMALL: dict[str, Any] = {
     "vocab_size": 53, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
