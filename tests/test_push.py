@@ -4,6 +4,7 @@ import inspect
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,6 +118,20 @@ def test_an_alarm_that_is_due_as_the_body_ends_leaves_nothing_behind(monkeypatch
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(RunFailed, match="overdue"), clock.running("its end"):
         pass
+    assert clock._done.is_set()
+    assert signal.getsignal(signal.SIGALRM) == before
+
+
+def test_an_alarm_that_is_due_as_the_body_begins_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Due(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            raise RunFailed("overdue")
+
+    monkeypatch.setattr(rlplus.rollout.clock, "threading", SimpleNamespace(**vars(threading) | {"Thread": Due}))
+    clock, before = rlplus.rollout.clock.Clock("the body", "some.key", 1.0), signal.getsignal(signal.SIGALRM)
+    with pytest.raises(RunFailed, match="overdue"), clock.running("its end"):
+        pytest.fail("it did not begin")
     assert clock._done.is_set()
     assert signal.getsignal(signal.SIGALRM) == before
 
@@ -354,6 +369,7 @@ def test_engines_that_do_not_sleep_stay_awake(tmp_path: Path) -> None:
         ({"engine": "transformers", "sleep": True}, "sleep is for vLLM in mode colocated; got engine transformers"),
         ({"engine": "transformers", "tensor_parallel_size": 2}, "tensor_parallel_size 2 needs vLLM"),
         ({"server_url": "localhost:8000"}, "pattern"),
+        ({"temperature": 0.001}, "greater than or equal to 0.01"),
     ],
 )
 def test_settings_that_exclude_each_other(changes: dict[str, Any], message: str) -> None:

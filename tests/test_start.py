@@ -57,6 +57,12 @@ def test_an_evaluation_refuses_them_too(tmp_path: Path) -> None:
         evaluate_model(config, str(tmp_path / "start"))
 
 
+def test_overrides_that_do_not_fit_a_model_made_on_the_spot_are_refused(tmp_path: Path) -> None:
+    wider = run_config(tmp_path, model={"overrides": {"hidden_size": 36}})
+    with pytest.raises(ValueError, match=r"other shapes than the model: lm_head|other shapes than the model: model\."):
+        Run(wider, resume=False).__enter__()
+
+
 def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
     names = [f"model.layers.{i}.{kind}_layernorm.weight" for i in (0, 1) for kind in ("input", "post_attention")]
     tensors = dict.fromkeys([*names, NAME, "model.norm.weight", "model.layers.1.self_attn.q_proj.bias"])

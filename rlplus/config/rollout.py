@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlplus.config.base import Count, PathText, Positive, Seconds, Section
+from rlplus.config.base import Count, PathText, Positive, Seconds, Section, Temperature
 
 
 class RolloutConfig(Section):
@@ -13,7 +13,7 @@ class RolloutConfig(Section):
     mode                  colocated: in the trainer's process, on its GPU. process: in a process of its own, on GPUs of
                           its own, started again when it dies. server: a vLLM server that you started, see server_url
     group_size            counts the demonstration where the algorithm puts one into the group
-    temperature           of sampling, and of the trainer's logprobs
+    temperature           of sampling, at least 0.01, and of the trainer's logprobs
     max_response_length   a response ends there
     gpu_memory_utilization
                           share of a GPU that vLLM takes in all
@@ -36,7 +36,7 @@ class RolloutConfig(Section):
     engine: Literal["auto", "vllm", "transformers"] = "auto"
     mode: Literal["colocated", "process", "server"] = "colocated"
     group_size: Count = 8
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     max_response_length: Count
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
     kv_cache_memory_mb: Count | None = None

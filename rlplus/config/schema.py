@@ -21,6 +21,7 @@ from rlplus.config.base import (
     Positive,
     Seconds,
     Section,
+    Temperature,
     Text,
 )
 from rlplus.config.data import DataConfig
@@ -147,7 +148,7 @@ class EvaluationConfig(Section):
     every: NonNegative = 0
     samples: Moderate = 32
     k: list[Count] = [1]
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rlplus.config.base import MIN_TEMPERATURE
 from rlplus.errors import RunFailed
 
-MIN_TEMPERATURE = 0.01  # vLLM raises a lower temperature to this one, and the logprobs would be those of another policy
 DEFAULT_CACHE_MB = 512  # for keys and values, where rollout.kv_cache_memory_mb is not set
 
 

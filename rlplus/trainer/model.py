@@ -51,7 +51,7 @@ def prepare_model(config: ModelConfig, folder: Path, seed: int) -> tuple[str, Pr
         agree.barrier()
     assert path is not None
     model_config = with_overrides(read_model_config(path, config.trust_remote_code), config.overrides)
-    if config.scratch is None:
+    if config.scratch is None or config.overrides:
         _check_weights(path, model_config, config.trust_remote_code)
     return path, model_config
 
