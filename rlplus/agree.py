@@ -74,7 +74,8 @@ def failures(failure: BaseException | None, *, clear: tuple[type[BaseException],
     """
     text = str(failure) if isinstance(failure, clear) else repr(failure)
     texts = gathered(None if failure is None else text)
-    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
+    named = ((f"rank {rank}: ", text) for rank, text in enumerate(texts) if text is not None)
+    return "; ".join(name + text.removeprefix(name) for name, text in named)
 
 
 def _store() -> Any:

@@ -33,6 +33,7 @@ assert agree.sums(1, 10**rank) == [2, 11] and agree.sums(2**53 - 1, 0)[1] == 0
 assert agree.gathered({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
 assert agree.failures(None) == ""
 assert agree.failures(OSError("full") if rank else None) == "rank 1: full"
+assert agree.failures(OSError("rank 1: full") if rank else None) == "rank 1: full"
 assert agree.failures(KeyError("a"), clear=(OSError,)) == "rank 0: KeyError('a'); rank 1: KeyError('a')"
 
 # Rank 1 stays in its phase until rank 0 has given up waiting.
