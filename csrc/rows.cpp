@@ -55,30 +55,49 @@ INLINE float exp2_nonpositive(float x) {
   return x < -126.f ? 0.f : p * scale;
 }
 
+// cap * tanh(x / cap), to about 2 ulp of it, and its derivative sech^2(x / cap): by e^(-2 |x / cap|), so that nothing
+// cancels where it is nearly flat.
+struct Capped {
+  float value, slope;
+};
+INLINE Capped softcap(float x, float cap) {
+  const float y = x / cap, a = std::fabs(y), e = exp2_nonpositive(-2.f * LOG2E * a), y2 = y * y;
+  const float series = a * (1.f - y2 * (1 / 3.f - y2 * (2 / 15.f - y2 * (17 / 315.f - y2 * (62 / 2835.f)))));
+  const float t = a < 0.25f ? series : (1.f - e) / (1.f + e);
+  return {std::copysign(cap * t, y), 4.f * e / ((1.f + e) * (1.f + e))};
+}
+
 INLINE void store(float x, float& out) { out = x; }
 INLINE void store(float x, uint16_t& out) {  // bf16, to nearest even
   const uint32_t u = bits<uint32_t>(x);
   out = uint16_t(x != x ? 0x7fc0u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-// What the gradient needs of a row: max of z + bias; rest, the sum of e = exp((z + bias - max) / T) without the largest,
-// a 1 that would take its digits (-1: there is none); logprob and entropy.
+// What the gradient needs of a row: max of z + bias, capped; rest, the sum of e = exp((z + bias - max) / T), z + bias
+// capped, without the largest, a 1 that would take its digits (-1: there is none); logprob and entropy.
 struct Row {
   float max, rest, logprob, entropy;
 };
 
-template <bool BIAS>
+// cap is 0 where there is none. Capped logits are finite: -inf is taken for the lowest number.
+template <bool BIAS, bool CAP>
 INLINE float logit(const float* z, const float* bias, int64_t j) {
-  return BIAS ? z[j] + bias[j] : z[j];
+  const float x = BIAS ? z[j] + bias[j] : z[j], lowest = std::numeric_limits<float>::lowest();
+  return CAP && x < lowest ? lowest : x;
 }
 
-template <bool BIAS>
+template <bool CAP>
+INLINE float capped(float x, float cap) {
+  return CAP ? softcap(x, cap).value : x;
+}
+
+template <bool BIAS, bool CAP>
 INLINE void add_terms(const float* __restrict z, const float* __restrict bias, int64_t start, int64_t stop,
-                      float origin, float scale, float* sum, float* moment) {
+                      float origin, float scale, float cap, float* sum, float* moment) {
   float block_sum = 0.f, block_moment = 0.f;
 #pragma omp simd reduction(+ : block_sum, block_moment)
   for (int64_t j = start; j < stop; ++j) {
-    const float x = (logit<BIAS>(z, bias, j) - origin) * scale;
+    const float x = (capped<CAP>(logit<BIAS, CAP>(z, bias, j), cap) - origin) * scale;
     const float e = exp2_nonpositive(x);
     block_sum += e;
     block_moment += e * (x < -126.f ? 0.f : x);  // 0 * -inf is no number
@@ -87,98 +106,119 @@ INLINE void add_terms(const float* __restrict z, const float* __restrict bias, i
   *moment += block_moment;
 }
 
-template <bool BIAS>
+template <bool BIAS, bool CAP>
 INLINE void statistics_row(const float* __restrict z, const float* __restrict bias, int64_t V, int64_t target,
-                           float inv_temperature, Row* out) {
+                           float inv_temperature, float cap, Row* out) {
   const float scale = inv_temperature * LOG2E, none = -std::numeric_limits<float>::infinity();
-  float max = none, rest = -1.f, moment = 0.f;  // moment = sum of e * log2(e)
+  // largest_logit, not capped, tells the largest term from those that the cap makes equal to it.
+  float largest_logit = none, max = none, rest = -1.f, moment = 0.f;  // moment = sum of e * log2(e)
   for (int64_t start = 0; start < V; start += BLOCK) {
     const int64_t stop = std::min(V, start + BLOCK);
     float block_max = none;
 #pragma omp simd reduction(max : block_max)
     for (int64_t j = start; j < stop; ++j) {
-      const float x = logit<BIAS>(z, bias, j);
+      const float x = logit<BIAS, CAP>(z, bias, j);
       block_max = x > block_max ? x : block_max;
     }
     int64_t largest = start;
-    if (block_max > max) {
-      const float x = (max - block_max) * scale, r = exp2_nonpositive(x), sum = 1.f + rest;
+    if (block_max > largest_logit) {
+      const float new_max = capped<CAP>(block_max, cap);
+      const float x = (max - new_max) * scale, r = exp2_nonpositive(x), sum = 1.f + rest;
       moment = (moment + (r > 0.f ? sum * x : 0.f)) * r;
-      rest = sum * r + (block_max - block_max);  // an infinite logit makes no number of all
-      max = block_max;
-      while (logit<BIAS>(z, bias, largest) != max) ++largest;
-      add_terms<BIAS>(z, bias, start, largest++, max, scale, &rest, &moment);
+      rest = sum * r + (new_max - new_max);  // an infinite logit makes no number of all
+      largest_logit = block_max;
+      max = new_max;
+      while (logit<BIAS, CAP>(z, bias, largest) != largest_logit) ++largest;
+      add_terms<BIAS, CAP>(z, bias, start, largest++, max, scale, cap, &rest, &moment);
     }
-    add_terms<BIAS>(z, bias, largest, stop, max == none ? 0.f : max, scale, &rest, &moment);  // -inf - -inf: no number
+    const float origin = max == none ? 0.f : max;  // -inf - -inf: no number
+    add_terms<BIAS, CAP>(z, bias, largest, stop, origin, scale, cap, &rest, &moment);
   }
   const float log_sum = std::log1p(rest);
   out->max = max;
   out->rest = rest;
   out->entropy = log_sum - moment / (1.f + rest) * LN2;
   const bool known = target >= 0 && target < V;
-  const float logprob = (logit<BIAS>(z, bias, known ? target : 0) - max) * inv_temperature - log_sum;
+  const float at_target = capped<CAP>(logit<BIAS, CAP>(z, bias, known ? target : 0), cap);
+  const float logprob = (at_target - max) * inv_temperature - log_sum;
   out->logprob = !known ? std::numeric_limits<float>::quiet_NaN() : logprob < FLOOR ? FLOOR : logprob;
 }
 
-// dz_j = [c (1[j = target] - p_j) - e p_j (log p_j + entropy)] / T, block by block through a small array: `out` may be
-// the memory of z, and narrower.
-template <class T, bool BIAS, bool ENTROPY>
+// dz_j = [c (1[j = target] - p_j) - e p_j (log p_j + entropy)] / T, times the cap's slope, block by block through a small
+// array: `out` may be the memory of z, and narrower.
+template <class T, bool BIAS, bool CAP, bool ENTROPY>
 INLINE void gradient_row(const float* z, const float* __restrict bias, int64_t V, int64_t target,
-                         float inv_temperature, const Row& row, float dlogprob, float dentropy, T* out) {
+                         float inv_temperature, float cap, const Row& row, float dlogprob, float dentropy, T* out) {
   const float scale = inv_temperature * LOG2E, inv_sum = 1.f / (1.f + row.rest);
   const float c = dlogprob * inv_temperature, e = dentropy * inv_temperature;
   const float offset = row.entropy - std::log1p(row.rest);
+  const bool known = target >= 0 && target < V;
+  const float target_slope = CAP && known ? softcap(logit<BIAS, CAP>(z, bias, target), cap).slope : 1.f;
   T block[BLOCK];
   for (int64_t start = 0; start < V; start += BLOCK) {
     const int64_t n = std::min(BLOCK, V - start);
 #pragma omp simd
     for (int64_t j = 0; j < n; ++j) {
-      float x = (logit<BIAS>(z, bias, start + j) - row.max) * scale;
+      const float raw = logit<BIAS, CAP>(z, bias, start + j);
+      const Capped at = CAP ? softcap(raw, cap) : Capped{raw, 1.f};
+      float x = (at.value - row.max) * scale;
       const float p = exp2_nonpositive(x) * inv_sum;
       x = x < -126.f ? -126.f : x;
-      store(ENTROPY ? -p * (c + e * (x * LN2 + offset)) : -p * c, block[j]);
+      const float dz = ENTROPY ? -p * (c + e * (x * LN2 + offset)) : -p * c;
+      store(CAP ? dz * at.slope : dz, block[j]);
     }
     std::memcpy(out + start, block, n * sizeof(T));
   }
-  if (target >= 0 && target < V && dlogprob != 0.f) {
+  if (known && dlogprob != 0.f) {
     // -expm1 keeps 1 - p accurate near p = 1.
     const float p = std::exp(row.logprob);
     const float bonus = ENTROPY && p > 0.f ? dentropy * p * (row.logprob + row.entropy) : 0.f;
-    store((dlogprob * -std::expm1(row.logprob) - bonus) * inv_temperature, out[target]);
+    store((dlogprob * -std::expm1(row.logprob) - bonus) * inv_temperature * target_slope, out[target]);
   }
 }
 
-template <class T, bool BIAS>
-INLINE void gradient_any(const float* z, const float* bias, int64_t V, int64_t target, float inv_temperature,
+template <class T, bool BIAS, bool CAP>
+INLINE void gradient_any(const float* z, const float* bias, int64_t V, int64_t target, float inv_temperature, float cap,
                          const Row& row, float dlogprob, float dentropy, T* out) {
   if (dentropy == 0.f)
-    gradient_row<T, BIAS, false>(z, bias, V, target, inv_temperature, row, dlogprob, dentropy, out);
+    gradient_row<T, BIAS, CAP, false>(z, bias, V, target, inv_temperature, cap, row, dlogprob, dentropy, out);
   else
-    gradient_row<T, BIAS, true>(z, bias, V, target, inv_temperature, row, dlogprob, dentropy, out);
+    gradient_row<T, BIAS, CAP, true>(z, bias, V, target, inv_temperature, cap, row, dlogprob, dentropy, out);
 }
 
 EVERY_CPU void statistics_one(const float* z, const float* bias, int64_t V, int64_t target, float inv_temperature,
-                              Row* out) {
-  if (bias)
-    statistics_row<true>(z, bias, V, target, inv_temperature, out);
+                              float cap, Row* out) {
+  if (cap != 0.f && bias)
+    statistics_row<true, true>(z, bias, V, target, inv_temperature, cap, out);
+  else if (cap != 0.f)
+    statistics_row<false, true>(z, nullptr, V, target, inv_temperature, cap, out);
+  else if (bias)
+    statistics_row<true, false>(z, bias, V, target, inv_temperature, cap, out);
   else
-    statistics_row<false>(z, nullptr, V, target, inv_temperature, out);
+    statistics_row<false, false>(z, nullptr, V, target, inv_temperature, cap, out);
+}
+
+template <class T>
+INLINE void gradient_one(const float* z, const float* bias, int64_t V, int64_t target, float inv_temperature, float cap,
+                         const Row& row, float dlogprob, float dentropy, T* out) {
+  if (cap != 0.f && bias)
+    gradient_any<T, true, true>(z, bias, V, target, inv_temperature, cap, row, dlogprob, dentropy, out);
+  else if (cap != 0.f)
+    gradient_any<T, false, true>(z, nullptr, V, target, inv_temperature, cap, row, dlogprob, dentropy, out);
+  else if (bias)
+    gradient_any<T, true, false>(z, bias, V, target, inv_temperature, cap, row, dlogprob, dentropy, out);
+  else
+    gradient_any<T, false, false>(z, nullptr, V, target, inv_temperature, cap, row, dlogprob, dentropy, out);
 }
 
 EVERY_CPU void gradient_fp32(const float* z, const float* bias, int64_t V, int64_t target, float inv_temperature,
-                             const Row& row, float dlogprob, float dentropy, float* out) {
-  if (bias)
-    gradient_any<float, true>(z, bias, V, target, inv_temperature, row, dlogprob, dentropy, out);
-  else
-    gradient_any<float, false>(z, nullptr, V, target, inv_temperature, row, dlogprob, dentropy, out);
+                             float cap, const Row& row, float dlogprob, float dentropy, float* out) {
+  gradient_one(z, bias, V, target, inv_temperature, cap, row, dlogprob, dentropy, out);
 }
 
 EVERY_CPU void gradient_bf16(const float* z, const float* bias, int64_t V, int64_t target, float inv_temperature,
-                             const Row& row, float dlogprob, float dentropy, uint16_t* out) {
-  if (bias)
-    gradient_any<uint16_t, true>(z, bias, V, target, inv_temperature, row, dlogprob, dentropy, out);
-  else
-    gradient_any<uint16_t, false>(z, nullptr, V, target, inv_temperature, row, dlogprob, dentropy, out);
+                             float cap, const Row& row, float dlogprob, float dentropy, uint16_t* out) {
+  gradient_one(z, bias, V, target, inv_temperature, cap, row, dlogprob, dentropy, out);
 }
 
 constexpr int TILE = 16;
@@ -284,10 +324,11 @@ using BrgemmRelease = void (*)(bool is_vnni);
 extern "C" {
 
 // z (n, V) fp32, bias (V,) or null, target (n,) -> rows (n, 4), see Row; logprob is NaN where the target is no token.
+// cap: z + bias becomes cap * tanh((z + bias) / cap); 0: it does not.
 void rlplus_row_statistics(const float* z, const float* bias, const int64_t* target, int64_t n, int64_t V,
-                           float inv_temperature, Row* rows, int threads) {
+                           float inv_temperature, float cap, Row* rows, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
-  for (int64_t i = 0; i < n; ++i) statistics_one(z + i * V, bias, V, target[i], inv_temperature, rows + i);
+  for (int64_t i = 0; i < n; ++i) statistics_one(z + i * V, bias, V, target[i], inv_temperature, cap, rows + i);
 }
 
 // For s < n: row s of the buffer becomes the gradient of row source[s], fp32 or, in the front half of the row's memory,
@@ -296,19 +337,19 @@ void rlplus_row_statistics(const float* z, const float* bias, const int64_t* tar
 // Zeros follow a bf16 row as far as oneDNN's AMX kernel reads past its end, to multiply what is there by 0: the bits of
 // the logits that stood there can be NaN. For V < DEPTH - 1 the row's memory ends first.
 void rlplus_row_gradient(float* z, const float* bias, const int64_t* source, int64_t n, int64_t V,
-                         const int64_t* target, float inv_temperature, const Row* rows, const float* dlogprob,
-                         const float* dentropy, int to_bf16, int threads) {
+                         const int64_t* target, float inv_temperature, float cap, const Row* rows,
+                         const float* dlogprob, const float* dentropy, int to_bf16, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (int64_t s = 0; s < n; ++s) {
     const int64_t i = source[s];
     const float e = dentropy ? dentropy[i] : 0.f;
     const float* row = z + i * V;
     if (!to_bf16) {
-      gradient_fp32(row, bias, V, target[i], inv_temperature, rows[i], dlogprob[i], e, z + s * V);
+      gradient_fp32(row, bias, V, target[i], inv_temperature, cap, rows[i], dlogprob[i], e, z + s * V);
       continue;
     }
     uint16_t* out = (uint16_t*)(z + s * V);
-    gradient_bf16(row, bias, V, target[i], inv_temperature, rows[i], dlogprob[i], e, out);
+    gradient_bf16(row, bias, V, target[i], inv_temperature, cap, rows[i], dlogprob[i], e, out);
     std::fill_n(out + V, std::min(V, DEPTH - 1), uint16_t(0));
   }
 }

@@ -1,9 +1,10 @@
 """Log-probability and entropy of tokens, and the gradient of their logits.
 
-    logits = hidden weight^T                 z = (logits + bias) / temperature
+    logits = hidden weight^T                 x = (logits + bias) / temperature
+    z = softcap tanh(x / softcap), without a softcap x
     p = softmax(z)                           logprob = log p[target]
     entropy = -sum_v p[v] log p[v]
-    dlogits = (dlogprob (onehot - p) - dentropy p (log p + entropy)) / temperature
+    dlogits = (dlogprob (onehot - p) - dentropy p (log p + entropy)) (1 - tanh^2(x / softcap)) / temperature
 
 The definition is `rlplus.ops.reference.logprob_and_entropy`. fp32 arithmetic, results in nats. Three ways to the
 statistics of the rows: `row_statistics` reads logits that a GEMM left, `add_statistics` those of one block of the
@@ -60,18 +61,20 @@ FP32_TILE = Tile(64, 64, 32, 16, 4, 2, False)  # no tensor cores: "ieee" is plai
 
 
 def row_statistics(
-    values: Tensor, logits: Tensor, V: int, target: Tensor, bias: Tensor | None, temperature: float
-) -> None:
+    values: Tensor, logits: Tensor, V: int, target: Tensor, bias: Tensor | None, temperature: float,
+    softcap: float | None = None,
+) -> None:  # fmt: skip
     """Fill the columns LOGPROB, ENTROPY, MAX (of z) and LOGSUM (of e^(z - MAX)) of values (n, WIDTH) fp32.
 
     logits (n, W) fp32, contiguous in W; target (n,) int64; bias (V,) of any floating dtype or None. logprob is NaN
-    where the target is no token; a row with a NaN, a +inf or nothing but -inf gets NaN everywhere.
+    where the target is no token; a row with a NaN gets NaN everywhere, and without a softcap, which makes infinite
+    logits finite, so does one with +inf or nothing but -inf.
     """
     n, blocks = len(target), triton.cdiv(V, LAUNCH["BLOCK_V"])
     each = triton.cdiv(blocks, min(blocks, triton.cdiv(PROGRAMS, max(n, 1))))  # blocks of a row that a program reads
     parts = triton.cdiv(blocks, each)
     partial = values.new_empty(parts, PARTIALS.value, n) if parts > 1 else None
-    _launch_statistics(values, partial, logits, V, target, bias, temperature, each)
+    _launch_statistics(values, partial, logits, V, target, bias, temperature, softcap, each)
     if partial is not None:
         finish_statistics(values, partial, V, target)
 
@@ -84,14 +87,15 @@ def begin_statistics(n: int, device: torch.device) -> Tensor:
 
 
 def add_statistics(
-    values: Tensor, partial: Tensor, logits: Tensor, V: int, target: Tensor, bias: Tensor | None, temperature: float
-) -> None:
+    values: Tensor, partial: Tensor, logits: Tensor, V: int, target: Tensor, bias: Tensor | None, temperature: float,
+    softcap: float | None = None,
+) -> None:  # fmt: skip
     """Take a block of V tokens of the vocabulary into `partial`, and the targets in it into values.
 
     As in `row_statistics`; target and bias are the block's, a target outside [0, V) is in another one.
     """
     blocks = triton.cdiv(V, LAUNCH["BLOCK_V"])
-    _launch_statistics(values, partial, logits, V, target, bias, temperature, blocks, carry=True)
+    _launch_statistics(values, partial, logits, V, target, bias, temperature, softcap, blocks, carry=True)
 
 
 def finish_statistics(values: Tensor, partial: Tensor, V: int, target: Tensor) -> None:
@@ -104,20 +108,20 @@ def finish_statistics(values: Tensor, partial: Tensor, V: int, target: Tensor) -
 
 def _launch_statistics(
     values: Tensor, partial: Tensor | None, logits: Tensor, V: int, target: Tensor, bias: Tensor | None,
-    temperature: float, each: int, carry: bool = False,
+    temperature: float, softcap: float | None, each: int, carry: bool = False,
 ) -> None:  # fmt: skip
     _check(values, logits, V, target)
     if len(target):
         grid = (len(target), 1 if partial is None else len(partial))
         _statistics_kernel[grid](
             values, partial, logits, target, bias, (logits.stride(0), V, logits.shape[1], each * LAUNCH["BLOCK_V"]),
-            1 / temperature, carry, **LAUNCH,
+            1 / temperature, softcap, carry, **LAUNCH,
         )  # fmt: skip
 
 
 def row_gradient(
     dlogits: Tensor, slot: Tensor, values: Tensor, logits: Tensor, V: int, target: Tensor, bias: Tensor | None,
-    temperature: float,
+    temperature: float, softcap: float | None = None,
 ) -> None:  # fmt: skip
     """Write the gradient of row i of the chunk into row slot[i] of dlogits; with slot -1, nowhere.
 
@@ -133,7 +137,7 @@ def row_gradient(
     if len(target):
         _gradient_kernel[(len(target), triton.cdiv(W, LAUNCH["BLOCK_V"]))](
             dlogits, slot, values, logits, target, bias, dlogits.stride(0), logits.stride(0), V, W, 1 / temperature,
-            **LAUNCH,
+            softcap, **LAUNCH,
         )  # fmt: skip
 
 
@@ -164,7 +168,7 @@ def _check(values: Tensor, logits: Tensor | None, V: int, target: Tensor) -> Non
 
 def linear_statistics(
     values: Tensor, logits: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
-    temperature: float, tile: Tile | None = None,
+    temperature: float, softcap: float | None = None, tile: Tile | None = None,
 ) -> None:  # fmt: skip
     """Fill the columns LOGPROB, ENTROPY, MAX and LOGSUM of values (n, WIDTH) fp32, as `row_statistics` does.
 
@@ -189,7 +193,7 @@ def linear_statistics(
         strides = (0, 0)  # the descriptors know
     _tile_kernel[(triton.cdiv(n, tile.BLOCK_M) * tiles,)](
         values, partial, logits, *sides, target, bias, (n, V, H, V if logits is None else logits.shape[1]),
-        (*strides, 0 if logits is None else logits.stride(0)), 1 / temperature,
+        (*strides, 0 if logits is None else logits.stride(0)), 1 / temperature, softcap,
         tile.BLOCK_M, tile.BLOCK_V, tile.BLOCK_H, tile.GROUP_M, sides[0] is not hidden,
         num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
@@ -197,11 +201,37 @@ def linear_statistics(
 
 
 @triton.jit
-def _z(logits, v, V, bias, inv_temperature):
-    """z of logits at v; -inf past the vocabulary."""
+def _x(logits, v, V, bias, inv_temperature):
     if bias is not None:
         logits += tl.load(bias + v, v < V, 0.0).to(tl.float32)
-    return tl.where(v < V, logits * inv_temperature, -float("inf"))
+    return logits * inv_temperature
+
+
+@triton.jit
+def _z(logits, v, V, bias, inv_temperature, softcap):
+    """z of logits at v; -inf past the vocabulary."""
+    z = _x(logits, v, V, bias, inv_temperature)
+    if softcap is not None:
+        z = _softcap(z, softcap)
+    return tl.where(v < V, z, -float("inf"))
+
+
+@triton.jit
+def _softcap(x, softcap):
+    """softcap tanh(x / softcap), to about 3 ulp: by the series where 1 - e^(-2 |y|) would cancel."""
+    a = tl.abs(x / softcap)
+    a2 = a * a
+    series = a * (1 - a2 * (1 / 3 - a2 * (2 / 15 - a2 * (17 / 315 - a2 * (62 / 2835)))))
+    e = tl.exp(-2 * a)
+    bound = softcap * tl.where(a < 0.25, series, (1 - e) / (1 + e))
+    return tl.where(x < 0, -bound, bound)
+
+
+@triton.jit
+def _softcap_slope(x, softcap):
+    """1 - tanh^2(x / softcap), without the difference."""
+    e = tl.exp(-2 * tl.abs(x / softcap))
+    return 4 * e / ((1 + e) * (1 + e))
 
 
 @triton.jit
@@ -211,7 +241,7 @@ def _floor(x):
 
 @triton.jit
 def _statistics_kernel(
-    values, partial, logits, target, bias, sizes, inv_temperature, CARRY: tl.constexpr, BLOCK_V: tl.constexpr
+    values, partial, logits, target, bias, sizes, inv_temperature, softcap, CARRY: tl.constexpr, BLOCK_V: tl.constexpr
 ):
     """A row, or with `partial` a part of it, which begins with what is there if CARRY."""
     stride, V, W, width = sizes
@@ -229,7 +259,7 @@ def _statistics_kernel(
         m, s, t = tl.load(part), tl.load(part + tl.num_programs(0)), tl.load(part + 2 * tl.num_programs(0))
     for start in range(first, last, BLOCK_V):
         v = start + tl.arange(0, BLOCK_V)
-        z = _z(tl.load(row + v, v < W, 0.0), v, V, bias, inv_temperature)
+        z = _z(tl.load(row + v, v < W, 0.0), v, V, bias, inv_temperature, softcap)
         m_old, m = m, tl.maximum(m, tl.max(z, 0))
         shift = tl.where(m == -float("inf"), 0.0, m)  # nothing but -inf so far: no inf - inf
         up, d = _floor(m_old - shift), _floor(z - shift)
@@ -239,7 +269,7 @@ def _statistics_kernel(
     y = tl.load(target + n)
     known = (y >= first) & (y < last)
     at = tl.where(known, y, 0)
-    z_target = _z(tl.load(row + at), at, V, bias, inv_temperature)
+    z_target = _z(tl.load(row + at), at, V, bias, inv_temperature, softcap)
     out = values + n * WIDTH
     if partial is None:
         logsum = tl.log(s)
@@ -256,26 +286,29 @@ def _statistics_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    dlogits, slot, values, logits, target, bias, stride_d, stride, V, W, inv_temperature, BLOCK_V: tl.constexpr
+    dlogits, slot, values, logits, target, bias, stride_d, stride, V, W, inv_temperature, softcap, BLOCK_V: tl.constexpr
 ):
     n = tl.program_id(0).to(tl.int64)
     to = tl.load(slot + n)
     if to >= 0:
         v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
         known = values + n * WIDTH
-        z = _z(tl.load(logits + n * stride + v, v < W, 0.0), v, V, bias, inv_temperature)
+        raw = tl.load(logits + n * stride + v, v < W, 0.0)
+        z = _z(raw, v, V, bias, inv_temperature, softcap)
         logp = _floor(z - tl.load(known + MAX) - tl.load(known + LOGSUM))
         p = tl.exp(logp)
         dlogprob, dentropy = tl.load(known + DLOGPROB), tl.load(known + DENTROPY)
         dz = dlogprob * (tl.where(v == tl.load(target + n), 1.0, 0.0) - p)
         dz -= dentropy * p * (logp + tl.load(known + ENTROPY))
+        if softcap is not None:
+            dz *= _softcap_slope(_x(raw, v, V, bias, inv_temperature), softcap)
         dz = tl.where((dlogprob != 0) | (dentropy != 0), dz, 0.0)
         tl.store(dlogits + to * stride_d + v, dz * inv_temperature, v < W)
 
 
 @triton.jit
 def _tile_kernel(
-    values, partial, logits, hidden, weight, target, bias, sizes, strides, inv_temperature,
+    values, partial, logits, hidden, weight, target, bias, sizes, strides, inv_temperature, softcap,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     n, V, H, W = sizes
@@ -307,7 +340,7 @@ def _tile_kernel(
     if logits is not None:
         to = logits + m.to(tl.int64)[:, None] * stride_logits + v[None, :]
         tl.store(to, acc, here[:, None] & (v < W)[None, :])
-    z = _z(acc, v[None, :], V, bias, inv_temperature)
+    z = _z(acc, v[None, :], V, bias, inv_temperature, softcap)
     y = tl.load(target + m, here, -1)
     z_target = tl.sum(tl.where(v[None, :] == y[:, None], z, 0.0), 1)
     # LOGPROB holds the target's z until the kernels below replace it.

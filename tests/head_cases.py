@@ -51,10 +51,12 @@ def on_device(
     return {k: v.cpu() if isinstance(v, Tensor) else v for k, v in got.items()}
 
 
-def closed(head: Head, constants: dict[str, Any], objective: Objective, temperature: float = 1.0) -> dict[str, Any]:
+def closed(
+    head: Head, constants: dict[str, Any], objective: Objective, temperature: float = 1.0, **transform: float
+) -> dict[str, Any]:
     """The same from the closed form, in the head's dtype."""
     leaf = {k: v.detach().clone().requires_grad_() for k, v in head.items() if k != "target"}
-    logprob, entropy = logprob_and_entropy(**leaf, target=head["target"], temperature=temperature)
+    logprob, entropy = logprob_and_entropy(**leaf, target=head["target"], temperature=temperature, **transform)
     loss, stats = closed_policy_loss(objective, logprob, entropy, constants)
     grads = torch.autograd.grad(loss, list(leaf.values()), allow_unused=True, materialize_grads=True)
     out = {"loss": loss, "logprob": logprob.detach(), "entropy": entropy.detach(), "stats": stats}
@@ -73,18 +75,21 @@ def to(values: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def absolute_sums(
-    head: Head, constants: dict[str, Tensor], objective: Objective, exact: dict[str, Any], temperature: float = 1.0
-) -> Head:
+    head: Head, constants: dict[str, Tensor], objective: Objective, exact: dict[str, Any], temperature: float = 1.0,
+    logit_scale: float = 1.0, logit_softcap: float | None = None,
+) -> Head:  # fmt: skip
     """Sums of absolute terms: the scale of the rounding errors that no order of summation avoids.
 
     "rounded dhidden" and so on: the same of the gradient of the logits alone, the scale of the errors of rounding it.
     """
+    softcap, temperature = logit_softcap and logit_softcap / temperature, temperature / logit_scale
     head = head | {k: head[k] / temperature for k in ("hidden", "bias")}
     hidden, weight, bias = (head[k].abs() for k in ("hidden", "weight", "bias"))
     z = hidden @ weight.T + bias
     # The gradient of the logits, seen through a bias for each row.
     rows = torch.zeros_like(z).requires_grad_()
-    logp = (head["hidden"] @ head["weight"].T + head["bias"] + rows).log_softmax(-1)
+    x = head["hidden"] @ head["weight"].T + head["bias"] + rows
+    logp = (softcap * (x / softcap).tanh() if softcap else x).log_softmax(-1)
     logprob = logp[torch.arange(len(z)), head["target"]]
     loss, stats = closed_policy_loss(objective, logprob, -(logp.exp() * logp).sum(-1), constants)
     dz = torch.autograd.grad(loss, rows)[0].abs()
@@ -111,15 +116,16 @@ def check_precision(
     objective: Objective,
     temperature: float = 1.0,
     gemm_dtype: torch.dtype = torch.float32,
+    **transform: float,
 ) -> None:
     """Against fp64 of the same rounded inputs; gradients of bf16 and fp16 are rounded to their dtype, once.
 
     gemm_dtype: to which the gradient of the logits was rounded.
     """
     wide, dtype = to(constants, torch.float64), head["hidden"].dtype
-    exact = closed(to(head, torch.float64), wide, objective, temperature)
-    plain = closed(to(head, torch.float32), constants, objective, temperature)
-    sums = absolute_sums(to(head, torch.float64), wide, objective, exact, temperature)
+    exact = closed(to(head, torch.float64), wide, objective, temperature, **transform)
+    plain = closed(to(head, torch.float32), constants, objective, temperature, **transform)
+    sums = absolute_sums(to(head, torch.float64), wide, objective, exact, temperature, **transform)
     eps = torch.finfo(torch.float32).eps
     for name, value in tensors(got).items():
         is_input_gradient = name.startswith("d")

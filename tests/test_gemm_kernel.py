@@ -35,7 +35,7 @@ def statistics(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, tile: kernels.Tile | None, T: float = 1.0
 ) -> Tensor:
     values = hidden.new_empty(len(target), kernels.WIDTH.value, dtype=torch.float32)
-    kernels.linear_statistics(values, None, hidden, weight, target, bias, T, tile)
+    kernels.linear_statistics(values, None, hidden, weight, target, bias, T, tile=tile)
     return values[:, :COLUMNS]
 
 
@@ -59,7 +59,7 @@ def test_every_shape_with_and_without_storing(n: int, V: int, H: int, tile: kern
     for i, (e, p) in enumerate(zip(exact, plain, strict=True)):
         assert ((got[:, i] - e).abs() <= 2 * (p - e).abs().max() + 8 * EPS * z * (1 + i * exact[1].max())).all()
     values, logits = torch.empty(n, kernels.WIDTH.value, device=DEVICE), torch.empty(n, V + 9, device=DEVICE)
-    kernels.linear_statistics(values, logits, hidden, weight, target, bias, 0.7, tile)
+    kernels.linear_statistics(values, logits, hidden, weight, target, bias, 0.7, tile=tile)
     # Not the same bits: a product of one term may be fused with the bias, or be rounded to be stored.
     torch.testing.assert_close(values[:, :COLUMNS], got, rtol=0, atol=8 * EPS * z.item())
     exact_logits = hidden.double() @ weight.double().T
@@ -113,7 +113,7 @@ def test_rows_far_apart(tile: kernels.Tile) -> None:
         far = huge(DEVICE, 3, apart, 16), huge(DEVICE, 3, apart, 70)
         far[0].copy_(hidden[:3])
         values = torch.empty(3, kernels.WIDTH.value)
-        kernels.linear_statistics(values, far[1], far[0], weight, target[:3], bias, 1.0, tile)
+        kernels.linear_statistics(values, far[1], far[0], weight, target[:3], bias, 1.0, tile=tile)
         assert torch.equal(values[:, :COLUMNS], want[:3])
         torch.testing.assert_close(far[1].contiguous(), hidden[:3] @ weight.T)
     odd = torch.cat([hidden.new_zeros(1), hidden.flatten()])[1:].view_as(hidden)  # not at a multiple of 16 bytes

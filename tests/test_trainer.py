@@ -91,9 +91,11 @@ def batch_of_samples(seed: int = 0) -> list[Sample]:
     return samples
 
 
-def naive_gradients(run: Run, samples: list[Sample], temperature: float = 1.0) -> dict[str, torch.Tensor]:
+def naive_gradients(
+    run: Run, samples: list[Sample], temperature: float = 1.0, model: Path | None = None
+) -> dict[str, torch.Tensor]:
     """RL-PLUS eq. 1-7 written out in float64, a sequence at a time, through the plain model: no package code."""
-    lm = AutoModelForCausalLM.from_pretrained(str(run.folder / "scratch"), dtype=torch.float64)
+    lm = AutoModelForCausalLM.from_pretrained(str(model or run.folder / "scratch"), dtype=torch.float64)
     tokens = sum(len(s.response) for s in samples)
     for group in range(4):
         members = [s for s in samples if s.group == group]

@@ -44,6 +44,8 @@ def linear_policy_loss(
     engine_logprob: Tensor | None = None,
     entropy_weight: Tensor | None = None,
     bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
     temperature: float = 1.0,
     objective: Objective | None = None,
     grad_filter: float = 0.0,
@@ -55,9 +57,10 @@ def linear_policy_loss(
     """The RL-PLUS loss (eq. 7, or another `objective`; None means `Objective()`) straight from the head's inputs.
 
     hidden (..., H) and weight (V, H), bias (V,) or None: one floating dtype; target (...) int64.
-    logits = (hidden weight^T + bias) / temperature, accumulated and kept in fp32 (fp64 for fp64 inputs), whatever
-    autocast and torch.backends say of TF32: products of fp32 matrices have full precision during the call, in this
-    thread's code and all others'.
+    logits = softcap * tanh(x / softcap) / temperature, x = scale * (hidden weight^T + bias); without a softcap, x /
+    temperature. `rlplus.head_of` reads logit_scale and logit_softcap from a model. Accumulated and kept in fp32 (fp64
+    for fp64 inputs), whatever autocast and torch.backends say of TF32: products of fp32 matrices have full precision
+    during the call, in this thread's code and all others'.
     Per token (...): external bool; the others floating. loss = sum of token_weight * token loss, see `token_weights`.
       old_logprob        under the policy that sampled; None = the current policy (one update per batch)
       behavior_logprob   under the demonstrations' author, when known
@@ -67,7 +70,9 @@ def linear_policy_loss(
     and their target may be anything.
 
     grad_filter        drop, per chunk, the smallest rows of the backward pass while their summed L1 mass stays within
-                       this share of the whole; refused with an entropy bonus
+                       this share of the whole; refused with an entropy bonus. The mass is that of the gradient of the
+                       logits; behind a softcap the change is smaller still, as |d logits / d (hidden weight^T)| <=
+                       scale / temperature
     memory             "fast": one pass, three GEMMs, and for half-precision inputs an fp32 accumulator (V, H) of the
                        weight's gradient; "least": two passes, about four GEMMs, no accumulator (`rlplus.ops.least`);
                        None: "fast", but on CUDA "least" where max_scratch_mb is so small that it should take less time
@@ -93,7 +98,7 @@ def linear_policy_loss(
     asserted on the device) for targets outside [0, V) and non-finite weights.
     """
     objective = Objective() if objective is None else objective
-    head = _head(hidden, weight, target, bias, temperature)
+    head = _head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature))
     inputs = TokenConstants(
         advantage, token_weight, external, old_logprob, behavior_logprob, ref_logprob, engine_logprob, entropy_weight
     )
@@ -122,6 +127,8 @@ def linear_logprob(
     target: Tensor,
     *,
     bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
     temperature: float = 1.0,
     max_scratch_mb: float | None = None,
     backend: str = "auto",
@@ -129,9 +136,9 @@ def linear_logprob(
     """logprob and entropy (...) in nats, fp32 (fp64 for fp64 inputs), both differentiable once.
 
     hidden (..., H), weight (V, H), bias (V,) or None of one floating dtype; target (...) int64 in [0, V).
-    logits = (hidden weight^T + bias) / temperature. Options and errors as in `linear_policy_loss`.
+    Logits, options and errors as in `linear_policy_loss`.
     """
-    head = _head(hidden, weight, target, bias, temperature)
+    head = _head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature))
     scratch = _scratch_bytes(max_scratch_mb, "fast")
     backend = backend_for(backend, head, scratch)
     if backend == "reference":
@@ -152,7 +159,7 @@ class RLPlusLoss(nn.Module):
     def __init__(self, objective: str | Objective = "rlplus", **options: Any) -> None:
         super().__init__()
         self.objective = Objective.preset(objective) if isinstance(objective, str) else objective
-        known = ("temperature", "grad_filter", "max_scratch_mb", "memory", "backend")
+        known = ("logit_scale", "logit_softcap", "temperature", "grad_filter", "max_scratch_mb", "memory", "backend")
         for name in options:
             if name not in known:
                 near = nearest(name, known)
@@ -219,7 +226,10 @@ def _scratch_bytes(max_scratch_mb: float | None, way: str) -> float:
     return mb * 1e6
 
 
-def _head(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, temperature: float) -> Head:
+def _head(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, numbers: tuple[float, float | None, float]
+) -> Head:
+    """numbers: logit_scale, logit_softcap, temperature. A `Head` has temperature / scale and softcap / temperature."""
     tensors = all(isinstance(t, Tensor) for t in (hidden, weight, target))
     if not tensors or hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or not weight.numel():
         raise ValueError(
@@ -233,10 +243,16 @@ def _head(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, t
     check_tensor("target", target, (hidden.shape[:-1], hidden.device), dtype=torch.int64)
     if bias is not None:
         check_tensor("bias", bias, (weight.shape[:1], hidden.device), dtype=hidden.dtype)
-    # By comparisons: a temperature that changes is a symbol to torch.compile, which math.isfinite cannot take.
-    if not (isinstance(temperature, int | float) and 0 < temperature < inf):
-        raise ValueError(f"want temperature a finite number > 0; got {temperature!r}")
-    return Head(hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1), float(temperature))
+    # By comparisons: a number that changes is a symbol to torch.compile, which math.isfinite cannot take.
+    for name, value in zip(("logit_scale", "logit_softcap", "temperature"), numbers, strict=True):
+        optional = name == "logit_softcap" and value is None
+        if not (optional or (isinstance(value, int | float) and 0 < value < inf)):
+            raise ValueError(f"want {name} a finite number > 0; got {value!r}")
+    scale, softcap, temperature = numbers
+    return Head(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1),
+        float(temperature / scale), None if softcap is None else float(softcap / temperature),
+    )  # fmt: skip
 
 
 __all__ = ["BACKENDS", "MAX_SCRATCH_MB", "PolicyLoss", "RLPlusLoss", "linear_logprob", "linear_policy_loss"]

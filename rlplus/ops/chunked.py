@@ -5,7 +5,7 @@ objective, the logits' gradient written over the logits, and the two GEMMs that 
 
 Scratch: two buffers (rows, V) of the accumulation dtype, so rows = max_scratch_mb * 10^6 / (8 V) in fp32. On a GPU
 with half-precision inputs a third, of the gradient in that dtype, and for each row copies of its hidden state and of
-its gradient. The dW accumulator (V, H) is not counted.
+its gradient; with a softcap another, of its slope. The dW accumulator (V, H) is not counted.
 """
 
 from collections.abc import Iterator
@@ -22,6 +22,8 @@ from rlplus.ops.head import (
     RunningStatistics,
     Statistics,
     add_dweight,
+    cap_slope,
+    capped,
     dhidden,
     drop_smallest,
     fp16_scale,
@@ -51,20 +53,21 @@ def policy_loss(
     names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
     stats = head.hidden.new_zeros(len(names), dtype=dtype)
     grads = Gradients.zeros(head, needs, weight_grad)
+    gradient = any(g.numel() for g in grads)
     scale = _fp16_scale(head, fp16_weights(constants, objective))
     if scale is not None and weight_grad is not None:
         weight_grad.mul_(scale)  # a power of two: exact, and undone at the end
     for rows in _chunks(head, scratch_bytes):
         part = TokenConstants(*(None if x is None else x[rows] for x in constants))  # type: ignore[arg-type]
-        logp, p, logprob[rows], entropy[rows] = _statistics(head, rows)
+        logp, p, logprob[rows], entropy[rows], slope = _statistics(head, rows, gradient)
         out = token_loss(logprob[rows], entropy[rows], part, objective)
         loss += out.loss
         stats += torch.stack(list(out.stats.values()))
-        if any(g.numel() for g in grads):
+        if gradient:
             dlogprob = drop_smallest(out.dlogprob, logprob[rows], grad_filter)
             dentropy = out.dentropy if objective.entropy_coef else None
-            _backward(head, rows, logp, p, dlogprob, dentropy, entropy[rows], scale, grads)
-        del logp, p  # before the next chunk's are made, else there are four buffers
+            _backward(head, rows, (logp, p, slope), dlogprob, dentropy, entropy[rows], scale, grads)
+        del logp, p, slope  # before the next chunk's are made, else there are four buffers
     return loss, logprob, entropy, stats, _unscaled(grads, scale).finish(head, weight_grad)
 
 
@@ -72,7 +75,7 @@ def logprob(head: Head, scratch_bytes: float) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), entropy (N,)."""
     logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
     for rows in _chunks(head, scratch_bytes):
-        logprob[rows], entropy[rows] = _statistics(head, rows)[2:]
+        _, _, logprob[rows], entropy[rows], _ = _statistics(head, rows, gradient=False)
     return logprob, entropy
 
 
@@ -82,9 +85,9 @@ def logprob_backward(
     """Gradients of sum(dlogprob * logprob + dentropy * entropy); recomputes the logits."""
     grads, scale = Gradients.zeros(head, needs), _fp16_scale(head, [dlogprob, dentropy])
     for rows in _chunks(head, scratch_bytes):
-        logp, p, _, entropy = _statistics(head, rows)
-        _backward(head, rows, logp, p, dlogprob[rows], dentropy[rows], entropy, scale, grads)
-        del logp, p
+        logp, p, _, entropy, slope = _statistics(head, rows, gradient=True)
+        _backward(head, rows, (logp, p, slope), dlogprob[rows], dentropy[rows], entropy, scale, grads)
+        del logp, p, slope
     return _unscaled(grads, scale).finish(head)
 
 
@@ -97,16 +100,21 @@ def _chunks(head: Head, scratch_bytes: float) -> Iterator[slice]:
     return (slice(start, min(start + rows, N)) for start in range(0, N, rows))
 
 
-def _statistics(head: Head, rows: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """log p (n, V), memory for p (n, V), logprob (n,), entropy (n,); logprob is NaN where the target is no token."""
-    z = scaled(raw_logits(head.hidden[rows], head), head)
+def _statistics(head: Head, rows: slice, gradient: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """log p (n, V), memory for p (n, V), logprob (n,), entropy (n,), slope (n, V) of the softcap.
+
+    logprob is NaN where the target is no token; slope is None without a softcap or a gradient.
+    """
+    x = scaled(raw_logits(head.hidden[rows], head), head)
+    slope = cap_slope(x, head) if gradient else None
+    z = capped(x, head)
     top, at = z.max(-1, keepdim=True)
     logsum, entropy, p = _row_statistics(z.sub_(top).clamp_(min=FLOOR), at)
     logp = z.sub_(logsum[:, None])
     target = head.target[rows]
     known = (target >= 0) & (target < logp.shape[1])
     logprob = logp.gather(1, target.where(known, 0)[:, None]).squeeze(1)
-    return logp, p, logprob.masked_fill(~known, torch.nan), entropy
+    return logp, p, logprob.masked_fill(~known, torch.nan), entropy, slope
 
 
 def _row_statistics(z: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,8 +133,7 @@ def _row_statistics(z: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _backward(
     head: Head,
     rows: slice,
-    logp: Tensor,
-    p: Tensor,
+    matrices: tuple[Tensor, Tensor, Tensor | None],
     dlogprob: Tensor,
     dentropy: Tensor | None,
     entropy: Tensor,
@@ -137,11 +144,14 @@ def _backward(
 
     With `scale` those of weight and bias are multiplied by it.
     """
+    logp, p, slope = matrices
     active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
     if scale is not None:
         dlogprob, dentropy = dlogprob * scale, None if dentropy is None else dentropy * scale
     torch.exp(logp, out=p)
     dz = _row_gradient(head._replace(target=head.target[rows]), logp, p, dlogprob, dentropy, entropy)
+    if slope is not None:
+        dz *= slope
     hidden = head.hidden[rows]
     keep: Tensor | slice = rows
     if dz.device.type == "cpu":  # leave rows without a gradient out of the GEMMs; p's memory is free by now
@@ -196,8 +206,8 @@ def _row_gradient(
 
 
 def block_bytes(head: Head) -> int:
-    """Scratch of a logit: two buffers, and on a GPU a third in half precision."""
-    return 2 * head.dtype.itemsize + (head.hidden.dtype.itemsize if head.mixed else 0)
+    """Scratch of a logit: two buffers, three with a softcap, and on a GPU another in half precision."""
+    return (2 if head.softcap is None else 3) * head.dtype.itemsize + (head.hidden.dtype.itemsize if head.mixed else 0)
 
 
 def block_logits(head: Head) -> Tensor:
@@ -205,7 +215,7 @@ def block_logits(head: Head) -> Tensor:
 
 
 def block_statistics(head: Head, z: Tensor) -> Statistics:
-    z = scaled(z, head)
+    z = capped(scaled(z, head), head)
     top, at = z.max(-1, keepdim=True)
     z = z.sub_(top.masked_fill(top == -torch.inf, 0.0)).clamp_(min=FLOOR)
     logsum, entropy, _ = _row_statistics(z, at)
@@ -224,6 +234,10 @@ def known_rows(head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor 
 
 def block_gradient(head: Head, z: Tensor, known: tuple[Any, ...]) -> Tensor:
     rows, dlogprob, dentropy, without = known
-    logp = scaled(z, head).sub_(rows.max[:, None]).sub_(rows.logsum[:, None]).clamp_(min=FLOOR)
+    x = scaled(z, head)
+    slope = cap_slope(x, head)
+    logp = capped(x, head).sub_(rows.max[:, None]).sub_(rows.logsum[:, None]).clamp_(min=FLOOR)
     dz = _row_gradient(head, logp, logp.exp(), dlogprob, dentropy, rows.entropy)
+    if slope is not None:
+        dz *= slope
     return dz if without is None else dz.masked_fill_(without, 0.0)  # in a CUDA graph every row takes part

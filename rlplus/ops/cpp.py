@@ -197,7 +197,7 @@ class _OnePass:
 
     def _statistics(self, rows: slice, z: Tensor) -> Tensor:
         """(n, 4), see `_row_statistics`."""
-        out = _row_statistics(z, self.bias, self.head.target[rows], self.head.temperature)
+        out = _row_statistics(z, self.head._replace(target=self.head.target[rows]), self.bias)
         self.logprob[rows], self.entropy[rows] = out[:, 2], out[:, 3]
         return out
 
@@ -268,12 +268,17 @@ def _logits(head: Head, gemm: tuple[ctypes.c_void_p, ctypes.c_void_p] | None, z:
     return z
 
 
-def _row_statistics(z: Tensor, bias: Tensor | None, target: Tensor, temperature: float) -> Tensor:
-    """(n, 4): max of z + bias, sum of exponentials without the largest, logprob, entropy; bias fp32."""
+def _cap(head: Head) -> ctypes.c_float:
+    """The bound of z + bias; the softcap is that of (z + bias) / temperature."""
+    return ctypes.c_float(0 if head.softcap is None else head.softcap * head.temperature)
+
+
+def _row_statistics(z: Tensor, head: Head, bias: Tensor | None) -> Tensor:
+    """(n, 4): max of z + bias, capped, sum of exponentials without the largest, logprob, entropy; bias fp32."""
     out = z.new_empty(len(z), 4)
     _library().rlplus_row_statistics(
-        _pointer(z), _pointer(bias), _pointer(target), _size(len(z)), _size(z.shape[1]),
-        ctypes.c_float(1 / temperature), _pointer(out), torch.get_num_threads(),
+        _pointer(z), _pointer(bias), _pointer(head.target), _size(len(z)), _size(z.shape[1]),
+        ctypes.c_float(1 / head.temperature), _cap(head), _pointer(out), torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -289,7 +294,7 @@ def _row_gradient(
     dlogprob, dentropy = dlogprob.contiguous(), None if dentropy is None else dentropy.contiguous()
     _library().rlplus_row_gradient(
         _pointer(z), _pointer(bias), _pointer(source), _size(len(source)), _size(z.shape[1]), _pointer(head.target),
-        ctypes.c_float(1 / head.temperature), _pointer(statistics), _pointer(dlogprob), _pointer(dentropy),
+        ctypes.c_float(1 / head.temperature), _cap(head), _pointer(statistics), _pointer(dlogprob), _pointer(dentropy),
         int(narrow), torch.get_num_threads(),
     )  # fmt: skip
 
@@ -308,7 +313,7 @@ def block_logits(head: Head) -> Tensor:
 
 
 def block_statistics(head: Head, z: Tensor) -> Statistics:
-    top, rest, logprob, entropy = _row_statistics(z, _bias(head), head.target, head.temperature).unbind(1)
+    top, rest, logprob, entropy = _row_statistics(z, head, _bias(head)).unbind(1)
     return Statistics(top / head.temperature, rest.log1p(), logprob, entropy)
 
 

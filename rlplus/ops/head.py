@@ -14,13 +14,17 @@ VOCABULARY_BLOCK = 8192  # rows of a half-precision weight, or of its gradient, 
 
 
 class Head(NamedTuple):
-    """hidden (N, H), weight (V, H), bias (V,) or None, target (N,) int64; logits = (hidden weight^T + bias) / T."""
+    """hidden (N, H), weight (V, H), bias (V,) or None, target (N,) int64.
+
+    z = softcap * tanh(x / softcap) of x = (hidden weight^T + bias) / temperature; without a softcap, x.
+    """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     target: Tensor
     temperature: float
+    softcap: float | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -40,7 +44,7 @@ class Head(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Of rows of z = logits / temperature, (n,) each: max z, log sum e^(z - max), log p[target], entropy."""
+    """Of rows of z, (n,) each: max z, log sum e^(z - max), log p[target], entropy."""
 
     max: Tensor
     logsum: Tensor
@@ -114,12 +118,22 @@ class Gradients(NamedTuple):
 
 
 def scaled(z: Tensor, head: Head) -> Tensor:
-    """hidden weight^T (n, V) made the logits of the softmax, in place."""
+    """hidden weight^T (n, V) made x = (hidden weight^T + bias) / temperature, in place."""
     if head.bias is not None:
         z += head.bias
     if head.temperature != 1.0:
         z /= head.temperature
     return z
+
+
+def capped(x: Tensor, head: Head) -> Tensor:
+    """x made the logits z of the softmax, in place."""
+    return x if head.softcap is None else x.div_(head.softcap).tanh_().mul_(head.softcap)
+
+
+def cap_slope(x: Tensor, head: Head) -> Tensor | None:
+    """dz/dx = 1 - tanh^2(x / softcap) in new memory, as 1 / cosh^2: the difference cancels where tanh is near 1."""
+    return None if head.softcap is None else (x / head.softcap).cosh_().pow_(-2)
 
 
 def _blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

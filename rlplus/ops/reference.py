@@ -45,6 +45,8 @@ class _Floor(torch.autograd.Function):
 def logprob_and_entropy(head: Head) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), NaN where the target is no token, and entropy (N,), in nats; differentiable."""
     z = scaled(product(head.hidden.to(head.dtype), head.weight.to(head.dtype)), head)
+    if head.softcap is not None:
+        z = head.softcap * (z / head.softcap).tanh()
     logp = _Floor.apply(z.log_softmax(-1))
     known = (head.target >= 0) & (head.target < len(head.weight))
     logprob = logp.gather(1, head.target.where(known, 0)[:, None]).squeeze(1)

@@ -337,9 +337,10 @@ def _statistics(head: Head, chunk: slice, values: Tensor, logits: Tensor | None,
     row_kernels.row_statistics(values, logits, V, *rest)
 
 
-def _rest(head: Head, chunk: slice) -> tuple[Tensor, Tensor | None, float]:
+def _rest(head: Head, chunk: slice) -> tuple[Tensor, Tensor | None, float, float | None]:
     """The last arguments of the row kernels."""
-    return head.target[chunk].contiguous(), None if head.bias is None else head.bias.contiguous(), head.temperature
+    bias = None if head.bias is None else head.bias.contiguous()
+    return head.target[chunk].contiguous(), bias, head.temperature, head.softcap
 
 
 def _columns(c: TokenConstants) -> tuple[Tensor, token_kernels.Given]:

@@ -98,7 +98,7 @@ def count_activations(
     meter = Meter(known=[*model.parameters(), *model.buffers()])
     at_head = 0
 
-    def head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def head(hidden: Tensor, weight: Tensor, **_: object) -> Tensor:
         nonlocal at_head
         at_head, meter.peak = meter.live, meter.live
         return _Head.apply(hidden, weight)

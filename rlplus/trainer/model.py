@@ -109,6 +109,12 @@ def load_model(config: ModelConfig, path: str, model_config: PretrainedConfig) -
         attn_implementation=config.attention,
         trust_remote_code=config.trust_remote_code,
     )
+    cap = getattr(lm.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    if cap is not None and config.attention == "sdpa":
+        raise ValueError(
+            "want model.attention flash_attention_2 or eager, since transformers' sdpa leaves out the softcap of "
+            f"{type(lm).__name__} (attn_logit_softcapping {cap}); got sdpa"
+        )
     if config.liger:
         _apply_liger(lm)
     return lm

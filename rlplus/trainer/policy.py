@@ -18,6 +18,7 @@ from rlplus.data import MicroBatch
 from rlplus.objective import Objective
 from rlplus.ops import PolicyLoss, linear_logprob, linear_policy_loss
 from rlplus.ops.backends import Choice, choose
+from rlplus.ops.causal_lm import logit_transform
 from rlplus.trainer.adapters import add_adapters, merged_weights, without_adapters
 from rlplus.trainer.model import in_shards, load_model, write_model
 from rlplus.trainer.sequence import SequenceGroup, check_attention, probe_batch
@@ -33,6 +34,7 @@ class PackedModel(nn.Module):
     def __init__(self, lm: PreTrainedModel, group: SequenceGroup | None) -> None:
         super().__init__()
         self.lm, self.group = lm, group
+        self.transform = logit_transform(lm)
         lm.get_output_embeddings().forward = MethodType(_fused_head, lm.get_output_embeddings())
 
     def forward(self, batch: MicroBatch, op: Callable[..., Any]) -> Any:
@@ -43,7 +45,8 @@ class PackedModel(nn.Module):
             inputs = self.group.inputs(batch, config, self.lm.dtype)
         body = self.lm.base_model(**inputs)
         hidden = body.last_hidden_state.flatten(0, 1)[batch.rows]
-        return self.lm.get_output_embeddings()(hidden, op)
+        scale, softcap = self.transform
+        return self.lm.get_output_embeddings()(hidden, partial(op, logit_scale=scale, logit_softcap=softcap))
 
 
 def _fused_head(head: nn.Linear, hidden: Tensor, op: Callable[..., Any]) -> Any:
