@@ -14,6 +14,7 @@ import rlplus
 from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
 from rlplus.objective import TokenConstants
 from rlplus.ops import chunked, cpp, library
+from rlplus.ops.head import Head
 
 N, H, V = 12, 4, 9
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))
@@ -113,14 +114,15 @@ def test_attaching_gradients_is_a_well_formed_torch_op(needs: list[bool]) -> Non
 @OPS
 def test_logprob_is_a_well_formed_torch_op(backend: str) -> None:
     inputs = sample(device=DEVICE.get(backend, "cpu"))
-    head = (inputs["hidden"], inputs["weight"], inputs["bias"], inputs["target"])
-    torch.library.opcheck(library.linear_logprob, (*head, 0.7, 400.0, backend))
-    without_bias = (inputs["hidden"], inputs["weight"], None, inputs["target"])
-    torch.library.opcheck(library.linear_logprob, (*without_bias, 1.0, 1e9, backend))
-    detached = [t.detach() for t in head]
+    head = Head(inputs["hidden"], inputs["weight"], inputs["bias"], inputs["target"], 0.7, 2.0)
+    torch.library.opcheck(library.linear_logprob, (*head, 400.0, backend))
+    torch.library.opcheck(library.linear_logprob, (*head._replace(bias=None, softcap=None), 1e9, backend))
+    detached = head._replace(
+        hidden=head.hidden.detach(), weight=head.weight.detach().bfloat16(), bias=head.bias.detach()
+    )
     for needs in ([True, True, True], [False, True, False]):
-        slopes = torch.randn(2, N, device=detached[0].device)
-        arguments = (*slopes, *detached, 0.7, 400.0, backend, needs)
+        slopes = torch.randn(2, N, device=head.hidden.device)
+        arguments = (*slopes, *detached, 400.0, backend, needs)
         torch.library.opcheck(library.linear_logprob_backward, arguments)
 
 
@@ -228,13 +230,16 @@ BAD_HEADS: list[tuple[dict[str, Any], str]] = [
     ({"weight": torch.zeros(V, 0), "hidden": torch.zeros(N, 0)}, r"H > 0, V > 0; got .*\(9, 0\)"),
     ({"weight": None}, "got .* and NoneType"),
     ({k: torch.zeros(s, H).to(torch.float8_e4m3fn) for k, s in (("hidden", N), ("weight", V))}, "want .*; got float8"),
-    ({"weight": torch.zeros(V, H, dtype=torch.float64)}, "one floating dtype and device; got float32 .*float64"),
-    ({"weight": torch.zeros(V, H, device="meta")}, "one floating dtype and device; got .*cpu.*meta"),
-    ({"target": torch.zeros(N, dtype=torch.int32)}, r"want target a tensor, int64 \(12,\) on cpu; got int32 \(12,\)"),
+    (
+        {"weight": torch.zeros(V, H, dtype=torch.int64)},
+        "bf16, fp16, fp32 or fp64 and of one device; got float32 .*int64",
+    ),
+    ({"weight": torch.zeros(V, H, device="meta")}, "of one device; got .*cpu.*meta"),
+    ({"target": torch.zeros(N, dtype=torch.int16)}, r"want target a tensor, int64 \(12,\) on cpu; got int16 \(12,\)"),
     ({"target": torch.zeros(N - 1, dtype=torch.int64)}, r"want target .*int64 \(12,\).*got int64 \(11,\)"),
     ({"target": torch.zeros(N, dtype=torch.int64, device="meta")}, "want target .*on cpu.*got .*on meta"),
     ({"bias": torch.zeros(V - 1)}, r"want bias .*\(9,\).*got float32 \(8,\)"),
-    ({"bias": torch.zeros(V, dtype=torch.float64)}, "want bias .*float32.*got float64"),
+    ({"bias": torch.zeros(V, dtype=torch.int64)}, "want bias .*floating.*got int64"),
     ({"temperature": 0.0}, "want temperature a finite number > 0; got 0.0"),
     ({"temperature": math.nan}, "want temperature a finite number > 0; got nan"),
     ({"max_scratch_mb": 0}, "want max_scratch_mb a finite number > 0; got 0"),
@@ -244,7 +249,8 @@ BAD_HEADS: list[tuple[dict[str, Any], str]] = [
 ]
 BAD_LOSSES: list[tuple[dict[str, Any], str]] = [
     ({"advantage": torch.zeros(N + 1)}, r"want advantage .*floating \(12,\) on cpu; got float32 \(13,\)"),
-    ({"token_weight": torch.ones(N, dtype=torch.bool)}, r"want token_weight .*floating.*got bool"),
+    ({"token_weight": torch.ones(N, dtype=torch.complex64)}, r"want token_weight .*floating.*got complex64"),
+    ({"old_logprob": torch.ones(N, dtype=torch.int64)}, r"want old_logprob .*floating.*got int64"),
     ({"external": torch.zeros(N)}, "want external .*bool.*got float32"),
     ({"engine_logprob": torch.zeros(N, device="meta")}, "want engine_logprob .*on cpu; got .*on meta"),
     ({"ref_logprob": None, "objective": Objective(kl_coef=1.0)}, "kl_coef=1 needs ref_logprob; got None"),

@@ -29,10 +29,30 @@ def check_tensor(
     raise ValueError(f"want {name} a tensor, {kind}{where}; got {describe(value)}")
 
 
+WEIGHTS = ("advantage", "token_weight", "entropy_weight")  # may also be integers or bools
+
+
+def _advantage(value: object, shape: torch.Size) -> object:
+    """One per sequence, (..., 1) or (...) without the last axis, is that of each of its tokens."""
+    if isinstance(value, Tensor) and value.shape != shape and value.shape in (shape[:-1], (*shape[:-1], 1)):
+        return value.reshape(*shape[:-1], 1).expand(shape)
+    return value
+
+
+def _number(name: str, value: object, dtype: torch.dtype) -> object:
+    """Integers and bools, where they may be, in the dtype that is wanted."""
+    if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex():
+        return value
+    return value != 0 if name == "external" else value.to(dtype) if name in WEIGHTS else value
+
+
 def check_constants(
     inputs: TokenConstants, shape: torch.Size, device: torch.device, dtype: torch.dtype, objective: Objective
 ) -> TokenConstants:
-    """Per-token inputs of one shape (...) -> flat constants (N,) in `dtype`; ValueError says what was wanted."""
+    """Per-token inputs of one shape (...) -> flat constants (N,) in `dtype`; ValueError says what was wanted.
+
+    advantage may be one per sequence, see `_advantage`.
+    """
     if not isinstance(objective, Objective):
         raise ValueError(f"want objective an rlplus.Objective; got {type(objective).__name__}")
     for coefficient, needed in (("kl_coef", "ref_logprob"), ("mismatch_cap", "engine_logprob")):
@@ -43,7 +63,9 @@ def check_constants(
         if value is None and name in TokenConstants._field_defaults:
             flat[name] = None
             continue
-        kind = torch.bool if name == "external" else None
+        if name == "advantage":
+            value = _advantage(value, shape)
+        kind, value = torch.bool if name == "external" else None, _number(name, value, dtype)
         flat[name] = check_tensor(name, value, (shape, device), dtype=kind).detach().reshape(-1).to(kind or dtype)
     return TokenConstants(**flat)  # type: ignore[arg-type]
 

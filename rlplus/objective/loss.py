@@ -31,7 +31,7 @@ def policy_loss(
     old_logprob: Tensor | None,
     advantage: Tensor,
     token_weight: Tensor,
-    external: Tensor,
+    external: Tensor | None = None,
     entropy: Tensor | None = None,
     entropy_weight: Tensor | None = None,
     behavior_logprob: Tensor | None = None,
@@ -42,8 +42,9 @@ def policy_loss(
     """The loss of RL-PLUS eq. 7 (or another `objective`; None means `Objective()`), from logprobs in nats.
 
     logprob (...) floating, differentiable; entropy (...) likewise, needed when objective.entropy_coef != 0.
-    Every other array has logprob's shape and device: external bool, the rest floating. old_logprob None means the
-    current policy (ratio 1). Tokens of token_weight 0 contribute nothing, whatever stands there.
+    Every other array has logprob's shape and device, and is what `rlplus.linear_policy_loss` takes. old_logprob None
+    means the current policy (ratio 1), external None that no token is external. Tokens of token_weight 0 contribute
+    nothing, whatever stands there.
 
     Returns (loss, stats): loss 0-d, fp32 (fp64 for fp64 logprobs), differentiable once; stats 0-d sums and counts,
     detached, which add up over micro-batches and ranks.
@@ -51,6 +52,8 @@ def policy_loss(
     """
     objective = Objective() if objective is None else objective
     check_tensor("logprob", logprob)
+    if external is None:
+        external = torch.zeros_like(logprob, dtype=torch.bool)
     inputs = TokenConstants(
         advantage, token_weight, external, old_logprob, behavior_logprob, ref_logprob, engine_logprob, entropy_weight
     )

@@ -14,6 +14,7 @@ from rlplus.ops.backends import BACKENDS, backend_for
 from rlplus.ops.head import Head
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+IGNORED = -100  # the target of no token, as torch's losses have it
 MAX_SCRATCH_MB = {"fast": 1250.0, "least": 80.0}  # by memory mode
 
 
@@ -38,7 +39,7 @@ def linear_policy_loss(
     old_logprob: Tensor | None,
     advantage: Tensor,
     token_weight: Tensor,
-    external: Tensor,
+    external: Tensor | None = None,
     behavior_logprob: Tensor | None = None,
     ref_logprob: Tensor | None = None,
     engine_logprob: Tensor | None = None,
@@ -46,7 +47,7 @@ def linear_policy_loss(
     bias: Tensor | None = None,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     objective: Objective | None = None,
     grad_filter: float = 0.0,
     max_scratch_mb: float | None = None,
@@ -56,12 +57,16 @@ def linear_policy_loss(
 ) -> PolicyLoss:
     """The RL-PLUS loss (eq. 7, or another `objective`; None means `Objective()`) straight from the head's inputs.
 
-    hidden (..., H) and weight (V, H), bias (V,) or None: one floating dtype; target (...) int64.
+    hidden (..., H), weight (V, H), bias (V,) or None, of floating dtypes; target (...) int64 or int32. The product is
+    of hidden's dtype, to which a weight of another is rounded (a copy for the time of the call); every gradient has the
+    dtype of its input, and that of the weight is not rounded to another.
     logits = softcap * tanh(x / softcap) / temperature, x = scale * (hidden weight^T + bias); without a softcap, x /
-    temperature. `rlplus.head_of` reads logit_scale and logit_softcap from a model. Accumulated and kept in fp32 (fp64
-    for fp64 inputs), whatever autocast and torch.backends say of TF32: products of fp32 matrices have full precision
-    during the call, in this thread's code and all others'.
-    Per token (...): external bool; the others floating. loss = sum of token_weight * token loss, see `token_weights`.
+    temperature. `rlplus.head_of` reads logit_scale and logit_softcap from a model; for a temperature in a 0-d tensor
+    the host waits. Accumulated and kept in fp32 (fp64 for fp64 inputs), whatever autocast and torch.backends say of
+    TF32: products of fp32 matrices have full precision during the call, in this thread's code and all others'.
+    Per token (...): logprobs floating; advantage and weights floating, integer or bool; external bool or integer, or
+    None where no token is. advantage may be one per sequence, (..., 1) or (...) without the last axis.
+    loss = sum of token_weight * token loss, see `token_weights`.
       old_logprob        under the policy that sampled; None = the current policy (one update per batch)
       behavior_logprob   under the demonstrations' author, when known
       ref_logprob, engine_logprob   needed by objective.kl_coef and objective.mismatch_cap
@@ -99,6 +104,8 @@ def linear_policy_loss(
     """
     objective = Objective() if objective is None else objective
     head = _head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature))
+    if external is None:
+        external = torch.zeros_like(target, dtype=torch.bool)
     inputs = TokenConstants(
         advantage, token_weight, external, old_logprob, behavior_logprob, ref_logprob, engine_logprob, entropy_weight
     )
@@ -129,16 +136,18 @@ def linear_logprob(
     bias: Tensor | None = None,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     max_scratch_mb: float | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """logprob and entropy (...) in nats, fp32 (fp64 for fp64 inputs), both differentiable once.
 
-    hidden (..., H), weight (V, H), bias (V,) or None of one floating dtype; target (...) int64 in [0, V).
-    Logits, options and errors as in `linear_policy_loss`.
+    hidden (..., H), weight (V, H), bias (V,) or None; target (...) int64 or int32 in [0, V), or -100: there the logprob
+    is 0 and has no gradient. Logits, dtypes, options and errors as in `linear_policy_loss`.
     """
     head = _head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature))
+    ignored = head.target == IGNORED
+    head = head._replace(target=head.target.masked_fill(ignored, 0))
     scratch = _scratch_bytes(max_scratch_mb, "fast")
     backend = backend_for(backend, head, scratch)
     if backend == "reference":
@@ -146,7 +155,7 @@ def linear_logprob(
         logprob, entropy = reference.logprob_and_entropy(head)
     else:
         logprob, entropy = library.linear_logprob(*head, scratch, backend)
-    return logprob.view(target.shape), entropy.view(target.shape)
+    return logprob.masked_fill(ignored, 0.0).view(target.shape), entropy.view(target.shape)
 
 
 class RLPlusLoss(nn.Module):
@@ -227,7 +236,11 @@ def _scratch_bytes(max_scratch_mb: float | None, way: str) -> float:
 
 
 def _head(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, numbers: tuple[float, float | None, float]
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    numbers: tuple[float, float | None, float | Tensor],
 ) -> Head:
     """numbers: logit_scale, logit_softcap, temperature. A `Head` has temperature / scale and softcap / temperature."""
     tensors = all(isinstance(t, Tensor) for t in (hidden, weight, target))
@@ -235,20 +248,24 @@ def _head(
         raise ValueError(
             f"want hidden (..., H) and weight (V, H), H > 0, V > 0; got {describe(hidden)} and {describe(weight)}"
         )
-    if hidden.dtype not in DTYPES or weight.dtype != hidden.dtype or weight.device != hidden.device:
+    if not {hidden.dtype, weight.dtype} <= set(DTYPES) or weight.device != hidden.device:
         raise ValueError(
-            "want hidden and weight of bf16, fp16, fp32 or fp64, of one floating dtype and device; "
+            "want hidden and weight of bf16, fp16, fp32 or fp64 and of one device; "
             f"got {describe(hidden)}, {describe(weight)}"
         )
+    target = target.long() if target.dtype == torch.int32 else target
     check_tensor("target", target, (hidden.shape[:-1], hidden.device), dtype=torch.int64)
     if bias is not None:
-        check_tensor("bias", bias, (weight.shape[:1], hidden.device), dtype=hidden.dtype)
+        check_tensor("bias", bias, (weight.shape[:1], hidden.device))
+    scale, softcap, temperature = numbers
+    if isinstance(temperature, Tensor) and temperature.ndim == 0:
+        temperature = temperature.item()
     # By comparisons: a number that changes is a symbol to torch.compile, which math.isfinite cannot take.
-    for name, value in zip(("logit_scale", "logit_softcap", "temperature"), numbers, strict=True):
+    for name, value in {"logit_scale": scale, "logit_softcap": softcap, "temperature": temperature}.items():
         optional = name == "logit_softcap" and value is None
         if not (optional or (isinstance(value, int | float) and 0 < value < inf)):
-            raise ValueError(f"want {name} a finite number > 0; got {value!r}")
-    scale, softcap, temperature = numbers
+            got = describe(value) if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"want {name} a finite number > 0; got {got}")
     return Head(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1),
         float(temperature / scale), None if softcap is None else float(softcap / temperature),

@@ -65,10 +65,8 @@ def logit_transform(model: nn.Module) -> LogitTransform:
     """From W hidden + b to the model's logits, without reading W and b. ValueError as `head_of`."""
     model = _without_peft(model)
     head = _linear(model)
-    n = max(head.in_features, head.out_features)
-    ramp = torch.linspace(-1, 1, n, dtype=torch.float64, device="cpu")
-    hidden = torch.stack([ramp, 2 * ramp])[None, :, : head.in_features]
-    z = LARGEST * torch.stack([ramp, -ramp / 2])[None, :, : head.out_features]
+    hidden = _ramps(head.in_features)
+    z = LARGEST * _ramps(head.out_features) ** 3  # many small ones, on which a small softcap shows the scale
     at_head, logits = _run(model, head, hidden, z)
     scales, softcaps = _candidates(model)
     before = _reading(at_head, hidden, [LogitTransform(scale, None) for scale in scales])
@@ -83,6 +81,12 @@ def logit_transform(model: nn.Module) -> LogitTransform:
     if before.scale != 1 and head.bias is not None:
         raise ValueError(f"want no bias in a head whose hidden states are scaled; {_kind(model)} has one")
     return after._replace(scale=before.scale * after.scale)
+
+
+def _ramps(n: int) -> Tensor:
+    """(1, 2, n): rows of different size and direction."""
+    ramp = torch.linspace(-1, 1, n, dtype=torch.float64, device="cpu")
+    return torch.stack([ramp, -ramp / 2])[None]
 
 
 def _without_peft(model: Any) -> Any:

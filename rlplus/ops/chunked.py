@@ -80,15 +80,20 @@ def logprob(head: Head, scratch_bytes: float) -> tuple[Tensor, Tensor]:
 
 
 def logprob_backward(
-    head: Head, dlogprob: Tensor, dentropy: Tensor, scratch_bytes: float, needs: list[bool]
+    head: Head,
+    dlogprob: Tensor,
+    dentropy: Tensor,
+    scratch_bytes: float,
+    needs: list[bool],
+    weight_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of sum(dlogprob * logprob + dentropy * entropy); recomputes the logits."""
-    grads, scale = Gradients.zeros(head, needs), _fp16_scale(head, [dlogprob, dentropy])
+    """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`; recomputes the logits."""
+    grads, scale = Gradients.zeros(head, needs, weight_grad), _fp16_scale(head, [dlogprob, dentropy])
     for rows in _chunks(head, scratch_bytes):
         logp, p, _, entropy, slope = _statistics(head, rows, gradient=True)
         _backward(head, rows, (logp, p, slope), dlogprob[rows], dentropy[rows], entropy, scale, grads)
         del logp, p, slope
-    return _unscaled(grads, scale).finish(head)
+    return _unscaled(grads, scale).finish(head, weight_grad)
 
 
 def _chunks(head: Head, scratch_bytes: float) -> Iterator[slice]:

@@ -132,10 +132,15 @@ def logprob(head: Head, scratch_bytes: float) -> tuple[Tensor, Tensor]:
 
 
 def logprob_backward(
-    head: Head, dlogprob: Tensor, dentropy: Tensor, scratch_bytes: float, needs: list[bool]
+    head: Head,
+    dlogprob: Tensor,
+    dentropy: Tensor,
+    scratch_bytes: float,
+    needs: list[bool],
+    weight_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of sum(dlogprob * logprob + dentropy * entropy); recomputes the logits."""
-    one = _OnePass(head, scratch_bytes, needs)
+    """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`; recomputes the logits."""
+    one = _OnePass(head, scratch_bytes, needs, weight_grad)
     one.run(lambda rows, *_: (dlogprob[rows], dentropy[rows]))
     return one.finish()
 

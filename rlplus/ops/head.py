@@ -37,6 +37,11 @@ class Head(NamedTuple):
         (V, H), narrow = self.weight.shape, self.hidden.dtype.itemsize
         return Shape(len(self.target), H, V, narrow, self.dtype.itemsize)
 
+    def rounded(self) -> "Head":
+        """Weight and bias in the dtype of hidden."""
+        dtype = self.hidden.dtype
+        return self._replace(weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
+
     @property
     def mixed(self) -> bool:
         """Whether half-precision inputs go into GEMMs that accumulate and return fp32: on CUDA; the CPU has none."""

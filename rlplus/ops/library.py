@@ -5,7 +5,7 @@ scaled. The arguments of an op are the fields of `Head` and of other such classe
 made: a field more is an argument more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from itertools import islice
 from types import ModuleType
@@ -109,17 +109,37 @@ def linear_policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *argum
     head, constants, objective, options = _unpack(arguments, Head, TokenConstants, Objective, Options)
     check_weights(constants)
     check_targets(head.target, constants.token_weight != 0, len(head.weight))
-    grad_filter, scratch_bytes, backend = options
-    inputs = (head, constants, objective, grad_filter, scratch_bytes, list(needs), weight_grad)
-    name, _, memory = backend.partition("/")
+    name, _, memory = options.backend.partition("/")
     if memory == "faster":
-        memory = faster_memory(head.shape, scratch_bytes).removeprefix("fast")
-    with full_precision(head.hidden.device), advising(name):
+        memory = faster_memory(head.shape, options.scratch_bytes).removeprefix("fast")
+
+    def compute(head: Head, *where: Any) -> tuple[Any, ...]:
+        inputs = (head, constants, objective, options.grad_filter, options.scratch_bytes, *where)
         if memory:
-            loss, logprob, entropy, stats, grads = least.policy_loss(implementation(name), *inputs)
-        else:
-            loss, logprob, entropy, stats, grads = implementation(name).policy_loss(*inputs)
-    return loss, logprob, entropy, stats, *grads
+            return least.policy_loss(implementation(name), *inputs)
+        out: tuple[Any, ...] = implementation(name).policy_loss(*inputs)
+        return out
+
+    with full_precision(head.hidden.device), advising(name):
+        return _in_one_dtype(compute, head, list(needs), weight_grad)
+
+
+def _in_one_dtype(
+    compute: Callable[..., tuple[Any, ...]], head: Head, needs: list[bool], weight_grad: Tensor | None
+) -> tuple[Tensor, ...]:
+    """compute(head, needs, weight_grad) -> (..., gradients), of the rounded head.
+
+    -> (..., dhidden, dweight, dbias), each in the dtype of its input; that of a weight whose dtype is not hidden's is
+    not rounded to hidden's.
+    """
+    total = weight_grad
+    if needs[1] and head.weight.dtype != head.hidden.dtype:
+        total = torch.zeros(head.weight.shape, dtype=head.dtype, device=head.weight.device)
+    *rest, grads = compute(head.rounded(), [needs[0], needs[1] and total is None, needs[2]], total)
+    dhidden, dweight, dbias = grads
+    if total is not None and total is not weight_grad:
+        dweight = total.to(head.weight.dtype)
+    return *rest, dhidden, dweight, dbias if head.bias is None else dbias.to(head.bias.dtype)
 
 
 @linear_policy_loss.register_fake
@@ -132,8 +152,8 @@ def _(weight_grad, needs, *arguments):  # type: ignore[no-untyped-def]
 
 
 def _empty_gradients(head: Head, needs: Sequence[bool]) -> tuple[Tensor, ...]:
-    wanted = zip((head.hidden.shape, head.weight.shape, head.weight.shape[:1]), needs, strict=True)
-    return tuple(head.hidden.new_empty(shape if need else (0,)) for shape, need in wanted)
+    likes = (head.hidden, head.weight, head.weight[:, 0] if head.bias is None else head.bias)
+    return tuple(x.new_empty(x.shape if need else (0,)) for x, need in zip(likes, needs, strict=True))
 
 
 @torch.library.custom_op("rlplus::attach_gradients", mutates_args=())
@@ -198,7 +218,7 @@ def linear_logprob(*arguments: Any) -> tuple[Tensor, Tensor]:
     head, scratch_bytes, backend = _unpack(arguments, Head)
     check_targets(head.target, torch.ones_like(head.target, dtype=torch.bool), len(head.weight))
     with full_precision(head.hidden.device), advising(backend):
-        return implementation(backend).logprob(head, scratch_bytes)
+        return implementation(backend).logprob(head.rounded(), scratch_bytes)
 
 
 @linear_logprob.register_fake
@@ -216,8 +236,12 @@ def _(*arguments):  # type: ignore[no-untyped-def]
 def linear_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """-> dhidden, dweight, dbias, without elements where not needed."""
     head, scratch_bytes, backend, needs = _unpack(arguments, Head)
+
+    def compute(head: Head, *where: Any) -> tuple[Any, ...]:
+        return (implementation(backend).logprob_backward(head, dlogprob, dentropy, scratch_bytes, *where),)
+
     with full_precision(head.hidden.device), advising(backend):
-        return implementation(backend).logprob_backward(head, dlogprob, dentropy, scratch_bytes, list(needs))
+        return _in_one_dtype(compute, head, list(needs), None)  # type: ignore[return-value]
 
 
 @linear_logprob_backward.register_fake

@@ -30,6 +30,18 @@ product.register_fake(lambda a, b: a.new_empty(len(a), len(b)))
 product.register_autograd(_product_backward, setup_context=_keep_factors)
 
 
+class _Rounded(torch.autograd.Function):
+    """x with the values of a dtype; the gradient is not rounded to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype).to(torch.promote_types(dtype, torch.float32))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
 class _Floor(torch.autograd.Function):
     """max(logp, FLOOR) with the derivative of logp: the slope of a token that cannot be reaches the others."""
 
@@ -44,7 +56,8 @@ class _Floor(torch.autograd.Function):
 
 def logprob_and_entropy(head: Head) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), NaN where the target is no token, and entropy (N,), in nats; differentiable."""
-    z = scaled(product(head.hidden.to(head.dtype), head.weight.to(head.dtype)), head)
+    weight, bias = (None if x is None else _Rounded.apply(x, head.hidden.dtype) for x in (head.weight, head.bias))
+    z = scaled(product(head.hidden.to(head.dtype), weight), head._replace(bias=bias))
     if head.softcap is not None:
         z = head.softcap * (z / head.softcap).tanh()
     logp = _Floor.apply(z.log_softmax(-1))

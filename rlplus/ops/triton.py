@@ -99,15 +99,21 @@ def logprob(head: Head, scratch_bytes: float, gemm: str | None = None) -> tuple[
 
 
 def logprob_backward(
-    head: Head, dlogprob: Tensor, dentropy: Tensor, scratch_bytes: float, needs: list[bool], gemm: str | None = None
+    head: Head,
+    dlogprob: Tensor,
+    dentropy: Tensor,
+    scratch_bytes: float,
+    needs: list[bool],
+    weight_grad: Tensor | None,
+    gemm: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of sum(dlogprob * logprob + dentropy * entropy); recomputes the logits."""
+    """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`; recomputes the logits."""
     gemm = _strategy(head, gemm)
     values = head.hidden.new_empty(len(head.target), WIDTH, dtype=head.dtype)
     values[:, DLOGPROB], values[:, DENTROPY] = dlogprob, dentropy
     with _on(head.hidden.device):
-        rows, capacity = plan(head, scratch_bytes, any(needs), gemm)
-        buffer = GradientBuffer(head, needs, capacity, [dlogprob, dentropy])
+        rows, capacity = plan(head, scratch_bytes, True, gemm)
+        buffer = GradientBuffer(head, needs, capacity, [dlogprob, dentropy], weight_grad)
         for chunk, logits in _chunks(head, rows):
             _statistics(head, chunk, values[chunk], logits, gemm)
             buffer.add(chunk, values[chunk], logits)

@@ -1,0 +1,184 @@
+"""What the operations take besides floating tensors of one dtype and shape, and that it changes no number."""
+
+from typing import Any
+
+import pytest
+import torch
+from head_cases import EVERYTHING, closed, run, sample, tensors, to
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from rlplus import Objective, linear_logprob, linear_policy_loss, policy_loss
+from rlplus.ops import cpp
+
+CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch", CPP, "triton"])
+BF16, FP32 = torch.bfloat16, torch.float32
+SEQUENCES, LENGTH = 4, 3
+
+
+def on_device(backend: str, values: dict[str, Any]) -> dict[str, Any]:
+    device = DEVICE if backend == "triton" else "cpu"
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in values.items()}
+
+
+def mixed(backend: str, dtype: torch.dtype = BF16, other: torch.dtype = FP32) -> tuple[dict[str, Any], dict[str, Any]]:
+    """hidden of one dtype, weight and bias of another."""
+    head, constants = sample(23, V=61, dtype=dtype)
+    exact, _ = sample(23, V=61)
+    head |= {k: exact[k].to(other) for k in ("weight", "bias")}
+    return on_device(backend, head), on_device(backend, constants)
+
+
+@pytest.mark.parametrize("memory", ["fast", "least"])
+@BACKENDS
+def test_a_weight_of_another_dtype_is_rounded_and_its_gradient_is_not(backend: str, memory: str) -> None:
+    if backend == "reference" and memory == "least":
+        memory = "fast"
+    head, constants = mixed(backend)
+    options = {"backend": backend, "memory": memory}
+    got = run(head, constants, EVERYTHING, **options)
+    want = run(to(head, BF16), constants, EVERYTHING, **options)
+    assert {k: got[k].dtype for k in ("dhidden", "dweight", "dbias")} == {
+        "dhidden": BF16,
+        "dweight": FP32,
+        "dbias": FP32,
+    }
+    for name in ("loss", "logprob", "entropy", "dhidden"):
+        assert torch.equal(got[name], want[name]), name
+    if backend != "reference":
+        leaf = {k: v.clone().requires_grad_() for k, v in to(head, BF16).items() if k != "target"}
+        buffer = torch.zeros(61, 7, device=head["weight"].device)
+        inputs = constants | {"target": head["target"], "objective": EVERYTHING}
+        linear_policy_loss(**leaf, **inputs, **options, weight_grad=buffer)
+        assert torch.equal(got["dweight"], buffer)
+    exact = closed(*(on_device("torch", to(x, torch.float64)) for x in (to(head, BF16), constants)), EVERYTHING)
+    apart = (got["dweight"].cpu() - exact["dweight"]).abs().max() / exact["dweight"].abs().max()
+    assert apart < (2e-3 if backend == "cpp" or DEVICE == "cuda" else 1e-5)  # those round the gradient of the logits
+    assert (got["dweight"].to(BF16) != got["dweight"]).any()
+
+
+@BACKENDS
+def test_a_weight_of_fewer_bits_is_widened(backend: str) -> None:
+    head, constants = mixed(backend, FP32, BF16)
+    got = run(head, constants, EVERYTHING, backend=backend)
+    want = run(to(head, FP32), constants, EVERYTHING, backend=backend)
+    for name in ("loss", "logprob", "entropy", "dhidden"):
+        assert torch.equal(got[name], want[name]), name
+    assert got["dweight"].dtype == got["dbias"].dtype == BF16
+    assert torch.equal(got["dweight"], want["dweight"].to(BF16))
+
+
+@BACKENDS
+def test_logprobs_take_weights_of_another_dtype(backend: str) -> None:
+    head, _ = mixed(backend)
+    out = []
+    for inputs in (head, to(head, BF16)):
+        leaf = {k: v.clone().requires_grad_() if k != "target" else v for k, v in inputs.items()}
+        logprob, entropy = linear_logprob(**leaf, backend=backend)
+        (logprob - 0.3 * entropy).sum().backward()
+        out.append((logprob, entropy, *(leaf[k].grad for k in ("hidden", "weight", "bias"))))
+    (logprob, entropy, dhidden, dweight, dbias), want = out
+    assert (dhidden.dtype, dweight.dtype, dbias.dtype) == (BF16, FP32, FP32)
+    assert all(torch.equal(a, b) for a, b in zip((logprob, entropy, dhidden), want, strict=False))
+    assert torch.equal(dweight.to(BF16), want[3])
+    assert (dweight.to(BF16) != dweight).any()
+
+
+def test_compilers_are_told_the_dtypes_of_the_gradients() -> None:
+    with FakeTensorMode():
+        hidden, weight = torch.empty(5, 7, dtype=BF16, requires_grad=True), torch.empty(61, 7, requires_grad=True)
+        target, ones = torch.zeros(5, dtype=torch.int64), torch.ones(5)
+        out = linear_policy_loss(
+            hidden, weight, target, old_logprob=None, advantage=ones, token_weight=ones, backend="torch"
+        )
+        grads = torch.autograd.grad(out.loss, (hidden, weight))
+        assert [g.dtype for g in grads] == [BF16, FP32]
+        grads = torch.autograd.grad(linear_logprob(hidden, weight, target, backend="torch")[0].sum(), (hidden, weight))
+        assert [g.dtype for g in grads] == [BF16, FP32]
+
+
+def batch() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sequences of tokens; weights of 0 and 1, and one advantage per sequence."""
+    head, constants = sample(SEQUENCES * LENGTH)
+    shape = (SEQUENCES, LENGTH)
+    head["hidden"], head["target"] = head["hidden"].view(*shape, -1), head["target"].view(shape)
+    constants = {k: v.view(shape) for k, v in constants.items()}
+    constants["token_weight"] = (constants["token_weight"] > 0).double()
+    constants["entropy_weight"] = torch.ones(shape, dtype=torch.float64)
+    constants["advantage"] = torch.tensor([1.0, -2.0, 0.0, 3.0], dtype=torch.float64)[:, None].expand(shape)
+    return head, constants
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("advantage", lambda x: x[:, :1]),
+        ("advantage", lambda x: x[:, 0]),
+        ("advantage", lambda x: x.long()),
+        ("token_weight", lambda x: x.long()),
+        ("token_weight", lambda x: x.bool()),
+        ("entropy_weight", lambda x: x.int()),
+        ("external", lambda x: x.to(torch.uint8)),
+    ],
+    ids=["(B, 1)", "(B,)", "long", "mask", "bool mask", "int", "uint8"],
+)
+def test_other_forms_of_the_same_numbers(name: str, other: Any) -> None:
+    head, constants = batch()
+    want = run(head, constants, EVERYTHING)
+    got = run(head, constants | {name: other(constants[name])}, EVERYTHING)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(got).values(), tensors(want).values(), strict=True))
+    logprob, entropy = got["logprob"], got["entropy"]
+    losses = [
+        policy_loss(logprob, entropy=entropy, objective=EVERYTHING, **c)[0]
+        for c in (constants, constants | {name: other(constants[name])})
+    ]
+    assert torch.equal(*losses)
+
+
+def test_an_advantage_per_token_of_the_last_axis_alone_is_refused() -> None:
+    """torch would spread it over the sequences."""
+    head, constants = batch()
+    with pytest.raises(ValueError, match=r"want advantage a tensor, floating \(4, 3\) on cpu; got float64 \(3,\)"):
+        run(head, constants | {"advantage": torch.zeros(LENGTH, dtype=torch.float64)}, EVERYTHING)
+
+
+def test_a_temperature_may_be_a_tensor_without_dimensions() -> None:
+    head, constants = batch()
+    got, want = (run(head, constants, EVERYTHING, temperature=t) for t in (torch.tensor(0.5), 0.5))
+    assert torch.equal(got["loss"], want["loss"])
+    with pytest.raises(ValueError, match=r"want temperature a finite number > 0; got float32 \(2,\)"):
+        run(head, constants, EVERYTHING, temperature=torch.ones(2))
+    with pytest.raises(ValueError, match=r"want temperature a finite number > 0; got 0\.0"):
+        run(head, constants, EVERYTHING, temperature=torch.tensor(0.0))
+
+
+def test_without_external_no_token_is() -> None:
+    head, constants = batch()
+    want = run(head, constants | {"external": torch.zeros(SEQUENCES, LENGTH, dtype=torch.bool)}, Objective())
+    del constants["external"]
+    got = run(head, constants, Objective())
+    assert torch.equal(got["loss"], want["loss"])
+    assert torch.equal(got["dweight"], want["dweight"])
+    assert torch.equal(
+        policy_loss(got["logprob"], **constants)[0], policy_loss(got["logprob"], **constants, external=None)[0]
+    )
+
+
+@BACKENDS
+def test_targets_of_minus_100_have_logprob_0_and_no_gradient(backend: str) -> None:
+    head, _ = sample(9, dtype=FP32)
+    head = on_device(backend, head)
+    known = torch.ones(9, dtype=torch.bool, device=head["target"].device)
+    known[[0, 4, 8]] = False
+    out = []
+    for target in (head["target"].where(known, -100).int(), head["target"]):
+        leaf = {k: v.clone().requires_grad_() if k != "target" else target for k, v in head.items()}
+        logprob, entropy = linear_logprob(**leaf, backend=backend)
+        logprob.where(known, 0.0 if target is head["target"] else logprob).sum().backward()
+        out.append((logprob, entropy, *(leaf[k].grad for k in ("hidden", "weight", "bias"))))
+    (logprob, *got), (whole, *want) = out
+    assert (logprob[~known] == 0).all()
+    assert torch.equal(logprob[known], whole[known])
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
