@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #ifdef __linux__
@@ -55,8 +56,7 @@ INLINE float exp2_nonpositive(float x) {
   return x < -126.f ? 0.f : p * scale;
 }
 
-// cap * tanh(x / cap), to about 2 ulp of it, and its derivative sech^2(x / cap): by e^(-2 |x / cap|), so that nothing
-// cancels where it is nearly flat.
+// cap * tanh(x / cap) and its derivative, sech^2(x / cap): by e^(-2 |x / cap|), which cancels nothing where it is flat.
 struct Capped {
   float value, slope;
 };
@@ -144,7 +144,7 @@ INLINE void statistics_row(const float* __restrict z, const float* __restrict bi
   out->logprob = !known ? std::numeric_limits<float>::quiet_NaN() : logprob < FLOOR ? FLOOR : logprob;
 }
 
-// dz_j = [c (1[j = target] - p_j) - e p_j (log p_j + entropy)] / T, times the cap's slope, block by block through a small
+// dz_j = [c (1[j = target] - p_j) - e p_j (log p_j + entropy)] / T, times the cap's slope, block by block through an
 // array: `out` may be the memory of z, and narrower.
 template <class T, bool BIAS, bool CAP, bool ENTROPY>
 INLINE void gradient_row(const float* z, const float* __restrict bias, int64_t V, int64_t target,
@@ -177,48 +177,33 @@ INLINE void gradient_row(const float* z, const float* __restrict bias, int64_t V
   }
 }
 
-template <class T, bool BIAS, bool CAP>
-INLINE void gradient_any(const float* z, const float* bias, int64_t V, int64_t target, float inv_temperature, float cap,
-                         const Row& row, float dlogprob, float dentropy, T* out) {
-  if (dentropy == 0.f)
-    gradient_row<T, BIAS, CAP, false>(z, bias, V, target, inv_temperature, cap, row, dlogprob, dentropy, out);
+// f(a, b) with both as constants.
+template <class F>
+INLINE void with_constants(bool a, bool b, const F& f) {
+  const std::true_type yes;
+  const std::false_type no;
+  if (a)
+    b ? f(yes, yes) : f(yes, no);
   else
-    gradient_row<T, BIAS, CAP, true>(z, bias, V, target, inv_temperature, cap, row, dlogprob, dentropy, out);
+    b ? f(no, yes) : f(no, no);
 }
 
 EVERY_CPU void statistics_one(const float* z, const float* bias, int64_t V, int64_t target, float inv_temperature,
                               float cap, Row* out) {
-  if (cap != 0.f && bias)
-    statistics_row<true, true>(z, bias, V, target, inv_temperature, cap, out);
-  else if (cap != 0.f)
-    statistics_row<false, true>(z, nullptr, V, target, inv_temperature, cap, out);
-  else if (bias)
-    statistics_row<true, false>(z, bias, V, target, inv_temperature, cap, out);
-  else
-    statistics_row<false, false>(z, nullptr, V, target, inv_temperature, cap, out);
+  with_constants(bias, cap != 0.f, [&](auto BIAS, auto CAP) __attribute__((always_inline)) {
+    statistics_row<BIAS, CAP>(z, bias, V, target, inv_temperature, cap, out);
+  });
 }
 
-template <class T>
-INLINE void gradient_one(const float* z, const float* bias, int64_t V, int64_t target, float inv_temperature, float cap,
-                         const Row& row, float dlogprob, float dentropy, T* out) {
-  if (cap != 0.f && bias)
-    gradient_any<T, true, true>(z, bias, V, target, inv_temperature, cap, row, dlogprob, dentropy, out);
-  else if (cap != 0.f)
-    gradient_any<T, false, true>(z, nullptr, V, target, inv_temperature, cap, row, dlogprob, dentropy, out);
-  else if (bias)
-    gradient_any<T, true, false>(z, bias, V, target, inv_temperature, cap, row, dlogprob, dentropy, out);
-  else
-    gradient_any<T, false, false>(z, nullptr, V, target, inv_temperature, cap, row, dlogprob, dentropy, out);
-}
-
-EVERY_CPU void gradient_fp32(const float* z, const float* bias, int64_t V, int64_t target, float inv_temperature,
-                             float cap, const Row& row, float dlogprob, float dentropy, float* out) {
-  gradient_one(z, bias, V, target, inv_temperature, cap, row, dlogprob, dentropy, out);
-}
-
-EVERY_CPU void gradient_bf16(const float* z, const float* bias, int64_t V, int64_t target, float inv_temperature,
-                             float cap, const Row& row, float dlogprob, float dentropy, uint16_t* out) {
-  gradient_one(z, bias, V, target, inv_temperature, cap, row, dlogprob, dentropy, out);
+// out: V floats or, to_bf16, as many bf16.
+EVERY_CPU void gradient_one(const float* z, const float* bias, int64_t V, int64_t target, float inv_temperature,
+                            float cap, const Row& row, float dlogprob, float dentropy, bool to_bf16, void* out) {
+  with_constants(bias, cap != 0.f, [&](auto BIAS, auto CAP) __attribute__((always_inline)) {
+    with_constants(to_bf16, dentropy != 0.f, [&](auto BF16, auto ENTROPY) __attribute__((always_inline)) {
+      using T = std::conditional_t<BF16, uint16_t, float>;
+      gradient_row<T, BIAS, CAP, ENTROPY>(z, bias, V, target, inv_temperature, cap, row, dlogprob, dentropy, (T*)out);
+    });
+  });
 }
 
 constexpr int TILE = 16;
@@ -343,14 +328,9 @@ void rlplus_row_gradient(float* z, const float* bias, const int64_t* source, int
   for (int64_t s = 0; s < n; ++s) {
     const int64_t i = source[s];
     const float e = dentropy ? dentropy[i] : 0.f;
-    const float* row = z + i * V;
-    if (!to_bf16) {
-      gradient_fp32(row, bias, V, target[i], inv_temperature, cap, rows[i], dlogprob[i], e, z + s * V);
-      continue;
-    }
-    uint16_t* out = (uint16_t*)(z + s * V);
-    gradient_bf16(row, bias, V, target[i], inv_temperature, cap, rows[i], dlogprob[i], e, out);
-    std::fill_n(out + V, std::min(V, DEPTH - 1), uint16_t(0));
+    float* out = z + s * V;
+    gradient_one(z + i * V, bias, V, target[i], inv_temperature, cap, rows[i], dlogprob[i], e, to_bf16, out);
+    if (to_bf16) std::fill_n((uint16_t*)out + V, std::min(V, DEPTH - 1), uint16_t(0));
   }
 }
 
