@@ -57,9 +57,7 @@ INLINE float exp2_nonpositive(float x) {
 }
 
 // cap * tanh(x / cap) and its derivative, sech^2(x / cap): by e^(-2 |x / cap|), which cancels nothing where it is flat.
-struct Capped {
-  float value, slope;
-};
+struct Capped { float value, slope; };
 INLINE Capped softcap(float x, float cap) {
   const float y = x / cap, a = std::fabs(y), e = exp2_nonpositive(-2.f * LOG2E * a), y2 = y * y;
   const float series = a * (1.f - y2 * (1 / 3.f - y2 * (2 / 15.f - y2 * (17 / 315.f - y2 * (62 / 2835.f)))));
@@ -177,8 +175,7 @@ INLINE void gradient_row(const float* z, const float* __restrict bias, int64_t V
   }
 }
 
-// f(a, b) with both as constants.
-template <class F>
+template <class F>  // f(a, b) with both as constants
 INLINE void with_constants(bool a, bool b, const F& f) {
   const std::true_type yes;
   const std::false_type no;
@@ -307,6 +304,9 @@ using BrgemmRelease = void (*)(bool is_vnni);
 }  // namespace
 
 extern "C" {
+
+// Renamed with every change of a signature below: the package does not load a library of another version.
+void rlplus_interface_2() {}
 
 // z (n, V) fp32, bias (V,) or null, target (n,) -> rows (n, 4), see Row; logprob is NaN where the target is no token.
 // cap: z + bias becomes cap * tanh((z + bias) / cap); 0: it does not.

@@ -36,6 +36,7 @@ from rlplus.ops.head import (
 logger = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).parent.parent / "_C.so"
+FUNCTIONS = ("row_statistics", "row_gradient", "logits_bf16", "dweight_bf16", "may_be_reclaimed", "interface_2")
 CHUNK_ROWS = 512
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PACKED_BYTES = 2**18  # of the weight at a time, for the bf16 GEMM: half of a second-level cache
@@ -55,7 +56,7 @@ def load() -> ctypes.CDLL | None:
     """The native library; None, with the reason in the log once, where it was not built or does not load."""
     try:
         library = ctypes.CDLL(str(LIBRARY))  # after torch, whose OpenMP it then shares
-        for name in ("row_statistics", "row_gradient", "logits_bf16", "dweight_bf16", "may_be_reclaimed"):
+        for name in FUNCTIONS:
             getattr(library, f"rlplus_{name}").restype = None
     except (OSError, AttributeError) as error:  # not there, or of another version
         logger.info("backend 'cpp' is not available, 'auto' is 'torch' on the CPU too: %s", error)
