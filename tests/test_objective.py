@@ -351,7 +351,8 @@ def test_compiles_into_one_graph(objective: Objective) -> None:
     ("change", "objective", "message"),
     [
         ({"advantage": torch.zeros(5)}, {}, r"want advantage a tensor, floating \(4,\) on cpu; got float32 \(5,\)"),
-        ({"token_weight": torch.ones(4, dtype=torch.bool)}, {}, r"want token_weight .*floating.*got bool \(4,\)"),
+        ({"token_weight": torch.ones(4) * 1j}, {}, r"want token_weight .*floating.*got complex64 \(4,\)"),
+        ({"old_logprob": torch.ones(4, dtype=torch.bool)}, {}, r"want old_logprob .*floating.*got bool \(4,\)"),
         (
             {"token_weight": torch.tensor([1, math.nan, 1, 1])},
             {},
@@ -359,7 +360,7 @@ def test_compiles_into_one_graph(objective: Objective) -> None:
         ),
         ({"entropy_weight": torch.tensor([1, math.inf, 1, 1])}, {}, "want entropy_weight finite"),
         ({"external": torch.zeros(4)}, {}, r"want external .*bool.*got float32 \(4,\)"),
-        ({"external": None}, {}, "want external .*got NoneType"),
+        ({"external": [False] * 4}, {}, "want external .*got list"),
         ({"old_logprob": torch.zeros(4, device="meta")}, {}, r"want old_logprob .*on cpu; got float32 \(4,\) on meta"),
         ({"old_logprob": [0.0] * 4}, {}, "want old_logprob .*got list"),
         ({"logprob": torch.zeros(4, dtype=torch.int64)}, {}, r"want logprob a tensor, floating; got int64 \(4,\)"),
