@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         register_token_loss,
         token_weights,
     )
-    from rlplus.ops import PolicyLoss, RLPlusLoss, linear_logprob, linear_policy_loss
+    from rlplus.ops import PolicyLoss, RLPlusLoss, head_of, linear_logprob, linear_policy_loss
 
 __version__ = "0.1.0"
 
@@ -30,6 +30,7 @@ __all__ = [
     "PolicyLoss",
     "RLPlusLoss",
     "group_advantages",
+    "head_of",
     "linear_logprob",
     "linear_policy_loss",
     "policy_loss",
@@ -44,6 +45,6 @@ __getattr__, __dir__ = lazy_names(
             *("ALGORITHMS", "Algorithm", "Objective"),
             *("group_advantages", "policy_loss", "register_token_loss", "token_weights"),
         ),
-        "ops": ("PolicyLoss", "RLPlusLoss", "linear_logprob", "linear_policy_loss"),
+        "ops": ("PolicyLoss", "RLPlusLoss", "head_of", "linear_logprob", "linear_policy_loss"),
     },
 )

@@ -11,6 +11,7 @@ from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.objective.inputs import check_constants, check_tensor, check_weights, describe
 from rlplus.ops import library, reference
 from rlplus.ops.backends import BACKENDS, backend_for
+from rlplus.ops.causal_lm import head_of
 from rlplus.ops.head import Head
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -272,4 +273,4 @@ def _head(
     )  # fmt: skip
 
 
-__all__ = ["BACKENDS", "MAX_SCRATCH_MB", "PolicyLoss", "RLPlusLoss", "linear_logprob", "linear_policy_loss"]
+__all__ = ["BACKENDS", "MAX_SCRATCH_MB", "PolicyLoss", "RLPlusLoss", "head_of", "linear_logprob", "linear_policy_loss"]

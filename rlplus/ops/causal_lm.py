@@ -42,7 +42,7 @@ class HeadArguments(TypedDict):
 
 
 def head_of(model: nn.Module) -> HeadArguments:
-    """The head of a transformers causal LM. The operations take weight and bias, and no transform yet.
+    """The head of a transformers causal LM as keyword arguments of `linear_policy_loss` and `linear_logprob`.
 
     The hidden states that go with it are `model.base_model(...).last_hidden_state`. For a peft model, its base model.
     ValueError for a head that is not a plain `nn.Linear` (LoRA, quantized), for one sharded by ZeRO-3, and for a class
