@@ -306,30 +306,30 @@ using BrgemmRelease = void (*)(bool is_vnni);
 extern "C" {
 
 // Renamed with every change of a signature below: the package does not load a library of another version.
-void rlplus_interface_2() {}
+void rlplus_interface_3() {}
 
 // z (n, V) fp32, bias (V,) or null, target (n,) -> rows (n, 4), see Row; logprob is NaN where the target is no token.
-// cap: z + bias becomes cap * tanh((z + bias) / cap); 0: it does not.
+// inv_temperature (n,). cap: z + bias becomes cap * tanh((z + bias) / cap); 0: it does not.
 void rlplus_row_statistics(const float* z, const float* bias, const int64_t* target, int64_t n, int64_t V,
-                           float inv_temperature, float cap, Row* rows, int threads) {
+                           const float* inv_temperature, float cap, Row* rows, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
-  for (int64_t i = 0; i < n; ++i) statistics_one(z + i * V, bias, V, target[i], inv_temperature, cap, rows + i);
+  for (int64_t i = 0; i < n; ++i) statistics_one(z + i * V, bias, V, target[i], inv_temperature[i], cap, rows + i);
 }
 
 // For s < n: row s of the buffer becomes the gradient of row source[s], fp32 or, in the front half of the row's memory,
 // bf16. Each source is its own slot or a row that is no slot, and each slot is its own source or a row that is no
-// source, so rows may be done in any order. target, rows, dlogprob and dentropy (or null) are indexed by source.
+// source, so rows may be done in any order. The arrays behind it are indexed by source; dentropy may be null.
 // Zeros follow a bf16 row as far as oneDNN's AMX kernel reads past its end, to multiply what is there by 0: the bits of
 // the logits that stood there can be NaN. For V < DEPTH - 1 the row's memory ends first.
 void rlplus_row_gradient(float* z, const float* bias, const int64_t* source, int64_t n, int64_t V,
-                         const int64_t* target, float inv_temperature, float cap, const Row* rows,
+                         const int64_t* target, const float* inv_temperature, float cap, const Row* rows,
                          const float* dlogprob, const float* dentropy, int to_bf16, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (int64_t s = 0; s < n; ++s) {
     const int64_t i = source[s];
     const float e = dentropy ? dentropy[i] : 0.f;
     float* out = z + s * V;
-    gradient_one(z + i * V, bias, V, target[i], inv_temperature, cap, rows[i], dlogprob[i], e, to_bf16, out);
+    gradient_one(z + i * V, bias, V, target[i], inv_temperature[i], cap, rows[i], dlogprob[i], e, to_bf16, out);
     if (to_bf16) std::fill_n((uint16_t*)out + V, std::min(V, DEPTH - 1), uint16_t(0));
   }
 }

@@ -1,10 +1,10 @@
 """Log-probability and entropy of tokens, and the gradient of their logits.
 
     logits = hidden weight^T                 x = (logits + bias) / temperature
-    z = softcap tanh(x / softcap), without a softcap x
+    z = softcap tanh(x / softcap) / row_temperature, without a softcap x / row_temperature
     p = softmax(z)                           logprob = log p[target]
-    entropy = -sum_v p[v] log p[v]
-    dlogits = (dlogprob (onehot - p) - dentropy p (log p + entropy)) (1 - tanh^2(x / softcap)) / temperature
+    entropy = -sum_v p[v] log p[v]           dz = dlogprob (onehot - p) - dentropy p (log p + entropy)
+    dlogits = dz (1 - tanh^2(x / softcap)) / (temperature row_temperature)
 
 The definition is `rlplus.ops.reference.logprob_and_entropy`. fp32 arithmetic, results in nats. Three ways to the
 statistics of the rows: `row_statistics` reads logits that a GEMM left, `add_statistics` those of one block of the
@@ -62,19 +62,19 @@ FP32_TILE = Tile(64, 64, 32, 16, 4, 2, False)  # no tensor cores: "ieee" is plai
 
 def row_statistics(
     values: Tensor, logits: Tensor, V: int, target: Tensor, bias: Tensor | None, temperature: float,
-    softcap: float | None = None,
+    softcap: float | None = None, row_temperature: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill the columns LOGPROB, ENTROPY, MAX (of z) and LOGSUM (of e^(z - MAX)) of values (n, WIDTH) fp32.
 
-    logits (n, W) fp32, contiguous in W; target (n,) int64; bias (V,) of any floating dtype or None. logprob is NaN
-    where the target is no token; a row with a NaN gets NaN everywhere, and without a softcap, which makes infinite
-    logits finite, so does one with +inf or nothing but -inf.
+    logits (n, W) fp32, contiguous in W; target (n,) int64; bias (V,) of any floating dtype or None; row_temperature
+    (n,) fp32 or None, which stands for 1. logprob is NaN where the target is no token; a row with a NaN gets NaN
+    everywhere, and without a softcap, which makes infinite logits finite, so does one with +inf or nothing but -inf.
     """
     n, blocks = len(target), triton.cdiv(V, LAUNCH["BLOCK_V"])
     each = triton.cdiv(blocks, min(blocks, triton.cdiv(PROGRAMS, max(n, 1))))  # blocks of a row that a program reads
     parts = triton.cdiv(blocks, each)
     partial = values.new_empty(parts, PARTIALS.value, n) if parts > 1 else None
-    _launch_statistics(values, partial, logits, V, target, bias, temperature, softcap, each)
+    _launch_statistics(values, partial, logits, V, target, bias, temperature, softcap, row_temperature, each)
     if partial is not None:
         finish_statistics(values, partial, V, target)
 
@@ -88,14 +88,14 @@ def begin_statistics(n: int, device: torch.device) -> Tensor:
 
 def add_statistics(
     values: Tensor, partial: Tensor, logits: Tensor, V: int, target: Tensor, bias: Tensor | None, temperature: float,
-    softcap: float | None = None,
+    softcap: float | None = None, row_temperature: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Take a block of V tokens of the vocabulary into `partial`, and the targets in it into values.
 
     As in `row_statistics`; target and bias are the block's, a target outside [0, V) is in another one.
     """
-    blocks = triton.cdiv(V, LAUNCH["BLOCK_V"])
-    _launch_statistics(values, partial, logits, V, target, bias, temperature, softcap, blocks, carry=True)
+    rest = (temperature, softcap, row_temperature, triton.cdiv(V, LAUNCH["BLOCK_V"]))
+    _launch_statistics(values, partial, logits, V, target, bias, *rest, carry=True)
 
 
 def finish_statistics(values: Tensor, partial: Tensor, V: int, target: Tensor) -> None:
@@ -108,20 +108,20 @@ def finish_statistics(values: Tensor, partial: Tensor, V: int, target: Tensor) -
 
 def _launch_statistics(
     values: Tensor, partial: Tensor | None, logits: Tensor, V: int, target: Tensor, bias: Tensor | None,
-    temperature: float, softcap: float | None, each: int, carry: bool = False,
+    temperature: float, softcap: float | None, row_temperature: Tensor | None, each: int, carry: bool = False,
 ) -> None:  # fmt: skip
-    _check(values, logits, V, target)
+    _check(values, logits, V, target, row_temperature)
     if len(target):
         grid = (len(target), 1 if partial is None else len(partial))
         _statistics_kernel[grid](
             values, partial, logits, target, bias, (logits.stride(0), V, logits.shape[1], each * LAUNCH["BLOCK_V"]),
-            1 / temperature, softcap, carry, **LAUNCH,
+            1 / temperature, softcap, row_temperature, carry, **LAUNCH,
         )  # fmt: skip
 
 
 def row_gradient(
     dlogits: Tensor, slot: Tensor, values: Tensor, logits: Tensor, V: int, target: Tensor, bias: Tensor | None,
-    temperature: float, softcap: float | None = None,
+    temperature: float, softcap: float | None = None, row_temperature: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write the gradient of row i of the chunk into row slot[i] of dlogits; with slot -1, nowhere.
 
@@ -129,7 +129,7 @@ def row_gradient(
     dlogits (m, W) of a floating dtype, contiguous in W; slot (n,) int64 in [-1, m); values as the statistics left them,
     with DLOGPROB and DENTROPY filled in; the others as there.
     """
-    _check(values, logits, V, target)
+    _check(values, logits, V, target, row_temperature)
     W = logits.shape[1]
     if dlogits.shape[1] != W or dlogits.stride(1) != 1 or slot.shape != target.shape:
         got = f"{tuple(dlogits.shape)} with strides {dlogits.stride()} and {tuple(slot.shape)}"
@@ -137,7 +137,7 @@ def row_gradient(
     if len(target):
         _gradient_kernel[(len(target), triton.cdiv(W, LAUNCH["BLOCK_V"]))](
             dlogits, slot, values, logits, target, bias, dlogits.stride(0), logits.stride(0), V, W, 1 / temperature,
-            softcap, **LAUNCH,
+            softcap, row_temperature, **LAUNCH,
         )  # fmt: skip
 
 
@@ -153,8 +153,10 @@ def _tma_reads(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
-def _check(values: Tensor, logits: Tensor | None, V: int, target: Tensor) -> None:
-    n = len(target)
+def _check(values: Tensor, logits: Tensor | None, V: int, target: Tensor, row_temperature: Tensor | None) -> None:
+    n, own = len(target), row_temperature
+    if own is not None and (own.shape != (n,) or own.dtype != torch.float32 or not own.is_contiguous()):
+        raise ValueError(f"want row_temperature ({n},) fp32, contiguous; got {own.dtype} {tuple(own.shape)}")
     if logits is not None and (
         logits.ndim != 2 or len(logits) != n or logits.shape[1] < V or logits.stride(1) != 1
         or logits.dtype != torch.float32
@@ -168,16 +170,16 @@ def _check(values: Tensor, logits: Tensor | None, V: int, target: Tensor) -> Non
 
 def linear_statistics(
     values: Tensor, logits: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
-    temperature: float, softcap: float | None = None, tile: Tile | None = None,
+    temperature: float, softcap: float | None = None, row_temperature: Tensor | None = None, tile: Tile | None = None,
 ) -> None:  # fmt: skip
     """Fill the columns LOGPROB, ENTROPY, MAX and LOGSUM of values (n, WIDTH) fp32, as `row_statistics` does.
 
-    hidden (n, H), weight (V, H): bf16, fp16 or fp32, contiguous in H; bias (V,) of any floating dtype or None;
-    target (n,) int64. logits (n, W) fp32 or None: hidden weight^T goes there. Allocates 12 ceil(V / BLOCK_V) n bytes.
-    Slow, but right, where rows of hidden or weight are not a multiple of 16 bytes apart.
+    hidden (n, H), weight (V, H): bf16, fp16 or fp32, contiguous in H; slow, but right, where their rows are not a
+    multiple of 16 bytes apart. logits (n, W) fp32 or None: hidden weight^T goes there. The others as there. Allocates
+    12 ceil(V / BLOCK_V) n bytes.
     """
     (n, H), V = hidden.shape, len(weight)
-    _check(values, logits, V, target)
+    _check(values, logits, V, target, row_temperature)
     if hidden.shape[1] != weight.shape[1] or not hidden.stride(1) == weight.stride(1) == 1:
         got = ", ".join(f"{x.dtype} {tuple(x.shape)} with strides {x.stride()}" for x in (hidden, weight))
         raise ValueError(f"want hidden (n, H) and weight (V, H), contiguous in H; got {got}")
@@ -193,11 +195,22 @@ def linear_statistics(
         strides = (0, 0)  # the descriptors know
     _tile_kernel[(triton.cdiv(n, tile.BLOCK_M) * tiles,)](
         values, partial, logits, *sides, target, bias, (n, V, H, V if logits is None else logits.shape[1]),
-        (*strides, 0 if logits is None else logits.stride(0)), 1 / temperature, softcap,
+        (*strides, 0 if logits is None else logits.stride(0)), 1 / temperature, softcap, row_temperature,
         tile.BLOCK_M, tile.BLOCK_V, tile.BLOCK_H, tile.GROUP_M, sides[0] is not hidden,
         num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     finish_statistics(values, partial, V, target)
+
+
+@triton.jit
+def _at_rows(inv_temperature, softcap, row_temperature, rows, here):
+    """1 / temperature and softcap of rows with a temperature of their own: their z is capped, and scaled, by less."""
+    if row_temperature is not None:
+        own = 1.0 / tl.load(row_temperature + rows, here, 1.0)
+        inv_temperature *= own
+        if softcap is not None:
+            softcap *= own
+    return inv_temperature, softcap
 
 
 @triton.jit
@@ -241,11 +254,13 @@ def _floor(x):
 
 @triton.jit
 def _statistics_kernel(
-    values, partial, logits, target, bias, sizes, inv_temperature, softcap, CARRY: tl.constexpr, BLOCK_V: tl.constexpr
-):
+    values, partial, logits, target, bias, sizes, inv_temperature, softcap, row_temperature,
+    CARRY: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     """A row, or with `partial` a part of it, which begins with what is there if CARRY."""
     stride, V, W, width = sizes
     n = tl.program_id(0).to(tl.int64)  # 15k rows of 152k logits are past int32
+    inv_temperature, softcap = _at_rows(inv_temperature, softcap, row_temperature, n, True)
     first = tl.program_id(1) * width
     last = tl.minimum(first + width, V)
     row = logits + n * stride
@@ -286,11 +301,13 @@ def _statistics_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    dlogits, slot, values, logits, target, bias, stride_d, stride, V, W, inv_temperature, softcap, BLOCK_V: tl.constexpr
-):
+    dlogits, slot, values, logits, target, bias, stride_d, stride, V, W, inv_temperature, softcap, row_temperature,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     to = tl.load(slot + n)
     if to >= 0:
+        inv_temperature, softcap = _at_rows(inv_temperature, softcap, row_temperature, n, True)
         v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
         known = values + n * WIDTH
         raw = tl.load(logits + n * stride + v, v < W, 0.0)
@@ -302,13 +319,13 @@ def _gradient_kernel(
         dz -= dentropy * p * (logp + tl.load(known + ENTROPY))
         if softcap is not None:
             dz *= _softcap_slope(_x(raw, v, V, bias, inv_temperature), softcap)
-        dz = tl.where((dlogprob != 0) | (dentropy != 0), dz, 0.0)
-        tl.store(dlogits + to * stride_d + v, dz * inv_temperature, v < W)
+        dz = tl.where((dlogprob != 0) | (dentropy != 0), dz * inv_temperature, 0.0)
+        tl.store(dlogits + to * stride_d + v, dz, v < W)
 
 
 @triton.jit
 def _tile_kernel(
-    values, partial, logits, hidden, weight, target, bias, sizes, strides, inv_temperature, softcap,
+    values, partial, logits, hidden, weight, target, bias, sizes, strides, inv_temperature, softcap, row_temperature,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     n, V, H, W = sizes
@@ -340,6 +357,7 @@ def _tile_kernel(
     if logits is not None:
         to = logits + m.to(tl.int64)[:, None] * stride_logits + v[None, :]
         tl.store(to, acc, here[:, None] & (v < W)[None, :])
+    inv_temperature, softcap = _at_rows(inv_temperature, softcap, row_temperature, m[:, None], here[:, None])
     z = _z(acc, v[None, :], V, bias, inv_temperature, softcap)
     y = tl.load(target + m, here, -1)
     z_target = tl.sum(tl.where(v[None, :] == y[:, None], z, 0.0), 1)

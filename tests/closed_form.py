@@ -187,13 +187,13 @@ def kl_estimate(o: Objective, l: Tensor, ref: float, old: float | None) -> Tenso
 
 
 def logprob_and_entropy(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0, logit_softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(N, H), (V, H), (N,) -> (N,), (N,), from the whole logits, in the inputs' dtype."""
+    """(N, H), (V, H), (N,) -> (N,), (N,), from the whole logits, in the inputs' dtype; temperature also (N,)."""
     z = logit_scale * (hidden @ weight.T + (0.0 if bias is None else bias))
     if logit_softcap is not None:
         z = logit_softcap * (z / logit_softcap).tanh()
-    z = z / temperature
+    z = z / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
     logp = z - z.logsumexp(-1, keepdim=True)
     return logp[torch.arange(len(target)), target], -(logp.exp() * logp).sum(-1)

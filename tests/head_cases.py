@@ -52,7 +52,7 @@ def on_device(
 
 
 def closed(
-    head: Head, constants: dict[str, Any], objective: Objective, temperature: float = 1.0, **transform: float
+    head: Head, constants: dict[str, Any], objective: Objective, temperature: float | Tensor = 1.0, **transform: float
 ) -> dict[str, Any]:
     """The same from the closed form, in the head's dtype."""
     leaf = {k: v.detach().clone().requires_grad_() for k, v in head.items() if k != "target"}
@@ -75,38 +75,48 @@ def to(values: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def absolute_sums(
-    head: Head, constants: dict[str, Tensor], objective: Objective, exact: dict[str, Any], temperature: float = 1.0,
-    logit_scale: float = 1.0, logit_softcap: float | None = None,
+    head: Head, constants: dict[str, Tensor], objective: Objective, exact: dict[str, Any],
+    temperature: float | Tensor = 1.0, logit_scale: float = 1.0, logit_softcap: float | None = None,
 ) -> Head:  # fmt: skip
     """Sums of absolute terms: the scale of the rounding errors that no order of summation avoids.
 
     "rounded dhidden" and so on: the same of the gradient of the logits alone, the scale of the errors of rounding it.
     """
-    softcap, temperature = logit_softcap and logit_softcap / temperature, temperature / logit_scale
-    head = head | {k: head[k] / temperature for k in ("hidden", "bias")}
+    T = torch.as_tensor(temperature).expand(len(head["hidden"]))[:, None].double()
+    softcap, T = None if logit_softcap is None else logit_softcap / T, T / logit_scale
     hidden, weight, bias = (head[k].abs() for k in ("hidden", "weight", "bias"))
-    z = hidden @ weight.T + bias
+    z = (hidden @ weight.T + bias) / T
     # The gradient of the logits, seen through a bias for each row.
     rows = torch.zeros_like(z).requires_grad_()
-    x = head["hidden"] @ head["weight"].T + head["bias"] + rows
-    logp = (softcap * (x / softcap).tanh() if softcap else x).log_softmax(-1)
+    x = (head["hidden"] @ head["weight"].T + head["bias"]) / T + rows
+    logp = (x if softcap is None else softcap * (x / softcap).tanh()).log_softmax(-1)
     logprob = logp[torch.arange(len(z)), head["target"]]
     loss, stats = closed_policy_loss(objective, logprob, -(logp.exp() * logp).sum(-1), constants)
     dz = torch.autograd.grad(loss, rows)[0].abs()
     size = z.max() * dz.clamp(min=dz.amax(-1, keepdim=True))  # an error of the logits is one of every probability
     terms = max(abs(v) for k, v in stats.items() if k.startswith("loss_"))
-    sums = of_gradients("rounded ", dz, hidden, weight, temperature)
+    sums = of_gradients("rounded ", dz / T, hidden, weight)
     sums |= {"loss": 20 * terms, "logprob": z.max(), "entropy": z.max() * exact["entropy"].max()}
-    return sums | of_gradients("", size, hidden, weight, temperature)
+    return sums | of_gradients("", size / T, hidden, weight)
 
 
-def of_gradients(prefix: str, dz: Tensor, hidden: Tensor, weight: Tensor, temperature: float) -> Head:
-    """hidden is divided by the temperature."""
-    return {
-        f"{prefix}dhidden": dz @ weight / temperature,
-        f"{prefix}dweight": dz.T @ hidden,
-        f"{prefix}dbias": dz.sum(0) / temperature,
-    }
+def of_gradients(prefix: str, dx: Tensor, hidden: Tensor, weight: Tensor) -> Head:
+    """dx (N, V): of hidden weight^T + bias."""
+    return {f"{prefix}dhidden": dx @ weight, f"{prefix}dweight": dx.T @ hidden, f"{prefix}dbias": dx.sum(0)}
+
+
+def check_fp64(
+    got: dict[str, Any], head: Head, constants: dict[str, Tensor], objective: Objective,
+    temperature: float | Tensor = 1.0, **transform: float,
+) -> None:  # fmt: skip
+    """Of fp64 inputs, against the closed form."""
+    exact = closed(head, constants, objective, temperature, **transform)
+    sums = absolute_sums(head, constants, objective, exact, temperature, **transform)
+    for name, want in tensors(exact).items():
+        rounding = 16 * torch.finfo(torch.float64).eps * torch.as_tensor(sums[name]).max().item()
+        torch.testing.assert_close(
+            got[name], want, rtol=1e-12, atol=rounding, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def check_precision(
@@ -114,7 +124,7 @@ def check_precision(
     head: Head,
     constants: dict[str, Tensor],
     objective: Objective,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     gemm_dtype: torch.dtype = torch.float32,
     **transform: float,
 ) -> None:

@@ -77,10 +77,12 @@ def row_launches() -> Iterator[Launch]:
             yield f"{where}, blocks of the vocabulary", W % 16 == 0, add
         out = torch.empty(2, W, dtype=dtype)
         yield where, W % 16 == 0, lambda out=out, rest=rest: linear_logprob.row_gradient(out, rest[3], *rest)
-    capped = (torch.empty(2, 6), torch.empty(2, 4160), 4097, target, None, 1.0, 30.0)
-    yield "float32, V 4097 in 4160, softcap", True, lambda: linear_logprob.row_statistics(*capped)
     out16 = torch.empty(2, 4160, dtype=torch.bfloat16)
-    yield "bfloat16, V 4097 in 4160, softcap", True, lambda: linear_logprob.row_gradient(out16, target, *capped)
+    for softcap, own in ((30.0, None), (None, torch.ones(2)), (30.0, torch.ones(2))):
+        rest = (torch.empty(2, 6), torch.empty(2, 4160), 4097, target, None, 1.0, softcap, own)
+        where = f"V 4097 in 4160{transforms(softcap, own)}"
+        yield f"float32, {where}", True, lambda rest=rest: linear_logprob.row_statistics(*rest)
+        yield f"bfloat16, {where}", True, lambda rest=rest: linear_logprob.row_gradient(out16, target, *rest)
     one = (torch.empty(1, 6), torch.empty(1, 1), 1, torch.zeros(1, dtype=torch.int64), None, 1.0)  # 1 is compiled in
     yield "one row, V 1", False, lambda: linear_logprob.row_statistics(*one)
     yield "one row, V 1", False, lambda: linear_logprob.row_gradient(torch.empty(1, 1), one[3], *one)
@@ -101,12 +103,14 @@ def gemm_launches(arch: int) -> Iterator[Launch]:
         logits, bias = torch.empty(200, -(-V // 64) * 64), torch.empty(V, dtype=dtype)
         size = f"{tile.BLOCK_M}x{tile.BLOCK_V}x{tile.BLOCK_H} w{tile.num_warps} s{tile.num_stages}"
         where = f"{name(dtype)}, V {V}, H {H}, {size}{', TMA' * tile.tma}{', stores' * stores}{', bias' * with_bias}"
-        rest = (hidden, weight, torch.zeros(200, dtype=torch.int64), bias if with_bias else None, 1.0, None, tile)
-        start = partial(linear_logprob.linear_statistics, torch.empty(200, 6), logits if stores else None, *rest)
-        yield where, H % 16 == 0, start
-    capped = (torch.empty(200, 128, dtype=torch.bfloat16), torch.empty(4096, 128, dtype=torch.bfloat16))
-    rest = (*capped, torch.zeros(200, dtype=torch.int64), None, 1.0, 30.0, half[0])
-    yield "bfloat16, softcap", True, lambda: linear_logprob.linear_statistics(torch.empty(200, 6), None, *rest)
+        rest = (hidden, weight, torch.zeros(200, dtype=torch.int64), bias if with_bias else None, 1.0)
+        outputs = (torch.empty(200, 6), logits if stores else None)
+        yield where, H % 16 == 0, partial(linear_logprob.linear_statistics, *outputs, *rest, tile=tile)
+    half_inputs = (torch.empty(200, 128, dtype=torch.bfloat16), torch.empty(4096, 128, dtype=torch.bfloat16))
+    for softcap, own in ((30.0, None), (None, torch.ones(200)), (30.0, torch.ones(200))):
+        rest = (*half_inputs, torch.zeros(200, dtype=torch.int64), None, 1.0, softcap, own, half[0])
+        start = partial(linear_logprob.linear_statistics, torch.empty(200, 6), None, *rest)
+        yield f"bfloat16{transforms(softcap, own)}", True, start
 
 
 def token_launches() -> Iterator[Launch]:
@@ -130,6 +134,10 @@ def other_launches() -> Iterator[Launch]:
         where = f"{'fp16, ' * (factor is not None)}{'every row' if active is not None else 'active rows'}"
         args = (slot, torch.empty(900, dtype=torch.int64), filled, torch.empty(300, 6), 0, factor, active)
         yield where, False, lambda args=args: active_rows.active_rows(*args)
+
+
+def transforms(softcap: float | None, row_temperature: torch.Tensor | None) -> str:
+    return ", softcap" * (softcap is not None) + ", temperatures" * (row_temperature is not None)
 
 
 def name(dtype: torch.dtype) -> str:

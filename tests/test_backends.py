@@ -175,6 +175,10 @@ def test_the_first_call_of_each_size_is_compared(compared: mock.Mock) -> None:
     assert compared.call_count == 4  # its own
     call(n=0, V=V + 2)
     assert compared.call_count == 4
+    for number, options in enumerate(({"temperature": torch.ones(N)}, {"logit_softcap": 3.0}), 5):  # other code
+        for _ in range(2):
+            assert same(call(**options), call(backend="triton", **options))
+        assert compared.call_count == number
 
 
 @pytest.mark.parametrize("by", [0.1, torch.nan])
@@ -219,6 +223,9 @@ def test_rows_that_do_not_count_are_compared_as_they_are(compared: mock.Mock, ca
     constants["entropy_weight"][idle] = 0.0
     linear_policy_loss(**head, **constants, objective=EVERYTHING)
     assert compared.call_count == 1
+    temperature = torch.linspace(0.5, 2.0, N).masked_fill(idle, torch.nan)
+    linear_policy_loss(**head, **constants, objective=EVERYTHING, temperature=temperature)
+    assert compared.call_count == 2
     assert warnings(caplog) == []
 
 

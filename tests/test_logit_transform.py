@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from head_cases import EVERYTHING, absolute_sums, check_precision, closed, run, sample, tensors
+from head_cases import EVERYTHING, check_fp64, check_precision, closed, run, sample, tensors
 from test_trainer import batch_of_samples, naive_gradients
 from torch import Tensor
 from trainer_runs import run_config
@@ -53,13 +53,7 @@ def put(backend: str, values: dict[str, Any]) -> dict[str, Any]:
 def test_matches_the_closed_form_in_fp64(backend: str, options: dict[str, Any], transform: dict[str, float]) -> None:
     head, constants = sample(23)
     got = run(head, constants, EVERYTHING, temperature=0.7, backend=backend, **options, **transform)
-    exact = closed(head, constants, EVERYTHING, 0.7, **transform)
-    sums = absolute_sums(head, constants, EVERYTHING, exact, 0.7, **transform)
-    for name, want in tensors(exact).items():
-        rounding = 16 * torch.finfo(torch.float64).eps * torch.as_tensor(sums[name]).max().item()
-        torch.testing.assert_close(
-            got[name], want, rtol=1e-12, atol=rounding, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    check_fp64(got, head, constants, EVERYTHING, 0.7, **transform)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

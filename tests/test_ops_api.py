@@ -98,7 +98,9 @@ def test_policy_loss_is_a_well_formed_torch_op(needs: list[bool], engine: bool, 
     inputs = {k: v.detach() for k, v in sample(device=DEVICE.get(backend, "cpu")).items()}
     names = ["advantage", "token_weight", "external", "old_logprob", "behavior_logprob", "ref_logprob"]
     names += ["entropy_weight", "engine_logprob"] if engine else []
-    parts = library.Head(**head_of(inputs), temperature=0.7), TokenConstants(**{k: inputs[k] for k in names})
+    each = 0.5 + inputs["token_weight"] if engine else None
+    head = Head(**head_of(inputs), temperature=0.7, row_temperature=each)
+    parts = head, TokenConstants(**{k: inputs[k] for k in names})
     objective, options = EVERYTHING if engine else Objective(), library.Options(0.0, 400.0, backend)
     torch.library.opcheck(library.linear_policy_loss, (None, needs, *library.pack(*parts, objective, options)))
 
@@ -116,6 +118,7 @@ def test_logprob_is_a_well_formed_torch_op(backend: str) -> None:
     inputs = sample(device=DEVICE.get(backend, "cpu"))
     head = Head(inputs["hidden"], inputs["weight"], inputs["bias"], inputs["target"], 0.7, 2.0)
     torch.library.opcheck(library.linear_logprob, (*head, 400.0, backend))
+    head = head._replace(row_temperature=torch.rand(N, device=head.hidden.device) + 0.5)
     torch.library.opcheck(library.linear_logprob, (*head._replace(bias=None, softcap=None), 1e9, backend))
     detached = head._replace(
         hidden=head.hidden.detach(), weight=head.weight.detach().bfloat16(), bias=head.bias.detach()

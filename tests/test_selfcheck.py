@@ -18,7 +18,7 @@ from rlplus.ops.head import Head
 
 CPU = torch.device("cpu")
 H = 8
-SMALL = [selfcheck.Case(memory, 14, 70, mb, bias) for memory, _, _, mb, bias in selfcheck.CASES]
+SMALL = [case._replace(N=14, V=70) for case in selfcheck.CASES]
 SMALL = [case._replace(max_scratch_mb=0.005) if case.max_scratch_mb < 10 else case for case in SMALL]
 
 
@@ -28,7 +28,8 @@ def test_the_kernels_pass_in_the_interpreter(dtype: torch.dtype, monkeypatch: py
     monkeypatch.setitem(kernels.LAUNCH, "BLOCK_V", 16)
     few, many = SMALL[1], SMALL[2]._replace(N=30)
     monkeypatch.setattr(kernels, "PROGRAMS", 28)
-    assert selfcheck.check(CPU, dtype, [SMALL[0], few, many, SMALL[3]], H) == ""
+    others = SMALL[3:] if dtype == torch.float32 else SMALL[3:4]
+    assert selfcheck.check(CPU, dtype, [SMALL[0], few, many, *others], H) == ""
 
 
 @pytest.mark.parametrize("case", selfcheck.CASES, ids=str)
@@ -40,8 +41,8 @@ def test_the_sample_has_every_kind_of_row(case: selfcheck.Case) -> None:
     assert all(inputs[k][~counts].isnan().all() for k in ("hidden", "advantage", "old_logprob", "ref_logprob"))
     assert all(inputs[k][counts].isfinite().all() for k in ("hidden", "advantage", "old_logprob", "ref_logprob"))
     assert 0 < inputs["external"][counts].sum() < counts.sum()
-    wide = {k: v.double() if v is not None and v.is_floating_point() else v for k, v in inputs.items()}
-    out = linear_policy_loss(**wide, objective=selfcheck.OBJECTIVE, temperature=selfcheck.TEMPERATURE, backend="torch")
+    wide = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+    out = linear_policy_loss(**wide, objective=selfcheck.OBJECTIVE, backend="torch")
     assert out.stats["clipped_high"] > 5
     assert all(out.stats[f"loss_{part}"].abs() > 1e-3 for part in ("internal", "external", "kl", "entropy"))
 

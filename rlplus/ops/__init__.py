@@ -8,14 +8,13 @@ from torch import Tensor, nn
 
 from rlplus.errors import nearest
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
-from rlplus.objective.inputs import check_constants, check_tensor, check_weights, describe
+from rlplus.objective.inputs import check_constants, check_tensor, describe
 from rlplus.ops import library, reference
 from rlplus.ops.backends import BACKENDS, backend_for
 from rlplus.ops.causal_lm import head_of
 from rlplus.ops.head import Head
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-IGNORED = -100  # the target of no token, as torch's losses have it
 MAX_SCRATCH_MB = {"fast": 1250.0, "least": 80.0}  # by memory mode
 
 
@@ -59,12 +58,13 @@ def linear_policy_loss(
     """The RL-PLUS loss (eq. 7, or another `objective`; None means `Objective()`) straight from the head's inputs.
 
     hidden (..., H), weight (V, H), bias (V,) or None, of floating dtypes; target (...) int64 or int32. The product is
-    of hidden's dtype, to which a weight of another is rounded (a copy for the time of the call); every gradient has the
-    dtype of its input, and that of the weight is not rounded to another.
+    of hidden's dtype, to which a weight of another is rounded (a copy for the time of the call); every gradient is
+    rounded to the dtype of its input, once.
     logits = softcap * tanh(x / softcap) / temperature, x = scale * (hidden weight^T + bias); without a softcap, x /
-    temperature. `rlplus.head_of` reads logit_scale and logit_softcap from a model; for a temperature in a 0-d tensor
-    the host waits. Accumulated and kept in fp32 (fp64 for fp64 inputs), whatever autocast and torch.backends say of
-    TF32: products of fp32 matrices have full precision during the call, in this thread's code and all others'.
+    temperature. `rlplus.head_of` reads logit_scale and logit_softcap from a model. temperature: a number, or a floating
+    tensor, 0-d or one per token (...), used in fp32 (fp64) and without a gradient. Logits are accumulated and kept in
+    fp32 (fp64 for fp64 inputs), whatever autocast and torch.backends say of TF32: products of fp32 matrices have full
+    precision during the call, in this thread's code and all others'.
     Per token (...): logprobs floating; advantage and weights floating, integer or bool; external bool or integer, or
     None where no token is. advantage may be one per sequence, (..., 1) or (...) without the last axis.
     loss = sum of token_weight * token loss, see `token_weights`.
@@ -73,7 +73,7 @@ def linear_policy_loss(
       ref_logprob, engine_logprob   needed by objective.kl_coef and objective.mismatch_cap
       entropy_weight     weights of the entropy bonus; None = token_weight
     Rows of weight 0 are left out by selection: their contents, NaN included, change no bit of loss and gradients,
-    and their target may be anything.
+    and their target and temperature may be anything.
 
     grad_filter        drop, per chunk, the smallest rows of the backward pass while their summed L1 mass stays within
                        this share of the whole; refused with an entropy bonus. The mass is that of the gradient of the
@@ -101,7 +101,8 @@ def linear_policy_loss(
     digits: 0.1 % and 3 % of a logprob are lost at 1 - p = 1e-4, 11 % at 2e-6, all at 1e-7. fp64 inputs lose nothing.
 
     Differentiable once. Raises ValueError for wrong shapes, dtypes, devices, options and (on the CPU; elsewhere
-    asserted on the device) for targets outside [0, V) and non-finite weights.
+    asserted on the device) for targets outside [0, V), non-finite weights and per-token temperatures that are not
+    finite and > 0.
     """
     objective = Objective() if objective is None else objective
     head = _head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature))
@@ -120,8 +121,7 @@ def linear_policy_loss(
             raise ValueError(
                 "backend 'reference' keeps the full logits: it takes neither memory='least' nor weight_grad"
             )
-        check_weights(constants)
-        library.check_targets(head.target, constants.token_weight != 0, len(weight))
+        library.check_policy_rows(head, constants, objective)
         loss, logprob, entropy, stats = reference.linear_policy_loss(head, constants, objective, grad_filter)
     else:
         options = library.Options(float(grad_filter), scratch, backend if way == "fast" else f"{backend}/{way}")
@@ -144,19 +144,18 @@ def linear_logprob(
     """logprob and entropy (...) in nats, fp32 (fp64 for fp64 inputs), both differentiable once.
 
     hidden (..., H), weight (V, H), bias (V,) or None; target (...) int64 or int32 in [0, V), or -100: there the logprob
-    is 0 and has no gradient. Logits, dtypes, options and errors as in `linear_policy_loss`.
+    is 0 and has no gradient, and the temperature may be anything. Logits, temperature, dtypes, options and errors as in
+    `linear_policy_loss`.
     """
     head = _head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature))
-    ignored = head.target == IGNORED
-    head = head._replace(target=head.target.masked_fill(ignored, 0))
     scratch = _scratch_bytes(max_scratch_mb, "fast")
     backend = backend_for(backend, head, scratch)
     if backend == "reference":
-        library.check_targets(head.target, torch.ones_like(head.target, dtype=torch.bool), len(weight))
+        library.check_logprob_rows(head)
         logprob, entropy = reference.logprob_and_entropy(head)
     else:
         logprob, entropy = library.linear_logprob(*head, scratch, backend)
-    return logprob.masked_fill(ignored, 0.0).view(target.shape), entropy.view(target.shape)
+    return logprob.masked_fill(head.target == library.IGNORED, 0.0).view(target.shape), entropy.view(target.shape)
 
 
 class RLPlusLoss(nn.Module):
@@ -243,7 +242,10 @@ def _head(
     bias: Tensor | None,
     numbers: tuple[float, float | None, float | Tensor],
 ) -> Head:
-    """numbers: logit_scale, logit_softcap, temperature. A `Head` has temperature / scale and softcap / temperature."""
+    """numbers: logit_scale, logit_softcap, temperature. A `Head` has temperature / scale and softcap / temperature.
+
+    A temperature per token is the head's row_temperature, and the other one is 1.
+    """
     tensors = all(isinstance(t, Tensor) for t in (hidden, weight, target))
     if not tensors or hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or not weight.numel():
         raise ValueError(
@@ -259,8 +261,11 @@ def _head(
     if bias is not None:
         check_tensor("bias", bias, (weight.shape[:1], hidden.device))
     scale, softcap, temperature = numbers
-    if isinstance(temperature, Tensor) and temperature.ndim == 0:
+    rows: Tensor | None = None
+    if isinstance(temperature, Tensor) and temperature.ndim == 0 and temperature.device.type == "cpu":
         temperature = temperature.item()
+    elif isinstance(temperature, Tensor):
+        rows, temperature = _row_temperature(temperature, hidden), 1.0
     # By comparisons: a number that changes is a symbol to torch.compile, which math.isfinite cannot take.
     for name, value in {"logit_scale": scale, "logit_softcap": softcap, "temperature": temperature}.items():
         optional = name == "logit_softcap" and value is None
@@ -269,8 +274,16 @@ def _head(
             raise ValueError(f"want {name} a finite number > 0; got {got}")
     return Head(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1),
-        float(temperature / scale), None if softcap is None else float(softcap / temperature),
+        float(temperature / scale), None if softcap is None else float(softcap / temperature), rows,
     )  # fmt: skip
+
+
+def _row_temperature(temperature: Tensor, hidden: Tensor) -> Tensor:
+    """One for each row of a `Head`; a 0-d tensor of a device, which the host would have to wait for, is that of all."""
+    shape = hidden.shape[:-1]
+    each = temperature.expand(shape) if temperature.ndim == 0 else temperature
+    check_tensor("temperature", each, (shape, hidden.device))
+    return each.detach().reshape(-1).to(torch.promote_types(hidden.dtype, torch.float32))
 
 
 __all__ = ["BACKENDS", "MAX_SCRATCH_MB", "PolicyLoss", "RLPlusLoss", "head_of", "linear_logprob", "linear_policy_loss"]

@@ -35,7 +35,7 @@ class Choice(NamedTuple):
 
 _Kind = tuple[torch.device, torch.dtype]
 _on_cuda: dict[_Kind, Choice] = {}
-_agreeing: set[tuple[_Kind, torch.Size, bool]] = set()  # kinds, sizes, softcap or not, whose first call agreed
+_agreeing: set[tuple[_Kind, torch.Size, bool, bool]] = set()  # whose first call agreed, see `_agrees`
 _lock = Lock()
 
 
@@ -141,17 +141,17 @@ def _unsuitable(device: torch.device, dtype: torch.dtype) -> str:
 def _agrees(head: Head, scratch_bytes: float) -> bool:
     """Whether `triton` may compute this call: the first of each size is compared, and a mismatch refuses all others."""
     kind = (head.hidden.device, head.hidden.dtype)
-    size, N = (kind, head.weight.shape, head.softcap is not None), len(head.target)
+    compiled_in = (head.softcap is not None, head.row_temperature is not None)
+    size, N = (kind, head.weight.shape, *compiled_in), len(head.target)
     if size in _agreeing or not N or type(head.hidden) is not Tensor:  # a tracer's stand-in has no numbers
         return True
     if torch.cuda.is_current_stream_capturing():
         return False
     head = head.rounded()
     rows = torch.linspace(0, N - 1, COMPARED_ROWS, device=head.hidden.device).round().long()
-    few = head._replace(hidden=head.hidden[rows], target=head.target[rows])
     with torch.no_grad(), full_precision(head.hidden.device), advising("triton"):
         got = library.implementation("triton").logprob(head, scratch_bytes)[0][rows]
-        want = library.implementation("torch").logprob(few, scratch_bytes)[0]
+        want = library.implementation("torch").logprob(head.rows(rows), scratch_bytes)[0]
         agrees = torch.allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
     if agrees:
         _agreeing.add(size)

@@ -110,15 +110,15 @@ def _statistics(head: Head, rows: slice, gradient: bool) -> tuple[Tensor, Tensor
 
     logprob is NaN where the target is no token; slope is None without a softcap or a gradient.
     """
-    x = scaled(raw_logits(head.hidden[rows], head), head)
+    head = head.rows(rows)
+    x = scaled(raw_logits(head), head)
     slope = cap_slope(x, head) if gradient else None
     z = capped(x, head)
     top, at = z.max(-1, keepdim=True)
     logsum, entropy, p = _row_statistics(z.sub_(top).clamp_(min=FLOOR), at)
     logp = z.sub_(logsum[:, None])
-    target = head.target[rows]
-    known = (target >= 0) & (target < logp.shape[1])
-    logprob = logp.gather(1, target.where(known, 0)[:, None]).squeeze(1)
+    known = (head.target >= 0) & (head.target < logp.shape[1])
+    logprob = logp.gather(1, head.target.where(known, 0)[:, None]).squeeze(1)
     return logp, p, logprob.masked_fill(~known, torch.nan), entropy, slope
 
 
@@ -154,10 +154,11 @@ def _backward(
     if scale is not None:
         dlogprob, dentropy = dlogprob * scale, None if dentropy is None else dentropy * scale
     torch.exp(logp, out=p)
-    dz = _row_gradient(head._replace(target=head.target[rows]), logp, p, dlogprob, dentropy, entropy)
+    head = head.rows(rows)
+    dz = _row_gradient(head, logp, p, dlogprob, dentropy, entropy)
     if slope is not None:
         dz *= slope
-    hidden = head.hidden[rows]
+    hidden = head.hidden
     keep: Tensor | slice = rows
     if dz.device.type == "cpu":  # leave rows without a gradient out of the GEMMs; p's memory is free by now
         index = active.nonzero().squeeze(1)
@@ -193,7 +194,7 @@ def _row_gradient(
     head: Head, logp: Tensor, p: Tensor, dlogprob: Tensor, dentropy: Tensor | None, entropy: Tensor
 ) -> Tensor:
     """Written over logp (n, V), or over a part of its columns, from which the targets then count."""
-    c = dlogprob / head.temperature
+    c = dlogprob / head.divisor
     here = (head.target >= 0) & (head.target < logp.shape[1])
     at = head.target.where(here, 0)[:, None]
     logprob = logp.gather(1, at)
@@ -201,7 +202,7 @@ def _row_gradient(
     if dentropy is None:
         dz = torch.mul(p, -c[:, None], out=logp)
     else:
-        bonus = -dentropy[:, None] / head.temperature
+        bonus = (-dentropy / head.divisor)[:, None]
         own += bonus * (logprob + entropy[:, None]) * p.gather(1, at)
         dz = logp.add_(entropy[:, None]).mul_(bonus).sub_(c[:, None]).mul_(p)
     return dz.scatter_(1, at, torch.where(here[:, None], own, dz.gather(1, at)))
@@ -216,7 +217,7 @@ def block_bytes(head: Head) -> int:
 
 
 def block_logits(head: Head) -> Tensor:
-    return raw_logits(head.hidden, head)
+    return raw_logits(head)
 
 
 def block_statistics(head: Head, z: Tensor) -> Statistics:

@@ -36,7 +36,7 @@ from rlplus.ops.head import (
 logger = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).parent.parent / "_C.so"
-FUNCTIONS = ("row_statistics", "row_gradient", "logits_bf16", "dweight_bf16", "may_be_reclaimed", "interface_2")
+FUNCTIONS = ("row_statistics", "row_gradient", "logits_bf16", "dweight_bf16", "may_be_reclaimed", "interface_3")
 CHUNK_ROWS = 512
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PACKED_BYTES = 2**18  # of the weight at a time, for the bf16 GEMM: half of a second-level cache
@@ -185,8 +185,10 @@ class _OnePass:
             filled = len(self.waiting)
             part = slice(start, min(N, start + rows - filled))
             z = self.buffer[filled : filled + part.stop - start]
-            _logits(self.head._replace(hidden=self.head.hidden[part]), self.gemm, z)
-            statistics = self._statistics(part, z)
+            head = self.head.rows(part)
+            _logits(head, self.gemm, z)
+            statistics = _row_statistics(z, head, self.bias)
+            self.logprob[part], self.entropy[part] = statistics[:, 2], statistics[:, 3]
             if slopes is not None:
                 slope = slopes(part, self.logprob[part], self.entropy[part])
                 if any(self.needs):
@@ -201,20 +203,13 @@ class _OnePass:
         dweight = self.dweight if self.gemm is None else self.rounded
         return self.grads._replace(weight=dweight).finish(self.head, self.weight_grad)
 
-    def _statistics(self, rows: slice, z: Tensor) -> Tensor:
-        """(n, 4), see `_row_statistics`."""
-        out = _row_statistics(z, self.head._replace(target=self.head.target[rows]), self.bias)
-        self.logprob[rows], self.entropy[rows] = out[:, 2], out[:, 3]
-        return out
-
     def _gradient(self, rows: slice, z: Tensor, statistics: Tensor, dlogprob: Tensor, dentropy: Tensor | None) -> None:
         """Write the gradients of the rows that have one to the front of z."""
         active = dlogprob != 0
         if dentropy is not None:
             active |= dentropy != 0
         source = _slots(active)
-        head = self.head._replace(target=self.head.target[rows])
-        _row_gradient(z, source, head, self.bias, statistics, dlogprob, dentropy, self.gemm is not None)
+        _row_gradient(z, source, self.head.rows(rows), self.bias, statistics, dlogprob, dentropy, self.gemm is not None)
         self.waiting = torch.cat([self.waiting, source + rows.start])
 
     def _multiply(self, last: bool) -> None:
@@ -262,7 +257,7 @@ def _gemm(head: Head) -> tuple[ctypes.c_void_p, ctypes.c_void_p] | None:
 def _logits(head: Head, gemm: tuple[ctypes.c_void_p, ctypes.c_void_p] | None, z: Tensor) -> Tensor:
     """Written to z (n, V); hidden and weight `_dense` where a GEMM is given."""
     if gemm is None:
-        return logits_into(head.hidden, head, z)
+        return logits_into(head, z)
     hidden, weight = head.hidden, head.weight
     V, H = weight.shape
     columns = max(32, min(256, PACKED_BYTES // (2 * H) // 32 * 32))
@@ -279,12 +274,18 @@ def _cap(head: Head) -> ctypes.c_float:
     return ctypes.c_float(0 if head.softcap is None else head.softcap * head.temperature)
 
 
+def _inverse(head: Head) -> Tensor:
+    """1 / temperature (n,), fp32, of each row."""
+    inverse = torch.full((len(head.target),), 1 / head.temperature, dtype=torch.float32)
+    return inverse if head.row_temperature is None else inverse / head.row_temperature
+
+
 def _row_statistics(z: Tensor, head: Head, bias: Tensor | None) -> Tensor:
     """(n, 4): max of z + bias, capped, sum of exponentials without the largest, logprob, entropy; bias fp32."""
-    out = z.new_empty(len(z), 4)
+    out, inverse = z.new_empty(len(z), 4), _inverse(head)
     _library().rlplus_row_statistics(
         _pointer(z), _pointer(bias), _pointer(head.target), _size(len(z)), _size(z.shape[1]),
-        ctypes.c_float(1 / head.temperature), _cap(head), _pointer(out), torch.get_num_threads(),
+        _pointer(inverse), _cap(head), _pointer(out), torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -298,9 +299,10 @@ def _row_gradient(
     DEPTH - 1 zeros follow a bf16 row, as far as its memory has room.
     """
     dlogprob, dentropy = dlogprob.contiguous(), None if dentropy is None else dentropy.contiguous()
+    inverse = _inverse(head)
     _library().rlplus_row_gradient(
         _pointer(z), _pointer(bias), _pointer(source), _size(len(source)), _size(z.shape[1]), _pointer(head.target),
-        ctypes.c_float(1 / head.temperature), _cap(head), _pointer(statistics), _pointer(dlogprob), _pointer(dentropy),
+        _pointer(inverse), _cap(head), _pointer(statistics), _pointer(dlogprob), _pointer(dentropy),
         int(narrow), torch.get_num_threads(),
     )  # fmt: skip
 
@@ -320,7 +322,7 @@ def block_logits(head: Head) -> Tensor:
 
 def block_statistics(head: Head, z: Tensor) -> Statistics:
     top, rest, logprob, entropy = _row_statistics(z, head, _bias(head)).unbind(1)
-    return Statistics(top / head.temperature, rest.log1p(), logprob, entropy)
+    return Statistics(top / head.divisor, rest.log1p(), logprob, entropy)
 
 
 def running_statistics(head: Head) -> RunningStatistics:
@@ -328,7 +330,7 @@ def running_statistics(head: Head) -> RunningStatistics:
 
 
 def known_rows(head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> tuple[Tensor | None, ...]:
-    known = torch.stack([rows.max * head.temperature, rows.logsum.expm1(), rows.logprob, rows.entropy], 1)
+    known = torch.stack([rows.max * head.divisor, rows.logsum.expm1(), rows.logprob, rows.entropy], 1)
     return torch.arange(len(known)), known, dlogprob, dentropy
 
 

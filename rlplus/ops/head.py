@@ -14,9 +14,10 @@ VOCABULARY_BLOCK = 8192  # rows of a half-precision weight, or of its gradient, 
 
 
 class Head(NamedTuple):
-    """hidden (N, H), weight (V, H), bias (V,) or None, target (N,) int64.
+    """hidden (N, H), weight (V, H), bias (V,) or None, target (N,) int64, row_temperature (N,) in `dtype` or None.
 
-    z = softcap * tanh(x / softcap) of x = (hidden weight^T + bias) / temperature; without a softcap, x.
+    z = softcap * tanh(x / softcap) / row_temperature of x = (hidden weight^T + bias) / temperature; without a softcap,
+    x / row_temperature; without a row_temperature, nothing is divided.
     """
 
     hidden: Tensor
@@ -25,6 +26,7 @@ class Head(NamedTuple):
     target: Tensor
     temperature: float
     softcap: float | None = None
+    row_temperature: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -41,6 +43,16 @@ class Head(NamedTuple):
         """Weight and bias in the dtype of hidden."""
         dtype = self.hidden.dtype
         return self._replace(weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
+
+    def rows(self, which: slice | Tensor) -> "Head":
+        """The head of those rows alone."""
+        own = None if self.row_temperature is None else self.row_temperature[which]
+        return self._replace(hidden=self.hidden[which], target=self.target[which], row_temperature=own)
+
+    @property
+    def divisor(self) -> float | Tensor:
+        """What z is divided by, beside the softcap: a number, or one per row (n,)."""
+        return self.temperature if self.row_temperature is None else self.temperature * self.row_temperature
 
     @property
     def mixed(self) -> bool:
@@ -117,9 +129,9 @@ class Gradients(NamedTuple):
         return new if weight_grad is None else new._replace(weight=weight_grad)
 
     def finish(self, head: Head, weight_grad: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Rounded to the dtype of the inputs; without the weight's where it is in `weight_grad`."""
-        grads = self if weight_grad is None else self._replace(weight=weight_grad.new_empty(0))
-        return tuple(g.to(head.hidden.dtype) for g in grads)  # type: ignore[return-value]
+        """Hidden's and weight's rounded to the dtype of hidden; without the weight's where it is in `weight_grad`."""
+        weight = self.weight if weight_grad is None else weight_grad.new_empty(0)
+        return self.hidden.to(head.hidden.dtype), weight.to(head.hidden.dtype), self.bias
 
 
 def scaled(z: Tensor, head: Head) -> Tensor:
@@ -133,7 +145,9 @@ def scaled(z: Tensor, head: Head) -> Tensor:
 
 def capped(x: Tensor, head: Head) -> Tensor:
     """x made the logits z of the softmax, in place."""
-    return x if head.softcap is None else x.div_(head.softcap).tanh_().mul_(head.softcap)
+    if head.softcap is not None:
+        x.div_(head.softcap).tanh_().mul_(head.softcap)
+    return x if head.row_temperature is None else x.div_(head.row_temperature[:, None])
 
 
 def cap_slope(x: Tensor, head: Head) -> Tensor | None:
@@ -147,16 +161,16 @@ def _blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]
         yield slice(start, start + step), weight[start : start + step].to(dtype)
 
 
-def raw_logits(hidden: Tensor, head: Head) -> Tensor:
+def raw_logits(head: Head) -> Tensor:
     """hidden weight^T (n, V), in the accumulation dtype."""
     if head.mixed:
-        return torch.mm(hidden, head.weight.t(), out_dtype=head.dtype)
-    return logits_into(hidden, head, hidden.new_empty(len(hidden), len(head.weight), dtype=head.dtype))
+        return torch.mm(head.hidden, head.weight.t(), out_dtype=head.dtype)
+    return logits_into(head, head.hidden.new_empty(len(head.hidden), len(head.weight), dtype=head.dtype))
 
 
-def logits_into(hidden: Tensor, head: Head, z: Tensor) -> Tensor:
+def logits_into(head: Head, z: Tensor) -> Tensor:
     """hidden weight^T of any dtype, multiplied in that of z (n, V), and written there."""
-    hidden = hidden.to(z.dtype)
+    hidden = head.hidden.to(z.dtype)
     for v, block in _blocks(head.weight, z.dtype):
         torch.mm(hidden, block.t(), out=z[:, v])
     return z

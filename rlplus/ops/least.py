@@ -110,24 +110,22 @@ class _SecondPass:
         rows = (*known, dlogprob, *(() if dentropy is None else (dentropy,)))
         self.index: Tensor | None = None
         if head.hidden.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph cannot wait for a number
-            hidden, target = head.hidden.masked_fill(~active[:, None], 0.0), head.target
+            head = head._replace(hidden=head.hidden.masked_fill(~active[:, None], 0.0))
         elif (index := active.nonzero().squeeze(1)).numel() < len(active):
-            self.index, hidden, target = index, head.hidden[index], head.target[index]
+            self.index, head = index, head.rows(index)
             rows = tuple(x[index] for x in rows)
-        else:
-            hidden, target = head.hidden, head.target
         if head.hidden.dtype == torch.float16:
             self.scale = fp16_scale(*rows[4:])
             rows = (*rows[:4], *(x * self.scale for x in rows[4:]))
-        self.head = head._replace(hidden=hidden, target=target)
-        self.known = blocks.known_rows(self.head, Statistics(*rows[:4]), rows[4], None if dentropy is None else rows[5])
+        self.head = head
+        self.known = blocks.known_rows(head, Statistics(*rows[:4]), rows[4], None if dentropy is None else rows[5])
 
     def run(self, scratch_bytes: float, needs: list[bool], weight_grad: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """-> gradients of hidden, weight and bias where needed."""
         head, n, (V, H) = self.whole, len(self.head.target), self.whole.weight.shape
         self.weight_grad = weight_grad
         self.weight = head.hidden.new_empty((V, H) if needs[1] else (0,))
-        self.bias = head.hidden.new_empty(V if needs[2] else 0)
+        self.bias = head.hidden.new_empty(V if needs[2] else 0, dtype=head.dtype)
         dhidden, first_lent = self._accumulator(n) if needs[0] else (None, V)
         self.dhidden: Tensor | None = dhidden
         column = n * self.blocks.block_bytes(head)

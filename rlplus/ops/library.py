@@ -23,6 +23,7 @@ from rlplus.ops.head import Head
 from rlplus.ops.precision import full_precision
 
 PIECE = 2048  # rows of a gradient that are scaled at a time
+IGNORED = -100  # the target of no token, as torch's losses have it
 MODULES = {  # of rlplus.ops, by backend: policy_loss, logprob, logprob_backward, each as in `chunked`
     "torch": "chunked",
     "cpp": "cpp",
@@ -71,11 +72,37 @@ def _unpack(arguments: Sequence[Any], *kinds: Any) -> list[Any]:
     return [*(kind(*islice(rest, len(FIELDS[kind]))) for kind in kinds), *rest]
 
 
-def check_targets(target: Tensor, counted: Tensor, V: int) -> None:
+def check_policy_rows(head: Head, constants: TokenConstants, objective: Objective) -> None:
+    """Targets and temperatures of rows that count, and all weights."""
+    check_weights(constants)
+    on = constants.token_weight != 0
+    _check_targets(head, on)
+    if objective.entropy_coef and constants.entropy_weight is not None:
+        on = on | (constants.entropy_weight != 0)
+    _check_temperatures(head, on)
+
+
+def check_logprob_rows(head: Head) -> None:
+    """Targets and temperatures of rows whose target is not IGNORED."""
+    on = head.target != IGNORED
+    _check_targets(head, on)
+    _check_temperatures(head, on)
+
+
+def _check_targets(head: Head, on: Tensor) -> None:
+    V = len(head.weight)
     check_values(
-        ((target >= 0) & (target < V)) | ~counted,
+        ((head.target >= 0) & (head.target < V)) | ~on,
         f"want target in [0, {V}) wherever the token's weight is not 0; got a value outside",
     )
+
+
+def _check_temperatures(head: Head, on: Tensor) -> None:
+    if head.row_temperature is not None:
+        check_values(
+            ((head.row_temperature > 0) & head.row_temperature.isfinite()) | ~on,
+            "want temperature finite and > 0 wherever the token's weight is not 0; got 0, less, NaN or Inf",
+        )
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
@@ -107,8 +134,7 @@ def linear_policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *argum
     if weight_grad is not None:
         _check_apart(weight_grad, arguments)
     head, constants, objective, options = _unpack(arguments, Head, TokenConstants, Objective, Options)
-    check_weights(constants)
-    check_targets(head.target, constants.token_weight != 0, len(head.weight))
+    check_policy_rows(head, constants, objective)
     name, _, memory = options.backend.partition("/")
     if memory == "faster":
         memory = faster_memory(head.shape, options.scratch_bytes).removeprefix("fast")
@@ -127,10 +153,9 @@ def linear_policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *argum
 def _in_one_dtype(
     compute: Callable[..., tuple[Any, ...]], head: Head, needs: list[bool], weight_grad: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """compute(head, needs, weight_grad) -> (..., gradients), of the rounded head.
+    """compute(head, needs, weight_grad) -> (..., gradients), of the rounded head; dbias in the accumulation dtype.
 
-    -> (..., dhidden, dweight, dbias), each in the dtype of its input; that of a weight whose dtype is not hidden's is
-    not rounded to hidden's.
+    -> (..., dhidden, dweight, dbias), each in the dtype of its input, to which it is rounded once.
     """
     total = weight_grad
     if needs[1] and head.weight.dtype != head.hidden.dtype:
@@ -139,7 +164,7 @@ def _in_one_dtype(
     dhidden, dweight, dbias = grads
     if total is not None and total is not weight_grad:
         dweight = total.to(head.weight.dtype)
-    return *rest, dhidden, dweight, dbias if head.bias is None else dbias.to(head.bias.dtype)
+    return *rest, dhidden, dweight, dbias.to((head.weight if head.bias is None else head.bias).dtype)
 
 
 @linear_policy_loss.register_fake
@@ -214,9 +239,9 @@ attach_gradients.register_autograd(_scale_gradients, setup_context=_keep_gradien
     schema=f"({_schema(Head)}, float scratch_bytes, str backend) -> (Tensor, Tensor)",
 )
 def linear_logprob(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """-> logprob (N,), entropy (N,)."""
+    """-> logprob (N,), NaN where the target is IGNORED, and entropy (N,)."""
     head, scratch_bytes, backend = _unpack(arguments, Head)
-    check_targets(head.target, torch.ones_like(head.target, dtype=torch.bool), len(head.weight))
+    check_logprob_rows(head)
     with full_precision(head.hidden.device), advising(backend):
         return implementation(backend).logprob(head.rounded(), scratch_bytes)
 

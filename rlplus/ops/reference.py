@@ -60,6 +60,8 @@ def logprob_and_entropy(head: Head) -> tuple[Tensor, Tensor]:
     z = scaled(product(head.hidden.to(head.dtype), weight), head._replace(bias=bias))
     if head.softcap is not None:
         z = head.softcap * (z / head.softcap).tanh()
+    if head.row_temperature is not None:
+        z = z / head.row_temperature[:, None]
     logp = _Floor.apply(z.log_softmax(-1))
     known = (head.target >= 0) & (head.target < len(head.weight))
     logprob = logp.gather(1, head.target.where(known, 0)[:, None]).squeeze(1)
@@ -78,8 +80,9 @@ def linear_policy_loss(
         counts = counts | (constants.entropy_weight != 0)
     # Rows that don't count enter the differentiated pass as zeros: no gradient can come from what stood there.
     clean = head._replace(
-        hidden=torch.where(counts[:, None], head.hidden, 0.0), target=torch.where(counts, head.target, 0)
-    )
+        hidden=torch.where(counts[:, None], head.hidden, 0.0), target=torch.where(counts, head.target, 0),
+        row_temperature=None if head.row_temperature is None else torch.where(counts, head.row_temperature, 1.0),
+    )  # fmt: skip
     live_logprob, live_entropy = logprob_and_entropy(clean)
     kept = drop_smallest(row.dlogprob, logprob, grad_filter) != 0
     live_logprob = torch.where(kept, live_logprob, live_logprob.detach())

@@ -21,18 +21,23 @@ from rlplus.ops.verdicts import Verdict
 
 OBJECTIVE = Objective("clip", "mis", kl_coef=0.1, entropy_coef=0.05)
 TEMPERATURE = 0.9
+SOFTCAP = 4.0
 FACTOR = 0.75  # of the loss, that of the backward pass
 Results = dict[str, Tensor]
 
 
 class Case(NamedTuple):
-    """A call: tokens, vocabulary, scratch, and whether there is a bias, without which Triton compiles other code."""
+    """A call: tokens, vocabulary, scratch; whether there is a bias, or a softcap and a temperature per token.
+
+    With and without these Triton compiles other code.
+    """
 
     memory: str
     N: int
     V: int
     max_scratch_mb: float
     bias: bool
+    transformed: bool = False
 
 
 # No size is a multiple of a block or a tile.
@@ -41,31 +46,35 @@ CASES = (
     Case("fast", 300, 9001, 1000.0, bias=False),  # a row's statistics by several programs that read several blocks
     Case("fast", 600, 5003, 1000.0, bias=False),  # by one
     Case("least", 300, 5003, 2.7, bias=False),
+    Case("fast", 300, 5003, 2.7, bias=True, transformed=True),
 )
 
 
 def check(device: torch.device, dtype: torch.dtype, cases: Sequence[Case] = CASES, H: int = 136) -> str:
     """The first thing that is wrong with the `triton` backend there, empty where nothing is."""
     for case in cases:
-        inputs = {k: None if v is None else v.to(device) for k, v in sample(case, H, dtype).items()}
+        inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in sample(case, H, dtype).items()}
         options = {"memory": case.memory, "max_scratch_mb": case.max_scratch_mb}
         got, again, plain = (results(inputs, backend=name, **options) for name in ("triton", "triton", "torch"))
-        wide = {k: v.double() if v is not None and v.is_floating_point() else v for k, v in inputs.items()}
+        wide = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
         if fault := compare(got, again, plain, results(wide, backend="reference")):
             return f"{case}: {fault}"
     return ""
 
 
-def sample(case: Case, H: int, dtype: torch.dtype) -> dict[str, Tensor | None]:
-    """Tensor arguments of `linear_policy_loss`: sampled and demonstrated tokens, some of weight 0 that hold NaN."""
-    (_, N, V, _, bias), g = case, torch.Generator().manual_seed(0)
+def sample(case: Case, H: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of `linear_policy_loss`: sampled and demonstrated tokens, some of weight 0 that hold NaN."""
+    (_, N, V, _, bias, transformed), g = case, torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, dtype=torch.float64)
 
     hidden, weight, shift = (normal(N, H).to(dtype), (2 * H**-0.5 * normal(V, H)).to(dtype), normal(V).to(dtype))
-    logp = hidden.double() @ weight.double().T / TEMPERATURE
-    logp = (logp + shift.double() / TEMPERATURE if bias else logp).log_softmax(1)
+    temperature = torch.full((N,), TEMPERATURE, dtype=torch.float64)
+    if transformed:
+        temperature += torch.rand(N, generator=g)
+    z = hidden.double() @ weight.double().T + (shift.double() if bias else 0.0)
+    logp = ((SOFTCAP * (z / SOFTCAP).tanh() if transformed else z) / temperature[:, None]).log_softmax(1)
     target = torch.multinomial(logp.exp(), 1, generator=g)
     logprob = logp.gather(1, target).squeeze(1)
     idle = torch.arange(N) % 8 == 5
@@ -79,6 +88,8 @@ def sample(case: Case, H: int, dtype: torch.dtype) -> dict[str, Tensor | None]:
         "hidden": hidden.masked_fill(idle[:, None], torch.nan),
         "weight": weight,
         "bias": shift if bias else None,
+        "temperature": temperature.masked_fill(idle, torch.nan) if transformed else TEMPERATURE,
+        "logit_softcap": SOFTCAP if transformed else None,
         "target": target.squeeze(1),
         "external": torch.rand(N, generator=g) < 0.3,
         "token_weight": (torch.rand(N, generator=g) / N).masked_fill(idle, 0.0),
@@ -90,7 +101,7 @@ def results(inputs: dict[str, Any], **options: Any) -> Results:
     """loss, logprob and entropy of the rows that count, gradients."""
     heads = ("hidden", "weight", "bias")
     leaves = {k: inputs[k].detach().requires_grad_() for k in heads if inputs[k] is not None}
-    out = linear_policy_loss(**(inputs | leaves), objective=OBJECTIVE, temperature=TEMPERATURE, **options)
+    out = linear_policy_loss(**(inputs | leaves), objective=OBJECTIVE, **options)
     grads = torch.autograd.grad(FACTOR * out.loss, list(leaves.values()))
     counts = inputs["token_weight"] != 0
     rows = {"loss": out.loss.detach(), "logprob": out.logprob[counts], "entropy": out.entropy[counts]}

@@ -129,7 +129,7 @@ def block_bytes(head: Head) -> int:
 
 
 def block_logits(head: Head) -> Tensor:
-    return raw_logits(head.hidden, head)
+    return raw_logits(head)
 
 
 class RunningStatistics:
@@ -142,7 +142,7 @@ class RunningStatistics:
 
     def take(self, block: Head, z: Tensor) -> None:
         with _on(z.device):
-            row_kernels.add_statistics(self.values, self.so_far, z, z.shape[1], *_rest(block, slice(None)))
+            row_kernels.add_statistics(self.values, self.so_far, z, z.shape[1], *_rest(block))
 
     def finish(self) -> Statistics:
         values, head = self.values, self.head
@@ -166,7 +166,7 @@ def block_gradient(head: Head, z: Tensor, known: tuple[Tensor, Tensor]) -> Tenso
     slot, values = known
     dz = z.new_empty(z.shape, dtype=_gradient_dtype(head))
     with _on(z.device):
-        row_kernels.row_gradient(dz, slot, values, z, z.shape[1], *_rest(head, slice(None)))
+        row_kernels.row_gradient(dz, slot, values, z, z.shape[1], *_rest(head))
     return dz
 
 
@@ -243,7 +243,8 @@ class GradientBuffer:
         slot = torch.empty(len(values), dtype=torch.int64, device=values.device)
         active = None if self.active is None else self.active[chunk]
         gathering.active_rows(slot, self.token, self.filled, values, chunk.start, self.scale, active)
-        row_kernels.row_gradient(self.dlogits, slot, values, logits, len(self.head.weight), *_rest(self.head, chunk))
+        rest = _rest(self.head.rows(chunk))
+        row_kernels.row_gradient(self.dlogits, slot, values, logits, len(self.head.weight), *rest)
         if self.fixed:
             self.seen += len(values)
         elif self.event is not None:
@@ -329,24 +330,26 @@ def _chunks(head: Head, rows: int, stored: bool = True) -> Iterator[tuple[slice,
 
 def _statistics(head: Head, chunk: slice, values: Tensor, logits: Tensor | None, gemm: str) -> None:
     """Fill the columns of `values` that the logits decide, and logits (n, W) unless they are None."""
-    hidden, weight, V, rest = head.hidden[chunk], head.weight, len(head.weight), _rest(head, chunk)
+    head = head.rows(chunk)
+    V, rest = len(head.weight), _rest(head)
     if gemm == "triton":
+        hidden, weight = head.hidden, head.weight
         if not hidden.is_cuda:  # what the interpreter makes of bf16 is wrong
             hidden, weight = hidden.to(head.dtype), weight.to(head.dtype)
         row_kernels.linear_statistics(values, logits, hidden.contiguous(), weight, *rest)
         return
     assert logits is not None
     if head.mixed:
-        torch.mm(hidden, weight.t(), out_dtype=head.dtype, out=logits[:, :V])
+        torch.mm(head.hidden, head.weight.t(), out_dtype=head.dtype, out=logits[:, :V])
     else:
-        logits_into(hidden, head, logits[:, :V])
+        logits_into(head, logits[:, :V])
     row_kernels.row_statistics(values, logits, V, *rest)
 
 
-def _rest(head: Head, chunk: slice) -> tuple[Tensor, Tensor | None, float, float | None]:
+def _rest(head: Head) -> tuple[Tensor, Tensor | None, float, float | None, Tensor | None]:
     """The last arguments of the row kernels."""
-    bias = None if head.bias is None else head.bias.contiguous()
-    return head.target[chunk].contiguous(), bias, head.temperature, head.softcap
+    bias, own = (None if x is None else x.contiguous() for x in (head.bias, head.row_temperature))
+    return head.target.contiguous(), bias, head.temperature, head.softcap, own
 
 
 def _columns(c: TokenConstants) -> tuple[Tensor, token_kernels.Given]:
