@@ -23,9 +23,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-FLOOR = tl.constexpr(-1e30)  # stands in for log 0: e^FLOOR = 0, yet 0 * FLOOR is not NaN
+from .elementwise import LOWEST, _at_rows, _exp, _floor, _softcap_slope, _x, _z
+
 # Fusion is stated: the environment could switch it off, and with it the bits of the results.
-LAUNCH = {"BLOCK_V": 4096, "num_warps": 8, "enable_fp_fusion": True}
+LAUNCH = {"BLOCK_V": 4096, "enable_fp_fusion": True}
+# The statistics see a block as a matrix of ROWS; a thread of their 4 warps has VECTOR whole columns of it.
+ROWS, VECTOR = tl.constexpr(8), tl.constexpr(4)
 PROGRAMS = 512  # fill any GPU; with fewer rows than that several programs share a row
 
 # Columns of `values` (n, WIDTH), what is known of a token.
@@ -82,7 +85,7 @@ def row_statistics(
 def begin_statistics(n: int, device: torch.device) -> Tensor:
     """Of n rows of which nothing is known: what `add_statistics` adds to."""
     partial = torch.zeros(1, PARTIALS.value, n, dtype=torch.float32, device=device)
-    partial[:, 0] = -float("inf")
+    partial[:, 0] = LOWEST.value
     return partial
 
 
@@ -115,7 +118,7 @@ def _launch_statistics(
         grid = (len(target), 1 if partial is None else len(partial))
         _statistics_kernel[grid](
             values, partial, logits, target, bias, (logits.stride(0), V, logits.shape[1], each * LAUNCH["BLOCK_V"]),
-            1 / temperature, softcap, row_temperature, carry, **LAUNCH,
+            1 / temperature, softcap, row_temperature, carry, num_warps=4, **LAUNCH,
         )  # fmt: skip
 
 
@@ -137,7 +140,7 @@ def row_gradient(
     if len(target):
         _gradient_kernel[(len(target), triton.cdiv(W, LAUNCH["BLOCK_V"]))](
             dlogits, slot, values, logits, target, bias, dlogits.stride(0), logits.stride(0), V, W, 1 / temperature,
-            softcap, row_temperature, **LAUNCH,
+            softcap, row_temperature, num_warps=8, **LAUNCH,
         )  # fmt: skip
 
 
@@ -203,53 +206,16 @@ def linear_statistics(
 
 
 @triton.jit
-def _at_rows(inv_temperature, softcap, row_temperature, rows, here):
-    """1 / temperature and softcap of rows with a temperature of their own: their z is capped, and scaled, by less."""
-    if row_temperature is not None:
-        own = 1.0 / tl.load(row_temperature + rows, here, 1.0)
-        inv_temperature *= own
-        if softcap is not None:
-            softcap *= own
-    return inv_temperature, softcap
+def _add_tile(m, s, t, z):
+    """Take z (rows, columns) into the statistics m, s, t (columns,) of its columns.
 
-
-@triton.jit
-def _x(logits, v, V, bias, inv_temperature):
-    if bias is not None:
-        logits += tl.load(bias + v, v < V, 0.0).to(tl.float32)
-    return logits * inv_temperature
-
-
-@triton.jit
-def _z(logits, v, V, bias, inv_temperature, softcap):
-    """z of logits at v; -inf past the vocabulary."""
-    z = _x(logits, v, V, bias, inv_temperature)
-    if softcap is not None:
-        z = _softcap(z, softcap)
-    return tl.where(v < V, z, -float("inf"))
-
-
-@triton.jit
-def _softcap(x, softcap):
-    """softcap tanh(x / softcap), to about 3 ulp: by the series where 1 - e^(-2 |y|) would cancel."""
-    a = tl.abs(x / softcap)
-    a2 = a * a
-    series = a * (1 - a2 * (1 / 3 - a2 * (2 / 15 - a2 * (17 / 315 - a2 * (62 / 2835)))))
-    e = tl.exp(-2 * a)
-    bound = softcap * tl.where(a < 0.25, series, (1 - e) / (1 + e))
-    return tl.where(x < 0, -bound, bound)
-
-
-@triton.jit
-def _softcap_slope(x, softcap):
-    """1 - tanh^2(x / softcap), without the difference."""
-    e = tl.exp(-2 * tl.abs(x / softcap))
-    return 4 * e / ((1 + e) * (1 + e))
-
-
-@triton.jit
-def _floor(x):
-    return tl.where(x < FLOOR, FLOOR, x)  # unlike tl.maximum, keeps NaN
+    Online softmax: m = max z, s = sum e^(z-m), t = sum e^(z-m) (z-m). Shifting t by m keeps the small entropy of a
+    peaked policy accurate, where lse - E[z] would cancel.
+    """
+    m_old, m = m, tl.maximum(m, tl.max(z, 0))
+    up, d = _floor(m_old - m), _floor(z - m[None, :])
+    decay, e = _exp(up), _exp(d)
+    return m, decay * s + tl.sum(e, 0), decay * (t + up * s) + tl.sum(e * d, 0)
 
 
 @triton.jit
@@ -267,24 +233,33 @@ def _statistics_kernel(
     part = partial
     if partial is not None:
         part += tl.program_id(1) * PARTIALS * tl.num_programs(0) + n
-    # Online softmax: m = max z, s = sum e^(z-m), t = sum e^(z-m) (z-m). Shifting t by m keeps the small entropy of a
-    # peaked policy accurate, where lse - E[z] would cancel.
-    m, s, t = tl.full((), -float("inf"), tl.float32), 0.0, 0.0
+    COLUMNS: tl.constexpr = BLOCK_V // ROWS
+    column = tl.arange(0, COLUMNS)
+    m = tl.full((COLUMNS,), LOWEST, tl.float32)
+    s, t = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
     if CARRY:
-        m, s, t = tl.load(part), tl.load(part + tl.num_programs(0)), tl.load(part + 2 * tl.num_programs(0))
-    for start in range(first, last, BLOCK_V):
-        v = start + tl.arange(0, BLOCK_V)
-        z = _z(tl.load(row + v, v < W, 0.0), v, V, bias, inv_temperature, softcap)
-        m_old, m = m, tl.maximum(m, tl.max(z, 0))
-        shift = tl.where(m == -float("inf"), 0.0, m)  # nothing but -inf so far: no inf - inf
-        up, d = _floor(m_old - shift), _floor(z - shift)
-        decay, e = tl.exp(up), tl.exp(d)
-        t = decay * (t + up * s) + tl.sum(e * d, 0)
-        s = decay * s + tl.sum(e, 0)
+        m = tl.where(column == 0, tl.load(part), m)
+        s = tl.where(column == 0, tl.load(part + tl.num_programs(0)), s)
+        t = tl.where(column == 0, tl.load(part + 2 * tl.num_programs(0)), t)
+    offset = tl.arange(0, ROWS)[:, None] * COLUMNS + column[None, :]
+    offset = tl.max_contiguous(offset, (1, VECTOR))  # not more with a bias of two bytes: threads would share columns
+    whole = first + (last - first) // BLOCK_V * BLOCK_V  # a multiple of 16, as the compiler can see
+    for start in range(first, whole, BLOCK_V):  # without masks, and no thread waits for another
+        raw = tl.load(row + start + offset)
+        m, s, t = _add_tile(m, s, t, _z(raw, start + offset, True, bias, inv_temperature, softcap))
+    if whole < last:
+        v = whole + offset
+        z = _z(tl.load(row + v, v < W, 0.0), v, v < V, bias, inv_temperature, softcap)
+        m, s, t = _add_tile(m, s, t, tl.where(v < V, z, -float("inf")))
+    top = tl.max(m, 0)
+    d = _floor(m - top)
+    e = _exp(d)
+    m, s, t = top, tl.sum(e * s, 0), tl.sum(e * (t + d * s), 0)
+
     y = tl.load(target + n)
     known = (y >= first) & (y < last)
     at = tl.where(known, y, 0)
-    z_target = _z(tl.load(row + at), at, V, bias, inv_temperature, softcap)
+    z_target = _z(tl.load(row + at), at, True, bias, inv_temperature, softcap)
     out = values + n * WIDTH
     if partial is None:
         logsum = tl.log(s)
@@ -309,18 +284,20 @@ def _gradient_kernel(
     if to >= 0:
         inv_temperature, softcap = _at_rows(inv_temperature, softcap, row_temperature, n, True)
         v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-        known = values + n * WIDTH
-        raw = tl.load(logits + n * stride + v, v < W, 0.0)
-        z = _z(raw, v, V, bias, inv_temperature, softcap)
-        logp = _floor(z - tl.load(known + MAX) - tl.load(known + LOGSUM))
-        p = tl.exp(logp)
+        out, known = dlogits + to * stride_d + v, values + n * WIDTH
         dlogprob, dentropy = tl.load(known + DLOGPROB), tl.load(known + DENTROPY)
-        dz = dlogprob * (tl.where(v == tl.load(target + n), 1.0, 0.0) - p)
-        dz -= dentropy * p * (logp + tl.load(known + ENTROPY))
-        if softcap is not None:
-            dz *= _softcap_slope(_x(raw, v, V, bias, inv_temperature), softcap)
-        dz = tl.where((dlogprob != 0) | (dentropy != 0), dz * inv_temperature, 0.0)
-        tl.store(dlogits + to * stride_d + v, dz, v < W)
+        if (dlogprob != 0) | (dentropy != 0):
+            raw = tl.load(logits + n * stride + v, v < W, 0.0)
+            z = _z(raw, v, v < V, bias, inv_temperature, softcap)
+            logp = _floor(z - tl.load(known + MAX) - tl.load(known + LOGSUM))
+            dlogprob, dentropy = dlogprob * inv_temperature, dentropy * inv_temperature
+            dz = tl.where(v == tl.load(target + n), dlogprob, 0.0)
+            dz -= _exp(logp) * (dlogprob + dentropy * (logp + tl.load(known + ENTROPY)))
+            if softcap is not None:
+                dz *= _softcap_slope(_x(raw, v, v < V, bias, inv_temperature), softcap)
+            tl.store(out, dz, v < W)
+        else:
+            tl.store(out, tl.zeros((BLOCK_V,), tl.float32), v < W)
 
 
 @triton.jit
@@ -358,14 +335,15 @@ def _tile_kernel(
         to = logits + m.to(tl.int64)[:, None] * stride_logits + v[None, :]
         tl.store(to, acc, here[:, None] & (v < W)[None, :])
     inv_temperature, softcap = _at_rows(inv_temperature, softcap, row_temperature, m[:, None], here[:, None])
-    z = _z(acc, v[None, :], V, bias, inv_temperature, softcap)
+    z = _z(acc, v[None, :], (v < V)[None, :], bias, inv_temperature, softcap)
+    z = tl.where((v < V)[None, :], z, -float("inf"))
     y = tl.load(target + m, here, -1)
     z_target = tl.sum(tl.where(v[None, :] == y[:, None], z, 0.0), 1)
     # LOGPROB holds the target's z until the kernels below replace it.
     tl.store(values + m * WIDTH + LOGPROB, z_target, (y // BLOCK_V == tile_v) & (y >= 0) & (y < V))
-    top = tl.max(z, 1)
-    d = _floor(z - tl.where(top == -float("inf"), 0.0, top)[:, None])  # nothing but -inf: no inf - inf
-    e = tl.exp(d)
+    top = tl.maximum(tl.max(z, 1), LOWEST)
+    d = _floor(z - top[:, None])
+    e = _exp(d)
     out = partial + (tile_v * PARTIALS).to(tl.int64) * n + m
     tl.store(out, top, here)
     tl.store(out + n, tl.sum(e, 1), here)
@@ -376,7 +354,7 @@ def _tile_kernel(
 def _combine_kernel(values, partial, target, n, V, tiles, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = rows < n
-    m = tl.full((BLOCK_N,), -float("inf"), tl.float32)
+    m = tl.full((BLOCK_N,), LOWEST, tl.float32)
     s, t = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, tiles, BLOCK_T):
         tile = start + tl.arange(0, BLOCK_T)
@@ -385,9 +363,8 @@ def _combine_kernel(values, partial, target, n, V, tiles, BLOCK_N: tl.constexpr,
         m_tile = tl.load(at, inside, -float("inf"))
         s_tile, t_tile = tl.load(at + n, inside, 0.0), tl.load(at + 2 * n, inside, 0.0)
         m_old, m = m, tl.maximum(m, tl.max(m_tile, 0))
-        shift = tl.where(m == -float("inf"), 0.0, m)
-        up, d = _floor(m_old - shift), _floor(m_tile - shift[None, :])
-        decay, e = tl.exp(up), tl.exp(d)
+        up, d = _floor(m_old - m), _floor(m_tile - m[None, :])
+        decay, e = _exp(up), _exp(d)
         t = decay * (t + up * s) + tl.sum(e * (t_tile + d * s_tile), 0)
         s = decay * s + tl.sum(e * s_tile, 0)
     logsum = tl.log(s)

@@ -248,6 +248,25 @@ def _kl(logprob, old, ref, is_external, KL: tl.constexpr):
 
 
 @triton.jit
+def _mismatch(old, engine, c, ENGINE: tl.constexpr, MISMATCH: tl.constexpr):
+    """log(pi_old / pi_engine), the weight that it gives an internal token, and where that is not the ratio itself."""
+    if ENGINE:
+        gap = old - engine
+        ratio = tl.exp(gap)
+        below, above = ratio < c.mismatch_low, ratio > c.mismatch_cap
+        if MISMATCH == "mask":
+            bounded = tl.where(below | above, 0.0, ratio)
+        else:
+            tl.static_assert(MISMATCH == "truncate")
+            bounded = tl.where(below, c.mismatch_low, tl.where(above, c.mismatch_cap, ratio))
+        has_cap = c.mismatch_cap < float("inf")
+        weight, outside = tl.where(has_cap, bounded, 1.0), has_cap & (below | above)
+    else:
+        gap, weight, outside = tl.zeros_like(old), tl.full(old.shape, 1.0, tl.float32), old < old
+    return gap, weight, outside
+
+
+@triton.jit
 def _token_loss_kernel(
     values, sums, constants, coefficients, N,
     OLD: tl.constexpr, BEHAVIOR: tl.constexpr, ENGINE: tl.constexpr,
@@ -262,24 +281,13 @@ def _token_loss_kernel(
     is_external = tl.load(row + 2, here, 0.0) != 0
     old = tl.load(row + 3, here, 0.0) if OLD else logprob
     behavior, ref = tl.load(row + 4, here, 0.0), tl.load(row + 5, here, 0.0)
-    entropy_weight = tl.load(row + 7, here, 0.0)
+    engine, entropy_weight = tl.load(row + 6, here, 0.0), tl.load(row + 7, here, 0.0)
     on = weight != 0
     internal, external = on & (is_external == 0), on & is_external
 
     loss_int, slope_int, low, high = _internal(logprob, old, A, c, INTERNAL_TERMS)
     loss_ext, slope_ext, ratio_ext = _external(logprob, old, behavior, A, c, BEHAVIOR, EXTERNAL_TERMS, WEIGHTED)
-    gap, weight_int, outside = 0.0 * A, 0.0 * A + 1.0, A != A
-    if ENGINE:
-        gap = old - tl.load(row + 6, here, 0.0)
-        ratio = tl.exp(gap)
-        below, above = ratio < c.mismatch_low, ratio > c.mismatch_cap
-        if MISMATCH == "mask":
-            bounded = tl.where(below | above, 0.0, ratio)
-        else:
-            tl.static_assert(MISMATCH == "truncate")
-            bounded = tl.where(below, c.mismatch_low, tl.where(above, c.mismatch_cap, ratio))
-        has_cap = c.mismatch_cap < float("inf")
-        weight_int, outside = tl.where(has_cap, bounded, 1.0), has_cap & (below | above)
+    gap, weight_int, outside = _mismatch(old, engine, c, ENGINE, MISMATCH)
     kept = weight_int != 0  # selected: a masked token may have an infinite loss
     kl, slope_kl = _kl(logprob, old, ref, is_external, KL)
     has_kl = c.kl_coef != 0
@@ -291,9 +299,8 @@ def _token_loss_kernel(
     tl.store(value + DLOGPROB, dlogprob, here)
     tl.store(value + DENTROPY, dentropy, here)
 
-    p, log_ratio = tl.exp(logprob), logprob - old
-    if not OLD:
-        log_ratio = 0.0 * A
+    p = tl.exp(logprob)
+    log_ratio = logprob - old if OLD else tl.zeros_like(p)
     one = tl.full((BLOCK_N,), 1.0, tl.float32)
     terms = (
         tl.where(on, one, 0.0),

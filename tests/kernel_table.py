@@ -1,15 +1,16 @@
 """Compile every Triton kernel as it is launched, for GPUs that need not be there, and print what it takes.
 
-    python tests/kernel_table.py [--arch 80 90 100 120] [--json PATH]
+    python tests/kernel_table.py [--arch 80 90 100 120] [--variants TEXT...] [--json PATH]
 
 The launches are those of the public functions: they run with the compiler in the place of the launcher, on a driver
 that only names a target. Exit status 1 if a kernel spills registers, exceeds the shared memory of a block, loads
-aligned rows in pieces of less than 16 bytes, or multiplies half precision without the tensor cores. TRITON_INTERPRET
-must not be set.
+aligned rows in pieces of less than 16 bytes, multiplies half precision without the tensor cores, or takes too many
+instructions an element. TRITON_INTERPRET must not be set.
 """
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -25,6 +26,7 @@ import torch
 import triton
 from rich.console import Console
 from rich.table import Table
+from sass import hot_path, parse
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -36,7 +38,7 @@ from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 KB = 1024
 SHARED_LIMIT = {80: 163 * KB, 90: 227 * KB, 100: 227 * KB, 120: 99 * KB}  # bytes a block may have
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-OPCODE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+MOST_INSTRUCTIONS = {"_statistics_kernel": 13, "_gradient_kernel": 20}  # an element, of aligned rows alone
 
 
 class NoDevice:
@@ -144,28 +146,32 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def compile_all(arch: int) -> Iterator[dict[str, Any]]:
-    """One row of the table for each launch."""
+def compile_all(arch: int, variants: list[str] | None) -> Iterator[dict[str, Any]]:
+    """One row of the table for each launch, or each of these variants."""
     launch, compiled = JITFunction.run, []
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        compiled.append((self.__name__, launch(self, *args, grid=grid, warmup=True, **options)))
+        blocks = [size for name, size in options.items() if name.startswith("BLOCK")]
+        elements = math.prod(blocks) / (32 * options["num_warps"]) if blocks else None  # of a thread
+        compiled.append((self.__name__, elements, launch(self, *args, grid=grid, warmup=True, **options)))
 
     driver.set_active(NoDevice(arch))
     JITFunction.run = compile_only
     try:
         for variant, aligned, start in chain(row_launches(), gemm_launches(arch), token_launches(), other_launches()):
-            start()
+            if variants is None or variant in variants:
+                start()
             while compiled:
-                kernel_name, kernel = compiled.pop()
+                kernel_name, elements, kernel = compiled.pop()
                 row = {"arch": arch, "kernel": kernel_name, "variant": variant, "aligned": aligned}
-                yield row | resources(kernel)
+                yield row | resources(kernel, elements)
     finally:
         JITFunction.run = launch
 
 
-def resources(kernel: Any) -> dict[str, int]:
-    """Registers a thread, shared memory in bytes, instructions that spill, and widths of loads from global memory."""
+def resources(kernel: Any, elements: float | None) -> dict[str, float | None]:
+    """Registers a thread, shared memory in bytes, instructions that spill, widths of loads from global memory, and
+    instructions an element: of the longest loop, without one of the whole kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -175,24 +181,29 @@ def resources(kernel: Any) -> dict[str, int]:
         )
     registers = re.search(r"REG:(\d+)", usage)
     assert registers is not None, usage
-    opcodes = OPCODE.findall(sass)
-    assert opcodes, sass
+    instructions = parse(sass)
+    assert instructions, sass
+    opcodes = [instruction.opcode for instruction in instructions]
     return {
         "registers": int(registers[1]),
         "shared": kernel.metadata.shared,
-        "spills": sum(o.split(".")[0] in ("LDL", "STL") for o in opcodes),
+        "spills": sum(i.name in ("LDL", "STL") for i in instructions),
         # LDGSTS copies to shared memory past the registers; UTMALDG is a load by TMA, of a whole tile.
         "loads16": sum((o.startswith(("LDG", "LDGSTS")) and ".128" in o) or o.startswith("UTMALDG") for o in opcodes),
         "stores16": sum(o.startswith("STG") and ".128" in o for o in opcodes),
-        "tensor_cores": sum(o.split(".")[0] in ("HMMA", "HGMMA", "UTCHMMA") for o in opcodes),
+        "tensor_cores": sum(i.name in ("HMMA", "HGMMA", "UTCHMMA") for i in instructions),
+        "instructions": elements and round(hot_path(instructions) / elements, 2),
     }
 
 
 def faults(row: dict[str, Any]) -> list[str]:
+    plain = row["aligned"] and row["arch"] in (80, 90) and not re.search("bias|softcap", row["variant"])
+    most = MOST_INSTRUCTIONS.get(row["kernel"], math.inf) if plain else math.inf
     checks = (
         (row["spills"] == 0, f"{row['spills']} spills"),
         (row["shared"] <= SHARED_LIMIT[row["arch"]], f"{row['shared']} bytes of shared memory"),
         (row["loads16"] > 0 or not row["aligned"] or row["kernel"] == "_combine_kernel", "no loads of 16 bytes"),
+        (row["instructions"] is None or row["instructions"] <= most, f"more than {most} instructions an element"),
         (row["tensor_cores"] > 0 or row["kernel"] != "_tile_kernel" or "float32" in row["variant"], "no tensor cores"),
     )
     return [message for ok, message in checks if not ok]
@@ -201,13 +212,15 @@ def faults(row: dict[str, Any]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile every Triton kernel without a GPU and print what it takes.")
     parser.add_argument("--arch", type=int, nargs="+", default=list(SHARED_LIMIT), choices=list(SHARED_LIMIT))
+    parser.add_argument("--variants", nargs="+", help="compile these alone, as the table names them")
     parser.add_argument("--json", type=Path, help="write the rows here too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
-        rows = [row for arch in options.arch for row in compile_all(arch)]
+        rows = [row for arch in options.arch for row in compile_all(arch, options.variants)]
     columns = (
-        "arch", "kernel", "variant", "registers", "shared", "spills", "loads16", "stores16", "tensor_cores", "faults",
+        "arch", "kernel", "variant", "registers", "shared", "spills", "loads16", "stores16", "tensor_cores",
+        "instructions", "faults",
     )  # fmt: skip
     table = Table(*columns, title=f"Triton {triton.__version__}")
     for row in rows:

@@ -4,25 +4,32 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import processes
 import pytest
+from sass import hot_path, parse
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("arch", [80, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (90, 100, 120))])
-def test_every_kernel_compiles_within_the_limits_of_the_gpu(arch: int, tmp_path: Path) -> None:
-    """In a process of its own: here the kernels are interpreted."""
+def compiled(folder: Path, *options: str) -> list[dict[str, Any]]:
+    """The table of kernels; from a process of its own: here the kernels are interpreted."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, ROOT / "tests" / "kernel_table.py", "--arch", str(arch), "--json", tmp_path / "rows"]
+    command = [sys.executable, ROOT / "tests" / "kernel_table.py", *options, "--json", folder / "rows"]
     done = processes.run(command, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "rows").read_text())
+    rows = json.loads((folder / "rows").read_text())
+    assert not any(row["faults"] for row in rows)
+    return rows
+
+
+@pytest.mark.parametrize("arch", [80, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (90, 100, 120))])
+def test_every_kernel_compiles_within_the_limits_of_the_gpu(arch: int, tmp_path: Path) -> None:
+    rows = compiled(tmp_path, "--arch", str(arch))
     names = ("statistics", "gradient", "token_loss", "tile", "combine", "scale", "active_rows")
     kernels = {f"_{name}_kernel" for name in names}
     assert {row["kernel"] for row in rows} == kernels
-    assert not any(row["faults"] for row in rows)
     assert all(row["registers"] <= 128 for row in rows if row["kernel"] != "_tile_kernel")
     writing = ("_gradient_kernel", "_scale_kernel")
     writes = [row for row in rows if row["kernel"] in writing or "stores" in row["variant"]]
@@ -31,3 +38,33 @@ def test_every_kernel_compiles_within_the_limits_of_the_gpu(arch: int, tmp_path:
     assert any(row["loads16"] == 0 for row in rows if not row["aligned"])
     tiles = [row for row in rows if row["kernel"] == "_tile_kernel"]
     assert {row["tensor_cores"] > 0 for row in tiles} == {True, False}
+
+
+def test_a_logit_takes_few_instructions_on_hopper(tmp_path: Path) -> None:
+    """At the bandwidth of an H200 19 an element are 77 % of the instructions that it can issue."""
+    rows = compiled(tmp_path, "--arch", "90", "--variants", "float32, V 4097 in 4160", "bfloat16, V 4097 in 4160")
+    instructions = {(row["kernel"], row["variant"].split(",")[0]): row["instructions"] for row in rows}
+    assert 7 < instructions["_statistics_kernel", "float32"] <= 13
+    assert 10 < instructions["_gradient_kernel", "bfloat16"] <= 20
+
+
+def test_instructions_are_counted_along_the_longest_way() -> None:
+    loop = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   FADD R1, R1, R1 ;
+        /*0020*/              @!P0 BRA `(.L_x_2) ;
+        /*0030*/                   FMUL R1, R1, R1 ;
+.L_x_2:
+        /*0040*/               @P1 BRA `(.L_x_1) ;
+        /*0050*/                   EXIT ;
+.L_x_3:
+        /*0060*/                   BRA `(.L_x_3) ;
+"""
+    assert hot_path(parse(loop)) == 4
+    straight = loop.replace("@P1 BRA `(.L_x_1)", "MUFU.EX2 R1, R1")
+    assert hot_path(parse(straight)) == 6
+    assert hot_path(parse(straight.replace("@!P0 BRA", "BRA"))) == 5
+    assert hot_path(parse(straight.replace("@!P0 BRA", "BRA.U !UP0,"))) == 6
+    assert hot_path(parse(straight.replace("FADD R1, R1, R1", "EXIT"))) == 2
+    assert [instruction.name for instruction in parse(straight)][4] == "MUFU"

@@ -1,0 +1,74 @@
+"""Functions of single numbers that the kernels share: from a logit to z, the exponential."""
+
+import torch
+import triton
+import triton.language as tl
+
+FLOOR = tl.constexpr(-1e30)
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # where a maximum begins: with -inf, -inf - max would be NaN
+LOG2_E = tl.constexpr(1.4426950408889634)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # Triton's interpreter knows no assembly
+
+
+@triton.jit
+def _at_rows(inv_temperature, softcap, row_temperature, rows, here):
+    """1 / temperature and softcap of rows with a temperature of their own: their z is capped, and scaled, by less."""
+    if row_temperature is not None:
+        own = 1.0 / tl.load(row_temperature + rows, here, 1.0)
+        inv_temperature *= own
+        if softcap is not None:
+            softcap *= own
+    return inv_temperature, softcap
+
+
+@triton.jit
+def _x(logits, v, inside, bias, inv_temperature):
+    if bias is not None:
+        logits += tl.load(bias + v, inside, 0.0).to(tl.float32)
+    return logits * inv_temperature
+
+
+@triton.jit
+def _z(logits, v, inside, bias, inv_temperature, softcap):
+    """z of logits at v; `inside`: where v is in the vocabulary, elsewhere it is anything."""
+    z = _x(logits, v, inside, bias, inv_temperature)
+    if softcap is not None:
+        z = _softcap(z, softcap)
+    return z
+
+
+@triton.jit
+def _softcap(x, softcap):
+    """softcap tanh(x / softcap), to about 3 ulp: by the series where 1 - e^(-2 |y|) would cancel."""
+    a = tl.abs(x / softcap)
+    a2 = a * a
+    series = a * (1 - a2 * (1 / 3 - a2 * (2 / 15 - a2 * (17 / 315 - a2 * (62 / 2835)))))
+    e = _exp(-2 * a)
+    bound = softcap * tl.where(a < 0.25, series, (1 - e) / (1 + e))
+    return tl.where(x < 0, -bound, bound)
+
+
+@triton.jit
+def _softcap_slope(x, softcap):
+    """1 - tanh^2(x / softcap), without the difference."""
+    e = _exp(-2 * tl.abs(x / softcap))
+    return 4 * e / ((1 + e) * (1 + e))
+
+
+@triton.jit
+def _exp(x):
+    """e^x: a product and one instruction, of relative error 2^-22, and 0 below 2^-126.
+
+    tl.exp takes three instructions more to keep subnormal numbers, which are nothing beside a sum of at least 1.
+    """
+    if INTERPRETED:
+        return tl.exp(x)
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2_E], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _floor(x):
+    """x where it is at least FLOOR, which stands in for log 0: e^FLOOR = 0, yet 0 * FLOOR is not NaN."""
+    return tl.maximum(x, FLOOR, propagate_nan=tl.PropagateNan.ALL)
