@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .elementwise import LOWEST, _at_rows, _exp, _floor, _softcap_slope, _x, _z
+from rlplus.kernels.elementwise import LOWEST, _at_rows, _exp, _floor, _softcap_slope, _x, _z
 
 # Fusion is stated: the environment could switch it off, and with it the bits of the results.
 LAUNCH = {"BLOCK_V": 4096, "enable_fp_fusion": True}

@@ -38,7 +38,7 @@ from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 KB = 1024
 SHARED_LIMIT = {80: 163 * KB, 90: 227 * KB, 100: 227 * KB, 120: 99 * KB}  # bytes a block may have
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-MOST_INSTRUCTIONS = {"_statistics_kernel": 13, "_gradient_kernel": 20}  # an element, of aligned rows alone
+MOST_INSTRUCTIONS = {"_statistics_kernel": 13, "_gradient_kernel": 20}  # an element, without bias or softcap
 
 
 class NoDevice:
