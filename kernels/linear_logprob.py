@@ -291,8 +291,9 @@ def _gradient_kernel(
             z = _z(raw, v, v < V, bias, inv_temperature, softcap)
             logp = _floor(z - tl.load(known + MAX) - tl.load(known + LOGSUM))
             dlogprob, dentropy = dlogprob * inv_temperature, dentropy * inv_temperature
-            dz = tl.where(v == tl.load(target + n), dlogprob, 0.0)
-            dz -= _exp(logp) * (dlogprob + dentropy * (logp + tl.load(known + ENTROPY)))
+            p = _exp(logp)
+            dz = tl.where(v == tl.load(target + n), dlogprob, 0.0) - dlogprob * p  # fused: no rounding before 1 - p
+            dz -= dentropy * p * (logp + tl.load(known + ENTROPY))
             if softcap is not None:
                 dz *= _softcap_slope(_x(raw, v, v < V, bias, inv_temperature), softcap)
             tl.store(out, dz, v < W)
