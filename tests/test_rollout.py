@@ -322,8 +322,8 @@ def test_transformers_batches_are_bounded_by_the_cache(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(engine, "_generate_batch", counted)
     groups = engine.generate(PROMPTS, [40, 41, 42], temperature=1.0, max_tokens=16, seed=0)
-    # 2 (keys, values) * 2 layers * 1 head * 32 * 4 bytes a token, 25 tokens at most, and 4 rows of 48 logits.
-    limit = 2**20 // (25 * 512 + 4 * 48 * 4)
+    # 2 (keys, values) * 2 layers * 1 head * 32 * 4 bytes a token, 25 tokens at most, and 21 bytes of each of 48 logits.
+    limit = 2**20 // (25 * 512 + 21 * 48)
     assert max(sizes) == limit
     assert sum(sizes) == 123
     assert [len(group) for group in groups] == [40, 41, 42]

@@ -25,28 +25,38 @@ from rlplus.rollout.protocol import DEFAULT_CACHE_MB, Completion, check_logprobs
 from rlplus.rollout.push import watched
 
 
-class _Temperature(LogitsProcessor):
-    """Logits (B, V) -> logprob (B, V) at the temperature, kept until the next step so that `_Recorder` can read it."""
+class _Draw(LogitsProcessor):
+    """Draws each row's token by inversion: the first whose cumulative probability exceeds a uniform number.
+
+    fp32 logits (B, V) -> scores (B, V) whose argmax, which `generate` takes, is that token; at temperature 0 the logits
+    themselves. The probabilities are kept until the next step so that `_Recorder` can read them. Their sums are fp64:
+    a token in a long tail keeps its probability. One of probability 0 adds nothing and is never the first.
+    """
 
     def __init__(self, temperature: float) -> None:
         self.temperature = temperature
-        self.logprob = torch.empty(0)
+        self.probability = torch.empty(0)
 
     def __call__(self, input_ids: LongTensor, scores: Any) -> Any:
-        self.logprob = (scores / self.temperature).log_softmax(dim=-1)
-        return self.logprob
+        self.probability = (scores / (self.temperature or 1.0)).softmax(dim=-1)
+        if not self.temperature:
+            return scores
+        sums = self.probability.cumsum(dim=-1, dtype=torch.float64)
+        # Below the whole sum whatever that rounds to, for the number is below 1.
+        bound = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
+        return (sums > bound).view(torch.uint8)  # argmax takes no bool, and gives the first of equals
 
 
 class _Recorder(StoppingCriteria):
     """Never stops: `generate` asks it right after a draw, when the logprob can be read and the (B, V) dropped."""
 
-    def __init__(self, distribution: _Temperature, clock: Clock) -> None:
-        self.distribution, self.clock = distribution, clock
+    def __init__(self, draw: _Draw, clock: Clock) -> None:
+        self.draw, self.clock = draw, clock
         self.logprob: list[Tensor] = []
 
     def __call__(self, input_ids: LongTensor, scores: Any, **kwargs: Any) -> Any:
         self.clock.at("the next token")
-        self.logprob.append(self.distribution.logprob.gather(1, input_ids[:, -1:]))
+        self.logprob.append(self.draw.probability.gather(1, input_ids[:, -1:]).log())
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
@@ -102,8 +112,8 @@ class TransformersEngine:
         # Prompts of like length together: less padding.
         owners = [i for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])) for _ in range(n[i])]
         longest = max((len(prompts[i]) for i in owners), default=0)
-        # A sequence's keys and values, and its row of logits with the three copies that scaling and sampling make.
-        bytes_per_sequence = (longest + max_tokens) * self._bytes_per_token + 4 * 4 * self._vocabulary
+        # A sequence's keys and values; of each logit the model's and its fp32 copy, and what `_Draw` makes of it.
+        bytes_per_sequence = (longest + max_tokens) * self._bytes_per_token + (4 + 4 + 4 + 8 + 1) * self._vocabulary
         size = max(1, self._cache_bytes // bytes_per_sequence)
         completions: list[list[Completion]] = [[] for _ in prompts]
         with self._forked_rng(), torch.no_grad(), self.clock.running("the first token"):
@@ -121,9 +131,8 @@ class TransformersEngine:
         width = max(map(len, prompts))
         input_ids = torch.tensor([[self._pad] * (width - len(p)) + list(p) for p in prompts], device=self._device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._device)
-        whole_distribution: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        distribution = _Temperature(temperature or 1.0)
-        recorder = _Recorder(distribution, self.clock)
+        draw = _Draw(temperature)
+        recorder = _Recorder(draw, self.clock)
         output = self._model.generate(
             input_ids,
             attention_mask=mask,
@@ -132,9 +141,9 @@ class TransformersEngine:
                 eos_token_id=self._eos,
                 pad_token_id=self._pad,
                 use_cache=True,
-                **(whole_distribution if temperature else {"do_sample": False}),
+                do_sample=False,  # the processor draws
             ),
-            logits_processor=LogitsProcessorList([distribution]),
+            logits_processor=LogitsProcessorList([draw]),
             stopping_criteria=StoppingCriteriaList([recorder]),
             synced_gpus=False,  # ranks generate on their own, also while the trainer's own model is in shards
         )
