@@ -17,8 +17,8 @@ from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
 from rlplus.config import Config
 from rlplus.data import MicroBatch, Sample, byte_tokenizer
-from rlplus.trainer.batch import make_micro_batches
-from rlplus.trainer.policy import Policy
+from rlplus.learner import make_micro_batches
+from rlplus.learner.policy import Policy
 from rlplus.trainer.ranks import initialize_distributed
 
 VOCABULARY = 151_936  # Qwen2.5-Math-7B's

@@ -20,15 +20,16 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 from rlplus import agree
 from rlplus.config import Config, ModelConfig
 from rlplus.data import Sample
+from rlplus.learner import learner as learner_module
+from rlplus.learner import make_micro_batches
+from rlplus.learner import policy as policy_module
+from rlplus.learner.adapters import add_adapters
+from rlplus.learner.model import load_model, prepare_model
+from rlplus.learner.policy import Policy
 from rlplus.ops import library
 from rlplus.ops.backends import Choice
 from rlplus.ops.library import _scale as scale
-from rlplus.trainer import policy as policy_module
-from rlplus.trainer.adapters import add_adapters
-from rlplus.trainer.batch import make_micro_batches
 from rlplus.trainer.metrics import Tally, tally_update
-from rlplus.trainer.model import load_model, prepare_model
-from rlplus.trainer.policy import Policy
 from rlplus.trainer.ranks import initialize_distributed
 
 ALWAYS_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
@@ -177,7 +178,7 @@ def make_policy(folder: Path, name: str) -> tuple[Config, Policy]:
             AttentionInterface.register("flash_attention_2", varlen_attention)
     path, model_config = prepare_model(config.model, folder, 0)
     with mock.patch.multiple(
-        policy_module,
+        learner_module,
         add_adapters=add_trained_adapters,
         load_model=load_for_flash if CASES[name]["flash"] else load_model,
     ):

@@ -17,7 +17,7 @@ from trainer_runs import environment, metrics, run_config, write_task
 from rlplus.cli import _result_files, main
 from rlplus.config import ScratchModel
 from rlplus.data import byte_tokenizer
-from rlplus.trainer.model import make_scratch_model, write_model
+from rlplus.learner.model import make_scratch_model, write_model
 
 
 @pytest.fixture

@@ -15,10 +15,11 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Lfm2Config, L
 
 from rlplus.config import Config, ScratchModel
 from rlplus.data import byte_tokenizer
+from rlplus.learner import make_micro_batches
+from rlplus.learner.adapters import add_adapters, merged_weights, without_adapters
+from rlplus.learner.model import _apply_liger, make_scratch_model
 from rlplus.trainer import Run, train
-from rlplus.trainer.adapters import add_adapters, merged_weights, without_adapters
-from rlplus.trainer.batch import make_micro_batches, set_advantages
-from rlplus.trainer.model import _apply_liger, make_scratch_model
+from rlplus.trainer.batch import set_advantages
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -99,7 +100,7 @@ def test_liger_gets_the_layers_and_never_the_loss(monkeypatch: pytest.MonkeyPatc
     for name in ("liger_kernel", "liger_kernel.transformers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, liger.__name__, liger)
-    monkeypatch.setattr("rlplus.trainer.model.find_spec", lambda name: object())
+    monkeypatch.setattr("rlplus.learner.model.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     lm = make_scratch_model(ScratchModel(), byte_tokenizer(), 0)
     _apply_liger(lm)

@@ -8,7 +8,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "rlplus"
 ORDER = "errors < lazy < textfiles < terminal < kernels < objective < ops < agree < config < data < reward < rollout"
-LAYERS = f"{ORDER} < checkpoint < trainer < evaluation < report < plan < demo < cli < __main__".split(" < ")
+LAYERS = f"{ORDER} < checkpoint < learner < trainer < evaluation < report < plan < demo < cli < __main__".split(" < ")
 LINKS = (PACKAGE / "kernels", PACKAGE / "bench")  # rglob does not follow links
 MODULES = sorted(path for folder in (PACKAGE, *LINKS) for path in folder.rglob("*.py"))
 ALLOWED = {name: LAYERS[:i] for i, name in enumerate(LAYERS)}

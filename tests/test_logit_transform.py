@@ -15,11 +15,12 @@ from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
 from rlplus.config import ModelConfig
 from rlplus.data import byte_tokenizer
 from rlplus.kernels import linear_logprob as row_kernels
+from rlplus.learner import make_micro_batches
+from rlplus.learner.model import load_model
 from rlplus.ops import cpp
 from rlplus.ops.head import Head
 from rlplus.trainer import Run
-from rlplus.trainer.batch import make_micro_batches, set_advantages
-from rlplus.trainer.model import load_model
+from rlplus.trainer.batch import set_advantages
 
 TRANSFORMS = pytest.mark.parametrize(
     "transform",

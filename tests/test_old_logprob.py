@@ -8,10 +8,10 @@ from engine_runs import same
 from trainer_runs import metrics, run_config
 
 from rlplus.config import Config
+from rlplus.learner.policy import Policy
 from rlplus.rollout import RunFailed
 from rlplus.rollout.transformers import TransformersEngine
 from rlplus.trainer import train
-from rlplus.trainer.policy import Policy
 
 KL = {"preset": "grpo", "objective": {"kl_coef": 0.5, "mismatch_cap": 1.0}}
 

@@ -11,11 +11,12 @@ from trainer_runs import metrics, run_config
 
 from rlplus.cli import main
 from rlplus.config import Config
+from rlplus.learner.learner import PackedModel
+from rlplus.learner.policy import Policy
 from rlplus.plan import make_cluster, make_plan, show_bytes
 from rlplus.plan.advice import PHASES, advise
 from rlplus.rollout.transformers import TransformersEngine
 from rlplus.trainer import OutOfMemory, train
-from rlplus.trainer.policy import PackedModel, Policy
 
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free."
 PLACES: dict[str, tuple[Any, str]] = {
@@ -96,7 +97,7 @@ def test_no_memory_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError(TEXT)
 
-    monkeypatch.setattr("rlplus.trainer.policy.deepspeed.initialize", full)
+    monkeypatch.setattr("rlplus.learner.policy.deepspeed.initialize", full)
     (tmp_path / "run.yaml").write_text(run_config(tmp_path).to_yaml())
     assert main(["train", str(tmp_path / "run.yaml")]) == 2
     message = capsys.readouterr().err.splitlines()[-1]

@@ -19,9 +19,10 @@ import rlplus.rollout.process
 import rlplus.trainer.rollouts
 from rlplus.config import Config
 from rlplus.data import Sample
+from rlplus.learner import forward_batches, make_micro_batches
 from rlplus.rollout.transformers import TransformersEngine
 from rlplus.trainer import Run, train
-from rlplus.trainer.batch import forward_batches, generate, make_micro_batches, set_advantages
+from rlplus.trainer.batch import generate, set_advantages
 from rlplus.trainer.rollouts import use_engine_logprob
 
 
@@ -169,7 +170,7 @@ def test_resume_with_overlap_is_bitwise(tmp_path, in_thread, lottery, preset):
 def test_the_batch_ahead_is_generated_while_the_policy_trains(tmp_path, in_thread, monkeypatch):
     """Neither side waits for the other: an update meets the generation of the next batch under way."""
     generating, update_seen = threading.Event(), threading.Event()
-    original_generate, original_update = TransformersEngine._generate_batch, rlplus.trainer.policy.Policy.accumulate
+    original_generate, original_update = TransformersEngine._generate_batch, rlplus.learner.policy.Policy.accumulate
     meetings = []
 
     def slow_generate(engine: Any, prompts: Any, temperature: float, max_tokens: int) -> Any:
@@ -188,7 +189,7 @@ def test_the_batch_ahead_is_generated_while_the_policy_trains(tmp_path, in_threa
         return original_update(policy, batches, *rest)
 
     monkeypatch.setattr(TransformersEngine, "_generate_batch", slow_generate)
-    monkeypatch.setattr(rlplus.trainer.policy.Policy, "accumulate", update)
+    monkeypatch.setattr(rlplus.learner.policy.Policy, "accumulate", update)
     train(overlapping(tmp_path, "run", 3, train={"prompts_per_update": 4}))
     assert meetings == [True] * 3
 

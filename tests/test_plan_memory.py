@@ -10,12 +10,13 @@ from trainer_runs import run_config
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rlplus.data import Sample, byte_tokenizer, pack
+from rlplus.learner import make_micro_batches
+from rlplus.learner.learner import PackedModel
+from rlplus.learner.policy import Policy
 from rlplus.objective import Objective
 from rlplus.ops import linear_policy_loss
 from rlplus.plan.activations import Meter, count_activations, meta_model
 from rlplus.plan.memory import Model, head_memory, model_states
-from rlplus.trainer.batch import make_micro_batches
-from rlplus.trainer.policy import PackedModel, Policy
 from rlplus.trainer.ranks import initialize_distributed
 
 

@@ -17,8 +17,8 @@ from trainer_runs import environment, metrics, run_config
 from rlplus import checkpoint
 from rlplus.cli import main
 from rlplus.config import Config
+from rlplus.learner.model import weights_fingerprint
 from rlplus.trainer import Interrupted, Run, folder, train
-from rlplus.trainer.model import weights_fingerprint
 
 
 def stamps(place: Path) -> dict[str, tuple[int, int]]:
@@ -61,7 +61,7 @@ def test_a_model_that_was_not_written_is_written_on_resume(tmp_path, monkeypatch
     """A run that ended between its last checkpoint and its export is not finished."""
     config = run_config(tmp_path, train={"steps": 1})
     with monkeypatch.context() as patch:
-        patch.setattr("rlplus.trainer.policy.write_model", lambda *_: 1 / 0)
+        patch.setattr("rlplus.learner.policy.write_model", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(config)
     assert (train(config, resume=True) / "model/model.safetensors").is_file()

@@ -17,12 +17,12 @@ import rlplus.trainer.engine
 import rlplus.trainer.rollouts
 import rlplus.trainer.run
 from rlplus.evaluation import evaluate_model, evaluator
+from rlplus.learner.policy import Policy, _buckets
 from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed
 from rlplus.rollout.transformers import TransformersEngine
 from rlplus.rollout.vllm import VLLMEngine
 from rlplus.trainer import Run, train
-from rlplus.trainer.policy import Policy, _buckets
 
 
 @pytest.fixture

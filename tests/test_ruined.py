@@ -7,9 +7,9 @@ import pytest
 from engine_runs import changed, same
 from trainer_runs import metrics, run_config
 
+from rlplus.learner.policy import Policy
 from rlplus.rollout import RunFailed
 from rlplus.trainer import Run, train
-from rlplus.trainer.policy import Policy
 
 
 def ruin(monkeypatch: pytest.MonkeyPatch, lr: float, updates: int) -> None:

@@ -12,9 +12,9 @@ from trainer_runs import metrics, run_config
 
 from rlplus import Algorithm, Objective, policy_loss
 from rlplus.data import MicroBatch, Sample, pack
+from rlplus.learner.statistics import needs_statistics, set_statistics
 from rlplus.objective import algorithm
 from rlplus.trainer import train
-from rlplus.trainer.statistics import needs_statistics, set_statistics
 
 LENGTHS = (5, 3, 4, 6)  # of the responses; the last one is a demonstration
 GSPO = algorithm("gspo")

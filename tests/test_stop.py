@@ -15,11 +15,11 @@ from trainer_runs import environment, metrics, run_config
 
 import rlplus
 from rlplus.config import Config
+from rlplus.learner.policy import Policy
 from rlplus.rollout.transformers import TransformersEngine
 from rlplus.rollout.vllm import VLLMEngine
 from rlplus.trainer import Interrupted, train
 from rlplus.trainer.engine import EngineFailed
-from rlplus.trainer.policy import Policy
 
 PLACES = ["generate", "first micro-batch", "second micro-batch"]
 

@@ -15,14 +15,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlplus.config import Config, load_config
 from rlplus.data import Sample
+from rlplus.learner import learner as learner_module
+from rlplus.learner import make_micro_batches
+from rlplus.learner import policy as policy_module
+from rlplus.learner.policy import Policy
 from rlplus.objective import ALGORITHMS
 from rlplus.ops import linear_policy_loss
 from rlplus.ops.backends import Choice
 from rlplus.rollout.transformers import TransformersEngine
 from rlplus.trainer import Interrupted, Run, train
-from rlplus.trainer import policy as policy_module
-from rlplus.trainer.batch import make_micro_batches, set_advantages
-from rlplus.trainer.policy import Policy
+from rlplus.trainer.batch import set_advantages
 
 
 @pytest.fixture
@@ -311,7 +313,7 @@ def test_least_memory_is_the_same_training(tmp_path, monkeypatch, stage):
         asked.append((options["memory"], options["max_scratch_mb"]))
         return linear_policy_loss(*args, **options)
 
-    monkeypatch.setattr("rlplus.trainer.policy.linear_policy_loss", recorded)
+    monkeypatch.setattr("rlplus.learner.policy.linear_policy_loss", recorded)
     least = train(run_config(tmp_path, "least", train=changes | {"memory": "least"}))
     assert set(asked) == {("least", None)}
     first, second = (load_file(folder / "model/model.safetensors") for folder in (fast, least))
@@ -347,14 +349,12 @@ def test_the_backend_is_checked_before_the_model_is_loaded_and_agreed_on_after_i
     """A check needs memory, and the first call may refuse what the check passed."""
     events = []
 
-    def noted(name):
-        original = getattr(policy_module, name)
-        monkeypatch.setattr(
-            policy_module, name, lambda *a, **k: (events.append(k.get("backend", name)), original(*a, **k))[1]
-        )
+    def noted(module, name):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, **k: (events.append(k.get("backend", name)), original(*a, **k))[1])
 
-    for name in ("load_model", "linear_logprob"):
-        noted(name)
+    noted(learner_module, "load_model")
+    noted(policy_module, "linear_logprob")
     answers = iter([Choice("triton", "passed"), Choice("torch", "the first call differs")])
     monkeypatch.setattr(policy_module, "choose", lambda *_: (events.append("choose"), next(answers))[1])
     with Run(run_config(tmp_path), resume=False) as run:

@@ -15,11 +15,12 @@ from trainer_runs import metrics, run_config
 
 from rlplus.checkpoint import random_state, set_random_state
 from rlplus.data import MicroBatch, Sample
+from rlplus.learner import make_micro_batches
 from rlplus.objective import ALGORITHMS, Algorithm
 from rlplus.rollout import RunFailed
 from rlplus.trainer import Run, train
 from rlplus.trainer import rollouts as rollouts_module
-from rlplus.trainer.batch import make_micro_batches, set_advantages
+from rlplus.trainer.batch import set_advantages
 from rlplus.trainer.rollouts import Rollouts
 
 

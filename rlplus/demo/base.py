@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from rlplus.demo.task import ANSWER, EASY, HARD, Problem, blur, draw, make_tokenizer, scratchpad
+from rlplus.learner.model import write_model
 from rlplus.rollout import RunFailed
-from rlplus.trainer.model import write_model
 
 WINDOW = 8  # batches of hard problems over which the loss of phase 1 is averaged
 

@@ -14,9 +14,10 @@ from rlplus import agree
 from rlplus.config import Config, check_evaluation_files
 from rlplus.data import Example, distinct, load_examples, load_tokenizer, response_text
 from rlplus.evaluation.results import Evaluation, join
+from rlplus.learner import prepare_model
 from rlplus.reward import Scorer
 from rlplus.rollout import Completion, RolloutEngine, make_engine
-from rlplus.trainer import Evaluate, Run, prepare_model
+from rlplus.trainer import Evaluate, Run
 
 _COMPLETIONS_A_CALL = 4096  # bounds what is held as Python lists at a time
 

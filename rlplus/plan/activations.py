@@ -21,8 +21,8 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlplus.data import MicroBatch
+from rlplus.learner.learner import PackedModel
 from rlplus.rollout import whole_model
-from rlplus.trainer.policy import PackedModel
 
 COUNTED = "rlplus_counted"  # the name under which transformers finds the stand-in for the attention kernel
 

@@ -8,6 +8,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlplus.config import Config
+from rlplus.learner.adapters import add_adapters
+from rlplus.learner.learner import deepspeed_config
 from rlplus.ops import MAX_SCRATCH_MB
 from rlplus.ops.backends import choose
 from rlplus.ops.cost import Shape, faster_memory, whole_tiles
@@ -15,8 +17,6 @@ from rlplus.ops.cpp import CHUNK_ROWS
 from rlplus.plan.activations import Activations, count_activations, meta_model
 from rlplus.plan.cluster import GIB, NODE, Cluster
 from rlplus.rollout import DEFAULT_CACHE_MB
-from rlplus.trainer.adapters import add_adapters
-from rlplus.trainer.policy import deepspeed_config
 
 RESERVE = 3 * GIB  # of a GPU: driver, CUDA context, cuBLAS, NCCL's buffers, fragmentation. Assumed
 ENGINE_ASLEEP = 1 * GIB  # of these, what vLLM does not give back while it sleeps: CUDA graphs, its context. Assumed

@@ -1,9 +1,9 @@
 """How long a step takes, roughly: the work of each phase over what the hardware can do, times an assumed efficiency."""
 
 from rlplus.config import Config
+from rlplus.learner.statistics import needs_statistics
 from rlplus.plan.cluster import NODE, Cluster
 from rlplus.plan.memory import Memory, Model, head_mode
-from rlplus.trainer.statistics import needs_statistics
 
 GEMM_EFFICIENCY = 0.45  # of the bf16 peak: training of dense models reaches 0.4 to 0.5 on A100. Assumed
 MEMORY_EFFICIENCY = 0.6  # of the memory's bandwidth, in decoding and in the optimiser. Assumed

@@ -2,8 +2,7 @@
 
 from rlplus.trainer.loop import Evaluate, train
 from rlplus.trainer.memory import OutOfMemory, phase_out_of_memory
-from rlplus.trainer.model import prepare_model
 from rlplus.trainer.run import Run
 from rlplus.trainer.stop import Interrupted
 
-__all__ = ["Evaluate", "Interrupted", "OutOfMemory", "Run", "phase_out_of_memory", "prepare_model", "train"]
+__all__ = ["Evaluate", "Interrupted", "OutOfMemory", "Run", "phase_out_of_memory", "train"]

@@ -1,18 +1,14 @@
-"""From prompts to micro-batches: who is in a group, what each member is worth, what each token weighs."""
+"""Groups: who is in one, and what each member is worth."""
 
-from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from rlplus import agree
 from rlplus.config import Config
-from rlplus.data import Example, MicroBatch, Sample, balance, pack
+from rlplus.data import Example, Sample
 from rlplus.errors import SharedFailure
-from rlplus.objective import Algorithm, group_advantages, token_weights
+from rlplus.objective import Algorithm, group_advantages
 from rlplus.reward import Score, Scorer
 from rlplus.rollout import RolloutEngine
 
@@ -80,143 +76,3 @@ def set_advantages(samples: Sequence[Sample], algorithm: Algorithm) -> None:
     )
     for sample, advantage in zip(samples, advantages.tolist(), strict=True):
         sample.advantage = advantage
-
-
-def make_micro_batches(
-    samples: Sequence[Sample], algorithm: Algorithm, config: Config, pad_id: int, device: torch.device
-) -> list[MicroBatch]:
-    """Weigh, select, share out and pack the samples of one update; all ranks get equally many micro-batches.
-
-    The denominators are those of the whole batch. Samples without a gradient are then left out, which changes nothing
-    but the time: with KL and entropy off, those of zero advantage and external ones without a loss. The others go to
-    the ranks by length, whoever generated them. With sequence parallelism a rank gets its part of each micro-batch of
-    its group.
-    """
-    totals = _totals(samples)
-    o = algorithm.objective
-    everyone = bool(o.kl_coef or o.entropy_coef)
-    parallel = config.train.sequence_parallel
-    kept = share_out([s for s in samples if everyone or _has_gradient(s, algorithm)], config)
-    batches = pack(
-        kept,
-        _token_weights(kept, totals, algorithm, config),
-        row_length=config.max_sample_length,
-        tokens_per_micro_batch=config.train.tokens_per_micro_batch * parallel,
-        pad_id=pad_id,
-        multiple=parallel,
-    )
-    most = int(agree.largest(len(batches)))
-    # A rank with fewer micro-batches runs dummies, backward pass included: a rank that skips one deadlocks ZeRO.
-    batches += [dummy(pad_id, parallel) for _ in range(most - len(batches))]
-    batches = [batch.to(device) for batch in own_shards(batches, config)]
-    if o.entropy_coef and algorithm.reduction == "official":
-        # The official scripts' bonus is a mean over response tokens, while their loss is normalised by length alone.
-        for batch in batches:
-            batch.entropy_weight = (batch.token_weight != 0).float() / sum(totals.tokens)
-    return batches
-
-
-def forward_batches(
-    samples: Sequence[Sample], config: Config, pad_id: int, device: torch.device, tokens_per_micro_batch: int
-) -> list[MicroBatch]:
-    """Micro-batches for the logprobs of this rank's samples, in order of `MicroBatch.sequence`; no weights."""
-    parallel = config.train.sequence_parallel
-    batches = pack(
-        samples,
-        [torch.ones(len(s.response)) for s in samples],
-        row_length=config.max_sample_length,
-        tokens_per_micro_batch=tokens_per_micro_batch,
-        pad_id=pad_id,
-        multiple=parallel,
-    )
-    return [batch.to(device) for batch in own_shards(batches, config)]
-
-
-def own_shards(batches: list[MicroBatch], config: Config) -> list[MicroBatch]:
-    """This rank's part of each micro-batch of its sequence-parallel group; the micro-batches where it is no such."""
-    parallel = config.train.sequence_parallel
-    if parallel == 1:
-        return batches
-    if config.model.attention == "flash_attention_2":
-        batches = [batch.as_one_row() for batch in batches]
-    return [batch.shard(dist.get_rank() % parallel, parallel) for batch in batches]
-
-
-def share_out(samples: Sequence[Sample], config: Config) -> list[Sample]:
-    """This rank's samples out of those of all ranks, shared out by `balance`, in the ranks' order.
-
-    The ranks of a sequence-parallel group (`train.sequence_parallel` neighbours) get the same ones.
-    """
-    world, rank, parallel = dist.get_world_size(), dist.get_rank(), config.train.sequence_parallel
-    if world == 1:
-        return list(samples)
-    lengths: list[list[int]] = [[]] * world
-    dist.all_gather_object(lengths, [s.length for s in samples])
-    owner = [r for r, own in enumerate(lengths) for _ in own]
-    place = balance(
-        [length for own in lengths for length in own],
-        [r // parallel for r in owner],
-        world // parallel,
-        config.max_sample_length,
-        config.train.tokens_per_micro_batch * parallel,
-    )
-    first = owner.index(rank) if rank in owner else 0
-    here = {first + i: s for i, s in enumerate(samples)}
-    if parallel > 1 or any(p != r for p, r in zip(place, owner, strict=True)):
-        leaving = {i: _compact(s) for i, s in here.items() if parallel > 1 or place[i] != rank}
-        moved: list[dict[int, Sample]] = [{}] * world
-        dist.all_gather_object(moved, leaving)
-        here |= {i: s for one in moved for i, s in one.items()}
-    return [here[i] for i, p in enumerate(place) if p == rank // parallel]
-
-
-def _compact(sample: Sample) -> Sample:
-    """The same values as arrays, a third of the pickled size of lists and much faster to send."""
-    logprob = sample.engine_logprob
-    return replace(
-        sample,
-        prompt=array("i", sample.prompt),
-        response=array("i", sample.response),
-        engine_logprob=None if logprob is None else array("d", logprob),
-    )
-
-
-def _has_gradient(sample: Sample, algorithm: Algorithm) -> bool:
-    return algorithm.objective.external_gradient(sample.advantage) if sample.external else sample.advantage != 0
-
-
-@dataclass(frozen=True)
-class _Totals:
-    """Response tokens and sequences of an update over all ranks, of (rollouts, demonstrations)."""
-
-    tokens: tuple[int, int]
-    sequences: tuple[int, int]
-
-
-def _totals(samples: Sequence[Sample]) -> _Totals:
-    kinds = [[len(s.response) for s in samples if s.external == external] for external in (False, True)]
-    counts = [int(total) for total in agree.sums(*map(sum, kinds), *map(len, kinds))]
-    return _Totals((counts[0], counts[1]), (counts[2], counts[3]))
-
-
-def _token_weights(samples: Sequence[Sample], totals: _Totals, algorithm: Algorithm, config: Config) -> list[Tensor]:
-    lengths = torch.tensor([len(s.response) for s in samples], dtype=torch.int64)
-    external = torch.tensor([s.external for s in samples], dtype=torch.bool)
-    apart = algorithm.demonstrations == "apart"
-    flat = token_weights(
-        torch.ones(int(lengths.sum()), dtype=torch.bool),
-        algorithm.reduction,
-        max_length=config.rollout.max_response_length,
-        total_tokens=totals.tokens if apart else sum(totals.tokens),
-        total_sequences=totals.sequences if apart else sum(totals.sequences),
-        sequence_ids=torch.arange(len(samples)).repeat_interleave(lengths),
-        external=external.repeat_interleave(lengths) if apart else None,
-    )
-    return list(flat.split(lengths.tolist()))
-
-
-def dummy(pad_id: int, multiple: int = 1) -> MicroBatch:
-    """A micro-batch of one token of weight 0."""
-    sample = Sample([pad_id], [pad_id], 0, False, False, None)
-    weight = [torch.zeros(1)]
-    return pack([sample], weight, row_length=2, tokens_per_micro_batch=2, pad_id=pad_id, multiple=multiple)[0]

@@ -10,10 +10,9 @@ from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import Sample
 from rlplus.errors import SharedFailure
+from rlplus.learner import Policy, forward_batches
 from rlplus.reward import GraderFailed
 from rlplus.rollout import Completion, RolloutEngine, RunFailed
-from rlplus.trainer.batch import forward_batches
-from rlplus.trainer.policy import Policy
 from rlplus.trainer.ranks import set_timeouts
 from rlplus.trainer.stop import Answer, StepGivenUp, StopSignal
 

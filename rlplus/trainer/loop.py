@@ -6,12 +6,13 @@ from pathlib import Path
 from rlplus.config import Config
 from rlplus.data import MicroBatch
 from rlplus.errors import RunFailed, SharedFailure
-from rlplus.trainer.batch import make_micro_batches, score, set_advantages
+from rlplus.learner import make_micro_batches
+from rlplus.learner.statistics import needs_statistics, set_statistics
+from rlplus.trainer.batch import score, set_advantages
 from rlplus.trainer.memory import OutOfMemory
 from rlplus.trainer.metrics import Tally, tally_mismatch, tally_samples, tally_update
 from rlplus.trainer.rollouts import use_engine_logprob
 from rlplus.trainer.run import Run
-from rlplus.trainer.statistics import needs_statistics, set_statistics
 from rlplus.trainer.stop import StepGivenUp
 
 Evaluate = Callable[[Run], dict[str, float]]

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import Example, MicroBatch, PromptSampler, Sample
+from rlplus.learner import Policy, dummy, forward_batches
 from rlplus.objective import Algorithm
 from rlplus.rollout import RolloutEngine
-from rlplus.trainer.batch import dummy, forward_batches, generate
+from rlplus.trainer.batch import generate
 from rlplus.trainer.engine import EngineFailed, SyncedEngine
 from rlplus.trainer.metrics import Tally
-from rlplus.trainer.policy import Policy
 
 
 @dataclass

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from rlplus import agree, checkpoint
 from rlplus.config import Config
 from rlplus.data import Example, PromptSampler, Sample, load_examples, load_tokenizer, response_text
+from rlplus.learner import Policy, check_positions, prepare_model, weights_fingerprint
 from rlplus.objective import Algorithm
 from rlplus.reward import Scorer, Verdict, grade_demonstrations, keep_passed
 from rlplus.rollout import RunFailed, make_engine
@@ -22,8 +23,6 @@ from rlplus.trainer import folder
 from rlplus.trainer.engine import EngineFailed, NoEngine, SyncedEngine, max_gap
 from rlplus.trainer.memory import naming_phase
 from rlplus.trainer.metrics import RunLog, Tally
-from rlplus.trainer.model import check_positions, prepare_model, weights_fingerprint
-from rlplus.trainer.policy import Policy
 from rlplus.trainer.ranks import initialize_distributed
 from rlplus.trainer.rollouts import Batch, Rollouts
 from rlplus.trainer.stop import Interrupted, StopSignal

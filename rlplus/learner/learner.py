@@ -1,6 +1,6 @@
-"""The policy under DeepSpeed: a causal language model whose head is the fused loss."""
+"""A model under DeepSpeed: packed forward passes, gradients over micro-batches, AdamW's step, the learning rate."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MethodType
@@ -15,13 +15,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rlplus import agree
 from rlplus.config import Config, TrainConfig
 from rlplus.data import MicroBatch
-from rlplus.objective import Objective
-from rlplus.ops import PolicyLoss, linear_logprob, linear_policy_loss
-from rlplus.ops.backends import Choice, choose
+from rlplus.learner.adapters import add_adapters
+from rlplus.learner.model import in_shards, load_model
+from rlplus.learner.sequence import SequenceGroup, check_attention
 from rlplus.ops.causal_lm import logit_transform
-from rlplus.trainer.adapters import add_adapters, merged_weights, without_adapters
-from rlplus.trainer.model import in_shards, load_model, write_model
-from rlplus.trainer.sequence import SequenceGroup, check_attention, probe_batch
 
 
 class PackedModel(nn.Module):
@@ -53,21 +50,16 @@ def _fused_head(head: nn.Linear, hidden: Tensor, op: Callable[..., Any]) -> Any:
     return op(hidden, head.weight, bias=head.bias)
 
 
-class Policy:
-    """Forward passes, updates and weights of the model that is trained, on this rank's shard.
+class Learner:
+    """A model that is trained, on this rank's shard.
 
-    `model_path` is a Hugging Face folder or hub name, `model_config` its configuration with the run's changes, and
-    `objective` what updates optimise.
+    `model_path` is a Hugging Face folder or hub name, `model_config` its configuration with the run's changes.
     """
 
-    def __init__(self, config: Config, model_path: str, model_config: PretrainedConfig, objective: Objective) -> None:
-        self.config, self.objective, self.model_config = config, objective, model_config
-        cuda = torch.cuda.is_available()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    def __init__(self, config: Config, model_path: str, model_config: PretrainedConfig) -> None:
+        self.config, self.model_config = config, model_config
+        self.device = this_device()
         train = config.train
-        tensors = (self.device, getattr(torch, config.model.dtype))
-        choose(train.backend, *tensors)  # a GPU's self-check needs memory, which the model is about to take
-        self.backend: str = train.backend
         self.group: SequenceGroup | None = None
         if train.sequence_parallel > 1:
             self.group = SequenceGroup(train.sequence_parallel, model_config, config.model.attention)
@@ -90,14 +82,9 @@ class Policy:
         )
         if what := self.nonfinite():
             raise ValueError(f"the model in {model_path} has NaN or infinity in {what}: want finite weights")
-        self.backend, self.why_backend = agreed_backend(train.backend, *tensors)
-        self._check_attention()
-        self.reference: PackedModel | None = None
-        if objective.kl_coef and config.model.lora is None:  # frozen; each rank holds a whole copy
-            reference = load_model(config.model, model_path, model_config)
-            self.reference = PackedModel(reference, self.group).to(self.device).eval().requires_grad_(False)
 
-    def _check_attention(self) -> None:
+    def check_attention(self) -> None:
+        """ValueError where packed sequences see each other, or do not see their own past. Collective."""
         self.engine.eval()
         check_attention(
             lambda batch: self.engine(batch.to(self.device), lambda hidden, *_, **__: hidden),
@@ -108,53 +95,29 @@ class Policy:
         self.engine.train()
 
     def nonfinite(self) -> str:
-        """The place of NaN or infinity: the first such parameter, else a batch's logprobs; empty if all is finite.
+        """The first parameter with NaN or infinity; empty if all are finite. Collective; a pass over the weights."""
+        name = _first_nonfinite(self.engine.module.lm, self.device)
+        return f"parameter {name}" if name else ""
 
-        All ranks call it. A pass over this rank's weights and one forward pass of two short sequences.
-        """
-        if name := _first_nonfinite(self.engine.module.lm, self.device):
-            return f"parameter {name}"
-        batch = probe_batch(self.model_config.vocab_size, self.config.train.sequence_parallel).to(self.device)
-        bad = agree.largest(not self.logprob(batch).isfinite().all())
-        return "the logprobs of a test batch, though in no parameter" if bad else ""
-
-    @torch.no_grad()
-    def logprob(self, batch: MicroBatch, *, reference: bool = False) -> Tensor:
-        """log p (N,) of the batch's targets at the sampling temperature, under the policy or the frozen reference."""
-        if not reference:
-            return self.statistics(batch)[0]
-        op = partial(linear_logprob, target=batch.target, **self._head_options())
-        logprob: Tensor
-        if self.reference is not None:
-            logprob = self.reference(batch, op)[0]
-            return logprob
-        assert self.config.model.lora, "there is no reference when objective.kl_coef is 0"
-        with without_adapters(self.engine.module):
-            logprob = self.engine(batch, op)[0]
-        return logprob
-
-    @torch.no_grad()
-    def statistics(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """log p (N,) of the batch's targets at the sampling temperature, and the entropy (N,) there."""
-        logprob, entropy = self.engine(batch, partial(linear_logprob, target=batch.target, **self._head_options()))
-        return logprob, entropy
-
-    def accumulate(
-        self, batches: Sequence[MicroBatch], before_each: Callable[[], None] | None = None
-    ) -> list[PolicyLoss]:
+    def backward(
+        self,
+        batches: Sequence[MicroBatch],
+        op: Callable[[MicroBatch], Callable[..., Any]],
+        before_each: Callable[[], None] | None = None,
+    ) -> list[Any]:
         """Forward and backward passes of one update; every rank calls it with as many micro-batches.
 
-        The gradient is that of the sum of their losses; `step` is taken on it. before_each: called before each one, and
-        may raise.
+        op: what the head computes for a micro-batch, a named tuple with a `loss`. The gradient is that of the sum of
+        their losses; `step` is taken on it. before_each: called before each one, and may raise.
         """
         outputs = []
         for i, batch in enumerate(batches):
             if before_each is not None:
                 before_each()
             self.engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
-            out = self.engine(batch, self._loss_op(batch))
+            out = self.engine(batch, op(batch))
             self.engine.backward(out.loss)
-            outputs.append(_without_ranks(out))
+            outputs.append(out._replace(loss=out.loss.detach()))
         if self.device.type == "cuda":  # else the optimiser pays for it: the gradient's norm waits for the device
             torch.cuda.synchronize()
         return outputs
@@ -164,34 +127,6 @@ class Policy:
         self.engine.step()
         applied: bool = self.engine.was_step_applied()
         return applied
-
-    def _loss_op(self, batch: MicroBatch) -> Callable[..., PolicyLoss]:
-        # DeepSpeed averages gradients over ranks, but the weights' denominators are global already. The factor is in
-        # the weights: on the loss it would make the backward pass scale the head's gradient, as large as its weight.
-        ranks = dist.get_world_size()
-        entropy_weight = batch.entropy_weight
-        return partial(
-            linear_policy_loss,
-            target=batch.target,
-            old_logprob=batch.old_logprob,
-            advantage=batch.advantage,
-            token_weight=batch.token_weight * ranks,
-            external=batch.external,
-            ref_logprob=batch.ref_logprob,
-            engine_logprob=None if self.objective.mismatch_cap is None else batch.engine_logprob,
-            entropy_weight=None if entropy_weight is None else entropy_weight * ranks,
-            objective=self.objective,
-            memory=self.config.train.memory,
-            **self._head_options(),
-        )
-
-    def _head_options(self) -> dict[str, Any]:
-        config = self.config
-        return {
-            "temperature": config.rollout.temperature,
-            "max_scratch_mb": config.train.max_scratch_mb,
-            "backend": self.backend,
-        }
 
     @property
     def lr(self) -> float:
@@ -204,25 +139,10 @@ class Policy:
         norm = self.engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every parameter under its Hugging Face name; all ranks call it and exhaust it."""
-        merged = list(merged_weights(self.engine.module.lm))
-        if self.config.train.zero_stage < 3:
-            yield from ((name, value()) for name, _, value in merged)
-            return
-        for bucket in _buckets(merged, self.config.rollout.push_bucket_mb * 2**20):
-            with deepspeed.zero.GatheredParameters([p for _, parameters, _ in bucket for p in parameters]):
-                yield from ((name, value()) for name, _, value in bucket)
 
-    def export(self, folder: str) -> None:
-        """Write the weights as a Hugging Face folder (safetensors); all ranks call it."""
-        state = {}
-        for name, weight in self.weights():
-            if dist.get_rank() == 0:
-                state[name] = weight.cpu().clone()
-        if dist.get_rank() == 0:
-            write_model(self.engine.module.lm, folder, state)
-        agree.barrier()
+def this_device() -> torch.device:
+    """The current GPU, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 @torch.no_grad()
@@ -241,39 +161,6 @@ def _first_nonfinite(lm: nn.Module, device: torch.device) -> str:
     finite = torch.stack(extremes).isfinite().all(1).tolist()
     first = -int(agree.largest(-finite.index(False) if False in finite else -len(finite)))
     return names[first - 1] if first < len(finite) else ""
-
-
-def agreed_backend(name: str, device: torch.device, dtype: torch.dtype) -> Choice:
-    """The backend of all ranks: `torch` where a rank refuses what the others would take. Collective."""
-    choices = agree.gathered(choose(name, device, dtype))
-    if len({choice.backend for choice in choices}) == 1:
-        return choices[0]
-    refusals = (f"rank {rank}: {choice.reason}" for rank, choice in enumerate(choices) if choice.backend == "torch")
-    return Choice("torch", "; ".join(refusals))
-
-
-def _without_ranks(out: PolicyLoss) -> PolicyLoss:
-    """Detached, with the losses divided by the number of ranks, which `Policy._loss_op` has in the weights."""
-    ranks = dist.get_world_size()
-    stats = {name: value / ranks if name.startswith("loss_") else value for name, value in out.stats.items()}
-    return out._replace(loss=out.loss.detach() / ranks, stats=stats)
-
-
-_Merged = tuple[str, list[Any], Callable[[], Tensor]]  # parameters with the fields that ZeRO-3 adds
-
-
-def _buckets(merged: Sequence[_Merged], most_bytes: int) -> Iterator[list[_Merged]]:
-    """In order, in lists of at most so many bytes of parameters, or of one entry."""
-    bucket: list[_Merged] = []
-    size = 0
-    for entry in merged:
-        nbytes = sum(p.ds_numel * p.element_size() for p in entry[1])
-        if bucket and size + nbytes > most_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(entry)
-        size += nbytes
-    yield bucket
 
 
 def _adamw(config: TrainConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

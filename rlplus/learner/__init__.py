@@ -1,0 +1,17 @@
+"""Models under DeepSpeed, and the micro-batches that they are trained on."""
+
+from rlplus.learner.batch import dummy, forward_batches, make_micro_batches
+from rlplus.learner.learner import Learner
+from rlplus.learner.model import check_positions, prepare_model, weights_fingerprint
+from rlplus.learner.policy import Policy
+
+__all__ = [
+    "Learner",
+    "Policy",
+    "check_positions",
+    "dummy",
+    "forward_batches",
+    "make_micro_batches",
+    "prepare_model",
+    "weights_fingerprint",
+]

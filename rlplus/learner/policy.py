@@ -1,0 +1,161 @@
+"""The policy: a learner whose head is the fused loss, with its logprobs, its reference and its weights for others."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from rlplus import agree
+from rlplus.config import Config
+from rlplus.data import MicroBatch
+from rlplus.learner.adapters import merged_weights, without_adapters
+from rlplus.learner.learner import Learner, PackedModel, this_device
+from rlplus.learner.model import load_model, write_model
+from rlplus.learner.sequence import probe_batch
+from rlplus.objective import Objective
+from rlplus.ops import PolicyLoss, linear_logprob, linear_policy_loss
+from rlplus.ops.backends import Choice, choose
+
+
+class Policy(Learner):
+    """A language model that is trained with a policy loss; its weights are for the rollout engine and for export.
+
+    `objective` is what updates optimise.
+    """
+
+    def __init__(self, config: Config, model_path: str, model_config: PretrainedConfig, objective: Objective) -> None:
+        self.objective = objective
+        head = (config.train.backend, this_device(), getattr(torch, config.model.dtype))
+        choose(*head)  # a GPU's self-check needs memory, which the model is about to take
+        self.backend: str = config.train.backend
+        super().__init__(config, model_path, model_config)
+        self.backend, self.why_backend = agreed_backend(*head)
+        self.check_attention()
+        self.reference: PackedModel | None = None
+        if objective.kl_coef and config.model.lora is None:  # frozen; each rank holds a whole copy
+            reference = load_model(config.model, model_path, model_config)
+            self.reference = PackedModel(reference, self.group).to(self.device).eval().requires_grad_(False)
+
+    def nonfinite(self) -> str:
+        """The place of NaN or infinity: the first such parameter, else a batch's logprobs; empty if all is finite.
+
+        All ranks call it. A pass over this rank's weights and one forward pass of two short sequences.
+        """
+        if what := super().nonfinite():
+            return what
+        batch = probe_batch(self.model_config.vocab_size, self.config.train.sequence_parallel).to(self.device)
+        bad = agree.largest(not self.logprob(batch).isfinite().all())
+        return "the logprobs of a test batch, though in no parameter" if bad else ""
+
+    @torch.no_grad()
+    def logprob(self, batch: MicroBatch, *, reference: bool = False) -> Tensor:
+        """log p (N,) of the batch's targets at the sampling temperature, under the policy or the frozen reference."""
+        if not reference:
+            return self.statistics(batch)[0]
+        op = partial(linear_logprob, target=batch.target, **self._head_options())
+        logprob: Tensor
+        if self.reference is not None:
+            logprob = self.reference(batch, op)[0]
+            return logprob
+        assert self.config.model.lora, "there is no reference when objective.kl_coef is 0"
+        with without_adapters(self.engine.module):
+            logprob = self.engine(batch, op)[0]
+        return logprob
+
+    @torch.no_grad()
+    def statistics(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """log p (N,) of the batch's targets at the sampling temperature, and the entropy (N,) there."""
+        logprob, entropy = self.engine(batch, partial(linear_logprob, target=batch.target, **self._head_options()))
+        return logprob, entropy
+
+    def accumulate(
+        self, batches: Sequence[MicroBatch], before_each: Callable[[], None] | None = None
+    ) -> list[PolicyLoss]:
+        """`backward` of the policy loss."""
+        return [_without_ranks(out) for out in self.backward(batches, self._loss_op, before_each)]
+
+    def _loss_op(self, batch: MicroBatch) -> Callable[..., PolicyLoss]:
+        # DeepSpeed averages gradients over ranks, but the weights' denominators are global already. The factor is in
+        # the weights: on the loss it would make the backward pass scale the head's gradient, as large as its weight.
+        ranks = dist.get_world_size()
+        entropy_weight = batch.entropy_weight
+        return partial(
+            linear_policy_loss,
+            target=batch.target,
+            old_logprob=batch.old_logprob,
+            advantage=batch.advantage,
+            token_weight=batch.token_weight * ranks,
+            external=batch.external,
+            ref_logprob=batch.ref_logprob,
+            engine_logprob=None if self.objective.mismatch_cap is None else batch.engine_logprob,
+            entropy_weight=None if entropy_weight is None else entropy_weight * ranks,
+            objective=self.objective,
+            memory=self.config.train.memory,
+            **self._head_options(),
+        )
+
+    def _head_options(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "temperature": config.rollout.temperature,
+            "max_scratch_mb": config.train.max_scratch_mb,
+            "backend": self.backend,
+        }
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of every parameter under its Hugging Face name; all ranks call it and exhaust it."""
+        merged = list(merged_weights(self.engine.module.lm))
+        if self.config.train.zero_stage < 3:
+            yield from ((name, value()) for name, _, value in merged)
+            return
+        for bucket in _buckets(merged, self.config.rollout.push_bucket_mb * 2**20):
+            with deepspeed.zero.GatheredParameters([p for _, parameters, _ in bucket for p in parameters]):
+                yield from ((name, value()) for name, _, value in bucket)
+
+    def export(self, folder: str) -> None:
+        """Write the weights as a Hugging Face folder (safetensors); all ranks call it."""
+        state = {}
+        for name, weight in self.weights():
+            if dist.get_rank() == 0:
+                state[name] = weight.cpu().clone()
+        if dist.get_rank() == 0:
+            write_model(self.engine.module.lm, folder, state)
+        agree.barrier()
+
+
+def agreed_backend(name: str, device: torch.device, dtype: torch.dtype) -> Choice:
+    """The backend of all ranks: `torch` where a rank refuses what the others would take. Collective."""
+    choices = agree.gathered(choose(name, device, dtype))
+    if len({choice.backend for choice in choices}) == 1:
+        return choices[0]
+    refusals = (f"rank {rank}: {choice.reason}" for rank, choice in enumerate(choices) if choice.backend == "torch")
+    return Choice("torch", "; ".join(refusals))
+
+
+def _without_ranks(out: PolicyLoss) -> PolicyLoss:
+    """With the losses divided by the number of ranks, which `Policy._loss_op` has in the weights."""
+    ranks = dist.get_world_size()
+    stats = {name: value / ranks if name.startswith("loss_") else value for name, value in out.stats.items()}
+    return out._replace(loss=out.loss / ranks, stats=stats)
+
+
+_Merged = tuple[str, list[Any], Callable[[], Tensor]]  # parameters with the fields that ZeRO-3 adds
+
+
+def _buckets(merged: Sequence[_Merged], most_bytes: int) -> Iterator[list[_Merged]]:
+    """In order, in lists of at most so many bytes of parameters, or of one entry."""
+    bucket: list[_Merged] = []
+    size = 0
+    for entry in merged:
+        nbytes = sum(p.ds_numel * p.element_size() for p in entry[1])
+        if bucket and size + nbytes > most_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(entry)
+        size += nbytes
+    yield bucket
