@@ -14,9 +14,9 @@ from rlplus.config.files import (
 )
 from rlplus.config.load import load_config
 from rlplus.config.rollout import RolloutConfig
-from rlplus.config.schema import (
+from rlplus.config.schema import Config
+from rlplus.config.sections import (
     CheckpointConfig,
-    Config,
     EvaluationConfig,
     LoraConfig,
     ModelConfig,

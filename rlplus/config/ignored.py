@@ -8,37 +8,30 @@ anyway (enforce_eager with transformers).
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rlplus.config.sections import Sections
 from rlplus.objective import ALGORITHMS, Objective
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 
-if TYPE_CHECKING:
-    from rlplus.config.schema import Config
-
-
 # Keys, when they have no effect, and why.
-Rule = tuple[str, Callable[["Config"], bool], str]
+Rule = tuple[str, Callable[[Sections], bool], str]
 
 
-def _demonstrations(config: "Config") -> str:
-    return config.algorithm.resolve().demonstrations
-
-
-def _objective(config: "Config") -> Objective:
+def _objective(config: Sections) -> Objective:
     return config.algorithm.resolve().objective
 
 
-def _ratio_is_one(config: "Config") -> bool:
+def _ratio_is_one(config: Sections) -> bool:
     """The policy that trains is the one that sampled: whatever the range and the gate, the gradient is the same."""
     train = config.train
     return train.prompts_per_update in (None, train.prompts_per_step) and not train.overlap
 
 
-def _surrogate_reads(config: "Config", field: str) -> bool:
-    objective, demonstrations = _objective(config), _demonstrations(config)
-    sampled = demonstrations != "only" and field in INTERNAL[objective.internal].reads
-    return sampled or (demonstrations != "none" and field in EXTERNAL[objective.external].reads)
+def _surrogate_reads(config: Sections, field: str) -> bool:
+    algorithm = config.algorithm.resolve()
+    sampled = algorithm.generates and field in INTERNAL[algorithm.objective.internal].reads
+    return sampled or (algorithm.demonstrates and field in EXTERNAL[algorithm.objective.external].reads)
 
 
 def _surrogates_rules() -> Iterator[Rule]:
@@ -87,12 +80,12 @@ RULES: tuple[Rule, ...] = (
         "train.generated_tokens train.overlap algorithm.normalize_std algorithm.objective.internal "
         "algorithm.ratio_level algorithm.mismatch_level algorithm.top_entropy "
         "algorithm.objective.mismatch_cap algorithm.objective.mismatch_low algorithm.objective.mismatch_mode",
-        lambda c: _demonstrations(c) == "only",
+        lambda c: not c.algorithm.resolve().generates,
         "the preset generates nothing",
     ),
     (
         "algorithm.objective.external algorithm.objective.external_coef algorithm.objective.gamma",
-        lambda c: _demonstrations(c) == "none",
+        lambda c: not c.algorithm.resolve().demonstrates,
         "the preset takes no demonstrations",
     ),
     (
@@ -120,7 +113,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def ignored_keys(config: "Config") -> Iterator[str]:
+def ignored_keys(config: Sections) -> Iterator[str]:
     """A line for each, with its first reason."""
     said = set()
     for keys, without_effect, why in RULES:
@@ -130,7 +123,7 @@ def ignored_keys(config: "Config") -> Iterator[str]:
                 yield f"{key} would have no effect, leave it out: {why}"
 
 
-def _changed(config: "Config", key: str) -> bool:
+def _changed(config: Sections, key: str) -> bool:
     *sections, name = key.split(".")
     section: Any = config
     for part in sections:

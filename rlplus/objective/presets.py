@@ -140,6 +140,21 @@ class Algorithm:
     mismatch_level: MismatchLevel = "token"
     top_entropy: float = 1.0
 
+    @property
+    def generates(self) -> bool:
+        """Whether rollouts are sampled."""
+        return self.demonstrations != "only"
+
+    @property
+    def demonstrates(self) -> bool:
+        """Whether demonstrations are trained on."""
+        return self.demonstrations != "none"
+
+    @property
+    def demonstrations_apart(self) -> bool:
+        """Whether demonstrations are outside the groups' statistics, with denominators of their own."""
+        return self.demonstrations == "apart"
+
 
 def _rollouts_only(internal: str, reduction: Reduction, normalize_std: bool = True, **fields: Any) -> Algorithm:
     return Algorithm(Objective(internal, "none", gamma=0.0, **fields), reduction, normalize_std, "none")

@@ -115,10 +115,9 @@ def _generate_seconds(
 
 def _members(config: Config) -> tuple[int, int]:
     """Rollouts and demonstrations of a group."""
-    kind = config.algorithm.resolve().demonstrations
-    if kind == "only":
-        return 0, 1
-    return config.rollout.group_size - (kind != "none"), int(kind != "none")
+    algorithm = config.algorithm.resolve()
+    demonstrations = int(algorithm.demonstrates)
+    return config.rollout.group_size - demonstrations if algorithm.generates else 0, demonstrations
 
 
 def _tied(model: Model) -> bool:
