@@ -1,4 +1,6 @@
-"""Small collectives on the CPU, which no GPU is waited for: sums, maxima, gathered objects, failures.
+"""The collectives of this package; where a rank is gone they say which, and what each was doing.
+
+Small ones are on the CPU, which no GPU is waited for: sums, maxima, gathered objects, failures.
 
 Ranks that have much to do before one of them report it as a `phase`, so that its timeout can say who waited for whom.
 """
@@ -11,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 timeout = timedelta(hours=1)  # of a collective
 _gloo: Any = None
@@ -58,13 +61,23 @@ def _reduced(values: Sequence[float], op: Any) -> list[float]:
     return list(tensor.tolist())
 
 
-def gathered(value: Any) -> list[Any]:
-    """All ranks' values, pickled on the way. Collective."""
+def gathered(value: Any, neighbours: int | None = None) -> list[Any]:
+    """All ranks' values, pickled on the way; or those of its block of so many neighbouring ranks. Collective."""
     values = [value]
     if (world := dist.get_world_size()) > 1:
         values = [None] * world
         _together(lambda: dist.all_gather_object(values, value, group=_group()))
-    return values
+    if neighbours is None:
+        return values
+    first = dist.get_rank() // neighbours * neighbours
+    return values[first : first + neighbours]
+
+
+def exchanged(parts: Tensor, group: Any) -> Tensor:
+    """(ranks, ...) -> (ranks, ...) on the device of both: part i goes to rank i of the group. Collective."""
+    received = torch.empty_like(parts)
+    _together(lambda: dist.all_to_all_single(received, parts, group=group))
+    return received
 
 
 def failures(failure: BaseException | None, *, clear: tuple[type[BaseException], ...] = (Exception,)) -> str:

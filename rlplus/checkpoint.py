@@ -1,7 +1,8 @@
 """Checkpoints that are complete or not there, and that resume exactly.
 
     checkpoints/latest            the name of the newest complete checkpoint
-    checkpoints/step-000050/      DeepSpeed's shards, rng-<rank>.pt, rank-<rank>.pt, state.json and its CRC-32
+    checkpoints/step-000050/      DeepSpeed's shards in a folder of each model, such as policy/; rng-<rank>.pt,
+                                  rank-<rank>.pt, state.json and its CRC-32
     checkpoints/saving/           one that is being written, or was when the process died
 
 A checkpoint is written under the name `saving`, flushed to the disk, renamed, and only then named in `latest`. `verify`
@@ -16,7 +17,7 @@ import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,13 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def save(engine: Any, folder: Path, step: int, state: dict[str, Any], keep: int, rank_state: Any = None) -> Path:
-    """Write the DeepSpeed engine, every rank's random state and `state` (JSON) as step `step`; keep the newest `keep`.
+def save(
+    engines: Mapping[str, Any], folder: Path, step: int, state: dict[str, Any], keep: int, rank_state: Any = None
+) -> Path:
+    """Write DeepSpeed engines, every rank's random state and `state` (JSON) as step `step`; keep the newest `keep`.
 
-    rank_state: what this rank adds of its own, pickled. Called by all ranks. Raises OSError (a full disk, say)
-    with the previous checkpoint intact.
+    engines: by the names of their folders. rank_state: what this rank adds of its own, pickled. Called by all ranks.
+    Raises OSError (a full disk, say) with the previous checkpoint intact.
     """
     final, saving = folder / f"step-{step:06d}", folder / SAVING
     main = dist.get_rank() == 0
@@ -77,7 +80,7 @@ def save(engine: Any, folder: Path, step: int, state: dict[str, Any], keep: int,
         return final
     whole = state | {"step": step, "world_size": dist.get_world_size(), "rank_state": rank_state is not None}
     _together(lambda: _clear(saving, final) if main else None, step, saving)
-    _together(lambda: _write(engine, saving, rank_state), step, saving)  # each rank flushes what it wrote
+    _together(lambda: _write(engines, saving, rank_state), step, saving)  # each rank flushes what it wrote
     _together(lambda: _publish(folder, final, whole, keep) if main else None, step, saving)
     return final
 
@@ -105,11 +108,14 @@ def _clear(saving: Path, final: Path) -> None:
             shutil.rmtree(leftover)
 
 
-def _write(engine: Any, saving: Path, rank_state: Any) -> None:
-    with _errors_kept(engine) as errors:
-        engine.save_checkpoint(str(saving.parent), tag=SAVING, save_latest=False)
-    if errors:
-        raise errors[0]
+def _write(engines: Mapping[str, Any], saving: Path, rank_state: Any) -> None:
+    failed: list[Exception] = []
+    for name, engine in engines.items():
+        with _errors_kept(engine) as errors:
+            engine.save_checkpoint(str(saving), tag=name, save_latest=False)
+        failed += errors
+    if failed:
+        raise failed[0]
     _save_flushed(random_state(), saving / f"rng-{dist.get_rank()}.pt")
     if rank_state is not None:
         _save_flushed(rank_state, saving / f"rank-{dist.get_rank()}.pt")
@@ -154,7 +160,7 @@ def _errors_kept(engine: Any) -> Iterator[list[Exception]]:
 def _publish(folder: Path, final: Path, state: dict[str, Any], keep: int) -> None:
     """Turn the finished `saving` into `final`, name it in `latest`, delete what is too old."""
     saving = folder / SAVING
-    text = json.dumps(state | {"files": sorted(path.name for path in saving.glob("*.pt"))})
+    text = json.dumps(state | {"files": _archives(saving)})
     (saving / "state.json").write_text(text)
     (saving / "state.crc32").write_text(f"{zlib.crc32(text.encode()):08x}")
     for path in (*saving.rglob("*"), saving):
@@ -165,6 +171,10 @@ def _publish(folder: Path, final: Path, state: dict[str, Any], keep: int) -> Non
     steps = (path for path in folder.glob("step-*") if NAME.fullmatch(path.name))
     for old in sorted((path for path in steps if _step(path) <= _step(final)), key=_step)[:-keep]:
         shutil.rmtree(old)
+
+
+def _archives(checkpoint: Path) -> list[str]:
+    return sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*.pt"))
 
 
 def point_to(checkpoint: Path) -> None:
@@ -190,7 +200,7 @@ def verify(checkpoint: Path) -> None:
 
 def _checked_files(checkpoint: Path) -> list[Path]:
     """state.json and the files that it lists, missing ones too; without a list (0.1.0) those that there are."""
-    names = [file.name for file in checkpoint.glob("*.pt")]
+    names = _archives(checkpoint)
     with suppress(ValueError, OSError):  # damaged, which its own check says
         names = read_state(checkpoint).get("files", names)
     return [checkpoint / name for name in ("state.json", *sorted(names))]
@@ -258,22 +268,26 @@ def read_rank_state(checkpoint: Path) -> Any:
         raise ValueError(f"{checkpoint} is damaged, {file.name} cannot be read: {error!r}") from error
 
 
-def load(engine: Any, checkpoint: Path) -> None:
-    """Restore the DeepSpeed engine and this rank's random state; ValueError for another number of ranks, or damage."""
+def load(engines: Mapping[str, Any], checkpoint: Path) -> None:
+    """Restore DeepSpeed engines and this rank's random state; ValueError for another number of ranks, or damage."""
     saved = read_state(checkpoint)["world_size"]
     if saved != dist.get_world_size():
         raise ValueError(
             f"{checkpoint} was written by {saved} ranks: want as many to resume; got {dist.get_world_size()}"
         )
     try:
-        path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+        for name, engine in engines.items():
+            place = checkpoint / name
+            if len(engines) == 1 and not place.is_dir():  # 0.1.0 wrote the one engine's files into the folder itself
+                place = checkpoint
+            path, _ = engine.load_checkpoint(str(place.parent), tag=place.name)
+            if path is None:
+                raise ValueError(f"DeepSpeed found nothing in {place}")
         generators = torch.load(checkpoint / f"rng-{dist.get_rank()}.pt", weights_only=False)
     except torch.OutOfMemoryError:  # not the file's fault
         raise
     except Exception as error:
         raise ValueError(f"{checkpoint} is damaged, a file cannot be read: {error!r}") from error
-    if path is None:
-        raise ValueError(f"DeepSpeed found no checkpoint in {checkpoint}")
     set_random_state(generators)
 
 

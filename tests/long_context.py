@@ -82,13 +82,13 @@ def main() -> None:
     config = make_config(folder, tokens)
     initialize_distributed()
     objective = config.algorithm.resolve().objective
-    policy = Policy(config, str(folder), AutoConfig.from_pretrained(folder), objective)
+    policy = Policy(config, str(folder), AutoConfig.from_pretrained(folder))
     algorithm = config.algorithm.resolve()
     (batch,) = make_micro_batches(make_samples(tokens, sequences), algorithm, config, 0, policy.device)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     start = time.perf_counter()
     if kind == "fused":
-        policy.accumulate([batch])
+        policy.accumulate([batch], objective)
         applied = policy.step()
         assert applied
     else:

@@ -182,7 +182,7 @@ def make_policy(folder: Path, name: str) -> tuple[Config, Policy]:
         add_adapters=add_trained_adapters,
         load_model=load_for_flash if CASES[name]["flash"] else load_model,
     ):
-        return config, Policy(config, path, model_config, config.algorithm.resolve().objective)
+        return config, Policy(config, path, model_config, reference=bool(config.algorithm.resolve().objective.kl_coef))
 
 
 def run_case(folder: Path, name: str) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def run_case(folder: Path, name: str) -> dict[str, Any]:
     before = {n: w.clone() for n, w in policy.weights()}
     factors: list[float] = []
     with mock.patch.object(library, "_scale", lambda g, by, *rest: factors.append(float(by)) or scale(g, by, *rest)):
-        outputs = policy.accumulate(batches)
+        outputs = policy.accumulate(batches, algorithm.objective)
     lr, applied = policy.lr, policy.step()
     tally = Tally()
     tally_update(tally, outputs, policy.grad_norm, lr, applied)

@@ -9,6 +9,7 @@ from pathlib import Path
 import processes
 import pytest
 import torch
+from engine_runs import same
 from safetensors.torch import load_file
 from trainer_runs import environment, metrics, run_config
 
@@ -48,18 +49,18 @@ def die(*_, **__):
 
 saves = 0
 save = checkpoint.save
-def second_save_dies(engine, folder, *rest):
+def second_save_dies(engines, folder, *rest):
     global saves
     saves += 1
     if saves == 2:
         if sys.argv[3] == "shards":  # some of DeepSpeed's files are there
-            engine._save_zero_checkpoint = die
+            engines["policy"]._save_zero_checkpoint = die
         elif sys.argv[3] == "flush":  # all files are there, not yet renamed
             checkpoint._flush = die
         else:  # renamed, not yet named in `latest`
             real = checkpoint.Path.replace
             checkpoint.Path.replace = lambda self, to: die() if self.name == "latest.new" else real(self, to)
-    return save(engine, folder, *rest)
+    return save(engines, folder, *rest)
 
 checkpoint.save = second_save_dies
 train(load_config(sys.argv[1]))
@@ -155,11 +156,26 @@ def test_ranks_that_see_other_checkpoints_are_refused(tmp_path, monkeypatch):
     def gathered(own):
         return [own, ("step-000007", None)] if isinstance(own, tuple) else [own]
 
-    monkeypatch.setattr("rlplus.trainer.run.agree.gathered", gathered)
+    monkeypatch.setattr("rlplus.agree.gathered", gathered)
     with pytest.raises(
         ValueError, match=r"all ranks share; its newest checkpoint is rank 0: None, rank 1: step-000007"
     ):
         train(run_config(tmp_path))
+
+
+def test_a_checkpoint_of_0_1_0_resumes(tmp_path):
+    """It has one model, whose files lie beside the others."""
+    config = run_config(tmp_path)
+    saved = train(with_steps(config, 1)) / "checkpoints/step-000001"
+    for file in (saved / "policy").iterdir():
+        file.rename(saved / file.name)
+    (saved / "policy").rmdir()
+    state = json.loads((saved / "state.json").read_text())
+    state["files"] = [Path(name).name for name in state["files"]]
+    (saved / "state.json").write_text(json.dumps(state))
+    (saved / "state.crc32").unlink()
+    train(with_steps(config, 2), resume=True)
+    assert same(train(with_steps(config, 2, tmp_path / "whole")), tmp_path / "run")
 
 
 ONE_FULL_DISK = """

@@ -343,7 +343,7 @@ def test_a_run_that_fails_is_one_message(config_file, capsys):
 def test_a_damaged_checkpoint_is_named(config_file, tmp_path, capsys):
     assert main(["train", str(config_file), "train.steps=1"]) == 0
     saved = tmp_path / "run/checkpoints/step-000001"
-    os.truncate(saved / "mp_rank_00_model_states.pt", 100)
+    os.truncate(saved / "policy/mp_rank_00_model_states.pt", 100)
     assert main(["train", str(config_file), "train.steps=2", "--resume"]) == 2
     assert (
         f"{saved / 'mp_rank_00_model_states.pt'} is damaged: File is not a zip file. There is no older"

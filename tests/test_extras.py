@@ -15,11 +15,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Lfm2Config, L
 
 from rlplus.config import Config, ScratchModel
 from rlplus.data import byte_tokenizer
-from rlplus.learner import make_micro_batches
 from rlplus.learner.adapters import add_adapters, merged_weights, without_adapters
 from rlplus.learner.model import _apply_liger, make_scratch_model
+from rlplus.recipe import set_advantages
 from rlplus.trainer import Run, train
-from rlplus.trainer.batch import set_advantages
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -131,7 +130,7 @@ def test_merged_weights_are_those_of_peft(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
     with Run(run_config(tmp_path), resume=False) as run:
-        path = str(run.folder / "scratch")
+        path = str(run.folder.path / "scratch")
         settings = run_config(tmp_path, model={"lora": LORA | {"target_modules": ["q_proj", "down_proj"]}}).model.lora
         assert settings is not None
     ours = AutoModelForCausalLM.from_pretrained(path)
@@ -204,13 +203,13 @@ def test_compiled_layers_compute_the_same(tmp_path: Path) -> None:
     def first_update(**options: Any) -> tuple[float, dict[str, torch.Tensor]]:
         config = run_config(tmp_path, f"run{len(options)}", train=options)
         with Run(config, resume=False) as run:
-            from test_trainer import batch_of_samples
+            from update_cases import batch_of_samples, packed
 
             samples = batch_of_samples()
-            set_advantages(samples, run.algorithm)
-            batches = make_micro_batches(samples, run.algorithm, run.config, run.pad_id, run.policy.device)
+            set_advantages(samples, run.recipe.algorithm)
+            batches = packed(run, samples)
             assert len({batch.input_ids.shape for batch in batches}) > 1
-            run.policy.accumulate(batches)
+            run.policy.accumulate(batches, run.recipe.algorithm.objective)
             applied = run.policy.step()
             assert applied
             compiled = [m for m in run.policy.engine.module.modules() if m._compiled_call_impl is not None]

@@ -123,14 +123,14 @@ def test_an_engine_that_fails_ahead_of_an_evaluation_costs_no_step(
 
     monkeypatch.setattr("rlplus.trainer.run.make_engine", make)
     drawn: list[list[int]] = []
-    following = Rollouts.next
+    draw = Rollouts.draw
 
     def recorded(rollouts: Rollouts, *arguments: Any) -> Any:
-        examples, batch = following(rollouts, *arguments)
-        drawn.append(batch.indices)
-        return examples, batch
+        batch = draw(rollouts, *arguments)
+        drawn.append([example.index for example in batch.examples])
+        return batch
 
-    monkeypatch.setattr(Rollouts, "next", recorded)
+    monkeypatch.setattr(Rollouts, "draw", recorded)
     sections: dict[str, Any] = {
         "rollout": {"mode": "process"},
         "train": {"steps": 4, "overlap": True},

@@ -145,7 +145,7 @@ def test_a_disk_that_fails_at_the_end_of_a_save(tmp_path, monkeypatch, write):
     more = config.model_copy(update={"train": config.train.model_copy(update={"steps": 2})})
     with monkeypatch.context() as patch, Run(more, resume=True) as run:
         patch.setattr(checkpoint.Path, write, full)
-        run.step = 2
+        run.progress.step = 2
         with pytest.raises(OSError, match=r"could not write the checkpoint of step 2 under .*rank 0: .*No space left"):
             run.save_checkpoint()
     assert newest(folder) == 1

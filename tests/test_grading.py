@@ -68,7 +68,7 @@ from test_grading import decode, example
 from rlplus.data import Sample
 from rlplus.reward import Score, grade_demonstrations
 from rlplus.rollout import RunFailed
-from rlplus.trainer.batch import score
+from rlplus.trainer.samples import score
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

@@ -8,7 +8,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "rlplus"
 ORDER = "errors < lazy < textfiles < terminal < kernels < objective < ops < agree < config < data < reward < rollout"
-LAYERS = f"{ORDER} < checkpoint < learner < trainer < evaluation < report < plan < demo < cli < __main__".split(" < ")
+ORDER += " < checkpoint < learner < recipe < trainer < evaluation < report < plan < demo < cli < __main__"
+LAYERS = ORDER.split(" < ")
 LINKS = (PACKAGE / "kernels", PACKAGE / "bench")  # rglob does not follow links
 MODULES = sorted(path for folder in (PACKAGE, *LINKS) for path in folder.rglob("*.py"))
 ALLOWED = {name: LAYERS[:i] for i, name in enumerate(LAYERS)}
@@ -40,6 +41,28 @@ def test_imports_only_from_the_left(path: Path) -> None:
     assert layer in ALLOWED, f"{layer} has no place in the order of layers: {' < '.join(LAYERS)}"
     wrong = set(imported_layers(path, path.read_text())) - {layer, *ALLOWED[layer]}
     assert not wrong, f"{layer} imports {sorted(wrong)}; it may import {ALLOWED[layer]}"
+
+
+COLLECTIVES = ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "scatter"]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_collectives_go_through_agree(path: Path) -> None:
+    """There a rank that is gone is named, with what every rank was doing."""
+    attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    used = [node.attr for node in attributes if ast.unparse(node.value) in ("dist", "torch.distributed")]
+    direct = [name for name in used if name.startswith(tuple(COLLECTIVES))]
+    assert path.name == "agree.py" or not direct, f"{path.name} calls {direct}: want functions of rlplus.agree"
+
+
+def test_one_class_knows_what_its_kinds_of_demonstrations_mean() -> None:
+    """Elsewhere a new kind would be forgotten: `Algorithm` answers what a comparison would ask."""
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            compared = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            named = any(isinstance(side, ast.Attribute) and side.attr == "demonstrations" for side in compared)
+            constant = any(isinstance(side, ast.Constant | ast.Tuple) for side in compared)
+            assert path.name == "presets.py" or not (named and constant), f"{path}:{node.lineno}"
 
 
 KERNELS = sorted((PACKAGE / "kernels").glob("*.py"))

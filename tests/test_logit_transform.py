@@ -6,21 +6,20 @@ from typing import Any
 import pytest
 import torch
 from head_cases import EVERYTHING, check_fp64, check_precision, closed, run, sample, tensors
-from test_trainer import batch_of_samples, naive_gradients
 from torch import Tensor
 from trainer_runs import run_config
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from update_cases import batch_of_samples, naive_gradients, packed
 
 from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
 from rlplus.config import ModelConfig
 from rlplus.data import byte_tokenizer
 from rlplus.kernels import linear_logprob as row_kernels
-from rlplus.learner import make_micro_batches
 from rlplus.learner.model import load_model
 from rlplus.ops import cpp
 from rlplus.ops.head import Head
+from rlplus.recipe import set_advantages
 from rlplus.trainer import Run
-from rlplus.trainer.batch import set_advantages
 
 TRANSFORMS = pytest.mark.parametrize(
     "transform",
@@ -208,10 +207,10 @@ def test_a_run_trains_the_model_that_its_class_is(
     tokenizer.save_pretrained(path)
     with Run(run_config(tmp_path, model={"path": str(path), "scratch": None}), resume=False) as built:
         samples = batch_of_samples()
-        set_advantages(samples, built.algorithm)
+        set_advantages(samples, built.recipe.algorithm)
         lm = built.policy.engine.module
-        for batch in make_micro_batches(samples, built.algorithm, built.config, built.pad_id, built.policy.device):
-            lm(batch, built.policy._loss_op(batch)).loss.backward()
+        for batch in packed(built, samples):
+            lm(batch, built.policy._loss_op(built.recipe.algorithm.objective, batch)).loss.backward()
         want = naive_gradients(built, samples, model=path)
         got = {name.removeprefix("lm."): p.grad for name, p in lm.named_parameters()}
     for name, gradient in want.items():

@@ -25,7 +25,7 @@ def some_right(monkeypatch: pytest.MonkeyPatch) -> None:
             sample.reward = float(sample.external or i % 2)
         return ["ok"] * len(samples)
 
-    monkeypatch.setattr("rlplus.trainer.loop.score", draw_rewards)
+    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
 
 
 def two_updates(folder: Any, output: str, **sections: Any) -> Config:

@@ -14,16 +14,18 @@ from engine_runs import changed, fail, model, same, torchrun
 from safetensors.torch import load_file
 from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM
+from update_cases import packed
 
 import rlplus.rollout.process
 import rlplus.trainer.rollouts
 from rlplus.config import Config
 from rlplus.data import Sample
-from rlplus.learner import forward_batches, make_micro_batches
+from rlplus.learner import forward_batches
+from rlplus.recipe import Batch, set_advantages
 from rlplus.rollout.transformers import TransformersEngine
 from rlplus.trainer import Run, train
-from rlplus.trainer.batch import generate, set_advantages
 from rlplus.trainer.rollouts import use_engine_logprob
+from rlplus.trainer.samples import generate
 
 
 def test_overlap_refuses_a_cap_that_would_do_nothing(tmp_path):
@@ -56,7 +58,7 @@ def overlapping(folder: Path, output: str, steps: int, **sections: Any) -> Confi
 
 @pytest.fixture
 def lottery(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlplus.trainer.loop.score", draw_rewards)
+    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
 
 
 def draw_rewards(samples: Any, examples: Any, scorer: Any, decode: Any) -> list[str]:
@@ -79,7 +81,7 @@ def trainer_logprob(run: Run, samples: list[Sample]) -> list[torch.Tensor]:
 @torch.no_grad()
 def check_logprob(run: Run, samples: list[Sample], sampler: dict[str, torch.Tensor]) -> None:
     """The logprobs that came with the samples are the sampler's in float64, as nearly as the trainer's own are."""
-    exact = AutoModelForCausalLM.from_pretrained(str(run.folder / "scratch"), dtype=torch.float64)
+    exact = AutoModelForCausalLM.from_pretrained(str(run.folder.path / "scratch"), dtype=torch.float64)
     exact.load_state_dict({name: weight.double() for name, weight in sampler.items()}, strict=False)  # a tied head
     given_error = own_error = size = 0.0
     for sample, own in zip(samples, trainer_logprob(run, samples), strict=True):
@@ -108,10 +110,10 @@ def simulated(config: Config) -> tuple[dict[str, torch.Tensor], list[list[float]
             sampler = history[max(0, step - 1)]
             run.engine.engine.push_weights(iter(sampler.items()), step)
             examples = [run.examples[i] for i in run.sampler.next()]
-            samples = generate(run.engine.engine, examples, run.algorithm, plain, step)
+            samples = generate(run.engine.engine, examples, run.recipe.ask(examples), plain, step)
             draw_rewards(samples, examples, run.scorer, run.decode)
             rewards.append([s.reward for s in samples])
-            set_advantages(samples, run.algorithm)
+            set_advantages(samples, run.recipe.algorithm)
             now = {name: p.clone() for name, p in run.policy.weights()}
             set_weights(sampler)
             demonstrations = [s for s in samples if s.external]
@@ -119,15 +121,13 @@ def simulated(config: Config) -> tuple[dict[str, torch.Tensor], list[list[float]
                 sample.engine_logprob = logprob.tolist()
             check_logprob(run, samples, sampler)
             set_weights(now)
-            updates = [
-                make_micro_batches(part, run.algorithm, plain, run.pad_id, run.policy.device)
-                for part in run.split(samples)
-            ]
+            step_batch = Batch(examples, samples, 0.0)
+            updates = [packed(run, update.samples) for update in run.recipe.updates(step_batch)]
             for batches in updates:
                 for batch in batches:
                     use_engine_logprob(batch)
                 if batches:
-                    run.policy.accumulate(batches)
+                    run.policy.accumulate(batches, run.recipe.algorithm.objective)
                     run.policy.step()
             history.append({name: p.clone() for name, p in run.policy.weights()})
         return history[-1], rewards
@@ -165,6 +165,18 @@ def test_resume_with_overlap_is_bitwise(tmp_path, in_thread, lottery, preset):
     parts = train(changed(config, "train", steps=6), resume=True)
     assert same(whole, parts)
     assert metrics(whole) == metrics(parts)
+
+
+def test_a_checkpoint_of_0_1_0_with_a_batch_ahead_resumes(tmp_path, in_thread, lottery):
+    """It holds the batch as an object."""
+    whole = train(overlapping(tmp_path, "whole", 3))
+    config = overlapping(tmp_path, "parts", 2)
+    saved = train(config) / "checkpoints/step-000002"
+    remembered = torch.load(saved / "rank-0.pt", weights_only=False)
+    batch = object.__new__(rlplus.trainer.rollouts.Batch)
+    vars(batch).update(remembered["rollouts"])
+    torch.save(batch, saved / "rank-0.pt")
+    assert same(whole, train(changed(config, "train", steps=3), resume=True))
 
 
 def test_the_batch_ahead_is_generated_while_the_policy_trains(tmp_path, in_thread, monkeypatch):

@@ -86,8 +86,8 @@ def test_pack_loses_nothing(lengths: list[tuple[int, int]], extra: int, budget: 
             p,
             r,
             i,
-            advantage=float(i),
-            external=i % 3 == 0,
+            advantage=[float(i + j) for j in range(r)] if i % 4 == 1 else float(i),
+            external=[j % 2 == 0 for j in range(r)] if i % 4 == 2 else i % 3 == 0,
             engine_logprob=None if i % 2 else [-i - j / 64 for j in range(r)],
         )
         for i, (p, r) in enumerate(lengths)
@@ -113,8 +113,8 @@ def check_micro_batch(batch: MicroBatch, samples: list[Sample], weights: list[to
         own, s = batch.sequence == index, samples[index]
         assert batch.target[own].tolist() == s.response
         assert batch.token_weight[own].equal(weights[index])
-        assert batch.advantage[own].eq(s.advantage).all()
-        assert batch.external[own].eq(s.external).all()
+        assert batch.advantage[own].eq(torch.tensor(s.advantage)).all()
+        assert batch.external[own].eq(torch.tensor(s.external)).all()
         logprob = batch.engine_logprob[own]
         assert logprob.isnan().all() if s.engine_logprob is None else logprob.tolist() == s.engine_logprob
         rows = batch.rows[own].tolist()
@@ -157,7 +157,8 @@ def test_pack_refuses_what_does_not_fit() -> None:
     refuse("sample 0: want a prompt and a response; got 0 and 4", sample(0, 4))
     refuse(r"sample 0: want token_weight \(4,\); got \(3,\)", sample(4, 4), weights=[torch.ones(3)])
     refuse("want one token_weight for each of 1 samples; got 0", sample(4, 4), weights=[])
-    refuse("sample 0: want 4 engine_logprob; got 1", sample(4, 4, engine_logprob=[0.0]))
+    for name in ("engine_logprob", "advantage", "external"):
+        refuse(f"sample 0: want 4 {name}; got 1", sample(4, 4, **{name: [0.0]}))
     refuse("want row_length and tokens_per_micro_batch >= 1; got 0", row_length=0)
 
 

@@ -16,7 +16,8 @@ from rlplus.learner.policy import Policy
 from rlplus.objective import Objective
 from rlplus.ops import linear_policy_loss
 from rlplus.plan.activations import Meter, count_activations, meta_model
-from rlplus.plan.memory import Model, head_memory, model_states
+from rlplus.plan.cluster import GPUS, Cluster
+from rlplus.plan.memory import MOMENTS, Model, estimate_memory, head_memory, model_states
 from rlplus.trainer.ranks import initialize_distributed
 
 
@@ -62,19 +63,20 @@ def test_an_update_takes_what_is_planned(tmp_path, stage, dtype):
     Qwen2ForCausalLM(model_config).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     before = real_storages()
-    policy = Policy(config, str(tmp_path / "model"), model_config, config.algorithm.resolve().objective)
+    policy = Policy(config, str(tmp_path / "model"), model_config)
+    algorithm = config.algorithm.resolve()
 
     def update() -> None:
-        batches = make_micro_batches(samples_of(2, 48), config.algorithm.resolve(), config, 0, policy.device)
+        batches = make_micro_batches(samples_of(2, 48), algorithm, config, 0, policy.device)
         assert len(batches) == 2
-        policy.accumulate(batches)
+        policy.accumulate(batches, algorithm.objective)
         assert policy.step()
 
     update()  # the first one makes the optimiser's moments
     between = alive_beyond(before)
     with Meter(known=everything_known()) as passes:
-        batches = make_micro_batches(samples_of(2, 48), config.algorithm.resolve(), config, 0, policy.device)
-        policy.accumulate(batches)
+        batches = make_micro_batches(samples_of(2, 48), algorithm, config, 0, policy.device)
+        policy.accumulate(batches, algorithm.objective)
     del batches
     waiting = alive_beyond(before)
     with Meter(known=everything_known()) as optimizer:
@@ -139,6 +141,23 @@ def test_two_and_three_layers_say_what_all_take(checkpointing):
     lm = meta_model(model_config, "bfloat16")
     whole = count_activations(lm, rows=1, length=32768, attention="flash_attention_2", checkpointing=checkpointing)
     assert quick == whole
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_states_of_all_learners_are_counted_and_one_of_them_trains(stage):
+    """A second one of half the width: its states are added, and it trains when the larger one does not."""
+    config, cluster = paper(f"train.zero_stage={stage}"), Cluster(8, GPUS["a100-80g"])
+    policy, critic = (Model(config, Qwen2Config(**(QWEN_7B | {"hidden_size": width}))) for width in (3584, 1792))
+    alone = {model: estimate_memory(config, model, cluster) for model in (policy, critic)}
+    states = {model: model_states(config, model, cluster) for model in (policy, critic)}
+    policy.learners = (policy, critic)
+    both = estimate_memory(config, policy, cluster)
+    added = states[critic].weights + states[critic].optimizer
+    added += states[critic].gradients if states[critic].gradients_stay else 0
+    for moment in MOMENTS:
+        assert alone[critic].total(moment) < alone[policy].total(moment) or moment == "generate"
+        assert both.total(moment) == alone[policy].total(moment) + added
+    assert both.host == alone[policy].host + states[critic].host
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -19,6 +19,7 @@ from rlplus.cli import main
 from rlplus.config import Config
 from rlplus.learner.model import weights_fingerprint
 from rlplus.trainer import Interrupted, Run, folder, train
+from rlplus.trainer.step import Step
 
 
 def stamps(place: Path) -> dict[str, tuple[int, int]]:
@@ -121,7 +122,7 @@ def test_damage_is_named_and_resumed_before_it_when_told(tmp_path, name):
         elif name == "missing":
             (checkpoints / step / "rng-0.pt").unlink()
         else:
-            (file,) = (checkpoints / step).glob(f"*{name}*")
+            (file,) = (checkpoints / step).rglob(f"*{name}*")
             damaged(file, len(file.read_bytes()) // 2)
     with pytest.raises(ValueError, match="is damaged: ") as error:
         train(config, resume=True)
@@ -144,7 +145,7 @@ def test_files_are_on_the_disk_before_the_checkpoint_is_named(tmp_path, monkeypa
 
     def check(*arguments: Any) -> None:
         saving = tmp_path / "run/checkpoints/saving"
-        assert {path for path in flushed if path.suffix == ".pt"} == set(saving.glob("*.pt"))
+        assert {path for path in flushed if path.suffix == ".pt"} == set(saving.rglob("*.pt"))
         publish(*arguments)
 
     monkeypatch.setattr(checkpoint, "_flush", lambda path: (flushed.append(path), flush(path)))
@@ -216,14 +217,14 @@ def test_other_software_is_said(tmp_path, monkeypatch, capsys):
 def test_announcements_of_the_end_stop_a_run_unless_they_are_ignored(tmp_path, monkeypatch, number, ignored):
     """As under nohup."""
     config = run_config(tmp_path, train={"steps": 2})
-    end_step = Run.end_step
+    end = Step.end
 
-    def signalled(run: Run, *arguments: Any) -> None:
-        if not run.step:
+    def signalled(step: Step, *arguments: Any) -> None:
+        if not step.run.progress.step:
             os.kill(os.getpid(), number)
-        end_step(run, *arguments)
+        end(step, *arguments)
 
-    monkeypatch.setattr(Run, "end_step", signalled)
+    monkeypatch.setattr(Step, "end", signalled)
     before = signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
         if ignored:
@@ -241,14 +242,14 @@ DIES_ONCE = """
 import os, signal, sys
 from pathlib import Path
 from rlplus.cli import main
-from rlplus.trainer import Run
-end_step, died = Run.end_step, Path(sys.argv[1])
-def dying(run, *arguments):
-    if run.step == 2 and run.rank == 1 and not died.exists():
+from rlplus.trainer.step import Step
+end, died = Step.end, Path(sys.argv[1])
+def dying(step, *arguments):
+    if step.run.progress.step == 2 and step.run.rank == 1 and not died.exists():
         died.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    end_step(run, *arguments)
-Run.end_step = dying
+    end(step, *arguments)
+Step.end = dying
 sys.exit(main(["train", "--resume=auto", sys.argv[2]]))
 """
 

@@ -69,7 +69,7 @@ def test_ruined_weights_are_not_evaluated(tmp_path: Path, monkeypatch: pytest.Mo
     seen: list[int] = []
 
     def evaluate(run: Run) -> dict[str, float]:
-        seen.append(run.step + 1)
+        seen.append(run.progress.step + 1)
         return {}
 
     with pytest.raises(RunFailed, match="step 2: an update left NaN or infinity in parameter "):
@@ -113,7 +113,7 @@ def test_a_run_without_any_reward_says_so(tmp_path: Path, monkeypatch: pytest.Mo
             sample.reward = float("nan")
         return ["crash"] * len(samples)
 
-    monkeypatch.setattr("rlplus.trainer.loop.score", mask)
+    monkeypatch.setattr("rlplus.trainer.step.score", mask)
     train(run_config(tmp_path, algorithm={"preset": "grpo"}, train={"steps": 4}))
     told = " ".join(capsys.readouterr().err.split())
     assert "in each group are equal (none in this step; 100% of the responses not graded, " in told

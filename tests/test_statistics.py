@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from trainer_runs import metrics, run_config
 
-from rlplus import Algorithm, Objective, policy_loss
+from rlplus import Algorithm, Objective, agree, policy_loss
 from rlplus.data import MicroBatch, Sample, pack
 from rlplus.learner.statistics import needs_statistics, set_statistics
 from rlplus.objective import algorithm
@@ -85,7 +84,7 @@ def test_the_loss_is_that_of_whole_sequences(
         batch.old_logprob = None
     want = by_sequences(batch, logprob, a)
     if needs_statistics(a, on_policy):
-        set_statistics([batch], [(logprob, entropy)], a, None)
+        set_statistics([batch], [(logprob, entropy)], a, 1)
     torch.testing.assert_close(loss_of(batch, logprob, objective), want, rtol=1e-6, atol=1e-9)
 
 
@@ -93,7 +92,7 @@ def test_demonstrations_keep_their_old_policy() -> None:
     a = replace(GSPO, objective=Objective("clip", "mis"))
     batch, logprob, entropy = micro_batch()
     old = batch.old_logprob
-    set_statistics([batch], [(logprob, entropy)], a, None)
+    set_statistics([batch], [(logprob, entropy)], a, 1)
     assert torch.equal(batch.old_logprob[batch.external], old[batch.external])
     assert not torch.isclose(batch.old_logprob, old)[~batch.external].any()
 
@@ -106,7 +105,7 @@ def test_only_the_tokens_of_the_highest_entropy_have_a_surrogate(share: float, m
     rollouts = ~batch.external
     threshold = torch.quantile(entropy[rollouts], 1 - share)
     advantage, kept = batch.advantage, batch.external | (entropy >= threshold)
-    set_statistics([batch], [(logprob, entropy)], a, None)
+    set_statistics([batch], [(logprob, entropy)], a, 1)
     assert torch.equal(batch.advantage, advantage.where(kept, torch.zeros(())))
     assert torch.equal(batch.entropy_weight, batch.token_weight.where(kept, torch.zeros(())))
     assert 0 < (kept & rollouts).sum() <= share * rollouts.sum() + 1
@@ -131,21 +130,19 @@ def test_the_sums_go_over_the_ranks_that_share_a_sequence(monkeypatch: pytest.Mo
     own = [whole.rows % whole.input_ids.shape[1] // shards[0].input_ids.shape[1] == i for i in range(2)]
     assert all((shards[0].sequence == s).any() and (shards[1].sequence == s).any() for s in (0, 3))
 
-    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
-        assert group == "both"
-        if op == dist.ReduceOp.MAX:
-            tensor.fill_(len(LENGTHS))
-        else:
-            other = shards[1 - here].sequence
-            values = (logprob - whole.old_logprob)[own[1 - here]]
-            tensor += torch.stack([torch.bincount(other, w, len(LENGTHS)) for w in (values, torch.ones_like(values))])
+    def gathered(part: Tensor, neighbours: int) -> list[Tensor]:
+        assert neighbours == 2
+        other = shards[1 - here].sequence
+        values = (logprob - whole.old_logprob)[own[1 - here]]
+        counted = torch.stack([torch.bincount(other, w) for w in (values, torch.ones_like(values))])
+        return [part, counted] if here == 0 else [counted, part]
 
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(agree, "gathered", gathered)
     reference, _, _ = micro_batch()
-    set_statistics([reference], [(logprob, entropy)], GSPO, None)
+    set_statistics([reference], [(logprob, entropy)], GSPO, 1)
     for here, shard in enumerate(shards):
         shard.old_logprob = whole.old_logprob[own[here]]
-        set_statistics([shard], [(logprob[own[here]], entropy[own[here]])], GSPO, "both")
+        set_statistics([shard], [(logprob[own[here]], entropy[own[here]])], GSPO, 2)
         torch.testing.assert_close(shard.old_logprob, reference.old_logprob[own[here]], rtol=0, atol=1e-12)
 
 
@@ -161,7 +158,7 @@ def some_right(monkeypatch: pytest.MonkeyPatch) -> None:
             sample.reward = float(i % 2)
         return ["ok"] * len(samples)
 
-    monkeypatch.setattr("rlplus.trainer.loop.score", draw_rewards)
+    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
 
 
 @pytest.mark.usefixtures("some_right")

@@ -12,19 +12,18 @@ import torch
 from safetensors.torch import load_file
 from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from update_cases import batch_of_samples, naive_gradients, packed
 
 from rlplus.config import Config, load_config
-from rlplus.data import Sample
 from rlplus.learner import learner as learner_module
-from rlplus.learner import make_micro_batches
 from rlplus.learner import policy as policy_module
 from rlplus.learner.policy import Policy
-from rlplus.objective import ALGORITHMS
+from rlplus.objective import ALGORITHMS, Objective
 from rlplus.ops import linear_policy_loss
 from rlplus.ops.backends import Choice
+from rlplus.recipe import set_advantages
 from rlplus.rollout.transformers import TransformersEngine
 from rlplus.trainer import Interrupted, Run, train
-from rlplus.trainer.batch import set_advantages
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def test_a_scratch_model_left_by_an_unfinished_run_is_not_used(tmp_path):
     made = []
     for seed in (0, 1):
         with Run(run_config(tmp_path, train={"seed": seed}), resume=False) as run:
-            made.append(load_file(run.folder / "scratch/model.safetensors"))
+            made.append(load_file(run.folder.path / "scratch/model.safetensors"))
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(made[0][name], made[1][name])
 
@@ -78,55 +77,20 @@ def test_a_failure_before_the_update_costs_one_step(tmp_path, monkeypatch):
     assert (Path(config.output_dir) / "checkpoints/latest").read_text() == "step-000003"
 
 
-def batch_of_samples(seed: int = 0) -> list[Sample]:
-    """Groups of three rollouts and a demonstration with distinct rewards and lengths."""
-    generator = torch.Generator().manual_seed(seed)
-    samples = []
-    for group in range(4):
-        for member in range(4):
-            lengths = [int(torch.randint(1, 9, (), generator=generator)) for _ in range(2)]
-            prompt, response = (torch.randint(0, 256, (n,), generator=generator).tolist() for n in lengths)
-            external = member == 3
-            samples.append(
-                Sample(prompt, response, group, external, False, None, reward=float(external or member == group))
-            )
-    return samples
-
-
-def naive_gradients(
-    run: Run, samples: list[Sample], temperature: float = 1.0, model: Path | None = None
-) -> dict[str, torch.Tensor]:
-    """RL-PLUS eq. 1-7 written out in float64, a sequence at a time, through the plain model: no package code."""
-    lm = AutoModelForCausalLM.from_pretrained(str(model or run.folder / "scratch"), dtype=torch.float64)
-    tokens = sum(len(s.response) for s in samples)
-    for group in range(4):
-        members = [s for s in samples if s.group == group]
-        rewards = torch.tensor([s.reward for s in members], dtype=torch.float64)
-        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-        for s, advantage in zip(members, advantages, strict=True):
-            ids = torch.tensor([[*s.prompt, *s.response]])
-            logp = (lm(ids).logits[0, len(s.prompt) - 1 : -1] / temperature).log_softmax(-1)
-            p = logp.gather(1, torch.tensor(s.response)[:, None]).squeeze(1).exp()
-            old = p.detach()
-            weight = 4 * p / (3 * old + 1) * (1 - old) ** 0.5 if s.external else p / old
-            (-(advantage * weight).sum() / tokens).backward()
-    return {name: p.grad for name, p in lm.named_parameters()}
-
-
 @pytest.mark.parametrize("tokens_per_micro_batch", [16, 32, 64, 4096])
 def test_gradient_is_that_of_the_whole_batch_however_it_is_cut(tiny_run, tokens_per_micro_batch):
     samples = batch_of_samples()
-    set_advantages(samples, tiny_run.algorithm)
+    set_advantages(samples, ALGORITHMS["rlplus"])
     config = tiny_run.config
     config = config.model_copy(
         update={"train": config.train.model_copy(update={"tokens_per_micro_batch": tokens_per_micro_batch})}
     )
-    batches = make_micro_batches(samples, tiny_run.algorithm, config, tiny_run.pad_id, tiny_run.policy.device)
+    batches = packed(tiny_run, samples, config)
     total = sum(len(s.prompt) + len(s.response) for s in samples)
     assert total / tokens_per_micro_batch <= len(batches) <= 2 * total / tokens_per_micro_batch + 1
     lm = tiny_run.policy.engine.module
     for batch in batches:
-        lm(batch, tiny_run.policy._loss_op(batch)).loss.backward()
+        lm(batch, tiny_run.policy._loss_op(Objective(), batch)).loss.backward()
     want = naive_gradients(tiny_run, samples)
     got = {name.removeprefix("lm."): p.grad for name, p in lm.named_parameters()}
     assert got.keys() == want.keys()
@@ -138,13 +102,13 @@ def test_gradient_is_that_of_the_whole_batch_however_it_is_cut(tiny_run, tokens_
 
 def test_update_takes_adamws_step_on_that_gradient(tiny_run):
     samples = batch_of_samples(1)
-    set_advantages(samples, tiny_run.algorithm)
-    batches = make_micro_batches(samples, tiny_run.algorithm, tiny_run.config, tiny_run.pad_id, tiny_run.policy.device)
+    set_advantages(samples, ALGORITHMS["rlplus"])
+    batches = packed(tiny_run, samples)
     assert len(batches) > 2
     gradients = naive_gradients(tiny_run, samples)
     norm = torch.stack([g.norm() for g in gradients.values()]).norm()
     before = {name: p.clone() for name, p in tiny_run.policy.weights()}
-    tiny_run.policy.accumulate(batches)
+    tiny_run.policy.accumulate(batches, Objective())
     applied = tiny_run.policy.step()
     assert applied
     assert tiny_run.policy.grad_norm == pytest.approx(float(norm), rel=1e-4)
@@ -158,14 +122,12 @@ def test_update_takes_adamws_step_on_that_gradient(tiny_run):
 
 def test_nonfinite_gradients_leave_the_weights_alone_and_three_in_a_row_stop_the_run(tiny_run):
     samples = batch_of_samples()
-    set_advantages(samples, tiny_run.algorithm)
+    set_advantages(samples, ALGORITHMS["rlplus"])
     samples[0].advantage = float("inf")
     before = {name: p.clone() for name, p in tiny_run.policy.weights()}
     for _ in range(2):
-        batches = make_micro_batches(
-            samples, tiny_run.algorithm, tiny_run.config, tiny_run.pad_id, tiny_run.policy.device
-        )
-        outputs = tiny_run.policy.accumulate(batches)
+        batches = packed(tiny_run, samples)
+        outputs = tiny_run.policy.accumulate(batches, Objective())
         applied = tiny_run.policy.step()
         assert not applied
         assert not torch.stack([out.loss for out in outputs]).sum().isfinite()
@@ -174,8 +136,8 @@ def test_nonfinite_gradients_leave_the_weights_alone_and_three_in_a_row_stop_the
     with pytest.raises(RuntimeError, match=r"3 updates in a row had a non-finite gradient.*None"):
         tiny_run.count_nonfinite(False)
     samples[0].advantage = 0.5
-    batches = make_micro_batches(samples, tiny_run.algorithm, tiny_run.config, tiny_run.pad_id, tiny_run.policy.device)
-    tiny_run.policy.accumulate(batches)
+    batches = packed(tiny_run, samples)
+    tiny_run.policy.accumulate(batches, Objective())
     assert tiny_run.policy.step()
     assert not all(torch.equal(p, before[name]) for name, p in tiny_run.policy.weights())
 
@@ -185,10 +147,10 @@ def test_leaving_out_samples_without_a_gradient_changes_nothing(tiny_run):
     for sample in samples:
         if sample.group == 1:
             sample.reward = 1.0
-    set_advantages(samples, tiny_run.algorithm)
+    set_advantages(samples, ALGORITHMS["rlplus"])
     silent = [s for s in samples if s.advantage == 0]
     assert len(silent) == 4
-    batches = make_micro_batches(samples, tiny_run.algorithm, tiny_run.config, tiny_run.pad_id, tiny_run.policy.device)
+    batches = packed(tiny_run, samples)
     kept = sum(len(s.response) for s in samples if s not in silent)
     assert sum(len(batch.target) for batch in batches) == kept
     for batch in batches:  # the denominator still counts everybody
@@ -251,7 +213,7 @@ def test_a_signal_lets_the_step_end_and_leaves_a_checkpoint(tmp_path, number):
     )
 
     def interrupt(run: Run) -> dict[str, float]:
-        if run.step == 1:
+        if run.progress.step == 1:
             os.kill(os.getpid(), number)
         return {}
 
@@ -299,7 +261,7 @@ def test_overrides_reach_the_model(tmp_path):
     config = run_config(tmp_path, train={"steps": 1}, model={"overrides": {"rope_theta": 40000.0}})
     with Run(config, resume=False) as run:
         assert run.policy.engine.module.lm.config.rope_parameters["rope_theta"] == 40000.0
-    assert replace(run.algorithm) == run.algorithm
+    assert replace(run.recipe.algorithm) == run.recipe.algorithm
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -387,7 +349,7 @@ def test_truncated_importance_weights_are_logged(tmp_path, monkeypatch):
             sample.reward = float(i % 2)
         return ["ok"] * len(samples)
 
-    monkeypatch.setattr("rlplus.trainer.loop.score", draw_rewards)
+    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
     sections: dict[str, Any] = {"rollout": {"max_logprob_gap": 1.0}, "train": {"steps": 1}}
     capped = {"preset": "grpo", "objective": {"mismatch_cap": 1.2}}
     (row,) = metrics(train(run_config(tmp_path, "capped", algorithm=capped, **sections)))

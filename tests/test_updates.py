@@ -5,22 +5,22 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state
-from test_trainer import batch_of_samples, naive_gradients
 from trainer_runs import metrics, run_config
+from update_cases import batch_of_samples, naive_gradients, packed
 
 from rlplus.checkpoint import random_state, set_random_state
-from rlplus.data import MicroBatch, Sample
-from rlplus.learner import make_micro_batches
+from rlplus.data import MicroBatch, PromptSampler, Sample
 from rlplus.objective import ALGORITHMS, Algorithm
+from rlplus.recipe import set_advantages
 from rlplus.rollout import RunFailed
 from rlplus.trainer import Run, train
 from rlplus.trainer import rollouts as rollouts_module
-from rlplus.trainer.batch import set_advantages
 from rlplus.trainer.rollouts import Rollouts
 
 
@@ -33,9 +33,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def micro_batches(run: Run, samples: list[Sample], algorithm: Algorithm | None = None) -> list[MicroBatch]:
-    algorithm = algorithm or run.algorithm
+    algorithm = algorithm or run.recipe.algorithm
     set_advantages(samples, algorithm)
-    return make_micro_batches(samples, algorithm, run.config, run.pad_id, run.policy.device)
+    return packed(run, samples, algorithm=algorithm)
 
 
 def test_the_temperature_of_a_run_reaches_its_gradient(run: Run) -> None:
@@ -43,7 +43,7 @@ def test_the_temperature_of_a_run_reaches_its_gradient(run: Run) -> None:
     batches = micro_batches(run, samples)
     lm = run.policy.engine.module
     for batch in batches:
-        lm(batch, run.policy._loss_op(batch)).loss.backward()
+        lm(batch, run.policy._loss_op(run.recipe.algorithm.objective, batch)).loss.backward()
     want, plain = naive_gradients(run, samples, temperature=0.7), naive_gradients(run, samples)
     got = {name.removeprefix("lm."): p.grad for name, p in lm.named_parameters()}
     lm.zero_grad()
@@ -68,7 +68,7 @@ def test_the_temperature_of_a_run_reaches_old_logprob(run: Run) -> None:
 def test_the_gradient_is_clipped_to_its_norm(run: Run) -> None:
     """Seen in the optimiser's first moment, a tenth of the gradient: AdamW's first step does not depend on its size."""
     before = {name: p.detach().clone() for name, p in run.policy.engine.module.named_parameters()}
-    run.policy.accumulate(micro_batches(run, batch_of_samples()))
+    run.policy.accumulate(micro_batches(run, batch_of_samples()), run.recipe.algorithm.objective)
     assert run.policy.step()
     norm = run.policy.grad_norm
     assert norm is not None
@@ -151,16 +151,16 @@ def test_a_checkpoint_holds_the_random_state_of_python_numpy_and_torch(tmp_path:
     assert draws() == first
 
 
-def test_no_two_ranks_and_no_two_steps_sample_with_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_two_ranks_and_no_two_draws_sample_with_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same seed equal prompts would get equal responses."""
     seeds: list[int] = []
     monkeypatch.setattr(rollouts_module, "generate", lambda *arguments: seeds.append(arguments[-1]))
     for seed in (0, 1):
         for rank in range(2):
-            config = SimpleNamespace(train=SimpleNamespace(seed=seed))
+            config = SimpleNamespace(train=SimpleNamespace(seed=seed, overlap=False))
             here: Any = SimpleNamespace(
-                config=config, world=2, rank=rank, examples=[], algorithm=None, _draw=lambda: ([], [])
+                config=config, world=2, rank=rank, sampler=PromptSampler(3, 2, seed), examples=[None] * 3, recipe=Mock()
             )
-            for step in range(50):
-                Rollouts._question(here, step)(here)
+            for _ in range(50):
+                Rollouts._question(here)(here)
     assert len(set(seeds)) == len(seeds) == 200

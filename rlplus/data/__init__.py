@@ -1,7 +1,7 @@
 """Prompts, answers and demonstrations from files; the order in which they are used; packing for the trainer."""
 
 from rlplus.data.load import Example, LoadReport, distinct, load_examples
-from rlplus.data.pack import MicroBatch, Sample, balance, pack
+from rlplus.data.pack import MicroBatch, Sample, balance, pack, per_token
 from rlplus.data.sampler import PromptSampler
 from rlplus.data.tokenizer import byte_tokenizer, load_tokenizer, response_text
 
@@ -17,5 +17,6 @@ __all__ = [
     "load_examples",
     "load_tokenizer",
     "pack",
+    "per_token",
     "response_text",
 ]

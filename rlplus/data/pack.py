@@ -4,35 +4,54 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, repeat
 from math import ceil, isnan, nan
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+Value = TypeVar("Value", bool, float)
+
+
+def per_token(value: Value | Sequence[Value], tokens: int) -> Iterable[Value]:
+    """The values of so many tokens: those given, or the one that all of them have."""
+    return repeat(value, tokens) if isinstance(value, float | int) else value
+
 
 @dataclass
 class Sample:
-    """One trajectory: a prompt and a response that was sampled, or demonstrated (`external`). Token ids.
+    """One trajectory: a prompt and a response. Token ids.
 
-    group           which of the batch's prompts it answers
+    group           the batch's example that it answers
+    external        demonstrated, not sampled: one value for the response, or one per token
     truncated       the response was cut at the length limit
     engine_logprob  the rollout engine's logprob of each response token; None = unknown (demonstrations)
     reward          NaN = masked: the grader failed, and the sample is left out of everything that a reward decides
+    advantage       one value for the response, or one per token
     """
 
     prompt: Sequence[int]
     response: Sequence[int]
     group: int
-    external: bool
+    external: bool | Sequence[bool]
     truncated: bool
     engine_logprob: Sequence[float] | None
     reward: float = 0.0
-    advantage: float = 0.0
+    advantage: float | Sequence[float] = 0.0
 
     @property
     def length(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt) + len(self.response)
+
+    @property
+    def external_tokens(self) -> int:
+        """Tokens of the response that were demonstrated."""
+        return len(self.response) * self.external if isinstance(self.external, bool) else sum(self.external)
+
+    @property
+    def demonstration(self) -> bool:
+        """Whether the whole response was demonstrated."""
+        return all(per_token(self.external, 1))
 
     @property
     def masked(self) -> bool:
@@ -201,8 +220,10 @@ def _check(index: int, sample: Sample, weight: Tensor, row_length: int) -> None:
         raise ValueError(f"sample {index}: want at most row_length {row_length} tokens; got {prompt} + {response}")
     if weight.shape != (response,):
         raise ValueError(f"sample {index}: want token_weight ({response},); got {tuple(weight.shape)}")
-    if sample.engine_logprob is not None and len(sample.engine_logprob) != response:
-        raise ValueError(f"sample {index}: want {response} engine_logprob; got {len(sample.engine_logprob)}")
+    for name in ("engine_logprob", "advantage", "external"):
+        values = getattr(sample, name)
+        if not isinstance(values, float | int | None) and len(values) != response:
+            raise ValueError(f"sample {index}: want {response} {name}; got {len(values)}")
 
 
 def _micro_batch(
@@ -228,19 +249,21 @@ def _micro_batch(
     position_ids[places] = places - start.repeat_interleave(length)
     predictors = _ranges(start + length - count - 1, count)  # the prompt's last token predicts the first response token
 
-    def per_token(values: list[Any], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).repeat_interleave(count)
+    engine_logprobs = [nan if sample.engine_logprob is None else sample.engine_logprob for sample in chosen]
+
+    def joined(values: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor([*chain(*map(per_token, values, count.tolist()))], dtype=dtype)
 
     return MicroBatch(
         input_ids=input_ids.view(len(rows), width),
         position_ids=position_ids.view(len(rows), width),
         rows=predictors,
         target=input_ids[predictors + 1],
-        advantage=per_token([sample.advantage for sample in chosen], torch.float32),
-        external=per_token([sample.external for sample in chosen], torch.bool),
+        advantage=joined([sample.advantage for sample in chosen], torch.float32),
+        external=joined([sample.external for sample in chosen], torch.bool),
         token_weight=torch.cat([token_weight[index] for index in order]).detach().to("cpu", torch.float32),
-        engine_logprob=torch.tensor([*chain(*map(_engine_logprob, chosen))], dtype=torch.float32),
-        sequence=per_token(order, torch.int64),
+        engine_logprob=joined(engine_logprobs, torch.float32),
+        sequence=joined(order, torch.int64),
         tokens=sum(used),
     )
 
@@ -253,7 +276,3 @@ def _ranges(start: Tensor, length: Tensor) -> Tensor:
     """start[0], start[0] + 1, ..., so many as length[0]; then those of start[1], and so on."""
     before = length.cumsum(0) - length
     return torch.arange(int(length.sum())) + (start - before).repeat_interleave(length)
-
-
-def _engine_logprob(sample: Sample) -> Iterable[float]:
-    return repeat(nan, len(sample.response)) if sample.engine_logprob is None else sample.engine_logprob

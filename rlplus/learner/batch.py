@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,14 +11,14 @@ from torch import Tensor
 
 from rlplus import agree
 from rlplus.config import Config
-from rlplus.data import MicroBatch, Sample, balance, pack
-from rlplus.objective import Algorithm, token_weights
+from rlplus.data import MicroBatch, Sample, balance, pack, per_token
+from rlplus.objective import Algorithm, Objective, token_weights
 
 
 def make_micro_batches(
     samples: Sequence[Sample], algorithm: Algorithm, config: Config, pad_id: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Weigh, select, share out and pack the samples of one update; all ranks get equally many micro-batches.
+    """Weigh, select, rebalance and pack the samples of one update; all ranks get equally many micro-batches.
 
     The denominators are those of the whole batch. Samples without a gradient are then left out, which changes nothing
     but the time: with KL and entropy off, those of zero advantage and external ones without a loss. The others go to
@@ -28,7 +29,7 @@ def make_micro_batches(
     o = algorithm.objective
     everyone = bool(o.kl_coef or o.entropy_coef)
     parallel = config.train.sequence_parallel
-    kept = share_out([s for s in samples if everyone or _has_gradient(s, algorithm)], config)
+    kept = rebalance([s for s in samples if everyone or _has_gradient(s, o)], config)
     batches = pack(
         kept,
         _token_weights(kept, totals, algorithm, config),
@@ -74,16 +75,15 @@ def own_shards(batches: list[MicroBatch], config: Config) -> list[MicroBatch]:
     return [batch.shard(dist.get_rank() % parallel, parallel) for batch in batches]
 
 
-def share_out(samples: Sequence[Sample], config: Config) -> list[Sample]:
-    """This rank's samples out of those of all ranks, shared out by `balance`, in the ranks' order.
+def rebalance(samples: Sequence[Sample], config: Config) -> list[Sample]:
+    """This rank's samples out of those of all ranks, distributed by `balance`, in the ranks' order. Collective.
 
     The ranks of a sequence-parallel group (`train.sequence_parallel` neighbours) get the same ones.
     """
     world, rank, parallel = dist.get_world_size(), dist.get_rank(), config.train.sequence_parallel
     if world == 1:
         return list(samples)
-    lengths: list[list[int]] = [[]] * world
-    dist.all_gather_object(lengths, [s.length for s in samples])
+    lengths = agree.gathered([s.length for s in samples])
     owner = [r for r, own in enumerate(lengths) for _ in own]
     place = balance(
         [length for own in lengths for length in own],
@@ -96,45 +96,45 @@ def share_out(samples: Sequence[Sample], config: Config) -> list[Sample]:
     here = {first + i: s for i, s in enumerate(samples)}
     if parallel > 1 or any(p != r for p, r in zip(place, owner, strict=True)):
         leaving = {i: _compact(s) for i, s in here.items() if parallel > 1 or place[i] != rank}
-        moved: list[dict[int, Sample]] = [{}] * world
-        dist.all_gather_object(moved, leaving)
-        here |= {i: s for one in moved for i, s in one.items()}
+        here |= {i: s for moved in agree.gathered(leaving) for i, s in moved.items()}
     return [here[i] for i, p in enumerate(place) if p == rank // parallel]
 
 
 def _compact(sample: Sample) -> Sample:
     """The same values as arrays, a third of the pickled size of lists and much faster to send."""
-    logprob = sample.engine_logprob
-    return replace(
-        sample,
-        prompt=array("i", sample.prompt),
-        response=array("i", sample.response),
-        engine_logprob=None if logprob is None else array("d", logprob),
-    )
+    kinds = {"prompt": "i", "response": "i", "engine_logprob": "d", "advantage": "d", "external": "b"}
+    values = {name: getattr(sample, name) for name in kinds}
+    arrays: dict[str, Any] = {n: array(kinds[n], v) for n, v in values.items() if isinstance(v, Sequence)}
+    return replace(sample, **arrays)
 
 
-def _has_gradient(sample: Sample, algorithm: Algorithm) -> bool:
-    return algorithm.objective.external_gradient(sample.advantage) if sample.external else sample.advantage != 0
+def _has_gradient(sample: Sample, objective: Objective) -> bool:
+    values = sample.external, sample.advantage
+    tokens = len(sample.response) if any(isinstance(value, Sequence) for value in values) else 1  # one stands for all
+    pairs = zip(per_token(sample.external, tokens), per_token(sample.advantage, tokens), strict=True)
+    return any(objective.external_gradient(A) if external else A != 0 for external, A in pairs)
 
 
 @dataclass(frozen=True)
 class _Totals:
-    """Response tokens and sequences of an update over all ranks, of (rollouts, demonstrations)."""
+    """Response tokens of an update over all ranks, (sampled, demonstrated), and the sequences that have such tokens."""
 
     tokens: tuple[int, int]
     sequences: tuple[int, int]
 
 
 def _totals(samples: Sequence[Sample]) -> _Totals:
-    kinds = [[len(s.response) for s in samples if s.external == external] for external in (False, True)]
-    counts = [int(total) for total in agree.sums(*map(sum, kinds), *map(len, kinds))]
+    external = [s.external_tokens for s in samples]
+    sampled = [len(s.response) - tokens for s, tokens in zip(samples, external, strict=True)]
+    tokens, sequences = map(sum, (sampled, external)), (sum(map(bool, kind)) for kind in (sampled, external))
+    counts = [int(total) for total in agree.sums(*tokens, *sequences)]
     return _Totals((counts[0], counts[1]), (counts[2], counts[3]))
 
 
 def _token_weights(samples: Sequence[Sample], totals: _Totals, algorithm: Algorithm, config: Config) -> list[Tensor]:
     lengths = torch.tensor([len(s.response) for s in samples], dtype=torch.int64)
-    external = torch.tensor([s.external for s in samples], dtype=torch.bool)
-    apart = algorithm.demonstrations == "apart"
+    apart = algorithm.demonstrations_apart
+    external = [kind for s in samples for kind in per_token(s.external, len(s.response))] if apart else []
     flat = token_weights(
         torch.ones(int(lengths.sum()), dtype=torch.bool),
         algorithm.reduction,
@@ -142,7 +142,7 @@ def _token_weights(samples: Sequence[Sample], totals: _Totals, algorithm: Algori
         total_tokens=totals.tokens if apart else sum(totals.tokens),
         total_sequences=totals.sequences if apart else sum(totals.sequences),
         sequence_ids=torch.arange(len(samples)).repeat_interleave(lengths),
-        external=external.repeat_interleave(lengths) if apart else None,
+        external=torch.tensor(external, dtype=torch.bool) if apart else None,
     )
     return list(flat.split(lengths.tolist()))
 

@@ -25,11 +25,12 @@ from rlplus.ops.backends import Choice, choose
 class Policy(Learner):
     """A language model that is trained with a policy loss; its weights are for the rollout engine and for export.
 
-    `objective` is what updates optimise.
+    reference: whether `logprob` is asked for the model as it was at the beginning, too.
     """
 
-    def __init__(self, config: Config, model_path: str, model_config: PretrainedConfig, objective: Objective) -> None:
-        self.objective = objective
+    def __init__(
+        self, config: Config, model_path: str, model_config: PretrainedConfig, *, reference: bool = False
+    ) -> None:
         head = (config.train.backend, this_device(), getattr(torch, config.model.dtype))
         choose(*head)  # a GPU's self-check needs memory, which the model is about to take
         self.backend: str = config.train.backend
@@ -37,9 +38,9 @@ class Policy(Learner):
         self.backend, self.why_backend = agreed_backend(*head)
         self.check_attention()
         self.reference: PackedModel | None = None
-        if objective.kl_coef and config.model.lora is None:  # frozen; each rank holds a whole copy
-            reference = load_model(config.model, model_path, model_config)
-            self.reference = PackedModel(reference, self.group).to(self.device).eval().requires_grad_(False)
+        if reference and config.model.lora is None:  # frozen; each rank holds a whole copy
+            lm = load_model(config.model, model_path, model_config)
+            self.reference = PackedModel(lm, self.group).to(self.device).eval().requires_grad_(False)
 
     def nonfinite(self) -> str:
         """The place of NaN or infinity: the first such parameter, else a batch's logprobs; empty if all is finite.
@@ -62,7 +63,7 @@ class Policy(Learner):
         if self.reference is not None:
             logprob = self.reference(batch, op)[0]
             return logprob
-        assert self.config.model.lora, "there is no reference when objective.kl_coef is 0"
+        assert self.config.model.lora, "want a policy with a reference"
         with without_adapters(self.engine.module):
             logprob = self.engine(batch, op)[0]
         return logprob
@@ -74,12 +75,13 @@ class Policy(Learner):
         return logprob, entropy
 
     def accumulate(
-        self, batches: Sequence[MicroBatch], before_each: Callable[[], None] | None = None
+        self, batches: Sequence[MicroBatch], objective: Objective, before_each: Callable[[], None] | None = None
     ) -> list[PolicyLoss]:
         """`backward` of the policy loss."""
-        return [_without_ranks(out) for out in self.backward(batches, self._loss_op, before_each)]
+        op = partial(self._loss_op, objective)
+        return [_without_ranks(out) for out in self.backward(batches, op, before_each)]
 
-    def _loss_op(self, batch: MicroBatch) -> Callable[..., PolicyLoss]:
+    def _loss_op(self, objective: Objective, batch: MicroBatch) -> Callable[..., PolicyLoss]:
         # DeepSpeed averages gradients over ranks, but the weights' denominators are global already. The factor is in
         # the weights: on the loss it would make the backward pass scale the head's gradient, as large as its weight.
         ranks = dist.get_world_size()
@@ -92,9 +94,9 @@ class Policy(Learner):
             token_weight=batch.token_weight * ranks,
             external=batch.external,
             ref_logprob=batch.ref_logprob,
-            engine_logprob=None if self.objective.mismatch_cap is None else batch.engine_logprob,
+            engine_logprob=None if objective.mismatch_cap is None else batch.engine_logprob,
             entropy_weight=None if entropy_weight is None else entropy_weight * ranks,
-            objective=self.objective,
+            objective=objective,
             memory=self.config.train.memory,
             **self._head_options(),
         )

@@ -6,10 +6,8 @@ engine_logprob that give every token its sequence's ratio, and an advantage of 0
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlplus import agree
@@ -28,15 +26,15 @@ def needs_statistics(algorithm: Algorithm, on_policy: bool) -> bool:
 
 
 def set_statistics(
-    batches: Sequence[MicroBatch], statistics: Sequence[tuple[Tensor, Tensor]], algorithm: Algorithm, group: Any
+    batches: Sequence[MicroBatch], statistics: Sequence[tuple[Tensor, Tensor]], algorithm: Algorithm, parallel: int
 ) -> None:
     """Change the constants of an update's micro-batches. Collective.
 
-    statistics: logprob (N,) and entropy (N,) of each under the current policy; group: the ranks that share the
-    sequences of a micro-batch, None where each has its own.
+    statistics: logprob (N,) and entropy (N,) of each under the current policy. parallel: so many neighbouring ranks
+    share the sequences of a micro-batch.
     """
     for batch, (logprob, _) in zip(batches, statistics, strict=True):
-        _set_sequence_ratios(batch, logprob, algorithm, group)
+        _set_sequence_ratios(batch, logprob, algorithm, parallel)
     if algorithm.top_entropy < 1:
         threshold = _threshold(batches, [entropy for _, entropy in statistics], algorithm.top_entropy)
         for batch, (_, entropy) in zip(batches, statistics, strict=True):
@@ -46,7 +44,7 @@ def set_statistics(
             batch.entropy_weight = weight.masked_fill(low, 0.0)
 
 
-def _set_sequence_ratios(batch: MicroBatch, logprob: Tensor, algorithm: Algorithm, group: Any) -> None:
+def _set_sequence_ratios(batch: MicroBatch, logprob: Tensor, algorithm: Algorithm, parallel: int) -> None:
     """exp(logprob - old_logprob) becomes the sequence's ratio, its slope included: GSPO's s sg(1/p) p.
 
     exp(old_logprob - engine_logprob) becomes the weight of the sequence, or stays that of the token.
@@ -54,24 +52,23 @@ def _set_sequence_ratios(batch: MicroBatch, logprob: Tensor, algorithm: Algorith
     old = logprob if batch.old_logprob is None else batch.old_logprob
     gap = old - batch.engine_logprob
     if algorithm.mismatch_level != "token":
-        gap = _over_sequences(gap, batch, mean=algorithm.mismatch_level == "geometric", group=group)
+        gap = _over_sequences(gap, batch, mean=algorithm.mismatch_level == "geometric", parallel=parallel)
     if algorithm.ratio_level == "sequence" and batch.old_logprob is not None:
-        old = logprob - _over_sequences(logprob - old, batch, mean=True, group=group)
+        old = logprob - _over_sequences(logprob - old, batch, mean=True, parallel=parallel)
     if algorithm.ratio_level == "sequence" or algorithm.mismatch_level != "token":
         batch.old_logprob = old if batch.old_logprob is None else old.where(~batch.external, batch.old_logprob)
         batch.engine_logprob = old - gap
 
 
-def _over_sequences(values: Tensor, batch: MicroBatch, *, mean: bool, group: Any) -> Tensor:
-    """(N,) -> (N,): each token's sequence's sum or mean, over all ranks of the group."""
-    size = torch.tensor(int(batch.sequence.max()) + 1 if len(values) else 0, device=values.device)
-    if group is not None:
-        dist.all_reduce(size, dist.ReduceOp.MAX, group=group)
-    sums = values.new_zeros(2, int(size), dtype=torch.float64)
-    sums[0].index_add_(0, batch.sequence, values.double())
-    sums[1].index_add_(0, batch.sequence, torch.ones_like(values, dtype=torch.float64))
-    if group is not None:
-        dist.all_reduce(sums, group=group)
+def _over_sequences(values: Tensor, batch: MicroBatch, *, mean: bool, parallel: int) -> Tensor:
+    """(N,) -> (N,): each token's sequence's sum or mean, over the ranks that share the sequences."""
+    own = values.new_zeros(2, int(batch.sequence.max()) + 1 if len(values) else 0, dtype=torch.float64)
+    own[0].index_add_(0, batch.sequence, values.double())
+    own[1].index_add_(0, batch.sequence, torch.ones_like(values, dtype=torch.float64))
+    parts = [own] if parallel == 1 else [part.to(own.device) for part in agree.gathered(own.cpu(), parallel)]
+    sums = own.new_zeros(2, max(part.shape[1] for part in parts))
+    for part in parts:
+        sums[:, : part.shape[1]] += part
     result = sums[0] / sums[1] if mean else sums[0]
     return result[batch.sequence].to(values.dtype)
 

@@ -59,6 +59,7 @@ class Model:
 
     parameters: exact, tied ones once. trainable: of these, or of the adapters. cache_bytes: keys and values of a token
     in all layers. heads, key_heads: of queries, of keys and values. attention_width: query heads times their size.
+    learners: this model, and those that the run trains beside it.
     """
 
     def __init__(self, config: Config, model_config: PretrainedConfig) -> None:
@@ -74,6 +75,7 @@ class Model:
         self.cache_bytes = 2 * self.layers * self.key_heads * width * self.itemsize
         self.attention_width = self.heads * width
         self.trainable = sum(p.numel() for p in self.lm.parameters() if p.requires_grad)
+        self.learners: tuple[Model, ...] = (self,)
         if config.model.lora is not None:
             self.parameters -= self.trainable
         # Layers that are alike take alike: two and three of them say what all take.
@@ -136,33 +138,46 @@ def _with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 
 def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
-    """Everything on one GPU (or of one CPU rank), at each of `MOMENTS`. cluster: the ranks and their GPUs."""
-    states = model_states(config, model, cluster)
+    """Everything on one GPU (or of one CPU rank), at each of `MOMENTS`. cluster: the ranks and their GPUs.
+
+    The states of all learners, and what training takes of the one that takes the most: they train one after the other.
+    """
+    learners = [(learner, model_states(config, learner, cluster)) for learner in model.learners]
     engine, problems = engine_memory(config, model, cluster)
     cache, alone = engine.get("kv cache", 0), {}
     if engine and config.rollout.mode == "process" and not cluster.cpu:
         engine, alone = {}, {"reserve": RESERVE} | engine
     at_rest = {"engine rest": ENGINE_ASLEEP} if engine and config.rollout.sleep else engine
-    activations = model.activations(config)
-    always = {"reserve": 0 if cluster.cpu else RESERVE, "weights": states.weights, "optimizer states": states.optimizer}
+    always = {
+        "reserve": 0 if cluster.cpu else RESERVE,
+        "weights": sum(states.weights for _, states in learners),
+        "optimizer states": sum(states.optimizer for _, states in learners),
+    }
     if config.algorithm.resolve().objective.kl_coef and config.model.lora is None:
         always["reference policy"] = model.parameters * model.itemsize
-    gradients = {"gradients": states.gradients}
-    between = always | (gradients if states.gradients_stay else {})
-    training = always | gradients | at_rest | {"gathered weights": states.gathered}
-    parts = {
-        "generate": between | engine,
-        "head": training | {"activations": activations.head, "head": head_memory(config, model, cluster)},
-        "backward": training | {"activations": activations.backward},
-        "optimizer": between | at_rest | {"update": states.update},
-    }
+    staying = sum(states.gradients for _, states in learners if states.gradients_stay)
+    between = always | ({"gradients": staying} if staying else {})
+
+    def training(learner: Model, states: States) -> dict[str, dict[str, int]]:
+        activations = learner.activations(config)
+        passes = always | {"gradients": staying or states.gradients} | at_rest | {"gathered weights": states.gathered}
+        return {
+            "head": passes | {"activations": activations.head, "head": head_memory(config, learner, cluster)},
+            "backward": passes | {"activations": activations.backward},
+            "optimizer": between | at_rest | {"update": states.update},
+        }
+
+    each = [training(learner, states) for learner, states in learners]
+    fullest = {moment: max((one[moment] for one in each), key=lambda part: sum(part.values())) for moment in each[0]}
+    parts = {"generate": between | engine} | fullest
     capacity = int(cluster.gpu.memory)
     for moment, sizes in (parts | {"engine": alone}).items():
         if (total := sum(sizes.values())) > capacity:
             problems.append(f"{moment}: needs {total / GIB:.1f} GiB of {capacity / GIB:.1f} GiB")
     *shown, alone = ({k: v for k, v in p.items() if v} for p in (*parts.values(), alone))
     in_memory = config.rollout.mode != "colocated" and config.rollout.push_folder is None  # files in /dev/shm
-    host = states.host + (model.parameters * model.itemsize if config.needs_engine and in_memory else 0)
+    host = sum(states.host for _, states in learners)
+    host += model.parameters * model.itemsize if config.needs_engine and in_memory else 0
     return Memory(dict(zip(parts, shown, strict=True)), alone, capacity, cache, host, tuple(problems))
 
 

@@ -108,9 +108,7 @@ class WeightFiles:
             folder = str(_new_folder(base))
         self.leader = bool(folder)
         if dist.is_initialized():
-            folders: list[str] = [""] * dist.get_world_size()
-            dist.all_gather_object(folders, folder)
-            folder = folders[leader]
+            folder = agree.gathered(folder)[leader]
         self.folder = Path(folder)
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -67,7 +67,7 @@ class VLLMEngine:
         self._push_timeout_s = config.push_timeout_s
         self.clock = Clock("the generation", "rollout.progress_timeout_s", config.progress_timeout_s)
         self._tp = config.tensor_parallel_size
-        self._ranks_together = _rank_group(self._tp) if dist.is_initialized() and self._tp > 1 else None
+        self._shared = dist.is_initialized() and self._tp > 1  # with neighbouring ranks
         self._eos = eos_token_id
         self._max_model_len = max_model_len
         self._failure: str | None = None
@@ -118,7 +118,7 @@ class VLLMEngine:
         params = self._sampling_params(n, temperature, max_tokens, seed)
         asked = [i for i, count in enumerate(n) if count]
         requests = [({"prompt_token_ids": list(prompts[i])}, params[i]) for i in asked]
-        outputs = self._run_together(requests) if self._ranks_together else self._run(requests)
+        outputs = self._run_together(requests) if self._shared else self._run(requests)
         completions: list[list[Completion]] = [[] for _ in prompts]
         for i, output in zip(asked, outputs, strict=True):
             samples = [_completion(sample) for sample in output.outputs]
@@ -139,8 +139,7 @@ class VLLMEngine:
 
     def _run_together(self, requests: list[Any]) -> list[Any]:
         """Ranks that share an engine run everybody's requests, in the same order, and keep the answers to their own."""
-        everybody: list[list[Any]] = [[] for _ in range(self._tp)]
-        dist.all_gather_object(everybody, requests, group=self._ranks_together)
+        everybody = agree.gathered(requests, self._tp)
         outputs = self._run([request for part in everybody for request in part])
         mine = dist.get_rank() % self._tp
         start = sum(map(len, everybody[:mine]))
@@ -262,15 +261,6 @@ def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
-
-
-def _rank_group(size: int) -> Any:
-    """The group of `size` neighbouring ranks that this one is in, as vLLM cuts them; all ranks call it."""
-    starts = range(0, dist.get_world_size(), size)
-    groups = [
-        dist.new_group(list(range(start, start + size)), backend="gloo", timeout=agree.timeout) for start in starts
-    ]
-    return groups[dist.get_rank() // size]
 
 
 def _world_size() -> int:

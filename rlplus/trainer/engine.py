@@ -4,8 +4,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import Sample
@@ -108,8 +106,7 @@ class SyncedEngine:
         ]
         parallel = self.config.train.sequence_parallel
         if parallel > 1:  # ranks of a group need the same: all of the group's
-            first = dist.get_rank() // parallel * parallel
-            samples = [sample for part in agree.gathered(samples)[first : first + parallel] for sample in part]
+            samples = [sample for part in agree.gathered(samples, parallel) for sample in part]
         budget = len(samples) * self.config.max_sample_length
         (batch,) = forward_batches(samples, self.config, self.pad_id, self.policy.device, budget)
         assert batch.engine_logprob is not None

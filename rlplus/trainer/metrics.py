@@ -65,9 +65,9 @@ def tally_samples(tally: Tally, samples: Sequence[Sample], statuses: Sequence[st
 
     `statuses` are the rollouts'. Masked samples have no reward: their share of the rollouts is reward/masked.
     """
-    rollouts = [sample for sample in samples if not sample.external]
+    rollouts = [sample for sample in samples if not sample.demonstration]
     graded = [sample for sample in rollouts if not sample.masked]
-    demonstrations = [sample for sample in samples if sample.external]
+    demonstrations = [sample for sample in samples if sample.demonstration]
     for name, part in (("mean", graded + demonstrations), ("internal", graded), ("external", demonstrations)):
         tally.mean(f"reward/{name}", sum(sample.reward for sample in part), len(part))
     tally.mean("response_length/mean", sum(len(sample.response) for sample in rollouts), len(rollouts))

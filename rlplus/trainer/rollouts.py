@@ -1,4 +1,4 @@
-"""The batches of a run: which prompts, generated when, with which weights."""
+"""The draws of a run: which prompts, generated when, with which weights."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,28 +13,28 @@ from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import Example, MicroBatch, PromptSampler, Sample
 from rlplus.learner import Policy, dummy, forward_batches
-from rlplus.objective import Algorithm
+from rlplus.recipe import Ask, Batch, Recipe
 from rlplus.rollout import RolloutEngine
-from rlplus.trainer.batch import generate
 from rlplus.trainer.engine import EngineFailed, SyncedEngine
 from rlplus.trainer.metrics import Tally
+from rlplus.trainer.samples import generate
 
 
 @dataclass
-class Batch:
-    """This rank's share of one step: `indices` of the run's examples, `seconds` that the engine took."""
+class Drawn:
+    """A `Batch` before it is scored, with the `indices` of its examples among the run's: what a checkpoint holds."""
 
     indices: list[int]
     samples: list[Sample]
     seconds: float
 
 
-Question = Callable[[RolloutEngine], Batch]
+Question = Callable[[RolloutEngine], Drawn]
 Position = dict[str, int]  # of the sampler
 
 
 class Rollouts:
-    """Use: `next`, once a step; all ranks call it together.
+    """Use: `begin` a step, then `draw`, which without train.overlap may be repeated; all ranks call both together.
 
     With train.overlap the batch of step k + 1 is generated in a thread while step k trains. It is sampled with the
     weights of step k, so its old_logprob are the engine's: those of the policy that sampled, to the engine's accuracy,
@@ -45,46 +45,49 @@ class Rollouts:
     def __init__(
         self,
         config: Config,
-        algorithm: Algorithm,
+        recipe: Recipe,
         policy: Policy,
         examples: Sequence[Example],
         sampler: PromptSampler,
         pad_id: int,
         engine: SyncedEngine,
     ) -> None:
-        self.config, self.algorithm, self.policy = config, algorithm, policy
+        self.config, self.recipe, self.policy = config, recipe, policy
         self.examples, self.sampler, self.pad_id, self.engine = examples, sampler, pad_id, engine
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._ahead: Batch | None = None
-        self._coming: Future[Batch] | None = None
+        self._ahead: Drawn | None = None
+        self._coming: Future[Drawn] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
         # What `rewind` goes back to: the sampler's position and the batch ahead. And the position behind that batch.
-        self._begin: tuple[Position, Batch | None] = sampler.state_dict(), None
+        self._begin: tuple[Position, Drawn | None] = sampler.state_dict(), None
         self._drawn_from: Position = sampler.state_dict()
 
-    def next(self, step: int, tally: Tally) -> tuple[list[Example], Batch]:
-        """Push the weights that step `step` trains and generate its batch with them.
+    def begin(self, tally: Tally) -> None:
+        """Begin a step, to whose beginning `rewind` goes back."""
+        with tally.time("generate"):
+            self._settle()
+        self._begin = self.sampler.state_dict(), self._ahead
+
+    def draw(self, step: int, tally: Tally) -> Batch:
+        """Push the weights that step `step` trains and generate a batch with them, not scored yet.
 
         With train.overlap the batch is there already, from one update before, and the weights are for the one after it,
         whose generation starts.
         """
         overlap = self.config.train.overlap
-        with tally.time("generate"):
-            self._settle()
-        self._begin = self.sampler.state_dict(), self._ahead
-        if self.algorithm.demonstrations != "only":  # else nothing is sampled
+        assert self._coming is None, "want one draw per step with train.overlap"
+        if self.recipe.algorithm.generates:
             with tally.time("sync"):
                 self.engine.sync(step, probe=overlap)
         if overlap:  # else the batch's own gap is logged
             tally.mean("mismatch/probe", self.engine.gap)
         with tally.time("generate"):
-            batch = self._ahead or self.engine.ask(self._question(step), interruptible=True)
+            drawn = self._ahead or self.engine.ask(self._question(), interruptible=True)
             self._ahead = None
             if overlap:
                 self._drawn_from = self.sampler.state_dict()
-                self._coming = self._thread.submit(self._question(step + 1), self.engine.engine)
-            self.engine.sleep()
-        return [self.examples[i] for i in batch.indices], batch
+                self._coming = self._thread.submit(self._question(), self.engine.engine)
+        return Batch([self.examples[i] for i in drawn.indices], drawn.samples, drawn.seconds)
 
     def sync(self, version: int) -> None:
         """Give the engine the policy's weights, probed, for an evaluation."""
@@ -103,30 +106,31 @@ class Rollouts:
             self.rewind()
             raise
 
-    def _question(self, step: int) -> Question:
-        """A function that generates the batch of a step, on this rank alone; the prompts are drawn now."""
-        indices, demonstration_logprobs = self._draw()
-        examples = [self.examples[i] for i in indices]
-        # A seed of its own for every step and rank, the same after a resume.
-        seed = (self.config.train.seed * 1_000_003 + step) * self.world + self.rank
-
-        def ask(engine: RolloutEngine) -> Batch:
-            start = time.perf_counter()
-            samples = generate(engine, examples, self.algorithm, self.config, seed)
-            if demonstration_logprobs:
-                for sample, logprob in zip((s for s in samples if s.external), demonstration_logprobs, strict=True):
-                    sample.engine_logprob = logprob
-            return Batch(indices, samples, time.perf_counter() - start)
-
-        return ask
-
-    def _draw(self) -> tuple[list[int], list[list[float]]]:
-        """This rank's share of the next prompts and, with train.overlap, their demonstrations' logprobs."""
+    def _question(self) -> Question:
+        """A function that generates the next batch, on this rank alone; its prompts are drawn now."""
+        # A seed for every draw of every rank, the same after a resume.
+        draw = self.sampler.drawn // self.sampler.batch
+        seed = (self.config.train.seed * 1_000_003 + draw) * self.world + self.rank
         indices = self.sampler.next()[self.rank :: self.world]
-        if not self.config.train.overlap or self.algorithm.demonstrations == "none":
-            return indices, []
         examples = [self.examples[i] for i in indices]
-        demonstrated = [e for e in examples if e.demonstration is not None]
+        asks = self.recipe.ask(examples)
+        logprobs = self._demonstration_logprobs(examples, asks) if self.config.train.overlap else []
+
+        def question(engine: RolloutEngine) -> Drawn:
+            start = time.perf_counter()
+            samples = generate(engine, examples, asks, self.config, seed)
+            if logprobs:
+                for sample, logprob in zip((s for s in samples if s.demonstration), logprobs, strict=True):
+                    sample.engine_logprob = logprob
+            return Drawn(indices, samples, time.perf_counter() - start)
+
+        return question
+
+    def _demonstration_logprobs(self, examples: Sequence[Example], asks: Sequence[Ask]) -> list[list[float]]:
+        """Of the demonstrations asked for, under the policy as it is. Collective where the algorithm has any."""
+        if not self.recipe.algorithm.demonstrates:
+            return []
+        demonstrated = [e for e, ask in zip(examples, asks, strict=True) if ask.demonstrated]
         samples = [Sample(e.prompt, e.demonstration or [], 0, True, False, None) for e in demonstrated]
         budget, device = self.config.train.tokens_per_micro_batch, self.policy.device
         batches = forward_batches(samples, self.config, self.pad_id, device, budget)
@@ -138,10 +142,10 @@ class Rollouts:
                 logprobs[sequence] = values[batch.sequence == sequence].tolist()
         for _ in range(missing):
             self.policy.logprob(dummy(self.pad_id).to(device))  # under ZeRO-3 all ranks take part in each forward pass
-        return indices, logprobs
+        return logprobs
 
     def rewind(self) -> None:
-        """Undo the last `next`, so that a checkpoint resumes before it; a batch still being generated is dropped."""
+        """Undo the draws since `begin`, so that a checkpoint resumes there; drop a batch that is being generated."""
         self._coming = None
         position, self._ahead = self._begin
         self.sampler.load_state_dict(position)
@@ -149,10 +153,10 @@ class Rollouts:
     def state(self) -> Any:
         """The batch that was generated ahead, for a checkpoint of this rank; None where there is none."""
         self._settle()
-        return self._ahead
+        return self._ahead and vars(self._ahead)
 
     def restore(self, state: Any) -> None:
-        self._ahead = state
+        self._ahead = state and Drawn(**state)
 
     def close(self) -> None:
         self.engine.close()

@@ -1,0 +1,64 @@
+"""How far a run is, what is due, and what ends it."""
+
+from typing import Any
+
+from rlplus.config import Config
+
+IDLE_STEPS = 4  # in a row without an update: fewer may be chance where steps are small, more would tell the user late
+
+
+class Progress:
+    """A run's counts.
+
+    step         steps done
+    generated    tokens
+    nonfinite    updates in a row that a non-finite gradient made impossible
+    idle         steps in a row without an update, since this process started
+    interrupted  the signal that ended the run, 0 without one
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.step = self.generated = self.nonfinite = self.idle = self.interrupted = 0
+
+    def state(self) -> dict[str, int]:
+        """What a checkpoint of this step says besides the step."""
+        return {"generated": self.generated, "nonfinite": self.nonfinite}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.step, self.generated, self.nonfinite = state["step"], state["generated"], state["nonfinite"]
+
+    @property
+    def share_done(self) -> float:
+        train = self.config.train
+        tokens = self.generated / train.generated_tokens if train.generated_tokens else 0.0
+        return min(1.0, max(self.step / train.steps, tokens))
+
+    @property
+    def finished(self) -> bool:
+        return self.interrupted > 0 or self.share_done >= 1
+
+    @property
+    def evaluation_due(self) -> bool:
+        """At the end of the step under way."""
+        every = self.config.evaluation.every
+        return every > 0 and (self.step + 1) % every == 0
+
+    @property
+    def checkpoint_due(self) -> bool:
+        every = self.config.checkpoint.every
+        return self.finished or (every > 0 and self.step % every == 0)
+
+    def note_idleness(self, metrics: dict[str, float]) -> str | None:
+        """What to say where steps in a row had no update: after IDLE_STEPS, then each time that they have doubled."""
+        self.idle = 0 if metrics["actor/updated"] else self.idle + 1
+        if self.idle < IDLE_STEPS or self.idle & (self.idle - 1):
+            return None
+        clipped, masked = (metrics.get(name, 0.0) for name in ("response_length/clipped", "reward/masked"))
+        rewards = f"mean {metrics['reward/mean']:.3g}" if "reward/mean" in metrics else "none"
+        return (
+            f"step {self.step}: no update in {self.idle} steps: the rewards in each group are equal ({rewards} in "
+            f"this step; {masked:.0%} of the responses not graded, {clipped:.0%} cut off), so no sample has a "
+            "gradient. Check the reward on a response of the model, the prompts' format, "
+            "rollout.max_response_length, and whether the problems are much too hard or too easy"
+        )

@@ -1,0 +1,144 @@
+"""The phases of a step, in the order in which `loop.train_step` takes them."""
+
+from collections.abc import Callable, Sequence
+
+from rlplus import agree
+from rlplus.data import MicroBatch
+from rlplus.errors import SharedFailure
+from rlplus.learner import make_micro_batches
+from rlplus.learner.statistics import needs_statistics, set_statistics
+from rlplus.ops import PolicyLoss
+from rlplus.recipe import Batch, Update
+from rlplus.trainer.engine import EngineFailed, max_gap
+from rlplus.trainer.metrics import Tally, tally_mismatch, tally_samples, tally_update
+from rlplus.trainer.rollouts import use_engine_logprob
+from rlplus.trainer.run import Run
+from rlplus.trainer.samples import score
+
+Work = tuple[Update, list[MicroBatch]]
+
+
+class Step:
+    """One step of a run, which `tally` measures. Every rank calls each method."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.config, self.tally = run, run.config, Tally()
+        self.generated = 0  # tokens, on this rank
+        self.failure: SharedFailure | None = None  # of the evaluation
+        run.begin_step()
+        run.rollouts.begin(self.tally)
+
+    def collect(self) -> Batch:
+        """The batch that the recipe draws; from then on the engine sleeps, if it does so while the policy trains."""
+        batch = self.run.recipe.collect(self._draw)
+        with self.tally.time("generate"):
+            self.run.engine.sleep()
+        return batch
+
+    def _draw(self) -> Batch:
+        """The next prompts with their samples and rewards, without the samples that the grader failed on."""
+        run, tally = self.run, self.tally
+        batch = run.rollouts.draw(run.progress.step, tally)
+        with tally.time("score"):
+            statuses = score(batch.samples, batch.examples, run.scorer, run.decode)
+        tally_samples(tally, batch.samples, statuses)
+        self.generated += sum(len(sample.response) - sample.external_tokens for sample in batch.samples)
+        batch.samples = [sample for sample in batch.samples if not sample.masked]
+        return batch
+
+    def pack(self, update: Update) -> Work:
+        """The update with its micro-batches; none where no sample of any rank has a gradient."""
+        run = self.run
+        with self.tally.time("pack"):
+            batches = make_micro_batches(update.samples, update.algorithm, run.config, run.pad_id, run.policy.device)
+        self.tally.mean("actor/updated", bool(batches))
+        return update, batches
+
+    def remember(self, work: Sequence[Work]) -> None:
+        """The logprobs under the policy before the step's first update, and under the reference where there is one."""
+        policy, overlap = self.run.policy, self.config.train.overlap
+        with self.tally.time("old_logprob"):
+            for i, (update, batches) in enumerate((update, batches) for update, batches in work if batches):
+                for micro in batches:
+                    if overlap:  # the old policy sampled the batch, and the trainer no longer has it
+                        use_engine_logprob(micro)
+                    elif i:  # for the first update its own forward pass is the old policy
+                        micro.old_logprob = policy.logprob(micro)
+                        tally_mismatch(self.tally, micro.old_logprob, micro.engine_logprob)
+                    if update.algorithm.objective.kl_coef:
+                        micro.ref_logprob = policy.logprob(micro, reference=True)
+
+    def accumulate(self, update: Update, batches: Sequence[MicroBatch]) -> list[PolicyLoss]:
+        """Gradients of an update. The first one checks the engine's logprobs, while the step can still be redone."""
+        run, tally, algorithm = self.run, self.tally, update.algorithm
+        on_policy = run.can_redo and not self.config.train.overlap
+        with tally.time("update"):
+            engine_logprobs = [micro.engine_logprob for micro in batches]
+            if needs_statistics(algorithm, on_policy):
+                with tally.time("statistics"):
+                    statistics = [run.policy.statistics(micro) for micro in batches]
+                    set_statistics(batches, statistics, algorithm, self.config.train.sequence_parallel)
+            with tally.time("forward_backward"):
+                before_each = run.stop.check if run.can_redo else None
+                outputs = run.policy.accumulate(batches, algorithm.objective, before_each)
+            if on_policy:
+                for engine_logprob, out in zip(engine_logprobs, outputs, strict=True):
+                    tally_mismatch(tally, out.logprob, engine_logprob)
+                self._check_mismatch()  # no weight learns from samples of another policy
+        return outputs
+
+    def _check_mismatch(self) -> None:
+        """RunFailed when engine and trainer disagree about the step's logprobs: the engine does not run the policy."""
+        limit = max_gap(self.config)
+        gap, tokens = agree.sums(*self.tally.means.get("mismatch/mean", (0.0, 0.0)))
+        if tokens and not gap / tokens <= limit:
+            raise EngineFailed(
+                f"step {self.run.progress.step + 1}: the mean gap between the logprobs of the "
+                f"{self.run.engine.engine.name} engine and of the trainer is {gap / tokens:.2e}; want at most "
+                f"rollout.max_logprob_gap={limit:g}. No weight was changed",
+                clear=True,
+            )
+
+    def optimize(self, outputs: Sequence[PolicyLoss]) -> float | None:
+        """The optimiser's step on what was accumulated; the gradient's norm."""
+        run, policy = self.run, self.run.policy
+        run.can_redo, lr = False, policy.lr
+        with self.tally.time("update"), self.tally.time("optimizer"):
+            applied = policy.step()
+        run.count_nonfinite(applied)
+        grad_norm = policy.grad_norm
+        tally_update(self.tally, outputs, grad_norm, lr, applied)
+        return grad_norm
+
+    def evaluate(self, evaluate: Callable[[], dict[str, float]]) -> None:
+        """Evaluate the weights that the step leaves. A failure costs the evaluation, not the step: `end` raises it."""
+        run = self.run
+        try:
+            with self.tally.time("evaluate"):
+                run.check_weights()
+                run.rollouts.sync(run.progress.step + 1)
+                for name, value in evaluate().items():
+                    self.tally.mean(f"val/{name}", value)
+        except SharedFailure as failure:
+            self.failure = failure
+
+    def end(self, batch: Batch) -> None:
+        """Count the step, log it, and let all ranks agree whether a signal ended the run."""
+        run, tally, progress = self.run, self.tally, self.run.progress
+        tally.mean("generated", self.generated * run.world)
+        tally.maximum("seconds", batch.seconds)
+        tally.maximum("signal", run.stop.number)
+        metrics = tally.reduce()
+        run.under_way = run.can_redo = False
+        progress.step += 1
+        tokens = round(metrics.pop("generated"))
+        progress.generated += tokens
+        progress.interrupted = int(metrics.pop("signal"))
+        seconds = metrics.pop("seconds")  # not time/generate: with train.overlap the step does not wait for all of it
+        if tokens:
+            metrics["tokens_per_second"] = tokens / seconds
+        if note := progress.note_idleness(metrics):
+            run.log.say(note)
+        run.log.write(progress.step, {"generated_tokens": progress.generated} | metrics, progress.share_done)
+        if self.failure is not None:
+            raise self.failure
