@@ -1,0 +1,91 @@
+"""The presets are what the papers say, and an objective refuses what it does not know."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from rlplus import ALGORITHMS, Objective
+
+PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
+    "rlplus": ({"gamma": 0.5, "external": "mis"}, "token", True, "group"),
+    "rlplus-official": ({"gamma": 0.5, "external": "mis", "entropy_coef": 1e-3}, "official", False, "group"),
+    "rlplus-no-eba": ({"external": "mis"}, "token", True, "group"),
+    "rlplus-no-mis": ({"gamma": 0.5, "external": "omega"}, "token", True, "group"),
+    "rlplus-proxy": ({"external": "proxy"}, "token", True, "group"),
+    "rlplus-omega": ({"external": "omega"}, "token", True, "group"),
+    "rlplus-bayes": ({"external": "bayes"}, "token", True, "group"),
+    "luffy": ({"external": "shaped", "entropy_coef": 1e-3}, "official", False, "group"),
+    "grpo": ({"internal": "clip"}, "sequence", True, "none"),
+    "grpo-sft": ({"external": "nll"}, "token", True, "apart"),
+    "dr-grpo": ({"internal": "clip"}, "constant", False, "none"),
+    "dapo": ({"internal": "clip", "clip_high": 0.28}, "token", True, "none"),
+    "simplerl": ({"internal": "clip", "kl_coef": 1e-3, "entropy_coef": 1e-3}, "token", True, "none"),
+    "gspo": ({"internal": "clip", "clip_low": 3e-4, "clip_high": 4e-4}, "sequence", True, "none"),
+    "cispo": ({"internal": "cispo", "clip_high": 4.0}, "token", True, "none"),
+    "sapo": ({"internal": "sapo"}, "sequence", True, "none"),
+    "dppo": ({"internal": "dppo"}, "token", False, "none"),
+    "sft": ({"external": "nll"}, "token", True, "only"),
+    "dft": ({"external": "dft"}, "token", True, "only"),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_say_what_the_papers_say(name: str) -> None:
+    plain = {"internal": "ratio", "external": "none", "gamma": 0.0, "kappa": 0.1, "clip_low": 0.2, "clip_high": 0.2}
+    plain |= {"dual_clip": None, "kl_coef": 0.0, "entropy_coef": 0.0, "mismatch_cap": None}
+    plain |= {"external_coef": 1.0, "ratio_cap": 20.0, "tau_pos": 1.0, "tau_neg": 1.05, "kl_estimator": "k3"}
+    plain |= {"mismatch_low": 0.0, "mismatch_mode": "truncate"}
+    fields, reduction, normalize_std, demonstrations = PRESETS[name]
+    algorithm = ALGORITHMS[name]
+    assert dataclasses.asdict(algorithm.objective) == plain | fields
+    assert Objective.preset(name) == algorithm.objective
+    assert algorithm.reduction == reduction
+    assert algorithm.ratio_level == ("sequence" if name == "gspo" else "token")
+    assert algorithm.demonstrations == demonstrations
+    if demonstrations != "only":  # there is a group
+        assert algorithm.normalize_std is normalize_std
+
+
+def test_no_preset_is_untested_and_the_default_is_rlplus() -> None:
+    assert set(ALGORITHMS) == set(PRESETS)
+    assert Objective() == Objective.preset("rlplus")
+
+
+def test_objective_is_frozen_and_replaceable() -> None:
+    objective = Objective.preset("grpo")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        objective.gamma = 1.0  # type: ignore[misc]
+    assert dataclasses.replace(objective, clip_high=0.28) == Objective.preset("dapo")
+    with pytest.raises(ValueError, match="want clip_low a finite number >= 0; got -1"):
+        dataclasses.replace(objective, clip_low=-1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Objective.preset("rlpuls"), "got 'rlpuls'.*did you mean 'rlplus'"),
+        (lambda: Objective.preset("zzzz"), "want algorithm one of rlplus, .*; got 'zzzz'$"),
+        (lambda: Objective(internal="ratios"), "internal surrogate .*got 'ratios'.*'ratio'"),
+        (lambda: Objective(external="shape"), "external surrogate .*got 'shape'.*'shaped'"),
+        (lambda: Objective(gamma=-0.5), "want gamma a finite number >= 0; got -0.5"),
+        (lambda: Objective(kappa=0.0), "want kappa a finite number > 0; got 0.0"),
+        (lambda: Objective(dual_clip=1.0), "want dual_clip a finite number > 1; got 1.0"),
+        (lambda: Objective(external_coef=0.0), "want external_coef a finite number > 0; got 0.0"),
+        (lambda: Objective(ratio_cap=0.5), "want ratio_cap a finite number >= 1; got 0.5"),
+        (lambda: Objective(tau_pos=0.0), "want tau_pos a finite number > 0; got 0.0"),
+        (lambda: Objective(tau_neg=-1.0), "want tau_neg a finite number > 0; got -1.0"),
+        (lambda: Objective(kl_estimator="k1"), "got k1, which as a loss has an expected gradient of 0"),
+        (lambda: Objective(kl_estimator="k3_unbiased"), "want kl_estimator one of k2, .*did you mean 'k3-unbiased'"),
+        (lambda: Objective(mismatch_mode="masks"), "want mismatch_mode one of truncate, mask; got 'masks'"),
+        (lambda: Objective(mismatch_cap=2.0, mismatch_low=2.5), "want mismatch_low < mismatch_cap; got 2.5 and 2"),
+        (lambda: Objective(mismatch_cap=0.0), "want mismatch_cap a finite number > 0"),
+        (lambda: Objective(kl_coef=math.nan), "want kl_coef a finite number >= 0; got nan"),
+        (lambda: Objective(entropy_coef="1e-3"), "want entropy_coef a finite number; got '1e-3'"),
+        (lambda: Objective(clip_high=None), "want clip_high a finite number >= 0; got None"),
+    ],
+)
+def test_objective_refuses_what_it_does_not_know(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
