@@ -346,7 +346,7 @@ def test_a_damaged_checkpoint_is_named(config_file, tmp_path, capsys):
     os.truncate(saved / "policy/mp_rank_00_model_states.pt", 100)
     assert main(["train", str(config_file), "train.steps=2", "--resume"]) == 2
     assert (
-        f"{saved / 'mp_rank_00_model_states.pt'} is damaged: File is not a zip file. There is no older"
+        f"{saved / 'policy/mp_rank_00_model_states.pt'} is damaged: File is not a zip file. There is no older"
         in capsys.readouterr().err
     )
     (saved / "state.json").write_text("{")

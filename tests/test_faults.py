@@ -47,7 +47,7 @@ def newest(folder: Path) -> int:
     if found is None:
         return 0
     state = checkpoint.read_state(found)
-    assert {p.name for p in found.iterdir()} >= {"rng-0.pt", "state.json", "mp_rank_00_model_states.pt"}
+    assert {p.name for p in found.rglob("*")} >= {"rng-0.pt", "state.json", "mp_rank_00_model_states.pt"}
     return state["step"]
 
 
