@@ -250,7 +250,7 @@ def test_overlap_on_two_ranks_resumes_bitwise(tmp_path):
             rows = [row | ({"demonstration": "<wrong>"} if i % 2 else {}) for i, row in enumerate(rows)]
             task.write_text("".join(json.dumps(row) + "\n" for row in rows))
             config = changed(config, "data", path=str(task), **data)
-            torchrun(config, "--resume")
+            torchrun(config, "--resume=auto")
         folders.append(Path(config.output_dir))
     assert same(*folders)
     assert metrics(folders[0]) == metrics(folders[1])

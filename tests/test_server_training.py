@@ -114,7 +114,7 @@ def test_two_ranks_share_a_server(tmp_path: Path, start: Path, server: Server) -
     torchrun(processes)
     for steps in (2, 4):
         served = run_of(tmp_path, start, "served", steps, server, train=sharded)
-        torchrun(served, "--resume")
+        torchrun(served, "--resume=auto")
     check(Path(processes.output_dir), Path(served.output_dir), 4)
 
 
