@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LAUNCH = {"BLOCK_N": 1024, "num_warps": 8}
+LAUNCH = {"BLOCK_N": 512, "num_warps": 16}  # a row a thread: no value changes threads but in the scans
 
 # Columns of `values`, as in linear_logprob.py.
 DLOGPROB, DENTROPY, WIDTH = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
@@ -33,9 +33,10 @@ def active_rows(
 
 @triton.jit(do_not_specialize=["start", "n"])
 def _active_rows_kernel(slot, token, filled, values, start, scale, active, n, BLOCK_N: tl.constexpr):
-    before = tl.load(filled)
+    thread = tl.arange(0, BLOCK_N)
+    before = tl.load(filled + tl.zeros_like(thread))
     for first in range(0, n, BLOCK_N):
-        i = first + tl.arange(0, BLOCK_N)
+        i = first + thread
         here, row = i < n, values + i * WIDTH
         dlogprob, dentropy = tl.load(row + DLOGPROB, here, 0.0), tl.load(row + DENTROPY, here, 0.0)
         on = (dlogprob != 0) | (dentropy != 0)
@@ -43,12 +44,13 @@ def _active_rows_kernel(slot, token, filled, values, start, scale, active, n, BL
         if active is not None:
             tl.store(active + i, taken, here)
             taken = here.to(tl.int32)
-        place = before + tl.cumsum(taken, 0) - 1
+        up_to = tl.cumsum(taken, 0)
+        place = before + up_to - 1
         tl.store(slot + i, tl.where(taken != 0, place, -1), here)
         tl.store(token + place, (start + i).to(tl.int64), taken != 0)
         if scale is not None:
             factor = tl.load(scale)
             tl.store(row + DLOGPROB, dlogprob * factor, here)
             tl.store(row + DENTROPY, dentropy * factor, here)
-        before += tl.sum(taken, 0)
-    tl.store(filled, before)
+        before += up_to - taken + tl.cumsum(taken, 0, reverse=True)  # every thread knows the sum
+    tl.store(filled + tl.zeros_like(thread), before, thread == 0)

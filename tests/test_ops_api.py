@@ -91,8 +91,7 @@ def test_the_native_library_loads_where_it_is_demanded() -> None:
 # ---- torch.library and torch.compile
 
 
-@pytest.mark.parametrize("needs", [[True, True, True], [False, True, False]])
-@pytest.mark.parametrize("engine", [True, False])
+@pytest.mark.parametrize(("needs", "engine"), [([True, True, True], True), ([False, True, False], False)])
 @OPS
 def test_policy_loss_is_a_well_formed_torch_op(needs: list[bool], engine: bool, backend: str) -> None:
     inputs = {k: v.detach() for k, v in sample(device=DEVICE.get(backend, "cpu")).items()}

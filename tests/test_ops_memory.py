@@ -51,13 +51,13 @@ def test_least_matches_the_closed_form_in_fp64(internal: str, external: str, fea
         assert stats == pytest.approx(want["stats"], rel=1e-11, abs=1e-12)
 
 
-@pytest.mark.parametrize("objective", [Objective(), EVERYTHING, Objective.preset("dapo")])
+@pytest.mark.parametrize("objective", [EVERYTHING, Objective.preset("dapo")])
 @pytest.mark.parametrize(("n", "V"), [(23, 61), (3, 300), (40, 61)], ids=["lent", "few rows lent", "not lent"])
 @EVERY
 @DTYPES
 def test_least_is_as_exact_as_one_pass(backend: str, dtype: torch.dtype, n: int, V: int, objective: Objective) -> None:
     head, constants = sample(n, V=V, dtype=dtype)
-    for columns in (7, 64):
+    for columns in (16 if backend == "triton" else 7, 64):  # the interpreter takes its time for a block
         got = least_run(head, constants, objective, backend=backend, max_scratch_mb=megabytes(n, columns))
         check_precision(got, head, constants, objective, gemm_dtype=gemm_dtype(backend, dtype))
 
