@@ -157,7 +157,7 @@ def test_a_recipe_with_updates_and_a_state_of_its_own_resumes_bit_for_bit(
 ) -> None:
     """Also where the third step is given up after the recipe has changed its state."""
     made: list[Interleaved] = []
-    monkeypatch.setattr("rlplus.trainer.run.Recipe", lambda config: made.append(Interleaved(config)) or made[-1])
+    monkeypatch.setattr("rlplus.trainer.run.make_recipe", lambda config: made.append(Interleaved(config)) or made[-1])
     sections: dict[str, Any] = {"algorithm": {"preset": "grpo"}, "train": {"steps": 4, "prompts_per_step": 6}}
     whole = train(run_config(tmp_path, "whole", **sections))
     algorithms = [algorithm for algorithm, _ in made[0].seen]
@@ -195,7 +195,7 @@ class Twice(Recipe):
 
 
 def test_a_step_of_several_draws_is_given_up_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlplus.trainer.run.Recipe", Twice)
+    monkeypatch.setattr("rlplus.trainer.run.make_recipe", Twice)
     config = run_config(tmp_path, "parts", train={"prompts_per_step": 2, "steps": 3})
     with monkeypatch.context() as patch:
         patch.setattr(Twice, "kill", True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlplus.lazy import lazy_names
 from rlplus.objective.presets import ALGORITHMS, Algorithm, Objective, algorithm
+from rlplus.objective.recipes import RECIPES, Plain, RecipeOptions
 from rlplus.objective.registered import register_token_loss
 
 if TYPE_CHECKING:
@@ -17,9 +18,12 @@ if TYPE_CHECKING:
 __all__ = [
     "ALGORITHMS",
     "MISMATCH_STATS",
+    "RECIPES",
     "STATS",
     "Algorithm",
     "Objective",
+    "Plain",
+    "RecipeOptions",
     "TokenConstants",
     "TokenLoss",
     "algorithm",

@@ -5,6 +5,7 @@ from math import isfinite
 from typing import Any, Literal
 
 from rlplus.errors import nearest
+from rlplus.objective.recipes import PLAIN, RecipeOptions
 from rlplus.objective.registered import find_token_loss
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 
@@ -128,8 +129,9 @@ class Algorithm:
     ratio_level      "token", or "sequence" (GSPO, arXiv 2507.18071): the geometric mean of the sequence's ratios
     mismatch_level   the mismatch weight is a "token"'s, the product of its "sequence"'s, or their "geometric" mean
     top_entropy      the share of sampled tokens, those of the highest entropy, that has a surrogate
-    Each of the last three costs a forward pass before an update, all of them together one; ratio_level none before the
-    first update of the policy that sampled, where every ratio is 1.
+    recipe           what it does in a step around the objective: options of one of `RECIPES`
+    Each of ratio_level, mismatch_level and top_entropy costs a forward pass before an update, all of them together
+    one; ratio_level none before the first update of the policy that sampled, where every ratio is 1.
     """
 
     objective: Objective
@@ -139,6 +141,7 @@ class Algorithm:
     ratio_level: RatioLevel = "token"
     mismatch_level: MismatchLevel = "token"
     top_entropy: float = 1.0
+    recipe: RecipeOptions = PLAIN
 
     @property
     def generates(self) -> bool:

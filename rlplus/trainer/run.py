@@ -13,7 +13,7 @@ from rlplus import agree, checkpoint
 from rlplus.config import Config
 from rlplus.data import Example, PromptSampler, load_examples, load_tokenizer, response_text
 from rlplus.learner import Policy, check_positions, prepare_model, weights_fingerprint
-from rlplus.recipe import Recipe
+from rlplus.recipe import make_recipe
 from rlplus.reward import Scorer, Verdict, grade_demonstrations, keep_passed
 from rlplus.rollout import RunFailed, make_engine
 from rlplus.terminal import Terminal
@@ -70,7 +70,7 @@ class Run:
         self.tokenizer = load_tokenizer(config.model.model_copy(update={"path": model_path, "scratch": None}))
         self.pad_id = self.tokenizer.pad_token_id
         self.scorer = stack.enter_context(Scorer(config.reward))
-        self.recipe = Recipe(config)
+        self.recipe = make_recipe(config)
         agree.phase("data")
         dropped = self._load_data()
         agree.phase("model")
