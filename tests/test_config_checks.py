@@ -130,7 +130,7 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
             ["data.response_prefix=<t>", "evaluation.data.path=t.jsonl"],
             "^evaluation.data.response_prefix: want data.response_prefix, .*'<t>'; got None",
         ),
-        (["algorithm.recipe.name=plian"], r"^algorithm: recipe.name: want one of plain.*got 'plian' \(nearest: plain\)"),
+        (["algorithm.recipe.name=plian"], r"^algorithm: recipe.name: want one of plain.*'plian' \(nearest: plain\)"),
         (["algorithm.recipe.x=1"], "recipe.x: unknown option of the recipe plain; plain has none"),
         (["algorithm.preset=rlpls"], r"^algorithm.preset: want one of rlplus, .*got 'rlpls' \(nearest: rlplus\)"),
     ],
