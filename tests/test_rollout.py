@@ -145,6 +145,20 @@ def test_stop_token_is_kept_and_truncation_is_told(case: Case) -> None:
     assert any(20 in c.tokens[:-1] for c in completions)
 
 
+def test_each_prompt_has_a_limit_and_every_stop_token_ends_a_response(case: Case) -> None:
+    ends, limits = (EOS, 20), [3, 16, 9]
+    groups = case.engine.generate(PROMPTS, [20] * 3, temperature=1.0, max_tokens=limits, seed=3, stop=[20])
+    for group, limit in zip(groups, limits, strict=True):
+        for c in group:
+            assert not set(ends) & set(c.tokens[:-1])
+            assert len(c.tokens) == limit if c.truncated else len(c.tokens) <= limit
+            assert c.truncated == (c.tokens[-1] not in ends)
+    last = {c.tokens[-1] for group in groups for c in group if not c.truncated}
+    assert last == set(ends)
+    assert max(len(c.tokens) for c in groups[1]) > 8, "some outlive the transformers engine's first stretch"
+    assert gap(case.model, groups, PROMPTS, 1.0) <= 1e-4
+
+
 def test_temperature_zero_is_greedy(case: Case) -> None:
     groups = case.sample(n=2, temperature=0.0)
     for prompt, group in zip(PROMPTS, groups, strict=True):
@@ -163,7 +177,7 @@ def test_global_state_is_undisturbed(case: Case) -> None:
 
 
 def test_refuses_bad_requests_before_generating(case: Case) -> None:
-    def refused(message: str, prompts: list[list[int]], n: list[int], **options: float) -> None:
+    def refused(message: str, prompts: list[list[int]], n: list[int], **options: object) -> None:
         settings = {"temperature": 1.0, "max_tokens": 8, "seed": 0} | options
         with pytest.raises(ValueError, match=message):
             case.engine.generate(prompts, n, **settings)  # type: ignore[arg-type]
@@ -174,6 +188,9 @@ def test_refuses_bad_requests_before_generating(case: Case) -> None:
     refused("one count of at least 0 for each of 1 prompts", [[5]], [1, 1])
     refused("one count of at least 0", [[5]], [-1])
     refused("max_tokens of at least 1", [[5]], [1], max_tokens=0)
+    refused("prompt 1 has 312", [[5], [5] * 312], [1, 1], max_tokens=[8, 9])
+    refused("one max_tokens, or one for each of 1 prompts; got 2", [[5]], [1], max_tokens=[8, 8])
+    refused("stop token ids from 0 to 47; got .48.", [[5]], [1], stop=[48])
     for temperature in (-1.0, 0.005, math.nan, math.inf):
         refused("temperature of 0 .greedy. or at least 0.01", [[5]], [1], temperature=temperature)
     groups = case.engine.generate([[5] * 312], [1], temperature=1.0, max_tokens=8, seed=0)  # the longest that fits

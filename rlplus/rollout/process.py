@@ -78,11 +78,19 @@ class ProcessEngine:
         return self._process.pid
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], n: Sequence[int], *, temperature: float, max_tokens: int, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: Sequence[int],
+        *,
+        temperature: float,
+        max_tokens: int | Sequence[int],
+        seed: int,
+        stop: Sequence[int] = (),
     ) -> list[list[Completion]]:
         if self._failure:
             raise RuntimeError(self._failure)
-        options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+        limits = max_tokens if isinstance(max_tokens, int) else list(max_tokens)
+        options = {"temperature": temperature, "max_tokens": limits, "seed": seed, "stop": list(stop)}
         answer: list[list[Completion]] = self._ask("generate", [list(p) for p in prompts], list(n), options)
         return answer
 

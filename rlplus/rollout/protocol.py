@@ -32,14 +32,23 @@ class RolloutEngine(Protocol):
     name: str
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], n: Sequence[int], *, temperature: float, max_tokens: int, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: Sequence[int],
+        *,
+        temperature: float,
+        max_tokens: int | Sequence[int],
+        seed: int,
+        stop: Sequence[int] = (),
     ) -> list[list[Completion]]:
         """Sample n[i] responses of at most max_tokens tokens to each prompts[i], from the whole distribution.
+
+        max_tokens: of all, or for each prompt. stop: further token ids that end a response as the end token does.
 
         The same arguments and weights give the same tokens; every response of a call has noise of its own. Ranks that
         generate at the same time need different seeds. temperature 0 decodes greedily.
         ValueError, before anything is generated: a prompt that is empty, has a token id outside the vocabulary or
-        leaves no room for max_tokens; n of another length or below 0; a temperature between 0 and 0.01.
+        leaves no room for max_tokens; n or max_tokens of another length, n below 0; a temperature between 0 and 0.01.
         """
         ...
 
@@ -66,26 +75,33 @@ def check_request(
     n: Sequence[int],
     *,
     temperature: float,
-    max_tokens: int,
+    max_tokens: int | Sequence[int],
     max_model_len: int,
     vocabulary: int,
-) -> None:
-    """ValueError for a request that `RolloutEngine.generate` promises to refuse."""
+    stop: Sequence[int],
+) -> list[int]:
+    """Each prompt's max_tokens. ValueError for a request that `RolloutEngine.generate` promises to refuse."""
     if len(n) != len(prompts) or any(count < 0 for count in n):
         raise ValueError(f"want one count of at least 0 for each of {len(prompts)} prompts; got n={list(n)}")
     if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
         raise ValueError(f"want a temperature of 0 (greedy) or at least {MIN_TEMPERATURE}; got {temperature}")
-    if max_tokens < 1:
-        raise ValueError(f"want max_tokens of at least 1; got {max_tokens}")
-    for index, prompt in enumerate(prompts):
-        if not 1 <= len(prompt) <= max_model_len - max_tokens:
+    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+    if len(limits) != len(prompts):
+        raise ValueError(f"want one max_tokens, or one for each of {len(prompts)} prompts; got {len(limits)}")
+    if min(limits, default=1) < 1:
+        raise ValueError(f"want max_tokens of at least 1; got {min(limits)}")
+    if stop and not (min(stop) >= 0 and max(stop) < vocabulary):
+        raise ValueError(f"want stop token ids from 0 to {vocabulary - 1}; got {list(stop)}")
+    for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        if not 1 <= len(prompt) <= max_model_len - limit:
             raise ValueError(
-                f"want prompts of 1 to {max_model_len - max_tokens} tokens (max_model_len={max_model_len} less "
-                f"max_tokens={max_tokens}); prompt {index} has {len(prompt)}"
+                f"want prompts of 1 to {max_model_len - limit} tokens (max_model_len={max_model_len} less "
+                f"max_tokens={limit}); prompt {index} has {len(prompt)}"
             )
         if min(prompt) < 0 or max(prompt) >= vocabulary:
             low, high = min(prompt), max(prompt)
             raise ValueError(f"want token ids from 0 to {vocabulary - 1}; prompt {index} has {low} to {high}")
+    return limits
 
 
 def check_logprobs(completions: list[list[Completion]]) -> list[list[Completion]]:

@@ -107,18 +107,26 @@ class ServerEngine:
         return problems, int(scheduler["max_num_seqs"])
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], n: Sequence[int], *, temperature: float, max_tokens: int, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: Sequence[int],
+        *,
+        temperature: float,
+        max_tokens: int | Sequence[int],
+        seed: int,
+        stop: Sequence[int] = (),
     ) -> list[list[Completion]]:
         http = self._generating = _Requests(self._http.url)  # before the next line, so that no `close` misses it
         if self._failure:
             raise RuntimeError(self._failure)
-        check_request(
+        limits = check_request(
             prompts,
             n,
             temperature=temperature,
             max_tokens=max_tokens,
             max_model_len=self._max_model_len,
             vocabulary=self._vocabulary,
+            stop=stop,
         )
         if max(n, default=0) > self._most:
             raise ValueError(
@@ -131,14 +139,14 @@ class ServerEngine:
                 "temperature": temperature,
                 "top_p": 1.0,
                 "top_k": 0,
-                "max_tokens": max_tokens,
+                "max_tokens": limit,
                 "seed": first,
                 "logprobs": 0,
                 "ignore_eos": True,
-                "stop_token_ids": [self._eos],
+                "stop_token_ids": [self._eos, *stop],
                 "detokenize": False,
             }
-            for count, first in zip(n, seeds, strict=True)
+            for count, first, limit in zip(n, seeds, limits, strict=True)
         ]
         pool = ThreadPoolExecutor(CONNECTIONS)
         try:

@@ -24,6 +24,8 @@ from rlplus.rollout.clock import Clock
 from rlplus.rollout.protocol import DEFAULT_CACHE_MB, Completion, check_logprobs, check_request, whole_model
 from rlplus.rollout.push import watched
 
+STRETCH = 8  # tokens that are generated before sequences that have ended leave the batch
+
 
 class _Draw(LogitsProcessor):
     """Draws each row's token by inversion: the first whose cumulative probability exceeds a uniform number.
@@ -97,64 +99,99 @@ class TransformersEngine:
         self._bytes_per_token = _cache_bytes_per_token(model_config, self._model.dtype)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], n: Sequence[int], *, temperature: float, max_tokens: int, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: Sequence[int],
+        *,
+        temperature: float,
+        max_tokens: int | Sequence[int],
+        seed: int,
+        stop: Sequence[int] = (),
     ) -> list[list[Completion]]:
         if self._failure:
             raise RuntimeError(self._failure)
-        check_request(
+        limits = check_request(
             prompts,
             n,
             temperature=temperature,
             max_tokens=max_tokens,
             max_model_len=self._max_model_len,
             vocabulary=self._vocabulary,
+            stop=stop,
         )
+        stops = torch.tensor([self._eos, *stop], device=self._device)
         # Prompts of like length together: less padding.
         owners = [i for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])) for _ in range(n[i])]
-        longest = max((len(prompts[i]) for i in owners), default=0)
+        longest = max((len(prompts[i]) + limits[i] for i in owners), default=0)
         # A sequence's keys and values; of each logit the model's and its fp32 copy, and what `_Draw` makes of it.
-        bytes_per_sequence = (longest + max_tokens) * self._bytes_per_token + (4 + 4 + 4 + 8 + 1) * self._vocabulary
+        bytes_per_sequence = longest * self._bytes_per_token + (4 + 4 + 4 + 8 + 1) * self._vocabulary
         size = max(1, self._cache_bytes // bytes_per_sequence)
         completions: list[list[Completion]] = [[] for _ in prompts]
         with self._forked_rng(), torch.no_grad(), self.clock.running("the first token"):
             torch.manual_seed(seed)
             for start in range(0, len(owners), size):
                 batch = owners[start : start + size]
-                samples = self._generate_batch([prompts[i] for i in batch], temperature, max_tokens)
+                samples = self._generate_batch(
+                    [prompts[i] for i in batch], [limits[i] for i in batch], temperature, stops
+                )
                 for owner, sample in zip(batch, samples, strict=True):
                     completions[owner].append(sample)
         return check_logprobs(completions)
 
     def _generate_batch(
-        self, prompts: Sequence[Sequence[int]], temperature: float, max_tokens: int
+        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], temperature: float, stops: Tensor
     ) -> list[Completion]:
+        """In stretches of tokens, after each of which the sequences that have ended leave the batch."""
         width = max(map(len, prompts))
-        input_ids = torch.tensor([[self._pad] * (width - len(p)) + list(p) for p in prompts], device=self._device)
+        ids = torch.tensor([[self._pad] * (width - len(p)) + list(p) for p in prompts], device=self._device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._device)
+        left = torch.tensor(limits, device=self._device)
+        tokens: list[list[int]] = [[] for _ in prompts]
+        logprobs: list[list[float]] = [[] for _ in prompts]
+        rows, cache = list(range(len(prompts))), None
+        while rows:
+            # A state instead of keys and values (Mamba's) neither goes on where it was nor gives up rows.
+            stretch = int(left.max()) if self._model._is_stateful else min(STRETCH, int(left.max()))
+            output, logprob = self._generate_stretch(ids, mask, cache, stretch, temperature, stops)
+            drawn = output.sequences[:, ids.shape[1] :]
+            new, new_logprob = drawn.tolist(), logprob.tolist()
+            for i, row in enumerate(rows):
+                tokens[row] += new[i]
+                logprobs[row] += new_logprob[i]
+            left = left - stretch
+            going = (~torch.isin(drawn, stops).any(dim=1) & (left > 0)).nonzero()[:, 0]
+            cache = output.past_key_values
+            if 0 < len(going) < len(rows):
+                cache.batch_select_indices(going)
+            ids, left = output.sequences[going], left[going]
+            mask = torch.cat([mask[going], mask.new_ones(len(going), drawn.shape[1])], dim=1)
+            rows = [rows[i] for i in going.tolist()]
+        ends = set(stops.tolist())
+        return [_cut(*row, ends) for row in zip(tokens, logprobs, limits, strict=True)]
+
+    def _generate_stretch(
+        self, ids: Tensor, mask: Tensor, cache: Any, tokens: int, temperature: float, stops: Tensor
+    ) -> tuple[Any, Tensor]:
+        """`generate`'s output for so many tokens after ids (B, T), and the logprobs (B, tokens or fewer) of them."""
         draw = _Draw(temperature)
         recorder = _Recorder(draw, self.clock)
         output = self._model.generate(
-            input_ids,
+            ids,
             attention_mask=mask,
+            past_key_values=cache,
             generation_config=GenerationConfig(
-                max_new_tokens=max_tokens,
-                eos_token_id=self._eos,
+                max_new_tokens=tokens,
+                eos_token_id=stops.tolist(),
                 pad_token_id=self._pad,
                 use_cache=True,
                 do_sample=False,  # the processor draws
+                return_dict_in_generate=True,
             ),
             logits_processor=LogitsProcessorList([draw]),
             stopping_criteria=StoppingCriteriaList([recorder]),
             synced_gpus=False,  # ranks generate on their own, also while the trainer's own model is in shards
         )
-        tokens = output[:, width:].tolist()
-        logprob = torch.cat(recorder.logprob, dim=1).tolist()
-        return [self._cut(*row) for row in zip(tokens, logprob, strict=True)]
-
-    def _cut(self, tokens: list[int], logprob: list[float]) -> Completion:
-        stopped = self._eos in tokens
-        length = tokens.index(self._eos) + 1 if stopped else len(tokens)
-        return Completion(tokens[:length], logprob[:length], truncated=not stopped)
+        return output, torch.cat(recorder.logprob, dim=1)
 
     def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         if self._model is None:
@@ -179,6 +216,13 @@ class TransformersEngine:
 
     def _forked_rng(self) -> Any:
         return torch.random.fork_rng([self._device] if self._device.type == "cuda" else [])
+
+
+def _cut(tokens: list[int], logprob: list[float], limit: int, ends: set[int]) -> Completion:
+    """The response up to its stop token or its limit; what was generated behind it was for the others of the batch."""
+    last = next((i for i, token in enumerate(tokens[:limit]) if token in ends), None)
+    length = limit if last is None else last + 1
+    return Completion(tokens[:length], logprob[:length], truncated=last is None)
 
 
 def _cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:

@@ -103,19 +103,27 @@ class VLLMEngine:
         self._repack_head = self._cpu and "lm_head.weight" not in self._shapes
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], n: Sequence[int], *, temperature: float, max_tokens: int, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: Sequence[int],
+        *,
+        temperature: float,
+        max_tokens: int | Sequence[int],
+        seed: int,
+        stop: Sequence[int] = (),
     ) -> list[list[Completion]]:
         if self._failure:
             raise RuntimeError(self._failure)
-        check_request(
+        limits = check_request(
             prompts,
             n,
             temperature=temperature,
             max_tokens=max_tokens,
             max_model_len=self._max_model_len,
             vocabulary=self._vocabulary,
+            stop=stop,
         )
-        params = self._sampling_params(n, temperature, max_tokens, seed)
+        params = self._sampling_params(n, temperature, limits, seed, stop)
         asked = [i for i, count in enumerate(n) if count]
         requests = [({"prompt_token_ids": list(prompts[i])}, params[i]) for i in asked]
         outputs = self._run_together(requests) if self._shared else self._run(requests)
@@ -145,22 +153,24 @@ class VLLMEngine:
         start = sum(map(len, everybody[:mine]))
         return outputs[start : start + len(requests)]
 
-    def _sampling_params(self, n: Sequence[int], temperature: float, max_tokens: int, seed: int) -> list[Any]:
+    def _sampling_params(
+        self, n: Sequence[int], temperature: float, limits: Sequence[int], seed: int, stop: Sequence[int]
+    ) -> list[Any]:
         """One a prompt."""
         params = []
-        for count, first in zip(n, prompt_seeds(n, seed), strict=True):
+        for count, first, limit in zip(n, prompt_seeds(n, seed), limits, strict=True):
             params.append(
                 self._vllm.SamplingParams(
                     n=max(count, 1) if temperature else 1,  # it refuses n > 1 in greedy decoding
                     temperature=temperature,
                     top_p=1.0,
                     top_k=0,
-                    max_tokens=max_tokens,
+                    max_tokens=limit,
                     seed=first,
                     logprobs=0,  # of the sampled token only
                     flat_logprobs=True,
-                    ignore_eos=True,  # the one stop token is the caller's, whatever else the model's config calls eos
-                    stop_token_ids=[self._eos],
+                    ignore_eos=True,  # the stop tokens are the caller's, whatever else the model's config calls eos
+                    stop_token_ids=[self._eos, *stop],
                     detokenize=False,
                 )
             )
