@@ -1,5 +1,6 @@
-"""Names of a package that are imported on first use (PEP 562), so that importing the package itself stays fast."""
+"""Imports by name: those of a package on first use (PEP 562), so that importing it stays fast, and those of users."""
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -27,3 +28,14 @@ def lazy_names(
         return value
 
     return lookup, lambda: sorted({*vars(module), *homes, *home_of})
+
+
+def import_function(reference: str) -> Any:
+    """What "module:name" names; modules in the current folder are found, too. ImportError or AttributeError."""
+    module, _, name = reference.partition(":")
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        return getattr(import_module(module), name)
+    finally:
+        sys.path.remove(here)

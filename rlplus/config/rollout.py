@@ -31,6 +31,8 @@ class RolloutConfig(Section):
     push_folder           where weights pass to an engine in another process; None = /dev/shm, or the temporary folder.
                           Holds the whole model. A server must see it under the same name
     server_url            such as http://localhost:8000
+    function              "module:name" of a function that makes the responses with the engine: tools, several turns,
+                          environments; see rlplus.rollout.custom. In evaluations, too
     """
 
     engine: Literal["auto", "vllm", "transformers"] = "auto"
@@ -49,6 +51,7 @@ class RolloutConfig(Section):
     progress_timeout_s: Seconds = 300.0
     push_folder: PathText | None = None
     server_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -63,6 +66,11 @@ class RolloutConfig(Section):
             problems.append(f"sleep is for vLLM in mode colocated; got engine {self.engine} in mode {self.mode}")
         if self.tensor_parallel_size > 1 and self.engine == "transformers":
             problems.append(f"tensor_parallel_size {self.tensor_parallel_size} needs vLLM; got engine transformers")
+        if self.function and self.mode == "colocated" and self.tensor_parallel_size > 1:
+            problems.append(
+                f"function asks a colocated engine at each rank's own pace: want tensor_parallel_size 1, or mode "
+                f"process; got {self.tensor_parallel_size}"
+            )
         if problems:
             raise ValueError("; ".join(problems))
         return self

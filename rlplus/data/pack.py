@@ -27,6 +27,9 @@ class Sample:
     engine_logprob  the rollout engine's logprob of each response token; None = unknown (demonstrations)
     reward          NaN = masked: the grader failed, and the sample is left out of everything that a reward decides
     advantage       one value for the response, or one per token
+    trained         whether a token has a loss: one value, or one per token; the others, such as a tool's answer, are
+                    read only
+    scored          the reward came with the response: nothing grades it
     """
 
     prompt: Sequence[int]
@@ -37,6 +40,8 @@ class Sample:
     engine_logprob: Sequence[float] | None
     reward: float = 0.0
     advantage: float | Sequence[float] = 0.0
+    trained: bool | Sequence[bool] = True
+    scored: bool = False
 
     @property
     def length(self) -> int:
@@ -44,9 +49,15 @@ class Sample:
         return len(self.prompt) + len(self.response)
 
     @property
-    def external_tokens(self) -> int:
-        """Tokens of the response that were demonstrated."""
-        return len(self.response) * self.external if isinstance(self.external, bool) else sum(self.external)
+    def loss_tokens(self) -> tuple[int, int]:
+        """Tokens of the response that are trained on: sampled, demonstrated."""
+        tokens = len(self.response)
+        if isinstance(self.external, bool) and isinstance(self.trained, bool):  # most are
+            external = tokens * self.external
+            return (tokens - external, external) if self.trained else (0, 0)
+        kinds = zip(per_token(self.external, tokens), per_token(self.trained, tokens), strict=True)
+        external = [kind for kind, on in kinds if on]
+        return len(external) - sum(external), sum(external)
 
     @property
     def demonstration(self) -> bool:
@@ -220,7 +231,7 @@ def _check(index: int, sample: Sample, weight: Tensor, row_length: int) -> None:
         raise ValueError(f"sample {index}: want at most row_length {row_length} tokens; got {prompt} + {response}")
     if weight.shape != (response,):
         raise ValueError(f"sample {index}: want token_weight ({response},); got {tuple(weight.shape)}")
-    for name in ("engine_logprob", "advantage", "external"):
+    for name in ("engine_logprob", "advantage", "external", "trained"):
         values = getattr(sample, name)
         if not isinstance(values, float | int | None) and len(values) != response:
             raise ValueError(f"sample {index}: want {response} {name}; got {len(values)}")

@@ -15,8 +15,8 @@ from rlplus.config import Config, check_evaluation_files
 from rlplus.data import Example, distinct, load_examples, load_tokenizer, response_text
 from rlplus.evaluation.results import Evaluation, join
 from rlplus.learner import prepare_model
-from rlplus.reward import Scorer
-from rlplus.rollout import Completion, RolloutEngine, make_engine
+from rlplus.reward import Score, Scorer
+from rlplus.rollout import Completion, Respond, RolloutEngine, make_engine, make_respond, respond
 from rlplus.trainer import Evaluate, Run
 
 _COMPLETIONS_A_CALL = 4096  # bounds what is held as Python lists at a time
@@ -37,10 +37,12 @@ def evaluate(
     seed: int,
     name: str = "",
     progress: Callable[[int], None] = lambda solved: None,
+    respond: Respond = respond,
 ) -> Evaluation:
     """Sample every problem `samples` times for each of its rows, score, count.
 
-    `examples` are `distinct`; `decode` gives the text to grade, without special tokens. progress: called with the
+    `examples` are `distinct`; `decode` gives the text to grade, without special tokens. respond: what asks the
+    engine, and may give rewards. progress: called with the
     number of problems that are done, again and again. ValueError without problems, or if a k is not in 1..samples.
     """
     if not examples:
@@ -56,11 +58,11 @@ def evaluate(
         part, n = examples[start:stop], counts[start:stop]
         # Equal prompts in different calls must not get equal samples.
         options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed + start}
-        completions = _completions(engine, part, n, options)
+        completions = _completions(respond, engine, part, n, options)
         tokens += sum(len(completion.tokens) for completion in completions)
         truncated += sum(completion.truncated for completion in completions)
-        texts = [decode(completion.tokens) for completion in completions]
-        scores = scorer(texts, [example.answer for example, count in zip(part, n, strict=True) for _ in range(count)])
+        answers = [example.answer for example, count in zip(part, n, strict=True) for _ in range(count)]
+        scores = _scores(scorer, completions, answers, decode)
         statuses.update(score.status for score in scores)
         values = iter([score.value for score in scores])
         for count in n:
@@ -85,11 +87,22 @@ def evaluate(
     )
 
 
+def _scores(
+    scorer: Scorer, completions: Sequence[Completion], answers: Sequence[str], decode: Callable[[Sequence[int]], str]
+) -> list[Score]:
+    """Of each completion: the reward that came with it, or the grader's."""
+    ungraded = [i for i, completion in enumerate(completions) if completion.reward is None]
+    scores = {i: Score(c.reward, "ok") for i, c in enumerate(completions) if c.reward is not None}
+    given = scorer([decode(completions[i].tokens) for i in ungraded], [answers[i] for i in ungraded])
+    scores |= zip(ungraded, given, strict=True)
+    return [scores[i] for i in range(len(completions))]
+
+
 def _completions(
-    engine: RolloutEngine, examples: Sequence[Example], n: list[int], options: dict[str, Any]
+    respond: Respond, engine: RolloutEngine, examples: Sequence[Example], n: list[int], options: dict[str, Any]
 ) -> list[Completion]:
     """The completions of all problems in their order. ValueError unless the engine gave as many as were asked for."""
-    groups = engine.generate([example.prompt for example in examples], n, **options)
+    groups = respond(engine, examples, n, **options)
     if (got := [len(group) for group in groups]) != n:
         raise ValueError(f"want {n} samples of the problems; {engine.name} gave {got}")
     return [completion for group in groups for completion in group]
@@ -117,7 +130,7 @@ def evaluator(config: Config) -> Evaluate | None:
     problems = _problems(config, load_tokenizer(config.model))
 
     def evaluate_run(run: Run) -> dict[str, float]:
-        results = _evaluate(config, run.engine.ask, run.scorer, problems, run.decode, run.rank, run.world)
+        results = _evaluate(config, run.engine.ask, run.scorer, problems, run.decode, run.respond, run.rank, run.world)
         return {f"{name}/pass@{k}": one.pass_at(k).mean for name, one in results.items() for k in one.k}
 
     return evaluate_run
@@ -136,6 +149,7 @@ def evaluate_model(
     settings = config.model.model_copy(update={"path": str(path), "scratch": None})
     tokenizer = load_tokenizer(settings)
     problems = _problems(config, tokenizer)
+    respond = make_respond(config.rollout.function, tokenizer)
     progress(0, len(problems))
     _, model_config = prepare_model(settings, path, config.train.seed)
     with TemporaryDirectory() as folder, Scorer(config.reward) as scorer:
@@ -161,6 +175,7 @@ def evaluate_model(
                 scorer,
                 problems,
                 decode,
+                respond,
                 progress=lambda done: progress(done, len(problems)),
             )
         finally:
@@ -179,6 +194,7 @@ def _evaluate(
     scorer: Scorer,
     problems: Sequence[Example],
     decode: Callable[[Sequence[int]], str],
+    respond: Respond,
     rank: int = 0,
     ranks: int = 1,
     progress: Callable[[int], None] = lambda done: None,
@@ -204,6 +220,7 @@ def _evaluate(
             max_tokens=config.rollout.max_response_length,
             seed=config.train.seed + rank * len(examples),  # equal prompts on two ranks must not get equal samples
             name=name,
+            respond=respond,
             progress=partial(_advance, progress, before),
         )
         before += len(own)

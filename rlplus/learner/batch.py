@@ -102,30 +102,29 @@ def rebalance(samples: Sequence[Sample], config: Config) -> list[Sample]:
 
 def _compact(sample: Sample) -> Sample:
     """The same values as arrays, a third of the pickled size of lists and much faster to send."""
-    kinds = {"prompt": "i", "response": "i", "engine_logprob": "d", "advantage": "d", "external": "b"}
+    kinds = {"prompt": "i", "response": "i", "engine_logprob": "d", "advantage": "d", "external": "b", "trained": "b"}
     values = {name: getattr(sample, name) for name in kinds}
     arrays: dict[str, Any] = {n: array(kinds[n], v) for n, v in values.items() if isinstance(v, Sequence)}
     return replace(sample, **arrays)
 
 
 def _has_gradient(sample: Sample, objective: Objective) -> bool:
-    values = sample.external, sample.advantage
+    values = sample.external, sample.advantage, sample.trained
     tokens = len(sample.response) if any(isinstance(value, Sequence) for value in values) else 1  # one stands for all
-    pairs = zip(per_token(sample.external, tokens), per_token(sample.advantage, tokens), strict=True)
-    return any(objective.external_gradient(A) if external else A != 0 for external, A in pairs)
+    each = zip(*(per_token(value, tokens) for value in values), strict=True)
+    return any(on and (objective.external_gradient(A) if external else A != 0) for external, A, on in each)
 
 
 @dataclass(frozen=True)
 class _Totals:
-    """Response tokens of an update over all ranks, (sampled, demonstrated), and the sequences that have such tokens."""
+    """Tokens with a loss in an update over all ranks, (sampled, demonstrated), and the sequences that have such."""
 
     tokens: tuple[int, int]
     sequences: tuple[int, int]
 
 
 def _totals(samples: Sequence[Sample]) -> _Totals:
-    external = [s.external_tokens for s in samples]
-    sampled = [len(s.response) - tokens for s, tokens in zip(samples, external, strict=True)]
+    sampled, external = zip(*(s.loss_tokens for s in samples), strict=True) if samples else ((), ())
     tokens, sequences = map(sum, (sampled, external)), (sum(map(bool, kind)) for kind in (sampled, external))
     counts = [int(total) for total in agree.sums(*tokens, *sequences)]
     return _Totals((counts[0], counts[1]), (counts[2], counts[3]))
@@ -135,8 +134,9 @@ def _token_weights(samples: Sequence[Sample], totals: _Totals, algorithm: Algori
     lengths = torch.tensor([len(s.response) for s in samples], dtype=torch.int64)
     apart = algorithm.demonstrations_apart
     external = [kind for s in samples for kind in per_token(s.external, len(s.response))] if apart else []
+    trained = [on for s in samples for on in per_token(s.trained, len(s.response))]
     flat = token_weights(
-        torch.ones(int(lengths.sum()), dtype=torch.bool),
+        torch.tensor(trained, dtype=torch.bool),
         algorithm.reduction,
         max_length=config.rollout.max_response_length,
         total_tokens=totals.tokens if apart else sum(totals.tokens),

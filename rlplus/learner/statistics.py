@@ -61,10 +61,11 @@ def _set_sequence_ratios(batch: MicroBatch, logprob: Tensor, algorithm: Algorith
 
 
 def _over_sequences(values: Tensor, batch: MicroBatch, *, mean: bool, parallel: int) -> Tensor:
-    """(N,) -> (N,): each token's sequence's sum or mean, over the ranks that share the sequences."""
+    """(N,) -> (N,): the sum or mean over the weighted tokens of each one's sequence, on the ranks that share it."""
     own = values.new_zeros(2, int(batch.sequence.max()) + 1 if len(values) else 0, dtype=torch.float64)
-    own[0].index_add_(0, batch.sequence, values.double())
-    own[1].index_add_(0, batch.sequence, torch.ones_like(values, dtype=torch.float64))
+    on = batch.token_weight != 0
+    own[0].index_add_(0, batch.sequence[on], values[on].double())
+    own[1].index_add_(0, batch.sequence, on.double())
     parts = [own] if parallel == 1 else [part.to(own.device) for part in agree.gathered(own.cpu(), parallel)]
     sums = own.new_zeros(2, max(part.shape[1] for part in parts))
     for part in parts:

@@ -1,11 +1,9 @@
 """Token losses of users: internal surrogates that an `Objective` can name like the built-in ones."""
 
-import os
-import sys
 from collections.abc import Callable
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from rlplus.lazy import import_function
 from rlplus.objective.surrogates import INTERNAL, Internal
 
 if TYPE_CHECKING:
@@ -48,15 +46,10 @@ def find_token_loss(name: object) -> None:
     """Import and register "module:function", where that is new; ValueError where there is none."""
     if not isinstance(name, str) or name in INTERNAL or name.count(":") != 1:
         return
-    module, _, attribute = name.partition(":")
-    here = os.getcwd()  # where reward.function is found, too
-    sys.path.insert(0, here)
     try:
-        function = getattr(import_module(module), attribute)
+        function = import_function(name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"internal surrogate {name!r}: want module:function; {error}") from error
-    finally:
-        sys.path.remove(here)
     register_token_loss(name, function)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
+from rlplus.rollout.custom import Respond, Response, Sampler, Task, make_respond, respond
 from rlplus.rollout.protocol import (
     DEFAULT_CACHE_MB,
     Completion,
@@ -27,12 +28,18 @@ from rlplus.rollout.push import checked_weights, ranks_here
 __all__ = [
     "DEFAULT_CACHE_MB",
     "Completion",
+    "Respond",
+    "Response",
     "RolloutEngine",
     "RunFailed",
+    "Sampler",
+    "Task",
     "check_logprobs",
     "check_request",
     "checked_weights",
     "make_engine",
+    "make_respond",
+    "respond",
     "whole_model",
 ]
 

@@ -21,11 +21,15 @@ class Completion:
     logprob: of each token, in nats, under log_softmax(logits / temperature), the distribution it was drawn from; after
     greedy decoding (temperature 0) under log_softmax(logits).
     truncated: max_tokens ended it and no stop token.
+    trained, reward: of a rollout function (`rollout.function`). Whether each token was sampled: only these are trained
+    on, and the others' logprobs are not read; None = all were. The reward; None = the run's reward grades the text.
     """
 
     tokens: list[int]
     logprob: list[float]
     truncated: bool
+    trained: list[bool] | None = None
+    reward: float | None = None
 
 
 class RolloutEngine(Protocol):

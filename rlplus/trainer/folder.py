@@ -176,6 +176,7 @@ def surroundings(config: Config) -> dict[str, str]:
             found[package] = version(package)
     own = {
         "reward.function": config.reward.function,
+        "rollout.function": config.rollout.function,
         "algorithm.objective.internal": config.algorithm.resolve().objective.internal,
     }
     for key, reference in own.items():

@@ -14,7 +14,7 @@ from rlplus.config import Config
 from rlplus.data import Example, MicroBatch, PromptSampler, Sample
 from rlplus.learner import Policy, dummy, forward_batches
 from rlplus.recipe import Ask, Batch, Recipe
-from rlplus.rollout import RolloutEngine
+from rlplus.rollout import Respond, RolloutEngine
 from rlplus.trainer.engine import EngineFailed, SyncedEngine
 from rlplus.trainer.metrics import Tally
 from rlplus.trainer.samples import generate
@@ -51,9 +51,11 @@ class Rollouts:
         sampler: PromptSampler,
         pad_id: int,
         engine: SyncedEngine,
+        respond: Respond,
     ) -> None:
         self.config, self.recipe, self.policy = config, recipe, policy
         self.examples, self.sampler, self.pad_id, self.engine = examples, sampler, pad_id, engine
+        self.respond = respond
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._ahead: Drawn | None = None
         self._coming: Future[Drawn] | None = None
@@ -118,7 +120,7 @@ class Rollouts:
 
         def question(engine: RolloutEngine) -> Drawn:
             start = time.perf_counter()
-            samples = generate(engine, examples, asks, self.config, seed)
+            samples = generate(engine, examples, asks, self.config, self.respond, seed)
             if logprobs:
                 for sample, logprob in zip((s for s in samples if s.demonstration), logprobs, strict=True):
                     sample.engine_logprob = logprob

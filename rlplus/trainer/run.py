@@ -15,7 +15,7 @@ from rlplus.data import Example, PromptSampler, load_examples, load_tokenizer, r
 from rlplus.learner import Policy, check_positions, prepare_model, weights_fingerprint
 from rlplus.recipe import make_recipe
 from rlplus.reward import Scorer, Verdict, grade_demonstrations, keep_passed
-from rlplus.rollout import RunFailed, make_engine
+from rlplus.rollout import RunFailed, make_engine, make_respond
 from rlplus.terminal import Terminal
 from rlplus.trainer.engine import NoEngine, SyncedEngine
 from rlplus.trainer.folder import RunFolder
@@ -69,6 +69,7 @@ class Run:
         check_positions(config, model_config)
         self.tokenizer = load_tokenizer(config.model.model_copy(update={"path": model_path, "scratch": None}))
         self.pad_id = self.tokenizer.pad_token_id
+        self.respond = make_respond(config.rollout.function, self.tokenizer)
         self.scorer = stack.enter_context(Scorer(config.reward))
         self.recipe = make_recipe(config)
         agree.phase("data")
@@ -123,7 +124,7 @@ class Run:
         starts = make if config.needs_engine else NoEngine
         self.engine = SyncedEngine(config, self.policy, self.examples[0].prompt, self.pad_id, starts, self.stop)
         self.rollouts = Rollouts(
-            config, self.recipe, self.policy, self.examples, self.sampler, self.pad_id, self.engine
+            config, self.recipe, self.policy, self.examples, self.sampler, self.pad_id, self.engine, self.respond
         )
         stack.callback(self.rollouts.close)
 

@@ -1,6 +1,7 @@
 """The samples of a step: the groups' members, and their rewards."""
 
 from collections.abc import Callable, Sequence
+from math import nan
 
 from rlplus import agree
 from rlplus.config import Config
@@ -8,17 +9,23 @@ from rlplus.data import Example, Sample
 from rlplus.errors import SharedFailure
 from rlplus.recipe import Ask
 from rlplus.reward import Score, Scorer
-from rlplus.rollout import RolloutEngine
+from rlplus.rollout import Completion, Respond, RolloutEngine
 
 
 def generate(
-    engine: RolloutEngine, examples: Sequence[Example], asks: Sequence[Ask], config: Config, seed: int
+    engine: RolloutEngine,
+    examples: Sequence[Example],
+    asks: Sequence[Ask],
+    config: Config,
+    respond: Respond,
+    seed: int,
 ) -> list[Sample]:
     """Every group's members, in order: its rollouts, then its demonstration where one is asked for."""
-    rollouts: list[list] = [[] for _ in examples]
+    rollouts: list[list[Completion]] = [[] for _ in examples]
     if config.algorithm.resolve().generates:  # on all ranks or on none: some engines are shared by several
-        rollouts = engine.generate(
-            [e.prompt for e in examples],
+        rollouts = respond(
+            engine,
+            examples,
             [ask.rollouts for ask in asks],
             temperature=config.rollout.temperature,
             max_tokens=config.rollout.max_response_length,
@@ -27,7 +34,13 @@ def generate(
     samples = []
     for group, (example, ask, completions) in enumerate(zip(examples, asks, rollouts, strict=True)):
         for c in completions:
-            samples.append(Sample(example.prompt, c.tokens, group, False, c.truncated, c.logprob))
+            sample = Sample(example.prompt, c.tokens, group, False, c.truncated, c.logprob)
+            if c.trained is not None:
+                sample.trained = c.trained
+                sample.engine_logprob = [p if on else nan for p, on in zip(c.logprob, c.trained, strict=True)]
+            if c.reward is not None:
+                sample.reward, sample.scored = c.reward, True
+            samples.append(sample)
         if ask.demonstrated:
             assert example.demonstration is not None, "want a demonstration to show"
             samples.append(Sample(example.prompt, example.demonstration, group, True, False, None))
@@ -43,18 +56,20 @@ def score(
     SharedFailure where grading fails on one rank.
     """
     rollouts = [s for s in samples if not s.demonstration]
+    ungraded = [s for s in rollouts if not s.scored]
     scores: list[Score] = []
     failure: Exception | None = None
     try:
-        scores = scorer([decode(s.response) for s in rollouts], [examples[s.group].answer for s in rollouts])
+        scores = scorer([decode(s.response) for s in ungraded], [examples[s.group].answer for s in ungraded])
     except ValueError as error:
         failure = error
     if what := agree.failures(failure):
         raise SharedFailure(f"the step's responses could not be graded: {what}") from failure
-    for sample, result in zip(rollouts, scores, strict=True):
+    for sample, result in zip(ungraded, scores, strict=True):
         sample.reward = result.value
     for sample in samples:
         if sample.demonstration:
             sample.reward = examples[sample.group].demonstration_reward
             assert not sample.masked, "want graded demonstrations"
-    return [result.status for result in scores]
+    statuses = iter([result.status for result in scores])
+    return ["ok" if s.scored else next(statuses) for s in rollouts]

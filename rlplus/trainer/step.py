@@ -42,7 +42,7 @@ class Step:
         with tally.time("score"):
             statuses = score(batch.samples, batch.examples, run.scorer, run.decode)
         tally_samples(tally, batch.samples, statuses)
-        self.generated += sum(len(sample.response) - sample.external_tokens for sample in batch.samples)
+        self.generated += sum(sample.loss_tokens[0] for sample in batch.samples)
         batch.samples = [sample for sample in batch.samples if not sample.masked]
         return batch
 

@@ -1,0 +1,24 @@
+"""A calculator for the task of `rlplus demo`: `rollout.function: examples.calculator:rollout`.
+
+The policy calls it by writing `;`. The calculator then writes the running sums of all numbers but the last, which are
+not trained on, and the policy goes on behind them: it has learned when to call, and what to do with the answer.
+"""
+
+from rlplus.demo.task import EMPTY, SCRATCHPAD, Problem
+from rlplus.rollout import Response, Sampler
+
+
+def rollout(sampler: Sampler, responses: list[Response]) -> None:
+    call = sampler.tokenizer.convert_tokens_to_ids(SCRATCHPAD)
+    going = responses
+    while going := sampler(going, stop=[call]):
+        for response in going:
+            prompt = sampler.tokenizer.decode(response.task.prompt)
+            response.insert(sampler.tokenizer.encode(calculate(prompt), add_special_tokens=False))
+
+
+def calculate(prompt: str) -> str:
+    """The running sums of the numbers in a prompt of the task, without the last."""
+    numbers = prompt.removesuffix("=").split("+")
+    problem = Problem(tuple(number for number in numbers if EMPTY not in number))
+    return ",".join(problem.running_sums()[:-1])

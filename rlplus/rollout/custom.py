@@ -1,0 +1,180 @@
+"""Rollouts that a function of the user makes: tools, several turns, environments, inserted text."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from rlplus.lazy import import_function
+from rlplus.rollout.protocol import Completion, RolloutEngine, RunFailed
+
+
+class Task(Protocol):
+    """What a response answers, such as an Example of rlplus.data: token ids of the prompt, and the data's answer."""
+
+    @property
+    def prompt(self) -> Sequence[int]: ...
+    @property
+    def answer(self) -> str: ...
+
+
+@dataclass
+class Response:
+    """A response in the making, at most `max_tokens` long. All lists have an entry for each of its tokens.
+
+    tokens     ids of everything behind the prompt
+    trained    whether the policy sampled the token: only these have a loss
+    logprob    the engine's, of the tokens that are trained on; of others whatever stands there
+    ended      the policy drew the end token, or there is no room left
+    truncated  it ended for want of room
+    reward     None: the run's reward grades the text
+    """
+
+    task: Task
+    max_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
+    logprob: list[float] = field(default_factory=list)
+    ended: bool = False
+    truncated: bool = False
+    reward: float | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens that it may still get."""
+        return self.max_tokens - len(self.tokens)
+
+    def insert(self, tokens: Sequence[int]) -> None:
+        """Add tokens that the policy reads and is not trained on. Without room for them and one more it has ended."""
+        if len(tokens) >= self.room:
+            self.ended = self.truncated = True
+            return
+        self.tokens += tokens
+        self.trained += [False] * len(tokens)
+        self.logprob += [math.nan] * len(tokens)
+
+
+class Sampler:
+    """Lets responses go on, at the run's temperature. tokenizer: the run's."""
+
+    def __init__(
+        self, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, *, temperature: float, seed: int
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._engine, self._temperature, self._seeds = engine, temperature, random.Random(seed)
+        self.failure: Exception | None = None  # of the engine
+
+    def __call__(
+        self, responses: Sequence[Response], *, stop: Sequence[int] = (), max_tokens: int | None = None
+    ) -> list[Response]:
+        """Let each response go on until it ends, or draws a token of `stop`, or got max_tokens; those that can go on.
+
+        Responses that have ended stay as they are. The same calls in the same order give the same tokens; equal
+        responses get different ones. Many responses in one call are fast, one by one they are not.
+        """
+        going = [response for response in responses if not response.ended]
+        limits = [response.room if max_tokens is None else min(max_tokens, response.room) for response in going]
+        try:
+            drawn = self._engine.generate(
+                [[*response.task.prompt, *response.tokens] for response in going],
+                [1] * len(going),
+                temperature=self._temperature,
+                max_tokens=limits,
+                seed=self._seeds.getrandbits(31),
+                stop=stop,
+            )
+        except Exception as error:
+            self.failure = error
+            raise
+        for response, (completion,) in zip(going, drawn, strict=True):
+            response.tokens += completion.tokens
+            response.trained += [True] * len(completion.tokens)
+            response.logprob += completion.logprob
+            stopped = not completion.truncated and completion.tokens[-1] in stop
+            response.truncated = response.room == 0 and (completion.truncated or stopped)
+            response.ended = response.truncated or not (completion.truncated or stopped)
+        return [response for response in going if not response.ended]
+
+
+RolloutFunction = Callable[[Sampler, list[Response]], None]
+"""Makes every response, which comes empty: with the sampler, with `Response.insert`, or by filling its lists itself."""
+
+
+class Respond(Protocol):
+    """Engine, tasks, n -> n[i] responses to tasks[i]."""
+
+    def __call__(
+        self,
+        engine: RolloutEngine,
+        tasks: Sequence[Task],
+        n: Sequence[int],
+        *,
+        temperature: float,
+        max_tokens: int,
+        seed: int,
+    ) -> list[list[Completion]]: ...
+
+
+def respond(engine: RolloutEngine, tasks: Sequence[Task], n: Sequence[int], **options: Any) -> list[list[Completion]]:
+    """What the engine samples behind the prompts."""
+    return engine.generate([task.prompt for task in tasks], n, **options)
+
+
+def make_respond(reference: str | None, tokenizer: PreTrainedTokenizerBase) -> Respond:
+    """`respond`, or what the rollout function "module:name" makes. ValueError where there is no such function.
+
+    The latter raises RunFailed where the function raises, or leaves a response that cannot be trained on.
+    """
+    if reference is None:
+        return respond
+    try:
+        function: RolloutFunction = import_function(reference)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"rollout.function: want module:name of a function; got {reference} ({error})") from error
+    if not callable(function):
+        raise ValueError(f"rollout.function: want a function of (sampler, responses); {reference} is {function!r}")
+
+    def respond_by_function(
+        engine: RolloutEngine,
+        tasks: Sequence[Task],
+        n: Sequence[int],
+        *,
+        temperature: float,
+        max_tokens: int,
+        seed: int,
+    ) -> list[list[Completion]]:
+        sampler = Sampler(engine, tokenizer, temperature=temperature, seed=seed)
+        groups = [[Response(task, max_tokens) for _ in range(count)] for task, count in zip(tasks, n, strict=True)]
+        responses = [response for group in groups for response in group]
+        try:
+            function(sampler, responses)
+        except Exception as error:
+            if error is sampler.failure:
+                raise
+            raise RunFailed(f"rollout.function {reference} raised {type(error).__name__}: {error}") from error
+        for index, response in enumerate(responses):
+            if what := _fault(response, len(tokenizer)):
+                raise RunFailed(f"rollout.function {reference}, response {index}: {what}")
+        return [[Completion(r.tokens, r.logprob, r.truncated, r.trained, r.reward) for r in group] for group in groups]
+
+    return respond_by_function
+
+
+def _fault(response: Response, vocabulary: int) -> str | None:
+    """Why it cannot be trained on; None if it can."""
+    tokens = response.tokens
+    if not 1 <= len(tokens) <= response.max_tokens:
+        return f"want 1 to {response.max_tokens} tokens (rollout.max_response_length); got {len(tokens)}"
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        return f"want token ids from 0 to {vocabulary - 1}; got {min(tokens)} to {max(tokens)}"
+    for what, values in (("logprob", response.logprob), ("trained", response.trained)):
+        if len(values) != len(tokens):
+            return f"want {len(tokens)} values in {what}, one a token; got {len(values)}"
+    if not all(math.isfinite(p) for p, on in zip(response.logprob, response.trained, strict=True) if on):
+        return "want finite logprobs of all tokens that are trained on"
+    if response.reward is not None and not math.isfinite(response.reward):
+        return f"want a finite reward or None; got {response.reward}"
+    return None
