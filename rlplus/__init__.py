@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         ALGORITHMS,
         Algorithm,
         Objective,
+        batch_advantages,
         group_advantages,
         policy_loss,
         register_token_loss,
@@ -29,6 +30,7 @@ __all__ = [
     "Objective",
     "PolicyLoss",
     "RLPlusLoss",
+    "batch_advantages",
     "group_advantages",
     "head_of",
     "linear_logprob",
@@ -43,7 +45,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "objective": (
             *("ALGORITHMS", "Algorithm", "Objective"),
-            *("group_advantages", "policy_loss", "register_token_loss", "token_weights"),
+            *("batch_advantages", "group_advantages", "policy_loss", "register_token_loss", "token_weights"),
         ),
         "ops": ("PolicyLoss", "RLPlusLoss", "head_of", "linear_logprob", "linear_policy_loss"),
     },

@@ -5,10 +5,10 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from rlplus.config.base import Section
+from rlplus.config.base import Count, Section
 from rlplus.errors import nearest
 from rlplus.objective import ALGORITHMS, RECIPES, Algorithm, Objective, RecipeOptions
-from rlplus.objective.presets import MismatchLevel, RatioLevel, Reduction
+from rlplus.objective.presets import AdvantageEstimator, MismatchLevel, RatioLevel, Reduction
 
 
 def _objective_field(name: str) -> str:
@@ -22,15 +22,17 @@ def _objective_field(name: str) -> str:
 class AlgorithmConfig(Section):
     """A published algorithm, `preset`, and what this run changes of it; None = as the preset has it.
 
-    `objective`: fields of rlplus.Objective, which documents them. `reduction`, `normalize_std`: as of
-    rlplus.token_weights and rlplus.group_advantages. `ratio_level`, `mismatch_level`, `top_entropy`: as of
-    rlplus.Algorithm. `recipe`: options of the preset's recipe, or its `name` first for those of another one;
-    rlplus.objective.recipes documents them.
+    `objective`: fields of rlplus.Objective, which documents them. `reduction`: as of rlplus.token_weights. `advantage`,
+    `advantage_k`: as of rlplus.batch_advantages, `normalize_std` of rlplus.group_advantages. `ratio_level`,
+    `mismatch_level`, `top_entropy`: as of rlplus.Algorithm. `recipe`: options of the preset's recipe, or its `name`
+    first for those of another one; rlplus.objective.recipes documents them.
     """
 
     preset: str = "rlplus"
     objective: dict[Annotated[str, AfterValidator(_objective_field)], Any] = {}
     reduction: Reduction | None = None
+    advantage: AdvantageEstimator | None = None
+    advantage_k: Count | None = None
     normalize_std: bool | None = None
     ratio_level: RatioLevel | None = None
     mismatch_level: MismatchLevel | None = None

@@ -77,7 +77,8 @@ RULES: tuple[Rule, ...] = (
         "train.deepspeed.gradient_clipping takes its place",
     ),
     (
-        "train.generated_tokens train.overlap algorithm.normalize_std algorithm.objective.internal "
+        "train.generated_tokens train.overlap algorithm.normalize_std algorithm.advantage algorithm.advantage_k "
+        "algorithm.objective.internal "
         "algorithm.ratio_level algorithm.mismatch_level algorithm.top_entropy "
         "algorithm.objective.mismatch_cap algorithm.objective.mismatch_low algorithm.objective.mismatch_mode",
         lambda c: not c.algorithm.resolve().generates,
@@ -92,6 +93,16 @@ RULES: tuple[Rule, ...] = (
         "algorithm.objective.external_coef algorithm.objective.gamma",
         lambda c: EXTERNAL[_objective(c).external].terms is None,
         "it weighs demonstrated tokens, and algorithm.objective.external is none",
+    ),
+    (
+        "algorithm.normalize_std",
+        lambda c: c.algorithm.resolve().advantage != "group",
+        "it belongs to algorithm.advantage group",
+    ),
+    (
+        "algorithm.advantage_k",
+        lambda c: c.algorithm.resolve().advantage != "pass@k",
+        "it belongs to algorithm.advantage pass@k",
     ),
     *_surrogates_rules(),
     (

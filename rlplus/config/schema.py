@@ -48,6 +48,12 @@ class Config(Sections):
                 f"algorithm.preset {self.algorithm.preset} gives one place of each group to a demonstration: "
                 f"want rollout.group_size >= 2; got {self.rollout.group_size}"
             )
+        members = self.rollout.group_size - algorithm.demonstrations_apart
+        if algorithm.advantage == "pass@k" and algorithm.advantage_k > members:
+            problems.append(
+                f"algorithm.advantage pass@k: want algorithm.advantage_k at most the {members} members of a group; "
+                f"got {algorithm.advantage_k}"
+            )
         if self.train.overlap and self.rollout.mode == "colocated":
             problems.append(
                 "train.overlap generates while the policy trains: want rollout.mode process or server; got colocated"

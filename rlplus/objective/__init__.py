@@ -11,6 +11,7 @@ from rlplus.objective.recipes import RECIPES, Plain, RecipeOptions
 from rlplus.objective.registered import register_token_loss
 
 if TYPE_CHECKING:
+    from rlplus.objective.advantages import batch_advantages
     from rlplus.objective.loss import policy_loss
     from rlplus.objective.tokens import MISMATCH_STATS, STATS, TokenConstants, TokenLoss, token_loss
     from rlplus.objective.weights import group_advantages, token_weights
@@ -27,6 +28,7 @@ __all__ = [
     "TokenConstants",
     "TokenLoss",
     "algorithm",
+    "batch_advantages",
     "group_advantages",
     "policy_loss",
     "register_token_loss",
@@ -37,6 +39,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "advantages": ("batch_advantages",),
         "loss": ("policy_loss",),
         "tokens": ("MISMATCH_STATS", "STATS", "TokenConstants", "TokenLoss", "token_loss"),
         "weights": ("group_advantages", "token_weights"),

@@ -12,6 +12,7 @@ from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 KL_ESTIMATORS = ("k2", "k3", "k3-unbiased")
 MISMATCH_MODES = ("truncate", "mask")
 Reduction = Literal["token", "sequence", "constant", "official"]
+AdvantageEstimator = Literal["group", "leave-one-out", "batch", "group-batch", "batch-std", "mean", "pass@k"]
 RatioLevel = Literal["token", "sequence"]
 MismatchLevel = Literal["token", "sequence", "geometric"]
 
@@ -123,7 +124,9 @@ class Algorithm:
     """An objective and what the algorithm does around it.
 
     reduction        the normaliser, see `token_weights`
-    normalize_std    whether advantages are divided by the group's standard deviation
+    advantage        what a reward is compared with, see `batch_advantages`
+    advantage_k      k of advantage "pass@k"
+    normalize_std    whether advantages of "group" are divided by the group's standard deviation
     demonstrations   "none"; "group": one member of each group is a demonstration; "apart": trained on beside the
                      group, outside its statistics, with denominators of its own; "only": no rollouts at all
     ratio_level      "token", or "sequence" (GSPO, arXiv 2507.18071): the geometric mean of the sequence's ratios
@@ -141,6 +144,8 @@ class Algorithm:
     ratio_level: RatioLevel = "token"
     mismatch_level: MismatchLevel = "token"
     top_entropy: float = 1.0
+    advantage: AdvantageEstimator = "group"
+    advantage_k: int = 4
     recipe: RecipeOptions = PLAIN
 
     @property

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import Example, Sample
 from rlplus.learner import Learner
-from rlplus.objective import Algorithm, group_advantages
+from rlplus.objective import Algorithm, batch_advantages, group_advantages
 from rlplus.ops import PolicyLoss
 
 
@@ -92,13 +93,25 @@ class Recipe:
 
 
 def set_advantages(samples: Sequence[Sample], algorithm: Algorithm) -> None:
-    """Group-relative advantages; demonstrations that stand apart do not enter the statistics."""
-    demonstrations = torch.tensor([s.demonstration for s in samples], dtype=torch.bool)
-    advantages = group_advantages(
-        torch.tensor([s.reward for s in samples], dtype=torch.float64),
-        torch.tensor([s.group for s in samples], dtype=torch.int64),
-        normalize_std=algorithm.normalize_std,
-        include=~demonstrations if algorithm.demonstrations_apart else None,
-    )
+    """Advantages by the algorithm's estimator; demonstrations that stand apart do not enter the statistics.
+
+    Collective, except for the estimator "group", to which other ranks' groups are nothing.
+    """
+    rows = [(s.reward, s.group, s.demonstration, sum(s.loss_tokens)) for s in samples]
+    ranks = [rows] if algorithm.advantage == "group" else agree.gathered(rows)
+    everybody = [(reward, (rank, group), *rest) for rank, own in enumerate(ranks) for reward, group, *rest in own]
+    groups = {name: i for i, name in enumerate(dict.fromkeys(group for _, group, *_ in everybody))}
+    rewards = torch.tensor([reward for reward, *_ in everybody], dtype=torch.float64)
+    group_ids = torch.tensor([groups[group] for _, group, *_ in everybody], dtype=torch.int64)
+    demonstrations = torch.tensor([demonstration for _, _, demonstration, _ in everybody], dtype=torch.bool)
+    include = ~demonstrations if algorithm.demonstrations_apart else None
+    if algorithm.advantage == "group":
+        advantages = group_advantages(rewards, group_ids, normalize_std=algorithm.normalize_std, include=include)
+    else:
+        tokens = torch.tensor([tokens for *_, tokens in everybody], dtype=torch.int64)
+        k = algorithm.advantage_k
+        advantages = batch_advantages(rewards, group_ids, algorithm.advantage, include=include, tokens=tokens, k=k)
+        before = sum(len(own) for own in ranks[: dist.get_rank()])
+        advantages = advantages[before : before + len(samples)]
     for sample, advantage in zip(samples, advantages.tolist(), strict=True):
         sample.advantage = advantage
