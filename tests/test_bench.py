@@ -117,6 +117,7 @@ def test_a_forward_case_counts_in_one_gemm_and_has_no_gradients() -> None:
         assert "dweight_error" not in row
 
 
+@pytest.mark.slow
 def test_memory_of_full_logits_is_at_least_the_logits() -> None:
     case = replace(SMALL, N=2048, H=32, V=8000)
     full = memory_of_a_process(case, METHODS["naive torch"])
@@ -316,6 +317,7 @@ def test_a_sweep_measures_its_base_once() -> None:
     assert len(shapes) == len(set(shapes)) == 2 * 7
 
 
+@pytest.mark.slow
 def test_the_gpu_suite_on_small_shapes() -> None:
     """The same cases, methods and shares, on the CPU: what is not CUDA in the suite has run before a GPU is at hand."""
     for case in SUITES["gpu"][0]():
@@ -324,9 +326,6 @@ def test_the_gpu_suite_on_small_shapes() -> None:
             continue
         rows = measured(replace(tiny, sparse=("torch",) if case.sparse else ()))["rows"]
         assert {row["status"].split()[0] for row in rows} <= {"ok", "needs", "not"}, rows
-
-
-# ---- the README
 
 
 def test_the_readme_shows_what_the_results_say() -> None:

@@ -67,7 +67,9 @@ train(load_config(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("moment", ["shards", "flush", "pointer"])
+@pytest.mark.parametrize(
+    "moment", ["shards", *(pytest.param(late, marks=pytest.mark.slow) for late in ("flush", "pointer"))]
+)
 def test_kill_in_the_middle_of_a_checkpoint_loses_only_that_one(tmp_path, moment):
     config = run_config(tmp_path, train={"steps": 3}, checkpoint={"every": 1})
     path = tmp_path / "run.yaml"

@@ -22,6 +22,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK_V, EPS = row_kernels.LAUNCH["BLOCK_V"], torch.finfo(torch.float32).eps
 SCRATCH = {"one row": 1e-9, "few rows": 8e-3, "all rows": None}  # MB, for 23 tokens
 EVERY = pytest.mark.parametrize("max_scratch_mb", SCRATCH.values(), ids=SCRATCH)
+QUICK = pytest.mark.parametrize(  # for tests of many cases: 23 chunks take the interpreter seconds
+    "max_scratch_mb",
+    [pytest.param(value, marks=pytest.mark.slow if name == "one row" else ()) for name, value in SCRATCH.items()],
+    ids=SCRATCH,
+)
 
 
 def fused(head: Head, constants: dict[str, Any], objective: Objective, **options: Any) -> dict[str, Any]:
@@ -67,7 +72,7 @@ def test_matches_the_closed_form(internal: str, external: str, features: str) ->
 
 @pytest.mark.parametrize("objective", [Objective(), EVERYTHING, Objective.preset("dapo"), Objective.preset("sft")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@EVERY
+@QUICK
 def test_low_precision_inputs_keep_the_errors_of_fp32(
     max_scratch_mb: float | None, dtype: torch.dtype, objective: Objective
 ) -> None:
@@ -156,7 +161,7 @@ def test_in_a_cuda_graph_every_row_takes_part(max_scratch_mb: float | None, monk
 # ---- laws
 
 
-@EVERY
+@QUICK
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])
 def test_rows_of_weight_0_change_no_bit(max_scratch_mb: float | None, poison: float) -> None:
     head, constants = sample(23, dtype=torch.float32)
@@ -329,7 +334,7 @@ def test_linear_logprob_differentiates_any_downstream_loss(max_scratch_mb: float
 
 
 @pytest.mark.parametrize("grad_filter", [0.05, 0.5])
-@EVERY
+@QUICK
 def test_grad_filter_keeps_the_change_within_its_share(max_scratch_mb: float | None, grad_filter: float) -> None:
     """weight = identity makes hidden the logits and dhidden their gradient."""
     _, constants = sample(40, dtype=torch.float32)

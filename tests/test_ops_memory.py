@@ -51,7 +51,7 @@ def test_least_matches_the_closed_form_in_fp64(internal: str, external: str, fea
         assert stats == pytest.approx(want["stats"], rel=1e-11, abs=1e-12)
 
 
-@pytest.mark.parametrize("objective", [EVERYTHING, Objective.preset("dapo")])
+@pytest.mark.parametrize("objective", [EVERYTHING, pytest.param(Objective.preset("dapo"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("n", "V"), [(23, 61), (3, 300), (40, 61)], ids=["lent", "few rows lent", "not lent"])
 @EVERY
 @DTYPES

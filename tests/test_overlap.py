@@ -214,7 +214,8 @@ def test_a_failure_ahead_ends_the_run_where_it_is_wanted(tmp_path, in_thread, mo
     assert [row["step"] for row in metrics(Path(config.output_dir))] == [1, 2]
 
 
-@pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_an_engine_killed_ahead_costs_no_step(tmp_path, monkeypatch, kind):
     """A real process, killed once while it generates ahead: the run ends as an undisturbed one."""
     engine = {"engine": kind, "kv_cache_memory_mb": 16}

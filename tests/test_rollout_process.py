@@ -152,6 +152,7 @@ def test_death_in_a_push_and_refusals(shared: tuple[Path, Qwen2ForCausalLM], mon
     wait_until_gone(engine.pid)
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_of_the_question_is_given_up(
     shared: tuple[Path, Qwen2ForCausalLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +276,7 @@ def test_a_killed_trainer_leaves_no_engine_and_no_weights(tmp_path: Path, hangin
     files.close()
 
 
+@pytest.mark.slow
 def test_a_dead_engine_whose_pipe_is_still_held_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that it started has the other end, too: the pipe takes a question until its buffer is full."""
     model = tiny_model(tied=True)

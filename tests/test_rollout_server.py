@@ -330,6 +330,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_all_ranks_hear_of_a_push_that_failed_on_one(fake: FakeServer, tmp_path: Path) -> None:
     """Only rank 0 talks to the server; here it does not even expect what happens to it."""
     save(tiny_model(tied=False), tmp_path)

@@ -22,7 +22,7 @@ SMALL = [case._replace(N=14, V=70) for case in selfcheck.CASES]
 SMALL = [case._replace(max_scratch_mb=0.005) if case.max_scratch_mb < 10 else case for case in SMALL]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_the_kernels_pass_in_the_interpreter(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks and programs as small as the sizes: a row has five blocks, for two programs or one."""
     monkeypatch.setitem(kernels.LAUNCH, "BLOCK_V", 16)

@@ -166,6 +166,7 @@ def test_a_second_signal_does_not_wait_unless_it_is_the_same_one(tmp_path, monke
     assert (Path(config.output_dir) / "checkpoints/latest").exists() != apart
 
 
+@pytest.mark.slow
 def test_a_terminal_that_is_gone_costs_no_checkpoint(tmp_path):
     """Ctrl-C on `rlplus train … 2>&1 | tee log` ends tee, too: whatever is written to the pipe then fails."""
     config = run_config(tmp_path, train={"steps": 100_000})
