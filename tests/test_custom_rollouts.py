@@ -128,7 +128,7 @@ class Kept(Recipe):
 
 def demo_config(folder: Path, output: str = "run", **train_changes: Any) -> Config:
     """A run of a random model on the demo's task, with the calculator."""
-    write_jsonl(folder / "task.jsonl", draw_splits(0)[0][:16])
+    write_jsonl(folder / "demo.jsonl", draw_splits(0)[0][:16])
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = Qwen2Config(
@@ -140,7 +140,7 @@ def demo_config(folder: Path, output: str = "run", **train_changes: Any) -> Conf
         folder,
         output,
         model={"path": str(folder / "model"), "scratch": None},
-        data={"path": str(folder / "task.jsonl"), "max_prompt_length": 32},
+        data={"path": str(folder / "demo.jsonl"), "max_prompt_length": 32},
         reward={"pattern": ":([0-3]*)"},
         rollout={"max_response_length": 40, "function": "examples.calculator:rollout"},
         train={"tokens_per_micro_batch": 256, "steps": 2} | train_changes,
@@ -247,7 +247,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_cannot_be_trained_on_is_refused(name: str) -> None:
-    respond = make_respond(f"rollout_functions:{name}", TOKENIZER)
+    respond = make_respond(f"rollout_functions:{name}", TOKENIZER, 14)
     engine: Any = Script([[[1, 2, END]] * 2])
     with pytest.raises(RunFailed, match=f"^rollout.function rollout_functions:{name}.*{FAULTS[name]}"):
         respond(engine, tasks((1,), (2,)), [1, 1], temperature=1.0, max_tokens=8, seed=0)
@@ -255,7 +255,7 @@ def test_what_cannot_be_trained_on_is_refused(name: str) -> None:
 
 def test_the_engines_own_failures_are_passed_on() -> None:
     """So that a new engine is made."""
-    respond = make_respond("rollout_functions:echo", TOKENIZER)
+    respond = make_respond("rollout_functions:echo", TOKENIZER, 14)
     broken: Any = Script([])
     with pytest.raises(IndexError, match="pop from empty list"):
         respond(broken, tasks((1,)), [1], temperature=1.0, max_tokens=8, seed=0)
@@ -271,7 +271,7 @@ def test_the_engines_own_failures_are_passed_on() -> None:
 )
 def test_a_function_that_is_none_is_refused(reference: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"rollout.function: want .*{message}"):
-        make_respond(reference, TOKENIZER)
+        make_respond(reference, TOKENIZER, 14)
 
 
 def test_rewards_of_the_function_count_in_an_evaluation() -> None:
@@ -286,6 +286,6 @@ def test_rewards_of_the_function_count_in_an_evaluation() -> None:
         temperature=1.0,
         max_tokens=8,
         seed=0,
-        respond=make_respond("rollout_functions:graded", TOKENIZER),
+        respond=make_respond("rollout_functions:graded", TOKENIZER, 14),
     )
     assert (result.correct, result.statuses) == ((2, 2), {"ok": 8})

@@ -149,9 +149,9 @@ def evaluate_model(
     settings = config.model.model_copy(update={"path": str(path), "scratch": None})
     tokenizer = load_tokenizer(settings)
     problems = _problems(config, tokenizer)
-    respond = make_respond(config.rollout.function, tokenizer)
     progress(0, len(problems))
     _, model_config = prepare_model(settings, path, config.train.seed)
+    respond = make_respond(config.rollout.function, tokenizer, model_config.vocab_size)
     with TemporaryDirectory() as folder, Scorer(config.reward) as scorer:
         model_config.save_pretrained(folder)
         # Nothing trains beside it, so it is always in this process and awake.

@@ -123,10 +123,11 @@ def respond(engine: RolloutEngine, tasks: Sequence[Task], n: Sequence[int], **op
     return engine.generate([task.prompt for task in tasks], n, **options)
 
 
-def make_respond(reference: str | None, tokenizer: PreTrainedTokenizerBase) -> Respond:
+def make_respond(reference: str | None, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Respond:
     """`respond`, or what the rollout function "module:name" makes. ValueError where there is no such function.
 
     The latter raises RunFailed where the function raises, or leaves a response that cannot be trained on.
+    vocabulary: the model's, which may be larger than the tokenizer's.
     """
     if reference is None:
         return respond
@@ -156,7 +157,7 @@ def make_respond(reference: str | None, tokenizer: PreTrainedTokenizerBase) -> R
                 raise
             raise RunFailed(f"rollout.function {reference} raised {type(error).__name__}: {error}") from error
         for index, response in enumerate(responses):
-            if what := _fault(response, len(tokenizer)):
+            if what := _fault(response, vocabulary):
                 raise RunFailed(f"rollout.function {reference}, response {index}: {what}")
         return [[Completion(r.tokens, r.logprob, r.truncated, r.trained, r.reward) for r in group] for group in groups]
 

@@ -69,7 +69,7 @@ class Run:
         check_positions(config, model_config)
         self.tokenizer = load_tokenizer(config.model.model_copy(update={"path": model_path, "scratch": None}))
         self.pad_id = self.tokenizer.pad_token_id
-        self.respond = make_respond(config.rollout.function, self.tokenizer)
+        self.respond = make_respond(config.rollout.function, self.tokenizer, model_config.vocab_size)
         self.scorer = stack.enter_context(Scorer(config.reward))
         self.recipe = make_recipe(config)
         agree.phase("data")
