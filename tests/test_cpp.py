@@ -13,6 +13,7 @@ from torch import Tensor
 from rlplus import Objective, linear_logprob, linear_policy_loss
 from rlplus.ops import cpp
 from rlplus.ops.backends import choose
+from rlplus.ops.head import Head
 
 pytestmark = pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -250,6 +251,24 @@ def test_rows_are_skipped_across_chunks(dtype: torch.dtype, active: str) -> None
             size = tensors(whole)[name].abs().max().item() if value.numel() else 0.0
             tolerance = 20 * EPS[dtype if name.startswith("d") else FP32] * max(size, 1.0)
             torch.testing.assert_close(value, tensors(whole)[name], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "chunks"), [(FP32, [2048, 7]), (FP16, [2048, 7]), (BF16, [512] * 4 + [7])], ids=str)
+def test_a_chunk_has_as_many_rows_as_its_gemms_want(
+    dtype: torch.dtype, chunks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every GEMM over a chunk packs the whole weight."""
+    rows: list[int] = []
+    original = cpp._logits
+
+    def counted(head: Head, gemm: Any, z: Tensor) -> Tensor:
+        rows.append(len(z))
+        return original(head, gemm, z)
+
+    monkeypatch.setattr(cpp, "_logits", counted)
+    head, _ = sample(2048 + 7, V=5, H=2, dtype=dtype)
+    linear_logprob(head["hidden"], head["weight"], head["target"], backend="cpp")
+    assert rows == chunks
 
 
 @EVERY_DTYPE

@@ -8,7 +8,7 @@ fp32 and fp16 inputs: GEMMs and gradient rows in fp32. bf16 inputs: bf16 GEMMs t
 fp32 (torch's oneDNN kernel returns them so), their gradient is rounded to bf16 once. Where that kernel or the
 instructions are missing, or H is odd, bf16 inputs take the path of fp16: as exact, slower.
 
-Scratch: rows = min(512, max_scratch_mb * 10^6 / (4 V)). 512 rows cost the GEMMs 1 to 3 % over whole ones.
+Scratch: rows = min(CHUNK_ROWS, max_scratch_mb * 10^6 / (4 V)). Every chunk's GEMMs read and pack the whole weight.
 """
 
 import ctypes
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).parent.parent / "_C.so"
 FUNCTIONS = ("row_statistics", "row_gradient", "logits_bf16", "dweight_bf16", "may_be_reclaimed", "interface_3")
-CHUNK_ROWS = 512
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CHUNK_ROWS = {torch.float32: 2048, torch.bfloat16: 512, torch.float16: 2048}  # the tiles of bf16 are made for 512
+DTYPES = tuple(CHUNK_ROWS)
 PACKED_BYTES = 2**18  # of the weight at a time, for the bf16 GEMM: half of a second-level cache
 # Of the bf16 GEMM, which is compiled at the first use of each shape: few of them, and tiles that fit the caches.
 PANEL_ROWS = 64
@@ -151,7 +151,7 @@ class _OnePass:
 
     def __init__(self, head: Head, scratch_bytes: float, needs: list[bool], weight_grad: Tensor | None = None) -> None:
         N, V = len(head.target), len(head.weight)
-        rows = max(1, min(N, CHUNK_ROWS, int(scratch_bytes // (4 * V))))
+        rows = max(1, min(N, CHUNK_ROWS[head.hidden.dtype], int(scratch_bytes // (4 * V))))
         self.library, self.weight_grad = _library(), weight_grad
         self.head = head._replace(
             hidden=_dense(head.hidden), weight=_dense(head.weight), target=head.target.contiguous()

@@ -309,7 +309,7 @@ def head_scratch(config: Config, model: Model, cluster: Cluster) -> int:
     row = vocabulary * logit
     limit = scratch // row * row
     if backend == "cpp":
-        limit = min(limit, CHUNK_ROWS * row)
+        limit = min(limit, CHUNK_ROWS[dtype] * row)
     return min(max(limit, row), tokens * row)
 
 
