@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from rlplus import ALGORITHMS, Objective
+from rlplus.objective import Interleaved, Plain
 
 PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "rlplus": ({"gamma": 0.5, "external": "mis"}, "token", True, "group"),
@@ -19,6 +20,7 @@ PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "luffy": ({"external": "shaped", "entropy_coef": 1e-3}, "official", False, "group"),
     "grpo": ({"internal": "clip"}, "sequence", True, "none"),
     "grpo-sft": ({"external": "nll"}, "token", True, "apart"),
+    "relift": ({"external": "nll", "entropy_coef": 1e-3}, "official", False, "apart"),
     "dr-grpo": ({"internal": "clip"}, "constant", False, "none"),
     "dapo": ({"internal": "clip", "clip_high": 0.28}, "token", True, "none"),
     "simplerl": ({"internal": "clip", "kl_coef": 1e-3, "entropy_coef": 1e-3}, "token", True, "none"),
@@ -46,6 +48,19 @@ def test_presets_say_what_the_papers_say(name: str) -> None:
     assert algorithm.demonstrations == demonstrations
     if demonstrations != "only":  # there is a group
         assert algorithm.normalize_std is normalize_std
+
+
+RECIPES = {
+    "relift": Interleaved(batch=128),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_presets_have_the_recipes_of_the_papers(name: str) -> None:
+    algorithm = ALGORITHMS[name]
+    assert algorithm.recipe == RECIPES.get(name, Plain())
+    assert algorithm.external_reduction == ("token" if name == "relift" else None)
+    assert algorithm.demonstrates_in_place == (algorithm.demonstrates and name not in RECIPES)
 
 
 def test_no_preset_is_untested_and_the_default_is_rlplus() -> None:

@@ -164,14 +164,14 @@ def test_every_preset_trains(tmp_path, preset):
     folder = train(config)
     rows = metrics(folder)
     assert [row["step"] for row in rows] == [1, 2]
-    uses = ALGORITHMS[preset].demonstrations
-    assert ("reward/external" in rows[0]) == (uses != "none")
-    assert ("reward/internal" in rows[0]) == (uses != "only")
-    if uses in ("group", "apart"):  # the demonstration's slot is not generated
+    algorithm = ALGORITHMS[preset]
+    assert ("reward/external" in rows[0]) == algorithm.demonstrates_in_place
+    assert ("reward/internal" in rows[0]) == algorithm.generates
+    if algorithm.demonstrates_in_place and algorithm.generates:  # the demonstration's slot is not generated
         assert rows[0]["reward/mean"] == pytest.approx(
             (3 * rows[0]["reward/internal"] + rows[0]["reward/external"]) / 4
         )
-    if uses != "none" or "actor/grad_norm" in rows[0]:
+    if algorithm.demonstrates or "actor/grad_norm" in rows[0]:
         assert rows[0]["actor/grad_norm"] > 0
     assert rows[0].get("mismatch/mean", 0) < 1e-5
 

@@ -9,6 +9,7 @@ from pydantic import model_validator
 from rlplus.config.base import MANY
 from rlplus.config.ignored import ignored_keys
 from rlplus.config.sections import Sections
+from rlplus.objective import recipe_name
 
 
 class Config(Sections):
@@ -43,17 +44,18 @@ class Config(Sections):
         algorithm = self.algorithm.resolve()
         if algorithm.demonstrates and self.data.demonstration is None:
             problems.append(f"algorithm.preset {self.algorithm.preset} uses demonstrations: want data.demonstration")
-        if algorithm.generates and algorithm.demonstrates and self.rollout.group_size < 2:
+        if algorithm.generates and algorithm.demonstrates_in_place and self.rollout.group_size < 2:
             problems.append(
                 f"algorithm.preset {self.algorithm.preset} gives one place of each group to a demonstration: "
                 f"want rollout.group_size >= 2; got {self.rollout.group_size}"
             )
-        members = self.rollout.group_size - algorithm.demonstrations_apart
+        members = self.rollout.group_size - (algorithm.demonstrations_apart and algorithm.recipe.in_place)
         if algorithm.advantage == "pass@k" and algorithm.advantage_k > members:
             problems.append(
                 f"algorithm.advantage pass@k: want algorithm.advantage_k at most the {members} members of a group; "
                 f"got {algorithm.advantage_k}"
             )
+        problems += self._recipe_problems()
         if self.train.overlap and self.rollout.mode == "colocated":
             problems.append(
                 "train.overlap generates while the policy trains: want rollout.mode process or server; got colocated"
@@ -90,6 +92,18 @@ class Config(Sections):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _recipe_problems(self) -> Iterator[str]:
+        """What a recipe that shows demonstrations elsewhere than in the place of a rollout cannot do."""
+        algorithm = self.algorithm.resolve()
+        name = recipe_name(algorithm.recipe)
+        if algorithm.recipe.in_place:
+            return
+        if not (algorithm.generates and algorithm.demonstrates):
+            preset = self.algorithm.preset
+            yield f"algorithm.recipe {name}: want a preset with rollouts and demonstrations; got {preset}"
+        if self.train.overlap:
+            yield f"train.overlap does not support algorithm.recipe {name}"
 
     def _size_problems(self) -> Iterator[str]:
         """Samples that are too long for a micro-batch or the model, or too many for a step."""

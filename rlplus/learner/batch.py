@@ -1,8 +1,9 @@
 """From samples to micro-batches: what each token weighs, and which rank trains on which sample."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import MicroBatch, Sample, balance, pack, per_token
 from rlplus.objective import Algorithm, Objective, token_weights
+from rlplus.objective.presets import Reduction
 
 
 def make_micro_batches(
@@ -132,19 +134,30 @@ def _totals(samples: Sequence[Sample]) -> _Totals:
 
 def _token_weights(samples: Sequence[Sample], totals: _Totals, algorithm: Algorithm, config: Config) -> list[Tensor]:
     lengths = torch.tensor([len(s.response) for s in samples], dtype=torch.int64)
-    apart = algorithm.demonstrations_apart
-    external = [kind for s in samples for kind in per_token(s.external, len(s.response))] if apart else []
-    trained = [on for s in samples for on in per_token(s.trained, len(s.response))]
-    flat = token_weights(
-        torch.tensor(trained, dtype=torch.bool),
-        algorithm.reduction,
-        max_length=config.rollout.max_response_length,
-        total_tokens=totals.tokens if apart else sum(totals.tokens),
-        total_sequences=totals.sequences if apart else sum(totals.sequences),
-        sequence_ids=torch.arange(len(samples)).repeat_interleave(lengths),
-        external=torch.tensor(external, dtype=torch.bool) if apart else None,
-    )
-    return list(flat.split(lengths.tolist()))
+    sequences = torch.arange(len(samples)).repeat_interleave(lengths)
+
+    def flat(values: Iterable[Iterable[bool]]) -> Tensor:
+        return torch.tensor([*chain(*values)], dtype=torch.bool)
+
+    def weights(mask: Tensor, reduction: Reduction, total_tokens: int, total_sequences: int) -> Tensor:
+        return token_weights(
+            mask,
+            reduction,
+            max_length=config.rollout.max_response_length,
+            total_tokens=total_tokens,
+            total_sequences=total_sequences,
+            sequence_ids=sequences,
+        )
+
+    trained = flat(per_token(s.trained, len(s.response)) for s in samples)
+    if algorithm.demonstrations_apart:
+        external = flat(per_token(s.external, len(s.response)) for s in samples)
+        sampled, demonstrated = zip(totals.tokens, totals.sequences, strict=True)
+        weight = weights(trained & ~external, algorithm.reduction, *sampled)
+        weight += weights(trained & external, algorithm.external_reduction or algorithm.reduction, *demonstrated)
+    else:
+        weight = weights(trained, algorithm.reduction, sum(totals.tokens), sum(totals.sequences))
+    return list(weight.split(lengths.tolist()))
 
 
 def dummy(pad_id: int, multiple: int = 1) -> MicroBatch:

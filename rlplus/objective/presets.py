@@ -5,7 +5,7 @@ from math import isfinite
 from typing import Any, Literal
 
 from rlplus.errors import nearest
-from rlplus.objective.recipes import PLAIN, RecipeOptions
+from rlplus.objective.recipes import PLAIN, Interleaved, RecipeOptions
 from rlplus.objective.registered import find_token_loss
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 
@@ -129,6 +129,7 @@ class Algorithm:
     normalize_std    whether advantages of "group" are divided by the group's standard deviation
     demonstrations   "none"; "group": one member of each group is a demonstration; "apart": trained on beside the
                      group, outside its statistics, with denominators of its own; "only": no rollouts at all
+    external_reduction   the normaliser of demonstrations "apart"; None = `reduction`
     ratio_level      "token", or "sequence" (GSPO, arXiv 2507.18071): the geometric mean of the sequence's ratios
     mismatch_level   the mismatch weight is a "token"'s, the product of its "sequence"'s, or their "geometric" mean
     top_entropy      the share of sampled tokens, those of the highest entropy, that has a surrogate
@@ -141,6 +142,7 @@ class Algorithm:
     reduction: Reduction = "token"
     normalize_std: bool = True
     demonstrations: Literal["none", "group", "apart", "only"] = "group"
+    external_reduction: Reduction | None = None
     ratio_level: RatioLevel = "token"
     mismatch_level: MismatchLevel = "token"
     top_entropy: float = 1.0
@@ -159,6 +161,11 @@ class Algorithm:
         return self.demonstrations != "none"
 
     @property
+    def demonstrates_in_place(self) -> bool:
+        """Whether a demonstration takes the place of a rollout of its group."""
+        return self.demonstrates and self.recipe.in_place
+
+    @property
     def demonstrations_apart(self) -> bool:
         """Whether demonstrations are outside the groups' statistics, with denominators of their own."""
         return self.demonstrations == "apart"
@@ -166,6 +173,11 @@ class Algorithm:
 
 def _rollouts_only(internal: str, reduction: Reduction, normalize_std: bool = True, **fields: Any) -> Algorithm:
     return Algorithm(Objective(internal, "none", gamma=0.0, **fields), reduction, normalize_std, "none")
+
+
+def _beside(objective: Objective, recipe: RecipeOptions) -> Algorithm:
+    """Rollouts as the official scripts train on them, demonstrations as the recipe does: the mean over their tokens."""
+    return Algorithm(objective, "official", False, "apart", external_reduction="token", recipe=recipe)
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -179,6 +191,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "luffy": Algorithm(Objective(external="shaped", gamma=0.0, entropy_coef=1e-3), "official", normalize_std=False),
     "grpo": _rollouts_only("clip", "sequence"),
     "grpo-sft": Algorithm(Objective(external="nll", gamma=0.0), demonstrations="apart"),
+    "relift": _beside(Objective(external="nll", gamma=0.0, entropy_coef=1e-3), Interleaved()),
     "dr-grpo": _rollouts_only("clip", "constant", normalize_std=False),
     "dapo": _rollouts_only("clip", "token", clip_high=0.28),
     "simplerl": _rollouts_only("clip", "token", kl_coef=1e-3, entropy_coef=1e-3),

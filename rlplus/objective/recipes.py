@@ -4,14 +4,49 @@
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
-class Plain:
+class RecipeOptions:
+    """What is fixed for all options of a recipe.
+
+    in_place: whether a demonstration takes the place of a rollout of its group.
+    """
+
+    in_place: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Plain(RecipeOptions):
     """One draw of prompts, advantages of groups, one update for each mini-batch."""
 
 
-PLAIN = Plain()
-RecipeOptions = Plain
+@dataclass(frozen=True)
+class Interleaved(RecipeOptions):
+    """Updates on rollouts alone, and now and then one on demonstrations of prompts that no rollout solved (ReLIFT).
 
-RECIPES: dict[str, type[RecipeOptions]] = {"plain": Plain}
+    batch   demonstrations of such an update
+    Raises ValueError for a value that does not fit.
+    """
+
+    in_place: ClassVar[bool] = False
+    batch: int = 128
+
+    def __post_init__(self) -> None:
+        _check_integer("batch", self.batch, 1)
+
+
+PLAIN = Plain()
+
+RECIPES: dict[str, type[RecipeOptions]] = {"plain": Plain, "interleaved": Interleaved}
+
+
+def recipe_name(options: RecipeOptions) -> str:
+    """The name in `RECIPES` of the recipe that has these options."""
+    return next(name for name, kind in RECIPES.items() if kind is type(options))
+
+
+def _check_integer(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"want recipe.{name} an integer >= {least}; got {value!r}")

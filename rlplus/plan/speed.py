@@ -114,10 +114,10 @@ def _generate_seconds(
 
 
 def _members(config: Config) -> tuple[int, int]:
-    """Rollouts and demonstrations of a group."""
+    """Rollouts and demonstrations of a group, at most."""
     algorithm = config.algorithm.resolve()
-    demonstrations = int(algorithm.demonstrates)
-    return config.rollout.group_size - demonstrations if algorithm.generates else 0, demonstrations
+    rollouts = config.rollout.group_size - algorithm.demonstrates_in_place if algorithm.generates else 0
+    return rollouts, int(algorithm.demonstrates)
 
 
 def _tied(model: Model) -> bool:

@@ -4,6 +4,7 @@ A system that does more in a step is a subclass that overrides the methods where
 method; what the ranks must do alike, the methods say.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -59,7 +60,7 @@ class Recipe:
         """The group of each example. A demonstration takes the place of a rollout, which is not sampled."""
         asks = []
         for example in examples:
-            demonstrated = self.algorithm.demonstrates and example.demonstration is not None
+            demonstrated = self.algorithm.demonstrates_in_place and example.demonstration is not None
             size = self.config.rollout.group_size if self.algorithm.generates else 0
             asks.append(Ask(max(0, size - demonstrated), demonstrated))
         return asks
@@ -83,6 +84,10 @@ class Recipe:
 
     def saw(self, update: Update, outputs: Sequence[PolicyLoss], grad_norm: float | None) -> None:
         """Learn from an update that was made: its micro-batches' losses on this rank, the gradient's global norm."""
+
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        """What the step's log says of it, by name: this rank's sum and count, of which the mean over ranks is taken."""
+        return {}
 
     def state(self) -> Any:
         """What this rank remembers from step to step, for a checkpoint; later steps must not change the value."""
@@ -115,3 +120,20 @@ def set_advantages(samples: Sequence[Sample], algorithm: Algorithm) -> None:
         advantages = advantages[before : before + len(samples)]
     for sample, advantage in zip(samples, advantages.tolist(), strict=True):
         sample.advantage = advantage
+
+
+def demonstration(example: Example, group: int) -> Sample:
+    """The example's demonstration as a member of that group, with the reward that it was graded with."""
+    assert example.demonstration is not None, "want a demonstration to show"
+    reward = example.demonstration_reward
+    return Sample(example.prompt, example.demonstration, group, True, False, None, reward=reward)
+
+
+def unsolved(batch: Batch, at_most: int) -> list[int]:
+    """Groups with a demonstration and with graded rollouts, of which at most so many have a reward above 0."""
+    solved = Counter[int]()
+    for sample in batch.samples:
+        if not sample.demonstration:
+            solved[sample.group] += sample.reward > 0
+    few = (group for group, count in sorted(solved.items()) if count <= at_most)
+    return [group for group in few if batch.examples[group].demonstration is not None]

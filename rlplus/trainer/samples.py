@@ -7,7 +7,7 @@ from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import Example, Sample
 from rlplus.errors import SharedFailure
-from rlplus.recipe import Ask
+from rlplus.recipe import Ask, demonstration
 from rlplus.reward import Score, Scorer
 from rlplus.rollout import Completion, Respond, RolloutEngine
 
@@ -42,8 +42,7 @@ def generate(
                 sample.reward, sample.scored = c.reward, True
             samples.append(sample)
         if ask.demonstrated:
-            assert example.demonstration is not None, "want a demonstration to show"
-            samples.append(Sample(example.prompt, example.demonstration, group, True, False, None))
+            samples.append(demonstration(example, group))
     return samples
 
 

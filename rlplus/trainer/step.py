@@ -128,6 +128,8 @@ class Step:
         tally.mean("generated", self.generated * run.world)
         tally.maximum("seconds", batch.seconds)
         tally.maximum("signal", run.stop.number)
+        for name, (total, count) in run.recipe.metrics().items():
+            tally.mean(name, total, count)
         metrics = tally.reduce()
         run.under_way = run.can_redo = False
         progress.step += 1

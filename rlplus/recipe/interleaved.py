@@ -1,0 +1,70 @@
+"""The interleaved recipe: supervised updates between those on rollouts (ReLIFT, arXiv 2506.07527)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from rlplus import agree
+from rlplus.config import Config
+from rlplus.data import Example
+from rlplus.objective import Interleaved
+from rlplus.recipe.plain import Batch, Recipe, Update, demonstration, set_advantages, unsolved
+
+# When a demonstration came, and where among the prompts of its step: the newest step first, its prompts in order.
+Place = tuple[int, int]
+
+
+class InterleavedRecipe(Recipe):
+    """Demonstrations of prompts that no rollout solved wait; when `batch` of them do, the step has one more update.
+
+    That update takes the newest ones, with the algorithm's loss for demonstrations. The order is global; each rank
+    keeps the demonstrations of its own prompts. With `batch` >= prompts_per_step fewer than `batch` are left after a
+    step. Otherwise, while more than `batch` prompts per step stay unsolved, the oldest ones pile up, in memory and in
+    every checkpoint.
+
+    Both kinds of update share one AdamW, its moments included, and one grad_clip, since DeepSpeed owns one optimizer.
+    The original has an AdamW for each (both with lr 1e-6; norms clipped to .7 and 1).
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        assert isinstance(self.algorithm.recipe, Interleaved), "want the options of this recipe"
+        self.batch = self.algorithm.recipe.batch
+        self.steps = 0
+        self.waiting: list[tuple[Place, Example]] = []
+        self._in_line = 0  # of all ranks, after the step
+        self._updated = False
+
+    def collect(self, draw: Callable[[], Batch]) -> Batch:
+        batch = super().collect(draw)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.steps += 1
+        for group in unsolved(batch, at_most=0):
+            self.waiting.append(((-self.steps, group * world + rank), batch.examples[group]))
+        return batch
+
+    def updates(self, batch: Batch) -> list[Update]:
+        """Those on rollouts, and one on demonstrations where enough wait."""
+        updates = super().updates(batch)
+        line = sorted(place for places in agree.gathered([place for place, _ in self.waiting]) for place in places)
+        self._updated = len(line) >= self.batch
+        if self._updated:
+            last = line[self.batch - 1]
+            chosen = [example for place, example in self.waiting if place <= last]
+            self.waiting = [(place, example) for place, example in self.waiting if place > last]
+            samples = [demonstration(example, group) for group, example in enumerate(chosen)]
+            set_advantages(samples, self.algorithm)
+            updates.append(Update(samples, self.algorithm))
+        self._in_line = len(line) - self.batch * self._updated
+        return updates
+
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        return {"sft/waiting": (self._in_line, 1), "sft/updates": (self._updated, 1)}
+
+    def state(self) -> Any:
+        return self.steps, list(self.waiting)
+
+    def restore(self, state: Any) -> None:
+        self.steps, waiting = state
+        self.waiting = list(waiting)

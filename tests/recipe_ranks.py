@@ -1,0 +1,53 @@
+"""Runs of recipes on one or several ranks, with responses that depend on the prompt alone: for `test_recipe_ranks.py`.
+
+    torchrun --nproc_per_node 2 tests/recipe_ranks.py FOLDER OUTPUT
+
+Each case's run goes to FOLDER/OUTPUT-<case>.
+"""
+
+import sys
+from collections.abc import Sequence
+from math import nan
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+from recipe_cases import draw_rewards
+from trainer_runs import run_config
+
+from rlplus.rollout import Completion
+from rlplus.rollout.transformers import TransformersEngine
+from rlplus.trainer import train
+from rlplus.trainer.engine import SyncedEngine
+
+CASES: dict[str, dict[str, Any]] = {
+    "relift": {"preset": "relift", "recipe": {"batch": 5}},
+}
+
+
+def responses(
+    engine: Any, prompts: Sequence[Sequence[int]], n: Sequence[int], *, max_tokens: int, **_: Any
+) -> list[list[Completion]]:
+    """In the place of an engine's: the same to a prompt on every rank, without logprobs to compare."""
+    groups = []
+    for prompt, count in zip(prompts, n, strict=True):
+        random = Random(str(list(prompt)))
+        texts = [[random.randrange(200) for _ in range(random.randint(1, max_tokens))] for _ in range(count)]
+        groups.append([Completion(tokens, [nan] * len(tokens), False) for tokens in texts])
+    return groups
+
+
+def train_all(folder: Path, output: str) -> None:
+    changes = {"steps": 6, "prompts_per_update": 2, "lr": 1e-4}
+    with (
+        mock.patch.object(TransformersEngine, "generate", responses),
+        mock.patch.object(SyncedEngine, "_probe", return_value=0.0),
+        mock.patch("rlplus.trainer.step.score", draw_rewards),
+    ):
+        for name, algorithm in CASES.items():
+            train(run_config(folder, f"{output}-{name}", algorithm=algorithm, train=changes))
+
+
+if __name__ == "__main__":
+    train_all(Path(sys.argv[1]), sys.argv[2])
