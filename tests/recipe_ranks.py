@@ -23,6 +23,7 @@ from rlplus.trainer.engine import SyncedEngine
 
 CASES: dict[str, dict[str, Any]] = {
     "relift": {"preset": "relift", "recipe": {"batch": 5}},
+    "hpt": {"preset": "hpt"},
 }
 
 

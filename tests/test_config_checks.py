@@ -133,17 +133,19 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
         (["algorithm.recipe.name=plian"], r"^algorithm: recipe.name: want one of plain.*'plian' \(nearest: plain\)"),
         (["algorithm.advantage=pass@k", "algorithm.advantage_k=9"], "at most the 8 members of a group; got 9"),
         (["algorithm.preset=relift", "algorithm.recipe.batch=0"], "want recipe.batch an integer >= 1; got 0"),
+        (["algorithm.preset=hpt", "algorithm.recipe.solved=-1"], "want recipe.solved an integer >= 0; got -1"),
+        (["algorithm.preset=hpt", "algorithm.recipe.keep=1"], "want recipe.keep true or false; got 1"),
         (
             ["algorithm.preset=grpo", "algorithm.recipe.name=interleaved"],
             "algorithm.recipe interleaved: want a preset with rollouts and demonstrations; got grpo",
         ),
         (
-            ["algorithm.preset=sft", "algorithm.recipe.name=interleaved"],
-            "algorithm.recipe interleaved: want a preset with rollouts and demonstrations; got sft",
+            ["algorithm.preset=sft", "algorithm.recipe.name=gate"],
+            "algorithm.recipe gate: want a preset with rollouts and demonstrations; got sft",
         ),
         (
-            ["algorithm.recipe.name=interleaved", "train.overlap=true", "rollout.mode=process"],
-            "^train.overlap does not support algorithm.recipe interleaved",
+            ["algorithm.recipe.name=gate", "train.overlap=true", "rollout.mode=process"],
+            "^train.overlap does not support algorithm.recipe gate",
         ),
         (["algorithm.recipe.x=1"], "recipe.x: unknown option of the recipe plain; plain has none"),
         (["algorithm.preset=rlpls"], r"^algorithm.preset: want one of rlplus, .*got 'rlpls' \(nearest: rlplus\)"),
@@ -251,7 +253,7 @@ def test_presets_ask_for_demonstrations_exactly_when_they_use_them(minimal: Path
         assert "want data.demonstration" in problems(minimal, *overrides)[0]
 
 
-@pytest.mark.parametrize("name", ["interleaved"])
+@pytest.mark.parametrize("name", ["interleaved", "gate"])
 def test_a_group_of_one_is_for_recipes_that_give_no_place_to_a_demonstration(minimal: Path, name: str) -> None:
     config = load_config(minimal, [f"algorithm.recipe.name={name}", "rollout.group_size=1"])
     assert config.algorithm.resolve().objective == ALGORITHMS["rlplus"].objective

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlplus import ALGORITHMS, Objective
-from rlplus.objective import Interleaved, Plain
+from rlplus.objective import Gate, Interleaved, Plain
 
 PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "rlplus": ({"gamma": 0.5, "external": "mis"}, "token", True, "group"),
@@ -21,6 +21,8 @@ PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "grpo": ({"internal": "clip"}, "sequence", True, "none"),
     "grpo-sft": ({"external": "nll"}, "token", True, "apart"),
     "relift": ({"external": "nll", "entropy_coef": 1e-3}, "official", False, "apart"),
+    "hpt": ({"external": "nll", "entropy_coef": 1e-3}, "official", False, "apart"),
+    "superrl": ({"internal": "clip", "external": "nll"}, "sequence", True, "apart"),
     "dr-grpo": ({"internal": "clip"}, "constant", False, "none"),
     "dapo": ({"internal": "clip", "clip_high": 0.28}, "token", True, "none"),
     "simplerl": ({"internal": "clip", "kl_coef": 1e-3, "entropy_coef": 1e-3}, "token", True, "none"),
@@ -52,6 +54,8 @@ def test_presets_say_what_the_papers_say(name: str) -> None:
 
 RECIPES = {
     "relift": Interleaved(batch=128),
+    "hpt": Gate(solved=0, keep=False),
+    "superrl": Gate(solved=0, keep=False),
 }
 
 
@@ -59,7 +63,7 @@ RECIPES = {
 def test_presets_have_the_recipes_of_the_papers(name: str) -> None:
     algorithm = ALGORITHMS[name]
     assert algorithm.recipe == RECIPES.get(name, Plain())
-    assert algorithm.external_reduction == ("token" if name == "relift" else None)
+    assert algorithm.external_reduction == ("token" if name in ("relift", "hpt") else None)
     assert algorithm.demonstrates_in_place == (algorithm.demonstrates and name not in RECIPES)
 
 

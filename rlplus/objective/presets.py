@@ -5,7 +5,7 @@ from math import isfinite
 from typing import Any, Literal
 
 from rlplus.errors import nearest
-from rlplus.objective.recipes import PLAIN, Interleaved, RecipeOptions
+from rlplus.objective.recipes import PLAIN, Gate, Interleaved, RecipeOptions
 from rlplus.objective.registered import find_token_loss
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 
@@ -192,6 +192,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     "grpo": _rollouts_only("clip", "sequence"),
     "grpo-sft": Algorithm(Objective(external="nll", gamma=0.0), demonstrations="apart"),
     "relift": _beside(Objective(external="nll", gamma=0.0, entropy_coef=1e-3), Interleaved()),
+    "hpt": _beside(Objective(external="nll", gamma=0.0, entropy_coef=1e-3), Gate()),
+    "superrl": Algorithm(Objective("clip", "nll", gamma=0.0), "sequence", demonstrations="apart", recipe=Gate()),
     "dr-grpo": _rollouts_only("clip", "constant", normalize_std=False),
     "dapo": _rollouts_only("clip", "token", clip_high=0.28),
     "simplerl": _rollouts_only("clip", "token", kl_coef=1e-3, entropy_coef=1e-3),

@@ -37,9 +37,28 @@ class Interleaved(RecipeOptions):
         _check_integer("batch", self.batch, 1)
 
 
+@dataclass(frozen=True)
+class Gate(RecipeOptions):
+    """Demonstrations of prompts alone that the policy hardly solves (SuperRL, HPT).
+
+    solved   a prompt's demonstration is trained on if at most so many of its rollouts were solved
+    keep     whether its rollouts are trained on, too
+    Raises ValueError for values that do not fit.
+    """
+
+    in_place: ClassVar[bool] = False
+    solved: int = 0
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        _check_integer("solved", self.solved, 0)
+        if not isinstance(self.keep, bool):
+            raise ValueError(f"want recipe.keep true or false; got {self.keep!r}")
+
+
 PLAIN = Plain()
 
-RECIPES: dict[str, type[RecipeOptions]] = {"plain": Plain, "interleaved": Interleaved}
+RECIPES: dict[str, type[RecipeOptions]] = {"plain": Plain, "interleaved": Interleaved, "gate": Gate}
 
 
 def recipe_name(options: RecipeOptions) -> str:

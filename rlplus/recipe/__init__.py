@@ -1,13 +1,18 @@
 """What an algorithm does in a step around its objective."""
 
 from rlplus.config import Config
-from rlplus.objective import Interleaved, Plain, RecipeOptions
+from rlplus.objective import Gate, Interleaved, Plain, RecipeOptions
+from rlplus.recipe.gate import GateRecipe
 from rlplus.recipe.interleaved import InterleavedRecipe
 from rlplus.recipe.plain import Ask, Batch, Recipe, Update, demonstration, set_advantages
 
 __all__ = ["Ask", "Batch", "Recipe", "Update", "demonstration", "make_recipe", "set_advantages"]
 
-_RECIPES: dict[type[RecipeOptions], type[Recipe]] = {Plain: Recipe, Interleaved: InterleavedRecipe}
+_RECIPES: dict[type[RecipeOptions], type[Recipe]] = {
+    Plain: Recipe,
+    Interleaved: InterleavedRecipe,
+    Gate: GateRecipe,
+}
 
 
 def make_recipe(config: Config) -> Recipe:

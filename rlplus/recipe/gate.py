@@ -1,0 +1,35 @@
+"""The gated recipe: a prompt is demonstrated where the policy hardly solves it (SuperRL, HPT)."""
+
+from collections.abc import Callable
+
+from rlplus.config import Config
+from rlplus.objective import Gate
+from rlplus.recipe.plain import Batch, Recipe, demonstration, unsolved
+
+
+class GateRecipe(Recipe):
+    """Demonstrations of the prompts of which at most `solved` rollouts were; their rollouts are dropped unless `keep`.
+
+    The other prompts train on their rollouts alone. What a demonstration's loss is, its factor `external_coef`, and
+    whether its reward enters the statistics of the rollouts that are kept, says the algorithm, as everywhere.
+    SuperRL (arXiv 2506.01096) and HPT (arXiv 2509.04419) both have solved = 0. HPT also skips updates whose gradient
+    has a norm above 80, which is not here: DeepSpeed computes the norm and steps in one call.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        assert isinstance(self.algorithm.recipe, Gate), "want the options of this recipe"
+        self.options = self.algorithm.recipe
+        self._share = (0.0, 0.0)
+
+    def collect(self, draw: Callable[[], Batch]) -> Batch:
+        batch = super().collect(draw)
+        gated = unsolved(batch, self.options.solved)
+        self._share = (len(gated), len(batch.examples))
+        if not self.options.keep:
+            batch.samples = [sample for sample in batch.samples if sample.group not in gated]
+        batch.samples += [demonstration(batch.examples[group], group) for group in gated]
+        return batch
+
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        return {"gate/demonstrated": self._share}
