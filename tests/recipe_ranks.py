@@ -24,17 +24,18 @@ from rlplus.trainer.engine import SyncedEngine
 CASES: dict[str, dict[str, Any]] = {
     "relift": {"preset": "relift", "recipe": {"batch": 5}},
     "hpt": {"preset": "hpt"},
+    "uft": {"preset": "uft", "recipe": {"steps": 4}},
 }
 
 
 def responses(
-    engine: Any, prompts: Sequence[Sequence[int]], n: Sequence[int], *, max_tokens: int, **_: Any
+    engine: Any, prompts: Sequence[Sequence[int]], n: Sequence[int], *, max_tokens: Sequence[int], **_: Any
 ) -> list[list[Completion]]:
     """In the place of an engine's: the same to a prompt on every rank, without logprobs to compare."""
     groups = []
-    for prompt, count in zip(prompts, n, strict=True):
+    for prompt, count, limit in zip(prompts, n, max_tokens, strict=True):
         random = Random(str(list(prompt)))
-        texts = [[random.randrange(200) for _ in range(random.randint(1, max_tokens))] for _ in range(count)]
+        texts = [[random.randrange(200) for _ in range(random.randint(1, limit))] for _ in range(count)]
         groups.append([Completion(tokens, [nan] * len(tokens), False) for tokens in texts])
     return groups
 

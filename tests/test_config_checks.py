@@ -135,6 +135,25 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
         (["algorithm.preset=relift", "algorithm.recipe.batch=0"], "want recipe.batch an integer >= 1; got 0"),
         (["algorithm.preset=hpt", "algorithm.recipe.solved=-1"], "want recipe.solved an integer >= 0; got -1"),
         (["algorithm.preset=hpt", "algorithm.recipe.keep=1"], "want recipe.keep true or false; got 1"),
+        (["algorithm.preset=uft", "algorithm.recipe.schedule=cosin"], "recipe.schedule one of binomial, .*'cosin'"),
+        (["algorithm.preset=uft", "algorithm.recipe.high=2"], "recipe.low <= recipe.high <= 1; got 0.05 and 2"),
+        (["algorithm.preset=uft", "algorithm.recipe.low=0.99"], "recipe.low <= recipe.high <= 1; got 0.99 and 0.95"),
+        (["algorithm.preset=uft", "algorithm.recipe.steps=0"], "want recipe.steps an integer >= 1; got 0"),
+        (["algorithm.preset=uft", "algorithm.recipe.segments=true"], "want recipe.segments an integer >= 1; got True"),
+        (["algorithm.preset=uft", "algorithm.recipe.members=0"], "want recipe.members an integer >= 1; got 0"),
+        (["algorithm.preset=uft", "algorithm.recipe.members=9"], "recipe.members at most rollout.group_size 8; got 9"),
+        (
+            ["algorithm.preset=uft", "algorithm.recipe={schedule: cosine, segments: 4}"],
+            "recipe.segments belongs to schedule binomial; got cosine",
+        ),
+        (
+            ["algorithm.preset=uft", "algorithm.recipe={schedule: random, steps: 4}"],
+            "recipe.steps belongs to schedule binomial or linear or cosine; got random",
+        ),
+        (
+            ["algorithm.preset=uft", "data.max_demonstration_length=65"],
+            "recipe prefix: want data.max_demonstration_length at most rollout.max_response_length.*got 65 and 64",
+        ),
         (
             ["algorithm.preset=grpo", "algorithm.recipe.name=interleaved"],
             "algorithm.recipe interleaved: want a preset with rollouts and demonstrations; got grpo",
@@ -253,7 +272,7 @@ def test_presets_ask_for_demonstrations_exactly_when_they_use_them(minimal: Path
         assert "want data.demonstration" in problems(minimal, *overrides)[0]
 
 
-@pytest.mark.parametrize("name", ["interleaved", "gate"])
+@pytest.mark.parametrize("name", ["interleaved", "gate", "prefix"])
 def test_a_group_of_one_is_for_recipes_that_give_no_place_to_a_demonstration(minimal: Path, name: str) -> None:
     config = load_config(minimal, [f"algorithm.recipe.name={name}", "rollout.group_size=1"])
     assert config.algorithm.resolve().objective == ALGORITHMS["rlplus"].objective

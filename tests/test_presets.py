@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlplus import ALGORITHMS, Objective
-from rlplus.objective import Gate, Interleaved, Plain
+from rlplus.objective import Gate, Interleaved, Plain, Prefix
 
 PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "rlplus": ({"gamma": 0.5, "external": "mis"}, "token", True, "group"),
@@ -23,6 +23,7 @@ PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "relift": ({"external": "nll", "entropy_coef": 1e-3}, "official", False, "apart"),
     "hpt": ({"external": "nll", "entropy_coef": 1e-3}, "official", False, "apart"),
     "superrl": ({"internal": "clip", "external": "nll"}, "sequence", True, "apart"),
+    "uft": ({"internal": "clip", "external": "nll", "external_coef": 1e-3, "kl_coef": 1e-3}, "token", True, "apart"),
     "dr-grpo": ({"internal": "clip"}, "constant", False, "none"),
     "dapo": ({"internal": "clip", "clip_high": 0.28}, "token", True, "none"),
     "simplerl": ({"internal": "clip", "kl_coef": 1e-3, "entropy_coef": 1e-3}, "token", True, "none"),
@@ -56,6 +57,7 @@ RECIPES = {
     "relift": Interleaved(batch=128),
     "hpt": Gate(solved=0, keep=False),
     "superrl": Gate(solved=0, keep=False),
+    "uft": Prefix("binomial", low=0.05, high=0.95, steps=300, segments=5, members=None),
 }
 
 

@@ -272,7 +272,7 @@ from rlplus.rollout.transformers import TransformersEngine
 from rlplus.trainer import run, train
 original, calls = TransformersEngine.generate, []
 def generate(engine, *args, **options):
-    if options["max_tokens"] > 2:  # not the probe
+    if options["max_tokens"] != 2:  # not the probe
         calls.append(1)
         if len(calls) == 2 and run.dist.get_rank() == 1:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")

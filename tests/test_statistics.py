@@ -97,6 +97,29 @@ def test_demonstrations_keep_their_old_policy() -> None:
     assert not torch.isclose(batch.old_logprob, old)[~batch.external].any()
 
 
+@pytest.mark.parametrize("mismatch_level", ["sequence", "geometric"])
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_a_demonstrated_prefix_counts_as_little_as_a_prompt(mismatch_level: Any, on_policy: bool) -> None:
+    """Ratio and weight of a sequence are those of its sampled tokens."""
+    batch, logprob, entropy = micro_batch()
+    place = torch.cat([torch.arange(n) for n in LENGTHS])
+    sampled = (batch.sequence < 3) & (place >= batch.sequence)  # prefixes of 0, 1 and 2 tokens
+    batch.external = ~sampled
+    batch.engine_logprob = batch.engine_logprob.masked_fill(~sampled, torch.nan)
+    if on_policy:
+        batch.old_logprob = None
+    names = [name for name, value in vars(batch).items() if isinstance(value, Tensor) and value.ndim == 1]
+    alone = replace(batch, **{name: getattr(batch, name)[sampled] for name in names})
+    a = replace(GSPO, mismatch_level=mismatch_level)
+    set_statistics([batch], [(logprob, entropy)], a, 1)
+    set_statistics([alone], [(logprob[sampled], entropy[sampled])], a, 1)
+    assert batch.old_logprob is not None
+    torch.testing.assert_close(batch.old_logprob[sampled], alone.old_logprob, rtol=0, atol=1e-12)
+    torch.testing.assert_close(batch.engine_logprob[sampled], alone.engine_logprob, rtol=0, atol=1e-12)
+    assert batch.engine_logprob[~sampled].isnan().all()
+    assert batch.old_logprob.isfinite().all()
+
+
 @pytest.mark.parametrize("share", [0.2, 0.5])
 def test_only_the_tokens_of_the_highest_entropy_have_a_surrogate(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlplus.agree.gathered", lambda value: [value])

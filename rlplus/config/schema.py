@@ -9,7 +9,7 @@ from pydantic import model_validator
 from rlplus.config.base import MANY
 from rlplus.config.ignored import ignored_keys
 from rlplus.config.sections import Sections
-from rlplus.objective import recipe_name
+from rlplus.objective import Prefix, recipe_name
 
 
 class Config(Sections):
@@ -104,6 +104,15 @@ class Config(Sections):
             yield f"algorithm.recipe {name}: want a preset with rollouts and demonstrations; got {preset}"
         if self.train.overlap:
             yield f"train.overlap does not support algorithm.recipe {name}"
+        if isinstance(algorithm.recipe, Prefix):
+            limit, group, members = self.rollout.max_response_length, self.rollout.group_size, algorithm.recipe.members
+            if self.max_demonstration_length > limit:
+                yield (
+                    "algorithm.recipe prefix: want data.max_demonstration_length at most rollout.max_response_length, "
+                    f"so that a token is sampled; got {self.max_demonstration_length} and {limit}"
+                )
+            if members is not None and members > group:
+                yield f"want algorithm.recipe.members at most rollout.group_size {group}; got {members}"
 
     def _size_problems(self) -> Iterator[str]:
         """Samples that are too long for a micro-batch or the model, or too many for a step."""

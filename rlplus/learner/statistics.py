@@ -53,6 +53,7 @@ def _set_sequence_ratios(batch: MicroBatch, logprob: Tensor, algorithm: Algorith
     gap = old - batch.engine_logprob
     if algorithm.mismatch_level != "token":
         gap = _over_sequences(gap, batch, mean=algorithm.mismatch_level == "geometric", parallel=parallel)
+        gap = gap.masked_fill(batch.external, torch.nan)
     if algorithm.ratio_level == "sequence" and batch.old_logprob is not None:
         old = logprob - _over_sequences(logprob - old, batch, mean=True, parallel=parallel)
     if algorithm.ratio_level == "sequence" or algorithm.mismatch_level != "token":
@@ -61,9 +62,9 @@ def _set_sequence_ratios(batch: MicroBatch, logprob: Tensor, algorithm: Algorith
 
 
 def _over_sequences(values: Tensor, batch: MicroBatch, *, mean: bool, parallel: int) -> Tensor:
-    """(N,) -> (N,): the sum or mean over the weighted tokens of each one's sequence, on the ranks that share it."""
+    """(N,) -> (N,): the sum or mean over the sampled tokens of each one's sequence that have a loss, on all its ranks."""
     own = values.new_zeros(2, int(batch.sequence.max()) + 1 if len(values) else 0, dtype=torch.float64)
-    on = batch.token_weight != 0
+    on = (batch.token_weight != 0) & ~batch.external
     own[0].index_add_(0, batch.sequence[on], values[on].double())
     own[1].index_add_(0, batch.sequence, on.double())
     parts = [own] if parallel == 1 else [part.to(own.device) for part in agree.gathered(own.cpu(), parallel)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlplus.lazy import lazy_names
 from rlplus.objective.presets import ALGORITHMS, Algorithm, Objective, algorithm
-from rlplus.objective.recipes import RECIPES, Gate, Interleaved, Plain, RecipeOptions, recipe_name
+from rlplus.objective.recipes import RECIPES, Gate, Interleaved, Plain, Prefix, RecipeOptions, recipe_name
 from rlplus.objective.registered import register_token_loss
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ __all__ = [
     "Interleaved",
     "Objective",
     "Plain",
+    "Prefix",
     "RecipeOptions",
     "TokenConstants",
     "TokenLoss",

@@ -5,7 +5,7 @@ from math import isfinite
 from typing import Any, Literal
 
 from rlplus.errors import nearest
-from rlplus.objective.recipes import PLAIN, Gate, Interleaved, RecipeOptions
+from rlplus.objective.recipes import PLAIN, Gate, Interleaved, Prefix, RecipeOptions
 from rlplus.objective.registered import find_token_loss
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 
@@ -194,6 +194,9 @@ ALGORITHMS: dict[str, Algorithm] = {
     "relift": _beside(Objective(external="nll", gamma=0.0, entropy_coef=1e-3), Interleaved()),
     "hpt": _beside(Objective(external="nll", gamma=0.0, entropy_coef=1e-3), Gate()),
     "superrl": Algorithm(Objective("clip", "nll", gamma=0.0), "sequence", demonstrations="apart", recipe=Gate()),
+    "uft": Algorithm(
+        Objective("clip", "nll", external_coef=1e-3, gamma=0.0, kl_coef=1e-3), demonstrations="apart", recipe=Prefix()
+    ),
     "dr-grpo": _rollouts_only("clip", "constant", normalize_std=False),
     "dapo": _rollouts_only("clip", "token", clip_high=0.28),
     "simplerl": _rollouts_only("clip", "token", kl_coef=1e-3, entropy_coef=1e-3),

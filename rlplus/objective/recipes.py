@@ -4,7 +4,9 @@
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
+
+Schedule = Literal["binomial", "random", "linear", "cosine", "fixed"]
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,45 @@ class Gate(RecipeOptions):
             raise ValueError(f"want recipe.keep true or false; got {self.keep!r}")
 
 
+@dataclass(frozen=True)
+class Prefix(RecipeOptions):
+    """Responses that begin with the first tokens of the prompt's demonstration; the rest is sampled (UFT, Prefix-RFT).
+
+    schedule   the share of a demonstration that begins a response. In step t, from 1 on, p(t) falls from `high` to
+               `low` over `steps` steps; later there is no prefix.
+               "linear", "cosine": p(t). "binomial": k of `segments` equal parts, k ~ Binomial(segments, p(t)), p by
+               cosine. "random": uniform between `low` and `high`, in all steps. "fixed": likewise in all steps, evenly
+               spaced from `low` to `high` over the members; of a single member `high`
+    low, high, steps, segments
+    members    so many rollouts of a group have a prefix, all of them if None. "binomial" and "random" draw once for all
+    Raises ValueError for values that do not fit.
+    """
+
+    in_place: ClassVar[bool] = False
+    schedule: Schedule = "binomial"
+    low: float = 0.05
+    high: float = 0.95
+    steps: int = 300
+    segments: int = 5
+    members: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule not in get_args(Schedule):
+            raise ValueError(f"want recipe.schedule one of {', '.join(get_args(Schedule))}; got {self.schedule!r}")
+        if not (_is_share(self.low) and _is_share(self.high) and self.low <= self.high):
+            raise ValueError(f"want 0 <= recipe.low <= recipe.high <= 1; got {self.low!r} and {self.high!r}")
+        _check_integer("steps", self.steps, 1)
+        _check_integer("segments", self.segments, 1)
+        for name, readers in (("steps", ("binomial", "linear", "cosine")), ("segments", ("binomial",))):
+            if self.schedule not in readers and getattr(self, name) != getattr(Prefix, name):
+                raise ValueError(f"recipe.{name} belongs to schedule {' or '.join(readers)}; got {self.schedule}")
+        if self.members is not None:
+            _check_integer("members", self.members, 1)
+
+
 PLAIN = Plain()
 
-RECIPES: dict[str, type[RecipeOptions]] = {"plain": Plain, "interleaved": Interleaved, "gate": Gate}
+RECIPES: dict[str, type[RecipeOptions]] = {"plain": Plain, "interleaved": Interleaved, "gate": Gate, "prefix": Prefix}
 
 
 def recipe_name(options: RecipeOptions) -> str:
@@ -69,3 +107,7 @@ def recipe_name(options: RecipeOptions) -> str:
 def _check_integer(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"want recipe.{name} an integer >= {least}; got {value!r}")
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1

@@ -1,10 +1,11 @@
 """What an algorithm does in a step around its objective."""
 
 from rlplus.config import Config
-from rlplus.objective import Gate, Interleaved, Plain, RecipeOptions
+from rlplus.objective import Gate, Interleaved, Plain, Prefix, RecipeOptions
 from rlplus.recipe.gate import GateRecipe
 from rlplus.recipe.interleaved import InterleavedRecipe
 from rlplus.recipe.plain import Ask, Batch, Recipe, Update, demonstration, set_advantages
+from rlplus.recipe.prefix import PrefixRecipe
 
 __all__ = ["Ask", "Batch", "Recipe", "Update", "demonstration", "make_recipe", "set_advantages"]
 
@@ -12,6 +13,7 @@ _RECIPES: dict[type[RecipeOptions], type[Recipe]] = {
     Plain: Recipe,
     Interleaved: InterleavedRecipe,
     Gate: GateRecipe,
+    Prefix: PrefixRecipe,
 }
 
 

@@ -21,10 +21,14 @@ from rlplus.ops import PolicyLoss
 
 
 class Ask(NamedTuple):
-    """Members of an example's group: `rollouts` responses to sample, and its demonstration where `demonstrated`."""
+    """Members of an example's group: `rollouts` responses to sample, and its demonstration where `demonstrated`.
+
+    prefixes: the tokens with which the first of the rollouts begin, for each; the others begin with none.
+    """
 
     rollouts: int
     demonstrated: bool
+    prefixes: Sequence[Sequence[int]] = ()
 
 
 @dataclass

@@ -113,7 +113,7 @@ class Respond(Protocol):
         n: Sequence[int],
         *,
         temperature: float,
-        max_tokens: int,
+        max_tokens: int | Sequence[int],
         seed: int,
     ) -> list[list[Completion]]: ...
 
@@ -144,11 +144,13 @@ def make_respond(reference: str | None, tokenizer: PreTrainedTokenizerBase, voca
         n: Sequence[int],
         *,
         temperature: float,
-        max_tokens: int,
+        max_tokens: int | Sequence[int],
         seed: int,
     ) -> list[list[Completion]]:
         sampler = Sampler(engine, tokenizer, temperature=temperature, seed=seed)
-        groups = [[Response(task, max_tokens) for _ in range(count)] for task, count in zip(tasks, n, strict=True)]
+        limits = [max_tokens] * len(tasks) if isinstance(max_tokens, int) else max_tokens
+        asked = zip(tasks, n, limits, strict=True)
+        groups = [[Response(task, limit) for _ in range(count)] for task, count, limit in asked]
         responses = [response for group in groups for response in group]
         try:
             function(sampler, responses)

@@ -1,6 +1,8 @@
 """The samples of a step: the groups' members, and their rewards."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain, groupby
 from math import nan
 
 from rlplus import agree
@@ -21,29 +23,48 @@ def generate(
     seed: int,
 ) -> list[Sample]:
     """Every group's members, in order: its rollouts, then its demonstration where one is asked for."""
-    rollouts: list[list[Completion]] = [[] for _ in examples]
+    groups: list[list[Sample]] = [[] for _ in examples]
     if config.algorithm.resolve().generates:  # on all ranks or on none: some engines are shared by several
-        rollouts = respond(
+        requests = [(group, *alike) for group, ask in enumerate(asks) for alike in _alike(ask)]
+        answers = respond(
             engine,
-            examples,
-            [ask.rollouts for ask in asks],
+            [_behind(examples[group], prefix) for group, prefix, _ in requests],
+            [count for *_, count in requests],
             temperature=config.rollout.temperature,
-            max_tokens=config.rollout.max_response_length,
+            max_tokens=[config.rollout.max_response_length - len(prefix) for _, prefix, _ in requests],
             seed=seed,
         )
-    samples = []
-    for group, (example, ask, completions) in enumerate(zip(examples, asks, rollouts, strict=True)):
-        for c in completions:
-            sample = Sample(example.prompt, c.tokens, group, False, c.truncated, c.logprob)
-            if c.trained is not None:
-                sample.trained = c.trained
-                sample.engine_logprob = [p if on else nan for p, on in zip(c.logprob, c.trained, strict=True)]
-            if c.reward is not None:
-                sample.reward, sample.scored = c.reward, True
-            samples.append(sample)
+        for (group, prefix, _), completions in zip(requests, answers, strict=True):
+            groups[group] += [_rollout(examples[group].prompt, group, prefix, c) for c in completions]
+    for group, (example, ask) in enumerate(zip(examples, asks, strict=True)):
         if ask.demonstrated:
-            samples.append(demonstration(example, group))
-    return samples
+            groups[group].append(demonstration(example, group))
+    return [*chain(*groups)]
+
+
+def _alike(ask: Ask) -> list[tuple[Sequence[int], int]]:
+    """The prefixes of a group's rollouts, in order, each with how many have it one after the other."""
+    prefixes = [*map(tuple, ask.prefixes), *[()] * (ask.rollouts - len(ask.prefixes))]
+    return [(prefix, len(list(same))) for prefix, same in groupby(prefixes)]
+
+
+def _behind(example: Example, prefix: Sequence[int]) -> Example:
+    return replace(example, prompt=(*example.prompt, *prefix)) if prefix else example
+
+
+def _rollout(prompt: Sequence[int], group: int, prefix: Sequence[int], c: Completion) -> Sample:
+    """Prefix and completion as one response; the engine has no logprobs of what it was given."""
+    sample = Sample(prompt, c.tokens, group, False, c.truncated, c.logprob)
+    if c.reward is not None:
+        sample.reward, sample.scored = c.reward, True
+    if c.trained is not None:
+        sample.trained = [True] * len(prefix) + c.trained
+        sample.engine_logprob = [p if on else nan for p, on in zip(c.logprob, c.trained, strict=True)]
+    if prefix:
+        sample.response = [*prefix, *c.tokens]
+        sample.external = [True] * len(prefix) + [False] * len(c.tokens)
+        sample.engine_logprob = [*[nan] * len(prefix), *(sample.engine_logprob or ())]
+    return sample
 
 
 def score(

@@ -1,0 +1,73 @@
+"""The prefix recipe: responses begin as the prompt's demonstration does (UFT, Prefix-RFT, RL-PLUS's prefixes)."""
+
+from collections.abc import Sequence
+from math import cos, pi
+from random import Random
+from typing import Any
+
+from rlplus.config import Config
+from rlplus.data import Example
+from rlplus.objective import Prefix
+from rlplus.recipe.plain import Ask, Recipe
+
+
+class PrefixRecipe(Recipe):
+    """Rollouts of which the first tokens are demonstrated: external ones, of a response that is graded as a whole.
+
+    All tokens of a response have its advantage. A prefix leaves out at least the demonstration's end token, so that
+    something is sampled. What is drawn depends on seed, step and prompt alone; a step of this recipe is one draw.
+
+    UFT (arXiv 2505.16984) is the preset `uft`. It divides a demonstration between sentences, this recipe between
+    tokens; it has no KL term on the prefix, whose mean is added here. Prefix-RFT (arXiv 2507.01679) has `schedule`
+    cosine and `members` 1. The official RL-PLUS code has linear, random and fixed too, and more that is not here: a
+    random share for each member, and shares in windows of steps.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        assert isinstance(self.algorithm.recipe, Prefix), "want the options of this recipe"
+        self.options = self.algorithm.recipe
+        self.steps = 0
+        self._share = (0.0, 0)
+
+    def ask(self, examples: Sequence[Example]) -> list[Ask]:
+        self.steps += 1
+        size = self.config.rollout.group_size
+        asks, shown, tokens = [], 0, 0
+        for example in examples:
+            text = (example.demonstration or ())[:-1]
+            prefixes = [text[: round(share * len(text))] for share in self._shares(example, len(text))]
+            asks.append(Ask(size, False, prefixes))
+            shown += sum(map(len, prefixes))
+            tokens += len(text) * len(prefixes)
+        self._share = (shown, tokens)
+        return asks
+
+    def _shares(self, example: Example, tokens: int) -> list[float]:
+        """The share of a demonstration of so many tokens that each member begins with, in this step."""
+        o, t = self.options, self.steps
+        members = o.members or self.config.rollout.group_size
+        random = Random(f"{self.config.train.seed} {t} {example.index}")
+        falling = o.schedule in ("binomial", "linear", "cosine")
+        if falling and t > o.steps:
+            return [0.0] * members
+        if o.schedule == "fixed":
+            return [o.high - (o.high - o.low) * i / max(1, members - 1) for i in range(members)]
+        if o.schedule == "random":
+            return [random.uniform(o.low, o.high)] * members
+        if o.schedule == "linear":
+            return [o.high - (o.high - o.low) * t / o.steps] * members
+        p = o.low + (o.high - o.low) * (1 + cos(pi * t / o.steps)) / 2
+        if o.schedule == "cosine":
+            return [p] * members
+        segments = min(o.segments, tokens) or 1
+        return [sum(random.random() < p for _ in range(segments)) / segments] * members
+
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        return {"prefix/share": self._share}
+
+    def state(self) -> Any:
+        return self.steps
+
+    def restore(self, state: Any) -> None:
+        self.steps = state
