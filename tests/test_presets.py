@@ -5,8 +5,9 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
-from rlplus import ALGORITHMS, Objective
+from rlplus import ALGORITHMS, Objective, policy_loss
 from rlplus.objective import Gate, Interleaved, Plain, Prefix
 
 PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
@@ -24,6 +25,7 @@ PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "hpt": ({"external": "nll", "entropy_coef": 1e-3}, "official", False, "apart"),
     "superrl": ({"internal": "clip", "external": "nll"}, "sequence", True, "apart"),
     "uft": ({"internal": "clip", "external": "nll", "external_coef": 1e-3, "kl_coef": 1e-3}, "token", True, "apart"),
+    "chord": ({"internal": "clip", "external": "dft", "external_coef": 0.1, "gamma": 1.0}, "token", True, "apart"),
     "dr-grpo": ({"internal": "clip"}, "constant", False, "none"),
     "dapo": ({"internal": "clip", "clip_high": 0.28}, "token", True, "none"),
     "simplerl": ({"internal": "clip", "kl_coef": 1e-3, "entropy_coef": 1e-3}, "token", True, "none"),
@@ -67,6 +69,20 @@ def test_presets_have_the_recipes_of_the_papers(name: str) -> None:
     assert algorithm.recipe == RECIPES.get(name, Plain())
     assert algorithm.external_reduction == ("token" if name in ("relift", "hpt") else None)
     assert algorithm.demonstrates_in_place == (algorithm.demonstrates and name not in RECIPES)
+
+
+def test_chord_weighs_the_likelihood_of_demonstrations_by_p_times_one_less_p() -> None:
+    """The phi function of arXiv 2508.11408, whatever the advantage."""
+    p = torch.linspace(0.01, 0.99, 25, dtype=torch.float64)
+    logprob = p.log().requires_grad_()
+    constants = {"old_logprob": None, "advantage": torch.linspace(-2, 2, 25).double()}
+    external = torch.ones(25, dtype=torch.bool)
+    weight = torch.full((25,), 1 / 25, dtype=torch.float64)
+    objective = ALGORITHMS["chord"].objective
+    loss, _ = policy_loss(logprob, token_weight=weight, external=external, objective=objective, **constants)
+    torch.testing.assert_close(loss, -0.1 * (p * (1 - p) * p.log()).mean(), rtol=1e-12, atol=0)
+    loss.backward()
+    torch.testing.assert_close(logprob.grad, -0.1 * p * (1 - p) / 25, rtol=1e-12, atol=0)
 
 
 def test_no_preset_is_untested_and_the_default_is_rlplus() -> None:

@@ -197,6 +197,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "uft": Algorithm(
         Objective("clip", "nll", external_coef=1e-3, gamma=0.0, kl_coef=1e-3), demonstrations="apart", recipe=Prefix()
     ),
+    "chord": Algorithm(Objective("clip", "dft", external_coef=0.1, gamma=1.0), demonstrations="apart"),
     "dr-grpo": _rollouts_only("clip", "constant", normalize_std=False),
     "dapo": _rollouts_only("clip", "token", clip_high=0.28),
     "simplerl": _rollouts_only("clip", "token", kl_coef=1e-3, entropy_coef=1e-3),
