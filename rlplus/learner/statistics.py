@@ -62,7 +62,7 @@ def _set_sequence_ratios(batch: MicroBatch, logprob: Tensor, algorithm: Algorith
 
 
 def _over_sequences(values: Tensor, batch: MicroBatch, *, mean: bool, parallel: int) -> Tensor:
-    """(N,) -> (N,): the sum or mean over the sampled tokens of each one's sequence that have a loss, on all its ranks."""
+    """(N,) -> (N,): the sum or mean over the sampled tokens with a loss of each one's sequence, on all its ranks."""
     own = values.new_zeros(2, int(batch.sequence.max()) + 1 if len(values) else 0, dtype=torch.float64)
     on = (batch.token_weight != 0) & ~batch.external
     own[0].index_add_(0, batch.sequence[on], values[on].double())
