@@ -185,14 +185,14 @@ def test_the_batch_ahead_is_generated_while_the_policy_trains(tmp_path, in_threa
     original_generate, original_update = TransformersEngine._generate_batch, rlplus.learner.policy.Policy.accumulate
     meetings = []
 
-    def slow_generate(engine: Any, prompts: Any, temperature: float, max_tokens: int) -> Any:
-        ahead = max_tokens > 2 and threading.current_thread() is not threading.main_thread()
+    def slow_generate(engine: Any, prompts: Any, limits: Any, *rest: Any) -> Any:
+        ahead = max(limits) > 2 and threading.current_thread() is not threading.main_thread()
         if ahead:
             generating.set()
             assert update_seen.wait(processes.PATIENCE_S)
             generating.clear()
             update_seen.clear()
-        return original_generate(engine, prompts, temperature, max_tokens)
+        return original_generate(engine, prompts, limits, *rest)
 
     def update(policy: Any, batches: Any, *rest: Any) -> Any:
         if not update_seen.is_set():

@@ -17,7 +17,7 @@ from update_cases import packed
 from rlplus.data import Example
 from rlplus.recipe import Ask, Recipe
 from rlplus.recipe.prefix import PrefixRecipe
-from rlplus.rollout import Completion
+from rlplus.rollout import Completion, respond
 from rlplus.trainer import Run
 from rlplus.trainer.samples import generate
 
@@ -124,7 +124,7 @@ def test_prefixes_are_prompts_of_the_engine_and_parts_of_responses(run: Run, tmp
     examples = [Example(i, (i + 1,), "", (20, 21, 22, 5), demonstration_reward=1.0) for i in range(3)]
     asks = [Ask(3, False, [(20, 21), (20, 21)]), Ask(2, True), Ask(3, False, [(20,), (), (20, 21, 22)])]
     engine: Any = Echo()
-    samples = generate(engine, examples, asks, config, seed=0)
+    samples = generate(engine, examples, asks, config, respond, seed=0)
     requests = [([1, 20, 21], 2, 6), ([1], 1, 8), ([2], 2, 8), ([3, 20], 1, 7), ([3], 1, 8), ([3, 20, 21, 22], 1, 5)]
     assert engine.asked == requests
     assert [(s.group, list(s.prompt)) for s in samples] == [(g, [g + 1]) for g in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
