@@ -70,6 +70,7 @@ RULES: tuple[Rule, ...] = (
     ),
     ("evaluation.data.demonstration", lambda c: True, "evaluations show no demonstrations"),
     ("data.benchmark", lambda c: True, "it is for evaluation.data, whose benchmarks are reported apart"),
+    ("train.lr_min_ratio", lambda c: c.train.lr_schedule == "constant", "train.lr_schedule is constant"),
     ("train.max_scratch_mb", lambda c: c.train.backend == "reference", "backend reference keeps the full logits"),
     (
         "train.grad_clip",

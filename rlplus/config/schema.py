@@ -38,6 +38,11 @@ class Config(Sections):
         data = [self.data] if self.evaluation.data is None else [self.data, self.evaluation.data]
         return max(part.max_prompt_length for part in data) + self.rollout.max_response_length
 
+    def with_steps(self, prompts: int) -> Self:
+        """The same run with `train.steps`, also where it has epochs, of so many prompts."""
+        train = self.train.model_copy(update={"steps": self.train.steps_of(prompts)})
+        return self.model_copy(update={"train": train})
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         problems = []

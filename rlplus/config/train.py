@@ -1,5 +1,6 @@
 """The section about a step: its prompts, its optimiser, and what of the model is where."""
 
+from math import ceil
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -16,10 +17,18 @@ class TrainConfig(Section):
     """One step: `prompts_per_step` groups are generated and trained on in mini-batches of `prompts_per_update` groups.
 
     steps                   the run ends after so many
+    epochs                  in place of steps: the run ends when every prompt was drawn so many times, in full steps:
+                            the last one is filled with prompts of the next epoch. A step counts as one draw, also where
+                            a recipe draws several times
     generated_tokens        or once that many tokens have been generated
     tokens_per_micro_batch  at most, in one forward pass on a rank, padding included
     lr, betas, weight_decay of AdamW
+    lr_schedule             what lr does after the warm-up, until the last of the mini-batches of all steps: constant;
+                            cosine or linear: down to lr_min_ratio of lr, where it stays for updates beyond. An update
+                            that was skipped, or had no gradient, does not count, as it does not for AdamW
+    lr_min_ratio            smallest lr, as a share of lr
     warmup_steps            optimiser steps over which lr grows to its value
+    warmup_ratio            in place of warmup_steps: that share of the run's updates, rounded up
     grad_clip               the largest norm of the gradient
     zero_stage              what is sharded over the ranks: 1 optimiser state, 2 + gradients, 3 + weights
     offload_optimizer, offload_params
@@ -39,7 +48,8 @@ class TrainConfig(Section):
                             before; the ratio is to that policy
     """
 
-    steps: Count
+    steps: Count | None = None
+    epochs: Count | None = None
     generated_tokens: Count | None = None
     prompts_per_step: Count = 128
     prompts_per_update: Count | None = None
@@ -47,7 +57,10 @@ class TrainConfig(Section):
     lr: Positive = 1e-6
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
+    lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
+    lr_min_ratio: Fraction = 0.0
     warmup_steps: NonNegative = 0
+    warmup_ratio: Fraction | None = None
     grad_clip: Positive = 1.0
     zero_stage: Literal[1, 2, 3] = 1
     offload_optimizer: Literal["none", "cpu"] = "none"
@@ -62,6 +75,37 @@ class TrainConfig(Section):
     collective_timeout_s: Seconds = 3600.0
     max_nonfinite: Count = 3
     overlap: bool = False
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError(f"want exactly one of steps and epochs; got {'neither' if self.steps is None else 'both'}")
+        if self.warmup_ratio is not None and self.warmup_steps:
+            raise ValueError(
+                "want at most one of warmup_steps and warmup_ratio; "
+                f"got warmup_steps {self.warmup_steps}, warmup_ratio {self.warmup_ratio:g}"
+            )
+        if self.generated_tokens is not None and self.lr_needs_length:
+            raise ValueError(
+                "lr_schedule cosine and linear and warmup_ratio want the number of updates, which generated_tokens "
+                "makes unknown: leave it out"
+            )
+        return self
+
+    @property
+    def lr_needs_length(self) -> bool:
+        """Whether the learning rate depends on the number of updates that the run will have."""
+        return self.lr_schedule != "constant" or self.warmup_ratio is not None
+
+    def steps_of(self, prompts: int) -> int:
+        """Steps of the run on data with so many prompts."""
+        return ceil((self.epochs or 0) * prompts / self.prompts_per_step) if self.steps is None else self.steps
+
+    @property
+    def updates(self) -> int:
+        """Mini-batches in all steps, whose number is known; a recipe may add updates of its own."""
+        assert self.steps is not None, "want a configuration with_steps"
+        return self.steps * (self.prompts_per_step // (self.prompts_per_update or self.prompts_per_step))
 
     @model_validator(mode="after")
     def _check(self) -> Self:

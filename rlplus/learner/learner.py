@@ -17,6 +17,7 @@ from rlplus.config import Config, TrainConfig
 from rlplus.data import MicroBatch
 from rlplus.learner.adapters import add_adapters
 from rlplus.learner.model import in_shards, load_model
+from rlplus.learner.schedule import learning_rate
 from rlplus.learner.sequence import SequenceGroup, check_attention
 from rlplus.ops.causal_lm import logit_transform
 
@@ -73,12 +74,10 @@ class Learner:
             _compile_layers(lm)
         model = PackedModel(lm, self.group).train()
         parameters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = _adamw(train, parameters)
-        warmup = max(1, train.warmup_steps)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / warmup))
+        self._optimizer = _adamw(train, parameters)
         count = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
         self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=schedule, config=deepspeed_config(config, count)
+            model=model, optimizer=self._optimizer, config=deepspeed_config(config, count)
         )
         if what := self.nonfinite():
             raise ValueError(f"the model in {model_path} has NaN or infinity in {what}: want finite weights")
@@ -124,14 +123,17 @@ class Learner:
 
     def step(self) -> bool:
         """The optimiser's step on what was accumulated; False when a non-finite gradient left the weights alone."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.lr
         self.engine.step()
         applied: bool = self.engine.was_step_applied()
         return applied
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update."""
-        return float(self.engine.get_lr()[0])
+        """The learning rate of the next update: a function of the updates that were made, which checkpoints count."""
+        made = self.engine.global_steps - self.engine.skipped_steps
+        return learning_rate(self.config.train, made, self.config.train.updates)
 
     @property
     def grad_norm(self) -> float | None:

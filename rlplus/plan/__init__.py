@@ -26,7 +26,7 @@ class Plan:
     """ranks: those of the GPUs that train; the others are their engines'. mode: the engine's, "none" without one.
 
     seconds of a step by phase, empty where unknown; remedies: only where the run does not fit. note: where the model's
-    architecture is the copy that comes with a shipped configuration, and why.
+    architecture is the copy that comes with a shipped configuration, and why. steps: None where the data decide it.
     """
 
     cluster: Cluster
@@ -39,7 +39,7 @@ class Plan:
     memory: Memory
     seconds: dict[str, float]
     remedies: tuple[Remedy, ...]
-    steps: int
+    steps: int | None
     note: str
 
     @property

@@ -84,5 +84,6 @@ def _time_table(plan: Plan) -> Table:
         if phase == "total":
             table.add_section()
         table.add_row(phase, f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.2g}")
-    table.add_row(f"{plan.steps} steps, hours", f"{plan.steps * plan.seconds['total'] / 3600:.1f}")
+    if plan.steps is not None:
+        table.add_row(f"{plan.steps} steps, hours", f"{plan.steps * plan.seconds['total'] / 3600:.1f}")
     return table

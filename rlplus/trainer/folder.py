@@ -24,7 +24,7 @@ from rlplus.textfiles import read_text, write_text
 # Keys that may differ between a checkpoint's configuration and the one that resumes it.
 MAY_CHANGE = {
     "output_dir", "checkpoint", "evaluation",
-    "train.steps", "train.generated_tokens", "train.max_nonfinite", "train.collective_timeout_s",
+    "train.steps", "train.epochs", "train.generated_tokens", "train.max_nonfinite", "train.collective_timeout_s",
     "reward.workers", "reward.timeout_s", "reward.memory_mb", "reward.on_failure",
     "rollout.push_bucket_mb", "rollout.push_timeout_s", "rollout.push_folder", "rollout.progress_timeout_s",
     "rollout.server_url", "rollout.max_logprob_gap", "rollout.sleep", "rollout.gpu_memory_utilization",
@@ -213,6 +213,9 @@ def read_state(last: Path, config: Config, now: dict[str, str]) -> tuple[dict[st
     if changed:
         raise ValueError(f"{last} was written with another configuration: {'; '.join(changed)}")
     notes = [f"resumed at step {state['step']}, from {last}"]
+    lengths = [(part.train.steps, part.train.epochs) for part in (written, config)]
+    if config.train.lr_needs_length and lengths[0] != lengths[1]:
+        notes.append("the run's length has changed: from here on its learning rate is that of a run of the new length")
     before = state.get("surroundings", {})
     for name in sorted(before.keys() | now.keys()) if before else ():
         if before.get(name) != now.get(name):

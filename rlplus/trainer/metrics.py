@@ -185,6 +185,7 @@ class RunLog:
 def _shown(step: int, metrics: dict[str, float]) -> str:
     parts = [f"step {step}"]
     for name, label, form in (
+        ("epoch", "epoch", ".2f"),
         ("reward/internal", "reward", ".3f"),
         ("response_length/mean", "length", ".0f"),
         ("actor/entropy", "entropy", ".3f"),

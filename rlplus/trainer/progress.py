@@ -15,6 +15,8 @@ class Progress:
     nonfinite    updates in a row that a non-finite gradient made impossible
     idle         steps in a row without an update, since this process started
     interrupted  the signal that ended the run, 0 without one
+
+    config: the run's, with the steps of its epochs as soon as they are known.
     """
 
     def __init__(self, config: Config) -> None:
@@ -31,8 +33,15 @@ class Progress:
     @property
     def share_done(self) -> float:
         train = self.config.train
+        assert train.steps is not None, "want a configuration with_steps"
         tokens = self.generated / train.generated_tokens if train.generated_tokens else 0.0
         return min(1.0, max(self.step / train.steps, tokens))
+
+    @property
+    def epoch(self) -> float | None:
+        """How often the prompts were used, of a run that counts epochs."""
+        epochs = self.config.train.epochs
+        return None if epochs is None else epochs * self.share_done
 
     @property
     def finished(self) -> bool:

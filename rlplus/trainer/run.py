@@ -58,6 +58,7 @@ class Run:
             )
         self.folder = folder = RunFolder(config, self.resume, stack)
         if folder.last is not None:
+            self._count_steps(folder.state["sampler"]["n"])
             self.progress.restore(folder.state)
             self.complete = agree.gathered(self.progress.finished and folder.has_result)[0]
         if self.complete:
@@ -71,9 +72,10 @@ class Run:
         self.pad_id = self.tokenizer.pad_token_id
         self.respond = make_respond(config.rollout.function, self.tokenizer, model_config.vocab_size)
         self.scorer = stack.enter_context(Scorer(config.reward))
-        self.recipe = make_recipe(config)
         agree.phase("data")
         dropped = self._load_data()
+        config = self._count_steps(len(self.examples))
+        self.recipe = make_recipe(config)
         agree.phase("model")
         self.sampler = PromptSampler(len(self.examples), config.train.prompts_per_step, config.train.seed)
         reference = bool(self.recipe.algorithm.objective.kl_coef)
@@ -97,6 +99,8 @@ class Run:
         stack.callback(self.log.close)
         source = f"rollouts by {self.engine.engine.name}" if config.needs_engine else "no rollouts, and no engine"
         head = f"head by backend {self.policy.backend!r}: {self.policy.why_backend}"
+        if config.train.epochs is not None:
+            dropped.append(f"{config.train.epochs} epochs of {len(self.examples)} prompts: {config.train.steps} steps")
         for note in (*folder.notes, *dropped, head, f"{source}; output in {folder.path}"):
             self.log.say(note)
         self.stop.install(stack)
@@ -104,6 +108,11 @@ class Run:
         gc.collect()
         gc.freeze()
         stack.callback(gc.unfreeze)
+
+    def _count_steps(self, prompts: int) -> Config:
+        """Replace the run's configuration by one with the steps of its epochs."""
+        self.config = self.progress.config = self.config.with_steps(prompts)
+        return self.config
 
     def _start_engine(self, model_path: str, model_config: PretrainedConfig, stack: ExitStack) -> None:
         """Make the engine, with this run's model configuration, and the rollouts that ask it."""
@@ -130,7 +139,7 @@ class Run:
 
     def _load_data(self) -> list[str]:
         """Set the examples, whose demonstrations the run's own reward accepts; returns what was dropped on the way."""
-        config, algorithm, folder = self.config, self.recipe.algorithm, self.folder
+        config, algorithm, folder = self.config, self.config.algorithm.resolve(), self.folder
         weights = None if config.model.path is None or self.rank else weights_fingerprint(config.model.path)
         examples, report = load_examples(
             config.data, self.tokenizer, max_demonstration_length=config.max_demonstration_length

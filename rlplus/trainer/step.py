@@ -139,6 +139,8 @@ class Step:
         seconds = metrics.pop("seconds")  # not time/generate: with train.overlap the step does not wait for all of it
         if tokens:
             metrics["tokens_per_second"] = tokens / seconds
+        if progress.epoch is not None:
+            metrics["epoch"] = progress.epoch
         if note := progress.note_idleness(metrics):
             run.log.say(note)
         run.log.write(progress.step, {"generated_tokens": progress.generated} | metrics, progress.share_done)
