@@ -218,6 +218,7 @@ def run_case(folder: Path, name: str) -> dict[str, Any]:
         "loss": float(sum(out.loss.double() for out in outputs)),
         "logged": float(sum(out.stats[name].double() for out in outputs for name in out.stats if "loss_" in name)),
         "factors": set(factors),
+        "squared slopes": policy.squared_slopes(batches, outputs, algorithm.objective),
         "own_pass_is_old": all(map(torch.equal, (o.logprob for o in outputs), (b.old_logprob for b in batches))),
         "response_tokens": sum(int((batch.token_weight != 0).sum()) for batch in batches),
     }

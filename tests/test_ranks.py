@@ -65,6 +65,9 @@ def check(name: str, two: dict[str, Any], one: dict[str, Any]) -> None:
     for kind in ("loss", "logged"):
         loss = sum(rank[kind] for rank in one["ranks"])
         assert sum(rank[kind] for rank in two["ranks"]) == pytest.approx(loss, abs=1e-6)
+    for kind in ("internal", "external"):
+        squares = [sum(rank["squared slopes"][kind] for rank in ranks) for ranks in (one["ranks"], two["ranks"])]
+        assert squares[1] == pytest.approx(squares[0], rel=1e-4), kind
     assert two["row"].keys() == one["row"].keys()
     for metric, value in one["row"].items():  # what rank 0 would log, of both
         assert two["row"][metric] == pytest.approx(value, rel=1e-5, abs=1e-6), metric

@@ -7,8 +7,9 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rlplus.config.base import Count, Section
 from rlplus.errors import nearest
-from rlplus.objective import ALGORITHMS, RECIPES, Algorithm, Objective, RecipeOptions, recipe_name
+from rlplus.objective import ALGORITHMS, RECIPES, Algorithm, ExternalSchedule, Objective, RecipeOptions, recipe_name
 from rlplus.objective.presets import AdvantageEstimator, MismatchLevel, RatioLevel, Reduction
+from rlplus.objective.schedule import Shape
 
 
 def _objective_field(name: str) -> str:
@@ -19,13 +20,30 @@ def _objective_field(name: str) -> str:
     return name
 
 
+class ExternalScheduleConfig(Section):
+    """The fields of rlplus.objective.ExternalSchedule, which documents them."""
+
+    shape: Shape
+    end: float | None = None
+    steps: Count | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.resolve()  # it checks its values itself
+        return self
+
+    def resolve(self) -> ExternalSchedule:
+        return ExternalSchedule(self.shape, self.end, self.steps)
+
+
 class AlgorithmConfig(Section):
     """A published algorithm, `preset`, and what this run changes of it; None = as the preset has it.
 
     `objective`: fields of rlplus.Objective, which documents them. `reduction`: as of rlplus.token_weights. `advantage`,
     `advantage_k`: as of rlplus.batch_advantages, `normalize_std` of rlplus.group_advantages. `ratio_level`,
-    `mismatch_level`, `top_entropy`: as of rlplus.Algorithm. `recipe`: options of the preset's recipe, or its `name`
-    first for those of another one; rlplus.objective.recipes documents them.
+    `mismatch_level`, `top_entropy`: as of rlplus.Algorithm. `external_schedule`: what becomes of the objective's
+    external_coef from step to step. `recipe`: options of the preset's recipe, or its `name` first for those of another
+    one; rlplus.objective.recipes documents them.
     """
 
     preset: str = "rlplus"
@@ -37,6 +55,7 @@ class AlgorithmConfig(Section):
     ratio_level: RatioLevel | None = None
     mismatch_level: MismatchLevel | None = None
     top_entropy: Annotated[float, Field(gt=0, le=1)] | None = None
+    external_schedule: ExternalScheduleConfig | None = None
     recipe: dict[str, Any] = {}
 
     @field_validator("preset")
@@ -77,7 +96,9 @@ class AlgorithmConfig(Section):
     def resolve(self) -> Algorithm:
         """The algorithm to run: the preset with this section's changes."""
         preset = ALGORITHMS[self.preset]
-        own = ("preset", "objective", "recipe")
+        own = ("preset", "objective", "external_schedule", "recipe")
         changed = {name: value for name, value in self if name not in own and value is not None}
+        if self.external_schedule is not None:
+            changed["external_schedule"] = self.external_schedule.resolve()
         objective = replace(preset.objective, **self.objective)
         return replace(preset, objective=objective, recipe=self._recipe(), **changed)

@@ -86,12 +86,13 @@ RULES: tuple[Rule, ...] = (
         "the preset generates nothing",
     ),
     (
-        "algorithm.objective.external algorithm.objective.external_coef algorithm.objective.gamma",
+        "algorithm.objective.external algorithm.objective.external_coef algorithm.objective.gamma "
+        "algorithm.external_schedule",
         lambda c: not c.algorithm.resolve().demonstrates,
         "the preset takes no demonstrations",
     ),
     (
-        "algorithm.objective.external_coef algorithm.objective.gamma",
+        "algorithm.objective.external_coef algorithm.objective.gamma algorithm.external_schedule",
         lambda c: EXTERNAL[_objective(c).external].terms is None,
         "it weighs demonstrated tokens, and algorithm.objective.external is none",
     ),

@@ -1,6 +1,7 @@
 """The policy: a learner whose head is the fused loss, with its logprobs, its reference and its weights for others."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from rlplus.learner.adapters import merged_weights, without_adapters
 from rlplus.learner.learner import Learner, PackedModel, this_device
 from rlplus.learner.model import load_model, write_model
 from rlplus.learner.sequence import probe_batch
-from rlplus.objective import Objective
+from rlplus.objective import Objective, TokenConstants, token_loss
 from rlplus.ops import PolicyLoss, linear_logprob, linear_policy_loss
 from rlplus.ops.backends import Choice, choose
 
@@ -85,21 +86,30 @@ class Policy(Learner):
         # DeepSpeed averages gradients over ranks, but the weights' denominators are global already. The factor is in
         # the weights: on the loss it would make the backward pass scale the head's gradient, as large as its weight.
         ranks = dist.get_world_size()
-        entropy_weight = batch.entropy_weight
+        constants = _constants(batch, objective)
+        weights = {"token_weight": constants.token_weight, "entropy_weight": constants.entropy_weight}
+        scaled = {name: None if weight is None else weight * ranks for name, weight in weights.items()}
         return partial(
             linear_policy_loss,
             target=batch.target,
-            old_logprob=batch.old_logprob,
-            advantage=batch.advantage,
-            token_weight=batch.token_weight * ranks,
-            external=batch.external,
-            ref_logprob=batch.ref_logprob,
-            engine_logprob=None if objective.mismatch_cap is None else batch.engine_logprob,
-            entropy_weight=None if entropy_weight is None else entropy_weight * ranks,
+            **(constants._asdict() | scaled),
             objective=objective,
             memory=self.config.train.memory,
             **self._head_options(),
         )
+
+    def squared_slopes(
+        self, batches: Sequence[MicroBatch], outputs: Sequence[PolicyLoss], objective: Objective
+    ) -> dict[str, float]:
+        """Sums of (dloss / dlogprob (1 - p))^2 over this rank's internal and external tokens, external_coef being 1."""
+        plain = replace(objective, external_coef=1.0, kl_coef=0.0, entropy_coef=0.0)
+        sums = dict.fromkeys(("internal", "external"), 0.0)
+        for batch, out in zip(batches, outputs, strict=True):
+            slope = token_loss(out.logprob, out.entropy, _constants(batch, plain), plain).dlogprob
+            squares = torch.where(slope != 0, slope * torch.expm1(out.logprob), 0.0).square()
+            sums["internal"] += float(squares[~batch.external].sum())
+            sums["external"] += float(squares[batch.external].sum())
+        return sums
 
     def _head_options(self) -> dict[str, Any]:
         config = self.config
@@ -137,6 +147,19 @@ def agreed_backend(name: str, device: torch.device, dtype: torch.dtype) -> Choic
         return choices[0]
     refusals = (f"rank {rank}: {choice.reason}" for rank, choice in enumerate(choices) if choice.backend == "torch")
     return Choice("torch", "; ".join(refusals))
+
+
+def _constants(batch: MicroBatch, objective: Objective) -> TokenConstants:
+    """What the loss of the batch's tokens depends on besides the policy."""
+    return TokenConstants(
+        batch.advantage,
+        batch.token_weight,
+        batch.external,
+        old_logprob=batch.old_logprob,
+        ref_logprob=batch.ref_logprob,
+        engine_logprob=None if objective.mismatch_cap is None else batch.engine_logprob,
+        entropy_weight=batch.entropy_weight,
+    )
 
 
 def _without_ranks(out: PolicyLoss) -> PolicyLoss:

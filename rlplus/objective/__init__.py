@@ -9,6 +9,7 @@ from rlplus.lazy import lazy_names
 from rlplus.objective.presets import ALGORITHMS, Algorithm, Objective, algorithm
 from rlplus.objective.recipes import RECIPES, Gate, Interleaved, Plain, Prefix, RecipeOptions, recipe_name
 from rlplus.objective.registered import register_token_loss
+from rlplus.objective.schedule import ExternalSchedule
 
 if TYPE_CHECKING:
     from rlplus.objective.advantages import batch_advantages
@@ -22,6 +23,7 @@ __all__ = [
     "RECIPES",
     "STATS",
     "Algorithm",
+    "ExternalSchedule",
     "Gate",
     "Interleaved",
     "Objective",

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from rlplus.errors import nearest
 from rlplus.objective.recipes import PLAIN, Gate, Interleaved, Prefix, RecipeOptions
 from rlplus.objective.registered import find_token_loss
+from rlplus.objective.schedule import ExternalSchedule
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 
 KL_ESTIMATORS = ("k2", "k3", "k3-unbiased")
@@ -133,6 +134,7 @@ class Algorithm:
     ratio_level      "token", or "sequence" (GSPO, arXiv 2507.18071): the geometric mean of the sequence's ratios
     mismatch_level   the mismatch weight is a "token"'s, the product of its "sequence"'s, or their "geometric" mean
     top_entropy      the share of sampled tokens, those of the highest entropy, that has a surrogate
+    external_schedule  what becomes of the objective's external_coef from step to step; None = constant
     recipe           what it does in a step around the objective: options of one of `RECIPES`
     Each of ratio_level, mismatch_level and top_entropy costs a forward pass before an update, all of them together
     one; ratio_level none before the first update of the policy that sampled, where every ratio is 1.
@@ -148,7 +150,16 @@ class Algorithm:
     top_entropy: float = 1.0
     advantage: AdvantageEstimator = "group"
     advantage_k: int = 4
+    external_schedule: ExternalSchedule | None = None
     recipe: RecipeOptions = PLAIN
+
+    def at_step(self, step: int, external_share: float = 1.0) -> "Algorithm":
+        """With the objective of the step after `step` others; `external_share` as of `ExternalSchedule.coefficient`."""
+        if self.external_schedule is None:
+            return self
+        coefficient = self.external_schedule.coefficient(self.objective.external_coef, step, external_share)
+        changes: dict[str, Any] = {"external_coef": coefficient} if coefficient else {"external": "none"}
+        return replace(self, objective=replace(self.objective, **changes))
 
     @property
     def generates(self) -> bool:

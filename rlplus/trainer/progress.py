@@ -15,6 +15,7 @@ class Progress:
     nonfinite    updates in a row that a non-finite gradient made impossible
     idle         steps in a row without an update, since this process started
     interrupted  the signal that ended the run, 0 without one
+    external_share  of the last gradient, see `rlplus.objective.ExternalSchedule`
 
     config: the run's, with the steps of its epochs as soon as they are known.
     """
@@ -22,13 +23,15 @@ class Progress:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.step = self.generated = self.nonfinite = self.idle = self.interrupted = 0
+        self.external_share = 1.0
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, float]:
         """What a checkpoint of this step says besides the step."""
-        return {"generated": self.generated, "nonfinite": self.nonfinite}
+        return {"generated": self.generated, "nonfinite": self.nonfinite, "external_share": self.external_share}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.step, self.generated, self.nonfinite = state["step"], state["generated"], state["nonfinite"]
+        self.external_share = state.get("external_share", 1.0)
 
     @property
     def share_done(self) -> float:

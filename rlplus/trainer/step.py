@@ -1,12 +1,14 @@
 """The phases of a step, in the order in which `loop.train_step` takes them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from rlplus import agree
 from rlplus.data import MicroBatch
 from rlplus.errors import SharedFailure
 from rlplus.learner import make_micro_batches
 from rlplus.learner.statistics import needs_statistics, set_statistics
+from rlplus.objective.schedule import external_share
 from rlplus.ops import PolicyLoss
 from rlplus.recipe import Batch, Update
 from rlplus.trainer.engine import EngineFailed, max_gap
@@ -47,8 +49,12 @@ class Step:
         return batch
 
     def pack(self, update: Update) -> Work:
-        """The update with its micro-batches; none where no sample of any rank has a gradient."""
+        """The update, with this step's external_coef, and its micro-batches: none where no rank has any gradient."""
         run = self.run
+        if update.algorithm.external_schedule is not None:
+            update = replace(update, algorithm=update.algorithm.at_step(run.progress.step, run.progress.external_share))
+            objective = update.algorithm.objective
+            self.tally.mean("actor/external_coef", objective.external_coef if objective.external != "none" else 0.0)
         with self.tally.time("pack"):
             batches = make_micro_batches(update.samples, update.algorithm, run.config, run.pad_id, run.policy.device)
         self.tally.mean("actor/updated", bool(batches))
@@ -85,6 +91,9 @@ class Step:
                 for engine_logprob, out in zip(engine_logprobs, outputs, strict=True):
                     tally_mismatch(tally, out.logprob, engine_logprob)
                 self._check_mismatch()  # no weight learns from samples of another policy
+            if algorithm.external_schedule is not None and algorithm.external_schedule.shape == "gradient-norm":
+                for name, squares in run.policy.squared_slopes(batches, outputs, algorithm.objective).items():
+                    tally.mean(f"squared_slopes/{name}", squares)
         return outputs
 
     def _check_mismatch(self) -> None:
@@ -136,6 +145,9 @@ class Step:
         tokens = round(metrics.pop("generated"))
         progress.generated += tokens
         progress.interrupted = int(metrics.pop("signal"))
+        if "squared_slopes/external" in metrics:
+            squares = metrics.pop("squared_slopes/internal"), metrics.pop("squared_slopes/external")
+            progress.external_share = external_share(*squares, before=progress.external_share)
         seconds = metrics.pop("seconds")  # not time/generate: with train.overlap the step does not wait for all of it
         if tokens:
             metrics["tokens_per_second"] = tokens / seconds
