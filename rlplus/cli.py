@@ -7,7 +7,8 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,14 +79,16 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train as a configuration file says", allow_abbrev=False)
     train.add_argument(
         "--resume", nargs="?", metavar="auto|step-N",
-        help="go on from the newest checkpoint in output_dir; --resume=auto starts the run where there is none, "
-        "--resume=step-000020 goes back to that checkpoint",
+        help="go on from the newest checkpoint in output_dir, in the stage it is in; --resume=auto starts the run "
+        "where there is none, --resume=step-000020 goes back to that checkpoint",
     )  # fmt: skip
     train.add_argument("--force", action="store_true", help="start although the memory planned is more than there is")
     train.set_defaults(run=_train)
 
     evaluate = commands.add_parser("eval", help="pass@1 and pass@k of a model on a configuration's evaluation data")
-    evaluate.add_argument("--model", help="Hugging Face folder; default: output_dir/model, the run's result")
+    evaluate.add_argument(
+        "--model", help="Hugging Face folder; default: output_dir/model, the run's (last stage's) result"
+    )
     evaluate.add_argument(
         "--output", help="JSON file for the result (one a benchmark); default: output_dir/evaluation.json"
     )
@@ -140,16 +143,47 @@ def _quiet_imports() -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
-    from rlplus.config import check_training_files, load_config
+    from rlplus.config import check_training_files, load_stages, with_first_model
 
-    config = load_config(args.config, args.overrides)
-    check_training_files(config)
+    stages = load_stages(args.config, args.overrides)
+    for number, config in enumerate(stages, 1):
+        with _naming(number, stages):
+            check_training_files(config, model=number == 1)
     _quiet_imports()
+    for number, config in enumerate(with_first_model(stages), 1):
+        with _naming(number, stages):
+            _check_memory(config, force=args.force)
+    resume = {None: False, "newest": True}.get(args.resume, args.resume)
+    newest = _newest_stage(stages)
+    for number, config in enumerate(stages[newest - 1 :], newest):
+        with _naming(number, stages):
+            _train_stage(config, resume if number == newest else resume and "auto")
+
+
+@contextmanager
+def _naming(number: int, stages: "Sequence[Config]") -> Iterator[None]:
+    """Errors inside name the stage, where there are several."""
+    try:
+        yield
+    except (ValueError, RunFailed) as error:
+        if len(stages) == 1:
+            raise
+        kind = ValueError if isinstance(error, ValueError) else RunFailed
+        raise kind(f"stage {number}: {error}") from error
+
+
+def _newest_stage(stages: "Sequence[Config]") -> int:
+    """The last stage with a checkpoint: those before it are done. The first where there is none."""
+    from rlplus.checkpoint import latest
+
+    started = [k for k, config in enumerate(stages, 1) if latest(Path(config.output_dir) / "checkpoints")]
+    return max(started, default=1)
+
+
+def _train_stage(config: "Config", resume: bool | str) -> None:
     from rlplus.evaluation import evaluator
     from rlplus.trainer import phase_out_of_memory, train
 
-    _check_memory(config, force=args.force)
-    resume = {None: False, "newest": True}.get(args.resume, args.resume)
     try:
         train(config, resume=resume, evaluate=evaluator(config))
     except RunFailed as failure:
@@ -203,26 +237,34 @@ def _plan(args: argparse.Namespace) -> int:
         return 0
     if args.config is None:
         raise ValueError("want a configuration, such as configs/gsm8k-tiny.yaml, or --env")
-    from rlplus.config import check_model_path, load_config, shipped_architecture
+    from rlplus.config import check_model_path, load_stages, shipped_architecture, with_first_model
 
-    config = load_config(args.config, args.overrides)
-    if config.model.path is not None and shipped_architecture(config.model.path) is None:
-        check_model_path(config.model.path)
+    stages = with_first_model(load_stages(args.config, args.overrides))
+    path = stages[0].model.path
+    if path is not None and shipped_architecture(path) is None:
+        check_model_path(path)
     _quiet_imports()
     from rlplus.plan import make_cluster, make_plan
     from rlplus.plan.show import show
     from rlplus.terminal import Terminal
 
     cluster = make_cluster(args.gpus, args.gpu)
-    try:
-        plan = make_plan(config, cluster)
-    except RuntimeError as error:
-        raise RunFailed(f"no plan of the memory: {error}") from error
+    plans = []
+    for number, config in enumerate(stages, 1):
+        with _naming(number, stages):
+            try:
+                plans.append(make_plan(config, cluster))
+            except RuntimeError as error:
+                raise RunFailed(f"no plan of the memory: {error}") from error
     if args.json:
-        sys.stdout.write(json.dumps(plan.to_json(), indent=2) + "\n")
+        found = [plan.to_json() for plan in plans]
+        sys.stdout.write(json.dumps(found[0] if len(found) == 1 else {"stages": found}, indent=2) + "\n")
     else:
-        show(plan, Terminal())
-    return 0 if plan.fits else 1
+        for number, plan in enumerate(plans, 1):
+            if len(plans) > 1:
+                Terminal().print(f"Stage {number}")
+            show(plan, Terminal())
+    return 0 if all(plan.fits for plan in plans) else 1
 
 
 def _eval(args: argparse.Namespace) -> None:

@@ -12,7 +12,7 @@ from rlplus.config.files import (
     read_chat_template,
     shipped_architecture,
 )
-from rlplus.config.load import load_config
+from rlplus.config.load import load_config, load_stages, merged, with_first_model
 from rlplus.config.rollout import RolloutConfig
 from rlplus.config.schema import Config
 from rlplus.config.sections import (
@@ -43,7 +43,10 @@ __all__ = [
     "check_output_folder",
     "check_training_files",
     "load_config",
+    "load_stages",
+    "merged",
     "model_problem",
     "read_chat_template",
     "shipped_architecture",
+    "with_first_model",
 ]

@@ -19,12 +19,15 @@ _JINJA = re.compile(r"\{[{%]")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
-def check_training_files(config: Config) -> None:
-    """ValueError for data, a model or an output folder that `train` could not read or make."""
+def check_training_files(config: Config, *, model: bool = True) -> None:
+    """ValueError for data, a model or an output folder that `train` could not read or make.
+
+    model: whether there is one to start from already, which a stage makes for the next one.
+    """
     check_data_files(config.data.paths, "data.path")
     if config.evaluation.every and config.evaluation.data is not None:
         check_data_files(config.evaluation.data.paths, "evaluation.data.path")
-    if config.model.path is not None:
+    if model and config.model.path is not None:
         check_model_path(config.model.path)
     if config.model.chat_template is not None:
         read_chat_template(config.model.chat_template)

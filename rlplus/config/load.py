@@ -1,4 +1,4 @@
-"""YAML file and dotted overrides -> Config, with one clear line for each problem."""
+"""YAML file and dotted overrides -> a Config for each stage, with one clear line for each problem."""
 
 import re
 from collections.abc import Hashable, Iterator, Sequence
@@ -41,23 +41,102 @@ _Loader.add_implicit_resolver(
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a run's configuration.
+    """Read a run's configuration: the last stage's, where the file has stages. See `load_stages`."""
+    return load_stages(path, overrides)[-1]
 
-    overrides: "train.lr=1e-6"; a dotted key, "=", and a value typed as in YAML. For a key that holds text, everything
-    after the first "=" is the text (quotes around all of it are taken off; nothing, or null, is None where allowed).
+
+def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> list[Config]:
+    """Read the configurations of runs that follow each other; a file without `stages` has one.
+
+    stages: a list of sections, each laid over the rest of the file; a mapping's keys are merged, all else is replaced.
+    Stage k, from 1 on, writes into output_dir/stage-k and starts from the model of the one before it.
+    overrides: "train.lr=1e-6", "stages.2.train.lr=1e-6"; a dotted key, "=", and a value typed as in YAML. For a key
+    that holds text, everything after the first "=" is the text (quotes around all of it are taken off; nothing, or
+    null, is None where allowed).
     Raises ValueError, one line for each problem: missing file, invalid YAML, unknown key, wrong type, contradiction.
     """
     data = _read(Path(path).expanduser())
+    if "stages" in data:
+        _check_stages(path, data["stages"])
     for override in overrides:
         _apply(data, override)
+    stages = list(enumerate(data.pop("stages"), 1)) if "stages" in data else [(0, {})]
     problems = [_unknown_line(key) for key in _unknown_keys(data, Config)]
-    try:
-        config = Config.model_validate(data)
-    except ValidationError as error:
-        problems += [line for detail in error.errors() for line in _problem_lines(detail)]
+    configs = []
+    for number, stage in stages:
+        name = f"stages.{number}."
+        problems += [_unknown_line(key, name) for key in _unknown_keys(stage, Config)]
+        problems += [f"{name}{key}: leave it out, {why}" for key, why in _derived_keys(stage, number)]
+        try:
+            configs.append(Config.model_validate(_whole(data, stage, number)))
+        except ValidationError as error:
+            problems += [
+                _in_stage(line, detail["loc"], stage, number)
+                for detail in error.errors()
+                for line in _problem_lines(detail)
+            ]
     if problems:
-        raise ValueError("\n".join([f"{path} does not describe a run:", *problems]))
-    return config
+        raise ValueError("\n".join([f"{path} does not describe a run:", *dict.fromkeys(problems)]))
+    return configs
+
+
+def with_first_model(stages: Sequence[Config]) -> list[Config]:
+    """The stages as if each started from the first one's model, which has the same shape and is there beforehand."""
+    first = stages[0].model
+    start = {"path": first.path, "scratch": first.scratch}
+    return [stage.model_copy(update={"model": stage.model.model_copy(update=start)}) for stage in stages]
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `changes`, sections within sections too."""
+    result = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        result[key] = merged(base[key], value) if both else value
+    return result
+
+
+def _check_stages(path: str | Path, stages: Any) -> None:
+    if not isinstance(stages, list) or not stages or not all(isinstance(stage, dict) for stage in stages):
+        raise ValueError(f"{path}: stages: want a list of sections of keys and values; got {str(stages)[:80]!r}")
+
+
+def _derived_keys(stage: dict[str, Any], number: int) -> Iterator[tuple[str, str]]:
+    """Keys that a stage may not have, and why."""
+    if "output_dir" in stage:
+        yield "output_dir", f"it is stage-{number} in that of the file"
+    for key in ("path", "scratch"):
+        if number > 1 and _has(stage, ["model", key]):
+            yield f"model.{key}", f"the stage starts from the model of stage {number - 1}"
+
+
+def _whole(data: dict[str, Any], stage: dict[str, Any], number: int) -> dict[str, Any]:
+    """A stage laid over the rest; number 0: there are none."""
+    output = data.get("output_dir")
+    if number == 0 or not isinstance(output, str):
+        return merged(data, stage)
+    derived: dict[str, Any] = {"output_dir": f"{output}/stage-{number}"}
+    if number > 1:
+        derived["model"] = {"path": f"{output}/stage-{number - 1}/model", "scratch": None}
+    return merged(merged(data, stage), derived)
+
+
+def _has(data: Any, parts: Sequence[Any]) -> bool:
+    """Whether there is a value at this place, or above it."""
+    for part in parts:
+        if not isinstance(data, dict):
+            return True
+        if part not in data:
+            return False
+        data = data[part]
+    return True
+
+
+def _in_stage(line: str, place: Sequence[Any], stage: dict[str, Any], number: int) -> str:
+    """A problem of a stage, by the stage's name where that is where the value stands."""
+    if number == 0 or (place and not _has(stage, place)):
+        return line
+    return f"stages.{number}.{line}" if place else f"stages.{number}: {line}"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -107,6 +186,16 @@ def _apply(data: dict[str, Any], override: str) -> None:
     parts = key.strip().split(".")
     if not separator or not all(parts):
         raise ValueError(f"want an override as section.key=value; got {override!r}")
+    stages = data.get("stages", [])
+    if stages and parts[0] == "stages":
+        numbers = [str(number) for number in range(1, len(stages) + 1)]
+        if len(parts) < 3 or parts[1] not in numbers:
+            raise ValueError(
+                f"want an override of stage {' or '.join(numbers)} as stages.1.key=value; got {override!r}"
+            )
+        data, parts = stages[int(parts[1]) - 1], parts[2:]
+    elif stages and all(_has(stage, parts) for stage in stages):
+        raise ValueError(f"override {override!r} would have no effect: every stage has a value, want stages.1.{key}=")
     for depth, part in enumerate(parts[:-1], 1):
         if data.get(part) is None:
             data[part] = {}
@@ -183,7 +272,7 @@ def _valid_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator
             yield from _valid_keys(inner, f"{prefix}{name}.")
 
 
-def _unknown_line(key: str) -> str:
+def _unknown_line(key: str, stage: str = "") -> str:
     """With the nearest valid key, if there is one: of keys whose last parts are alike, the one that is most alike."""
 
     def ratio(one: str, other: str) -> float:
@@ -192,12 +281,13 @@ def _unknown_line(key: str) -> str:
     def last(text: str) -> str:
         return text.rpartition(".")[2]
 
-    alike = {valid: ratio(last(key), last(valid)) for valid in _valid_keys()}
+    alike = {valid: ratio(last(key), last(valid)) for valid in (*_valid_keys(), "stages")}
     near = [valid for valid, likeness in alike.items() if likeness >= 0.6]
     if not near:
-        return f"{key}: unknown key"
+        return f"{stage}{key}: unknown key"
     # The whole key and its last part count alike: both `trian.lr` and a bare `lr` are near `train.lr`.
-    return f"{key}: unknown key; nearest: {max(near, key=lambda valid: ratio(key, valid) + alike[valid])}"
+    nearest = max(near, key=lambda valid: ratio(key, valid) + alike[valid])
+    return f"{stage}{key}: unknown key; nearest: {stage}{nearest}"
 
 
 def _problem_lines(detail: Any) -> list[str]:

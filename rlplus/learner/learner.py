@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlplus import agree
-from rlplus.config import Config, TrainConfig
+from rlplus.config import Config, TrainConfig, merged
 from rlplus.data import MicroBatch
 from rlplus.learner.adapters import add_adapters
 from rlplus.learner.model import in_shards, load_model
@@ -211,12 +211,4 @@ def deepspeed_config(config: Config, parameters: int) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": config.model.dtype == "bfloat16", "check_grad_overflow": True},
     }
-    return _merge(base, train.deepspeed)
-
-
-def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in changes.items():
-        both = isinstance(value, dict) and isinstance(base.get(key), dict)
-        merged[key] = _merge(base[key], value) if both else value
-    return merged
+    return merged(base, train.deepspeed)
