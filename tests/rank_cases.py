@@ -37,10 +37,18 @@ LORA = {"rank": 4, "alpha": 8.0}
 
 
 def case(
-    owners: str = "stripes", tied: bool = True, preset: str = "rlplus", flash: bool = False, **changes: Any
+    owners: str = "stripes",
+    tied: bool = True,
+    preset: str = "rlplus",
+    flash: bool = False,
+    known: bool = False,
+    **changes: Any,
 ) -> dict[str, Any]:
+    """known: the logprobs of demonstrations under their author."""
+    data = {"behavior_logprob": "b"} if known else {}
     model = {name: changes.pop(name) for name in ("gradient_checkpointing", "lora") if name in changes}
-    return {"owners": owners, "tied": tied, "preset": preset, "flash": flash, "model": model, "train": changes}
+    chosen: dict[str, Any] = {"owners": owners, "tied": tied, "preset": preset, "flash": flash}
+    return chosen | {"data": data, "model": model, "train": changes}
 
 
 def zero3(**changes: Any) -> dict[str, Any]:
@@ -54,7 +62,10 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": case(lora=LORA),
     "lora kl": case(lora=LORA, preset="grpo"),
     "single": case("single"),
+    "known": case(known=True),
     "tied, one rank has almost all": case("one"),
+    "known, sequences": case(known=True, sequence_parallel=2),
+    "known, one rank has almost all": case("one", known=True),
     "tied, ZeRO-2, one rank has nothing": case("nothing", zero_stage=2),
     "tied, ZeRO-3": zero3(),
     "tied, ZeRO-3, one rank has nothing": zero3(owners="nothing"),
@@ -72,12 +83,14 @@ CASES: dict[str, dict[str, Any]] = {
     "tied, sequences, as flash attention does it": zero3(flash=True, sequence_parallel=2),
     "lora kl, sequences": case(lora=LORA, preset="grpo", sequence_parallel=2),
 }
-REFERENCES = ("tied", "untied", "kl", "lora", "lora kl", "single")
+REFERENCES = ("tied", "untied", "kl", "lora", "lora kl", "single", "known")
 QUICK = (
     "tied, one rank has almost all",
     "tied, ZeRO-3, one rank has nothing",
     "untied, sequences, ZeRO-3",
     "lora, ZeRO-3",
+    "known, sequences",
+    "known, one rank has almost all",
 )
 
 
@@ -106,6 +119,8 @@ def all_samples() -> list[Sample]:
         ids = torch.randint(0, 256, (prompt + response,), generator=generator).tolist()
         advantage = float(torch.randn((), generator=generator)) if i % 5 else 0.0
         samples.append(Sample(ids[:prompt], ids[prompt:], i, i % 4 == 3, False, None, advantage=advantage))
+        if samples[-1].demonstration:
+            samples[-1].behavior_logprob = [-0.1 * (j % 7) for j in range(response)]
     return samples
 
 
@@ -127,7 +142,7 @@ def config_of(folder: Path, name: str) -> Config:
         {
             "output_dir": str(folder / "out"),
             "model": {"path": str(make_model(folder, chosen["tied"])), "dtype": "float32"} | chosen["model"],
-            "data": {"path": "-", "demonstration": "d", "max_prompt_length": 8},
+            "data": {"path": "-", "demonstration": "d", "max_prompt_length": 8} | chosen["data"],
             "reward": {"kind": "exact_match"},
             "rollout": {"max_response_length": 40},
             "algorithm": {

@@ -32,6 +32,10 @@ class DataConfig(Section):
     prompt, answer           column names, dotted for nested ones: "reward_model.ground_truth". A prompt is a string or
                              a list of chat messages {role, content}
     demonstration            column of a worked solution (a string or one chat message); None = no demonstrations
+    behavior_logprob         column with the logprobs of the demonstration under its author, one for each token that the
+                             run trains on: the text behind response_prefix, by the run's tokenizer, and the end token.
+                             For algorithm.objective.external mis and omega; None = unknown.
+                             examples/score_demonstrations.py writes it
     answer_pattern           regular expression with one group, searched in the answer column: the group is the answer
     demonstration_pattern    the same for the demonstration column
     demonstration_template   str.format template with {demonstration} and {answer}
@@ -51,6 +55,7 @@ class DataConfig(Section):
     prompt: Text = "prompt"
     answer: Text = "answer"
     demonstration: Text | None = None
+    behavior_logprob: Text | None = None
     answer_pattern: Pattern | None = None
     demonstration_pattern: Pattern | None = None
     demonstration_template: Template | None = None
@@ -78,7 +83,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name in ("demonstration_pattern", "demonstration_template", "max_demonstration_length"):
+        for name in ("behavior_logprob", "demonstration_pattern", "demonstration_template", "max_demonstration_length"):
             if self.demonstration is None and getattr(self, name) is not None:
                 raise ValueError(f"{name} is set but demonstration is not: name the column that holds them")
         return self

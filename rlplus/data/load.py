@@ -1,10 +1,11 @@
 """Prompts, answers and demonstrations as token ids; what is too long or unreadable is dropped and counted."""
 
 import re
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from math import nan
+from math import inf, nan
 from typing import Any
 
 from jinja2 import TemplateError
@@ -23,6 +24,7 @@ class Example:
 
     benchmark: what the column `data.benchmark` says; empty without one. rows: how many equal rows this one stands for.
     demonstration_reward: what the run's own reward gave the demonstration, graded once; NaN until then.
+    behavior_logprob: of each of the demonstration's tokens under its author; None where unknown.
     """
 
     index: int
@@ -32,6 +34,7 @@ class Example:
     benchmark: str = ""
     rows: int = 1
     demonstration_reward: float = nan
+    behavior_logprob: Sequence[float] | None = None
 
 
 @dataclass
@@ -92,6 +95,7 @@ class _Parsed:
     demonstration: str | None
     noted: str | None  # why there is no demonstration, or what is odd about it: the counter in LoadReport
     benchmark: str
+    behavior_logprob: Any
 
 
 def load_examples(
@@ -138,6 +142,7 @@ def load_examples(
                     row.answer,
                     None if demonstration is None else tuple(map(shared.setdefault, demonstration, demonstration)),
                     row.benchmark,
+                    behavior_logprob=_behavior_logprob(config, row, demonstration),
                 )
             )
     _refuse(config, report)
@@ -175,7 +180,7 @@ def _refuse(config: DataConfig, report: LoadReport) -> None:
 
 
 def _parse_rows(config: DataConfig) -> Iterator[_Parsed]:
-    names = (config.prompt, config.answer, config.demonstration, config.benchmark)
+    names = (config.prompt, config.answer, config.demonstration, config.behavior_logprob, config.benchmark)
     columns = [name for name in names if name is not None]
     row: Row = {}
     demonstration_seen = config.demonstration is None
@@ -199,7 +204,10 @@ def _parse_rows(config: DataConfig) -> Iterator[_Parsed]:
             if demonstration is not None and config.response_prefix is not None:
                 demonstration, noted = _after_prefix(demonstration, config.response_prefix)
         benchmark = "" if config.benchmark is None else str(_column(where, row, config.benchmark))
-        yield _Parsed(index, where, prompt, answer, demonstration, noted, benchmark)
+        behavior = None
+        if config.behavior_logprob is not None and demonstration is not None:
+            behavior = _column(where, row, config.behavior_logprob)
+        yield _Parsed(index, where, prompt, answer, demonstration, noted, benchmark, behavior)
     if not demonstration_seen and row:
         assert config.demonstration is not None
         raise missing_column(", ".join(config.paths), config.demonstration, row_names(row))
@@ -245,6 +253,24 @@ def _demonstration(where: str, value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value if value and value.strip() else None
     raise ValueError(f"{where}: want the demonstration as a string or one chat message; got {value!r}")
+
+
+def _behavior_logprob(config: DataConfig, row: _Parsed, demonstration: Sequence[int] | None) -> array[float] | None:
+    """The row's logprobs, as many as its demonstration's tokens; None without a demonstration or a column."""
+    if config.behavior_logprob is None or demonstration is None:
+        return None
+    values, tokens = row.behavior_logprob, len(demonstration)
+    wanted = (
+        f"{row.where}: want {config.behavior_logprob!r} a list of {tokens} logprobs, one per token of the demonstration"
+    )
+    if not isinstance(values, list):
+        raise ValueError(f"{wanted}; got {str(values)[:80]}")
+    if len(values) != tokens:
+        raise ValueError(f"{wanted} (the end token is one; response_prefix is none); got {len(values)}")
+    for place, value in enumerate(values):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not -inf < value <= 0:
+            raise ValueError(f"{wanted}, finite and at most 0; got {value!r} at place {place}")
+    return array("f", values)
 
 
 def _prompt(config: DataConfig, where: str, value: Any) -> Prompt:

@@ -25,6 +25,7 @@ class Sample:
     external        demonstrated, not sampled: one value for the response, or one per token
     truncated       the response was cut at the length limit
     engine_logprob  the rollout engine's logprob of each response token; None = unknown (demonstrations)
+    behavior_logprob  of each response token under the demonstration's author; None = unknown
     reward          NaN = masked: the grader failed, and the sample is left out of everything that a reward decides
     advantage       one value for the response, or one per token
     trained         whether a token has a loss: one value, or one per token; the others, such as a tool's answer, are
@@ -40,6 +41,7 @@ class Sample:
     engine_logprob: Sequence[float] | None
     reward: float = 0.0
     advantage: float | Sequence[float] = 0.0
+    behavior_logprob: Sequence[float] | None = None
     trained: bool | Sequence[bool] = True
     scored: bool = False
 
@@ -76,7 +78,7 @@ class MicroBatch:
     input_ids, position_ids (R, L) int64: positions restart at 0 for every sequence and for the padding at a row's end
     rows (N,) int64: where, in the R * L flattened positions, the hidden state lies that predicts the token
     target (N,) int64, advantage (N,) float32, external (N,) bool, token_weight (N,) float32
-    engine_logprob (N,) float32, NaN where unknown
+    engine_logprob, behavior_logprob (N,) float32, NaN where unknown
     sequence (N,) int64: index of the token's sample in the list given to `pack`
     tokens: prompt and response tokens, without padding
     old_logprob, ref_logprob, entropy_weight (N,) float32: set by the trainer where the objective needs them
@@ -91,6 +93,7 @@ class MicroBatch:
     external: Tensor
     token_weight: Tensor
     engine_logprob: Tensor
+    behavior_logprob: Tensor
     sequence: Tensor
     tokens: int
     old_logprob: Tensor | None = None
@@ -231,7 +234,7 @@ def _check(index: int, sample: Sample, weight: Tensor, row_length: int) -> None:
         raise ValueError(f"sample {index}: want at most row_length {row_length} tokens; got {prompt} + {response}")
     if weight.shape != (response,):
         raise ValueError(f"sample {index}: want token_weight ({response},); got {tuple(weight.shape)}")
-    for name in ("engine_logprob", "advantage", "external", "trained"):
+    for name in ("engine_logprob", "behavior_logprob", "advantage", "external", "trained"):
         values = getattr(sample, name)
         if not isinstance(values, float | int | None) and len(values) != response:
             raise ValueError(f"sample {index}: want {response} {name}; got {len(values)}")
@@ -260,10 +263,9 @@ def _micro_batch(
     position_ids[places] = places - start.repeat_interleave(length)
     predictors = _ranges(start + length - count - 1, count)  # the prompt's last token predicts the first response token
 
-    engine_logprobs = [nan if sample.engine_logprob is None else sample.engine_logprob for sample in chosen]
-
     def joined(values: list[Any], dtype: torch.dtype) -> Tensor:
-        return torch.tensor([*chain(*map(per_token, values, count.tolist()))], dtype=dtype)
+        known = [nan if value is None else value for value in values]
+        return torch.tensor([*chain(*map(per_token, known, count.tolist()))], dtype=dtype)
 
     return MicroBatch(
         input_ids=input_ids.view(len(rows), width),
@@ -273,7 +275,8 @@ def _micro_batch(
         advantage=joined([sample.advantage for sample in chosen], torch.float32),
         external=joined([sample.external for sample in chosen], torch.bool),
         token_weight=torch.cat([token_weight[index] for index in order]).detach().to("cpu", torch.float32),
-        engine_logprob=joined(engine_logprobs, torch.float32),
+        engine_logprob=joined([sample.engine_logprob for sample in chosen], torch.float32),
+        behavior_logprob=joined([sample.behavior_logprob for sample in chosen], torch.float32),
         sequence=joined(order, torch.int64),
         tokens=sum(used),
     )

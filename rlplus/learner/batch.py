@@ -32,6 +32,8 @@ def make_micro_batches(
     everyone = bool(o.kl_coef or o.entropy_coef)
     parallel = config.train.sequence_parallel
     kept = rebalance([s for s in samples if everyone or _has_gradient(s, o)], config)
+    unknown = sum(s.loss_tokens[1] for s in kept if s.behavior_logprob is None)
+    assert config.data.behavior_logprob is None or not unknown, f"want the author's logprob of {unknown} more tokens"
     batches = pack(
         kept,
         _token_weights(kept, totals, algorithm, config),
@@ -104,7 +106,8 @@ def rebalance(samples: Sequence[Sample], config: Config) -> list[Sample]:
 
 def _compact(sample: Sample) -> Sample:
     """The same values as arrays, a third of the pickled size of lists and much faster to send."""
-    kinds = {"prompt": "i", "response": "i", "engine_logprob": "d", "advantage": "d", "external": "b", "trained": "b"}
+    kinds = dict.fromkeys(("prompt", "response"), "i") | dict.fromkeys(("external", "trained"), "b")
+    kinds |= dict.fromkeys(("engine_logprob", "behavior_logprob", "advantage"), "d")
     values = {name: getattr(sample, name) for name in kinds}
     arrays: dict[str, Any] = {n: array(kinds[n], v) for n, v in values.items() if isinstance(v, Sequence)}
     return replace(sample, **arrays)

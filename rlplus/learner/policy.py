@@ -86,7 +86,7 @@ class Policy(Learner):
         # DeepSpeed averages gradients over ranks, but the weights' denominators are global already. The factor is in
         # the weights: on the loss it would make the backward pass scale the head's gradient, as large as its weight.
         ranks = dist.get_world_size()
-        constants = _constants(batch, objective)
+        constants = self._constants(batch, objective)
         weights = {"token_weight": constants.token_weight, "entropy_weight": constants.entropy_weight}
         scaled = {name: None if weight is None else weight * ranks for name, weight in weights.items()}
         return partial(
@@ -98,6 +98,19 @@ class Policy(Learner):
             **self._head_options(),
         )
 
+    def _constants(self, batch: MicroBatch, objective: Objective) -> TokenConstants:
+        """What the loss of the batch's tokens depends on besides the policy."""
+        return TokenConstants(
+            batch.advantage,
+            batch.token_weight,
+            batch.external,
+            old_logprob=batch.old_logprob,
+            behavior_logprob=None if self.config.data.behavior_logprob is None else batch.behavior_logprob,
+            ref_logprob=batch.ref_logprob,
+            engine_logprob=None if objective.mismatch_cap is None else batch.engine_logprob,
+            entropy_weight=batch.entropy_weight,
+        )
+
     def squared_slopes(
         self, batches: Sequence[MicroBatch], outputs: Sequence[PolicyLoss], objective: Objective
     ) -> dict[str, float]:
@@ -105,7 +118,7 @@ class Policy(Learner):
         plain = replace(objective, external_coef=1.0, kl_coef=0.0, entropy_coef=0.0)
         sums = dict.fromkeys(("internal", "external"), 0.0)
         for batch, out in zip(batches, outputs, strict=True):
-            slope = token_loss(out.logprob, out.entropy, _constants(batch, plain), plain).dlogprob
+            slope = token_loss(out.logprob, out.entropy, self._constants(batch, plain), plain).dlogprob
             squares = torch.where(slope != 0, slope * torch.expm1(out.logprob), 0.0).square()
             sums["internal"] += float(squares[~batch.external].sum())
             sums["external"] += float(squares[batch.external].sum())
@@ -147,19 +160,6 @@ def agreed_backend(name: str, device: torch.device, dtype: torch.dtype) -> Choic
         return choices[0]
     refusals = (f"rank {rank}: {choice.reason}" for rank, choice in enumerate(choices) if choice.backend == "torch")
     return Choice("torch", "; ".join(refusals))
-
-
-def _constants(batch: MicroBatch, objective: Objective) -> TokenConstants:
-    """What the loss of the batch's tokens depends on besides the policy."""
-    return TokenConstants(
-        batch.advantage,
-        batch.token_weight,
-        batch.external,
-        old_logprob=batch.old_logprob,
-        ref_logprob=batch.ref_logprob,
-        engine_logprob=None if objective.mismatch_cap is None else batch.engine_logprob,
-        entropy_weight=batch.entropy_weight,
-    )
 
 
 def _without_ranks(out: PolicyLoss) -> PolicyLoss:

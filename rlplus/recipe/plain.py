@@ -129,8 +129,8 @@ def set_advantages(samples: Sequence[Sample], algorithm: Algorithm) -> None:
 def demonstration(example: Example, group: int) -> Sample:
     """The example's demonstration as a member of that group, with the reward that it was graded with."""
     assert example.demonstration is not None, "want a demonstration to show"
-    reward = example.demonstration_reward
-    return Sample(example.prompt, example.demonstration, group, True, False, None, reward=reward)
+    reward, behavior = example.demonstration_reward, example.behavior_logprob
+    return Sample(example.prompt, example.demonstration, group, True, False, None, reward, behavior_logprob=behavior)
 
 
 def unsolved(batch: Batch, at_most: int) -> list[int]:

@@ -165,6 +165,7 @@ def fingerprint(examples: Sequence[Example]) -> str:
         for tokens in (example.prompt, example.demonstration or ()):
             digest.update(array("q", [len(tokens), *tokens]).tobytes())
         digest.update(example.answer.encode() + b"\0")
+        digest.update(array("f", example.behavior_logprob or ()).tobytes())
     return digest.hexdigest()
 
 

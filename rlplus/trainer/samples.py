@@ -35,7 +35,7 @@ def generate(
             seed=seed,
         )
         for (group, prefix, _), completions in zip(requests, answers, strict=True):
-            groups[group] += [_rollout(examples[group].prompt, group, prefix, c) for c in completions]
+            groups[group] += [_rollout(examples[group], group, prefix, c) for c in completions]
     for group, (example, ask) in enumerate(zip(examples, asks, strict=True)):
         if ask.demonstrated:
             groups[group].append(demonstration(example, group))
@@ -52,9 +52,9 @@ def _behind(example: Example, prefix: Sequence[int]) -> Example:
     return replace(example, prompt=(*example.prompt, *prefix)) if prefix else example
 
 
-def _rollout(prompt: Sequence[int], group: int, prefix: Sequence[int], c: Completion) -> Sample:
+def _rollout(example: Example, group: int, prefix: Sequence[int], c: Completion) -> Sample:
     """Prefix and completion as one response; the engine has no logprobs of what it was given."""
-    sample = Sample(prompt, c.tokens, group, False, c.truncated, c.logprob)
+    sample = Sample(example.prompt, c.tokens, group, False, c.truncated, c.logprob)
     if c.reward is not None:
         sample.reward, sample.scored = c.reward, True
     if c.trained is not None:
@@ -64,6 +64,8 @@ def _rollout(prompt: Sequence[int], group: int, prefix: Sequence[int], c: Comple
         sample.response = [*prefix, *c.tokens]
         sample.external = [True] * len(prefix) + [False] * len(c.tokens)
         sample.engine_logprob = [*[nan] * len(prefix), *(sample.engine_logprob or ())]
+        if example.behavior_logprob is not None:
+            sample.behavior_logprob = [*example.behavior_logprob[: len(prefix)], *[nan] * len(c.tokens)]
     return sample
 
 

@@ -1,0 +1,127 @@
+"""Write a run's data again with the logprobs that the demonstrations have under the model that wrote them.
+
+    python examples/score_demonstrations.py run.yaml --model DEMONSTRATOR --output scored.jsonl [section.key=value ...]
+    rlplus train run.yaml data.path=scored.jsonl data.behavior_logprob=behavior_logprob
+
+Every row of `data.path` becomes a line of JSON with one column more: a list, one logprob per token that the run will
+train on, the end token included; null where the run would not train on the demonstration. With it the denominator of
+`mis` and `omega` is the true one; without, it is estimated.
+
+Tokens are the run's: its tokenizer makes them, and the demonstrator is asked for the probability of exactly these. So
+both must have the same tokens: one that is used and stands for something else in the demonstrator's vocabulary is an
+error, and so is an end token at which the demonstrator would not end. Prompts are the run's as well. A demonstrator
+that was prompted otherwise is scored with `model.chat_template=ITS_TEMPLATE` and what else shapes `data`, as long as
+the demonstrations' tokens stay the same. `--temperature` is the one that the demonstrations were sampled at.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from rlplus.config import Config, load_config
+from rlplus.data import Example, load_examples, load_tokenizer
+from rlplus.data.files import Row, read_rows
+from rlplus.ops import head_of, linear_logprob
+from rlplus.terminal import counter
+
+COLUMN = "behavior_logprob"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Score demonstrations with the model that wrote them.")
+    parser.add_argument("config", help="the run's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--model", required=True, help="the demonstrator: a Hugging Face folder or hub name")
+    parser.add_argument("--output", required=True, type=Path, help="JSONL file to write")
+    parser.add_argument("--temperature", type=float, default=1.0, help="that demonstrations were sampled at; default 1")
+    parser.add_argument("--tokens", type=int, default=16384, help="per forward pass, padding included")
+    args = parser.parse_args(argv)
+    config = load_config(args.config, args.overrides)
+    tokenizer = load_tokenizer(config.model)
+    data = config.data.model_copy(update={COLUMN: None})
+    examples, report = load_examples(data, tokenizer, max_demonstration_length=config.max_demonstration_length)
+    print(report.summary())
+    examples = [example for example in examples if example.demonstration is not None]
+    lm: PreTrainedModel = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, config.model.dtype))
+    check_tokens(examples, tokenizer, AutoTokenizer.from_pretrained(args.model), lm)
+    lm = lm.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    scored: dict[int, list[float]] = {}
+    with counter("demonstrations scored:") as progress:
+        for batch in batches(examples, args.tokens):
+            scored |= score(lm, batch, args.temperature)
+            progress(len(scored), len(examples))
+    with args.output.open("w", encoding="utf-8") as file:
+        for index, row in enumerate(rows(config)):
+            file.write(json.dumps(row | {COLUMN: scored.get(index)}, ensure_ascii=False) + "\n")
+    print(f"{len(scored)} demonstrations scored; written to {args.output}")
+
+
+def check_tokens(
+    examples: Sequence[Example], ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, lm: PreTrainedModel
+) -> None:
+    """ValueError where the run's tokens, or its end token, are not the demonstrator's."""
+    used = sorted({token for example in examples for token in (*example.prompt, *(example.demonstration or ()))})
+    size = lm.get_input_embeddings().num_embeddings
+    for token in used:
+        want, got = ours.convert_ids_to_tokens(token), theirs.convert_ids_to_tokens(token) if token < size else None
+        if want != got:
+            raise ValueError(f"want a demonstrator with the run's tokens; token {token} is {want!r} there, got {got!r}")
+    ends = lm.generation_config.eos_token_id if lm.generation_config is not None else None
+    ends = theirs.eos_token_id if ends is None else ends
+    if ours.eos_token_id not in (ends if isinstance(ends, list) else [ends]):
+        raise ValueError(f"want a demonstrator that ends at the run's token {ours.eos_token_id}; it ends at {ends}")
+
+
+@torch.no_grad()
+def score(lm: PreTrainedModel, batch: Sequence[Example], temperature: float) -> dict[int, list[float]]:
+    """The logprobs, at most 0, of each demonstration's tokens, by the number of its row."""
+    head: Any = head_of(lm)
+    sequences = [torch.tensor([*e.prompt, *(e.demonstration or ())], device=lm.device) for e in batch]
+    ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    lengths = torch.tensor([len(sequence) for sequence in sequences], device=lm.device)
+    mask = torch.arange(ids.shape[1], device=lm.device) < lengths[:, None]
+    states = lm.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
+    scored = {}
+    for e, sequence, hidden in zip(batch, sequences, states, strict=True):
+        start = len(e.prompt)
+        predictors, target = hidden[start - 1 : len(sequence) - 1], sequence[start:]
+        logprob, _ = linear_logprob(predictors, target=target, temperature=temperature, **head)
+        scored[e.index] = logprob.clamp(max=0.0).tolist()
+    return scored
+
+
+def batches(examples: Sequence[Example], tokens: int) -> Iterator[list[Example]]:
+    """The longest first; at most so many tokens each, with padding, but at least one example."""
+    batch: list[Example] = []
+    for example in sorted(examples, key=length, reverse=True):
+        if batch and (len(batch) + 1) * length(batch[0]) > tokens:
+            yield batch
+            batch = []
+        batch.append(example)
+    if batch:
+        yield batch
+
+
+def length(example: Example) -> int:
+    return len(example.prompt) + len(example.demonstration or ())
+
+
+def rows(config: Config) -> Iterator[Row]:
+    """The rows of the run's data with all of their columns, in the order that counts `Example.index`."""
+
+    def of(path: str) -> Iterator[Row]:
+        columns = pq.read_schema(path).names if path.endswith(".parquet") else []
+        return (row for _, row in read_rows([path], columns, None))
+
+    return islice(chain.from_iterable(map(of, config.data.paths)), config.data.limit)
+
+
+if __name__ == "__main__":
+    main()
