@@ -36,7 +36,9 @@ def write(folder: Path, stages: Any, **sections: Any) -> Path:
 
 def test_a_stage_is_laid_over_the_rest(tmp_path: Path) -> None:
     path = write(tmp_path, TWO)
-    first, second = load_stages(path, ["train.betas=[0.9, 0.95]", "stages.2.train.lr=1e-4", "stages.2.data.limit=9"])
+    first, second = load_stages(
+        path, ["train.betas=[0.9, 0.95]", "data.path=mine", "stages.2.train.lr=1e-4", "stages.2.data.limit=9"]
+    )
     assert (first.output_dir, second.output_dir) == ("out/stage-1", "out/stage-2")
     assert first.model.scratch is not None
     assert (second.model.scratch, second.model.path) == (None, "out/stage-1/model")
@@ -45,7 +47,7 @@ def test_a_stage_is_laid_over_the_rest(tmp_path: Path) -> None:
     assert (first.train.epochs, first.train.lr, second.train.steps, second.train.lr) == (3, 5e-5, 7, 1e-4)
     assert first.train.prompts_per_step == second.train.prompts_per_step == 64
     assert first.train.betas == second.train.betas == (0.9, 0.95)
-    assert (first.data.path, second.data.path) == ("train.jsonl", "other.jsonl")
+    assert (first.data.path, second.data.path) == ("mine", "other.jsonl")
     assert (first.data.limit, second.data.limit, second.data.demonstration) == (None, 9, "solution")
     assert load_config(path) == load_stages(path)[1]
 
