@@ -154,7 +154,11 @@ def main() -> int:
 
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        found = dict(try_all([None, *chosen], Path(folder), options.jobs))
+        found = {}
+        for mutant, by in try_all([None, *chosen], Path(folder), options.jobs):
+            found[mutant] = by
+            if mutant is not None:
+                print(f"{len(found) - 1}/{len(chosen)} {mutant.file}: {mutant.what}: {by or 'SURVIVED'}", flush=True)
     broken = found.pop(None)
     table = Table("file", "mistake", "noticed by", title=f"{len(chosen)} mistakes, {time.monotonic() - began:.0f} s")
     for mutant in chosen:

@@ -55,8 +55,7 @@ class Sample:
         """Tokens of the response that are trained on: sampled, demonstrated."""
         tokens = len(self.response)
         if isinstance(self.external, bool) and isinstance(self.trained, bool):  # most are
-            external = tokens * self.external
-            return (tokens - external, external) if self.trained else (0, 0)
+            return (0, 0) if not self.trained else (0, tokens) if self.external else (tokens, 0)
         kinds = zip(per_token(self.external, tokens), per_token(self.trained, tokens), strict=True)
         external = [kind for kind, on in kinds if on]
         return len(external) - sum(external), sum(external)

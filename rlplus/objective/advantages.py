@@ -62,7 +62,8 @@ def batch_advantages(
         raise ValueError(f"want k at least 1; got {k}")
     solved = torch.bincount(group[on & (R >= 1)], minlength=len(groups))
     values = torch.tensor([_pass_at_k(int(n), int(c), k) for n, c in zip(size, solved, strict=True)], dtype=R.dtype)
-    return torch.where(R >= 1, *values.to(R.device)[group].unbind(1))
+    right, wrong = values.to(R.device)[group].unbind(1)
+    return torch.where(R >= 1, right, wrong)
 
 
 def _whiten(values: Tensor, weight: Tensor, eps: float) -> Tensor:

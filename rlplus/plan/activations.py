@@ -122,7 +122,9 @@ def _batch(rows: int, length: int) -> MicroBatch:
     ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
     tokens = torch.zeros(rows * length, dtype=torch.int64, device="meta")
     constants = torch.zeros(rows * length, device="meta")
-    return MicroBatch(ids, ids, tokens, tokens, *[constants] * 5, tokens, rows * length)
+    return MicroBatch(
+        ids, ids, tokens, tokens, constants, constants, constants, constants, constants, tokens, rows * length
+    )
 
 
 def _mask(lm: PreTrainedModel, rows: int, length: int, attention: str) -> Tensor | None:

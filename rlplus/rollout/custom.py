@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from rlplus.errors import RunFailed
 from rlplus.lazy import import_function
-from rlplus.rollout.protocol import Completion, RolloutEngine, RunFailed
+from rlplus.rollout.protocol import Completion, RolloutEngine
 
 
 class Task(Protocol):
