@@ -1,6 +1,7 @@
 """The command line: rlplus train | plan | eval | report | demo."""
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -181,6 +182,9 @@ def _newest_stage(stages: "Sequence[Config]") -> int:
 
 
 def _train_stage(config: "Config", resume: bool | str) -> None:
+    """Train, and give all memory back, for the next stage."""
+    import torch
+
     from rlplus.evaluation import evaluator
     from rlplus.trainer import phase_out_of_memory, train
 
@@ -190,6 +194,9 @@ def _train_stage(config: "Config", resume: bool | str) -> None:
         if (phase := phase_out_of_memory(failure)) is None:
             raise
         raise RunFailed(_out_of_memory(config, failure, phase)) from failure
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _check_memory(config: "Config", *, force: bool) -> None:

@@ -21,6 +21,7 @@ from rlplus.data import byte_tokenizer, load_examples
 from rlplus.objective import ALGORITHMS
 from rlplus.recipe import set_advantages
 from rlplus.trainer import Run, train
+from rlplus.trainer.loop import train_step
 
 SCRIPT = Path(__file__).parent.parent / "examples/score_demonstrations.py"
 
@@ -145,8 +146,6 @@ def test_the_column_reaches_the_loss_of_a_run(tmp_path: Path) -> None:
             return outputs
 
         run.policy.accumulate = watched  # type: ignore[method-assign]
-        from rlplus.trainer.loop import train_step
-
         train_step(run, None)
         run.save_checkpoint()
     assert sum(int(batch.external.sum()) for batch, _ in seen) > 0

@@ -166,7 +166,7 @@ def test_micro_batch_moves_as_a_whole() -> None:
     (batch,) = pack([sample(2, 3)], [torch.ones(3)], row_length=8, tokens_per_micro_batch=8, pad_id=0)
     moved = batch.to("meta")
     tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 9
+    assert len(tensors) == 10
     assert all(tensor.device.type == "meta" for tensor in tensors)
     assert moved.tokens == batch.tokens == 5
 

@@ -3,6 +3,7 @@
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from math import cos, pi
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +90,14 @@ def test_a_warmup_ratio_counts_updates_rounded_up(ratio: float, updates: int, wa
             )
             for option in ("train.lr_schedule=cosine", "train.lr_schedule=linear", "train.warmup_ratio=0.1")
         ),
-        (
-            ["train.lr_min_ratio=0.1"],
-            "train.lr_min_ratio would have no effect, leave it out: train.lr_schedule is constant",
-        ),
         (["train.lr_schedule=cosin"], "train.lr_schedule: want 'constant', 'cosine' or 'linear'; got 'cosin' (str)"),
     ],
 )
 def test_contradictions(tmp_path: Path, overrides: list[str], line: str) -> None:
     assert problems(write_minimal(tmp_path), *overrides) == [line]
+
+
+COSINE = {"steps": 3, "prompts_per_update": 2, "lr_schedule": "cosine", "lr_min_ratio": 0.1, "warmup_ratio": 0.3}
 
 
 class Again(Recipe):
@@ -123,29 +123,32 @@ def lr_of_updates(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_run_steps_with_the_scheduled_rates_and_resumes_in_their_middle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two mini-batches a step; updates that a recipe adds to them have the minimum once the others are used up."""
-    fields = {"steps": 3, "prompts_per_update": 2, "lr_schedule": "cosine", "lr_min_ratio": 0.1, "warmup_ratio": 0.3}
-    want = [learning_rate(TrainConfig(lr=1e-3, warmup_steps=2, lr_schedule="cosine", lr_min_ratio=0.1, steps=3), i, 6)
-            for i in range(12)]  # fmt: skip
-    config = run_config(tmp_path, train=fields, checkpoint={"every": 1, "keep": 9})
+    """Two mini-batches per step, and a warm-up of two updates."""
+    want = [0.5e-3, 1e-3, *(1e-3 * (0.1 + 0.9 * (1 + cos(pi * i / 4)) / 2) for i in range(4))]
+    config = run_config(tmp_path, train=COSINE, checkpoint={"every": 1, "keep": 9})
     seen = lr_of_updates(monkeypatch)
     whole = train(config)
-    assert seen == pytest.approx(want[:6])
+    assert seen == pytest.approx(want)
     assert [row["actor/lr"] for row in metrics(whole)] == pytest.approx([sum(want[i : i + 2]) / 2 for i in (0, 2, 4)])
     rows = metrics(whole)
     kept = shutil.copytree(whole, tmp_path / "kept")
     seen.clear()
     train(config, resume="step-000001")
-    assert seen == pytest.approx(want[2:6])
+    assert seen == pytest.approx(want[2:])
     assert metrics(whole) == rows
     assert same(kept, whole)
-    seen.clear()
+
+
+@pytest.mark.slow
+def test_updates_that_a_recipe_adds_end_at_the_minimum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = lr_of_updates(monkeypatch)
     monkeypatch.setattr("rlplus.trainer.run.make_recipe", Again)
-    train(changed(run_config(tmp_path, "again"), "train", **fields))
-    assert seen == pytest.approx(want)
-    assert want[6:] == pytest.approx([1e-4] * 6)
+    train(run_config(tmp_path, train=COSINE))
+    assert len(seen) == 12
+    assert seen[6:] == pytest.approx([1e-4] * 6)
 
 
+@pytest.mark.slow
 def test_a_run_of_another_length_goes_on_with_its_rates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,8 @@ from trainer_runs import metrics, run_config
 from rlplus.cli import main
 from rlplus.config import load_config, load_stages
 from rlplus.learner import Policy
+from rlplus.trainer import Run, step
+from rlplus.trainer.loop import train_step
 
 TWO: list[dict[str, Any]] = [
     {"algorithm": {"preset": "sft"}, "train": {"epochs": 3, "lr": 5e-5}},
@@ -151,7 +153,6 @@ def test_a_kill_in_the_second_stage_resumes_there(
     build = Policy.__init__
 
     def watched(policy: Policy, *args: Any, **options: Any) -> None:
-        gc.collect()
         assert all(reference() is None for reference in policies), "the last stage's model is still in memory"
         build(policy, *args, **options)
         policies.append(weakref.ref(next(policy.engine.module.parameters())))
@@ -167,8 +168,6 @@ def test_a_kill_in_the_second_stage_resumes_there(
     started = yaml.safe_load((whole / "stage-2/config.yaml").read_text())
     assert started["model"]["path"] == f"{whole}/stage-1/model"
     assert not torch.equal(*(model(whole / name)["model.norm.weight"] for name in ("stage-1", "stage-2")))
-    from rlplus.trainer import step
-
     score, calls = step.score, []
 
     def kill_in_the_second(samples: Sequence[Any], *rest: Any) -> list[str]:
@@ -196,11 +195,22 @@ def test_a_kill_in_the_second_stage_resumes_there(
     assert "want evaluation.data" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_no_model_outlives_its_run(tmp_path: Path, zero: int) -> None:
+    config = run_config(tmp_path, train={"steps": 1, "zero_stage": zero})
+    with Run(config, resume=False) as run:
+        train_step(run, None)
+        model = weakref.ref(run.policy.engine.module)
+    del run
+    gc.collect()
+    assert model() is None
+
+
+@pytest.mark.slow
 def test_a_kill_in_the_first_stage_resumes_there_and_goes_on(
     two_stages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlplus.trainer import step
-
     score, calls = step.score, []
 
     def kill(samples: Sequence[Any], *rest: Any) -> list[str]:

@@ -21,7 +21,7 @@ def _objective_field(name: str) -> str:
 
 
 class ExternalScheduleConfig(Section):
-    """The fields of rlplus.objective.ExternalSchedule, which documents them."""
+    """`shape`, `end`, `steps`: as of rlplus.objective.ExternalSchedule."""
 
     shape: Shape
     end: float | None = None

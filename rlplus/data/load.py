@@ -255,7 +255,7 @@ def _demonstration(where: str, value: Any) -> str | None:
     raise ValueError(f"{where}: want the demonstration as a string or one chat message; got {value!r}")
 
 
-def _behavior_logprob(config: DataConfig, row: _Parsed, demonstration: Sequence[int] | None) -> array[float] | None:
+def _behavior_logprob(config: DataConfig, row: _Parsed, demonstration: Sequence[int] | None) -> Sequence[float] | None:
     """The row's logprobs, as many as its demonstration's tokens; None without a demonstration or a column."""
     if config.behavior_logprob is None or demonstration is None:
         return None

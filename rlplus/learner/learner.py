@@ -9,6 +9,8 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -128,6 +130,15 @@ class Learner:
         self.engine.step()
         applied: bool = self.engine.was_step_applied()
         return applied
+
+    def close(self) -> None:
+        """Let go of the model, which DeepSpeed's hooks, and with ZeRO-3 its caches, would keep in memory."""
+        self.engine.destroy()
+        FWD_MODULE_STACK.clear()
+        for method in vars(PartitionedParameterCoordinator).values():  # one is cached, with the coordinator in its keys
+            for cell in getattr(method, "__closure__", None) or ():
+                if hasattr(cell.cell_contents, "cache_clear"):
+                    cell.cell_contents.cache_clear()
 
     @property
     def lr(self) -> float:

@@ -121,10 +121,8 @@ def _drop_gradient(parameter: Tensor) -> None:
 def _batch(rows: int, length: int) -> MicroBatch:
     ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
     tokens = torch.zeros(rows * length, dtype=torch.int64, device="meta")
-    constants = torch.zeros(rows * length, device="meta")
-    return MicroBatch(
-        ids, ids, tokens, tokens, constants, constants, constants, constants, constants, tokens, rows * length
-    )
+    value = torch.zeros(rows * length, device="meta")
+    return MicroBatch(ids, ids, tokens, tokens, value, value, value, value, value, tokens, rows * length)
 
 
 def _mask(lm: PreTrainedModel, rows: int, length: int, attention: str) -> Tensor | None:

@@ -82,6 +82,8 @@ class Run:
         self.policy = Policy(config, model_path, model_config, reference=reference)
         self.engines = {"policy": self.policy.engine}
         self.engines |= {name: learner.engine for name, learner in self.recipe.learners.items()}
+        for learner in (self.policy, *self.recipe.learners.values()):
+            stack.callback(learner.close)
         if folder.last is not None:
             self.sampler.load_state_dict(folder.state["sampler"])
             checkpoint.load(self.engines, folder.last)
