@@ -99,7 +99,7 @@ class Config(Sections):
         return self
 
     def _recipe_problems(self) -> Iterator[str]:
-        """What a recipe that shows demonstrations elsewhere than in the place of a rollout cannot do."""
+        """What recipes cannot do whose demonstrations do not take the place of a rollout."""
         algorithm = self.algorithm.resolve()
         name = recipe_name(algorithm.recipe)
         if algorithm.recipe.in_place:

@@ -26,9 +26,9 @@ class Plain(RecipeOptions):
 
 @dataclass(frozen=True)
 class Interleaved(RecipeOptions):
-    """Updates on rollouts alone, and now and then one on demonstrations of prompts that no rollout solved (ReLIFT).
+    """Updates on rollouts alone, and sometimes one on demonstrations of prompts that no rollout solved (ReLIFT).
 
-    batch   demonstrations of such an update
+    batch   demonstrations per such update
     Raises ValueError for a value that does not fit.
     """
 
@@ -41,7 +41,7 @@ class Interleaved(RecipeOptions):
 
 @dataclass(frozen=True)
 class Gate(RecipeOptions):
-    """Demonstrations of prompts alone that the policy hardly solves (SuperRL, HPT).
+    """Demonstrations only for prompts that the policy rarely solves (SuperRL, HPT).
 
     solved   a prompt's demonstration is trained on if at most so many of its rollouts were solved
     keep     whether its rollouts are trained on, too
@@ -68,7 +68,7 @@ class Prefix(RecipeOptions):
                cosine. "random": uniform between `low` and `high`, in all steps. "fixed": likewise in all steps, evenly
                spaced from `low` to `high` over the members; of a single member `high`
     low, high, steps, segments
-    members    so many rollouts of a group have a prefix, all of them if None. "binomial" and "random" draw once for all
+    members    how many rollouts of a group have a prefix; None = all. "binomial" and "random" draw once for all of them
     Raises ValueError for values that do not fit.
     """
 

@@ -1,4 +1,4 @@
-"""The gated recipe: a prompt is demonstrated where the policy hardly solves it (SuperRL, HPT)."""
+"""The gated recipe: demonstrations only for prompts that the policy rarely solves (SuperRL, HPT)."""
 
 from collections.abc import Callable
 
@@ -8,12 +8,12 @@ from rlplus.recipe.plain import Batch, Recipe, demonstration, unsolved
 
 
 class GateRecipe(Recipe):
-    """Demonstrations of the prompts of which at most `solved` rollouts were; their rollouts are dropped unless `keep`.
+    """Where at most `solved` rollouts of a prompt were solved, its demonstration; its rollouts only with `keep`.
 
-    The other prompts train on their rollouts alone. What a demonstration's loss is, its factor `external_coef`, and
-    whether its reward enters the statistics of the rollouts that are kept, says the algorithm, as everywhere.
+    The other prompts train on their rollouts alone. The algorithm decides the rest, as in every recipe: the loss of
+    demonstrations, its factor `external_coef`, and whether they enter the statistics of the rollouts that are kept.
     SuperRL (arXiv 2506.01096) and HPT (arXiv 2509.04419) both have solved = 0. HPT also skips updates whose gradient
-    has a norm above 80, which is not here: DeepSpeed computes the norm and steps in one call.
+    has a norm above 80, which this recipe does not: DeepSpeed computes the norm and steps in one call.
     """
 
     def __init__(self, config: Config) -> None:

@@ -90,7 +90,7 @@ class Recipe:
         """Learn from an update that was made: its micro-batches' losses on this rank, the gradient's global norm."""
 
     def metrics(self) -> dict[str, tuple[float, float]]:
-        """What the step's log says of it, by name: this rank's sum and count, of which the mean over ranks is taken."""
+        """Metrics of the step by name: this rank's sum and count, whose mean over all ranks is logged."""
         return {}
 
     def state(self) -> Any:
