@@ -1,5 +1,6 @@
 """Loading of configurations: files, overrides, paths, what cannot be read."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from rlplus.config import (
     TrainConfig,
     load_config,
 )
-from rlplus.objective import ALGORITHMS
+from rlplus.objective import ALGORITHMS, Refill
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
@@ -115,6 +116,23 @@ def test_overrides_reach_free_form_and_absent_sections(minimal: Path) -> None:
     algorithm = config.algorithm.resolve()
     assert (algorithm.objective.clip_high, algorithm.objective.clip_low, algorithm.reduction) == (0.28, 0.2, "token")
     assert ALGORITHMS["grpo"].objective.clip_high == 0.2
+
+
+def test_refill_is_the_presets_changed_or_none(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolved(*overrides: str) -> Refill | None:
+        config = load_config(minimal, ["algorithm.preset=grpo", *overrides])
+        copy = minimal.with_name("copy.yaml")
+        copy.write_text(config.to_yaml())
+        assert load_config(copy) == config
+        return config.algorithm.resolve().refill
+
+    assert resolved() is None
+    assert resolved("algorithm.refill.max_draws=10") == Refill()
+    preset = replace(ALGORITHMS["grpo"], refill=Refill(0.2, 0.8))
+    monkeypatch.setitem(ALGORITHMS, "grpo", preset)
+    assert resolved() == preset.refill
+    assert resolved("algorithm.refill.max_draws=3") == Refill(0.2, 0.8, 3)
+    assert resolved("algorithm.refill=null") is None
 
 
 def test_response_prefix_with_its_newline(minimal: Path) -> None:

@@ -131,7 +131,18 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
             "^evaluation.data.response_prefix: want data.response_prefix, .*'<t>'; got None",
         ),
         (["algorithm.recipe.name=plian"], r"^algorithm: recipe.name: want one of plain.*'plian' \(nearest: plain\)"),
-        (["algorithm.recipe.x=1"], "recipe.x: unknown option of the recipe plain; plain has none"),
+        (["algorithm.recipe.x=1"], "recipe.x: unknown option of the recipe plain; it has none"),
+        (
+            ["algorithm.refill.hihg=1"],
+            "^algorithm: refill.hihg: unknown option of refill; nearest: algorithm.refill.high",
+        ),
+        (["algorithm.refill.x=1"], "refill.x: unknown option of refill; it has low, high, max_draws"),
+        (["algorithm.refill.low=2"], "^algorithm: want refill.low <= refill.high, finite numbers; got 2 and 1.0"),
+        (["algorithm.refill.low=0", "rollout.group_size=2"], "want rollout.group_size >= 3; got 2"),
+        (
+            ["algorithm.refill.low=0", "rollout.mode=process", "train.overlap=true"],
+            "^algorithm.refill takes several draws, and train.overlap one ahead: want algorithm.refill null",
+        ),
         (["algorithm.preset=rlpls"], r"^algorithm.preset: want one of rlplus, .*got 'rlpls' \(nearest: rlplus\)"),
     ],
 )
@@ -162,6 +173,7 @@ IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("train.generated_tokens=9", ["algorithm.preset=sft"], []),
     ("train.overlap=true", [*PROCESS, "algorithm.preset=sft"], PROCESS),
     ("algorithm.normalize_std=false", ["algorithm.preset=sft"], []),
+    ("algorithm.refill={low: 0.2}", ["algorithm.preset=sft"], []),
     ("algorithm.objective.internal=clip", ["algorithm.preset=sft"], []),
     ("algorithm.objective.mismatch_cap=2", ["algorithm.preset=sft"], []),
     ("algorithm.objective.external=shaped", ["algorithm.preset=grpo"], []),

@@ -1,14 +1,16 @@
 """The section about the algorithm: a preset, and what the run changes of it."""
 
 from dataclasses import fields, replace
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rlplus.config.base import Section
 from rlplus.errors import nearest
-from rlplus.objective import ALGORITHMS, RECIPES, Algorithm, Objective, RecipeOptions
+from rlplus.objective import ALGORITHMS, RECIPES, Algorithm, Objective, RecipeOptions, Refill
 from rlplus.objective.presets import MismatchLevel, RatioLevel, Reduction
+
+Options = TypeVar("Options", bound=RecipeOptions | Refill)
 
 
 def _objective_field(name: str) -> str:
@@ -24,8 +26,8 @@ class AlgorithmConfig(Section):
 
     `objective`: fields of rlplus.Objective, which documents them. `reduction`, `normalize_std`: as of
     rlplus.token_weights and rlplus.group_advantages. `ratio_level`, `mismatch_level`, `top_entropy`: as of
-    rlplus.Algorithm. `recipe`: options of the preset's recipe, or its `name` first for those of another one;
-    rlplus.objective.recipes documents them.
+    rlplus.Algorithm. `recipe`: options of the preset's recipe, or its `name` first for those of another one. `refill`:
+    options of the preset's Refill, or of a new one; null: none. rlplus.objective.recipes documents all these options.
     """
 
     preset: str = "rlplus"
@@ -36,6 +38,7 @@ class AlgorithmConfig(Section):
     mismatch_level: MismatchLevel | None = None
     top_entropy: Annotated[float, Field(gt=0, le=1)] | None = None
     recipe: dict[str, Any] = {}
+    refill: dict[str, Any] | None = {}
 
     @field_validator("preset")
     @classmethod
@@ -52,8 +55,9 @@ class AlgorithmConfig(Section):
         return changes
 
     @model_validator(mode="after")
-    def _check_recipe(self) -> Self:
+    def _check_options(self) -> Self:
         self._recipe()
+        self._refill()
         return self
 
     def _recipe(self) -> RecipeOptions:
@@ -65,18 +69,33 @@ class AlgorithmConfig(Section):
         if name not in RECIPES:
             hint = f" (nearest: {near})" if (near := nearest(str(name), RECIPES)) else ""
             raise ValueError(f"recipe.name: want one of {', '.join(RECIPES)}; got {name!r}{hint}")
-        options = [field.name for field in fields(RECIPES[name])]
-        for key in changes.keys() - set(options):
-            near = nearest(key, options)
-            hint = f"; nearest: algorithm.recipe.{near}" if near else f"; {name} has {', '.join(options) or 'none'}"
-            raise ValueError(f"recipe.{key}: unknown option of the recipe {name}{hint}")
         base = preset if name == names[type(preset)] else RECIPES[name]()
-        return replace(base, **changes)  # it checks its values itself
+        return _with_changes(base, changes, "recipe", f"the recipe {name}")
+
+    def _refill(self) -> Refill | None:
+        return _optional(ALGORITHMS[self.preset].refill, Refill, self.refill, "refill")
 
     def resolve(self) -> Algorithm:
         """The algorithm to run: the preset with this section's changes."""
         preset = ALGORITHMS[self.preset]
-        own = ("preset", "objective", "recipe")
+        own = ("preset", "objective", "recipe", "refill")
         changed = {name: value for name, value in self if name not in own and value is not None}
         objective = replace(preset.objective, **self.objective)
-        return replace(preset, objective=objective, recipe=self._recipe(), **changed)
+        return replace(preset, objective=objective, recipe=self._recipe(), refill=self._refill(), **changed)
+
+
+def _with_changes(options: Options, changes: dict[str, Any], key: str, what: str) -> Options:
+    """The options with these changes. ValueError, with the section's key, for a name that they do not have."""
+    names = [field.name for field in fields(options)]
+    for name in changes.keys() - set(names):
+        near = nearest(name, names)
+        hint = f"nearest: algorithm.{key}.{near}" if near else f"it has {', '.join(names) or 'none'}"
+        raise ValueError(f"{key}.{name}: unknown option of {what}; {hint}")
+    return replace(options, **changes)  # they check their values themselves
+
+
+def _optional(preset: Options | None, kind: type[Options], changes: dict[str, Any] | None, key: str) -> Options | None:
+    """Options that a preset may have, `_with_changes`: of new ones where it has none; None where `changes` is None."""
+    if not changes:
+        return None if changes is None else preset
+    return _with_changes(preset or kind(), changes, key, key)

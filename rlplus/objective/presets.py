@@ -1,11 +1,10 @@
 """The objective's fields and the published algorithms written in them."""
 
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import Any, Literal
 
 from rlplus.errors import nearest
-from rlplus.objective.recipes import PLAIN, RecipeOptions
+from rlplus.objective.recipes import PLAIN, RecipeOptions, Refill, is_number
 from rlplus.objective.registered import find_token_loss
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 
@@ -100,8 +99,7 @@ class Objective:
             value = getattr(self, field)
             if value is None and field in ("dual_clip", "mismatch_cap"):
                 continue
-            number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-            if not number or (low is not None and (value <= low if strict else value < low)):
+            if not is_number(value) or (low is not None and (value <= low if strict else value < low)):
                 bound = "" if low is None else f" {'>' if strict else '>='} {low:g}"
                 raise ValueError(f"want {field} a finite number{bound}; got {value!r}")
         if self.mismatch_cap is not None and self.mismatch_low >= self.mismatch_cap:
@@ -130,6 +128,7 @@ class Algorithm:
     mismatch_level   the mismatch weight is a "token"'s, the product of its "sequence"'s, or their "geometric" mean
     top_entropy      the share of sampled tokens, those of the highest entropy, that has a surrogate
     recipe           what it does in a step around the objective: options of one of `RECIPES`
+    refill           which groups are left out, and drawn anew; None = each step trains on the groups of one draw
     Each of ratio_level, mismatch_level and top_entropy costs a forward pass before an update, all of them together
     one; ratio_level none before the first update of the policy that sampled, where every ratio is 1.
     """
@@ -142,6 +141,7 @@ class Algorithm:
     mismatch_level: MismatchLevel = "token"
     top_entropy: float = 1.0
     recipe: RecipeOptions = PLAIN
+    refill: Refill | None = None
 
     @property
     def generates(self) -> bool:

@@ -3,8 +3,9 @@
 from rlplus.config import Config
 from rlplus.objective import Plain, RecipeOptions
 from rlplus.recipe.plain import Ask, Batch, Recipe, Update, set_advantages
+from rlplus.recipe.refill import refill_batch
 
-__all__ = ["Ask", "Batch", "Recipe", "Update", "make_recipe", "set_advantages"]
+__all__ = ["Ask", "Batch", "Recipe", "Update", "make_recipe", "refill_batch", "set_advantages"]
 
 _RECIPES: dict[type[RecipeOptions], type[Recipe]] = {Plain: Recipe}
 

@@ -1,14 +1,16 @@
 """The phases of a step, in the order in which `loop.train_step` takes them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from rlplus import agree
 from rlplus.data import MicroBatch
 from rlplus.errors import SharedFailure
 from rlplus.learner import make_micro_batches
 from rlplus.learner.statistics import needs_statistics, set_statistics
+from rlplus.objective import Refill
 from rlplus.ops import PolicyLoss
-from rlplus.recipe import Batch, Update
+from rlplus.recipe import Batch, Update, refill_batch
 from rlplus.trainer.engine import EngineFailed, max_gap
 from rlplus.trainer.metrics import Tally, tally_mismatch, tally_samples, tally_update
 from rlplus.trainer.rollouts import use_engine_logprob
@@ -30,7 +32,8 @@ class Step:
 
     def collect(self) -> Batch:
         """The batch that the recipe draws; from then on the engine sleeps, if it does so while the policy trains."""
-        batch = self.run.recipe.collect(self._draw)
+        recipe, options = self.run.recipe, self.run.recipe.algorithm.refill
+        batch = recipe.collect(self._draw if options is None else partial(self._refill, options))
         with self.tally.time("generate"):
             self.run.engine.sleep()
         return batch
@@ -44,6 +47,13 @@ class Step:
         tally_samples(tally, batch.samples, statuses)
         self.generated += sum(len(sample.response) - sample.external_tokens for sample in batch.samples)
         batch.samples = [sample for sample in batch.samples if not sample.masked]
+        return batch
+
+    def _refill(self, options: Refill) -> Batch:
+        """As many groups as a draw has, out of several draws."""
+        batch, draws, kept = refill_batch(self._draw, options, self.config.train)
+        self.tally.mean("batch/draws", draws)
+        self.tally.mean("batch/kept", kept / (draws * self.config.train.prompts_per_step))
         return batch
 
     def pack(self, update: Update) -> Work:
