@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -18,7 +19,7 @@ from rlplus.config import (
     TrainConfig,
     load_config,
 )
-from rlplus.objective import ALGORITHMS, Refill
+from rlplus.objective import ALGORITHMS, Refill, Shaping
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
@@ -118,21 +119,29 @@ def test_overrides_reach_free_form_and_absent_sections(minimal: Path) -> None:
     assert ALGORITHMS["grpo"].objective.clip_high == 0.2
 
 
-def test_refill_is_the_presets_changed_or_none(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def resolved(*overrides: str) -> Refill | None:
+@pytest.mark.parametrize(
+    ("name", "new", "own", "change", "changed"),
+    [
+        ("refill", Refill(max_draws=9), Refill(0.2, 0.8), "max_draws=9", Refill(0.2, 0.8, 9)),
+        ("shaping", Shaping(overlong=0.5), Shaping(-1.0, 0.2), "overlong=0.5", Shaping(-1.0, 0.5)),
+    ],
+)
+def test_refill_and_shaping_are_the_presets_or_changed_or_none(
+    minimal: Path, monkeypatch: pytest.MonkeyPatch, name: str, new: Any, own: Any, change: str, changed: Any
+) -> None:
+    def resolved(*overrides: str) -> Any:
         config = load_config(minimal, ["algorithm.preset=grpo", *overrides])
         copy = minimal.with_name("copy.yaml")
         copy.write_text(config.to_yaml())
         assert load_config(copy) == config
-        return config.algorithm.resolve().refill
+        return getattr(config.algorithm.resolve(), name)
 
     assert resolved() is None
-    assert resolved("algorithm.refill.max_draws=10") == Refill()
-    preset = replace(ALGORITHMS["grpo"], refill=Refill(0.2, 0.8))
-    monkeypatch.setitem(ALGORITHMS, "grpo", preset)
-    assert resolved() == preset.refill
-    assert resolved("algorithm.refill.max_draws=3") == Refill(0.2, 0.8, 3)
-    assert resolved("algorithm.refill=null") is None
+    assert resolved(f"algorithm.{name}.{change}") == new
+    monkeypatch.setitem(ALGORITHMS, "grpo", replace(ALGORITHMS["grpo"], **{name: own}))
+    assert resolved() == own
+    assert resolved(f"algorithm.{name}.{change}") == changed
+    assert resolved(f"algorithm.{name}=null") is None
 
 
 def test_response_prefix_with_its_newline(minimal: Path) -> None:

@@ -138,6 +138,8 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
         ),
         (["algorithm.refill.x=1"], "refill.x: unknown option of refill; it has low, high, max_draws"),
         (["algorithm.refill.low=2"], "^algorithm: want refill.low <= refill.high, finite numbers; got 2 and 1.0"),
+        (["algorithm.shaping.overlng=1"], "unknown option of shaping; nearest: algorithm.shaping.overlong"),
+        (["algorithm.shaping.overlong=2"], r"^algorithm: want shaping.overlong a number in \[0, 1\]; got 2"),
         (["algorithm.refill.low=0", "rollout.group_size=2"], "want rollout.group_size >= 3; got 2"),
         (
             ["algorithm.refill.low=0", "rollout.mode=process", "train.overlap=true"],
@@ -174,6 +176,7 @@ IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("train.overlap=true", [*PROCESS, "algorithm.preset=sft"], PROCESS),
     ("algorithm.normalize_std=false", ["algorithm.preset=sft"], []),
     ("algorithm.refill={low: 0.2}", ["algorithm.preset=sft"], []),
+    ("algorithm.shaping={wrong: -1}", ["algorithm.preset=sft"], []),
     ("algorithm.objective.internal=clip", ["algorithm.preset=sft"], []),
     ("algorithm.objective.mismatch_cap=2", ["algorithm.preset=sft"], []),
     ("algorithm.objective.external=shaped", ["algorithm.preset=grpo"], []),

@@ -7,10 +7,11 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rlplus.config.base import Section
 from rlplus.errors import nearest
-from rlplus.objective import ALGORITHMS, RECIPES, Algorithm, Objective, RecipeOptions, Refill
+from rlplus.objective import ALGORITHMS, RECIPES, Algorithm, Objective, RecipeOptions, Refill, Shaping
 from rlplus.objective.presets import MismatchLevel, RatioLevel, Reduction
 
-Options = TypeVar("Options", bound=RecipeOptions | Refill)
+OPTIONAL = {"refill": Refill, "shaping": Shaping}
+Options = TypeVar("Options", bound=RecipeOptions | Refill | Shaping)
 
 
 def _objective_field(name: str) -> str:
@@ -26,8 +27,8 @@ class AlgorithmConfig(Section):
 
     `objective`: fields of rlplus.Objective, which documents them. `reduction`, `normalize_std`: as of
     rlplus.token_weights and rlplus.group_advantages. `ratio_level`, `mismatch_level`, `top_entropy`: as of
-    rlplus.Algorithm. `recipe`: options of the preset's recipe, or its `name` first for those of another one. `refill`:
-    options of the preset's Refill, or of a new one; null: none. rlplus.objective.recipes documents all these options.
+    rlplus.Algorithm. `recipe`: options of the preset's recipe, or its `name` first for those of another one. `refill`,
+    `shaping`: options of the preset's, or of new ones; null: none. rlplus.objective.recipes documents these options.
     """
 
     preset: str = "rlplus"
@@ -39,6 +40,7 @@ class AlgorithmConfig(Section):
     top_entropy: Annotated[float, Field(gt=0, le=1)] | None = None
     recipe: dict[str, Any] = {}
     refill: dict[str, Any] | None = {}
+    shaping: dict[str, Any] | None = {}
 
     @field_validator("preset")
     @classmethod
@@ -56,8 +58,7 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
-        self._recipe()
-        self._refill()
+        self.resolve()
         return self
 
     def _recipe(self) -> RecipeOptions:
@@ -72,16 +73,21 @@ class AlgorithmConfig(Section):
         base = preset if name == names[type(preset)] else RECIPES[name]()
         return _with_changes(base, changes, "recipe", f"the recipe {name}")
 
-    def _refill(self) -> Refill | None:
-        return _optional(ALGORITHMS[self.preset].refill, Refill, self.refill, "refill")
+    def _optional(self, name: str) -> Any:
+        """Options that the preset may have, with this run's changes: of new ones where it has none."""
+        preset, changes = getattr(ALGORITHMS[self.preset], name), getattr(self, name)
+        if not changes:
+            return None if changes is None else preset
+        return _with_changes(preset or OPTIONAL[name](), changes, name, name)
 
     def resolve(self) -> Algorithm:
-        """The algorithm to run: the preset with this section's changes."""
+        """The algorithm to run: the preset with this section's changes. ValueError for options that do not fit."""
         preset = ALGORITHMS[self.preset]
-        own = ("preset", "objective", "recipe", "refill")
+        own = ("preset", "objective", "recipe", *OPTIONAL)
         changed = {name: value for name, value in self if name not in own and value is not None}
+        changed |= {name: self._optional(name) for name in OPTIONAL}
         objective = replace(preset.objective, **self.objective)
-        return replace(preset, objective=objective, recipe=self._recipe(), refill=self._refill(), **changed)
+        return replace(preset, objective=objective, recipe=self._recipe(), **changed)
 
 
 def _with_changes(options: Options, changes: dict[str, Any], key: str, what: str) -> Options:
@@ -92,10 +98,3 @@ def _with_changes(options: Options, changes: dict[str, Any], key: str, what: str
         hint = f"nearest: algorithm.{key}.{near}" if near else f"it has {', '.join(names) or 'none'}"
         raise ValueError(f"{key}.{name}: unknown option of {what}; {hint}")
     return replace(options, **changes)  # they check their values themselves
-
-
-def _optional(preset: Options | None, kind: type[Options], changes: dict[str, Any] | None, key: str) -> Options | None:
-    """Options that a preset may have, `_with_changes`: of new ones where it has none; None where `changes` is None."""
-    if not changes:
-        return None if changes is None else preset
-    return _with_changes(preset or kind(), changes, key, key)

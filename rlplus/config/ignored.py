@@ -77,8 +77,8 @@ RULES: tuple[Rule, ...] = (
         "train.deepspeed.gradient_clipping takes its place",
     ),
     (
-        "train.generated_tokens train.overlap algorithm.normalize_std algorithm.refill algorithm.objective.internal "
-        "algorithm.ratio_level algorithm.mismatch_level algorithm.top_entropy "
+        "train.generated_tokens train.overlap algorithm.normalize_std algorithm.refill algorithm.shaping "
+        "algorithm.objective.internal algorithm.ratio_level algorithm.mismatch_level algorithm.top_entropy "
         "algorithm.objective.mismatch_cap algorithm.objective.mismatch_low algorithm.objective.mismatch_mode",
         lambda c: not c.algorithm.resolve().generates,
         "the preset generates nothing",

@@ -25,7 +25,8 @@ class Sample:
     external        demonstrated, not sampled: one value for the response, or one per token
     truncated       the response was cut at the length limit
     engine_logprob  the rollout engine's logprob of each response token; None = unknown (demonstrations)
-    reward          NaN = masked: the grader failed, and the sample is left out of everything that a reward decides
+    reward          the grader's, from `Recipe.credit` on as the algorithm shapes it; NaN = masked: the grader failed,
+                    and the sample is left out of everything that a reward decides
     advantage       one value for the response, or one per token
     """
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlplus.lazy import lazy_names
 from rlplus.objective.presets import ALGORITHMS, Algorithm, Objective, algorithm
-from rlplus.objective.recipes import RECIPES, Plain, RecipeOptions, Refill
+from rlplus.objective.recipes import RECIPES, Plain, RecipeOptions, Refill, Shaping
 from rlplus.objective.registered import register_token_loss
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ __all__ = [
     "Plain",
     "RecipeOptions",
     "Refill",
+    "Shaping",
     "TokenConstants",
     "TokenLoss",
     "algorithm",

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlplus.errors import nearest
-from rlplus.objective.recipes import PLAIN, RecipeOptions, Refill, is_number
+from rlplus.objective.recipes import PLAIN, RecipeOptions, Refill, Shaping, is_number
 from rlplus.objective.registered import find_token_loss
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 
@@ -129,6 +129,7 @@ class Algorithm:
     top_entropy      the share of sampled tokens, those of the highest entropy, that has a surrogate
     recipe           what it does in a step around the objective: options of one of `RECIPES`
     refill           which groups are left out, and drawn anew; None = each step trains on the groups of one draw
+    shaping          what advantages are computed from in place of the grader's reward; None = that itself
     Each of ratio_level, mismatch_level and top_entropy costs a forward pass before an update, all of them together
     one; ratio_level none before the first update of the policy that sampled, where every ratio is 1.
     """
@@ -142,6 +143,7 @@ class Algorithm:
     top_entropy: float = 1.0
     recipe: RecipeOptions = PLAIN
     refill: Refill | None = None
+    shaping: Shaping | None = None
 
     @property
     def generates(self) -> bool:

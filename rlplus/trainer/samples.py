@@ -6,6 +6,7 @@ from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import Example, Sample
 from rlplus.errors import SharedFailure
+from rlplus.objective import Shaping
 from rlplus.recipe import Ask
 from rlplus.reward import Score, Scorer
 from rlplus.rollout import RolloutEngine
@@ -58,3 +59,10 @@ def score(
             sample.reward = examples[sample.group].demonstration_reward
             assert not sample.masked, "want graded demonstrations"
     return [result.status for result in scores]
+
+
+def shape(samples: Sequence[Sample], shaping: Shaping, max_response_length: int) -> None:
+    """Shape the rewards; a demonstration, however long, gets no penalty for its length."""
+    for sample in samples:
+        length = 0 if sample.demonstration else len(sample.response)
+        sample.reward = shaping.reward(sample.reward, length, max_response_length)

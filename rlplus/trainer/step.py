@@ -15,7 +15,7 @@ from rlplus.trainer.engine import EngineFailed, max_gap
 from rlplus.trainer.metrics import Tally, tally_mismatch, tally_samples, tally_update
 from rlplus.trainer.rollouts import use_engine_logprob
 from rlplus.trainer.run import Run
-from rlplus.trainer.samples import score
+from rlplus.trainer.samples import score, shape
 
 Work = tuple[Update, list[MicroBatch]]
 
@@ -31,9 +31,17 @@ class Step:
         run.rollouts.begin(self.tally)
 
     def collect(self) -> Batch:
-        """The batch that the recipe draws; from then on the engine sleeps, if it does so while the policy trains."""
-        recipe, options = self.run.recipe, self.run.recipe.algorithm.refill
+        """The recipe's batch; from then on the engine sleeps, if it does so while the policy trains.
+
+        Its draws are refilled and its rewards shaped, where the algorithm does that.
+        """
+        recipe, algorithm = self.run.recipe, self.run.recipe.algorithm
+        options, shaping = algorithm.refill, algorithm.shaping
         batch = recipe.collect(self._draw if options is None else partial(self._refill, options))
+        if shaping is not None:
+            shape(batch.samples, shaping, self.config.rollout.max_response_length)
+            rewards = [sample.reward for sample in batch.samples if not sample.demonstration]
+            self.tally.mean("reward/shaped", sum(rewards), len(rewards))
         with self.tally.time("generate"):
             self.run.engine.sleep()
         return batch
