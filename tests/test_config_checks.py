@@ -182,6 +182,7 @@ IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("algorithm.objective.external=shaped", ["algorithm.preset=grpo"], []),
     ("algorithm.objective.gamma=1", ["algorithm.preset=grpo"], ["algorithm.preset=luffy"]),
     ("algorithm.objective.gamma=1", ["algorithm.objective.external=none"], []),
+    ("algorithm.external_reduction=sequence", [], ["algorithm.preset=grpo-sft"]),
     ("algorithm.objective.external_coef=2", ["algorithm.preset=grpo"], []),
     ("algorithm.objective.external_coef=2", ["algorithm.objective.external=none"], []),
     ("algorithm.objective.kl_estimator=k2", [], ["algorithm.objective.kl_coef=0.1"]),
@@ -242,7 +243,7 @@ def test_every_key_is_documented(section: type[Section]) -> None:
 
 @pytest.mark.parametrize("preset", ALGORITHMS)
 def test_presets_ask_for_demonstrations_exactly_when_they_use_them(minimal: Path, preset: str) -> None:
-    overrides = [f"algorithm.preset={preset}", "data.demonstration=null"]
+    overrides = [f"algorithm.preset={preset}", "data.demonstration=null", "algorithm.refill=null"]
     if ALGORITHMS[preset].demonstrations == "none":
         assert load_config(minimal, [*overrides, "rollout.group_size=1"]).max_sample_length == 1024 + 64
     else:

@@ -10,7 +10,7 @@ from rlplus.errors import nearest
 from rlplus.objective import ALGORITHMS, RECIPES, Algorithm, Objective, RecipeOptions, Refill, Shaping
 from rlplus.objective.presets import MismatchLevel, RatioLevel, Reduction
 
-OPTIONAL = {"refill": Refill, "shaping": Shaping}
+OPTIONAL: dict[str, type[Refill] | type[Shaping]] = {"refill": Refill, "shaping": Shaping}
 Options = TypeVar("Options", bound=RecipeOptions | Refill | Shaping)
 
 
@@ -26,14 +26,16 @@ class AlgorithmConfig(Section):
     """A published algorithm, `preset`, and what this run changes of it; None = as the preset has it.
 
     `objective`: fields of rlplus.Objective, which documents them. `reduction`, `normalize_std`: as of
-    rlplus.token_weights and rlplus.group_advantages. `ratio_level`, `mismatch_level`, `top_entropy`: as of
-    rlplus.Algorithm. `recipe`: options of the preset's recipe, or its `name` first for those of another one. `refill`,
-    `shaping`: options of the preset's, or of new ones; null: none. rlplus.objective.recipes documents these options.
+    rlplus.token_weights and rlplus.group_advantages. `external_reduction`, `ratio_level`, `mismatch_level`,
+    `top_entropy`: as of rlplus.Algorithm. `recipe`: options of the preset's recipe, or its `name` first for those of
+    another one. `refill`, `shaping`: options of the preset's, or of new ones; null: none. rlplus.objective.recipes
+    documents these options.
     """
 
     preset: str = "rlplus"
     objective: dict[Annotated[str, AfterValidator(_objective_field)], Any] = {}
     reduction: Reduction | None = None
+    external_reduction: Reduction | None = None
     normalize_std: bool | None = None
     ratio_level: RatioLevel | None = None
     mismatch_level: MismatchLevel | None = None

@@ -89,6 +89,11 @@ RULES: tuple[Rule, ...] = (
         "the preset takes no demonstrations",
     ),
     (
+        "algorithm.external_reduction",
+        lambda c: not c.algorithm.resolve().demonstrations_apart,
+        "demonstrations have denominators of their own where they stand apart, as in preset grpo-sft",
+    ),
+    (
         "algorithm.objective.external_coef algorithm.objective.gamma",
         lambda c: EXTERNAL[_objective(c).external].terms is None,
         "it weighs demonstrated tokens, and algorithm.objective.external is none",

@@ -13,6 +13,7 @@ from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import MicroBatch, Sample, balance, pack, per_token
 from rlplus.objective import Algorithm, Objective, token_weights
+from rlplus.objective.presets import Reduction
 
 
 def make_micro_batches(
@@ -133,17 +134,27 @@ def _totals(samples: Sequence[Sample]) -> _Totals:
 
 def _token_weights(samples: Sequence[Sample], totals: _Totals, algorithm: Algorithm, config: Config) -> list[Tensor]:
     lengths = torch.tensor([len(s.response) for s in samples], dtype=torch.int64)
-    apart = algorithm.demonstrations_apart
-    external = [kind for s in samples for kind in per_token(s.external, len(s.response))] if apart else []
-    flat = token_weights(
-        torch.ones(int(lengths.sum()), dtype=torch.bool),
-        algorithm.reduction,
-        max_length=config.rollout.max_response_length,
-        total_tokens=totals.tokens if apart else sum(totals.tokens),
-        total_sequences=totals.sequences if apart else sum(totals.sequences),
-        sequence_ids=torch.arange(len(samples)).repeat_interleave(lengths),
-        external=torch.tensor(external, dtype=torch.bool) if apart else None,
-    )
+    sequences = torch.arange(len(samples)).repeat_interleave(lengths)
+
+    def weights(mask: Tensor, reduction: Reduction, total_tokens: int, total_sequences: int) -> Tensor:
+        return token_weights(
+            mask,
+            reduction,
+            max_length=config.rollout.max_response_length,
+            total_tokens=total_tokens,
+            total_sequences=total_sequences,
+            sequence_ids=sequences,
+        )
+
+    if algorithm.demonstrations_apart:
+        kinds = [kind for s in samples for kind in per_token(s.external, len(s.response))]
+        external = torch.tensor(kinds, dtype=torch.bool)
+        sampled, demonstrated = zip(totals.tokens, totals.sequences, strict=True)
+        flat = weights(~external, algorithm.reduction, *sampled)
+        flat += weights(external, algorithm.external_reduction or algorithm.reduction, *demonstrated)
+    else:
+        everything = torch.ones_like(sequences, dtype=torch.bool)
+        flat = weights(everything, algorithm.reduction, sum(totals.tokens), sum(totals.sequences))
     return list(flat.split(lengths.tolist()))
 
 

@@ -124,6 +124,7 @@ class Algorithm:
     normalize_std    whether advantages are divided by the group's standard deviation
     demonstrations   "none"; "group": one member of each group is a demonstration; "apart": trained on beside the
                      group, outside its statistics, with denominators of its own; "only": no rollouts at all
+    external_reduction   the normaliser of demonstrations "apart"; None = `reduction`
     ratio_level      "token", or "sequence" (GSPO, arXiv 2507.18071): the geometric mean of the sequence's ratios
     mismatch_level   the mismatch weight is a "token"'s, the product of its "sequence"'s, or their "geometric" mean
     top_entropy      the share of sampled tokens, those of the highest entropy, that has a surrogate
@@ -138,6 +139,7 @@ class Algorithm:
     reduction: Reduction = "token"
     normalize_std: bool = True
     demonstrations: Literal["none", "group", "apart", "only"] = "group"
+    external_reduction: Reduction | None = None
     ratio_level: RatioLevel = "token"
     mismatch_level: MismatchLevel = "token"
     top_entropy: float = 1.0
@@ -165,20 +167,38 @@ def _rollouts_only(internal: str, reduction: Reduction, normalize_std: bool = Tr
     return Algorithm(Objective(internal, "none", gamma=0.0, **fields), reduction, normalize_std, "none")
 
 
+# RL-PLUS and its ablations: what each changes of the paper's objective. -no-eba: no exploration weight; -no-mis: plain
+# importance sampling; the last three are the estimators of the paper's analysis.
+_RLPLUS: dict[str, dict[str, Any]] = {
+    "": {},
+    "-no-eba": {"gamma": 0.0},
+    "-no-mis": {"external": "omega"},
+    "-proxy": {"external": "proxy", "gamma": 0.0},
+    "-omega": {"external": "omega", "gamma": 0.0},
+    "-bayes": {"external": "bayes", "gamma": 0.0},
+}
+
+
+def _official(**fields: Any) -> Algorithm:
+    """As the scripts of RL-PLUS and LUFFY run it: sums over a fixed length, no std, an entropy bonus."""
+    return Algorithm(Objective(entropy_coef=1e-3, **fields), "official", normalize_std=False)
+
+
 ALGORITHMS: dict[str, Algorithm] = {
-    "rlplus": Algorithm(Objective()),
-    "rlplus-official": Algorithm(Objective(entropy_coef=1e-3), "official", normalize_std=False),
-    "rlplus-no-eba": Algorithm(Objective(gamma=0.0)),
-    "rlplus-no-mis": Algorithm(Objective(external="omega")),
-    "rlplus-proxy": Algorithm(Objective(external="proxy", gamma=0.0)),
-    "rlplus-omega": Algorithm(Objective(external="omega", gamma=0.0)),
-    "rlplus-bayes": Algorithm(Objective(external="bayes", gamma=0.0)),
-    "luffy": Algorithm(Objective(external="shaped", gamma=0.0, entropy_coef=1e-3), "official", normalize_std=False),
+    **{f"rlplus{name}": Algorithm(Objective(**changes)) for name, changes in _RLPLUS.items()},
+    **{f"rlplus-official{name}": _official(**changes) for name, changes in _RLPLUS.items()},
+    "luffy": _official(external="shaped", gamma=0.0),
     "grpo": _rollouts_only("clip", "sequence"),
-    "grpo-sft": Algorithm(Objective(external="nll", gamma=0.0), demonstrations="apart"),
+    "grpo-official": _rollouts_only("clip", "official", normalize_std=False, entropy_coef=1e-3),
+    "grpo-sft": replace(_official(external="nll", gamma=0.0), demonstrations="apart", external_reduction="token"),
     "dr-grpo": _rollouts_only("clip", "constant", normalize_std=False),
-    "dapo": _rollouts_only("clip", "token", clip_high=0.28),
-    "simplerl": _rollouts_only("clip", "token", kl_coef=1e-3, entropy_coef=1e-3),
+    # The dual clip is that of the authors' code; the paper's formula has none.
+    "dapo": replace(
+        _rollouts_only("clip", "token", clip_high=0.28, dual_clip=10.0),
+        refill=Refill(),
+        shaping=Shaping(wrong=-1.0, overlong=0.2),  # 4,096 of 20,480 tokens
+    ),
+    "simplerl": _rollouts_only("clip", "token", kl_coef=1e-4, entropy_coef=1e-3),  # above 14B: kl_coef 1e-3
     "gspo": replace(_rollouts_only("clip", "sequence", clip_low=3e-4, clip_high=4e-4), ratio_level="sequence"),
     "cispo": _rollouts_only("cispo", "token", clip_high=4.0),  # at most 5: ScaleRL, arXiv 2510.13786
     "sapo": _rollouts_only("sapo", "sequence"),
