@@ -25,11 +25,11 @@ class Refilled(NamedTuple):
 
 
 def refill_batch(draw: Callable[[], Batch], options: Refill, train: TrainConfig) -> Refilled:
-    """Draw until all ranks together have kept `train.prompts_per_step` groups, the same number on each. Collective.
+    """Draw until all ranks together have kept `train.prompts_per_step` groups; each rank gets as many. Collective.
 
     The step has the first groups that were kept, in the sampler's order, however many ranks there are; the others of
-    the last draw are dropped (so does DAPO's code). Each mini-batch of the step consists of the groups that it would
-    have on one rank: those that a rank has too many of for it move to others.
+    the last draw are dropped, as in DAPO's code. Each mini-batch consists of the groups that it would have on one rank;
+    where a rank has too many of them, the surplus moves to others.
     Raises SharedFailure after `options.max_draws`.
     """
     own: dict[Place, Group] = {}
