@@ -14,6 +14,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
+from trainer_runs import metrics, run_config
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
@@ -29,6 +30,7 @@ from rlplus.learner.policy import Policy
 from rlplus.ops import library
 from rlplus.ops.backends import Choice
 from rlplus.ops.library import _scale as scale
+from rlplus.trainer import train
 from rlplus.trainer.metrics import Tally, tally_update
 from rlplus.trainer.ranks import initialize_distributed
 
@@ -61,6 +63,8 @@ CASES: dict[str, dict[str, Any]] = {
     "kl": case(preset="grpo"),
     "lora": case(lora=LORA),
     "lora kl": case(lora=LORA, preset="grpo"),
+    "apart": case(preset="grpo-sft"),
+    "bonus": case(preset="grpo-official"),
     "single": case("single"),
     "known": case(known=True),
     "tied, one rank has almost all": case("one"),
@@ -73,6 +77,8 @@ CASES: dict[str, dict[str, Any]] = {
     "single, ZeRO-3": zero3(owners="single"),
     "untied, ZeRO-3": zero3(tied=False, gradient_checkpointing=True),
     "kl, ZeRO-3": zero3(preset="grpo"),
+    "apart, ZeRO-2, one rank has almost all": case("one", preset="grpo-sft", zero_stage=2),
+    "bonus, ZeRO-3": zero3(preset="grpo-official"),
     "lora, ZeRO-3": zero3(lora=LORA),
     "tied, offload, ZeRO-2": case(zero_stage=2, offload_optimizer="cpu"),
     "tied, offload, ZeRO-3": zero3(offload_optimizer="cpu", offload_params="cpu"),
@@ -83,7 +89,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied, sequences, as flash attention does it": zero3(flash=True, sequence_parallel=2),
     "lora kl, sequences": case(lora=LORA, preset="grpo", sequence_parallel=2),
 }
-REFERENCES = ("tied", "untied", "kl", "lora", "lora kl", "single", "known")
+REFERENCES = ("tied", "untied", "kl", "lora", "lora kl", "apart", "bonus", "single", "known")
 QUICK = (
     "tied, one rank has almost all",
     "tied, ZeRO-3, one rank has nothing",
@@ -265,11 +271,26 @@ def agreed_backends() -> list[list[tuple[str, str]]]:
     return agree.gathered(agreed)
 
 
+def refilled_run(folder: Path) -> list[dict[str, float]]:
+    """The metrics of a few steps of DAPO, in which each rank leaves out groups of its own."""
+    config = run_config(folder, "refilled", algorithm={"preset": "dapo"}, train={"steps": 4, "prompts_per_update": 2})
+    agree.barrier()  # the ranks write the same file of prompts
+
+    def draw_rewards(samples: list[Sample], *_: Any) -> list[str]:
+        for sample in samples:
+            sample.reward = float(sum(sample.response) % 7 == 0)
+        return ["ok"] * len(samples)
+
+    with mock.patch("rlplus.trainer.step.score", draw_rewards):
+        return metrics(train(config))
+
+
 def main() -> None:
     folder, output, *names = sys.argv[1:]
     initialize_distributed()
-    results = {name: run_case(Path(folder), name) for name in names or CASES}
+    results: dict[str, Any] = {name: run_case(Path(folder), name) for name in names or CASES}
     results["agreed backends"] = agreed_backends()
+    results["refilled run"] = refilled_run(Path(folder))
     if dist.get_rank() == 0:
         torch.save(results, Path(folder) / f"{output}.pt")
     dist.barrier()

@@ -1,6 +1,8 @@
 """Loading of configurations: files, overrides, paths, what cannot be read."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -17,7 +19,7 @@ from rlplus.config import (
     TrainConfig,
     load_config,
 )
-from rlplus.objective import ALGORITHMS
+from rlplus.objective import ALGORITHMS, Refill, Shaping
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
@@ -115,6 +117,31 @@ def test_overrides_reach_free_form_and_absent_sections(minimal: Path) -> None:
     algorithm = config.algorithm.resolve()
     assert (algorithm.objective.clip_high, algorithm.objective.clip_low, algorithm.reduction) == (0.28, 0.2, "token")
     assert ALGORITHMS["grpo"].objective.clip_high == 0.2
+
+
+@pytest.mark.parametrize(
+    ("name", "new", "own", "change", "changed"),
+    [
+        ("refill", Refill(max_draws=9), Refill(0.2, 0.8), "max_draws=9", Refill(0.2, 0.8, 9)),
+        ("shaping", Shaping(overlong=0.5), Shaping(-1.0, 0.2), "overlong=0.5", Shaping(-1.0, 0.5)),
+    ],
+)
+def test_refill_and_shaping_are_the_presets_or_changed_or_none(
+    minimal: Path, monkeypatch: pytest.MonkeyPatch, name: str, new: Any, own: Any, change: str, changed: Any
+) -> None:
+    def resolved(*overrides: str) -> Any:
+        config = load_config(minimal, ["algorithm.preset=grpo", *overrides])
+        copy = minimal.with_name("copy.yaml")
+        copy.write_text(config.to_yaml())
+        assert load_config(copy) == config
+        return getattr(config.algorithm.resolve(), name)
+
+    assert resolved() is None
+    assert resolved(f"algorithm.{name}.{change}") == new
+    monkeypatch.setitem(ALGORITHMS, "grpo", replace(ALGORITHMS["grpo"], **{name: own}))
+    assert resolved() == own
+    assert resolved(f"algorithm.{name}.{change}") == changed
+    assert resolved(f"algorithm.{name}=null") is None
 
 
 def test_response_prefix_with_its_newline(minimal: Path) -> None:

@@ -166,7 +166,20 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
             ["algorithm.recipe.name=gate", "train.overlap=true", "rollout.mode=process"],
             "^train.overlap does not support algorithm.recipe gate",
         ),
-        (["algorithm.recipe.x=1"], "recipe.x: unknown option of the recipe plain; plain has none"),
+        (["algorithm.recipe.x=1"], "recipe.x: unknown option of the recipe plain; it has none"),
+        (
+            ["algorithm.refill.hihg=1"],
+            "^algorithm: refill.hihg: unknown option of refill; nearest: algorithm.refill.high",
+        ),
+        (["algorithm.refill.x=1"], "refill.x: unknown option of refill; it has low, high, max_draws"),
+        (["algorithm.refill.low=2"], "^algorithm: want refill.low <= refill.high, finite numbers; got 2 and 1.0"),
+        (["algorithm.shaping.overlng=1"], "unknown option of shaping; nearest: algorithm.shaping.overlong"),
+        (["algorithm.shaping.overlong=2"], r"^algorithm: want shaping.overlong a number in \[0, 1\]; got 2"),
+        (["algorithm.refill.low=0", "rollout.group_size=2"], "want rollout.group_size >= 3; got 2"),
+        (
+            ["algorithm.refill.low=0", "rollout.mode=process", "train.overlap=true"],
+            "^algorithm.refill takes several draws, and train.overlap one ahead: want algorithm.refill null",
+        ),
         (["algorithm.preset=rlpls"], r"^algorithm.preset: want one of rlplus, .*got 'rlpls' \(nearest: rlplus\)"),
     ],
 )
@@ -201,11 +214,14 @@ IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("algorithm.normalize_std=false", ["algorithm.advantage=mean"], []),
     ("algorithm.advantage=mean", ["algorithm.preset=sft"], []),
     ("algorithm.advantage_k=2", [], ["algorithm.advantage=pass@k"]),
+    ("algorithm.refill={low: 0.2}", ["algorithm.preset=sft"], []),
+    ("algorithm.shaping={wrong: -1}", ["algorithm.preset=sft"], []),
     ("algorithm.objective.internal=clip", ["algorithm.preset=sft"], []),
     ("algorithm.objective.mismatch_cap=2", ["algorithm.preset=sft"], []),
     ("algorithm.objective.external=shaped", ["algorithm.preset=grpo"], []),
     ("algorithm.objective.gamma=1", ["algorithm.preset=grpo"], ["algorithm.preset=luffy"]),
     ("algorithm.objective.gamma=1", ["algorithm.objective.external=none"], []),
+    ("algorithm.external_reduction=sequence", [], ["algorithm.preset=grpo-sft"]),
     ("algorithm.objective.external_coef=2", ["algorithm.preset=grpo"], []),
     ("algorithm.objective.external_coef=2", ["algorithm.objective.external=none"], []),
     ("algorithm.external_schedule={shape: gradient-norm}", ["algorithm.preset=grpo"], []),
@@ -268,7 +284,7 @@ def test_every_key_is_documented(section: type[Section]) -> None:
 
 @pytest.mark.parametrize("preset", ALGORITHMS)
 def test_presets_ask_for_demonstrations_exactly_when_they_use_them(minimal: Path, preset: str) -> None:
-    overrides = [f"algorithm.preset={preset}", "data.demonstration=null"]
+    overrides = [f"algorithm.preset={preset}", "data.demonstration=null", "algorithm.refill=null"]
     if ALGORITHMS[preset].demonstrations == "none":
         assert load_config(minimal, [*overrides, "rollout.group_size=1"]).max_sample_length == 1024 + 64
     else:

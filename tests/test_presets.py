@@ -8,27 +8,32 @@ import pytest
 import torch
 
 from rlplus import ALGORITHMS, Objective, policy_loss
-from rlplus.objective import Gate, Interleaved, Plain, Prefix
+from rlplus.objective import Gate, Interleaved, Plain, Prefix, Refill, Shaping
 
+SCRIPT: dict[str, Any] = {"entropy_coef": 1e-3}  # the official scripts'
+ABLATIONS: dict[str, dict[str, Any]] = {
+    "": {"gamma": 0.5, "external": "mis"},
+    "-no-eba": {"external": "mis"},
+    "-no-mis": {"gamma": 0.5, "external": "omega"},
+    "-proxy": {"external": "proxy"},
+    "-omega": {"external": "omega"},
+    "-bayes": {"external": "bayes"},
+}
 PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
-    "rlplus": ({"gamma": 0.5, "external": "mis"}, "token", True, "group"),
-    "rlplus-official": ({"gamma": 0.5, "external": "mis", "entropy_coef": 1e-3}, "official", False, "group"),
-    "rlplus-no-eba": ({"external": "mis"}, "token", True, "group"),
-    "rlplus-no-mis": ({"gamma": 0.5, "external": "omega"}, "token", True, "group"),
-    "rlplus-proxy": ({"external": "proxy"}, "token", True, "group"),
-    "rlplus-omega": ({"external": "omega"}, "token", True, "group"),
-    "rlplus-bayes": ({"external": "bayes"}, "token", True, "group"),
-    "luffy": ({"external": "shaped", "entropy_coef": 1e-3}, "official", False, "group"),
+    **{f"rlplus{name}": (fields, "token", True, "group") for name, fields in ABLATIONS.items()},
+    **{f"rlplus-official{name}": (SCRIPT | fields, "official", False, "group") for name, fields in ABLATIONS.items()},
+    "luffy": (SCRIPT | {"external": "shaped"}, "official", False, "group"),
     "grpo": ({"internal": "clip"}, "sequence", True, "none"),
-    "grpo-sft": ({"external": "nll"}, "token", True, "apart"),
-    "relift": ({"external": "nll", "entropy_coef": 1e-3}, "official", False, "apart"),
-    "hpt": ({"external": "nll", "entropy_coef": 1e-3}, "official", False, "apart"),
+    "grpo-official": (SCRIPT | {"internal": "clip"}, "official", False, "none"),
+    "grpo-sft": (SCRIPT | {"external": "nll"}, "official", False, "apart"),
+    "relift": (SCRIPT | {"external": "nll"}, "official", False, "apart"),
+    "hpt": (SCRIPT | {"external": "nll"}, "official", False, "apart"),
     "superrl": ({"internal": "clip", "external": "nll"}, "sequence", True, "apart"),
     "uft": ({"internal": "clip", "external": "nll", "external_coef": 1e-3, "kl_coef": 1e-3}, "token", True, "apart"),
     "chord": ({"internal": "clip", "external": "dft", "external_coef": 0.1, "gamma": 1.0}, "token", True, "apart"),
     "dr-grpo": ({"internal": "clip"}, "constant", False, "none"),
-    "dapo": ({"internal": "clip", "clip_high": 0.28}, "token", True, "none"),
-    "simplerl": ({"internal": "clip", "kl_coef": 1e-3, "entropy_coef": 1e-3}, "token", True, "none"),
+    "dapo": ({"internal": "clip", "clip_high": 0.28, "dual_clip": 10.0}, "token", True, "none"),
+    "simplerl": ({"internal": "clip", "kl_coef": 1e-4, "entropy_coef": 1e-3}, "token", True, "none"),
     "gspo": ({"internal": "clip", "clip_low": 3e-4, "clip_high": 4e-4}, "sequence", True, "none"),
     "cispo": ({"internal": "cispo", "clip_high": 4.0}, "token", True, "none"),
     "sapo": ({"internal": "sapo"}, "sequence", True, "none"),
@@ -49,6 +54,9 @@ def test_presets_say_what_the_papers_say(name: str) -> None:
     assert dataclasses.asdict(algorithm.objective) == plain | fields
     assert Objective.preset(name) == algorithm.objective
     assert algorithm.reduction == reduction
+    assert algorithm.external_reduction == ("token" if name == "grpo-sft" else None)
+    assert algorithm.refill == (Refill(0.0, 1.0, 10) if name == "dapo" else None)
+    assert algorithm.shaping == (Shaping(-1.0, 0.2) if name == "dapo" else None)
     assert algorithm.ratio_level == ("sequence" if name == "gspo" else "token")
     assert algorithm.demonstrations == demonstrations
     if demonstrations != "only":  # there is a group
@@ -94,7 +102,7 @@ def test_objective_is_frozen_and_replaceable() -> None:
     objective = Objective.preset("grpo")
     with pytest.raises(dataclasses.FrozenInstanceError):
         objective.gamma = 1.0  # type: ignore[misc]
-    assert dataclasses.replace(objective, clip_high=0.28) == Objective.preset("dapo")
+    assert dataclasses.replace(objective, clip_high=0.28, dual_clip=10.0) == Objective.preset("dapo")
     with pytest.raises(ValueError, match="want clip_low a finite number >= 0; got -1"):
         dataclasses.replace(objective, clip_low=-1)
 

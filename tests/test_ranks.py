@@ -106,6 +106,13 @@ def test_one_refusal_gives_all_ranks_torch(quick: Results) -> None:
     assert quick["agreed backends"] == [agreed, agreed]
 
 
+def test_refilled_steps_have_as_many_groups_on_each_rank(quick: Results) -> None:
+    """Else a rank would have none for a mini-batch, or too many; test_refill.py says which they are."""
+    rows = quick["refilled run"]
+    assert [row["actor/updated"] for row in rows] == [1] * 4
+    assert any(row["batch/draws"] > 1 for row in rows)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
 def test_two_ranks_are_one_whatever_is_switched_on(name: str, slow: Results, alone: Results) -> None:

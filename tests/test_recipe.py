@@ -85,7 +85,7 @@ def test_denominators_count_the_tokens_of_either_kind(run: Run) -> None:
         Sample([1], [6, 7], 0, False, False, None, advantage=-1.0),
     ]
     for reduction, want in (("token", ([1.0], [1 / 5] * 5)), ("sequence", ([1.0], [1 / 6] * 3 + [1 / 4] * 2))):
-        algorithm = replace(ALGORITHMS["grpo-sft"], reduction=reduction)
+        algorithm = replace(ALGORITHMS["grpo-sft"], reduction=reduction, external_reduction=None)
         (batch,) = packed(run, samples, algorithm=algorithm)
         for external, weights in zip((True, False), want, strict=True):
             got = batch.token_weight[batch.external == external]
@@ -93,7 +93,7 @@ def test_denominators_count_the_tokens_of_either_kind(run: Run) -> None:
 
 
 def test_a_response_is_kept_for_one_token_with_a_gradient(run: Run) -> None:
-    algorithm = ALGORITHMS["grpo-sft"]
+    algorithm = replace(ALGORITHMS["sft"], demonstrations="apart")
     silent = Sample([1], [2, 3, 4], 0, False, False, None, advantage=[0.0, 0.0, 0.0])
     assert packed(run, [silent], algorithm=algorithm) == []
     for changes in ({"advantage": [0.0, 0.0, 1.0]}, {"external": [True, False, False]}):

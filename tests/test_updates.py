@@ -105,11 +105,11 @@ def test_kl_and_entropy_take_samples_of_zero_advantage(run: Run, coefficient: st
 
 
 def test_demonstrations_of_solved_groups_are_learnt(run: Run) -> None:
-    """grpo-sft adds a cross-entropy on the demonstrations, which does not ask for an advantage."""
+    """A cross-entropy on demonstrations beside the group does not ask for an advantage."""
     samples = batch_of_samples()
     for sample in samples:
         sample.reward = 1.0
-    batches = micro_batches(run, samples, ALGORITHMS["grpo-sft"])
+    batches = micro_batches(run, samples, replace(ALGORITHMS["sft"], demonstrations="apart"))
     learnt = torch.cat([batch.target[batch.token_weight != 0] for batch in batches])
     assert torch.cat([batch.external[batch.token_weight != 0] for batch in batches]).all()
     wanted = [token for sample in samples if sample.external for token in sample.response]

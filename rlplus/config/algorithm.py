@@ -1,15 +1,28 @@
 """The section about the algorithm: a preset, and what the run changes of it."""
 
 from dataclasses import fields, replace
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rlplus.config.base import Count, Section
 from rlplus.errors import nearest
-from rlplus.objective import ALGORITHMS, RECIPES, Algorithm, ExternalSchedule, Objective, RecipeOptions, recipe_name
+from rlplus.objective import (
+    ALGORITHMS,
+    RECIPES,
+    Algorithm,
+    ExternalSchedule,
+    Objective,
+    RecipeOptions,
+    Refill,
+    Shaping,
+    recipe_name,
+)
 from rlplus.objective.presets import AdvantageEstimator, MismatchLevel, RatioLevel, Reduction
 from rlplus.objective.schedule import Shape
+
+OPTIONAL: dict[str, type[Refill] | type[Shaping]] = {"refill": Refill, "shaping": Shaping}
+Options = TypeVar("Options", bound=RecipeOptions | Refill | Shaping)
 
 
 def _objective_field(name: str) -> str:
@@ -40,15 +53,17 @@ class AlgorithmConfig(Section):
     """A published algorithm, `preset`, and what this run changes of it; None = as the preset has it.
 
     `objective`: fields of rlplus.Objective, which documents them. `reduction`: as of rlplus.token_weights. `advantage`,
-    `advantage_k`: as of rlplus.batch_advantages, `normalize_std` of rlplus.group_advantages. `ratio_level`,
-    `mismatch_level`, `top_entropy`: as of rlplus.Algorithm. `external_schedule`: what becomes of the objective's
-    external_coef from step to step. `recipe`: options of the preset's recipe, or its `name` first for those of another
-    one; rlplus.objective.recipes documents them.
+    `advantage_k`: as of rlplus.batch_advantages, `normalize_std` of rlplus.group_advantages. `external_reduction`,
+    `ratio_level`, `mismatch_level`, `top_entropy`: as of rlplus.Algorithm. `external_schedule`: what becomes of the
+    objective's external_coef from step to step. `recipe`: options of the preset's recipe, or its `name` first for those
+    of another one. `refill`, `shaping`: options of the preset's, or of new ones; null: none. rlplus.objective.recipes
+    documents these options.
     """
 
     preset: str = "rlplus"
     objective: dict[Annotated[str, AfterValidator(_objective_field)], Any] = {}
     reduction: Reduction | None = None
+    external_reduction: Reduction | None = None
     advantage: AdvantageEstimator | None = None
     advantage_k: Count | None = None
     normalize_std: bool | None = None
@@ -57,6 +72,8 @@ class AlgorithmConfig(Section):
     top_entropy: Annotated[float, Field(gt=0, le=1)] | None = None
     external_schedule: ExternalScheduleConfig | None = None
     recipe: dict[str, Any] = {}
+    refill: dict[str, Any] | None = {}
+    shaping: dict[str, Any] | None = {}
 
     @field_validator("preset")
     @classmethod
@@ -73,8 +90,8 @@ class AlgorithmConfig(Section):
         return changes
 
     @model_validator(mode="after")
-    def _check_recipe(self) -> Self:
-        self._recipe()
+    def _check_options(self) -> Self:
+        self.resolve()
         return self
 
     def _recipe(self) -> RecipeOptions:
@@ -85,20 +102,33 @@ class AlgorithmConfig(Section):
         if name not in RECIPES:
             hint = f" (nearest: {near})" if (near := nearest(str(name), RECIPES)) else ""
             raise ValueError(f"recipe.name: want one of {', '.join(RECIPES)}; got {name!r}{hint}")
-        options = [field.name for field in fields(RECIPES[name])]
-        for key in changes.keys() - set(options):
-            near = nearest(key, options)
-            hint = f"; nearest: algorithm.recipe.{near}" if near else f"; {name} has {', '.join(options) or 'none'}"
-            raise ValueError(f"recipe.{key}: unknown option of the recipe {name}{hint}")
         base = preset if name == recipe_name(preset) else RECIPES[name]()
-        return replace(base, **changes)  # it checks its values itself
+        return _with_changes(base, changes, "recipe", f"the recipe {name}")
+
+    def _optional(self, name: str) -> Any:
+        """Options that the preset may have, with this run's changes: of new ones where it has none."""
+        preset, changes = getattr(ALGORITHMS[self.preset], name), getattr(self, name)
+        if not changes:
+            return None if changes is None else preset
+        return _with_changes(preset or OPTIONAL[name](), changes, name, name)
 
     def resolve(self) -> Algorithm:
-        """The algorithm to run: the preset with this section's changes."""
+        """The algorithm to run: the preset with this section's changes. ValueError for options that do not fit."""
         preset = ALGORITHMS[self.preset]
-        own = ("preset", "objective", "external_schedule", "recipe")
+        own = ("preset", "objective", "external_schedule", "recipe", *OPTIONAL)
         changed = {name: value for name, value in self if name not in own and value is not None}
+        changed |= {name: self._optional(name) for name in OPTIONAL}
         if self.external_schedule is not None:
             changed["external_schedule"] = self.external_schedule.resolve()
         objective = replace(preset.objective, **self.objective)
         return replace(preset, objective=objective, recipe=self._recipe(), **changed)
+
+
+def _with_changes(options: Options, changes: dict[str, Any], key: str, what: str) -> Options:
+    """The options with these changes. ValueError, with the section's key, for a name that they do not have."""
+    names = [field.name for field in fields(options)]
+    for name in changes.keys() - set(names):
+        near = nearest(name, names)
+        hint = f"nearest: algorithm.{key}.{near}" if near else f"it has {', '.join(names) or 'none'}"
+        raise ValueError(f"{key}.{name}: unknown option of {what}; {hint}")
+    return replace(options, **changes)  # they check their values themselves

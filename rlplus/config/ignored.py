@@ -79,8 +79,8 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "train.generated_tokens train.overlap algorithm.normalize_std algorithm.advantage algorithm.advantage_k "
-        "algorithm.objective.internal "
-        "algorithm.ratio_level algorithm.mismatch_level algorithm.top_entropy "
+        "algorithm.refill algorithm.shaping "
+        "algorithm.objective.internal algorithm.ratio_level algorithm.mismatch_level algorithm.top_entropy "
         "algorithm.objective.mismatch_cap algorithm.objective.mismatch_low algorithm.objective.mismatch_mode",
         lambda c: not c.algorithm.resolve().generates,
         "the preset generates nothing",
@@ -90,6 +90,11 @@ RULES: tuple[Rule, ...] = (
         "algorithm.external_schedule",
         lambda c: not c.algorithm.resolve().demonstrates,
         "the preset takes no demonstrations",
+    ),
+    (
+        "algorithm.external_reduction",
+        lambda c: not c.algorithm.resolve().demonstrations_apart,
+        "demonstrations have denominators of their own where they stand apart, as in preset grpo-sft",
     ),
     (
         "algorithm.objective.external_coef algorithm.objective.gamma algorithm.external_schedule",

@@ -86,6 +86,7 @@ class Config(Sections):
             )
         if self.train.sequence_parallel > 1 and self.model.attention == "eager":
             problems.append("train.sequence_parallel wants model.attention sdpa or flash_attention_2; got eager")
+        problems += self._refill_problems()
         problems += self._size_problems()
         evaluated = self.data if self.evaluation.data is None else self.evaluation.data
         if evaluated.response_prefix != self.data.response_prefix:
@@ -118,6 +119,15 @@ class Config(Sections):
                 )
             if members is not None and members > group:
                 yield f"want algorithm.recipe.members at most rollout.group_size {group}; got {members}"
+
+    def _refill_problems(self) -> Iterator[str]:
+        algorithm, size = self.algorithm.resolve(), self.rollout.group_size
+        if algorithm.refill is None or not algorithm.generates:
+            return
+        if size < (wanted := 2 + algorithm.demonstrates_in_place):
+            yield f"algorithm.refill compares a group's rollouts: want rollout.group_size >= {wanted}; got {size}"
+        if self.train.overlap:
+            yield "algorithm.refill takes several draws, and train.overlap one ahead: want algorithm.refill null"
 
     def _size_problems(self) -> Iterator[str]:
         """Samples that are too long for a micro-batch or the model, or too many for a step."""

@@ -26,7 +26,8 @@ class Sample:
     truncated       the response was cut at the length limit
     engine_logprob  the rollout engine's logprob of each response token; None = unknown (demonstrations)
     behavior_logprob  of each response token under the demonstration's author; None = unknown
-    reward          NaN = masked: the grader failed, and the sample is left out of everything that a reward decides
+    reward          the grader's, from `Recipe.credit` on as the algorithm shapes it; NaN = masked: the grader failed,
+                    and the sample is left out of everything that a reward decides
     advantage       one value for the response, or one per token
     trained         whether a token has a loss: one value, or one per token; the others, such as a tool's answer, are
                     read only

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING
 
 from rlplus.lazy import lazy_names
 from rlplus.objective.presets import ALGORITHMS, Algorithm, Objective, algorithm
-from rlplus.objective.recipes import RECIPES, Gate, Interleaved, Plain, Prefix, RecipeOptions, recipe_name
+from rlplus.objective.recipes import (
+    RECIPES,
+    Gate,
+    Interleaved,
+    Plain,
+    Prefix,
+    RecipeOptions,
+    Refill,
+    Shaping,
+    recipe_name,
+)
 from rlplus.objective.registered import register_token_loss
 from rlplus.objective.schedule import ExternalSchedule
 
@@ -30,6 +40,8 @@ __all__ = [
     "Plain",
     "Prefix",
     "RecipeOptions",
+    "Refill",
+    "Shaping",
     "TokenConstants",
     "TokenLoss",
     "algorithm",

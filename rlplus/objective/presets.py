@@ -1,11 +1,10 @@
 """The objective's fields and the published algorithms written in them."""
 
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import Any, Literal
 
 from rlplus.errors import nearest
-from rlplus.objective.recipes import PLAIN, Gate, Interleaved, Prefix, RecipeOptions
+from rlplus.objective.recipes import PLAIN, Gate, Interleaved, Prefix, RecipeOptions, Refill, Shaping, is_number
 from rlplus.objective.registered import find_token_loss
 from rlplus.objective.schedule import ExternalSchedule
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
@@ -102,8 +101,7 @@ class Objective:
             value = getattr(self, field)
             if value is None and field in ("dual_clip", "mismatch_cap"):
                 continue
-            number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-            if not number or (low is not None and (value <= low if strict else value < low)):
+            if not is_number(value) or (low is not None and (value <= low if strict else value < low)):
                 bound = "" if low is None else f" {'>' if strict else '>='} {low:g}"
                 raise ValueError(f"want {field} a finite number{bound}; got {value!r}")
         if self.mismatch_cap is not None and self.mismatch_low >= self.mismatch_cap:
@@ -136,6 +134,8 @@ class Algorithm:
     top_entropy      the share of sampled tokens, those of the highest entropy, that has a surrogate
     external_schedule  what becomes of the objective's external_coef from step to step; None = constant
     recipe           what it does in a step around the objective: options of one of `RECIPES`
+    refill           which groups are left out, and drawn anew; None = each step trains on the groups of one draw
+    shaping          what advantages are computed from in place of the grader's reward; None = that itself
     Each of ratio_level, mismatch_level and top_entropy costs a forward pass before an update, all of them together
     one; ratio_level none before the first update of the policy that sampled, where every ratio is 1.
     """
@@ -152,6 +152,8 @@ class Algorithm:
     advantage_k: int = 4
     external_schedule: ExternalSchedule | None = None
     recipe: RecipeOptions = PLAIN
+    refill: Refill | None = None
+    shaping: Shaping | None = None
 
     def at_step(self, step: int, external_share: float = 1.0) -> "Algorithm":
         """With the objective of the step after `step` others; `external_share` as of `ExternalSchedule.coefficient`."""
@@ -186,32 +188,51 @@ def _rollouts_only(internal: str, reduction: Reduction, normalize_std: bool = Tr
     return Algorithm(Objective(internal, "none", gamma=0.0, **fields), reduction, normalize_std, "none")
 
 
-def _beside(objective: Objective, recipe: RecipeOptions) -> Algorithm:
-    """Rollouts as the official scripts train on them, demonstrations as the recipe does: the mean over their tokens."""
-    return Algorithm(objective, "official", False, "apart", external_reduction="token", recipe=recipe)
+# RL-PLUS and its ablations: what each changes of the paper's objective. -no-eba: no exploration weight; -no-mis: plain
+# importance sampling; the last three are the estimators of the paper's analysis.
+_RLPLUS: dict[str, dict[str, Any]] = {
+    "": {},
+    "-no-eba": {"gamma": 0.0},
+    "-no-mis": {"external": "omega"},
+    "-proxy": {"external": "proxy", "gamma": 0.0},
+    "-omega": {"external": "omega", "gamma": 0.0},
+    "-bayes": {"external": "bayes", "gamma": 0.0},
+}
+
+
+def _official(**fields: Any) -> Algorithm:
+    """As the scripts of RL-PLUS and LUFFY run it: sums over a fixed length, no std, an entropy bonus."""
+    return Algorithm(Objective(entropy_coef=1e-3, **fields), "official", normalize_std=False)
+
+
+def _official_sft(recipe: RecipeOptions = PLAIN) -> Algorithm:
+    """The same with the mean of -log p over demonstrated tokens, beside the groups."""
+    algorithm = _official(external="nll", gamma=0.0)
+    return replace(algorithm, demonstrations="apart", external_reduction="token", recipe=recipe)
 
 
 ALGORITHMS: dict[str, Algorithm] = {
-    "rlplus": Algorithm(Objective()),
-    "rlplus-official": Algorithm(Objective(entropy_coef=1e-3), "official", normalize_std=False),
-    "rlplus-no-eba": Algorithm(Objective(gamma=0.0)),
-    "rlplus-no-mis": Algorithm(Objective(external="omega")),
-    "rlplus-proxy": Algorithm(Objective(external="proxy", gamma=0.0)),
-    "rlplus-omega": Algorithm(Objective(external="omega", gamma=0.0)),
-    "rlplus-bayes": Algorithm(Objective(external="bayes", gamma=0.0)),
-    "luffy": Algorithm(Objective(external="shaped", gamma=0.0, entropy_coef=1e-3), "official", normalize_std=False),
+    **{f"rlplus{name}": Algorithm(Objective(**changes)) for name, changes in _RLPLUS.items()},
+    **{f"rlplus-official{name}": _official(**changes) for name, changes in _RLPLUS.items()},
+    "luffy": _official(external="shaped", gamma=0.0),
     "grpo": _rollouts_only("clip", "sequence"),
-    "grpo-sft": Algorithm(Objective(external="nll", gamma=0.0), demonstrations="apart"),
-    "relift": _beside(Objective(external="nll", gamma=0.0, entropy_coef=1e-3), Interleaved()),
-    "hpt": _beside(Objective(external="nll", gamma=0.0, entropy_coef=1e-3), Gate()),
+    "grpo-official": _rollouts_only("clip", "official", normalize_std=False, entropy_coef=1e-3),
+    "grpo-sft": _official_sft(),
+    "relift": _official_sft(Interleaved()),
+    "hpt": _official_sft(Gate()),
     "superrl": Algorithm(Objective("clip", "nll", gamma=0.0), "sequence", demonstrations="apart", recipe=Gate()),
     "uft": Algorithm(
         Objective("clip", "nll", external_coef=1e-3, gamma=0.0, kl_coef=1e-3), demonstrations="apart", recipe=Prefix()
     ),
     "chord": Algorithm(Objective("clip", "dft", external_coef=0.1, gamma=1.0), demonstrations="apart"),
     "dr-grpo": _rollouts_only("clip", "constant", normalize_std=False),
-    "dapo": _rollouts_only("clip", "token", clip_high=0.28),
-    "simplerl": _rollouts_only("clip", "token", kl_coef=1e-3, entropy_coef=1e-3),
+    # The dual clip is that of the authors' code; the paper's formula has none.
+    "dapo": replace(
+        _rollouts_only("clip", "token", clip_high=0.28, dual_clip=10.0),
+        refill=Refill(),
+        shaping=Shaping(wrong=-1.0, overlong=0.2),  # 4,096 of 20,480 tokens
+    ),
+    "simplerl": _rollouts_only("clip", "token", kl_coef=1e-4, entropy_coef=1e-3),  # above 14B: kl_coef 1e-3
     "gspo": replace(_rollouts_only("clip", "sequence", clip_low=3e-4, clip_high=4e-4), ratio_level="sequence"),
     "cispo": _rollouts_only("cispo", "token", clip_high=4.0),  # at most 5: ScaleRL, arXiv 2510.13786
     "sapo": _rollouts_only("sapo", "sequence"),

@@ -6,8 +6,9 @@ from rlplus.recipe.gate import GateRecipe
 from rlplus.recipe.interleaved import InterleavedRecipe
 from rlplus.recipe.plain import Ask, Batch, Recipe, Update, demonstration, set_advantages
 from rlplus.recipe.prefix import PrefixRecipe
+from rlplus.recipe.refill import refill_batch
 
-__all__ = ["Ask", "Batch", "Recipe", "Update", "demonstration", "make_recipe", "set_advantages"]
+__all__ = ["Ask", "Batch", "Recipe", "Update", "demonstration", "make_recipe", "refill_batch", "set_advantages"]
 
 _RECIPES: dict[type[RecipeOptions], type[Recipe]] = {
     Plain: Recipe,

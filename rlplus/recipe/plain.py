@@ -70,11 +70,11 @@ class Recipe:
         return asks
 
     def collect(self, draw: Callable[[], Batch]) -> Batch:
-        """The step's batch; `draw` takes the next prompts, and every rank calls it equally often."""
+        """The step's batch. `draw` takes the next prompts, several times with `Refill`; all ranks call it alike."""
         return draw()
 
     def credit(self, batch: Batch) -> None:
-        """Set every sample's advantage."""
+        """Set every sample's advantage, from its reward, which the algorithm's shaping has changed by now."""
         set_advantages(batch.samples, self.algorithm)
 
     def updates(self, batch: Batch) -> list[Update]:

@@ -9,6 +9,7 @@ from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import Example, Sample
 from rlplus.errors import SharedFailure
+from rlplus.objective import Shaping
 from rlplus.recipe import Ask, demonstration
 from rlplus.reward import Score, Scorer
 from rlplus.rollout import Completion, Respond, RolloutEngine
@@ -95,3 +96,10 @@ def score(
             assert not sample.masked, "want graded demonstrations"
     statuses = iter([result.status for result in scores])
     return ["ok" if s.scored else next(statuses) for s in rollouts]
+
+
+def shape(samples: Sequence[Sample], shaping: Shaping, max_response_length: int) -> None:
+    """Shape the rewards; a demonstration, however long, gets no penalty for its length."""
+    for sample in samples:
+        length = 0 if sample.demonstration else len(sample.response)
+        sample.reward = shaping.reward(sample.reward, length, max_response_length)

@@ -2,20 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from rlplus import agree
 from rlplus.data import MicroBatch
 from rlplus.errors import SharedFailure
 from rlplus.learner import make_micro_batches
 from rlplus.learner.statistics import needs_statistics, set_statistics
+from rlplus.objective import Refill
 from rlplus.objective.schedule import external_share
 from rlplus.ops import PolicyLoss
-from rlplus.recipe import Batch, Update
+from rlplus.recipe import Batch, Update, refill_batch
 from rlplus.trainer.engine import EngineFailed, max_gap
 from rlplus.trainer.metrics import Tally, tally_mismatch, tally_samples, tally_update
 from rlplus.trainer.rollouts import use_engine_logprob
 from rlplus.trainer.run import Run
-from rlplus.trainer.samples import score
+from rlplus.trainer.samples import score, shape
 
 Work = tuple[Update, list[MicroBatch]]
 
@@ -31,8 +33,17 @@ class Step:
         run.rollouts.begin(self.tally)
 
     def collect(self) -> Batch:
-        """The batch that the recipe draws; from then on the engine sleeps, if it does so while the policy trains."""
-        batch = self.run.recipe.collect(self._draw)
+        """The recipe's batch; from then on the engine sleeps, if it does so while the policy trains.
+
+        Its draws are refilled and its rewards shaped, where the algorithm does that.
+        """
+        recipe, algorithm = self.run.recipe, self.run.recipe.algorithm
+        options, shaping = algorithm.refill, algorithm.shaping
+        batch = recipe.collect(self._draw if options is None else partial(self._refill, options))
+        if shaping is not None:
+            shape(batch.samples, shaping, self.config.rollout.max_response_length)
+            rewards = [sample.reward for sample in batch.samples if not sample.demonstration]
+            self.tally.mean("reward/shaped", sum(rewards), len(rewards))
         with self.tally.time("generate"):
             self.run.engine.sleep()
         return batch
@@ -46,6 +57,13 @@ class Step:
         tally_samples(tally, batch.samples, statuses)
         self.generated += sum(sample.loss_tokens[0] for sample in batch.samples)
         batch.samples = [sample for sample in batch.samples if not sample.masked]
+        return batch
+
+    def _refill(self, options: Refill) -> Batch:
+        """As many groups as a draw has, out of several draws."""
+        batch, draws, kept = refill_batch(self._draw, options, self.config.train)
+        self.tally.mean("batch/draws", draws)
+        self.tally.mean("batch/kept", kept / (draws * self.config.train.prompts_per_step))
         return batch
 
     def pack(self, update: Update) -> Work:

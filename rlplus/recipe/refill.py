@@ -1,0 +1,85 @@
+"""Draws until a step has enough groups that teach something."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from rlplus import agree
+from rlplus.config import TrainConfig
+from rlplus.data import Example, Sample
+from rlplus.errors import SharedFailure
+from rlplus.objective import Refill
+from rlplus.recipe.plain import Batch
+
+Group = tuple[Example, list[Sample]]
+Place = tuple[int, int, int]  # of a group: its draw, its number there, its rank; they sort as the sampler drew them
+
+
+class Refilled(NamedTuple):
+    """This rank's share of a step, and over all ranks the draws that it took and the groups in them that were kept."""
+
+    batch: Batch
+    draws: int
+    kept: int
+
+
+def refill_batch(draw: Callable[[], Batch], options: Refill, train: TrainConfig) -> Refilled:
+    """Draw until all ranks together have kept `train.prompts_per_step` groups; each rank gets as many. Collective.
+
+    The step has the first groups that were kept, in the sampler's order, however many ranks there are; the others of
+    the last draw are dropped, as in DAPO's code. Each mini-batch consists of the groups that it would have on one rank;
+    where a rank has too many of them, the surplus moves to others.
+    Raises SharedFailure after `options.max_draws`.
+    """
+    own: dict[Place, Group] = {}
+    kept: list[Place] = []
+    seconds, draws = 0.0, 0
+    while len(kept) < train.prompts_per_step:
+        if draws == options.max_draws:
+            raise SharedFailure(
+                f"want {train.prompts_per_step} groups of rollouts whose rewards differ, with a mean in "
+                f"[{options.low:g}, {options.high:g}]; found {len(kept)} in {draws} draws of {train.prompts_per_step} "
+                "prompts. Take problems that are neither too hard nor too easy, or raise algorithm.refill.max_draws"
+            )
+        batch = draw()
+        groups: list[list[Sample]] = [[] for _ in batch.examples]
+        for sample in batch.samples:
+            groups[sample.group].append(sample)
+        here = [(draws, number, dist.get_rank()) for number, group in enumerate(groups) if _keeps(options, group)]
+        own |= {place: (batch.examples[place[1]], groups[place[1]]) for place in here}
+        kept += sorted(place for places in agree.gathered(here) for place in places)
+        seconds, draws = seconds + batch.seconds, draws + 1
+    mine = _move(own, kept[: train.prompts_per_step], train)
+    for number, (_, samples) in enumerate(mine):
+        for sample in samples:
+            sample.group = number
+    examples = [example for example, _ in mine]
+    return Refilled(Batch(examples, [sample for _, samples in mine for sample in samples], seconds), draws, len(kept))
+
+
+def _keeps(options: Refill, group: Sequence[Sample]) -> bool:
+    return options.keeps([sample.reward for sample in group if not sample.demonstration])
+
+
+def _move(own: dict[Place, Group], chosen: Sequence[Place], train: TrainConfig) -> list[Group]:
+    """This rank's groups of the chosen ones, in order, those of other ranks included. Collective."""
+    rank, size = dist.get_rank(), train.prompts_per_update or train.prompts_per_step
+    owners: list[int] = []
+    for start in range(0, len(chosen), size):
+        owners += _owners([home for *_, home in chosen[start : start + size]], dist.get_world_size())
+    leaving = {place: own[place] for place, owner in zip(chosen, owners, strict=True) if place[2] == rank != owner}
+    for moved in agree.gathered(leaving):
+        own = own | moved
+    return [own[place] for place, owner in zip(chosen, owners, strict=True) if owner == rank]
+
+
+def _owners(homes: Sequence[int], world: int) -> list[int]:
+    """A rank for each group, given the one that has it: the same number on each, and no group moves without need."""
+    room = [len(homes) // world] * world
+    stays = []
+    for home in homes:
+        stays.append(room[home] > 0)
+        room[home] -= stays[-1]
+    free = (rank for rank, left in enumerate(room) for _ in range(left))
+    return [home if stay else next(free) for home, stay in zip(homes, stays, strict=True)]

@@ -1,0 +1,52 @@
+"""Twenty steps of the presets whose step needs nothing but the objective; test_refill.py has those of dapo."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_runs import same
+from trainer_runs import metrics, run_config
+
+from rlplus import ALGORITHMS
+from rlplus.data import Sample
+from rlplus.trainer import train
+
+
+def draw_rewards(samples: Sequence[Sample], *_: Any) -> list[str]:
+    """Rewards that an untrained model gets now and then."""
+    for sample in samples:
+        sample.reward = float(sample.demonstration or sum(sample.response) % 7 == 0)
+    return ["ok"] * len(samples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "preset", ["rlplus-official", "rlplus-official-no-mis", "luffy", "grpo-official", "grpo-sft", "dr-grpo", "simplerl"]
+)
+def test_each_part_of_a_presets_loss_is_there_and_resumes_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str
+) -> None:
+    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
+    algorithm = ALGORITHMS[preset]
+
+    def run(name: str, steps: int, resume: bool = False) -> Path:
+        section = {"steps": steps, "prompts_per_update": 2, "lr": 3e-3}
+        return train(run_config(tmp_path, name, algorithm={"preset": preset}, train=section), resume=resume)
+
+    rows = metrics(whole := run("whole", 20))
+    assert len(rows) == 20
+    parts = {
+        "loss_internal": True,
+        "loss_external": algorithm.demonstrates,
+        "loss_entropy": algorithm.objective.entropy_coef,
+        "loss_kl": algorithm.objective.kl_coef,
+        "clip_fraction_high": algorithm.objective.internal == "clip",
+    }
+    for name, wanted in parts.items():
+        assert any(row[f"actor/{name}"] for row in rows) == bool(wanted), name
+    assert all(row["reward/external"] == 1 for row in rows) or not algorithm.demonstrates
+    run("parts", 10)
+    resumed = run("parts", 20, resume=True)
+    assert same(whole, resumed)
+    assert metrics(resumed) == rows

@@ -1,0 +1,258 @@
+"""Draws until a step has enough groups that teach something: which are kept, on which rank, and in a run."""
+
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from engine_runs import same, torchrun
+from trainer_runs import metrics, run_config
+
+from rlplus.config import TrainConfig
+from rlplus.data import Example, Sample
+from rlplus.errors import RunFailed
+from rlplus.objective import Refill
+from rlplus.recipe import Batch, refill_batch
+from rlplus.trainer import Interrupted, train
+
+STEP, UPDATE = 8, 4  # prompts
+
+
+@pytest.mark.parametrize(
+    ("options", "rewards", "kept"),
+    [
+        ({}, [0, 0, 0, 1], True),
+        ({}, [1, 1, 1, 1], False),
+        ({}, [0, 0, 0, 0], False),
+        ({}, [0.5, 0.5], False),
+        ({}, [0.5, 0.25], True),
+        ({}, [1], False),
+        ({}, [], False),  # none could be graded
+        ({"low": 0.2, "high": 0.8}, [1, 0, 0, 0, 0], True),
+        ({"low": 0.2, "high": 0.8}, [1, 0, 0, 0, 0, 0], False),
+        ({"low": 0.2, "high": 0.8}, [0, 1, 1, 1, 1], True),
+        ({"low": 0.2, "high": 0.8}, [0, 1, 1, 1, 1, 1], False),
+    ],
+)
+def test_a_group_is_kept_for_its_rollouts_rewards(options: dict[str, Any], rewards: list[float], kept: bool) -> None:
+    assert Refill(**options).keeps(rewards) is kept
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"low": 0.8, "high": 0.2}, "want refill.low <= refill.high, finite numbers; got 0.8 and 0.2"),
+        ({"low": "0"}, "want refill.low <= refill.high, finite numbers; got '0' and 1.0"),
+        ({"high": float("nan")}, "finite numbers; got 0.0 and nan"),
+        ({"max_draws": 0}, "want refill.max_draws an integer >= 1; got 0"),
+        ({"max_draws": 1.5}, "want refill.max_draws an integer >= 1; got 1.5"),
+        ({"max_draws": True}, "want refill.max_draws an integer >= 1; got True"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Refill(**options)
+
+
+# ---- ranks, played by threads
+
+
+@dataclass
+class Ranks:
+    """Stands in for `agree` and `torch.distributed`: each thread is a rank."""
+
+    world: int
+
+    def __post_init__(self) -> None:
+        self.here, self.values = threading.local(), [None] * self.world
+        self.barrier = threading.Barrier(self.world)
+
+    def get_rank(self) -> int:
+        return int(self.here.rank)
+
+    def get_world_size(self) -> int:
+        return self.world
+
+    def gathered(self, value: Any) -> list[Any]:
+        self.values[self.here.rank] = value
+        self.barrier.wait()
+        values = list(self.values)
+        self.barrier.wait()
+        return values
+
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        def as_rank(rank: int) -> Any:
+            self.here.rank = rank
+            return work(rank)
+
+        with ThreadPoolExecutor(self.world) as threads:
+            return [future.result() for future in [threads.submit(as_rank, rank) for rank in range(self.world)]]
+
+
+def groups_of(seed: int) -> list[list[int]]:
+    """Rewards of the four rollouts of group after group."""
+    random = Random(seed)
+    shares = [random.choice((0.02, 0.3, 0.98)) for _ in range(10 * STEP)]
+    return [[int(random.random() < share) for _ in range(4)] for share in shares]
+
+
+def draws_of(rewards: Sequence[Sequence[int]], rank: int, world: int) -> Callable[[], Batch]:
+    """This rank's part of draw after draw. The prompt says which group it is; a demonstration is in every other one."""
+    position = iter(range(0, len(rewards), STEP))
+
+    def draw() -> Batch:
+        start = next(position)
+        mine = range(start, start + STEP)[rank::world]
+        samples = []
+        for number, group in enumerate(mine):
+            samples += [
+                Sample([group], [member], number, False, False, None, r) for member, r in enumerate(rewards[group])
+            ]
+            if group % 2:
+                samples.append(Sample([group], [9], number, True, False, None, 1.0))
+        return Batch([Example(group, (group,), "", None) for group in mine], samples, 1.5)
+
+    return draw
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_step_has_the_first_groups_that_teach_something(
+    monkeypatch: pytest.MonkeyPatch, world: int, seed: int
+) -> None:
+    """In the same mini-batches on any number of ranks, as many on each, and no more of them moved than that takes."""
+    ranks = Ranks(world)
+    monkeypatch.setattr("rlplus.recipe.refill.agree", ranks)
+    monkeypatch.setattr("rlplus.recipe.refill.dist", ranks)
+    rewards = groups_of(seed)
+    config = TrainConfig(steps=1, prompts_per_step=STEP, prompts_per_update=UPDATE)
+    results = ranks.run(lambda rank: refill_batch(draws_of(rewards, rank, world), Refill(), config))
+
+    mixed = [group for group, row in enumerate(rewards) if 0 < sum(row) < 4]
+    draws = mixed[STEP - 1] // STEP + 1
+    assert draws > 1
+    kept = sum(group < draws * STEP for group in mixed)
+    moved = 0
+    for start in range(0, STEP, UPDATE):
+        want, got = mixed[start : start + UPDATE], []
+        for result in results:
+            share = UPDATE // world
+            first = start // UPDATE * share
+            got += [example.index for example in result.batch.examples[first : first + share]]
+        assert sorted(got) == want
+        homes = Counter(group % world for group in want)
+        moved += sum(max(0, count - UPDATE // world) for count in homes.values())
+    foreign = 0
+    for rank, (batch, *counts) in enumerate(results):
+        assert counts == [draws, kept]
+        assert batch.seconds == 1.5 * draws
+        foreign += sum(example.index % world != rank for example in batch.examples)
+        for number, example in enumerate(batch.examples):
+            members = [sample for sample in batch.samples if sample.group == number]
+            assert [tuple(sample.prompt) for sample in members] == [example.prompt] * (4 + example.index % 2)
+            assert [sample.reward for sample in members][:4] == rewards[example.index]
+        assert len(batch.samples) == sum(4 + example.index % 2 for example in batch.examples)
+    assert foreign == moved
+
+
+def test_a_step_without_enough_groups_says_how_many_were_found() -> None:
+    rewards = [[0, 1] if group == 3 else [0, 0] for group in range(100)]
+    config = TrainConfig(steps=1, prompts_per_step=STEP)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rlplus.recipe.refill.agree", ranks := Ranks(1))
+        patch.setattr("rlplus.recipe.refill.dist", ranks)
+        with pytest.raises(RunFailed, match=r"want 8 groups .* a mean in \[0, 1\]; found 1 in 3 draws of 8 prompts"):
+            ranks.run(lambda rank: refill_batch(draws_of(rewards, rank, 1), Refill(max_draws=3), config))
+
+
+# ---- in a run
+
+SECTIONS: dict[str, Any] = {
+    "algorithm": {"preset": "dapo", "refill": {"max_draws": 9}},
+    "rollout": {"max_response_length": 5},
+    "train": {"steps": 20},
+}
+
+
+def draw_rewards(samples: Sequence[Sample], *_: Any) -> list[str]:
+    """Rewards that an untrained model gets now and then, so that half of the groups have different ones."""
+    for sample in samples:
+        sample.reward = float(sum(sample.response) % 7 == 0)
+    return ["ok"] * len(samples)
+
+
+def test_a_refilled_run_trains_on_nothing_else_and_resumes_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a step is given up behind its second draw."""
+    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
+    rows = metrics(train(run_config(tmp_path, "whole", **SECTIONS)))
+    assert len(rows) == 20
+    for row in rows:
+        kept = row["batch/kept"] * row["batch/draws"] * 4
+        assert kept == pytest.approx(round(kept))
+        assert 4 <= round(kept) <= 4 * row["batch/draws"]
+        assert row["actor/active_rows"] == row["actor/updated"] == 1
+    again = next(step for step, row in enumerate(rows) if step > 1 and row["batch/draws"] > 1)
+
+    config, refills = run_config(tmp_path, "parts", **SECTIONS | {"train": {"steps": again + 3}}), []
+
+    def refill_and_kill(*arguments: Any) -> Any:
+        refills.append(refill_batch(*arguments))
+        if len(refills) == again + 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return refills[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rlplus.trainer.step.refill_batch", refill_and_kill)
+        with pytest.raises(Interrupted):
+            train(config)
+    assert (Path(config.output_dir) / "checkpoints/latest").read_text() == f"step-{again:06d}"
+    train(config, resume=True)
+    assert metrics(Path(config.output_dir)) == rows[: again + 3]
+
+
+def test_a_run_that_finds_too_few_groups_leaves_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def solved_later(samples: Sequence[Sample], *_: Any) -> list[str]:
+        for member, sample in enumerate(samples):
+            sample.reward = float(len(refills) > 2 or member % 2)
+        return ["ok"] * len(samples)
+
+    refills: list[int] = []
+    monkeypatch.setattr("rlplus.trainer.step.score", solved_later)
+    original = refill_batch
+    monkeypatch.setattr("rlplus.trainer.step.refill_batch", lambda *rest: refills.append(1) or original(*rest))
+    config = run_config(tmp_path, **SECTIONS)
+    with pytest.raises(RunFailed, match=r"want 4 groups .* found 0 in 9 draws of 4 prompts"):
+        train(config)
+    assert (Path(config.output_dir) / "checkpoints/latest").read_text() == "step-000002"
+
+
+GRADER = """
+def of_any_text(text, answer):
+    return float(sum(map(ord, text)) % 3 == 0)
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_resume_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "grader.py").write_text(GRADER)
+    monkeypatch.chdir(tmp_path)
+    folders = []
+    for name, parts in (("whole", (4,)), ("parts", (2, 4))):
+        for steps in parts:
+            reward = {"kind": None, "pattern": None, "function": "grader:of_any_text"}
+            section = {"steps": steps, "prompts_per_update": 2}
+            config = run_config(tmp_path, name, **SECTIONS | {"reward": reward, "train": section})
+            torchrun(config, "--resume=auto")
+        folders.append(Path(config.output_dir))
+    assert any(row["batch/draws"] > 1 for row in metrics(folders[0]))
+    assert same(*folders)
+    assert metrics(folders[0]) == metrics(folders[1])
