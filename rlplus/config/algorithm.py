@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rlplus.config.base import Section
 from rlplus.errors import nearest
-from rlplus.objective import ALGORITHMS, RECIPES, Algorithm, Objective, RecipeOptions
+from rlplus.objective import ALGORITHMS, RECIPES, Algorithm, Objective, RecipeOptions, recipe_name
 from rlplus.objective.presets import MismatchLevel, RatioLevel, Reduction
 
 
@@ -59,9 +59,8 @@ class AlgorithmConfig(Section):
     def _recipe(self) -> RecipeOptions:
         """The preset's recipe with this run's changes. ValueError for another name or option than there is."""
         preset = ALGORITHMS[self.preset].recipe
-        names = {kind: name for name, kind in RECIPES.items()}
         changes = dict(self.recipe)
-        name = changes.pop("name", names[type(preset)])
+        name = changes.pop("name", recipe_name(preset))
         if name not in RECIPES:
             hint = f" (nearest: {near})" if (near := nearest(str(name), RECIPES)) else ""
             raise ValueError(f"recipe.name: want one of {', '.join(RECIPES)}; got {name!r}{hint}")
@@ -70,7 +69,7 @@ class AlgorithmConfig(Section):
             near = nearest(key, options)
             hint = f"; nearest: algorithm.recipe.{near}" if near else f"; {name} has {', '.join(options) or 'none'}"
             raise ValueError(f"recipe.{key}: unknown option of the recipe {name}{hint}")
-        base = preset if name == names[type(preset)] else RECIPES[name]()
+        base = preset if name == recipe_name(preset) else RECIPES[name]()
         return replace(base, **changes)  # it checks its values itself
 
     def resolve(self) -> Algorithm:

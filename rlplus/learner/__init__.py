@@ -1,6 +1,6 @@
 """Models under DeepSpeed, and the micro-batches that they are trained on."""
 
-from rlplus.learner.batch import dummy, forward_batches, make_micro_batches
+from rlplus.learner.batch import by_sample, forward_batches, make_micro_batches
 from rlplus.learner.learner import Learner
 from rlplus.learner.model import check_positions, prepare_model, weights_fingerprint
 from rlplus.learner.policy import Policy
@@ -8,8 +8,8 @@ from rlplus.learner.policy import Policy
 __all__ = [
     "Learner",
     "Policy",
+    "by_sample",
     "check_positions",
-    "dummy",
     "forward_batches",
     "make_micro_batches",
     "prepare_model",

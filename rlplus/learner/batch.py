@@ -1,7 +1,7 @@
 """From samples to micro-batches: what each token weighs, and which rank trains on which sample."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,11 +28,42 @@ def make_micro_batches(
     totals = _totals(samples)
     o = algorithm.objective
     everyone = bool(o.kl_coef or o.entropy_coef)
-    parallel = config.train.sequence_parallel
     kept = rebalance([s for s in samples if everyone or _has_gradient(s, o)], config)
+    batches = even_batches(kept, _token_weights(kept, totals, algorithm, config), config, pad_id, device)
+    if o.entropy_coef and algorithm.reduction == "official":
+        # The official scripts' bonus is a mean over response tokens, while their loss is normalised by length alone.
+        for batch in batches:
+            batch.entropy_weight = (batch.token_weight != 0).float() / sum(totals.tokens)
+    return batches
+
+
+def by_sample(
+    samples: Sequence[Sample],
+    compute: Callable[[MicroBatch], Tensor],
+    config: Config,
+    pad_id: int,
+    device: torch.device,
+) -> list[Tensor]:
+    """What `compute` returns of a micro-batch, (N,), for each of this rank's samples: (T,), on the CPU. Collective.
+
+    Not for train.sequence_parallel > 1, where a rank has a part of each sample.
+    """
+    results = [torch.empty(0)] * len(samples)
+    for batch in even_batches(samples, [torch.ones(len(s.response)) for s in samples], config, pad_id, device):
+        values, sequence = compute(batch).cpu(), batch.sequence.cpu()
+        for index in sequence[batch.token_weight.cpu() != 0].unique().tolist():  # none of a dummy
+            results[index] = values[sequence == index]
+    return results
+
+
+def even_batches(
+    samples: Sequence[Sample], token_weight: Sequence[Tensor], config: Config, pad_id: int, device: torch.device
+) -> list[MicroBatch]:
+    """Pack this rank's samples; all ranks get equally many micro-batches, some perhaps a `dummy`. Collective."""
+    parallel = config.train.sequence_parallel
     batches = pack(
-        kept,
-        _token_weights(kept, totals, algorithm, config),
+        samples,
+        token_weight,
         row_length=config.max_sample_length,
         tokens_per_micro_batch=config.train.tokens_per_micro_batch * parallel,
         pad_id=pad_id,
@@ -41,12 +72,7 @@ def make_micro_batches(
     most = int(agree.largest(len(batches)))
     # A rank with fewer micro-batches runs dummies, backward pass included: a rank that skips one deadlocks ZeRO.
     batches += [dummy(pad_id, parallel) for _ in range(most - len(batches))]
-    batches = [batch.to(device) for batch in own_shards(batches, config)]
-    if o.entropy_coef and algorithm.reduction == "official":
-        # The official scripts' bonus is a mean over response tokens, while their loss is normalised by length alone.
-        for batch in batches:
-            batch.entropy_weight = (batch.token_weight != 0).float() / sum(totals.tokens)
-    return batches
+    return [batch.to(device) for batch in own_shards(batches, config)]
 
 
 def forward_batches(

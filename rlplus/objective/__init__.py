@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rlplus.lazy import lazy_names
 from rlplus.objective.presets import ALGORITHMS, Algorithm, Objective, algorithm
-from rlplus.objective.recipes import RECIPES, Plain, RecipeOptions
+from rlplus.objective.recipes import RECIPES, Head, Plain, RecipeOptions, recipe_name
 from rlplus.objective.registered import register_token_loss
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ __all__ = [
     "RECIPES",
     "STATS",
     "Algorithm",
+    "Head",
     "Objective",
     "Plain",
     "RecipeOptions",
@@ -29,6 +30,7 @@ __all__ = [
     "algorithm",
     "group_advantages",
     "policy_loss",
+    "recipe_name",
     "register_token_loss",
     "token_loss",
     "token_weights",

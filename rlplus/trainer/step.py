@@ -1,6 +1,7 @@
 """The phases of a step, in the order in which `loop.train_step` takes them."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from rlplus import agree
 from rlplus.data import MicroBatch
@@ -45,6 +46,22 @@ class Step:
         self.generated += sum(len(sample.response) - sample.external_tokens for sample in batch.samples)
         batch.samples = [sample for sample in batch.samples if not sample.masked]
         return batch
+
+    def credit(self, batch: Batch) -> None:
+        """Let the recipe set the advantages."""
+        with self._learners():
+            self.run.recipe.credit(batch)
+
+    def fit(self, batch: Batch) -> None:
+        """Let the recipe train its learners, after which the step cannot be redone."""
+        run = self.run
+        run.can_redo = run.can_redo and not run.recipe.learners
+        with self._learners():
+            run.recipe.fit(batch, run.count_nonfinite)
+
+    def _learners(self) -> AbstractContextManager[None]:
+        """The phase in which the recipe's learners work, where it has any."""
+        return self.tally.time("learners") if self.run.recipe.learners else nullcontext()
 
     def pack(self, update: Update) -> Work:
         """The update with its micro-batches; none where no sample of any rank has a gradient."""
@@ -128,6 +145,8 @@ class Step:
         tally.mean("generated", self.generated * run.world)
         tally.maximum("seconds", batch.seconds)
         tally.maximum("signal", run.stop.number)
+        for name, (total, count) in run.recipe.metrics().items():
+            tally.mean(name, total, count)
         metrics = tally.reduce()
         run.under_way = run.can_redo = False
         progress.step += 1
