@@ -1,11 +1,12 @@
 """Updates of a tiny model on one or several ranks, for `test_ranks.py`: many cases in one process group.
 
-    torchrun --nproc_per_node 2 tests/rank_cases.py FOLDER NAME [CASE ...]
+    torchrun --nproc_per_node 2 tests/rank_cases.py FOLDER NAME CASE ...
 
 Rank 0 writes FOLDER/NAME.pt: for each case the gradients of one update and what else there is to compare.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,8 +21,8 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 from rlplus import agree
 from rlplus.config import Config, ModelConfig
 from rlplus.data import Sample
+from rlplus.learner import by_sample, make_micro_batches
 from rlplus.learner import learner as learner_module
-from rlplus.learner import make_micro_batches
 from rlplus.learner import policy as policy_module
 from rlplus.learner.adapters import add_adapters
 from rlplus.learner.model import load_model, prepare_model
@@ -29,6 +30,8 @@ from rlplus.learner.policy import Policy
 from rlplus.ops import library
 from rlplus.ops.backends import Choice
 from rlplus.ops.library import _scale as scale
+from rlplus.recipe import Batch
+from rlplus.recipe.critic import CriticRecipe
 from rlplus.trainer.metrics import Tally, tally_update
 from rlplus.trainer.ranks import initialize_distributed
 
@@ -71,6 +74,11 @@ CASES: dict[str, dict[str, Any]] = {
     "tied, as flash attention does it": case(flash=True),
     "tied, sequences, as flash attention does it": zero3(flash=True, sequence_parallel=2),
     "lora kl, sequences": case(lora=LORA, preset="grpo", sequence_parallel=2),
+}
+CRITICS = {
+    "critic": case(preset="ppo", prompts_per_step=24),
+    "critic, ZeRO-2": case(preset="ppo", prompts_per_step=24, zero_stage=2),
+    "critic, ZeRO-3": zero3(preset="ppo", prompts_per_step=24),
 }
 REFERENCES = ("tied", "untied", "kl", "lora", "lora kl", "single")
 QUICK = (
@@ -122,17 +130,19 @@ def own_samples(owners: str, rank: int, world: int) -> list[Sample]:
 
 
 def config_of(folder: Path, name: str) -> Config:
-    chosen = CASES[name]
+    chosen = (CASES | CRITICS)[name]
+    recipe = {"critic_updates": 5, "lr": 1e-3, "warmup_steps": 0} if chosen["preset"] == "ppo" else {}
     return Config.model_validate(
         {
             "output_dir": str(folder / "out"),
             "model": {"path": str(make_model(folder, chosen["tied"])), "dtype": "float32"} | chosen["model"],
             "data": {"path": "-", "demonstration": "d", "max_prompt_length": 8},
             "reward": {"kind": "exact_match"},
-            "rollout": {"max_response_length": 40},
+            "rollout": {"max_response_length": 40} | ({"group_size": 1} if chosen["preset"] == "ppo" else {}),
             "algorithm": {
                 "preset": chosen["preset"],
                 "objective": {"kl_coef": 0.5} if chosen["preset"] == "grpo" else {},
+                "recipe": recipe,
             },
             "train": {"steps": 1, "tokens_per_micro_batch": 64, "lr": 1e-3} | chosen["train"],
         }
@@ -239,6 +249,30 @@ def run_case(folder: Path, name: str) -> dict[str, Any]:
     }
 
 
+def run_critic(folder: Path, name: str) -> dict[str, Any]:
+    """What a step makes of given samples: values, returns, advantages, and values again after the critic's updates."""
+    config, rank, world = config_of(folder, name), dist.get_rank(), dist.get_world_size()
+    recipe = CriticRecipe(config)
+    recipe.build(*prepare_model(config.model, folder, 0), pad_id=256)
+    samples = [
+        replace(sample, group=i // world, external=False, advantage=0.0, reward=float(i % 3 == 0), truncated=i % 6 == 0)
+        for i, sample in enumerate(all_samples())
+        if i % world == rank
+    ]
+    batch = Batch([], samples, 0.0)
+    recipe.credit(batch)
+    applied: list[bool] = []
+    recipe.fit(batch, applied.append)
+    after = by_sample(samples, recipe.critic.value, config, 256, recipe.critic.device)
+    own = [(s.value, s.returns, s.advantage, value.tolist()) for s, value in zip(samples, after, strict=True)]
+    tally = Tally()
+    for metric, (total, count) in recipe.metrics().items():
+        tally.mean(metric, total, count)
+    row = {metric: value for metric, value in tally.reduce().items() if metric.startswith("critic/")}
+    ranks = agree.gathered(own)
+    return {"samples": [ranks[i % world][i // world] for i in range(24)], "row": row, "applied": applied}
+
+
 def agreed_backends() -> list[list[tuple[str, str]]]:
     """What each rank takes when all choose triton, only the first one does, and none does."""
     agreed, rank = [], dist.get_rank()
@@ -252,7 +286,7 @@ def agreed_backends() -> list[list[tuple[str, str]]]:
 def main() -> None:
     folder, output, *names = sys.argv[1:]
     initialize_distributed()
-    results = {name: run_case(Path(folder), name) for name in names or CASES}
+    results = {name: (run_critic if name in CRITICS else run_case)(Path(folder), name) for name in names}
     results["agreed backends"] = agreed_backends()
     if dist.get_rank() == 0:
         torch.save(results, Path(folder) / f"{output}.pt")

@@ -22,6 +22,7 @@ PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "dr-grpo": ({"internal": "clip"}, "constant", False, "none"),
     "dapo": ({"internal": "clip", "clip_high": 0.28}, "token", True, "none"),
     "simplerl": ({"internal": "clip", "kl_coef": 1e-3, "entropy_coef": 1e-3}, "token", True, "none"),
+    "ppo": ({"internal": "clip"}, "sequence", True, "none"),
     "gspo": ({"internal": "clip", "clip_low": 3e-4, "clip_high": 4e-4}, "sequence", True, "none"),
     "cispo": ({"internal": "cispo", "clip_high": 4.0}, "token", True, "none"),
     "sapo": ({"internal": "sapo"}, "sequence", True, "none"),
@@ -46,6 +47,15 @@ def test_presets_say_what_the_papers_say(name: str) -> None:
     assert algorithm.demonstrations == demonstrations
     if demonstrations != "only":  # there is a group
         assert algorithm.normalize_std is normalize_std
+
+
+def test_ppo_is_open_reasoner_zeros() -> None:
+    """Its published script (orz_7b_ppo.py)."""
+    options = dataclasses.asdict(ALGORITHMS["ppo"].recipe)
+    assert options == {
+        "gamma": 1.0, "gae_lambda": 1.0, "whiten": True, "stopped_only": True, "critic_updates": 12, "value_clip": 0.2,
+        "lr": 5e-6, "warmup_steps": 50,
+    }  # fmt: skip
 
 
 def test_no_preset_is_untested_and_the_default_is_rlplus() -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from rlplus.config.sections import Sections
-from rlplus.objective import ALGORITHMS, Objective
+from rlplus.objective import ALGORITHMS, Critic, Objective
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 
 # Keys, when they have no effect, and why.
@@ -82,6 +82,11 @@ RULES: tuple[Rule, ...] = (
         "algorithm.objective.mismatch_cap algorithm.objective.mismatch_low algorithm.objective.mismatch_mode",
         lambda c: not c.algorithm.resolve().generates,
         "the preset generates nothing",
+    ),
+    (
+        "algorithm.normalize_std",
+        lambda c: isinstance(c.algorithm.resolve().recipe, Critic),
+        "advantages come from a critic, not from groups",
     ),
     (
         "algorithm.objective.external algorithm.objective.external_coef algorithm.objective.gamma",

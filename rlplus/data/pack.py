@@ -27,6 +27,7 @@ class Sample:
     engine_logprob  the rollout engine's logprob of each response token; None = unknown (demonstrations)
     reward          NaN = masked: the grader failed, and the sample is left out of everything that a reward decides
     advantage       one value for the response, or one per token
+    value, returns  a critic's value of the state before each response token, and what it should be; None = no critic
     """
 
     prompt: Sequence[int]
@@ -37,6 +38,8 @@ class Sample:
     engine_logprob: Sequence[float] | None
     reward: float = 0.0
     advantage: float | Sequence[float] = 0.0
+    value: Sequence[float] | None = None
+    returns: Sequence[float] | None = None
 
     @property
     def length(self) -> int:
@@ -67,6 +70,7 @@ class MicroBatch:
     target (N,) int64, advantage (N,) float32, external (N,) bool, token_weight (N,) float32
     engine_logprob (N,) float32, NaN where unknown
     sequence (N,) int64: index of the token's sample in the list given to `pack`
+    value, returns (N,) float32: where all samples have them
     tokens: prompt and response tokens, without padding
     old_logprob, ref_logprob, entropy_weight (N,) float32: set by the trainer where the objective needs them
     whole_position_ids: of a shard, the position_ids of the micro-batch that it is a part of; else None
@@ -82,6 +86,8 @@ class MicroBatch:
     engine_logprob: Tensor
     sequence: Tensor
     tokens: int
+    value: Tensor | None = None
+    returns: Tensor | None = None
     old_logprob: Tensor | None = None
     ref_logprob: Tensor | None = None
     entropy_weight: Tensor | None = None
@@ -220,7 +226,7 @@ def _check(index: int, sample: Sample, weight: Tensor, row_length: int) -> None:
         raise ValueError(f"sample {index}: want at most row_length {row_length} tokens; got {prompt} + {response}")
     if weight.shape != (response,):
         raise ValueError(f"sample {index}: want token_weight ({response},); got {tuple(weight.shape)}")
-    for name in ("engine_logprob", "advantage", "external"):
+    for name in ("engine_logprob", "advantage", "external", "value", "returns"):
         values = getattr(sample, name)
         if not isinstance(values, float | int | None) and len(values) != response:
             raise ValueError(f"sample {index}: want {response} {name}; got {len(values)}")
@@ -254,6 +260,7 @@ def _micro_batch(
     def joined(values: list[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor([*chain(*map(per_token, values, count.tolist()))], dtype=dtype)
 
+    valued = all(sample.value is not None and sample.returns is not None for sample in chosen)
     return MicroBatch(
         input_ids=input_ids.view(len(rows), width),
         position_ids=position_ids.view(len(rows), width),
@@ -265,6 +272,8 @@ def _micro_batch(
         engine_logprob=joined(engine_logprobs, torch.float32),
         sequence=joined(order, torch.int64),
         tokens=sum(used),
+        value=joined([sample.value for sample in chosen], torch.float32) if valued else None,
+        returns=joined([sample.returns for sample in chosen], torch.float32) if valued else None,
     )
 
 

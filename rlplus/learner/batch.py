@@ -37,6 +37,14 @@ def make_micro_batches(
     return batches
 
 
+def mean_batches(samples: Sequence[Sample], config: Config, pad_id: int, device: torch.device) -> list[MicroBatch]:
+    """Rebalance and pack all samples of one update, each token with the same weight; over all ranks they sum to 1."""
+    total = sum(_totals(samples).tokens)
+    kept = rebalance(samples, config)
+    weights = [torch.full((len(sample.response),), 1 / total) for sample in kept]
+    return even_batches(kept, weights, config, pad_id, device)
+
+
 def by_sample(
     samples: Sequence[Sample],
     compute: Callable[[MicroBatch], Tensor],
@@ -129,6 +137,7 @@ def rebalance(samples: Sequence[Sample], config: Config) -> list[Sample]:
 def _compact(sample: Sample) -> Sample:
     """The same values as arrays, a third of the pickled size of lists and much faster to send."""
     kinds = {"prompt": "i", "response": "i", "engine_logprob": "d", "advantage": "d", "external": "b"}
+    kinds |= {"value": "f", "returns": "f"}
     values = {name: getattr(sample, name) for name in kinds}
     arrays: dict[str, Any] = {n: array(kinds[n], v) for n, v in values.items() if isinstance(v, Sequence)}
     return replace(sample, **arrays)
@@ -175,6 +184,6 @@ def _token_weights(samples: Sequence[Sample], totals: _Totals, algorithm: Algori
 
 def dummy(pad_id: int, multiple: int = 1) -> MicroBatch:
     """A micro-batch of one token of weight 0."""
-    sample = Sample([pad_id], [pad_id], 0, False, False, None)
+    sample = Sample([pad_id], [pad_id], 0, False, False, None, value=[0.0], returns=[0.0])
     weight = [torch.zeros(1)]
     return pack([sample], weight, row_length=2, tokens_per_micro_batch=2, pad_id=pad_id, multiple=multiple)[0]

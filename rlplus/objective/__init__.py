@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from rlplus.lazy import lazy_names
 from rlplus.objective.presets import ALGORITHMS, Algorithm, Objective, algorithm
-from rlplus.objective.recipes import RECIPES, Head, Plain, RecipeOptions, recipe_name
+from rlplus.objective.recipes import RECIPES, Critic, Head, Plain, RecipeOptions, recipe_name
 from rlplus.objective.registered import register_token_loss
 
 if TYPE_CHECKING:
     from rlplus.objective.loss import policy_loss
     from rlplus.objective.tokens import MISMATCH_STATS, STATS, TokenConstants, TokenLoss, token_loss
+    from rlplus.objective.value import generalized_advantages, value_loss
     from rlplus.objective.weights import group_advantages, token_weights
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "RECIPES",
     "STATS",
     "Algorithm",
+    "Critic",
     "Head",
     "Objective",
     "Plain",
@@ -28,12 +30,14 @@ __all__ = [
     "TokenConstants",
     "TokenLoss",
     "algorithm",
+    "generalized_advantages",
     "group_advantages",
     "policy_loss",
     "recipe_name",
     "register_token_loss",
     "token_loss",
     "token_weights",
+    "value_loss",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -41,6 +45,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "loss": ("policy_loss",),
         "tokens": ("MISMATCH_STATS", "STATS", "TokenConstants", "TokenLoss", "token_loss"),
+        "value": ("generalized_advantages", "value_loss"),
         "weights": ("group_advantages", "token_weights"),
     },
 )

@@ -1,12 +1,13 @@
 """What an algorithm does in a step around its objective."""
 
 from rlplus.config import Config
-from rlplus.objective import Plain, RecipeOptions
+from rlplus.objective import Critic, Plain, RecipeOptions
+from rlplus.recipe.critic import CriticRecipe
 from rlplus.recipe.plain import Ask, Batch, Recipe, Update, set_advantages
 
 __all__ = ["Ask", "Batch", "Recipe", "Update", "make_recipe", "set_advantages"]
 
-_RECIPES: dict[type[RecipeOptions], type[Recipe]] = {Plain: Recipe}
+_RECIPES: dict[type[RecipeOptions], type[Recipe]] = {Plain: Recipe, Critic: CriticRecipe}
 
 
 def make_recipe(config: Config) -> Recipe:
