@@ -56,7 +56,7 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
     """As `rlplus.plan.make_plan`; each model is built once."""
 
     def read_once(config: Config) -> tuple[Model, str]:
-        key = config.model.model_dump_json() + config.algorithm.model_dump_json()
+        key = f"{config.model.model_dump_json()} {config.algorithm.resolve().recipe.learners}"
         if key not in _models:
             _models[key] = read_model(config)
         return _models[key]

@@ -21,7 +21,7 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 from rlplus import agree
 from rlplus.config import Config, ModelConfig
 from rlplus.data import Sample
-from rlplus.learner import by_sample, make_micro_batches
+from rlplus.learner import ValueModel, by_sample, make_micro_batches
 from rlplus.learner import learner as learner_module
 from rlplus.learner import policy as policy_module
 from rlplus.learner.adapters import add_adapters
@@ -30,8 +30,7 @@ from rlplus.learner.policy import Policy
 from rlplus.ops import library
 from rlplus.ops.backends import Choice
 from rlplus.ops.library import _scale as scale
-from rlplus.recipe import Batch
-from rlplus.recipe.critic import CriticRecipe
+from rlplus.recipe import Batch, make_recipe
 from rlplus.trainer.metrics import Tally, tally_update
 from rlplus.trainer.ranks import initialize_distributed
 
@@ -75,11 +74,12 @@ CASES: dict[str, dict[str, Any]] = {
     "tied, sequences, as flash attention does it": zero3(flash=True, sequence_parallel=2),
     "lora kl, sequences": case(lora=LORA, preset="grpo", sequence_parallel=2),
 }
-CRITICS = {
-    "critic": case(preset="ppo", prompts_per_step=24),
-    "critic, ZeRO-2": case(preset="ppo", prompts_per_step=24, zero_stage=2),
-    "critic, ZeRO-3": zero3(preset="ppo", prompts_per_step=24),
+LEARNERS = {
+    f"{preset}{name}": kind(preset=preset, prompts_per_step=12, **changes)
+    for preset in ("ppo", "prime")
+    for name, kind, changes in (("", case, {}), (", ZeRO-2", case, {"zero_stage": 2}), (", ZeRO-3", zero3, {}))
 }
+LEARNER_OPTIONS = {"ppo": {"critic_updates": 5, "lr": 1e-3, "warmup_steps": 0}, "prime": {"lr": 1e-3}}
 REFERENCES = ("tied", "untied", "kl", "lora", "lora kl", "single")
 QUICK = (
     "tied, one rank has almost all",
@@ -130,19 +130,18 @@ def own_samples(owners: str, rank: int, world: int) -> list[Sample]:
 
 
 def config_of(folder: Path, name: str) -> Config:
-    chosen = (CASES | CRITICS)[name]
-    recipe = {"critic_updates": 5, "lr": 1e-3, "warmup_steps": 0} if chosen["preset"] == "ppo" else {}
+    chosen = (CASES | LEARNERS)[name]
     return Config.model_validate(
         {
             "output_dir": str(folder / "out"),
             "model": {"path": str(make_model(folder, chosen["tied"])), "dtype": "float32"} | chosen["model"],
             "data": {"path": "-", "demonstration": "d", "max_prompt_length": 8},
             "reward": {"kind": "exact_match"},
-            "rollout": {"max_response_length": 40} | ({"group_size": 1} if chosen["preset"] == "ppo" else {}),
+            "rollout": {"max_response_length": 40} | ({"group_size": 2} if name in LEARNERS else {}),
             "algorithm": {
                 "preset": chosen["preset"],
                 "objective": {"kl_coef": 0.5} if chosen["preset"] == "grpo" else {},
-                "recipe": recipe,
+                "recipe": LEARNER_OPTIONS.get(chosen["preset"], {}),
             },
             "train": {"steps": 1, "tokens_per_micro_batch": 64, "lr": 1e-3} | chosen["train"],
         }
@@ -249,28 +248,30 @@ def run_case(folder: Path, name: str) -> dict[str, Any]:
     }
 
 
-def run_critic(folder: Path, name: str) -> dict[str, Any]:
-    """What a step makes of given samples: values, returns, advantages, and values again after the critic's updates."""
+def run_learner(folder: Path, name: str) -> dict[str, Any]:
+    """What a step makes of given samples, pairs of a prompt each: advantages, and what its learner says afterwards."""
     config, rank, world = config_of(folder, name), dist.get_rank(), dist.get_world_size()
-    recipe = CriticRecipe(config)
+    recipe = make_recipe(config)
     recipe.build(*prepare_model(config.model, folder, 0), pad_id=256)
     samples = [
-        replace(sample, group=i // world, external=False, advantage=0.0, reward=float(i % 3 == 0), truncated=i % 6 == 0)
+        replace(sample, group=i // 2 // world, external=False, advantage=0.0, reward=float(i % 3 == 0))
         for i, sample in enumerate(all_samples())
-        if i % world == rank
+        if i // 2 % world == rank
     ]
-    batch = Batch([], samples, 0.0)
+    (learner,) = recipe.learners.values()
+    ask = learner.value if isinstance(learner, ValueModel) else learner.score
+    batch, applied = Batch([], samples, 0.0), list[bool]()
     recipe.credit(batch)
-    applied: list[bool] = []
     recipe.fit(batch, applied.append)
-    after = by_sample(samples, recipe.critic.value, config, 256, recipe.critic.device)
-    own = [(s.value, s.returns, s.advantage, value.tolist()) for s, value in zip(samples, after, strict=True)]
+    after = by_sample(samples, ask, config, 256, learner.device)
+    own = [(s.returns, s.advantage, scores.tolist()) for s, scores in zip(samples, after, strict=True)]
     tally = Tally()
     for metric, (total, count) in recipe.metrics().items():
         tally.mean(metric, total, count)
-    row = {metric: value for metric, value in tally.reduce().items() if metric.startswith("critic/")}
+    row = {metric: value for metric, value in tally.reduce().items() if not metric.startswith("time/")}
     ranks = agree.gathered(own)
-    return {"samples": [ranks[i % world][i // world] for i in range(24)], "row": row, "applied": applied}
+    ordered = [ranks[i // 2 % world][i // 2 // world * 2 + i % 2] for i in range(24)]
+    return {"samples": ordered, "row": row, "applied": applied}
 
 
 def agreed_backends() -> list[list[tuple[str, str]]]:
@@ -286,7 +287,7 @@ def agreed_backends() -> list[list[tuple[str, str]]]:
 def main() -> None:
     folder, output, *names = sys.argv[1:]
     initialize_distributed()
-    results = {name: (run_critic if name in CRITICS else run_case)(Path(folder), name) for name in names}
+    results = {name: (run_learner if name in LEARNERS else run_case)(Path(folder), name) for name in names}
     results["agreed backends"] = agreed_backends()
     if dist.get_rank() == 0:
         torch.save(results, Path(folder) / f"{output}.pt")

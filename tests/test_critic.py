@@ -1,8 +1,5 @@
 """PPO with a critic: the formulas in float64, the value model, a run with it."""
 
-import os
-import signal
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import same
+from learner_runs import grade, killed_and_resumed
 from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from update_cases import batch_of_samples
@@ -21,9 +18,10 @@ from rlplus.learner import ValueModel, by_sample, mean_batches
 from rlplus.learner.value import _loss_op, add_value_head
 from rlplus.objective import generalized_advantages, value_loss
 from rlplus.recipe import Batch
-from rlplus.recipe.critic import CriticRecipe, whitened
+from rlplus.recipe.critic import CriticRecipe
+from rlplus.recipe.fit import whitened
 from rlplus.rollout import RunFailed
-from rlplus.trainer import Interrupted, Run, train
+from rlplus.trainer import Run, train
 from rlplus.trainer.ranks import initialize_distributed
 
 # ---- formulas
@@ -191,53 +189,14 @@ def test_a_cut_response_has_no_reward_and_advantages_are_whitened_where_told(run
 @pytest.fixture(autouse=True)
 def by_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rewards that a critic can know from the prompt."""
-
-    def score(samples: Sequence[Sample], *_: Any) -> list[str]:
-        for sample in samples:
-            sample.reward = float(sample.prompt[0] % 2)
-        return ["ok"] * len(samples)
-
-    monkeypatch.setattr("rlplus.trainer.step.score", score)
-
-
-def kill_at(monkeypatch: pytest.MonkeyPatch, kind: Any, method: str, call: int) -> None:
-    """SIGTERM at the end of that call of a method."""
-    original, calls = getattr(kind, method), []
-
-    def killed(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        calls.append(1)
-        if len(calls) == call:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return result
-
-    monkeypatch.setattr(kind, method, killed)
-
-
-def latest(config: Config) -> str:
-    return (Path(config.output_dir) / "checkpoints/latest").read_text()
+    grade(monkeypatch, lambda sample: float(sample.prompt[0] % 2))
 
 
 def check_resume(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int, **train_options: Any) -> list[Any]:
-    """A run that is killed after values were asked for, and again between two updates of the critic; its metrics."""
-    settings = {"steps": steps} | train_options
-    whole = train(ppo(folder, "whole", train=settings, stopped_only=False))
-    config = ppo(folder, "parts", train=settings, stopped_only=False)
-    with monkeypatch.context() as patch:
-        kill_at(patch, CriticRecipe, "credit", 3)
-        with pytest.raises(Interrupted):
-            train(config)
-    assert latest(config) == "step-000002", "the third step is given up and done again"
-    with monkeypatch.context() as patch:
-        kill_at(patch, ValueModel, "accumulate", 2)
-        with pytest.raises(Interrupted):
-            train(config, resume=True)
-    assert latest(config) == "step-000003", "a step whose critic has changed is ended"
-    train(config, resume=True)
-    assert same(whole, Path(config.output_dir))
-    rows = metrics(whole)
-    assert metrics(Path(config.output_dir)) == rows
-    return rows
+    def config(output: str) -> Config:
+        return ppo(folder, output, train={"steps": steps} | train_options, stopped_only=False)
+
+    return killed_and_resumed(config, monkeypatch, (CriticRecipe, "credit"), (ValueModel, "accumulate"))
 
 
 def test_a_critic_learns_the_values_of_prompts_and_resumes_bit_for_bit(

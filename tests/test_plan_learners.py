@@ -39,6 +39,20 @@ def test_the_critic_of_ppo_is_counted():
     assert "learners" not in grpo.seconds
 
 
+def test_the_reward_model_of_prime_is_counted_with_its_reference():
+    """The policy's states a second time, and its weights a third time."""
+    prime = make_plan(paper("algorithm.preset=prime"), make_cluster(8, "h200"))
+    grpo = make_plan(paper("algorithm.preset=grpo"), make_cluster(8, "h200"))
+    parts, alone = prime.memory.parts["generate"], grpo.memory.parts["generate"]
+    assert parts["reference policy"] == alone["weights"]
+    assert parts["weights"] == 2 * alone["weights"]
+    assert parts["optimizer states"] == 2 * alone["optimizer states"]
+    assert "reference policy" not in alone
+    both = make_plan(paper("algorithm.preset=prime", "algorithm.objective.kl_coef=0.1"), make_cluster(8, "h200"))
+    assert both.memory.parts["generate"]["reference policy"] == 2 * alone["weights"]
+    assert 1 < prime.seconds["learners"] / prime.seconds["forward and backward"] < 3
+
+
 @pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (3, "bfloat16")])
 def test_an_update_of_a_critic_takes_what_is_planned(tmp_path, stage, dtype):
     """As of a policy in test_plan_memory.py, within 10%."""

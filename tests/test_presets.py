@@ -23,6 +23,7 @@ PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "dapo": ({"internal": "clip", "clip_high": 0.28}, "token", True, "none"),
     "simplerl": ({"internal": "clip", "kl_coef": 1e-3, "entropy_coef": 1e-3}, "token", True, "none"),
     "ppo": ({"internal": "clip"}, "sequence", True, "none"),
+    "prime": ({"internal": "clip"}, "token", True, "none"),
     "gspo": ({"internal": "clip", "clip_low": 3e-4, "clip_high": 4e-4}, "sequence", True, "none"),
     "cispo": ({"internal": "cispo", "clip_high": 4.0}, "token", True, "none"),
     "sapo": ({"internal": "sapo"}, "sequence", True, "none"),
@@ -56,6 +57,12 @@ def test_ppo_is_open_reasoner_zeros() -> None:
         "gamma": 1.0, "gae_lambda": 1.0, "whiten": True, "stopped_only": True, "critic_updates": 12, "value_clip": 0.2,
         "lr": 5e-6, "warmup_steps": 50,
     }  # fmt: skip
+
+
+def test_prime_is_its_authors() -> None:
+    """Their published script (run_prime_main.sh)."""
+    options = dataclasses.asdict(ALGORITHMS["prime"].recipe)
+    assert options == {"beta": 0.05, "lr": 1e-6, "warmup_steps": 0, "grad_clip": 10.0, "weight_decay": 0.0}
 
 
 def test_no_preset_is_untested_and_the_default_is_rlplus() -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from rlplus.config.sections import Sections
-from rlplus.objective import ALGORITHMS, Critic, Objective
+from rlplus.objective import ALGORITHMS, Objective
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 
 # Keys, when they have no effect, and why.
@@ -85,8 +85,8 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "algorithm.normalize_std",
-        lambda c: isinstance(c.algorithm.resolve().recipe, Critic),
-        "advantages come from a critic, not from groups",
+        lambda c: bool(c.algorithm.resolve().recipe.learners),
+        "the preset's recipe has advantages of its own",
     ),
     (
         "algorithm.objective.external algorithm.objective.external_coef algorithm.objective.gamma",

@@ -27,7 +27,7 @@ class Sample:
     engine_logprob  the rollout engine's logprob of each response token; None = unknown (demonstrations)
     reward          NaN = masked: the grader failed, and the sample is left out of everything that a reward decides
     advantage       one value for the response, or one per token
-    value, returns  a critic's value of the state before each response token, and what it should be; None = no critic
+    value, returns  of the state before each response token: a learner's value, and what it should learn; None = unknown
     """
 
     prompt: Sequence[int]
@@ -260,7 +260,7 @@ def _micro_batch(
     def joined(values: list[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor([*chain(*map(per_token, values, count.tolist()))], dtype=dtype)
 
-    valued = all(sample.value is not None and sample.returns is not None for sample in chosen)
+    learned = {name: [getattr(sample, name) for sample in chosen] for name in ("value", "returns")}
     return MicroBatch(
         input_ids=input_ids.view(len(rows), width),
         position_ids=position_ids.view(len(rows), width),
@@ -272,8 +272,7 @@ def _micro_batch(
         engine_logprob=joined(engine_logprobs, torch.float32),
         sequence=joined(order, torch.int64),
         tokens=sum(used),
-        value=joined([sample.value for sample in chosen], torch.float32) if valued else None,
-        returns=joined([sample.returns for sample in chosen], torch.float32) if valued else None,
+        **{name: joined(values, torch.float32) for name, values in learned.items() if None not in values},
     )
 
 

@@ -4,11 +4,13 @@ from rlplus.learner.batch import by_sample, forward_batches, make_micro_batches,
 from rlplus.learner.learner import Learner
 from rlplus.learner.model import check_positions, prepare_model, weights_fingerprint
 from rlplus.learner.policy import Policy
+from rlplus.learner.process import ProcessModel
 from rlplus.learner.value import ValueModel
 
 __all__ = [
     "Learner",
     "Policy",
+    "ProcessModel",
     "ValueModel",
     "by_sample",
     "check_positions",

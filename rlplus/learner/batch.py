@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,11 +37,19 @@ def make_micro_batches(
     return batches
 
 
-def mean_batches(samples: Sequence[Sample], config: Config, pad_id: int, device: torch.device) -> list[MicroBatch]:
-    """Rebalance and pack all samples of one update, each token with the same weight; over all ranks they sum to 1."""
-    total = sum(_totals(samples).tokens)
+def mean_batches(
+    samples: Sequence[Sample],
+    config: Config,
+    pad_id: int,
+    device: torch.device,
+    of: Literal["tokens", "sequences"] = "tokens",
+) -> list[MicroBatch]:
+    """Rebalance and pack all samples of one update, with the weights of a mean over all ranks' tokens or sequences."""
+    totals = _totals(samples)
     kept = rebalance(samples, config)
-    weights = [torch.full((len(sample.response),), 1 / total) for sample in kept]
+    lengths = [len(sample.response) for sample in kept]
+    shares = [sum(totals.tokens) if of == "tokens" else n * sum(totals.sequences) for n in lengths]
+    weights = [torch.full((n,), 1 / share) for n, share in zip(lengths, shares, strict=True)]
     return even_batches(kept, weights, config, pad_id, device)
 
 

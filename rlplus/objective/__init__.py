@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from rlplus.lazy import lazy_names
 from rlplus.objective.presets import ALGORITHMS, Algorithm, Objective, algorithm
-from rlplus.objective.recipes import RECIPES, Critic, Head, Plain, RecipeOptions, recipe_name
+from rlplus.objective.recipes import RECIPES, Critic, Head, Plain, ProcessReward, RecipeOptions, recipe_name
 from rlplus.objective.registered import register_token_loss
 
 if TYPE_CHECKING:
     from rlplus.objective.loss import policy_loss
+    from rlplus.objective.process import outcome_loss, process_advantages
     from rlplus.objective.tokens import MISMATCH_STATS, STATS, TokenConstants, TokenLoss, token_loss
     from rlplus.objective.value import generalized_advantages, value_loss
     from rlplus.objective.weights import group_advantages, token_weights
@@ -26,13 +27,16 @@ __all__ = [
     "Head",
     "Objective",
     "Plain",
+    "ProcessReward",
     "RecipeOptions",
     "TokenConstants",
     "TokenLoss",
     "algorithm",
     "generalized_advantages",
     "group_advantages",
+    "outcome_loss",
     "policy_loss",
+    "process_advantages",
     "recipe_name",
     "register_token_loss",
     "token_loss",
@@ -44,6 +48,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "loss": ("policy_loss",),
+        "process": ("outcome_loss", "process_advantages"),
         "tokens": ("MISMATCH_STATS", "STATS", "TokenConstants", "TokenLoss", "token_loss"),
         "value": ("generalized_advantages", "value_loss"),
         "weights": ("group_advantages", "token_weights"),

@@ -5,7 +5,7 @@ from math import isfinite
 from typing import Any, Literal
 
 from rlplus.errors import nearest
-from rlplus.objective.recipes import PLAIN, Critic, RecipeOptions
+from rlplus.objective.recipes import PLAIN, Critic, ProcessReward, RecipeOptions
 from rlplus.objective.registered import find_token_loss
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 
@@ -178,6 +178,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dapo": _rollouts_only("clip", "token", clip_high=0.28),
     "simplerl": _rollouts_only("clip", "token", kl_coef=1e-3, entropy_coef=1e-3),
     "ppo": replace(_rollouts_only("clip", "sequence"), recipe=Critic()),  # Open-Reasoner-Zero, arXiv 2503.24290
+    "prime": replace(_rollouts_only("clip", "token"), recipe=ProcessReward()),
     "gspo": replace(_rollouts_only("clip", "sequence", clip_low=3e-4, clip_high=4e-4), ratio_level="sequence"),
     "cispo": _rollouts_only("cispo", "token", clip_high=4.0),  # at most 5: ScaleRL, arXiv 2510.13786
     "sapo": _rollouts_only("sapo", "sequence"),

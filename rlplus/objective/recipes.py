@@ -58,18 +58,44 @@ class Critic(RecipeOptions):
             "whiten": ("true or false", isinstance(self.whiten, bool)),
             "stopped_only": ("true or false", isinstance(self.stopped_only, bool)),
             "critic_updates": ("an integer >= 1", _is_integer(self.critic_updates) and self.critic_updates >= 1),
-            "value_clip": ("a finite number > 0", is_number(self.value_clip) and self.value_clip > 0),
-            "lr": ("a finite number > 0", is_number(self.lr) and self.lr > 0),
+            "value_clip": ("a finite number > 0", _is_positive(self.value_clip)),
+            "lr": ("a finite number > 0", _is_positive(self.lr)),
             "warmup_steps": ("an integer >= 0", _is_integer(self.warmup_steps) and self.warmup_steps >= 0),
         }
-        for name, (what, fits) in wanted.items():
-            if not fits:
-                raise ValueError(f"want recipe.{name} {what}; got {getattr(self, name)!r}")
+        _check(self, wanted)
+
+
+@dataclass(frozen=True)
+class ProcessReward(RecipeOptions):
+    """PRIME: a second language model learns the outcomes, and its logprobs less the reference's are rewards of tokens.
+
+    It scores the step's samples as the step before left it, and learns after that. It has the policy's mini-batches.
+
+    beta                      of its loss: beta times the sum of a response's scores is the logit of a right answer
+    lr, warmup_steps, grad_clip, weight_decay
+                              of its optimizer; the other options are those of `train`
+    Raises ValueError for a value that does not fit.
+    """
+
+    learners: ClassVar[Mapping[str, Head]] = {"process": "language"}
+
+    beta: float = 0.05
+    lr: float = 1e-6
+    warmup_steps: int = 0
+    grad_clip: float = 10.0
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive = "a finite number > 0"
+        wanted = {name: (positive, _is_positive(getattr(self, name))) for name in ("beta", "lr", "grad_clip")}
+        wanted["warmup_steps"] = ("an integer >= 0", _is_integer(self.warmup_steps) and self.warmup_steps >= 0)
+        wanted["weight_decay"] = ("a finite number >= 0", is_number(self.weight_decay) and self.weight_decay >= 0)
+        _check(self, wanted)
 
 
 PLAIN = Plain()
 
-RECIPES: dict[str, type[RecipeOptions]] = {"plain": Plain, "critic": Critic}
+RECIPES: dict[str, type[RecipeOptions]] = {"plain": Plain, "critic": Critic, "process-reward": ProcessReward}
 
 
 def recipe_name(options: RecipeOptions) -> str:
@@ -80,6 +106,17 @@ def recipe_name(options: RecipeOptions) -> str:
 def is_number(value: object) -> bool:
     """Whether it is a finite int or float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _check(options: RecipeOptions, wanted: Mapping[str, tuple[str, bool]]) -> None:
+    """ValueError for the first option that does not fit. wanted: what each should be, and whether it is."""
+    for name, (what, fits) in wanted.items():
+        if not fits:
+            raise ValueError(f"want recipe.{name} {what}; got {getattr(options, name)!r}")
+
+
+def _is_positive(value: float) -> bool:
+    return is_number(value) and value > 0
 
 
 def _is_integer(value: object) -> bool:

@@ -11,7 +11,7 @@ from rlplus.config import Config
 from rlplus.learner.adapters import add_adapters
 from rlplus.learner.learner import deepspeed_config
 from rlplus.learner.value import add_value_head
-from rlplus.objective import Head
+from rlplus.objective import Head, ProcessReward
 from rlplus.ops import MAX_SCRATCH_MB
 from rlplus.ops.backends import choose
 from rlplus.ops.cost import Shape, faster_memory, whole_tiles
@@ -159,8 +159,11 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
         "weights": sum(states.weights for _, states in learners),
         "optimizer states": sum(states.optimizer for _, states in learners),
     }
-    if config.algorithm.resolve().objective.kl_coef and config.model.lora is None:
-        always["reference policy"] = model.parameters * model.itemsize
+    algorithm = config.algorithm.resolve()
+    references = int(algorithm.objective.kl_coef > 0 and config.model.lora is None)
+    references += isinstance(algorithm.recipe, ProcessReward)
+    if references:
+        always["reference policy"] = references * model.parameters * model.itemsize
     staying = sum(states.gradients for _, states in learners if states.gradients_stay)
     between = always | ({"gradients": staying} if staying else {})
 

@@ -75,10 +75,13 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     seconds["communication"] = _sent_bytes(config, model, ranks, updates, micro_batches, passes) / link
     slow = PCIE if train.offload_optimizer == "cpu" else bandwidth
     seconds["optimizer"] = _optimizer_bytes(model, ranks, updates) / slow
-    if isinstance(algorithm.recipe, Critic):  # values, then as many updates; a head of width 1 takes no time
-        (_, critic), updates = model.learners, algorithm.recipe.critic_updates
-        seconds["learners"] = (4 + again) * forward / flops + _optimizer_bytes(critic, ranks, updates) / slow
-        seconds["learners"] += _sent_bytes(config, critic, ranks, updates, micro_batches, 1) / link
+    for learner in model.learners[1:]:
+        if isinstance(algorithm.recipe, Critic):  # values, then its updates; a head of width 1 takes no time
+            work, updates = (4 + again) * forward, algorithm.recipe.critic_updates
+        else:  # scores and its updates, each with a pass of the reference
+            work = (6 + again) * forward + (3 + gemms) * head
+        seconds["learners"] = work / flops + _optimizer_bytes(learner, ranks, updates) / slow
+        seconds["learners"] += _sent_bytes(config, learner, ranks, updates, micro_batches, 1) / link
     # Within a GPU, or through files in the host's memory.
     handed_over = weights / bandwidth if config.rollout.mode == "colocated" else 2 * weights / PCIE
     if rollouts:  # else there is no engine, or one for evaluations alone

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,8 @@ from rlplus.config import Config
 from rlplus.data import Sample
 from rlplus.learner import ValueModel, by_sample, mean_batches
 from rlplus.objective import Critic, generalized_advantages
+from rlplus.recipe.fit import SMALLEST_VARIANCE, Metrics, fit, whitened, with_optimizer
 from rlplus.recipe.plain import Batch, Recipe
-
-SMALLEST_VARIANCE = 1e-8  # under it, differences are rounding
 
 
 class CriticRecipe(Recipe):
@@ -26,12 +26,11 @@ class CriticRecipe(Recipe):
         options = self.algorithm.recipe
         assert isinstance(options, Critic), "want the options of this recipe"
         self.options = options
-        self._metrics: dict[str, tuple[float, float]] = {}
+        self._metrics: Metrics = {}
 
     def build(self, model_path: str, model_config: PretrainedConfig, pad_id: int) -> None:
-        options, train = self.options, self.config.train
-        own = train.model_copy(update={"lr": options.lr, "warmup_steps": options.warmup_steps})
-        self.critic = ValueModel(self.config.model_copy(update={"train": own}), model_path, model_config)
+        config = with_optimizer(self.config, lr=self.options.lr, warmup_steps=self.options.warmup_steps)
+        self.critic = ValueModel(config, model_path, model_config)
         self.learners = {"critic": self.critic}
         self.pad_id = pad_id
 
@@ -53,28 +52,16 @@ class CriticRecipe(Recipe):
 
     def fit(self, batch: Batch, count: Callable[[bool], None]) -> None:
         """One pass over the batch in `critic_updates` mini-batches. Collective."""
-        critic, ranks = self.critic, dist.get_world_size()
-        totals = {name: [0.0, 0.0] for name in ("loss", "nonfinite", "lr", "grad_norm")}
+        critic = self.critic
+        mini_batches = (
+            mean_batches(samples, self.config, self.pad_id, critic.device)
+            for samples in self._mini_batches(batch.samples)
+        )
+        self._metrics |= fit(
+            "critic", critic, mini_batches, partial(critic.accumulate, clip=self.options.value_clip), count
+        )
 
-        def add(name: str, value: float) -> None:
-            totals[name][0] += value
-            totals[name][1] += 1
-
-        for samples in self._mini_batches(batch.samples):
-            micro_batches = mean_batches(samples, self.config, self.pad_id, critic.device)
-            if not micro_batches:  # the grader failed on all of them
-                continue
-            add("lr", critic.lr)
-            outputs = critic.accumulate(micro_batches, self.options.value_clip)
-            applied = critic.step()
-            count(applied)
-            add("loss", ranks * sum(float(out.loss) for out in outputs))  # a sum over ranks, not a mean
-            add("nonfinite", not applied)
-            if applied and critic.grad_norm is not None:
-                add("grad_norm", critic.grad_norm)
-        self._metrics |= {f"critic/{name}": (total, n) for name, (total, n) in totals.items()}
-
-    def metrics(self) -> dict[str, tuple[float, float]]:
+    def metrics(self) -> Metrics:
         return self._metrics
 
     def _mini_batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -89,24 +76,14 @@ class CriticRecipe(Recipe):
         return parts
 
 
-def whitened(advantages: Sequence[Tensor]) -> list[Tensor]:
-    """Scaled and shifted so that the tokens of all ranks together have mean 0 and variance 1. Collective."""
-    tokens = torch.cat([*advantages, torch.empty(0)])
-    count, total = agree.sums(len(tokens), float(tokens.sum()))
-    mean = total / max(count, 1)
-    (squares,) = agree.sums(float((tokens - mean).square().sum()))
-    scale = max(squares / max(count, 1), SMALLEST_VARIANCE) ** -0.5
-    return [(advantage - mean) * scale for advantage in advantages]
-
-
-def _value_metrics(values: Sequence[Tensor], advantages: Sequence[Tensor]) -> dict[str, tuple[float, float]]:
+def _value_metrics(values: Sequence[Tensor], advantages: Sequence[Tensor]) -> Metrics:
     """The mean value, and the share of the returns' variance that the values explain. Collective."""
     value, error = (torch.cat([*parts, torch.empty(0)]).double() for parts in (values, advantages))
     returns = value + error
     first = (float(x.sum()) for x in (error, returns))
     second = (float(x.square().sum()) for x in (error, returns))
     count, *sums = agree.sums(len(value), *first, *second)
-    metrics = {"critic/value": (float(value.sum()), float(len(value)))}
+    metrics: Metrics = {"critic/value": (float(value.sum()), float(len(value)))}
     if count:
         left, whole = (sums[i + 2] / count - (sums[i] / count) ** 2 for i in (0, 1))
         if whole > SMALLEST_VARIANCE:
