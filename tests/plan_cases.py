@@ -1,8 +1,10 @@
-"""The model and the configurations that the tests of the plan share."""
+"""The model, the configurations and the measurements that the tests of the plan share."""
 
+import gc
 from pathlib import Path
 from unittest import mock
 
+import torch
 from transformers import Qwen2Config
 
 from rlplus import plan
@@ -54,10 +56,30 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
     """As `rlplus.plan.make_plan`; each model is built once."""
 
     def read_once(config: Config) -> tuple[Model, str]:
-        key = config.model.model_dump_json()
+        key = f"{config.model.model_dump_json()} {config.algorithm.resolve().recipe.learners}"
         if key not in _models:
             _models[key] = read_model(config)
         return _models[key]
 
     with mock.patch.object(plan, "read_model", read_once):
         return plan.make_plan(config, cluster)
+
+
+def real_storages() -> dict[int, int]:
+    """Address -> bytes of every storage that a tensor of this process has."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        # Not subclasses: a compiler's stand-ins, which other tests of the process leave behind, have no memory.
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def everything_known() -> list[torch.Tensor]:
+    return [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.device.type == "cpu"]
+
+
+def alive_beyond(before: dict[int, int]) -> int:
+    return sum(size for address, size in real_storages().items() if address not in before)

@@ -1,11 +1,12 @@
 """Updates of a tiny model on one or several ranks, for `test_ranks.py`: many cases in one process group.
 
-    torchrun --nproc_per_node 2 tests/rank_cases.py FOLDER NAME [CASE ...]
+    torchrun --nproc_per_node 2 tests/rank_cases.py FOLDER NAME CASE ...
 
 Rank 0 writes FOLDER/NAME.pt: for each case the gradients of one update and what else there is to compare.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,8 +22,8 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 from rlplus import agree
 from rlplus.config import Config, ModelConfig
 from rlplus.data import Sample
+from rlplus.learner import ValueModel, by_sample, make_micro_batches
 from rlplus.learner import learner as learner_module
-from rlplus.learner import make_micro_batches
 from rlplus.learner import policy as policy_module
 from rlplus.learner.adapters import add_adapters
 from rlplus.learner.model import load_model, prepare_model
@@ -30,6 +31,7 @@ from rlplus.learner.policy import Policy
 from rlplus.ops import library
 from rlplus.ops.backends import Choice
 from rlplus.ops.library import _scale as scale
+from rlplus.recipe import Batch, make_recipe
 from rlplus.trainer import train
 from rlplus.trainer.metrics import Tally, tally_update
 from rlplus.trainer.ranks import initialize_distributed
@@ -89,6 +91,12 @@ CASES: dict[str, dict[str, Any]] = {
     "tied, sequences, as flash attention does it": zero3(flash=True, sequence_parallel=2),
     "lora kl, sequences": case(lora=LORA, preset="grpo", sequence_parallel=2),
 }
+LEARNERS = {
+    f"{preset}{name}": kind(preset=preset, prompts_per_step=12, **changes)
+    for preset in ("ppo", "prime")
+    for name, kind, changes in (("", case, {}), (", ZeRO-2", case, {"zero_stage": 2}), (", ZeRO-3", zero3, {}))
+}
+LEARNER_OPTIONS = {"ppo": {"critic_updates": 5, "lr": 1e-3, "warmup_steps": 0}, "prime": {"lr": 1e-3}}
 REFERENCES = ("tied", "untied", "kl", "lora", "lora kl", "apart", "bonus", "single", "known")
 QUICK = (
     "tied, one rank has almost all",
@@ -143,17 +151,18 @@ def own_samples(owners: str, rank: int, world: int) -> list[Sample]:
 
 
 def config_of(folder: Path, name: str) -> Config:
-    chosen = CASES[name]
+    chosen = (CASES | LEARNERS)[name]
     return Config.model_validate(
         {
             "output_dir": str(folder / "out"),
             "model": {"path": str(make_model(folder, chosen["tied"])), "dtype": "float32"} | chosen["model"],
             "data": {"path": "-", "demonstration": "d", "max_prompt_length": 8} | chosen["data"],
             "reward": {"kind": "exact_match"},
-            "rollout": {"max_response_length": 40},
+            "rollout": {"max_response_length": 40} | ({"group_size": 2} if name in LEARNERS else {}),
             "algorithm": {
                 "preset": chosen["preset"],
                 "objective": {"kl_coef": 0.5} if chosen["preset"] == "grpo" else {},
+                "recipe": LEARNER_OPTIONS.get(chosen["preset"], {}),
             },
             "train": {"steps": 1, "tokens_per_micro_batch": 64, "lr": 1e-3} | chosen["train"],
         }
@@ -261,6 +270,32 @@ def run_case(folder: Path, name: str) -> dict[str, Any]:
     }
 
 
+def run_learner(folder: Path, name: str) -> dict[str, Any]:
+    """What a step makes of given samples, pairs of a prompt each: advantages, and what its learner says afterwards."""
+    config, rank, world = config_of(folder, name), dist.get_rank(), dist.get_world_size()
+    recipe = make_recipe(config)
+    recipe.build(*prepare_model(config.model, folder, 0), pad_id=256)
+    samples = [
+        replace(sample, group=i // 2 // world, external=False, advantage=0.0, reward=float(i % 3 == 0))
+        for i, sample in enumerate(all_samples())
+        if i // 2 % world == rank
+    ]
+    (learner,) = recipe.learners.values()
+    ask = learner.value if isinstance(learner, ValueModel) else learner.score
+    batch, applied = Batch([], samples, 0.0), list[bool]()
+    recipe.credit(batch)
+    recipe.fit(batch, applied.append)
+    after = by_sample(samples, ask, config, 256, learner.device)
+    own = [(s.returns, s.advantage, scores.tolist()) for s, scores in zip(samples, after, strict=True)]
+    tally = Tally()
+    for metric, (total, count) in recipe.metrics().items():
+        tally.mean(metric, total, count)
+    row = {metric: value for metric, value in tally.reduce().items() if not metric.startswith("time/")}
+    ranks = agree.gathered(own)
+    ordered = [ranks[i // 2 % world][i // 2 // world * 2 + i % 2] for i in range(24)]
+    return {"samples": ordered, "row": row, "applied": applied}
+
+
 def agreed_backends() -> list[list[tuple[str, str]]]:
     """What each rank takes when all choose triton, only the first one does, and none does."""
     agreed, rank = [], dist.get_rank()
@@ -288,7 +323,8 @@ def refilled_run(folder: Path) -> list[dict[str, float]]:
 def main() -> None:
     folder, output, *names = sys.argv[1:]
     initialize_distributed()
-    results: dict[str, Any] = {name: run_case(Path(folder), name) for name in names or CASES}
+    chosen = names or CASES
+    results: dict[str, Any] = {n: (run_learner if n in LEARNERS else run_case)(Path(folder), n) for n in chosen}
     results["agreed backends"] = agreed_backends()
     results["refilled run"] = refilled_run(Path(folder))
     if dist.get_rank() == 0:

@@ -1,11 +1,19 @@
 """The plan against measurement: the tensors of an update, what autograd saves, what the head allocates."""
 
-import gc
 from functools import partial
 
 import pytest
 import torch
-from plan_cases import CPU, QWEN_7B, make_plan, paper, thin_model
+from plan_cases import (
+    CPU,
+    QWEN_7B,
+    alive_beyond,
+    everything_known,
+    make_plan,
+    paper,
+    real_storages,
+    thin_model,
+)
 from trainer_runs import run_config
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -16,29 +24,8 @@ from rlplus.learner.policy import Policy
 from rlplus.objective import Objective
 from rlplus.ops import linear_policy_loss
 from rlplus.plan.activations import Meter, count_activations, meta_model
-from rlplus.plan.cluster import GPUS, Cluster
-from rlplus.plan.memory import MOMENTS, Model, estimate_memory, head_memory, model_states
+from rlplus.plan.memory import Model, head_memory, model_states
 from rlplus.trainer.ranks import initialize_distributed
-
-
-def real_storages() -> dict[int, int]:
-    """Address -> bytes of every storage that a tensor of this process has."""
-    gc.collect()
-    found = {}
-    for thing in gc.get_objects():
-        # Not subclasses: a compiler's stand-ins, which other tests of the process leave behind, have no memory.
-        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu":
-            storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return found
-
-
-def everything_known() -> list[torch.Tensor]:
-    return [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.device.type == "cpu"]
-
-
-def alive_beyond(before: dict[int, int]) -> int:
-    return sum(size for address, size in real_storages().items() if address not in before)
 
 
 def samples_of(n: int, length: int) -> list[Sample]:
@@ -141,23 +128,6 @@ def test_two_and_three_layers_say_what_all_take(checkpointing):
     lm = meta_model(model_config, "bfloat16")
     whole = count_activations(lm, rows=1, length=32768, attention="flash_attention_2", checkpointing=checkpointing)
     assert quick == whole
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_states_of_all_learners_are_counted_and_one_of_them_trains(stage):
-    """A second one of half the width: its states are added, and it trains when the larger one does not."""
-    config, cluster = paper(f"train.zero_stage={stage}"), Cluster(8, GPUS["a100-80g"])
-    policy, critic = (Model(config, Qwen2Config(**(QWEN_7B | {"hidden_size": width}))) for width in (3584, 1792))
-    alone = {model: estimate_memory(config, model, cluster) for model in (policy, critic)}
-    states = {model: model_states(config, model, cluster) for model in (policy, critic)}
-    policy.learners = (policy, critic)
-    both = estimate_memory(config, policy, cluster)
-    added = states[critic].weights + states[critic].optimizer
-    added += states[critic].gradients if states[critic].gradients_stay else 0
-    for moment in MOMENTS:
-        assert alone[critic].total(moment) < alone[policy].total(moment) or moment == "generate"
-        assert both.total(moment) == alone[policy].total(moment) + added
-    assert both.host == alone[policy].host + states[critic].host
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

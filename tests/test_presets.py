@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlplus import ALGORITHMS, Objective, policy_loss
-from rlplus.objective import Gate, Interleaved, Plain, Prefix, Refill, Shaping
+from rlplus.objective import Critic, Gate, Interleaved, Plain, Prefix, ProcessReward, Refill, Shaping
 
 SCRIPT: dict[str, Any] = {"entropy_coef": 1e-3}  # the official scripts'
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -34,6 +34,8 @@ PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "dr-grpo": ({"internal": "clip"}, "constant", False, "none"),
     "dapo": ({"internal": "clip", "clip_high": 0.28, "dual_clip": 10.0}, "token", True, "none"),
     "simplerl": ({"internal": "clip", "kl_coef": 1e-4, "entropy_coef": 1e-3}, "token", True, "none"),
+    "ppo": ({"internal": "clip"}, "sequence", True, "none"),
+    "prime": ({"internal": "clip"}, "token", True, "none"),
     "gspo": ({"internal": "clip", "clip_low": 3e-4, "clip_high": 4e-4}, "sequence", True, "none"),
     "cispo": ({"internal": "cispo", "clip_high": 4.0}, "token", True, "none"),
     "sapo": ({"internal": "sapo"}, "sequence", True, "none"),
@@ -68,6 +70,8 @@ RECIPES = {
     "hpt": Gate(solved=0, keep=False),
     "superrl": Gate(solved=0, keep=False),
     "uft": Prefix("binomial", low=0.05, high=0.95, steps=300, segments=5, members=None),
+    "ppo": Critic(),
+    "prime": ProcessReward(),
 }
 
 
@@ -75,7 +79,7 @@ RECIPES = {
 def test_presets_have_the_recipes_of_the_papers(name: str) -> None:
     algorithm = ALGORITHMS[name]
     assert algorithm.recipe == RECIPES.get(name, Plain())
-    assert algorithm.external_reduction == ("token" if name in ("relift", "hpt") else None)
+    assert algorithm.external_reduction == ("token" if name in ("grpo-sft", "relift", "hpt") else None)
     assert algorithm.demonstrates_in_place == (algorithm.demonstrates and name not in RECIPES)
 
 
@@ -91,6 +95,21 @@ def test_chord_weighs_the_likelihood_of_demonstrations_by_p_times_one_less_p() -
     torch.testing.assert_close(loss, -0.1 * (p * (1 - p) * p.log()).mean(), rtol=1e-12, atol=0)
     loss.backward()
     torch.testing.assert_close(logprob.grad, -0.1 * p * (1 - p) / 25, rtol=1e-12, atol=0)
+
+
+def test_ppo_is_open_reasoner_zeros() -> None:
+    """Its published script (orz_7b_ppo.py)."""
+    options = dataclasses.asdict(ALGORITHMS["ppo"].recipe)
+    assert options == {
+        "gamma": 1.0, "gae_lambda": 1.0, "whiten": True, "stopped_only": True, "critic_updates": 12, "value_clip": 0.2,
+        "lr": 5e-6, "warmup_steps": 50,
+    }  # fmt: skip
+
+
+def test_prime_is_its_authors() -> None:
+    """Their published script (run_prime_main.sh)."""
+    options = dataclasses.asdict(ALGORITHMS["prime"].recipe)
+    assert options == {"beta": 0.05, "lr": 1e-6, "warmup_steps": 0, "grad_clip": 10.0, "weight_decay": 0.0}
 
 
 def test_no_preset_is_untested_and_the_default_is_rlplus() -> None:

@@ -7,12 +7,14 @@ from typing import Any
 import processes
 import pytest
 import torch
-from rank_cases import CASES, QUICK, REFERENCES, all_samples, make_model, run_case
+from rank_cases import CASES, LEARNERS, QUICK, REFERENCES, all_samples, make_model, run_case, run_learner
 from trainer_runs import environment
 
 from rlplus.trainer.ranks import initialize_distributed
 
 SLOW = [name for name in CASES if name not in QUICK]
+QUICK_LEARNERS = ["ppo", "prime"]
+SLOW_LEARNERS = [name for name in LEARNERS if name not in QUICK_LEARNERS]
 Results = dict[str, Any]
 
 
@@ -28,7 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(folder: Path) -> Results:
     """By this process, one rank with ZeRO-1; `test_trainer.py` compares that with the formulas in float64."""
     initialize_distributed()
-    return {name: run_case(folder, name) for name in REFERENCES}
+    learners = {name: run_learner(folder, name) for name in QUICK_LEARNERS}
+    return learners | {name: run_case(folder, name) for name in REFERENCES}
 
 
 def on_two_ranks(folder: Path, output: str, names: list[str]) -> Results:
@@ -42,12 +45,12 @@ def on_two_ranks(folder: Path, output: str, names: list[str]) -> Results:
 
 @pytest.fixture(scope="module")
 def quick(folder: Path) -> Results:
-    return on_two_ranks(folder, "quick", list(QUICK))
+    return on_two_ranks(folder, "quick", [*QUICK, *QUICK_LEARNERS])
 
 
 @pytest.fixture(scope="module")
 def slow(folder: Path) -> Results:
-    return on_two_ranks(folder, "slow", SLOW)
+    return on_two_ranks(folder, "slow", SLOW + SLOW_LEARNERS)
 
 
 def check(name: str, two: dict[str, Any], one: dict[str, Any]) -> None:
@@ -99,6 +102,31 @@ def check_shares(name: str, two: list[dict[str, int]], one: list[dict[str, int]]
 @pytest.mark.parametrize("name", QUICK)
 def test_two_ranks_are_one(name: str, quick: Results, alone: Results) -> None:
     check(name, quick[name], alone[name.split(",")[0]])
+
+
+def check_learner(two: dict[str, Any], one: dict[str, Any]) -> None:
+    """Whitened over all ranks' tokens, and trained on the same mini-batches."""
+    advantages = torch.tensor([advantage for _, whitened, _ in two["samples"] for advantage in whitened]).double()
+    assert float(advantages.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(advantages.var(correction=0)) == pytest.approx(1, rel=1e-6)
+    for got, want in zip(two["samples"], one["samples"], strict=True):
+        for name, values, wanted in zip(("returns", "advantage", "after"), got, want, strict=True):
+            assert list(values) == pytest.approx(wanted, rel=1e-5, abs=1e-5), name
+    assert two["row"] == pytest.approx(one["row"], rel=1e-5)
+    assert {"loss", "nonfinite", "lr", "grad_norm"} < {metric.partition("/")[2] for metric in two["row"]}
+    assert two["applied"] == one["applied"]
+    assert all(two["applied"])
+
+
+@pytest.mark.parametrize("name", QUICK_LEARNERS)
+def test_a_learner_on_two_ranks_is_one(name: str, quick: Results, alone: Results) -> None:
+    check_learner(quick[name], alone[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_LEARNERS)
+def test_a_learner_in_shards_is_one(name: str, slow: Results, alone: Results) -> None:
+    check_learner(slow[name], alone[name.split(",")[0]])
 
 
 def test_one_refusal_gives_all_ranks_torch(quick: Results) -> None:

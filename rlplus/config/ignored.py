@@ -86,6 +86,11 @@ RULES: tuple[Rule, ...] = (
         "the preset generates nothing",
     ),
     (
+        "algorithm.normalize_std algorithm.advantage algorithm.advantage_k",
+        lambda c: bool(c.algorithm.resolve().recipe.learners),
+        "the preset's recipe has advantages of its own",
+    ),
+    (
         "algorithm.objective.external algorithm.objective.external_coef algorithm.objective.gamma "
         "algorithm.external_schedule",
         lambda c: not c.algorithm.resolve().demonstrates,

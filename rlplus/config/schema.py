@@ -9,7 +9,7 @@ from pydantic import model_validator
 from rlplus.config.base import MANY
 from rlplus.config.ignored import ignored_keys
 from rlplus.config.sections import Sections
-from rlplus.objective import Prefix, recipe_name
+from rlplus.objective import Critic, Prefix, recipe_name
 
 
 class Config(Sections):
@@ -87,6 +87,7 @@ class Config(Sections):
         if self.train.sequence_parallel > 1 and self.model.attention == "eager":
             problems.append("train.sequence_parallel wants model.attention sdpa or flash_attention_2; got eager")
         problems += self._refill_problems()
+        problems += self._learner_problems()
         problems += self._size_problems()
         evaluated = self.data if self.evaluation.data is None else self.evaluation.data
         if evaluated.response_prefix != self.data.response_prefix:
@@ -128,6 +129,26 @@ class Config(Sections):
             yield f"algorithm.refill compares a group's rollouts: want rollout.group_size >= {wanted}; got {size}"
         if self.train.overlap:
             yield "algorithm.refill takes several draws, and train.overlap one ahead: want algorithm.refill null"
+
+    def _learner_problems(self) -> Iterator[str]:
+        """What a recipe does not support that trains models beside the policy."""
+        algorithm, train = self.algorithm.resolve(), self.train
+        options, recipe = algorithm.recipe, f"algorithm.recipe {recipe_name(algorithm.recipe)}"
+        if not options.learners:
+            return
+        if train.sequence_parallel > 1:
+            yield f"{recipe} does not support train.sequence_parallel > 1; got {train.sequence_parallel}"
+        if self.model.lora is not None:
+            yield f"{recipe} does not support model.lora: its models train all weights"
+        if train.overlap:
+            yield f"{recipe} does not support train.overlap"
+        if self.rollout.function is not None:
+            yield f"{recipe} does not support rollout.function"
+        if algorithm.demonstrates:
+            yield f"{recipe} does not support demonstrations: want a preset without; got {self.algorithm.preset}"
+        samples = train.prompts_per_step * self.rollout.group_size
+        if isinstance(options, Critic) and options.critic_updates > samples:
+            yield f"{recipe}: want critic_updates at most the {samples} samples of a step; got {options.critic_updates}"
 
     def _size_problems(self) -> Iterator[str]:
         """Samples that are too long for a micro-batch or the model, or too many for a step."""

@@ -32,6 +32,7 @@ class Sample:
     trained         whether a token has a loss: one value, or one per token; the others, such as a tool's answer, are
                     read only
     scored          the reward came with the response: nothing grades it
+    value, returns  of the state before each response token: a learner's value, and what it should learn; None = unknown
     """
 
     prompt: Sequence[int]
@@ -45,6 +46,8 @@ class Sample:
     behavior_logprob: Sequence[float] | None = None
     trained: bool | Sequence[bool] = True
     scored: bool = False
+    value: Sequence[float] | None = None
+    returns: Sequence[float] | None = None
 
     @property
     def length(self) -> int:
@@ -80,6 +83,7 @@ class MicroBatch:
     target (N,) int64, advantage (N,) float32, external (N,) bool, token_weight (N,) float32
     engine_logprob, behavior_logprob (N,) float32, NaN where unknown
     sequence (N,) int64: index of the token's sample in the list given to `pack`
+    value, returns (N,) float32: where all samples have them
     tokens: prompt and response tokens, without padding
     old_logprob, ref_logprob, entropy_weight (N,) float32: set by the trainer where the objective needs them
     whole_position_ids: of a shard, the position_ids of the micro-batch that it is a part of; else None
@@ -96,6 +100,8 @@ class MicroBatch:
     behavior_logprob: Tensor
     sequence: Tensor
     tokens: int
+    value: Tensor | None = None
+    returns: Tensor | None = None
     old_logprob: Tensor | None = None
     ref_logprob: Tensor | None = None
     entropy_weight: Tensor | None = None
@@ -234,7 +240,7 @@ def _check(index: int, sample: Sample, weight: Tensor, row_length: int) -> None:
         raise ValueError(f"sample {index}: want at most row_length {row_length} tokens; got {prompt} + {response}")
     if weight.shape != (response,):
         raise ValueError(f"sample {index}: want token_weight ({response},); got {tuple(weight.shape)}")
-    for name in ("engine_logprob", "behavior_logprob", "advantage", "external", "trained"):
+    for name in ("engine_logprob", "behavior_logprob", "advantage", "external", "trained", "value", "returns"):
         values = getattr(sample, name)
         if not isinstance(values, float | int | None) and len(values) != response:
             raise ValueError(f"sample {index}: want {response} {name}; got {len(values)}")
@@ -267,6 +273,7 @@ def _micro_batch(
         known = [nan if value is None else value for value in values]
         return torch.tensor([*chain(*map(per_token, known, count.tolist()))], dtype=dtype)
 
+    learned = {name: [getattr(sample, name) for sample in chosen] for name in ("value", "returns")}
     return MicroBatch(
         input_ids=input_ids.view(len(rows), width),
         position_ids=position_ids.view(len(rows), width),
@@ -279,6 +286,7 @@ def _micro_batch(
         behavior_logprob=joined([sample.behavior_logprob for sample in chosen], torch.float32),
         sequence=joined(order, torch.int64),
         tokens=sum(used),
+        **{name: joined(values, torch.float32) for name, values in learned.items() if None not in values},
     )
 
 

@@ -1,17 +1,22 @@
 """Models under DeepSpeed, and the micro-batches that they are trained on."""
 
-from rlplus.learner.batch import dummy, forward_batches, make_micro_batches
+from rlplus.learner.batch import by_sample, forward_batches, make_micro_batches, mean_batches
 from rlplus.learner.learner import Learner
 from rlplus.learner.model import check_positions, prepare_model, weights_fingerprint
 from rlplus.learner.policy import Policy
+from rlplus.learner.process import ProcessModel
+from rlplus.learner.value import ValueModel
 
 __all__ = [
     "Learner",
     "Policy",
+    "ProcessModel",
+    "ValueModel",
+    "by_sample",
     "check_positions",
-    "dummy",
     "forward_batches",
     "make_micro_batches",
+    "mean_batches",
     "prepare_model",
     "weights_fingerprint",
 ]

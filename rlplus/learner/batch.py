@@ -1,10 +1,10 @@
 """From samples to micro-batches: what each token weighs, and which rank trains on which sample."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,13 +30,60 @@ def make_micro_batches(
     totals = _totals(samples)
     o = algorithm.objective
     everyone = bool(o.kl_coef or o.entropy_coef)
-    parallel = config.train.sequence_parallel
     kept = rebalance([s for s in samples if everyone or _has_gradient(s, o)], config)
     unknown = sum(s.loss_tokens[1] for s in kept if s.behavior_logprob is None)
     assert config.data.behavior_logprob is None or not unknown, f"want the author's logprob of {unknown} more tokens"
+    batches = even_batches(kept, _token_weights(kept, totals, algorithm, config), config, pad_id, device)
+    if o.entropy_coef and algorithm.reduction == "official":
+        # The official scripts' bonus is a mean over response tokens, while their loss is normalised by length alone.
+        for batch in batches:
+            batch.entropy_weight = (batch.token_weight != 0).float() / sum(totals.tokens)
+    return batches
+
+
+def mean_batches(
+    samples: Sequence[Sample],
+    config: Config,
+    pad_id: int,
+    device: torch.device,
+    of: Literal["tokens", "sequences"] = "tokens",
+) -> list[MicroBatch]:
+    """Rebalance and pack all samples of one update, with the weights of a mean over all ranks' tokens or sequences."""
+    totals = _totals(samples)
+    kept = rebalance(samples, config)
+    lengths = [len(sample.response) for sample in kept]
+    shares = [sum(totals.tokens) if of == "tokens" else n * sum(totals.sequences) for n in lengths]
+    weights = [torch.full((n,), 1 / share) for n, share in zip(lengths, shares, strict=True)]
+    return even_batches(kept, weights, config, pad_id, device)
+
+
+def by_sample(
+    samples: Sequence[Sample],
+    compute: Callable[[MicroBatch], Tensor],
+    config: Config,
+    pad_id: int,
+    device: torch.device,
+) -> list[Tensor]:
+    """What `compute` returns of a micro-batch, (N,), for each of this rank's samples: (T,), on the CPU. Collective.
+
+    Not for train.sequence_parallel > 1, where a rank has a part of each sample.
+    """
+    results = [torch.empty(0)] * len(samples)
+    for batch in even_batches(samples, [torch.ones(len(s.response)) for s in samples], config, pad_id, device):
+        values, sequence = compute(batch).cpu(), batch.sequence.cpu()
+        for index in sequence[batch.token_weight.cpu() != 0].unique().tolist():  # none of a dummy
+            results[index] = values[sequence == index]
+    return results
+
+
+def even_batches(
+    samples: Sequence[Sample], token_weight: Sequence[Tensor], config: Config, pad_id: int, device: torch.device
+) -> list[MicroBatch]:
+    """Pack this rank's samples; all ranks get equally many micro-batches, some perhaps a `dummy`. Collective."""
+    parallel = config.train.sequence_parallel
     batches = pack(
-        kept,
-        _token_weights(kept, totals, algorithm, config),
+        samples,
+        token_weight,
         row_length=config.max_sample_length,
         tokens_per_micro_batch=config.train.tokens_per_micro_batch * parallel,
         pad_id=pad_id,
@@ -45,12 +92,7 @@ def make_micro_batches(
     most = int(agree.largest(len(batches)))
     # A rank with fewer micro-batches runs dummies, backward pass included: a rank that skips one deadlocks ZeRO.
     batches += [dummy(pad_id, parallel) for _ in range(most - len(batches))]
-    batches = [batch.to(device) for batch in own_shards(batches, config)]
-    if o.entropy_coef and algorithm.reduction == "official":
-        # The official scripts' bonus is a mean over response tokens, while their loss is normalised by length alone.
-        for batch in batches:
-            batch.entropy_weight = (batch.token_weight != 0).float() / sum(totals.tokens)
-    return batches
+    return [batch.to(device) for batch in own_shards(batches, config)]
 
 
 def forward_batches(
@@ -108,6 +150,7 @@ def _compact(sample: Sample) -> Sample:
     """The same values as arrays, a third of the pickled size of lists and much faster to send."""
     kinds = dict.fromkeys(("prompt", "response"), "i") | dict.fromkeys(("external", "trained"), "b")
     kinds |= dict.fromkeys(("engine_logprob", "behavior_logprob", "advantage"), "d")
+    kinds |= dict.fromkeys(("value", "returns"), "f")
     values = {name: getattr(sample, name) for name in kinds}
     arrays: dict[str, Any] = {n: array(kinds[n], v) for n, v in values.items() if isinstance(v, Sequence)}
     return replace(sample, **arrays)
@@ -165,6 +208,6 @@ def _token_weights(samples: Sequence[Sample], totals: _Totals, algorithm: Algori
 
 def dummy(pad_id: int, multiple: int = 1) -> MicroBatch:
     """A micro-batch of one token of weight 0."""
-    sample = Sample([pad_id], [pad_id], 0, False, False, None)
+    sample = Sample([pad_id], [pad_id], 0, False, False, None, value=[0.0], returns=[0.0])
     weight = [torch.zeros(1)]
     return pack([sample], weight, row_length=2, tokens_per_micro_batch=2, pad_id=pad_id, multiple=multiple)[0]

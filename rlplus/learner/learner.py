@@ -67,7 +67,7 @@ class Learner:
         if train.sequence_parallel > 1:
             self.group = SequenceGroup(train.sequence_parallel, model_config, config.model.attention)
         with in_shards(deepspeed_config(config, 1)) if train.zero_stage == 3 else nullcontext():
-            lm = load_model(config.model, model_path, model_config)
+            lm = self.load(model_path)
         if config.model.lora is not None:
             add_adapters(lm, config.model.lora, train.seed)
         if config.model.gradient_checkpointing:
@@ -83,6 +83,10 @@ class Learner:
         )
         if what := self.nonfinite():
             raise ValueError(f"the model in {model_path} has NaN or infinity in {what}: want finite weights")
+
+    def load(self, model_path: str) -> PreTrainedModel:
+        """The model to train; under ZeRO-3 it is called where models are loaded in shards."""
+        return load_model(self.config.model, model_path, self.model_config)
 
     def check_attention(self) -> None:
         """ValueError where packed sequences see each other, or do not see their own past. Collective."""

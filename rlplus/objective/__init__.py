@@ -9,10 +9,13 @@ from rlplus.lazy import lazy_names
 from rlplus.objective.presets import ALGORITHMS, Algorithm, Objective, algorithm
 from rlplus.objective.recipes import (
     RECIPES,
+    Critic,
     Gate,
+    Head,
     Interleaved,
     Plain,
     Prefix,
+    ProcessReward,
     RecipeOptions,
     Refill,
     Shaping,
@@ -24,7 +27,9 @@ from rlplus.objective.schedule import ExternalSchedule
 if TYPE_CHECKING:
     from rlplus.objective.advantages import batch_advantages
     from rlplus.objective.loss import policy_loss
+    from rlplus.objective.process import outcome_loss, process_advantages
     from rlplus.objective.tokens import MISMATCH_STATS, STATS, TokenConstants, TokenLoss, token_loss
+    from rlplus.objective.value import generalized_advantages, value_loss
     from rlplus.objective.weights import group_advantages, token_weights
 
 __all__ = [
@@ -33,12 +38,15 @@ __all__ = [
     "RECIPES",
     "STATS",
     "Algorithm",
+    "Critic",
     "ExternalSchedule",
     "Gate",
+    "Head",
     "Interleaved",
     "Objective",
     "Plain",
     "Prefix",
+    "ProcessReward",
     "RecipeOptions",
     "Refill",
     "Shaping",
@@ -46,12 +54,16 @@ __all__ = [
     "TokenLoss",
     "algorithm",
     "batch_advantages",
+    "generalized_advantages",
     "group_advantages",
+    "outcome_loss",
     "policy_loss",
+    "process_advantages",
     "recipe_name",
     "register_token_loss",
     "token_loss",
     "token_weights",
+    "value_loss",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -59,7 +71,9 @@ __getattr__, __dir__ = lazy_names(
     {
         "advantages": ("batch_advantages",),
         "loss": ("policy_loss",),
+        "process": ("outcome_loss", "process_advantages"),
         "tokens": ("MISMATCH_STATS", "STATS", "TokenConstants", "TokenLoss", "token_loss"),
+        "value": ("generalized_advantages", "value_loss"),
         "weights": ("group_advantages", "token_weights"),
     },
 )

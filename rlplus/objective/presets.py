@@ -4,7 +4,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rlplus.errors import nearest
-from rlplus.objective.recipes import PLAIN, Gate, Interleaved, Prefix, RecipeOptions, Refill, Shaping, is_number
+from rlplus.objective.recipes import (
+    PLAIN,
+    Critic,
+    Gate,
+    Interleaved,
+    Prefix,
+    ProcessReward,
+    RecipeOptions,
+    Refill,
+    Shaping,
+    is_number,
+)
 from rlplus.objective.registered import find_token_loss
 from rlplus.objective.schedule import ExternalSchedule
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
@@ -233,6 +244,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         shaping=Shaping(wrong=-1.0, overlong=0.2),  # 4,096 of 20,480 tokens
     ),
     "simplerl": _rollouts_only("clip", "token", kl_coef=1e-4, entropy_coef=1e-3),  # above 14B: kl_coef 1e-3
+    "ppo": replace(_rollouts_only("clip", "sequence"), recipe=Critic()),  # Open-Reasoner-Zero, arXiv 2503.24290
+    "prime": replace(_rollouts_only("clip", "token"), recipe=ProcessReward(), refill=Refill(0.2, 0.8)),
     "gspo": replace(_rollouts_only("clip", "sequence", clip_low=3e-4, clip_high=4e-4), ratio_level="sequence"),
     "cispo": _rollouts_only("cispo", "token", clip_high=4.0),  # at most 5: ScaleRL, arXiv 2510.13786
     "sapo": _rollouts_only("sapo", "sequence"),

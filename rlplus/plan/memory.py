@@ -10,6 +10,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rlplus.config import Config
 from rlplus.learner.adapters import add_adapters
 from rlplus.learner.learner import deepspeed_config
+from rlplus.learner.value import add_value_head
+from rlplus.objective import Head, ProcessReward
 from rlplus.ops import MAX_SCRATCH_MB
 from rlplus.ops.backends import choose
 from rlplus.ops.cost import Shape, faster_memory, whole_tiles
@@ -59,11 +61,12 @@ class Model:
 
     parameters: exact, tied ones once. trainable: of these, or of the adapters. cache_bytes: keys and values of a token
     in all layers. heads, key_heads: of queries, of keys and values. attention_width: query heads times their size.
-    learners: this model, and those that the run trains beside it.
+    head: that of a learner of the recipe; None = of the policy. learners: the policy, and those of its recipe.
     """
 
-    def __init__(self, config: Config, model_config: PretrainedConfig) -> None:
-        self.lm = _meta_model(config, model_config)
+    def __init__(self, config: Config, model_config: PretrainedConfig, head: Head | None = None) -> None:
+        self.head = head
+        self.lm = _meta_model(config, model_config, head)
         text: Any = model_config.get_text_config(decoder=True)
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         self.heads = text.num_attention_heads
@@ -75,13 +78,14 @@ class Model:
         self.cache_bytes = 2 * self.layers * self.key_heads * width * self.itemsize
         self.attention_width = self.heads * width
         self.trainable = sum(p.numel() for p in self.lm.parameters() if p.requires_grad)
-        self.learners: tuple[Model, ...] = (self,)
+        heads = [] if head else config.algorithm.resolve().recipe.learners.values()
+        self.learners: tuple[Model, ...] = (self, *(Model(config, model_config, head) for head in heads))
         if config.model.lora is not None:
             self.parameters -= self.trainable
         # Layers that are alike take alike: two and three of them say what all take.
         self._few: list[PreTrainedModel] = []
         if self.layers > 3 and _layers_alike(self.lm):
-            self._few = [_meta_model(config, _with_layers(model_config, n)) for n in (2, 3)]
+            self._few = [_meta_model(config, _with_layers(model_config, n), head) for n in (2, 3)]
         self._counted: dict[tuple[Any, ...], Activations] = {}
 
     def cache_share(self, gpus: int) -> int:
@@ -114,9 +118,11 @@ class Model:
         return self._counted[key]
 
 
-def _meta_model(config: Config, model_config: PretrainedConfig) -> PreTrainedModel:
+def _meta_model(config: Config, model_config: PretrainedConfig, head: Head | None) -> PreTrainedModel:
     part = config.model
     lm = meta_model(model_config, part.dtype, trust_remote_code=part.trust_remote_code)
+    if head == "value":
+        add_value_head(lm, seed=0)
     if part.lora is not None:
         with torch.device("meta"):
             add_adapters(lm, part.lora, seed=0)
@@ -153,8 +159,11 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
         "weights": sum(states.weights for _, states in learners),
         "optimizer states": sum(states.optimizer for _, states in learners),
     }
-    if config.algorithm.resolve().objective.kl_coef and config.model.lora is None:
-        always["reference policy"] = model.parameters * model.itemsize
+    algorithm = config.algorithm.resolve()
+    references = int(algorithm.objective.kl_coef > 0 and config.model.lora is None)
+    references += isinstance(algorithm.recipe, ProcessReward)
+    if references:
+        always["reference policy"] = references * model.parameters * model.itemsize
     staying = sum(states.gradients for _, states in learners if states.gradients_stay)
     between = always | ({"gradients": staying} if staying else {})
 
@@ -262,9 +271,12 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
 
     b N H for the gradient of its input; (V, H) in b bytes for that of its weight and, in half precision, 4 V H for its
     accumulator; and the scratch of `head_scratch`. A frozen weight (LoRA) has no gradient. With memory="least" there is
-    no such accumulator, but one of 4 N H for the input's gradient where the weight's has no room to lend it.
+    no such accumulator, but one of 4 N H for the input's gradient where the weight's has no room to lend it. A value
+    head takes N H for the gradient of its input, of fp32 and, in half precision, a copy of the input in fp32.
     """
     N, H, V, b = head_tokens(config), model.hidden, model.vocabulary, model.itemsize
+    if model.head == "value":
+        return 4 * N * H * (1 if b == 4 else 2)
     weight = 0 if config.model.lora else b * V * H
     if b == 4:
         accumulator = 0

@@ -2,6 +2,7 @@
 
 from rlplus.config import Config
 from rlplus.learner.statistics import needs_statistics
+from rlplus.objective import Critic
 from rlplus.plan.cluster import NODE, Cluster
 from rlplus.plan.memory import Memory, Model, head_mode
 
@@ -54,7 +55,6 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     forward = 2 * body * tokens + 2 * model.layers * model.attention_width * squares
     head = 2 * tokens * model.hidden * model.vocabulary
     updates = train.prompts_per_step // (train.prompts_per_update or train.prompts_per_step)
-    micro_batches = max(updates, tokens / train.tokens_per_micro_batch)
 
     seconds = {}
     if rollouts and config.rollout.mode != "server":
@@ -71,25 +71,45 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     again = 1 if config.model.gradient_checkpointing else 0
     gemms = 4 if head_mode(config, model, cluster) == "least" else 3
     seconds["forward and backward"] = ((3 + again) * forward + gemms * head) / flops
-    # A pass over all weights, or gradients, of a ring over R ranks takes (R - 1) / R of their bytes.
-    sent = weights * (ranks - 1) / ranks
-    a_micro_batch = 3 if train.zero_stage == 3 else 1 if train.zero_stage == 2 else 0
-    gathers = (passes * micro_batches) if train.zero_stage == 3 else 0
-    trips = a_micro_batch * micro_batches + gathers + updates * {1: 2, 2: 1, 3: 0}[train.zero_stage]
-    seconds["communication"] = trips * sent / link
-    # AdamW reads weight, gradient and two moments, and writes three of them, in fp32.
-    share = model.trainable / ranks
+    micro_batches = tokens / train.tokens_per_micro_batch
+    seconds["communication"] = _sent_bytes(config, model, ranks, updates, micro_batches, passes) / link
     slow = PCIE if train.offload_optimizer == "cpu" else bandwidth
-    seconds["optimizer"] = updates * 28 * share / slow
+    seconds["optimizer"] = _optimizer_bytes(model, ranks, updates) / slow
+    for learner in model.learners[1:]:
+        if isinstance(algorithm.recipe, Critic):  # values, then its updates; a head of width 1 takes no time
+            work, updates = (4 + again) * forward, algorithm.recipe.critic_updates
+        else:  # scores and its updates, each with a pass of the reference
+            work = (6 + again) * forward + (3 + gemms) * head
+        seconds["learners"] = work / flops + _optimizer_bytes(learner, ranks, updates) / slow
+        seconds["learners"] += _sent_bytes(config, learner, ranks, updates, micro_batches, 1) / link
     # Within a GPU, or through files in the host's memory.
     handed_over = weights / bandwidth if config.rollout.mode == "colocated" else 2 * weights / PCIE
     if rollouts:  # else there is no engine, or one for evaluations alone
-        seconds["sync"] = handed_over + (sent / link if train.zero_stage == 3 else 0)
+        seconds["sync"] = handed_over + (_ring(weights, ranks) / link if train.zero_stage == 3 else 0)
     total = sum(seconds.values())
     if train.overlap:
         generate, sync = seconds.get("generate", 0.0), seconds["sync"]
         total = sync + max(generate, total - generate - sync)
     return seconds | {"total": total}
+
+
+def _ring(size: float, ranks: int) -> float:
+    """Bytes that each of R ranks sends in a pass over so many bytes: (R - 1) / R of them."""
+    return size * (ranks - 1) / ranks
+
+
+def _sent_bytes(
+    config: Config, learner: Model, ranks: int, updates: float, micro_batches: float, passes: float
+) -> float:
+    """Weights and gradients that each rank sends in a step. passes: forward only, over all micro-batches."""
+    stage, micro_batches = config.train.zero_stage, max(updates, micro_batches)
+    trips = updates * {1: 2, 2: 1, 3: 0}[stage] + micro_batches * {1: 0, 2: 1, 3: 3 + passes}[stage]
+    return trips * _ring(learner.parameters * learner.itemsize, ranks)
+
+
+def _optimizer_bytes(learner: Model, ranks: int, updates: float) -> float:
+    """AdamW reads weight, gradient and two moments, and writes three of them, in fp32."""
+    return updates * 28 * learner.trainable / ranks
 
 
 def _generate_seconds(

@@ -1,11 +1,13 @@
 """What an algorithm does in a step around its objective."""
 
 from rlplus.config import Config
-from rlplus.objective import Gate, Interleaved, Plain, Prefix, RecipeOptions
+from rlplus.objective import Critic, Gate, Interleaved, Plain, Prefix, ProcessReward, RecipeOptions
+from rlplus.recipe.critic import CriticRecipe
 from rlplus.recipe.gate import GateRecipe
 from rlplus.recipe.interleaved import InterleavedRecipe
 from rlplus.recipe.plain import Ask, Batch, Recipe, Update, demonstration, set_advantages
 from rlplus.recipe.prefix import PrefixRecipe
+from rlplus.recipe.process_reward import ProcessRewardRecipe
 from rlplus.recipe.refill import refill_batch
 
 __all__ = ["Ask", "Batch", "Recipe", "Update", "demonstration", "make_recipe", "refill_batch", "set_advantages"]
@@ -15,6 +17,8 @@ _RECIPES: dict[type[RecipeOptions], type[Recipe]] = {
     Interleaved: InterleavedRecipe,
     Gate: GateRecipe,
     Prefix: PrefixRecipe,
+    Critic: CriticRecipe,
+    ProcessReward: ProcessRewardRecipe,
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from transformers import PretrainedConfig
 
 from rlplus import agree
 from rlplus.config import Config
@@ -51,7 +52,8 @@ class Update:
 class Recipe:
     """What an algorithm does in a step. The methods stand in the order in which a step calls them.
 
-    learners: models besides the policy that it trains, by name; they are saved with the run.
+    learners: the models that it trains beside the policy, by the names that its options give them; they are saved,
+    restored and checked with the run.
     """
 
     learners: Mapping[str, Learner] = {}
@@ -59,6 +61,9 @@ class Recipe:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.algorithm: Algorithm = config.algorithm.resolve()
+
+    def build(self, model_path: str, model_config: PretrainedConfig, pad_id: int) -> None:
+        """Make `learners`, from the folder and configuration that the policy was made from. Collective."""
 
     def ask(self, examples: Sequence[Example]) -> list[Ask]:
         """The group of each example. A demonstration takes the place of a rollout, which is not sampled."""
@@ -88,6 +93,12 @@ class Recipe:
 
     def saw(self, update: Update, outputs: Sequence[PolicyLoss], grad_norm: float | None) -> None:
         """Learn from an update that was made: its micro-batches' losses on this rank, the gradient's global norm."""
+
+    def fit(self, batch: Batch, count: Callable[[bool], None]) -> None:
+        """Train `learners`, after the policy's updates.
+
+        count: to be called after each optimizer step with whether it was applied; it may raise.
+        """
 
     def metrics(self) -> dict[str, tuple[float, float]]:
         """Metrics of the step by name: this rank's sum and count, whose mean over all ranks is logged."""

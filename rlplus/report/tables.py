@@ -14,6 +14,7 @@ _WORK = {
     "optimizer": "optimiser",
     "old_logprob": "old logprobs",
     "statistics": "statistics",
+    "learners": "critic or reward model",
 }
 _OVERHEAD = {"sync": "sync", "score": "score", "pack": "pack"}
 
@@ -149,20 +150,26 @@ def run_table(trained: Mapping[str, list[RunData]]) -> str:
 
 
 def phase_table(trained: Mapping[str, list[RunData]]) -> str:
-    """Where a step's time goes, evaluations and each run's first step, which warms up, left out. Empty if unknown."""
+    """Where a step's time goes, evaluations and each run's first step, which warms up, left out. Empty if unknown.
+
+    Phases that no run has are left out.
+    """
+    logged = {name for runs in trained.values() for run in runs for step in run.metrics for name in step}
+    work, other = ({p: label for p, label in part.items() if f"time/{p}" in logged} for part in (_WORK, _OVERHEAD))
     rows = []
     for label, runs in trained.items():
         steps = [step for run in runs for step in run.metrics[1:] if "time/step" in step]
-        seconds = {p: sum(s.get(f"time/{p}", 0.0) for s in steps) for p in ("step", "evaluate", *_WORK, *_OVERHEAD)}
+        seconds = {p: sum(s.get(f"time/{p}", 0.0) for s in steps) for p in ("step", "evaluate", *work, *other)}
         if (whole := seconds["step"] - seconds["evaluate"]) <= 0:
             continue
-        overhead = whole - sum(seconds[phase] for phase in _WORK)
-        rest = overhead - sum(seconds[phase] for phase in _OVERHEAD)
-        shares = [*(seconds[phase] for phase in (*_WORK, *_OVERHEAD)), rest, overhead]
+        overhead = whole - sum(seconds[phase] for phase in work)
+        rest = overhead - sum(seconds[phase] for phase in other)
+        shares = [*(seconds[phase] for phase in (*work, *other)), rest, overhead]
         rows.append([escape(label), f"{whole / len(steps):.3g} s", *(f"{part / whole:.1%}" for part in shares)])
     if not rows:
         return ""
-    return _table(["", "step", *_WORK.values(), *_OVERHEAD.values(), "rest", "overhead: all from sync on"], rows)
+    last = f"overhead: all from {next(iter(other.values()), 'rest')} on"
+    return _table(["", "step", *work.values(), *other.values(), "rest", last], rows)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -59,13 +59,14 @@ def train_step(run: Run, evaluate: Evaluate | None) -> None:
     """
     step, recipe = Step(run), run.recipe
     batch = step.collect()  # prompts, rollouts and rewards, until the recipe has enough
-    recipe.credit(batch)  # an advantage for each sample, or each token
+    step.credit(batch)  # an advantage for each sample, or each token
     work = [step.pack(update) for update in recipe.updates(batch)]
     step.remember(work)  # the logprobs of the policy before the first update, and of the reference
     for update, micro_batches in work:
         if micro_batches:  # else no sample of any rank has a gradient
             outputs = step.accumulate(update, micro_batches)
             recipe.saw(update, outputs, step.optimize(outputs))
+    step.fit(batch)  # the models that the recipe trains beside the policy
     if evaluate is not None and run.progress.evaluation_due:
         step.evaluate(lambda: evaluate(run))
     step.end(batch)

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import Example, MicroBatch, PromptSampler, Sample
-from rlplus.learner import Policy, dummy, forward_batches
+from rlplus.learner import Policy, by_sample
 from rlplus.recipe import Ask, Batch, Recipe
 from rlplus.rollout import Respond, RolloutEngine
 from rlplus.trainer.engine import EngineFailed, SyncedEngine
@@ -134,17 +133,8 @@ class Rollouts:
             return []
         demonstrated = [e for e, ask in zip(examples, asks, strict=True) if ask.demonstrated]
         samples = [Sample(e.prompt, e.demonstration or [], 0, True, False, None) for e in demonstrated]
-        budget, device = self.config.train.tokens_per_micro_batch, self.policy.device
-        batches = forward_batches(samples, self.config, self.pad_id, device, budget)
-        missing = int(agree.largest(len(batches))) - len(batches)
-        logprobs: list[list[float]] = [[] for _ in samples]
-        for batch in batches:
-            values = self.policy.logprob(batch)
-            for sequence in batch.sequence.unique().tolist():
-                logprobs[sequence] = values[batch.sequence == sequence].tolist()
-        for _ in range(missing):
-            self.policy.logprob(dummy(self.pad_id).to(device))  # under ZeRO-3 all ranks take part in each forward pass
-        return logprobs
+        logprobs = by_sample(samples, self.policy.logprob, self.config, self.pad_id, self.policy.device)
+        return [logprob.tolist() for logprob in logprobs]
 
     def rewind(self) -> None:
         """Undo the draws since `begin`, so that a checkpoint resumes there; drop a batch that is being generated."""

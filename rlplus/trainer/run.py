@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from rlplus import agree, checkpoint
 from rlplus.config import Config
 from rlplus.data import Example, PromptSampler, load_examples, load_tokenizer, response_text
-from rlplus.learner import Policy, check_positions, prepare_model, weights_fingerprint
+from rlplus.learner import Learner, Policy, check_positions, prepare_model, weights_fingerprint
 from rlplus.recipe import make_recipe
 from rlplus.reward import Scorer, Verdict, grade_demonstrations, keep_passed
 from rlplus.rollout import RunFailed, make_engine, make_respond
@@ -80,14 +80,15 @@ class Run:
         self.sampler = PromptSampler(len(self.examples), config.train.prompts_per_step, config.train.seed)
         reference = bool(self.recipe.algorithm.objective.kl_coef)
         self.policy = Policy(config, model_path, model_config, reference=reference)
-        self.engines = {"policy": self.policy.engine}
-        self.engines |= {name: learner.engine for name, learner in self.recipe.learners.items()}
-        for learner in (self.policy, *self.recipe.learners.values()):
+        self.recipe.build(model_path, model_config, self.pad_id)
+        self.learners: dict[str, Learner] = {"policy": self.policy} | dict(self.recipe.learners)
+        for learner in self.learners.values():
             stack.callback(learner.close)
+        self.engines = {name: learner.engine for name, learner in self.learners.items()}
         if folder.last is not None:
             self.sampler.load_state_dict(folder.state["sampler"])
             checkpoint.load(self.engines, folder.last)
-            if what := self.policy.nonfinite():
+            if what := self._nonfinite():
                 raise ValueError(f"{folder.last} has NaN or infinity in {what}: want a checkpoint with finite weights")
         self._start_engine(model_path, model_config, stack)
         if folder.last is not None and (remembered := checkpoint.read_rank_state(folder.last)) is not None:
@@ -177,18 +178,25 @@ class Run:
             self.check_weights()
             raise RunFailed(
                 f"{progress.nonfinite} updates in a row had a non-finite gradient; the newest checkpoint is "
-                f"{checkpoint.latest(self.folder.checkpoints)}. Lower train.lr, or use a bounded objective"
+                f"{checkpoint.latest(self.folder.checkpoints)}. Lower the learning rate, or use a bounded objective"
             )
 
     def check_weights(self) -> None:
         """RunFailed on all ranks where an update left NaN or infinity: nothing is made of such weights, or blamed."""
-        if what := self.policy.nonfinite():
+        if what := self._nonfinite():
             updated = self.under_way and not self.can_redo
             raise RunFailed(
                 f"step {self.progress.step + updated}: an update left NaN or infinity in {what}. Nothing of it was "
-                f"saved, the newest checkpoint is {checkpoint.latest(self.folder.checkpoints)}. Lower train.lr, or "
-                "raise train.warmup_steps"
+                f"saved, the newest checkpoint is {checkpoint.latest(self.folder.checkpoints)}. Lower its learning "
+                "rate, or raise its warmup_steps"
             )
+
+    def _nonfinite(self) -> str:
+        """The first place of NaN or infinity in the policy and the recipe's learners; empty if there is none."""
+        for name, learner in self.learners.items():
+            if what := learner.nonfinite():
+                return what if learner is self.policy else f"{what} of the {name}"
+        return ""
 
     def begin_step(self) -> None:
         """Remember what `give_up_step` goes back to."""

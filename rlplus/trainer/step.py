@@ -1,6 +1,7 @@
 """The phases of a step, in the order in which `loop.train_step` takes them."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -65,6 +66,22 @@ class Step:
         self.tally.mean("batch/draws", draws)
         self.tally.mean("batch/kept", kept / (draws * self.config.train.prompts_per_step))
         return batch
+
+    def credit(self, batch: Batch) -> None:
+        """Let the recipe set the advantages."""
+        with self._learners():
+            self.run.recipe.credit(batch)
+
+    def fit(self, batch: Batch) -> None:
+        """Let the recipe train its learners, after which the step cannot be redone."""
+        run = self.run
+        run.can_redo = run.can_redo and not run.recipe.learners
+        with self._learners():
+            run.recipe.fit(batch, run.count_nonfinite)
+
+    def _learners(self) -> AbstractContextManager[None]:
+        """The phase in which the recipe's learners work, where it has any."""
+        return self.tally.time("learners") if self.run.recipe.learners else nullcontext()
 
     def pack(self, update: Update) -> Work:
         """The update, with this step's external_coef, and its micro-batches: none where no rank has any gradient."""

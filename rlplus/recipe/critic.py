@@ -1,0 +1,91 @@
+"""PPO with a critic: advantages of tokens, from a value model that is trained beside the policy."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from rlplus import agree
+from rlplus.config import Config
+from rlplus.data import Sample
+from rlplus.learner import ValueModel, by_sample, mean_batches
+from rlplus.objective import Critic, generalized_advantages
+from rlplus.recipe.fit import SMALLEST_VARIANCE, Metrics, fit, whitened, with_optimizer
+from rlplus.recipe.plain import Batch, Recipe
+
+
+class CriticRecipe(Recipe):
+    """Values before the policy's updates, from the critic as the step before left it; its own updates after them."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        options = self.algorithm.recipe
+        assert isinstance(options, Critic), "want the options of this recipe"
+        self.options = options
+        self._metrics: Metrics = {}
+
+    def build(self, model_path: str, model_config: PretrainedConfig, pad_id: int) -> None:
+        config = with_optimizer(self.config, lr=self.options.lr, warmup_steps=self.options.warmup_steps)
+        self.critic = ValueModel(config, model_path, model_config)
+        self.learners = {"critic": self.critic}
+        self.pad_id = pad_id
+
+    def credit(self, batch: Batch) -> None:
+        """Set rewards, values, returns and advantages. Collective."""
+        options, samples = self.options, batch.samples
+        for sample in samples:
+            if options.stopped_only and sample.truncated:
+                sample.reward = 0.0
+        values = by_sample(samples, self.critic.value, self.config, self.pad_id, self.critic.device)
+        advantages = generalized_advantages(
+            [sample.reward for sample in samples], values, gamma=options.gamma, gae_lambda=options.gae_lambda
+        )
+        for sample, value, advantage in zip(samples, values, advantages, strict=True):
+            sample.value, sample.returns = value.tolist(), (value + advantage).tolist()
+        for sample, advantage in zip(samples, whitened(advantages) if options.whiten else advantages, strict=True):
+            sample.advantage = advantage.tolist()
+        self._metrics = _value_metrics(values, advantages)
+
+    def fit(self, batch: Batch, count: Callable[[bool], None]) -> None:
+        """One pass over the batch in `critic_updates` mini-batches. Collective."""
+        critic = self.critic
+        mini_batches = (
+            mean_batches(samples, self.config, self.pad_id, critic.device)
+            for samples in self._mini_batches(batch.samples)
+        )
+        self._metrics |= fit(
+            "critic", critic, mini_batches, partial(critic.accumulate, clip=self.options.value_clip), count
+        )
+
+    def metrics(self) -> Metrics:
+        return self._metrics
+
+    def _mini_batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """This rank's part of each. On any number of ranks they divide the step's samples in the sampler's order."""
+        world, updates, size = dist.get_world_size(), self.options.critic_updates, self.config.rollout.group_size
+        parts: list[list[Sample]] = [[] for _ in range(updates)]
+        members: Counter[int] = Counter()  # of each group so far
+        for sample in samples:
+            place = (sample.group * world + dist.get_rank()) * size + members[sample.group]
+            members[sample.group] += 1
+            parts[place * updates // (self.config.train.prompts_per_step * size)].append(sample)
+        return parts
+
+
+def _value_metrics(values: Sequence[Tensor], advantages: Sequence[Tensor]) -> Metrics:
+    """The mean value, and the share of the returns' variance that the values explain. Collective."""
+    value, error = (torch.cat([*parts, torch.empty(0)]).double() for parts in (values, advantages))
+    returns = value + error
+    first = (float(x.sum()) for x in (error, returns))
+    second = (float(x.square().sum()) for x in (error, returns))
+    count, *sums = agree.sums(len(value), *first, *second)
+    metrics: Metrics = {"critic/value": (float(value.sum()), float(len(value)))}
+    if count:
+        left, whole = (sums[i + 2] / count - (sums[i] / count) ** 2 for i in (0, 1))
+        if whole > SMALLEST_VARIANCE:
+            metrics["critic/explained_variance"] = (1 - left / whole, 1)
+    return metrics

@@ -1,0 +1,85 @@
+"""PRIME: advantages from outcomes and from the process rewards of a model that learns the outcomes."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from rlplus import agree
+from rlplus.config import Config
+from rlplus.data import Sample
+from rlplus.learner import ProcessModel, by_sample, mean_batches
+from rlplus.objective import ProcessReward, process_advantages
+from rlplus.recipe.fit import Metrics, fit, whitened, with_optimizer
+from rlplus.recipe.plain import Batch, Recipe
+
+EPSILON = 1e-6  # added to the largest return of process rewards
+
+
+class ProcessRewardRecipe(Recipe):
+    """Scores before the policy's updates, from the reward model as the step before left it; its updates after them."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        options = self.algorithm.recipe
+        assert isinstance(options, ProcessReward), "want the options of this recipe"
+        self.options = options
+        self._metrics: Metrics = {}
+
+    def build(self, model_path: str, model_config: PretrainedConfig, pad_id: int) -> None:
+        o = self.options
+        own = with_optimizer(
+            self.config, lr=o.lr, warmup_steps=o.warmup_steps, grad_clip=o.grad_clip, weight_decay=o.weight_decay
+        )
+        rollout = self.config.rollout.model_copy(update={"temperature": 1.0})  # rewards are of the model as it is
+        self.process = ProcessModel(own.model_copy(update={"rollout": rollout}), model_path, model_config)
+        self.learners = {"process": self.process}
+        self.pad_id = pad_id
+
+    def credit(self, batch: Batch) -> None:
+        """Set returns (of each token the outcome) and advantages. Collective."""
+        samples = batch.samples
+        for sample in samples:
+            sample.returns = [sample.reward] * len(sample.response)
+        scores = by_sample(samples, self.process.score, self.config, self.pad_id, self.process.device)
+        largest = agree.largest(max((_largest_return(score) for score in scores), default=0.0))
+        groups: dict[int, list[int]] = {}
+        for i, sample in enumerate(samples):
+            groups.setdefault(sample.group, []).append(i)
+        advantages = list(scores)
+        for members in groups.values():
+            rewards = [samples[i].reward for i in members]
+            worth = process_advantages(rewards, [scores[i].double() / (largest + EPSILON) for i in members])
+            for i, advantage in zip(members, worth, strict=True):
+                advantages[i] = advantage
+        for sample, advantage in zip(samples, whitened(advantages), strict=True):
+            sample.advantage = advantage.tolist()
+        self._metrics = _score_metrics(samples, scores)
+
+    def fit(self, batch: Batch, count: Callable[[bool], None]) -> None:
+        """The policy's mini-batches, once. Collective."""
+        process = self.process
+        mini_batches = (
+            mean_batches(update.samples, self.config, self.pad_id, process.device, of="sequences")
+            for update in self.updates(batch)
+        )
+        self._metrics |= fit("process", process, mini_batches, partial(process.learn, beta=self.options.beta), count)
+
+    def metrics(self) -> Metrics:
+        return self._metrics
+
+
+def _largest_return(score: Tensor) -> float:
+    """The largest sum, in size, of a response's scores from some token on."""
+    return float(score.double().flip(0).cumsum(0).abs().max())
+
+
+def _score_metrics(samples: Sequence[Sample], scores: Sequence[Tensor]) -> Metrics:
+    """The mean score of a token, and the share of responses whose sum has the sign of their outcome."""
+    totals = [float(score.double().sum()) for score in scores]
+    right = sum((total > 0) == (sample.reward > 0.5) for total, sample in zip(totals, samples, strict=True))
+    return {
+        "process/score": (sum(totals), sum(len(score) for score in scores)),
+        "process/accuracy": (right, len(samples)),
+    }

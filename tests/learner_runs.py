@@ -1,0 +1,65 @@
+"""Runs whose recipe trains a model beside the policy, killed and resumed."""
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_runs import same
+from trainer_runs import metrics
+
+from rlplus.config import Config
+from rlplus.data import Sample
+from rlplus.trainer import Interrupted, train
+
+
+def grade(monkeypatch: pytest.MonkeyPatch, reward: Callable[[Sample], float]) -> None:
+    """Rewards without a grader."""
+
+    def score(samples: Sequence[Sample], *_: Any) -> list[str]:
+        for sample in samples:
+            sample.reward = reward(sample)
+        return ["ok"] * len(samples)
+
+    monkeypatch.setattr("rlplus.trainer.step.score", score)
+
+
+def killed_and_resumed(
+    config: Callable[[str], Config],
+    monkeypatch: pytest.MonkeyPatch,
+    credit: tuple[Any, str],
+    update: tuple[Any, str],
+) -> list[dict[str, float]]:
+    """The metrics of a run, which are those of one that is killed twice, bit for bit, as are the weights.
+
+    config: of a folder's name. credit: the method in which it is killed in the third step, which can then be redone.
+    update: one of the learner, of which each step has two or more; the second one in the third step is killed.
+    """
+    whole, parts = train(config("whole")), config("parts")
+    for method, call, saved in ((credit, 3, "step-000002"), (update, 2, "step-000003")):
+        with monkeypatch.context() as patch:
+            _kill_at(patch, *method, call)
+            with pytest.raises(Interrupted):
+                train(parts, resume="auto")
+        assert (Path(parts.output_dir) / "checkpoints/latest").read_text() == saved
+    train(parts, resume=True)
+    assert same(whole, Path(parts.output_dir))
+    rows = metrics(whole)
+    assert metrics(Path(parts.output_dir)) == rows
+    return rows
+
+
+def _kill_at(monkeypatch: pytest.MonkeyPatch, kind: Any, method: str, call: int) -> None:
+    """SIGTERM at the end of that call of a method."""
+    original, calls = getattr(kind, method), []
+
+    def killed(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    monkeypatch.setattr(kind, method, killed)

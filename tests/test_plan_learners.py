@@ -1,0 +1,109 @@
+"""The plan of a run that trains a second model beside its policy."""
+
+import pytest
+from plan_cases import CPU, QWEN_7B, alive_beyond, everything_known, make_plan, paper, real_storages, thin_model
+from trainer_runs import run_config
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlplus.data import Sample, byte_tokenizer
+from rlplus.learner import ValueModel, mean_batches
+from rlplus.plan import GPUS, MOMENTS, Cluster, make_cluster
+from rlplus.plan.activations import Meter
+from rlplus.plan.memory import Model, estimate_memory, model_states
+from rlplus.trainer.ranks import initialize_distributed
+
+
+def test_the_critic_of_ppo_is_counted():
+    """The policy's body and one more row: all states a second time, activations of the one that takes the most."""
+    ppo = make_plan(paper("algorithm.preset=ppo"), make_cluster(8, "h200"))
+    grpo = make_plan(paper("algorithm.preset=grpo"), make_cluster(8, "h200"))
+    assert ppo.parameters == grpo.parameters
+    body = grpo.parameters - QWEN_7B["vocab_size"] * QWEN_7B["hidden_size"]
+    critic = body + QWEN_7B["hidden_size"]
+    for part, size in (("weights", 2), ("optimizer states", 12 / 8)):
+        added = ppo.memory.parts["generate"][part] - grpo.memory.parts["generate"][part]
+        assert added == pytest.approx(size * critic, rel=1e-9)
+    for moment in MOMENTS[1:]:
+        rest = [
+            {
+                name: size
+                for name, size in plan.memory.parts[moment].items()
+                if name not in ("weights", "optimizer states")
+            }
+            for plan in (ppo, grpo)
+        ]
+        assert rest[0] == rest[1], "the policy, which has the larger head, is the fullest moment"
+    assert ppo.seconds["total"] > grpo.seconds["total"]
+    share = ppo.seconds["learners"] / ppo.seconds["forward and backward"]
+    assert 0.8 < share < 1.8  # one pass more than the policy's, without its head
+    assert "learners" not in grpo.seconds
+
+
+def test_the_reward_model_of_prime_is_counted_with_its_reference():
+    """The policy's states a second time, and its weights a third time."""
+    prime = make_plan(paper("algorithm.preset=prime"), make_cluster(8, "h200"))
+    grpo = make_plan(paper("algorithm.preset=grpo"), make_cluster(8, "h200"))
+    parts, alone = prime.memory.parts["generate"], grpo.memory.parts["generate"]
+    assert parts["reference policy"] == alone["weights"]
+    assert parts["weights"] == 2 * alone["weights"]
+    assert parts["optimizer states"] == 2 * alone["optimizer states"]
+    assert "reference policy" not in alone
+    both = make_plan(paper("algorithm.preset=prime", "algorithm.objective.kl_coef=0.1"), make_cluster(8, "h200"))
+    assert both.memory.parts["generate"]["reference policy"] == 2 * alone["weights"]
+    assert 1 < prime.seconds["learners"] / prime.seconds["forward and backward"] < 3
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (3, "bfloat16")])
+def test_an_update_of_a_critic_takes_what_is_planned(tmp_path, stage, dtype):
+    """As of a policy in test_plan_memory.py, within 10%."""
+    initialize_distributed()
+    config = run_config(
+        tmp_path,
+        model={"scratch": None, "path": str(tmp_path / "model"), "dtype": dtype},
+        algorithm={"preset": "ppo"},
+        train={"zero_stage": stage, "tokens_per_micro_batch": 48},
+        rollout={"max_response_length": 40},
+    )
+    model_config = thin_model(vocab_size=len(byte_tokenizer()))
+    Qwen2ForCausalLM(model_config).save_pretrained(tmp_path / "model")
+    before = real_storages()
+    critic = ValueModel(config, str(tmp_path / "model"), model_config)
+    samples = [Sample([1, 2], [3] * 46, 0, False, False, None, value=[0.0] * 46, returns=[1.0] * 46) for _ in range(2)]
+
+    def update() -> None:
+        batches = mean_batches(samples, config, 0, critic.device)
+        assert len(batches) == 2
+        critic.accumulate(batches, 0.2)
+        assert critic.step()
+
+    update()  # the first one makes the optimiser's moments
+    between = alive_beyond(before)
+    with Meter(known=everything_known()) as passes:
+        critic.accumulate(mean_batches(samples, config, 0, critic.device), 0.2)
+    waiting = alive_beyond(before)
+    with Meter(known=everything_known()) as optimizer:
+        critic.step()
+    planned = Model(config, model_config, "value")
+    states, memory = model_states(config, planned, CPU), estimate_memory(config, planned, CPU)
+    engine = sum(memory.parts["optimizer"][part] for part in ("engine weights", "kv cache"))
+    stay = states.gradients if states.gradients_stay else 0
+    assert between == pytest.approx(states.weights + states.optimizer + stay, rel=0.1)
+    assert between + passes.peak == pytest.approx(max(map(memory.total, ("head", "backward"))) - engine, rel=0.1)
+    assert waiting + optimizer.peak == pytest.approx(memory.total("optimizer") - engine, rel=0.1)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_states_of_all_learners_are_counted_and_one_of_them_trains(stage):
+    """A second one of half the width: its states are added, and it trains when the larger one does not."""
+    config, cluster = paper(f"train.zero_stage={stage}"), Cluster(8, GPUS["a100-80g"])
+    policy, critic = (Model(config, Qwen2Config(**(QWEN_7B | {"hidden_size": width}))) for width in (3584, 1792))
+    alone = {model: estimate_memory(config, model, cluster) for model in (policy, critic)}
+    states = {model: model_states(config, model, cluster) for model in (policy, critic)}
+    policy.learners = (policy, critic)
+    both = estimate_memory(config, policy, cluster)
+    added = states[critic].weights + states[critic].optimizer
+    added += states[critic].gradients if states[critic].gradients_stay else 0
+    for moment in MOMENTS:
+        assert alone[critic].total(moment) < alone[policy].total(moment) or moment == "generate"
+        assert both.total(moment) == alone[policy].total(moment) + added
+    assert both.host == alone[policy].host + states[critic].host

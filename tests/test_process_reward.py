@@ -1,0 +1,170 @@
+"""PRIME: the formulas in float64, the process reward model, a run with it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from learner_runs import grade, killed_and_resumed
+from trainer_runs import run_config
+from transformers import AutoModelForCausalLM
+from update_cases import batch_of_samples
+
+from rlplus.config import Config
+from rlplus.data import Sample
+from rlplus.learner import ProcessModel, by_sample, mean_batches
+from rlplus.objective import outcome_loss, process_advantages
+from rlplus.recipe import Batch
+from rlplus.recipe.process_reward import ProcessRewardRecipe
+from rlplus.trainer import Run
+
+
+def test_advantages_are_their_definition() -> None:
+    """A token's worth: process rewards from there on, each less its baseline; the outcome less that of the others."""
+    generator = torch.Generator().manual_seed(0)
+    scores = [torch.randn(n, generator=generator, dtype=torch.float64) for n in (1, 5, 3)]
+    outcomes = [1.0, 0.0, 1.0]
+    got = process_advantages(outcomes, scores)
+    means = [float(score.mean()) for score in scores]
+    for outcome, score, advantage in zip(outcomes, scores, got, strict=True):
+        end = outcome - (sum(outcomes) - outcome) / 2
+        rewards = [3 / 2 * float(q) - sum(means) / 2 for q in score]
+        want = [sum(rewards[t:]) + end for t in range(len(score))]
+        torch.testing.assert_close(advantage, torch.tensor(want, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert [advantage.tolist() for advantage in process_advantages([1.0], [scores[1]])] == [[0.0] * 5]
+
+
+def test_the_loss_of_outcomes_and_its_gradient() -> None:
+    """Against torch's binary cross-entropy of whole sequences; tokens without weight, as of a dummy, add nothing."""
+    generator = torch.Generator().manual_seed(1)
+    lengths, outcomes = torch.tensor([2, 4, 1]), torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
+    sequence = torch.tensor([0, 2, 3]).repeat_interleave(lengths)  # another micro-batch has sequence 1
+    score = torch.randn(7, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = (1 / (3 * lengths.double())).repeat_interleave(lengths)
+    loss = outcome_loss(score, outcomes.repeat_interleave(lengths), weight, sequence, 0.7)
+    (got,) = torch.autograd.grad(loss, score)
+    sums = torch.stack([part.sum() for part in score.split(lengths.tolist())])
+    want = torch.nn.functional.binary_cross_entropy((0.7 * sums).sigmoid(), outcomes)
+    torch.testing.assert_close(loss, want, rtol=1e-14, atol=0)
+    torch.testing.assert_close(got, torch.autograd.grad(want, score)[0], rtol=1e-14, atol=0)
+    assert outcome_loss(score, score, torch.zeros(7, dtype=torch.float64), sequence, 0.7) == 0
+
+
+def prime(folder: Path, output: str = "run", train: Any = None) -> Config:
+    algorithm = {"preset": "prime", "recipe": {"lr": 3e-3, "beta": 0.5}}
+    settings = {"prompts_per_step": 6, "prompts_per_update": 3}
+    return run_config(folder, output, algorithm=algorithm, train=settings | (train or {}))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run that is built and never trained, but its reward model has moved away from the reference."""
+    with Run(prime(tmp_path_factory.mktemp("run")), resume=False) as run:
+        generator = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for p in run.learners["process"].engine.module.parameters():
+                p.add_(0.02 * torch.randn(p.shape, generator=generator))
+        yield run
+
+
+def test_scores_and_the_gradient_are_those_of_single_sequences_in_float64(run: Run) -> None:
+    """log pi_phi - log pi_ref of each token; the mean over sequences of the cross-entropy of the outcome."""
+    process, samples = run.learners["process"], batch_of_samples()
+    assert isinstance(process, ProcessModel)
+    scratch = str(run.folder.path / "scratch")
+    phi, ref = (AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float64) for _ in range(2))
+    moved = {name.removeprefix("lm."): p for name, p in process.engine.module.named_parameters()}
+    phi.load_state_dict({name: p.detach().double() for name, p in moved.items()}, strict=False)  # a tied head
+
+    def logprob(lm: Any, s: Sample) -> torch.Tensor:
+        logp = lm(torch.tensor([[*s.prompt, *s.response]])).logits[0, len(s.prompt) - 1 : -1].log_softmax(-1)
+        return logp.gather(1, torch.tensor(s.response)[:, None]).squeeze(1)
+
+    scores = [logprob(phi, s) - logprob(ref, s).detach() for s in samples]
+    for sample in samples:
+        sample.external, sample.returns = False, [sample.reward] * len(sample.response)
+    logits = 0.05 * torch.stack([score.sum() for score in scores])
+    outcomes = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, outcomes)
+    loss.backward()
+    for got, want in zip(
+        by_sample(samples, process.score, run.config, run.pad_id, process.device), scores, strict=True
+    ):
+        torch.testing.assert_close(got.double(), want.detach(), rtol=1e-4, atol=1e-5)
+    batches = mean_batches(samples, run.config, run.pad_id, process.device, of="sequences")
+    assert len(batches) >= 2
+    model = process.engine.module
+    model.zero_grad()
+    outputs = [model(batch, process._outcome_op(0.05, 1, batch)) for batch in batches]
+    sum(out.loss for out in outputs).backward()
+    assert float(sum(out.loss.detach() for out in outputs)) == pytest.approx(float(loss.detach()), rel=1e-5)
+    gradients = {name: p.grad for name, p in phi.named_parameters()}
+    for name, p in model.named_parameters():
+        gradient = gradients[name.removeprefix("lm.")]
+        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # those of test_trainer.py
+        torch.testing.assert_close(p.grad.double(), gradient, msg=name, **bound)
+    model.zero_grad()
+
+
+def test_scores_are_scaled_by_the_largest_return_of_the_batch(run: Run) -> None:
+    """Then baselines, returns and whitening: twice the scores change nothing."""
+    process = run.learners["process"]
+    recipe = ProcessRewardRecipe(run.config)
+    recipe.process, recipe.pad_id = process, run.pad_id
+    samples = batch_of_samples()
+    for sample in samples:
+        sample.external = False
+    scores = by_sample(samples, process.score, run.config, run.pad_id, process.device)
+    recipe.credit(Batch([], samples, 0.0))
+    largest = max(float(score[t:].double().sum().abs()) for score in scores for t in range(len(score)))
+    want: list[float] = []
+    for group in range(4):
+        members = [i for i, sample in enumerate(samples) if sample.group == group]
+        rewards = [samples[i].reward for i in members]
+        for advantage in process_advantages(rewards, [scores[i].double() / largest for i in members]):
+            want += advantage.tolist()
+    tokens = torch.tensor(want, dtype=torch.float64)
+    got = torch.tensor([a for sample in samples for a in sample.advantage], dtype=torch.float64)
+    torch.testing.assert_close(got, (tokens - tokens.mean()) / tokens.std(correction=0), rtol=1e-4, atol=1e-4)
+
+
+def check_resume(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int, **train: Any) -> list[Any]:
+    grade(monkeypatch, lambda sample: float(sample.response[0] % 2))
+    methods = (ProcessRewardRecipe, "credit"), (ProcessModel, "learn")
+    return killed_and_resumed(lambda output: prime(folder, output, {"steps": steps} | train), monkeypatch, *methods)
+
+
+def test_a_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = check_resume(tmp_path, monkeypatch, 6)
+    names = ("score", "accuracy", "loss", "nonfinite", "lr", "grad_norm")
+    assert all(f"process/{name}" in row for row in rows for name in names)
+    assert [row["process/score"] == 0 for row in rows] == [True] + [False] * 5, "it begins as its reference"
+    assert rows[0]["process/loss"] == pytest.approx(0.693, abs=0.1)
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+
+
+def test_a_reward_model_learns_the_outcomes(tmp_path: Path) -> None:
+    """Of one batch, again and again."""
+    with Run(prime(tmp_path), resume=False) as run:
+        recipe, losses, applied = run.recipe, list[float](), list[bool]()
+        samples = batch_of_samples()
+        for sample in samples:
+            sample.external = False
+        for _ in range(10):
+            recipe.credit(Batch([], samples, 0.0))
+            recipe.fit(Batch([], samples, 0.0), applied.append)
+            total, count = recipe.metrics()["process/loss"]
+            losses.append(total / count)
+    assert applied == [True] * 20
+    assert losses[0] == pytest.approx(0.693, abs=0.1)
+    assert losses[-1] < 0.35
+    right, count = recipe.metrics()["process/accuracy"]
+    assert right / count > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_reward_model_in_shards_resumes_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
+) -> None:
+    check_resume(tmp_path, monkeypatch, 5, zero_stage=stage)
