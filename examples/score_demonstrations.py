@@ -4,8 +4,9 @@
     rlplus train run.yaml data.path=scored.jsonl data.behavior_logprob=behavior_logprob
 
 Every row of `data.path` becomes a line of JSON with one column more: a list, one logprob per token that the run will
-train on, the end token included; null where the run would not train on the demonstration. With it the denominator of
-`mis` and `omega` is the true one; without, it is estimated.
+train on, the end token included; null where the run would not train on the demonstration; a list of these where the
+row has a list of demonstrations. With it the denominator of `mis` and `omega` is the true one; without, it is
+estimated.
 
 Tokens are the run's: its tokenizer makes them, and the demonstrator is asked for the probability of exactly these. So
 both must have the same tokens: one that is used and stands for something else in the demonstrator's vocabulary is an
@@ -27,7 +28,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from rlplus.config import Config, load_config
 from rlplus.data import Example, load_examples, load_tokenizer
-from rlplus.data.files import Row, read_rows
+from rlplus.data.files import Row, get_column, read_rows
+from rlplus.data.load import holds_several
 from rlplus.ops import head_of, linear_logprob
 from rlplus.terminal import counter
 
@@ -48,18 +50,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     data = config.data.model_copy(update={COLUMN: None})
     examples, report = load_examples(data, tokenizer, max_demonstration_length=config.max_demonstration_length)
     print(report.summary())
-    examples = [example for example in examples if example.demonstration is not None]
     lm: PreTrainedModel = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, config.model.dtype))
     check_tokens(examples, tokenizer, AutoTokenizer.from_pretrained(args.model), lm)
     lm = lm.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    scored: dict[int, list[float]] = {}
+    scored: dict[int, list[float]] = {}  # by place in `examples`
     with counter("demonstrations scored:") as progress:
         for batch in batches(examples, args.tokens):
-            scored |= score(lm, batch, args.temperature)
-            progress(len(scored), len(examples))
+            scored |= zip(batch, score(lm, [examples[i] for i in batch], args.temperature), strict=True)
+            progress(len(scored), report.demonstrations)
+    found: dict[int, list[list[float] | None]] = {}  # by row
+    for i, example in enumerate(examples):
+        found.setdefault(example.index, []).append(scored.get(i))
     with args.output.open("w", encoding="utf-8") as file:
         for index, row in enumerate(rows(config)):
-            file.write(json.dumps(row | {COLUMN: scored.get(index)}, ensure_ascii=False) + "\n")
+            column = {COLUMN: found.get(index) if several(row, config) else found.get(index, [None])[0]}
+            file.write(json.dumps(row | column, ensure_ascii=False) + "\n")
     print(f"{len(scored)} demonstrations scored; written to {args.output}")
 
 
@@ -80,37 +85,42 @@ def check_tokens(
 
 
 @torch.no_grad()
-def score(lm: PreTrainedModel, batch: Sequence[Example], temperature: float) -> dict[int, list[float]]:
-    """The logprobs, at most 0, of each demonstration's tokens, by the number of its row."""
+def score(lm: PreTrainedModel, batch: Sequence[Example], temperature: float) -> list[list[float]]:
+    """The logprobs, at most 0, of each demonstration's tokens."""
     head: Any = head_of(lm)
     sequences = [torch.tensor([*e.prompt, *(e.demonstration or ())], device=lm.device) for e in batch]
     ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
     lengths = torch.tensor([len(sequence) for sequence in sequences], device=lm.device)
     mask = torch.arange(ids.shape[1], device=lm.device) < lengths[:, None]
     states = lm.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
-    scored = {}
+    scored = []
     for e, sequence, hidden in zip(batch, sequences, states, strict=True):
         start = len(e.prompt)
         predictors, target = hidden[start - 1 : len(sequence) - 1], sequence[start:]
         logprob, _ = linear_logprob(predictors, target=target, temperature=temperature, **head)
-        scored[e.index] = logprob.clamp(max=0.0).tolist()
+        scored.append(logprob.clamp(max=0.0).tolist())
     return scored
 
 
-def batches(examples: Sequence[Example], tokens: int) -> Iterator[list[Example]]:
-    """The longest first; at most so many tokens each, with padding, but at least one example."""
-    batch: list[Example] = []
-    for example in sorted(examples, key=length, reverse=True):
-        if batch and (len(batch) + 1) * length(batch[0]) > tokens:
+def batches(examples: Sequence[Example], tokens: int) -> Iterator[list[int]]:
+    """Places of those with a demonstration, the longest first; at most so many tokens with padding, or one example."""
+    lengths = {i: len(e.prompt) + len(e.demonstration) for i, e in enumerate(examples) if e.demonstration is not None}
+    batch: list[int] = []
+    for i in sorted(lengths, key=lambda i: -lengths[i]):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > tokens:
             yield batch
             batch = []
-        batch.append(example)
+        batch.append(i)
     if batch:
         yield batch
 
 
-def length(example: Example) -> int:
-    return len(example.prompt) + len(example.demonstration or ())
+def several(row: Row, config: Config) -> bool:
+    """Whether the row has a list of demonstrations."""
+    try:
+        return holds_several(get_column(row, config.data.demonstration or ""))
+    except KeyError:
+        return False
 
 
 def rows(config: Config) -> Iterator[Row]:

@@ -137,6 +137,7 @@ def test_squared_slopes_are_the_logits_gradients(tmp_path: Path) -> None:
         assert value <= exact[kind] * (1 + 1e-4) <= 2 * value * (1 + 2e-4)
 
 
+@pytest.mark.slow
 def test_a_run_follows_the_gradients_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     algorithm = {"preset": "rlplus", "external_schedule": {"shape": "gradient-norm"}}
     config = run_config(tmp_path, train={"steps": 4}, algorithm=algorithm, checkpoint={"every": 1, "keep": 9})

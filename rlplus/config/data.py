@@ -2,7 +2,7 @@
 
 import os
 from string import Formatter
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, field_validator, model_validator
 
@@ -31,9 +31,13 @@ class DataConfig(Section):
     path                     a file, or a list of files that are read one after the other
     prompt, answer           column names, dotted for nested ones: "reward_model.ground_truth". A prompt is a string or
                              a list of chat messages {role, content}
-    demonstration            column of a worked solution (a string or one chat message); None = no demonstrations
+    demonstration            column of a worked solution (a string or one chat message), or of a list of several; None =
+                             no demonstrations
+    demonstration_choice     of several that the run's reward accepts: the first, the shortest in tokens, the likeliest
+                             under its author (by the mean behavior_logprob), or in each draw a random one
     behavior_logprob         column with the logprobs of the demonstration under its author, one for each token that the
                              run trains on: the text behind response_prefix, by the run's tokenizer, and the end token.
+                             A list of lists where there are several demonstrations.
                              For algorithm.objective.external mis and omega; None = unknown.
                              examples/score_demonstrations.py writes it
     answer_pattern           regular expression with one group, searched in the answer column: the group is the answer
@@ -55,6 +59,7 @@ class DataConfig(Section):
     prompt: Text = "prompt"
     answer: Text = "answer"
     demonstration: Text | None = None
+    demonstration_choice: Literal["first", "shortest", "likeliest", "random"] = "first"
     behavior_logprob: Text | None = None
     answer_pattern: Pattern | None = None
     demonstration_pattern: Pattern | None = None
@@ -83,7 +88,10 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name in ("behavior_logprob", "demonstration_pattern", "demonstration_template", "max_demonstration_length"):
-            if self.demonstration is None and getattr(self, name) is not None:
+        names = ("demonstration_choice", "behavior_logprob", "demonstration_pattern")
+        for name in (*names, "demonstration_template", "max_demonstration_length"):
+            if self.demonstration is None and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"{name} is set but demonstration is not: name the column that holds them")
+        if self.demonstration_choice == "likeliest" and self.behavior_logprob is None:
+            raise ValueError("demonstration_choice likeliest goes by behavior_logprob: name the column that holds them")
         return self

@@ -1,6 +1,6 @@
 """Prompts, answers and demonstrations from files; the order in which they are used; packing for the trainer."""
 
-from rlplus.data.load import Example, LoadReport, distinct, load_examples
+from rlplus.data.load import Example, LoadReport, distinct, load_examples, variants
 from rlplus.data.pack import MicroBatch, Sample, balance, pack, per_token
 from rlplus.data.sampler import PromptSampler
 from rlplus.data.tokenizer import byte_tokenizer, load_tokenizer, response_text
@@ -19,4 +19,5 @@ __all__ = [
     "pack",
     "per_token",
     "response_text",
+    "variants",
 ]

@@ -2,9 +2,9 @@
 
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import groupby, islice
 from math import inf, nan
 from typing import Any
 
@@ -101,7 +101,7 @@ class _Parsed:
 def load_examples(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, max_demonstration_length: int
 ) -> tuple[list[Example], LoadReport]:
-    """Read and tokenise the data.
+    """Read and tokenise the data; a row with several demonstrations gives an example for each, see `variants`.
 
     A prompt string is tokenised with the tokenizer's default special tokens, chat messages through its template with
     the generation prompt; a demonstration without special tokens, and then eos. `response_prefix` moves from the start
@@ -114,26 +114,26 @@ def load_examples(
     examples: list[Example] = []
     # One int object for each id: long demonstrations of a large data set would fill gigabytes with copies.
     shared: dict[int, int] = {}
-    rows = _parse_rows(config)
+    rows, last = _parse_rows(config), -1
     while chunk := list(islice(rows, CHUNK)):
         prompts = _encode_prompts(chunk, tokenizer, config.response_prefix)
         demonstrations = _encode_demonstrations(chunk, tokenizer)
         for row, prompt, demonstration in zip(chunk, prompts, demonstrations, strict=True):
-            report.rows += 1
             if not prompt:
                 raise ValueError(f"{row.where}: want a prompt of at least one token; got {row.prompt!r}")
-            if row.answer is None:
-                report.count("answers_missing", row.where)
-                continue
-            if len(prompt) > config.max_prompt_length:
-                report.count("prompts_too_long", row.where)
+            counted, last = row.index == last, row.index
+            report.rows += not counted
+            dropped = "answers_missing" if row.answer is None else "prompts_too_long"
+            if row.answer is None or len(prompt) > config.max_prompt_length:
+                if not counted:
+                    report.count(dropped, row.where)
                 continue
             noted = row.noted
             if demonstration is not None and len(demonstration) > max_demonstration_length:
                 demonstration, noted = None, "demonstrations_too_long"
             if noted is not None:
                 report.count(noted, row.where)
-            report.kept += 1
+            report.kept += not counted
             report.demonstrations += demonstration is not None
             examples.append(
                 Example(
@@ -147,6 +147,25 @@ def load_examples(
             )
     _refuse(config, report)
     return examples, report
+
+
+def variants(examples: Sequence[Example], choice: str) -> list[list[int]]:
+    """For each row, which of the examples stand for it: those that have a demonstration, or one without.
+
+    choice: of several, "first", "shortest" (in tokens), "likeliest" (by the mean `behavior_logprob`): one of them;
+    "random": all. The examples of a row are next to each other.
+    """
+    scores: dict[str, Callable[[Example], float]] = {
+        "first": lambda e: 0.0,
+        "shortest": lambda e: len(e.demonstration or ()),
+        "likeliest": lambda e: -sum(e.behavior_logprob or ()) / max(1, len(e.behavior_logprob or ())),
+    }
+    chosen = []
+    for _, group in groupby(range(len(examples)), lambda i: examples[i].index):
+        row = list(group)
+        shown = [i for i in row if examples[i].demonstration is not None] or row[:1]
+        chosen.append(shown if choice == "random" else [min(shown, key=lambda i: scores[choice](examples[i]))])
+    return chosen
 
 
 def distinct(examples: Sequence[Example]) -> list[Example]:
@@ -188,26 +207,18 @@ def _parse_rows(config: DataConfig) -> Iterator[_Parsed]:
         prompt = _prompt(config, where, _column(where, row, config.prompt))
         answer = _match(config.answer_pattern, _answer(where, _column(where, row, config.answer)))
         answer = answer and answer.strip()
-        demonstration, noted = None, None
+        benchmark = "" if config.benchmark is None else str(_column(where, row, config.benchmark))
+        value = None
         if config.demonstration is not None:
             try:
                 value = get_column(row, config.demonstration)
                 demonstration_seen = True
             except KeyError:  # JSONL rows may leave it out, but not all of them
-                value = None
-            text = _demonstration(where, value)
-            demonstration = _match(config.demonstration_pattern, text)
-            if demonstration is None:
-                noted = "demonstrations_missing" if text is None else "demonstrations_unmatched"
-            elif config.demonstration_template is not None:
-                demonstration = config.demonstration_template.format(demonstration=demonstration, answer=answer)
-            if demonstration is not None and config.response_prefix is not None:
-                demonstration, noted = _after_prefix(demonstration, config.response_prefix)
-        benchmark = "" if config.benchmark is None else str(_column(where, row, config.benchmark))
-        behavior = None
-        if config.behavior_logprob is not None and demonstration is not None:
-            behavior = _column(where, row, config.behavior_logprob)
-        yield _Parsed(index, where, prompt, answer, demonstration, noted, benchmark, behavior)
+                pass
+        texts = _demonstrations(where, value)
+        for text, behavior in zip(texts, _behavior_logprobs(config, where, row, value, len(texts)), strict=True):
+            demonstration, noted = _shaped(config, text, answer)
+            yield _Parsed(index, where, prompt, answer, demonstration, noted, benchmark, behavior)
     if not demonstration_seen and row:
         assert config.demonstration is not None
         raise missing_column(", ".join(config.paths), config.demonstration, row_names(row))
@@ -247,12 +258,56 @@ def _answer(where: str, value: Any) -> str | None:
     raise ValueError(f"{where}: want the answer as a string or a number; got {value!r}")
 
 
+def holds_several(demonstration: Any) -> bool:
+    """Whether the column has several; a list of one dict is a chat message."""
+    return isinstance(demonstration, list) and not (len(demonstration) == 1 and isinstance(demonstration[0], dict))
+
+
+def _demonstrations(where: str, value: Any) -> list[str | None]:
+    """The column's texts, at least one; None for a null or for white space."""
+    if not holds_several(value):
+        return [_demonstration(where, value)]
+    return [_demonstration(where, part) for part in value] or [None]
+
+
 def _demonstration(where: str, value: Any) -> str | None:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):  # one chat message
         value = value[0].get("content")
     if value is None or isinstance(value, str):
         return value if value and value.strip() else None
-    raise ValueError(f"{where}: want the demonstration as a string or one chat message; got {value!r}")
+    raise ValueError(
+        f"{where}: want the demonstration as a string or one chat message, or a list of these; got {value!r}"
+    )
+
+
+def _shaped(config: DataConfig, text: str | None, answer: str | None) -> tuple[str | None, str | None]:
+    """A demonstration as the run shows it, and what to count."""
+    demonstration = _match(config.demonstration_pattern, text)
+    if demonstration is None:
+        missing = None if config.demonstration is None else "demonstrations_missing"
+        return None, missing if text is None else "demonstrations_unmatched"
+    if config.demonstration_template is not None:
+        demonstration = config.demonstration_template.format(demonstration=demonstration, answer=answer)
+    if config.response_prefix is None:
+        return demonstration, None
+    return _after_prefix(demonstration, config.response_prefix)
+
+
+def _behavior_logprobs(config: DataConfig, where: str, row: Row, value: Any, count: int) -> list[Any]:
+    """The column's value for each of `count` demonstrations, `value` being what their column has."""
+    if config.behavior_logprob is None or value is None:
+        return [None] * count
+    found = _column(where, row, config.behavior_logprob)
+    if not holds_several(value) or not value:
+        return [found]
+    if found is None:
+        return [None] * count
+    if not isinstance(found, list) or len(found) != count:
+        came = f"{len(found)}" if isinstance(found, list) else str(found)[:80]
+        raise ValueError(
+            f"{where}: want {config.behavior_logprob!r} a list of {count} lists, one per demonstration; got {came}"
+        )
+    return found
 
 
 def _behavior_logprob(config: DataConfig, row: _Parsed, demonstration: Sequence[int] | None) -> Sequence[float] | None:

@@ -1,5 +1,6 @@
 """The order in which prompts are used."""
 
+from collections.abc import Sequence
 from random import Random
 
 
@@ -7,14 +8,16 @@ class PromptSampler:
     """Endless batches of indices 0..n-1: every epoch is a new seeded shuffle, and a batch may run into the next one.
 
     The order depends on n and seed only: the state is one counter, and a resumed run draws what an unbroken one would.
+    variants: for each index, those to give in its place, one at random, which seed and counter decide.
     """
 
-    def __init__(self, n: int, batch: int, seed: int) -> None:
+    def __init__(self, n: int, batch: int, seed: int, variants: Sequence[Sequence[int]] | None = None) -> None:
         if not 1 <= batch <= n:
             raise ValueError(f"want a batch (prompts_per_step) between 1 and the number of prompts, {n}; got {batch}")
         self.n = n
         self.batch = batch
         self.seed = seed
+        self.variants = [[i] for i in range(n)] if variants is None else variants
         self.drawn = 0
         self._order: tuple[int, list[int]] = (-1, [])
 
@@ -30,7 +33,8 @@ class PromptSampler:
             order = list(range(self.n))
             Random(f"{self.seed}:{epoch}").shuffle(order)  # a text seed is hashed: neighbouring seeds are unrelated
             self._order = (epoch, order)
-        return self._order[1][offset]
+        variants = self.variants[self._order[1][offset]]
+        return variants[0] if len(variants) == 1 else Random(f"{self.seed}:{position}:variant").choice(variants)
 
     def state_dict(self) -> dict[str, int]:
         return {"n": self.n, "seed": self.seed, "drawn": self.drawn}

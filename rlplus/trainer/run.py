@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from rlplus import agree, checkpoint
 from rlplus.config import Config
-from rlplus.data import Example, PromptSampler, load_examples, load_tokenizer, response_text
+from rlplus.data import Example, PromptSampler, load_examples, load_tokenizer, response_text, variants
 from rlplus.learner import Learner, Policy, check_positions, prepare_model, weights_fingerprint
 from rlplus.recipe import make_recipe
 from rlplus.reward import Scorer, Verdict, grade_demonstrations, keep_passed
@@ -32,6 +32,8 @@ class Run:
 
     The process group stays, for the next run of the process: DeepSpeed keeps references to it.
     """
+
+    log: RunLog
 
     def __init__(self, config: Config, resume: bool | str) -> None:
         self.config, self.resume = config, resume
@@ -74,10 +76,10 @@ class Run:
         self.scorer = stack.enter_context(Scorer(config.reward))
         agree.phase("data")
         dropped = self._load_data()
-        config = self._count_steps(len(self.examples))
+        config = self.config
         self.recipe = make_recipe(config)
         agree.phase("model")
-        self.sampler = PromptSampler(len(self.examples), config.train.prompts_per_step, config.train.seed)
+        self.sampler = PromptSampler(len(self.prompts), config.train.prompts_per_step, config.train.seed, self.prompts)
         reference = bool(self.recipe.algorithm.objective.kl_coef)
         self.policy = Policy(config, model_path, model_config, reference=reference)
         self.recipe.build(model_path, model_config, self.pad_id)
@@ -102,8 +104,6 @@ class Run:
         stack.callback(self.log.close)
         source = f"rollouts by {self.engine.engine.name}" if config.needs_engine else "no rollouts, and no engine"
         head = f"head by backend {self.policy.backend!r}: {self.policy.why_backend}"
-        if config.train.epochs is not None:
-            dropped.append(f"{config.train.epochs} epochs of {len(self.examples)} prompts: {config.train.steps} steps")
         for note in (*folder.notes, *dropped, head, f"{source}; output in {folder.path}"):
             self.log.say(note)
         self.stop.install(stack)
@@ -112,10 +112,9 @@ class Run:
         gc.freeze()
         stack.callback(gc.unfreeze)
 
-    def _count_steps(self, prompts: int) -> Config:
+    def _count_steps(self, prompts: int) -> None:
         """Replace the run's configuration by one with the steps of its epochs."""
         self.config = self.progress.config = self.config.with_steps(prompts)
-        return self.config
 
     def _start_engine(self, model_path: str, model_config: PretrainedConfig, stack: ExitStack) -> None:
         """Make the engine, with this run's model configuration, and the rollouts that ask it."""
@@ -141,7 +140,7 @@ class Run:
         stack.callback(self.rollouts.close)
 
     def _load_data(self) -> list[str]:
-        """Set the examples, whose demonstrations the run's own reward accepts; returns what was dropped on the way."""
+        """Set examples, whose demonstrations the run's own reward accepts, and prompts; returns what was dropped."""
         config, algorithm, folder = self.config, self.config.algorithm.resolve(), self.folder
         weights = None if config.model.path is None or self.rank else weights_fingerprint(config.model.path)
         examples, report = load_examples(
@@ -159,6 +158,10 @@ class Run:
         if not algorithm.generates:
             examples = [e for e in examples if e.demonstration is not None]
         self.examples: list[Example] = examples
+        self.prompts = variants(examples, config.data.demonstration_choice)
+        self._count_steps(len(self.prompts))
+        if (epochs := config.train.epochs) is not None:
+            notes.append(f"{epochs} epochs of {len(self.prompts)} prompts: {self.config.train.steps} steps")
         return notes
 
     def __exit__(self, *_: object) -> None:
