@@ -354,6 +354,7 @@ def test_a_damaged_checkpoint_is_named(config_file, tmp_path, capsys):
     assert f"{saved}/state.json is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_train_with_vllm_in_a_process_of_its_own(config_file, tmp_path):

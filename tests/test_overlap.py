@@ -110,7 +110,7 @@ def simulated(config: Config) -> tuple[dict[str, torch.Tensor], list[list[float]
             sampler = history[max(0, step - 1)]
             run.engine.engine.push_weights(iter(sampler.items()), step)
             examples = [run.examples[i] for i in run.sampler.next()]
-            samples = generate(run.engine.engine, examples, run.recipe.ask(examples), plain, step)
+            samples = generate(run.engine.engine, examples, run.recipe.ask(examples), plain, run.respond, step)
             draw_rewards(samples, examples, run.scorer, run.decode)
             rewards.append([s.reward for s in samples])
             set_advantages(samples, run.recipe.algorithm)

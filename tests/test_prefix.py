@@ -125,7 +125,7 @@ def test_prefixes_are_prompts_of_the_engine_and_parts_of_responses(run: Run, tmp
     asks = [Ask(3, False, [(20, 21), (20, 21)]), Ask(2, True), Ask(3, False, [(20,), (), (20, 21, 22)])]
     engine: Any = Echo()
     samples = generate(engine, examples, asks, config, respond, seed=0)
-    requests = [([1, 20, 21], 2, 6), ([1], 1, 8), ([2], 2, 8), ([3, 20], 1, 7), ([3], 1, 8), ([3, 20, 21, 22], 1, 5)]
+    requests = [((1, 20, 21), 2, 6), ((1,), 1, 8), ((2,), 2, 8), ((3, 20), 1, 7), ((3,), 1, 8), ((3, 20, 21, 22), 1, 5)]
     assert engine.asked == requests
     assert [(s.group, list(s.prompt)) for s in samples] == [(g, [g + 1]) for g in (0, 0, 0, 1, 1, 1, 2, 2, 2)]
     prefixes = [(20, 21), (20, 21), (), (), (), None, (20,), (), (20, 21, 22)]
@@ -138,7 +138,7 @@ def test_prefixes_are_prompts_of_the_engine_and_parts_of_responses(run: Run, tmp
         assert len(sample.response) == 8
         assert tuple(sample.response[:k]) == prefix
         assert min(sample.response[k:]) >= 100
-        assert sample.external_tokens == k
+        assert sample.loss_tokens == (8 - k, k)
         assert sample.engine_logprob is not None
         assert [math.isnan(value) for value in sample.engine_logprob] == [True] * k + [False] * (8 - k)
         assert not sample.demonstration

@@ -18,7 +18,7 @@ from rlplus.config import Config, load_config
 from rlplus.learner import learner as learner_module
 from rlplus.learner import policy as policy_module
 from rlplus.learner.policy import Policy
-from rlplus.objective import ALGORITHMS, Objective
+from rlplus.objective import ALGORITHMS, Objective, Refill
 from rlplus.ops import linear_policy_loss
 from rlplus.ops.backends import Choice
 from rlplus.recipe import set_advantages
@@ -159,7 +159,8 @@ def test_leaving_out_samples_without_a_gradient_changes_nothing(tiny_run):
 
 
 @pytest.mark.parametrize("preset", ALGORITHMS)
-def test_every_preset_trains(tmp_path, preset):
+def test_every_preset_trains(tmp_path, preset, monkeypatch):
+    monkeypatch.setattr(Refill, "keeps", lambda *_: True)  # an untrained model solves nothing
     config = run_config(tmp_path, algorithm={"preset": preset}, train={"prompts_per_update": 2})
     folder = train(config)
     rows = metrics(folder)

@@ -161,6 +161,7 @@ def test_no_two_ranks_and_no_two_draws_sample_with_the_same_seed(monkeypatch: py
             here: Any = SimpleNamespace(
                 config=config, world=2, rank=rank, sampler=PromptSampler(3, 2, seed), examples=[None] * 3, recipe=Mock()
             )
+            here.respond = None
             for _ in range(50):
                 Rollouts._question(here)(here)
     assert len(set(seeds)) == len(seeds) == 200

@@ -18,8 +18,12 @@ Metrics = dict[str, tuple[float, float]]  # this rank's sum and count of each
 
 
 def with_optimizer(config: Config, **changes: float) -> Config:
-    """The run's configuration with other values of `train`, for a learner whose optimizer has its own."""
-    return config.model_copy(update={"train": config.train.model_copy(update=changes)})
+    """The run's configuration with other values of `train`, for a learner whose optimizer has its own.
+
+    Its learning rate stays after the warm-up: a schedule of the policy's would not fit the number of its updates.
+    """
+    constant = {"lr_schedule": "constant", "lr_min_ratio": 0.0, "warmup_ratio": None}
+    return config.model_copy(update={"train": config.train.model_copy(update=constant | changes)})
 
 
 def fit(

@@ -53,11 +53,8 @@ class Run:
         config = self.config
         initialize_distributed(config.train.collective_timeout_s)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        per_update = config.train.prompts_per_update or config.train.prompts_per_step
-        if per_update % self.world:
-            raise ValueError(
-                f"want prompts_per_step and _per_update multiples of the {self.world} ranks; got {per_update}"
-            )
+        if (each := config.train.prompts_per_update or config.train.prompts_per_step) % self.world:
+            raise ValueError(f"want prompts_per_step and _per_update multiples of the {self.world} ranks; got {each}")
         self.folder = folder = RunFolder(config, self.resume, stack)
         if folder.last is not None:
             self._count_steps(folder.state["sampler"]["n"])
