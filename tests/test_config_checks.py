@@ -192,6 +192,10 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
         (["algorithm.preset=ppo", "algorithm.recipe.gamma=1.1"], "want recipe.gamma a number in .0, 1.; got 1.1$"),
         (["algorithm.preset=ppo", "algorithm.recipe.critic_updates=1.5"], "want recipe.critic_updates an integer >= 1"),
         (["algorithm.preset=prime", "train.sequence_parallel=2"], "recipe process-reward does not support train.seq"),
+        (
+            ["algorithm.preset=prime", "algorithm.shaping.wrong=-1"],
+            r"outcomes in \[0, 1\]: want algorithm.shaping null$",
+        ),
         (["algorithm.preset=prime", "algorithm.recipe.beta=-1"], "want recipe.beta a finite number > 0; got -1$"),
         (
             ["algorithm.preset=prime", "algorithm.recipe.weight_decay=x"],

@@ -12,6 +12,7 @@ from update_cases import batch_of_samples
 
 from rlplus.config import Config
 from rlplus.data import Sample
+from rlplus.errors import SharedFailure
 from rlplus.learner import ProcessModel, by_sample, mean_batches
 from rlplus.objective import outcome_loss, process_advantages
 from rlplus.recipe import Batch
@@ -126,6 +127,13 @@ def test_scores_are_scaled_by_the_largest_return_of_the_batch(run: Run) -> None:
     tokens = torch.tensor(want, dtype=torch.float64)
     got = torch.tensor([a for sample in samples for a in sample.advantage], dtype=torch.float64)
     torch.testing.assert_close(got, (tokens - tokens.mean()) / tokens.std(correction=0), rtol=1e-4, atol=1e-4)
+
+
+def test_rewards_that_are_no_outcomes_are_refused(run: Run) -> None:
+    samples = batch_of_samples()
+    samples[3].reward = -0.5
+    with pytest.raises(SharedFailure, match=r"want rewards in \[0, 1\]; got one 0.5 outside"):
+        ProcessRewardRecipe(run.config).credit(Batch([], samples, 0.0))
 
 
 def check_resume(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int, **train: Any) -> list[Any]:

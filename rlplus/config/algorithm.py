@@ -34,7 +34,7 @@ def _objective_field(name: str) -> str:
 
 
 class ExternalScheduleConfig(Section):
-    """`shape`, `end`, `steps`: as of rlplus.objective.ExternalSchedule."""
+    """`shape`, `end`, `steps`: see rlplus.objective.ExternalSchedule."""
 
     shape: Shape
     end: float | None = None
@@ -50,14 +50,13 @@ class ExternalScheduleConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """A published algorithm, `preset`, and what this run changes of it; None = as the preset has it.
+    """A preset, and this run's changes to it. Keys that are left out keep the preset's value.
 
-    `objective`: fields of rlplus.Objective, which documents them. `reduction`: as of rlplus.token_weights. `advantage`,
-    `advantage_k`: as of rlplus.batch_advantages, `normalize_std` of rlplus.group_advantages. `external_reduction`,
-    `ratio_level`, `mismatch_level`, `top_entropy`: as of rlplus.Algorithm. `external_schedule`: what becomes of the
-    objective's external_coef from step to step. `recipe`: options of the preset's recipe, or its `name` first for those
-    of another one. `refill`, `shaping`: options of the preset's, or of new ones; null: none. rlplus.objective.recipes
-    documents these options.
+    `objective`: fields of rlplus.Objective. `reduction`: see rlplus.token_weights. `advantage`, `advantage_k`: see
+    rlplus.batch_advantages; `normalize_std`: see rlplus.group_advantages. `external_reduction`, `ratio_level`,
+    `mismatch_level`, `top_entropy`: see rlplus.Algorithm. `external_schedule`: changes external_coef over the steps.
+    `recipe`: changes to the preset's recipe options; with `name`, another recipe. `refill`, `shaping`: changes to the
+    preset's options, or switch them on where it has none; null switches them off. Options: rlplus.objective.recipes.
     """
 
     preset: str = "rlplus"

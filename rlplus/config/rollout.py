@@ -12,7 +12,8 @@ class RolloutConfig(Section):
 
     mode                  colocated: in the trainer's process, on its GPU. process: in a process of its own, on GPUs of
                           its own, started again when it dies. server: a vLLM server that you started, see server_url
-    group_size            counts the demonstration where the algorithm puts one into the group
+    group_size            members of a group. Where a demonstration takes a rollout's place (rlplus*, luffy, grpo-sft,
+                          chord), a prompt that has one gets group_size - 1 rollouts; with other presets, group_size
     temperature           of sampling, at least 0.01, and of the trainer's logprobs
     max_response_length   a response ends there
     gpu_memory_utilization

@@ -9,7 +9,7 @@ from pydantic import model_validator
 from rlplus.config.base import MANY
 from rlplus.config.ignored import ignored_keys
 from rlplus.config.sections import Sections
-from rlplus.objective import Critic, Prefix, recipe_name
+from rlplus.objective import Critic, Prefix, ProcessReward, recipe_name
 
 
 class Config(Sections):
@@ -146,6 +146,8 @@ class Config(Sections):
             yield f"{recipe} does not support rollout.function"
         if algorithm.demonstrates:
             yield f"{recipe} does not support demonstrations: want a preset without; got {self.algorithm.preset}"
+        if isinstance(options, ProcessReward) and algorithm.shaping is not None:
+            yield f"{recipe} learns outcomes in [0, 1]: want algorithm.shaping null"
         samples = train.prompts_per_step * self.rollout.group_size
         if isinstance(options, Critic) and options.critic_updates > samples:
             yield f"{recipe}: want critic_updates at most the {samples} samples of a step; got {options.critic_updates}"

@@ -17,9 +17,9 @@ class TrainConfig(Section):
     """One step: `prompts_per_step` groups are generated and trained on in mini-batches of `prompts_per_update` groups.
 
     steps                   the run ends after so many
-    epochs                  in place of steps: the run ends when every prompt was drawn so many times, in full steps:
-                            the last one is filled with prompts of the next epoch. A step counts as one draw, also where
-                            a recipe draws several times
+    epochs                  in place of steps: ceil(epochs * prompts / prompts_per_step) steps. Without algorithm.refill
+                            that is so many passes over the prompts (sft, dft: over those with an accepted
+                            demonstration), the last step filled from the next pass
     generated_tokens        or once that many tokens have been generated
     tokens_per_micro_batch  at most, in one forward pass on a rank, padding included
     lr, betas, weight_decay of AdamW

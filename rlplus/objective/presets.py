@@ -137,8 +137,9 @@ class Algorithm:
     advantage        what a reward is compared with, see `batch_advantages`
     advantage_k      k of advantage "pass@k"
     normalize_std    whether advantages of "group" are divided by the group's standard deviation
-    demonstrations   "none"; "group": one member of each group is a demonstration; "apart": trained on beside the
-                     group, outside its statistics, with denominators of its own; "only": no rollouts at all
+    demonstrations   "none"; "group": a demonstration is a member of its group; "apart": it is outside the group's
+                     statistics, with denominators of its own, but takes the place of a rollout unless the recipe says
+                     otherwise (`in_place`); "only": no rollouts at all
     external_reduction   the normaliser of demonstrations "apart"; None = `reduction`
     ratio_level      "token", or "sequence" (GSPO, arXiv 2507.18071): the geometric mean of the sequence's ratios
     mismatch_level   the mismatch weight is a "token"'s, the product of its "sequence"'s, or their "geometric" mean

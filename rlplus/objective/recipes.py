@@ -1,4 +1,4 @@
-"""What an algorithm does in a step beyond its objective, as frozen dataclasses of options.
+"""Options of recipes, the parts of an algorithm outside its loss, as frozen dataclasses.
 
 Every recipe has a class of options here; `Refill` and `Shaping` go with each of them. `rlplus.recipe` has what they do.
 Options stand apart from it so that a configuration is checked without torch.
@@ -103,14 +103,15 @@ class Prefix(RecipeOptions):
 
 @dataclass(frozen=True)
 class Critic(RecipeOptions):
-    """PPO: a value model of the policy's size says what each state is worth, and an advantage is one of a token.
+    """PPO: a value model of the policy's size estimates the value of each state; every token has its own advantage.
 
     gamma, gae_lambda   of generalized advantage estimation; with 1 and 1, A_t = reward - V_t
     whiten              advantages have mean 0 and variance 1 over the tokens of the batch
-    stopped_only        a response that was cut at the length limit has the reward 0
+    stopped_only        a response that was cut at the length limit has the reward 0, also in place of a shaped one
     critic_updates      optimizer steps of the value model per step, each on an equal part of the step's samples
     value_clip          how far a value may move from that of the step's beginning before its loss is clipped
-    lr, warmup_steps    of the value model's optimizer; its other options are those of `train`
+    lr, warmup_steps    of the value model's optimizer. After the warm-up its lr is constant: train.lr_schedule,
+                        lr_min_ratio and warmup_ratio do not apply. The rest is as in `train`
     Raises ValueError for a value that does not fit.
     """
 
@@ -141,13 +142,14 @@ class Critic(RecipeOptions):
 
 @dataclass(frozen=True)
 class ProcessReward(RecipeOptions):
-    """PRIME: a second language model learns the outcomes, and its logprobs less the reference's are rewards of tokens.
+    """PRIME: a second language model is trained to predict outcomes, which are rewards in [0, 1].
 
-    It scores the step's samples as the step before left it, and learns after that. It has the policy's mini-batches.
+    A token's reward is its logprob under that model minus the reference's. It scores a step's samples before it is
+    trained on them, in the policy's mini-batches.
 
     beta                      of its loss: beta times the sum of a response's scores is the logit of a right answer
     lr, warmup_steps, grad_clip, weight_decay
-                              of its optimizer; the other options are those of `train`
+                              of its optimizer, whose lr is constant after the warm-up; the rest is as in `train`
     Raises ValueError for a value that does not fit.
     """
 
@@ -195,7 +197,7 @@ def _is_share(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Refill:
-    """Leave out groups that teach nothing, and draw prompts until there are `prompts_per_step` others.
+    """Drop groups outside the bounds and draw more prompts until `prompts_per_step` groups are left.
 
     low, high   a group is kept if its rollouts' rewards are not all equal and their mean lies in [low, high]. DAPO's
                 dynamic sampling (arXiv 2503.14476, eq. 11) has 0 and 1, PRIME's filter (arXiv 2502.01456) .2 and .8
@@ -220,7 +222,7 @@ class Refill:
 
 @dataclass(frozen=True)
 class Shaping:
-    """What the advantages are computed from in place of the grader's reward. Metrics and `Refill` have the grader's.
+    """Changes to the grader's reward before advantages are computed. Metrics and `Refill` use the unchanged reward.
 
     wrong      the reward of a wrong answer: r becomes wrong + (1 - wrong) r
     overlong   DAPO's soft penalty (arXiv 2503.14476, eq. 13) on rollouts in this last share of the length limit: from 0

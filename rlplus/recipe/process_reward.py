@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import Sample
+from rlplus.errors import SharedFailure
 from rlplus.learner import ProcessModel, by_sample, mean_batches
 from rlplus.objective import ProcessReward, process_advantages
 from rlplus.recipe.fit import Metrics, fit, whitened, with_optimizer
@@ -38,8 +39,14 @@ class ProcessRewardRecipe(Recipe):
         self.pad_id = pad_id
 
     def credit(self, batch: Batch) -> None:
-        """Set returns (of each token the outcome) and advantages. Collective."""
+        """Set returns (of each token the outcome) and advantages. Collective.
+
+        Raises SharedFailure for a reward outside [0, 1].
+        """
         samples = batch.samples
+        outside = max((max(-sample.reward, sample.reward - 1) for sample in samples), default=0.0)
+        if (by := agree.largest(outside)) > 0:
+            raise SharedFailure(f"algorithm.recipe process-reward: want rewards in [0, 1]; got one {by:g} outside")
         for sample in samples:
             sample.returns = [sample.reward] * len(sample.response)
         scores = by_sample(samples, self.process.score, self.config, self.pad_id, self.process.device)
