@@ -91,6 +91,14 @@ def test_pass_at_k_of_small_groups_and_without_a_spread() -> None:
     assert small.tolist() == [0.0, 0.0, 0.0], "any two responses of the first group solve it"
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_nothing_to_compare_with(estimator: AdvantageEstimator) -> None:
+    none = torch.empty(0)
+    assert len(batch_advantages(none, none.long(), estimator, tokens=none.long())) == 0
+    one = batch_advantages(torch.ones(1), torch.zeros(1, dtype=torch.int64), estimator, tokens=torch.ones(1).long())
+    assert one.tolist() == ([0.0] if estimator in ("batch", "group-batch") else [1.0])
+
+
 def test_bad_input() -> None:
     for estimator in ("batch", "group-batch"):
         with pytest.raises(ValueError, match="want tokens for advantages"):

@@ -166,6 +166,12 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
             ["algorithm.recipe.name=gate", "train.overlap=true", "rollout.mode=process"],
             "^train.overlap does not support algorithm.recipe gate",
         ),
+        (["algorithm.preset=relift", "algorithm.refill.low=0"], "recipe interleaved takes: want algorithm.refill null"),
+        (["algorithm.preset=hpt", "algorithm.refill.low=0"], "algorithm.recipe gate takes: want algorithm.refill null"),
+        (
+            ["algorithm.preset=dapo", "algorithm.advantage=mean"],
+            "advantage mean is .*: want algorithm.shaping null",
+        ),
         (["algorithm.recipe.x=1"], "recipe.x: unknown option of the recipe plain; it has none"),
         (
             ["algorithm.refill.hihg=1"],

@@ -171,7 +171,7 @@ def test_a_cut_response_has_no_reward_and_advantages_are_whitened_where_told(run
         recipe.pad_id = 0
         samples = [Sample([1], [2, 3], 0, False, cut, None, reward=1.0) for cut in (False, True)]
         samples += [Sample([1], [2, 3, 4], 1, False, False, None, reward=0.0)]
-        recipe.credit(Batch([], samples, 0.0))
+        recipe.credit(recipe.collect(lambda samples=samples: Batch([], samples, 0.0)))
         assert [sample.reward for sample in samples] == [1.0, 0.0 if stopped_only else 1.0, 0.0]
         rewards = [[sample.reward] * len(sample.response) for sample in samples]
         assert [sample.returns for sample in samples] == rewards
@@ -245,7 +245,7 @@ def test_nonfinite_gradients_of_the_critic_are_counted_and_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlplus.learner.value.value_loss", lambda value, *_: (value * torch.nan).sum())
-    with pytest.raises(RunFailed, match="3 updates in a row had a non-finite gradient"):
+    with pytest.raises(RunFailed, match="3 updates of the critic in a row had a non-finite gradient"):
         train(ppo(tmp_path))
     one = ppo(tmp_path, "one", train={"steps": 1}, critic_updates=2)
     (row,) = metrics(train(one))

@@ -238,7 +238,7 @@ FAULTS = {
     "raises": "raised KeyError: 'no such tool'",
     "leaves_it_empty": r"response 0: want 1 to 8 tokens \(rollout.max_response_length\); got 0",
     "writes_too_much": "response 0: want 1 to 8 tokens .*; got 9",
-    "forgets_logprobs": "response 0: want 2 values in logprob, one a token; got 0",
+    "forgets_logprobs": "response 0: want 2 values in logprob, one per token; got 0",
     "has_no_logprob": "response 0: want finite logprobs of all tokens that are trained on",
     "has_no_reward": "response 0: want a finite reward or None; got nan",
     "leaves_the_vocabulary": "response 0: want token ids from 0 to 13; got 1 to 100000",

@@ -34,11 +34,18 @@ def prefix_recipe(folder: Path, **options: Any) -> Recipe:
     return recipe_of(folder, algorithm={"preset": "uft", "recipe": options}, rollout=rollout)
 
 
+def step(recipe: PrefixRecipe, examples: list[Example]) -> list[Ask]:
+    """What a step asks for."""
+    asked: list[list[Ask]] = []
+    recipe.collect(lambda: asked.append(recipe.ask(examples)))  # type: ignore[arg-type,return-value,func-returns-value]
+    return asked[0]
+
+
 LONG = Example(3, (1, 2), "", tuple(range(10, 51)))  # 40 tokens and the end
 
 
 def lengths(recipe: Recipe, example: Example = LONG) -> list[int]:
-    (ask,) = recipe.ask([example])
+    (ask,) = step(recipe, [example])
     assert (ask.rollouts, ask.demonstrated) == (4, False)
     assert example.demonstration is not None
     assert all(tuple(prefix) == example.demonstration[: len(prefix)] for prefix in ask.prefixes)
@@ -68,7 +75,7 @@ def test_hints_are_as_many_segments_as_a_binomial_variable(run: Run, tmp_path: P
     recipe = prefix_recipe(tmp_path)
     recipe.restore(99)
     examples = [replace(LONG, index=i) for i in range(1000)]
-    asks = recipe.ask(examples)
+    asks = step(recipe, examples)
     assert all(len(ask.prefixes) == 4 and len(set(map(len, ask.prefixes))) == 1 for ask in asks)
     counts = Counter(len(ask.prefixes[0]) for ask in asks)
     p = 0.05 + 0.45 * (1 + math.cos(math.pi / 3))
@@ -81,7 +88,7 @@ def test_hints_are_as_many_segments_as_a_binomial_variable(run: Run, tmp_path: P
     assert share == (4 * sum(length * count for length, count in counts.items()), 4 * 40_000)
     short = [replace(example, demonstration=(7, 8, 9, 5)) for example in examples]
     recipe.restore(99)
-    counts = Counter(len(ask.prefixes[0]) for ask in recipe.ask(short))
+    counts = Counter(len(ask.prefixes[0]) for ask in step(recipe, short))
     assert abs(counts[3] - 1000 * p**3) <= 4 * math.sqrt(1000 * p**3)
     recipe.restore(300)
     assert lengths(recipe) == [0] * 4
@@ -89,21 +96,21 @@ def test_hints_are_as_many_segments_as_a_binomial_variable(run: Run, tmp_path: P
 
 def test_draws_of_prefixes_are_those_of_seed_step_and_prompt(run: Run, tmp_path: Path) -> None:
     examples = [replace(LONG, index=i) for i in range(20)]
-    whole = [ask.prefixes[0] for ask in prefix_recipe(tmp_path).ask(examples)]
-    halves = [prefix_recipe(tmp_path).ask(examples[part::2]) for part in range(2)]  # as two ranks draw
+    whole = [ask.prefixes[0] for ask in step(prefix_recipe(tmp_path), examples)]
+    halves = [step(prefix_recipe(tmp_path), examples[part::2]) for part in range(2)]  # as two ranks draw
     assert [halves[i % 2][i // 2].prefixes[0] for i in range(20)] == whole
     recipe = prefix_recipe(tmp_path)
     state = recipe.state()
-    first, second = recipe.ask(examples), recipe.ask(examples)
+    first, second = step(recipe, examples), step(recipe, examples)
     assert first != second
     recipe.restore(state)
-    assert recipe.ask(examples) == first
-    assert recipe.ask(examples) == second
+    assert step(recipe, examples) == first
+    assert step(recipe, examples) == second
 
 
 def test_a_prompt_without_a_demonstration_has_no_prefix(run: Run, tmp_path: Path) -> None:
     recipe = prefix_recipe(tmp_path, schedule="fixed")
-    (ask, other) = recipe.ask([replace(LONG, demonstration=None), replace(LONG, demonstration=(5,))])
+    (ask, other) = step(recipe, [replace(LONG, demonstration=None), replace(LONG, demonstration=(5,))])
     assert [len(prefix) for prefix in (*ask.prefixes, *other.prefixes)] == [0] * 8
     assert recipe.metrics() == {"prefix/share": (0, 0)}
 

@@ -133,7 +133,7 @@ def test_nonfinite_gradients_leave_the_weights_alone_and_three_in_a_row_stop_the
         assert not torch.stack([out.loss for out in outputs]).sum().isfinite()
         tiny_run.count_nonfinite(applied)
     assert all(torch.equal(p, before[name]) for name, p in tiny_run.policy.weights())
-    with pytest.raises(RuntimeError, match=r"3 updates in a row had a non-finite gradient.*None"):
+    with pytest.raises(RuntimeError, match=r"3 updates of the policy in a row had a non-finite gradient.*None"):
         tiny_run.count_nonfinite(False)
     samples[0].advantage = 0.5
     batches = packed(tiny_run, samples)

@@ -119,7 +119,9 @@ def test_demonstrations_of_solved_groups_are_learnt(run: Run) -> None:
 def test_an_applied_update_begins_the_count_of_nonfinite_ones_anew(run: Run) -> None:
     for applied in (False, False, True, False, False):
         run.count_nonfinite(applied)
-    with pytest.raises(RunFailed, match="3 updates in a row"):
+    for applied in (True, False):  # of another model
+        run.count_nonfinite(applied, "critic")
+    with pytest.raises(RunFailed, match="3 updates of the policy in a row"):
         run.count_nonfinite(False)
     run.count_nonfinite(True)
 

@@ -9,7 +9,7 @@ from pydantic import model_validator
 from rlplus.config.base import MANY
 from rlplus.config.ignored import ignored_keys
 from rlplus.config.sections import Sections
-from rlplus.objective import Critic, Prefix, ProcessReward, recipe_name
+from rlplus.objective import Critic, Gate, Interleaved, Prefix, ProcessReward, recipe_name
 
 
 class Config(Sections):
@@ -87,6 +87,11 @@ class Config(Sections):
         if self.train.sequence_parallel > 1 and self.model.attention == "eager":
             problems.append("train.sequence_parallel wants model.attention sdpa or flash_attention_2; got eager")
         problems += self._refill_problems()
+        if algorithm.advantage in ("mean", "pass@k") and algorithm.shaping is not None:
+            problems.append(
+                f"algorithm.advantage {algorithm.advantage} is for rewards from 0 on, 1 for a right answer: "
+                "want algorithm.shaping null"
+            )
         problems += self._learner_problems()
         problems += self._size_problems()
         evaluated = self.data if self.evaluation.data is None else self.evaluation.data
@@ -127,6 +132,12 @@ class Config(Sections):
             return
         if size < (wanted := 2 + algorithm.demonstrates_in_place):
             yield f"algorithm.refill compares a group's rollouts: want rollout.group_size >= {wanted}; got {size}"
+        recipe = algorithm.recipe
+        if isinstance(recipe, Interleaved) or (isinstance(recipe, Gate) and recipe.solved == 0):
+            yield (
+                "algorithm.refill drops the prompts that no rollout solved, whose demonstrations algorithm.recipe "
+                f"{recipe_name(recipe)} takes: want algorithm.refill null"
+            )
         if self.train.overlap:
             yield "algorithm.refill takes several draws, and train.overlap one ahead: want algorithm.refill null"
 

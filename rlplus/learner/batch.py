@@ -52,7 +52,7 @@ def mean_batches(
     totals = _totals(samples)
     kept = rebalance(samples, config)
     lengths = [len(sample.response) for sample in kept]
-    shares = [sum(totals.tokens) if of == "tokens" else n * sum(totals.sequences) for n in lengths]
+    shares = [sum(totals.tokens) if of == "tokens" else n * totals.responses for n in lengths]
     weights = [torch.full((n,), 1 / share) for n, share in zip(lengths, shares, strict=True)]
     return even_batches(kept, weights, config, pad_id, device)
 
@@ -165,17 +165,22 @@ def _has_gradient(sample: Sample, objective: Objective) -> bool:
 
 @dataclass(frozen=True)
 class _Totals:
-    """Tokens with a loss in an update over all ranks, (sampled, demonstrated), and the sequences that have such."""
+    """Tokens with a loss in an update over all ranks, (sampled, demonstrated), and the sequences that have such.
+
+    responses: sequences with tokens of either kind; one that begins with a demonstrated prefix has both.
+    """
 
     tokens: tuple[int, int]
     sequences: tuple[int, int]
+    responses: int
 
 
 def _totals(samples: Sequence[Sample]) -> _Totals:
     sampled, external = zip(*(s.loss_tokens for s in samples), strict=True) if samples else ((), ())
     tokens, sequences = map(sum, (sampled, external)), (sum(map(bool, kind)) for kind in (sampled, external))
-    counts = [int(total) for total in agree.sums(*tokens, *sequences)]
-    return _Totals((counts[0], counts[1]), (counts[2], counts[3]))
+    responses = sum(a + b > 0 for a, b in zip(sampled, external, strict=True))
+    counts = [int(total) for total in agree.sums(*tokens, *sequences, responses)]
+    return _Totals((counts[0], counts[1]), (counts[2], counts[3]), counts[4])
 
 
 def _token_weights(samples: Sequence[Sample], totals: _Totals, algorithm: Algorithm, config: Config) -> list[Tensor]:
@@ -202,7 +207,7 @@ def _token_weights(samples: Sequence[Sample], totals: _Totals, algorithm: Algori
         weight = weights(trained & ~external, algorithm.reduction, *sampled)
         weight += weights(trained & external, algorithm.external_reduction or algorithm.reduction, *demonstrated)
     else:
-        weight = weights(trained, algorithm.reduction, sum(totals.tokens), sum(totals.sequences))
+        weight = weights(trained, algorithm.reduction, sum(totals.tokens), totals.responses)
     return list(weight.split(lengths.tolist()))
 
 

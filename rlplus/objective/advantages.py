@@ -55,19 +55,22 @@ def batch_advantages(
     if estimator == "leave-one-out":
         others = (size / (size - 1).clamp(min=1)).double()[group]
         return torch.where(on, centred * others, centred)
+    alone = (size < 2)[group]  # nothing to compare with: R, as of `group_advantages`
     if estimator == "mean":
         mean = R - centred
-        return torch.where(mean > 0, centred / mean, 0.0)
+        return torch.where(alone, centred, torch.where(mean > 0, centred / mean, 0.0))
     if k < 1:
         raise ValueError(f"want k at least 1; got {k}")
     solved = torch.bincount(group[on & (R >= 1)], minlength=len(groups))
     values = torch.tensor([_pass_at_k(int(n), int(c), k) for n, c in zip(size, solved, strict=True)], dtype=R.dtype)
-    right, wrong = values.to(R.device)[group].unbind(1)
-    return torch.where(R >= 1, right, wrong)
+    right, wrong = values.view(len(groups), 2).to(R.device)[group].unbind(1)
+    return torch.where(alone, centred, torch.where(R >= 1, right, wrong))
 
 
 def _whiten(values: Tensor, weight: Tensor, eps: float) -> Tensor:
     count = weight.sum()
+    if count < 2:
+        return torch.zeros_like(values)
     mean = (weight * values).sum() / count
     variance = (weight * (values - mean) ** 2).sum() / (count - 1)
     return (values - mean) / (variance.sqrt() + eps)

@@ -107,7 +107,7 @@ class Critic(RecipeOptions):
 
     gamma, gae_lambda   of generalized advantage estimation; with 1 and 1, A_t = reward - V_t
     whiten              advantages have mean 0 and variance 1 over the tokens of the batch
-    stopped_only        a response that was cut at the length limit has the reward 0, also in place of a shaped one
+    stopped_only        a response that was cut at the length limit has the reward 0
     critic_updates      optimizer steps of the value model per step, each on an equal part of the step's samples
     value_clip          how far a value may move from that of the step's beginning before its loss is clipped
     lr, warmup_steps    of the value model's optimizer. After the warm-up its lr is constant: train.lr_schedule,

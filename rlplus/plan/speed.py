@@ -2,7 +2,7 @@
 
 from rlplus.config import Config
 from rlplus.learner.statistics import needs_statistics
-from rlplus.objective import Critic
+from rlplus.objective import Critic, Interleaved, Prefix
 from rlplus.plan.cluster import NODE, Cluster
 from rlplus.plan.memory import Memory, Model, head_mode
 
@@ -72,6 +72,7 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     gemms = 4 if head_mode(config, model, cluster) == "least" else 3
     seconds["forward and backward"] = ((3 + again) * forward + gemms * head) / flops
     micro_batches = tokens / train.tokens_per_micro_batch
+    updates += isinstance(algorithm.recipe, Interleaved)  # at most one more, on demonstrations
     seconds["communication"] = _sent_bytes(config, model, ranks, updates, micro_batches, passes) / link
     slow = PCIE if train.offload_optimizer == "cpu" else bandwidth
     seconds["optimizer"] = _optimizer_bytes(model, ranks, updates) / slow
@@ -137,7 +138,7 @@ def _members(config: Config) -> tuple[int, int]:
     """Rollouts and demonstrations of a group, at most."""
     algorithm = config.algorithm.resolve()
     rollouts = config.rollout.group_size - algorithm.demonstrates_in_place if algorithm.generates else 0
-    return rollouts, int(algorithm.demonstrates)
+    return rollouts, int(algorithm.demonstrates and not isinstance(algorithm.recipe, Prefix))
 
 
 def _tied(model: Model) -> bool:

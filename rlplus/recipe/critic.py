@@ -34,12 +34,17 @@ class CriticRecipe(Recipe):
         self.learners = {"critic": self.critic}
         self.pad_id = pad_id
 
-    def credit(self, batch: Batch) -> None:
-        """Set rewards, values, returns and advantages. Collective."""
-        options, samples = self.options, batch.samples
-        for sample in samples:
-            if options.stopped_only and sample.truncated:
+    def collect(self, draw: Callable[[], Batch]) -> Batch:
+        """The grader's reward of a response that was cut is 0 with `stopped_only`; shaping comes after it."""
+        batch = super().collect(draw)
+        for sample in batch.samples:
+            if self.options.stopped_only and sample.truncated:
                 sample.reward = 0.0
+        return batch
+
+    def credit(self, batch: Batch) -> None:
+        """Set values, returns and advantages. Collective."""
+        options, samples = self.options, batch.samples
         values = by_sample(samples, self.critic.value, self.config, self.pad_id, self.critic.device)
         advantages = generalized_advantages(
             [sample.reward for sample in samples], values, gamma=options.gamma, gae_lambda=options.gae_lambda
@@ -65,7 +70,10 @@ class CriticRecipe(Recipe):
         return self._metrics
 
     def _mini_batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """This rank's part of each. On any number of ranks they divide the step's samples in the sampler's order."""
+        """This rank's part of each. On any number of ranks they divide a draw's samples in the sampler's order.
+
+        With `Refill`, whose groups may move, they divide them by where they are.
+        """
         world, updates, size = dist.get_world_size(), self.options.critic_updates, self.config.rollout.group_size
         parts: list[list[Sample]] = [[] for _ in range(updates)]
         members: Counter[int] = Counter()  # of each group so far

@@ -22,8 +22,10 @@ def with_optimizer(config: Config, **changes: float) -> Config:
 
     Its learning rate stays after the warm-up: a schedule of the policy's would not fit the number of its updates.
     """
-    constant = {"lr_schedule": "constant", "lr_min_ratio": 0.0, "warmup_ratio": None}
-    return config.model_copy(update={"train": config.train.model_copy(update=constant | changes)})
+    own: dict[str, Any] = {"lr_schedule": "constant", "lr_min_ratio": 0.0, "warmup_ratio": None} | changes
+    if "grad_clip" in changes:
+        own["deepspeed"] = {k: v for k, v in config.train.deepspeed.items() if k != "gradient_clipping"}
+    return config.model_copy(update={"train": config.train.model_copy(update=own)})
 
 
 def fit(

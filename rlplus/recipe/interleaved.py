@@ -9,7 +9,7 @@ from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import Example
 from rlplus.objective import Interleaved
-from rlplus.recipe.plain import Batch, Recipe, Update, demonstration, set_advantages, unsolved
+from rlplus.recipe.plain import Batch, Recipe, Update, demonstration, unsolved
 
 # When a demonstration came, and where among the prompts of its step: the newest step first, its prompts in order.
 Place = tuple[int, int]
@@ -54,7 +54,8 @@ class InterleavedRecipe(Recipe):
             chosen = [example for place, example in self.waiting if place <= last]
             self.waiting = [(place, example) for place, example in self.waiting if place > last]
             samples = [demonstration(example, group) for group, example in enumerate(chosen)]
-            set_advantages(samples, self.algorithm)
+            for sample in samples:
+                sample.advantage = sample.reward  # each is alone, with nothing to compare it to
             updates.append(Update(samples, self.algorithm))
         self._in_line = len(line) - self.batch * self._updated
         return updates

@@ -1,6 +1,6 @@
 """The prefix recipe: responses begin as the prompt's demonstration does (UFT, Prefix-RFT, RL-PLUS's prefixes)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import cos, pi
 from random import Random
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from rlplus.config import Config
 from rlplus.data import Example
 from rlplus.objective import Prefix
-from rlplus.recipe.plain import Ask, Recipe
+from rlplus.recipe.plain import Ask, Batch, Recipe
 
 
 class PrefixRecipe(Recipe):
@@ -30,10 +30,14 @@ class PrefixRecipe(Recipe):
         self.steps = 0
         self._share = (0.0, 0)
 
-    def ask(self, examples: Sequence[Example]) -> list[Ask]:
+    def collect(self, draw: Callable[[], Batch]) -> Batch:
         self.steps += 1
+        self._share = (0.0, 0)
+        return super().collect(draw)
+
+    def ask(self, examples: Sequence[Example]) -> list[Ask]:
         size = self.config.rollout.group_size
-        asks, shown, tokens = [], 0, 0
+        asks, (shown, tokens) = [], self._share
         for example in examples:
             text = (example.demonstration or ())[:-1]
             prefixes = [text[: round(share * len(text))] for share in self._shares(example, len(text))]

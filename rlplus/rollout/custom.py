@@ -176,7 +176,7 @@ def _fault(response: Response, vocabulary: int) -> str | None:
         return f"want token ids from 0 to {vocabulary - 1}; got {min(tokens)} to {max(tokens)}"
     for what, values in (("logprob", response.logprob), ("trained", response.trained)):
         if len(values) != len(tokens):
-            return f"want {len(tokens)} values in {what}, one a token; got {len(values)}"
+            return f"want {len(tokens)} values in {what}, one per token; got {len(values)}"
     if not all(math.isfinite(p) for p, on in zip(response.logprob, response.trained, strict=True) if on):
         return "want finite logprobs of all tokens that are trained on"
     if response.reward is not None and not math.isfinite(response.reward):

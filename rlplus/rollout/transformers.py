@@ -122,7 +122,7 @@ class TransformersEngine:
         stops = torch.tensor([self._eos, *stop], device=self._device)
         # Prompts of like length together: less padding.
         owners = [i for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])) for _ in range(n[i])]
-        longest = max((len(prompts[i]) + limits[i] for i in owners), default=0)
+        longest = max((len(prompts[i]) for i in owners), default=0) + max((limits[i] for i in owners), default=0)
         # A sequence's keys and values; of each logit the model's and its fp32 copy, and what `_Draw` makes of it.
         bytes_per_sequence = longest * self._bytes_per_token + (4 + 4 + 4 + 8 + 1) * self._vocabulary
         size = max(1, self._cache_bytes // bytes_per_sequence)
@@ -151,7 +151,7 @@ class TransformersEngine:
         rows, cache = list(range(len(prompts))), None
         while rows:
             # A state instead of keys and values (Mamba's) neither goes on where it was nor gives up rows.
-            stretch = int(left.max()) if self._model._is_stateful else min(STRETCH, int(left.max()))
+            stretch = int(left.max()) if self._model._is_stateful else min(STRETCH, int(left.min()))
             output, logprob = self._generate_stretch(ids, mask, cache, stretch, temperature, stops)
             drawn = output.sequences[:, ids.shape[1] :]
             new, new_logprob = drawn.tolist(), logprob.tolist()

@@ -170,8 +170,9 @@ def fingerprint(examples: Sequence[Example]) -> str:
 
 
 def surroundings(config: Config) -> dict[str, str]:
-    """The versions of the packages, and hashes of the user's own files: what no configuration shows."""
-    found = {}
+    """Versions of the packages, hashes of the user's own files and of the preset: no configuration shows them."""
+    algorithm = hashlib.sha256(repr(config.algorithm.resolve()).encode()).hexdigest()[:12]
+    found = {f"algorithm.preset {config.algorithm.preset}": algorithm}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)

@@ -12,7 +12,7 @@ class Progress:
 
     step         steps done
     generated    tokens
-    nonfinite    updates in a row that a non-finite gradient made impossible
+    nonfinite    by model, updates in a row that a non-finite gradient made impossible
     idle         steps in a row without an update, since this process started
     interrupted  the signal that ended the run, 0 without one
     external_share  of the last gradient, see `rlplus.objective.ExternalSchedule`
@@ -22,15 +22,17 @@ class Progress:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.step = self.generated = self.nonfinite = self.idle = self.interrupted = 0
+        self.step = self.generated = self.idle = self.interrupted = 0
+        self.nonfinite: dict[str, int] = {}
         self.external_share = 1.0
 
-    def state(self) -> dict[str, float]:
-        """What a checkpoint of this step says besides the step."""
+    def state(self) -> dict[str, Any]:
+        """The entries of a checkpoint of this step, besides the step."""
         return {"generated": self.generated, "nonfinite": self.nonfinite, "external_share": self.external_share}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.step, self.generated, self.nonfinite = state["step"], state["generated"], state["nonfinite"]
+        self.step, self.generated, nonfinite = state["step"], state["generated"], state["nonfinite"]
+        self.nonfinite = dict(nonfinite) if isinstance(nonfinite, dict) else {"policy": nonfinite}  # of 0.1.0: a number
         self.external_share = state.get("external_share", 1.0)
 
     @property

@@ -168,17 +168,17 @@ class Run:
         """Response tokens as the reward reads them: `data.response_prefix` first, no special tokens."""
         return response_text(self.tokenizer, tokens, self.config.data.response_prefix)
 
-    def count_nonfinite(self, applied: bool) -> None:
-        """RunFailed after `max_nonfinite` updates in a row that a non-finite gradient made impossible."""
-        progress = self.progress
-        progress.nonfinite = 0 if applied else progress.nonfinite + 1
+    def count_nonfinite(self, applied: bool, model: str = "policy") -> None:
+        """RunFailed after `max_nonfinite` updates of a model in a row that a non-finite gradient made impossible."""
+        nonfinite = self.progress.nonfinite
+        nonfinite[model] = 0 if applied else nonfinite.get(model, 0) + 1
         if not applied:
-            self.log.say(f"step {progress.step + 1}: non-finite gradient, update skipped")
-        if progress.nonfinite >= self.config.train.max_nonfinite:
+            self.log.say(f"step {self.progress.step + 1}: non-finite gradient, update of the {model} skipped")
+        if nonfinite[model] >= self.config.train.max_nonfinite:
             self.check_weights()
             raise RunFailed(
-                f"{progress.nonfinite} updates in a row had a non-finite gradient; the newest checkpoint is "
-                f"{checkpoint.latest(self.folder.checkpoints)}. Lower the learning rate, or use a bounded objective"
+                f"{nonfinite[model]} updates of the {model} in a row had a non-finite gradient; the newest checkpoint "
+                f"is {checkpoint.latest(self.folder.checkpoints)}. Lower the learning rate, or use a bounded objective"
             )
 
     def check_weights(self) -> None:
@@ -235,6 +235,7 @@ class Run:
         if self.rank == 0:
             self.tokenizer.save_pretrained(str(model))
             self.folder.note_result(step)
+        agree.barrier()  # the next stage reads it on every rank
         idle = self.progress.idle == step
         unchanged = " (no step had an update: it is the one that the run began with)" if idle else ""
         self.log.say(f"{step} steps done; model in {model}{unchanged}")

@@ -57,7 +57,8 @@ class Step:
             statuses = score(batch.samples, batch.examples, run.scorer, run.decode)
         tally_samples(tally, batch.samples, statuses)
         self.generated += sum(sample.loss_tokens[0] for sample in batch.samples)
-        batch.samples = [sample for sample in batch.samples if not sample.masked]
+        # Copies: shaping changes them, and a step that is given up goes back to those that were drawn.
+        batch.samples = [replace(sample) for sample in batch.samples if not sample.masked]
         return batch
 
     def _refill(self, options: Refill) -> Batch:
@@ -77,7 +78,7 @@ class Step:
         run = self.run
         run.can_redo = run.can_redo and not run.recipe.learners
         with self._learners():
-            run.recipe.fit(batch, run.count_nonfinite)
+            run.recipe.fit(batch, partial(run.count_nonfinite, model=" and ".join(run.recipe.learners)))
 
     def _learners(self) -> AbstractContextManager[None]:
         """The phase in which the recipe's learners work, where it has any."""
