@@ -171,7 +171,7 @@ def with_steps(config: Config, steps: int, output: Path) -> Config:
     ("model", "options"),
     [
         ({"lora": LORA}, {"zero_stage": 1}),
-        ({"lora": LORA}, {"zero_stage": 3}),
+        pytest.param({"lora": LORA}, {"zero_stage": 3}, marks=pytest.mark.slow),
         ({}, {"zero_stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"}),
         ({}, {"zero_stage": 2, "offload_optimizer": "cpu"}),
     ],

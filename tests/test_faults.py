@@ -169,6 +169,7 @@ def reward(text, answer):
 """
 
 
+@pytest.mark.slow
 def test_a_grader_that_hangs_dies_and_eats_memory_does_not_stop_a_run(tmp_path, monkeypatch):
     (tmp_path / "bad_grader.py").write_text(GRADER)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))

@@ -134,6 +134,7 @@ def test_coverage_over_problems() -> None:
     assert 0.90 <= inside / trials <= 0.985  # 95% nominal; the standard error here is 1.5%
 
 
+@pytest.mark.slow
 def test_pooled_interval_covers_the_spread_over_seeds() -> None:
     generator = torch.Generator().manual_seed(4)
     trials, pooled, problems_only = 100, 0, 0

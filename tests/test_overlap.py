@@ -154,7 +154,7 @@ def test_overlap_is_training_one_step_behind(tmp_path, in_thread, lottery, prese
     assert "mismatch/mean" not in rows[0]
 
 
-@pytest.mark.parametrize("preset", ["rlplus", "grpo"])
+@pytest.mark.parametrize("preset", ["rlplus", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_resume_with_overlap_is_bitwise(tmp_path, in_thread, lottery, preset):
     """Also over an epoch boundary (6 prompts, 4 a step), and when a finished run is prolonged."""
     sections = {"algorithm": {"preset": preset}}

@@ -94,6 +94,7 @@ def without_library(source: Path, out: Path) -> Path:
     return Path(shutil.copytree(source, out / "copy", symlinks=True, ignore=shutil.ignore_patterns("*.so", "build")))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_native_library_is_in_the_wheel_where_there_is_a_compiler(source: Path, tmp_path: Path) -> None:
     wheel = build_wheel(without_library(source, tmp_path), tmp_path, RLPLUS_EXT="1")

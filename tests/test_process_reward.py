@@ -142,6 +142,7 @@ def check_resume(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int, **tr
     return killed_and_resumed(lambda output: prime(folder, output, {"steps": steps} | train), monkeypatch, *methods)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = check_resume(tmp_path, monkeypatch, 6)
     names = ("score", "accuracy", "loss", "nonfinite", "lr", "grad_norm")

@@ -22,6 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_one(folder: Path, name: str) -> None:
     one, two = (metrics(folder / f"{output}-{name}") for output in ("one", "two"))

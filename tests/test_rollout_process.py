@@ -106,6 +106,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen2ForCaus
     return path, model
 
 
+@pytest.mark.slow
 def test_death_in_a_push_and_refusals(shared: tuple[Path, Qwen2ForCausalLM], monkeypatch: pytest.MonkeyPatch) -> None:
     path, model = shared
     engine = start_process("transformers", path)
@@ -173,6 +174,7 @@ def test_an_engine_that_dies_of_the_question_is_given_up(
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_start_says_why(shared: tuple[Path, Qwen2ForCausalLM], tmp_path: Path) -> None:
     config = RolloutConfig(engine="transformers", mode="process", max_response_length=8, push_folder=str(tmp_path))
     (tmp_path / "model").mkdir()
@@ -196,6 +198,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_hung_engine_shows_its_stacks_and_is_started_again(
     shared: tuple[Path, Qwen2ForCausalLM],
     hanging: Path,

@@ -98,6 +98,7 @@ def run_ranks(path: Path, kind: str, ranks: int) -> None:
     assert len({report["tokens"] for report in reports}) == ranks, "ranks with different seeds sample different tokens"
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_vllm_in_the_trainers_process_group(tmp_path: Path) -> None:
     run_ranks(tmp_path, "vllm", 1)

@@ -14,14 +14,12 @@ from rlplus.trainer import Run, train
 
 def ruin(monkeypatch: pytest.MonkeyPatch, lr: float, updates: int) -> None:
     """The update after so many has that learning rate."""
-    step = Policy.step
+    usual: Any = Policy.lr
 
-    def too_large(policy: Policy) -> bool:
-        if policy.engine.global_steps == updates:
-            policy.engine.optimizer.param_groups[0]["lr"] = lr
-        return step(policy)
+    def too_large(policy: Policy) -> float:
+        return lr if policy.engine.global_steps == updates else float(usual.fget(policy))
 
-    monkeypatch.setattr(Policy, "step", too_large)
+    monkeypatch.setattr(Policy, "lr", property(too_large))
 
 
 @pytest.mark.parametrize(

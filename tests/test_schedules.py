@@ -191,6 +191,7 @@ def test_an_epoch_draws_every_prompt(epochs: int, prompts: int, batch: int, step
     assert drawn.total() - epochs * prompts < batch
 
 
+@pytest.mark.slow
 def test_a_run_of_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its steps, its learning rates, what it says, and its resume; a finished one may get another epoch."""
     fields: dict[str, Any] = {"steps": None, "epochs": 2, "prompts_per_step": 4, "lr_schedule": "linear"}

@@ -146,6 +146,7 @@ def two_stages(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_second_stage_resumes_there(
     two_stages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,7 +65,7 @@ def train_counting(monkeypatch: pytest.MonkeyPatch, config: Config) -> tuple[Pat
     return folder, counts
 
 
-@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_that_is_given_up_is_done_again_bit_for_bit(tmp_path, monkeypatch, place, zero_stage):
     """The third of four steps; the checkpoint is that of the second one's end."""
