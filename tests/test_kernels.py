@@ -104,6 +104,25 @@ def test_flat_and_certain_policies(scale: float) -> None:
 
 
 @EVERY_WAY
+def test_a_maximum_that_rises_from_block_to_block(way: Callable[[Tensor, Tensor], Tensor]) -> None:
+    logits = (
+        torch.randn(3, 3 * BLOCK_V + 50, device=DEVICE) + 3 * torch.arange(3 * BLOCK_V + 50, device=DEVICE) / BLOCK_V
+    )
+    target = torch.tensor([1, BLOCK_V, 3 * BLOCK_V + 49], device=DEVICE)
+    got = way(logits, target).double()
+    logp = logits.double().log_softmax(1)
+    torch.testing.assert_close(got[:, backend.LOGPROB], logp[torch.arange(3), target], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[:, backend.ENTROPY], -(logp.exp() * logp).sum(1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_target_behind_the_vocabulary_is_no_token_though_there_is_a_column() -> None:
+    for V in (5, BLOCK_V, BLOCK_V + 7):
+        logits, values = torch.zeros(2, V + 1, device=DEVICE), torch.empty(2, row_kernels.WIDTH.value, device=DEVICE)
+        row_kernels.row_statistics(values, logits, V, torch.tensor([V - 1, V], device=DEVICE), None, 1.0)
+        assert values[:, backend.LOGPROB].isnan().tolist() == [False, True]
+
+
+@EVERY_WAY
 def test_peaked_policy_keeps_its_small_entropy(way: Callable[[Tensor, Tensor], Tensor]) -> None:
     logits = torch.zeros(1, 2 * BLOCK_V + 300, device=DEVICE)
     logits[0, 7], logits[0, 8] = 1000, 986  # one rival: the entropy is about 15 e^-14 = 1.2e-5
