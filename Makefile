@@ -103,7 +103,8 @@ $(STAMP): pyproject.toml setup.py csrc/rows.cpp Makefile $(FORCE)
 	    touch "$(MARK)"
 	    "$$found" -m venv "$(VENV)"
 	fi
-	install="$(BIN)/python -m pip install --quiet --disable-pip-version-check --log $(VENV)/setup.log"
+	# Most modules are never imported: Python compiles those that are, when they are.
+	install="$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --log $(VENV)/setup.log"
 	if nvidia-smi > /dev/null 2>&1; then
 	    echo "Installing torch and vLLM for CUDA into $(VENV), some minutes. Log: $(VENV)/setup.log"
 	    $$install -e ".[vllm,dev]"
