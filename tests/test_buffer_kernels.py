@@ -63,10 +63,11 @@ def slopes(n: int) -> Tensor:
     """values (n, 6): slopes of every kind, NaN among them, a third of the rows without any."""
     g = torch.Generator().manual_seed(n)
     values = torch.randn(n, 6, generator=g)
-    kind = torch.randint(6, (n,), generator=g)
+    kind = torch.randint(7, (n,), generator=g)
     values[kind < 2, 4:] = 0.0
     values[kind == 2, 4] = values[kind == 3, 5] = 0.0
-    values[kind == 4, 4] = math.nan
+    values[kind == 4, 4:] = torch.tensor([math.nan, 0.0])
+    values[kind == 5, 4:] = torch.tensor([0.0, math.nan])
     return values.to(DEVICE)
 
 
