@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from amx import use_amx
 from closed_form import EXTERNAL, FEATURES, all_objectives
 from head_bounds import (
     BF16,
@@ -85,8 +86,11 @@ def test_the_kl_term_is_accurate_near_0() -> None:
     assert loss[FP32] == pytest.approx(loss[FP64], rel=1e-3)
 
 
+@pytest.mark.parametrize("amx", [False, True], ids=["this CPU", "AMX"])
 @pytest.mark.parametrize("backend", [CPP])
-def test_bf16_gradients_are_rounded_without_bias(backend: str) -> None:
+def test_bf16_gradients_are_rounded_without_bias(backend: str, amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if amx:
+        use_amx(monkeypatch)
     g = torch.Generator().manual_seed(0)
     V, target = 3000, torch.tensor([7])
     bias, hidden = torch.randn(V, generator=g).bfloat16().requires_grad_(), torch.zeros(1, 2, dtype=BF16)
