@@ -282,7 +282,7 @@ def run_learner(folder: Path, name: str) -> dict[str, Any]:
     ]
     (learner,) = recipe.learners.values()
     ask = learner.value if isinstance(learner, ValueModel) else learner.score
-    batch, applied = Batch([], samples, 0.0), list[bool]()
+    batch, applied = recipe.collect(lambda: Batch([], samples, 0.0)), list[bool]()
     recipe.credit(batch)
     recipe.fit(batch, applied.append)
     after = by_sample(samples, ask, config, 256, learner.device)

@@ -108,7 +108,9 @@ def test_ppo_is_open_reasoner_zeros() -> None:
 def test_prime_is_its_authors() -> None:
     """Their published script (run_prime_main.sh)."""
     options = dataclasses.asdict(ALGORITHMS["prime"].recipe)
-    assert options == {"beta": 0.05, "lr": 1e-6, "warmup_steps": 0, "grad_clip": 10.0, "weight_decay": 0.0}
+    assert options == {
+        "update": "after", "beta": 0.05, "lr": 1e-6, "warmup_steps": 0, "grad_clip": 10.0, "weight_decay": 0.0,
+    }  # fmt: skip
 
 
 def test_no_preset_is_untested_and_the_default_is_rlplus() -> None:

@@ -144,9 +144,12 @@ class Critic(RecipeOptions):
 class ProcessReward(RecipeOptions):
     """PRIME: a second language model is trained to predict outcomes, which are rewards in [0, 1].
 
-    A token's reward is its logprob under that model minus the reference's. It scores a step's samples before it is
-    trained on them, in the policy's mini-batches.
+    A token's reward is its logprob under that model minus the reference's. It is trained on each step's samples, in
+    the policy's mini-batches.
 
+    update                    "after": it is trained once it has scored the samples, as in PRIME's own code; "before":
+                              it scores them once it is trained, as in verl's recipe. A step that fails after that
+                              training cannot be redone
     beta                      of its loss: beta times the sum of a response's scores is the logit of a right answer
     lr, warmup_steps, grad_clip, weight_decay
                               of its optimizer, whose lr is constant after the warm-up; the rest is as in `train`
@@ -155,6 +158,7 @@ class ProcessReward(RecipeOptions):
 
     learners: ClassVar[Mapping[str, Head]] = {"process": "language"}
 
+    update: Literal["after", "before"] = "after"
     beta: float = 0.05
     lr: float = 1e-6
     warmup_steps: int = 0
@@ -166,6 +170,7 @@ class ProcessReward(RecipeOptions):
         wanted = {name: (positive, _is_positive(getattr(self, name))) for name in ("beta", "lr", "grad_clip")}
         wanted["warmup_steps"] = ("an integer >= 0", _is_integer(self.warmup_steps) and self.warmup_steps >= 0)
         wanted["weight_decay"] = ("a finite number >= 0", is_number(self.weight_decay) and self.weight_decay >= 0)
+        wanted["update"] = ("after or before", self.update in ("after", "before"))
         _check(self, wanted)
 
 

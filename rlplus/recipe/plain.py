@@ -54,9 +54,11 @@ class Recipe:
 
     learners: the models that it trains beside the policy, by the names that its options give them; they are saved,
     restored and checked with the run.
+    fits_first: whether `fit` comes before `credit`, not after the policy's updates.
     """
 
     learners: Mapping[str, Learner] = {}
+    fits_first = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -95,7 +97,7 @@ class Recipe:
         """Learn from an update that was made: its micro-batches' losses on this rank, the gradient's global norm."""
 
     def fit(self, batch: Batch, count: Callable[[bool], None]) -> None:
-        """Train `learners`, after the policy's updates.
+        """Train `learners`.
 
         count: to be called after each optimizer step with whether it was applied; it may raise.
         """

@@ -19,13 +19,14 @@ EPSILON = 1e-6  # added to the largest return of process rewards
 
 
 class ProcessRewardRecipe(Recipe):
-    """Scores before the policy's updates, from the reward model as the step before left it; its updates after them."""
+    """The reward model scores a step's samples; it learns their outcomes afterwards or, if told so, first."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         options = self.algorithm.recipe
         assert isinstance(options, ProcessReward), "want the options of this recipe"
         self.options = options
+        self.fits_first = options.update == "before"
         self._metrics: Metrics = {}
 
     def build(self, model_path: str, model_config: PretrainedConfig, pad_id: int) -> None:
@@ -38,17 +39,19 @@ class ProcessRewardRecipe(Recipe):
         self.learners = {"process": self.process}
         self.pad_id = pad_id
 
-    def credit(self, batch: Batch) -> None:
-        """Set returns (of each token the outcome) and advantages. Collective.
-
-        Raises SharedFailure for a reward outside [0, 1].
-        """
-        samples = batch.samples
-        outside = max((max(-sample.reward, sample.reward - 1) for sample in samples), default=0.0)
+    def collect(self, draw: Callable[[], Batch]) -> Batch:
+        """Each token's return is the outcome. SharedFailure for a reward outside [0, 1]."""
+        batch, self._metrics = super().collect(draw), {}
+        outside = max((max(-sample.reward, sample.reward - 1) for sample in batch.samples), default=0.0)
         if (by := agree.largest(outside)) > 0:
             raise SharedFailure(f"algorithm.recipe process-reward: want rewards in [0, 1]; got one {by:g} outside")
-        for sample in samples:
+        for sample in batch.samples:
             sample.returns = [sample.reward] * len(sample.response)
+        return batch
+
+    def credit(self, batch: Batch) -> None:
+        """Set the advantages, from scores of the reward model as it is. Collective."""
+        samples = batch.samples
         scores = by_sample(samples, self.process.score, self.config, self.pad_id, self.process.device)
         largest = agree.largest(max((_largest_return(score) for score in scores), default=0.0))
         groups: dict[int, list[int]] = {}
@@ -62,7 +65,7 @@ class ProcessRewardRecipe(Recipe):
                 advantages[i] = advantage
         for sample, advantage in zip(samples, whitened(advantages), strict=True):
             sample.advantage = advantage.tolist()
-        self._metrics = _score_metrics(samples, scores)
+        self._metrics |= _score_metrics(samples, scores)
 
     def fit(self, batch: Batch, count: Callable[[bool], None]) -> None:
         """The policy's mini-batches, once. Collective."""

@@ -29,6 +29,7 @@ class Step:
     def __init__(self, run: Run) -> None:
         self.run, self.config, self.tally = run, run.config, Tally()
         self.generated = 0  # tokens, on this rank
+        self.updated = False  # the policy
         self.failure: SharedFailure | None = None  # of the evaluation
         run.begin_step()
         run.rollouts.begin(self.tally)
@@ -69,12 +70,21 @@ class Step:
         return batch
 
     def credit(self, batch: Batch) -> None:
-        """Let the recipe set the advantages."""
+        """Let the recipe set the advantages, after its learners' updates if they come first."""
+        run = self.run
+        if run.recipe.fits_first:
+            run.stop.check()  # while the step can be redone
+            self._fit(batch)
         with self._learners():
-            self.run.recipe.credit(batch)
+            run.recipe.credit(batch)
 
     def fit(self, batch: Batch) -> None:
-        """Let the recipe train its learners, after which the step cannot be redone."""
+        """Let the recipe train its learners, unless it has."""
+        if not self.run.recipe.fits_first:
+            self._fit(batch)
+
+    def _fit(self, batch: Batch) -> None:
+        """After it the step cannot be redone."""
         run = self.run
         run.can_redo = run.can_redo and not run.recipe.learners
         with self._learners():
@@ -111,9 +121,9 @@ class Step:
                         micro.ref_logprob = policy.logprob(micro, reference=True)
 
     def accumulate(self, update: Update, batches: Sequence[MicroBatch]) -> list[PolicyLoss]:
-        """Gradients of an update. The first one checks the engine's logprobs, while the step can still be redone."""
+        """Gradients of an update. The first one checks the engine's logprobs, before the policy changes."""
         run, tally, algorithm = self.run, self.tally, update.algorithm
-        on_policy = run.can_redo and not self.config.train.overlap
+        on_policy = not self.updated and not self.config.train.overlap
         with tally.time("update"):
             engine_logprobs = [micro.engine_logprob for micro in batches]
             if needs_statistics(algorithm, on_policy):
@@ -140,13 +150,14 @@ class Step:
             raise EngineFailed(
                 f"step {self.run.progress.step + 1}: the mean gap between the logprobs of the "
                 f"{self.run.engine.engine.name} engine and of the trainer is {gap / tokens:.2e}; want at most "
-                f"rollout.max_logprob_gap={limit:g}. No weight was changed",
+                f"rollout.max_logprob_gap={limit:g}. The policy was not changed",
                 clear=True,
             )
 
     def optimize(self, outputs: Sequence[PolicyLoss]) -> float | None:
         """The optimiser's step on what was accumulated; the gradient's norm."""
         run, policy = self.run, self.run.policy
+        self.updated = True
         run.can_redo, lr = False, policy.lr
         with self.tally.time("update"), self.tally.time("optimizer"):
             applied = policy.step()
