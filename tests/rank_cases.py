@@ -306,6 +306,20 @@ def agreed_backends() -> list[list[tuple[str, str]]]:
     return agree.gathered(agreed)
 
 
+def skipped_updates(folder: Path) -> list[list[bool]]:
+    """Whether an update is applied, on each rank, with a limit above the norm of its gradient and with one below."""
+    config, policy = make_policy(folder, "tied, ZeRO-3, one rank has nothing")
+    algorithm, applied = config.algorithm.resolve(), list[bool]()
+    samples = own_samples("nothing", dist.get_rank(), dist.get_world_size())
+    limit = 0.0
+    for factor in (0.0, 2.0, 0.5):
+        batches = make_micro_batches(samples, algorithm, config, 256, policy.device)
+        policy.accumulate(batches, algorithm.objective)
+        applied.append(policy.step(factor * limit))
+        limit = policy.grad_norm or 0.0
+    return agree.gathered(applied)
+
+
 def refilled_run(folder: Path) -> list[dict[str, float]]:
     """The metrics of a few steps of DAPO, in which each rank leaves out groups of its own."""
     config = run_config(folder, "refilled", algorithm={"preset": "dapo"}, train={"steps": 4, "prompts_per_update": 2})
@@ -326,6 +340,7 @@ def main() -> None:
     chosen = names or CASES
     results: dict[str, Any] = {n: (run_learner if n in LEARNERS else run_case)(Path(folder), n) for n in chosen}
     results["agreed backends"] = agreed_backends()
+    results["skipped updates"] = skipped_updates(Path(folder))
     results["refilled run"] = refilled_run(Path(folder))
     if dist.get_rank() == 0:
         torch.save(results, Path(folder) / f"{output}.pt")

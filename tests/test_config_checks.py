@@ -172,6 +172,10 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
             ["algorithm.preset=dapo", "algorithm.advantage=mean"],
             "advantage mean is .*: want algorithm.shaping null",
         ),
+        (
+            ["algorithm.preset=hpt", "train.deepspeed.zero_optimization.compute_grad_norm=false"],
+            "^algorithm.skip_grad_norm needs .*compute_grad_norm true; got False$",
+        ),
         (["algorithm.recipe.x=1"], "recipe.x: unknown option of the recipe plain; it has none"),
         (
             ["algorithm.refill.hihg=1"],

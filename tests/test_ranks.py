@@ -134,6 +134,10 @@ def test_one_refusal_gives_all_ranks_torch(quick: Results) -> None:
     assert quick["agreed backends"] == [agreed, agreed]
 
 
+def test_ranks_skip_the_same_updates(quick: Results) -> None:
+    assert quick["skipped updates"] == [[True, True, False]] * 2
+
+
 def test_refilled_steps_have_as_many_groups_on_each_rank(quick: Results) -> None:
     """Else a rank would have none for a mini-batch, or too many; test_refill.py says which they are."""
     rows = quick["refilled run"]

@@ -87,11 +87,7 @@ class Config(Sections):
         if self.train.sequence_parallel > 1 and self.model.attention == "eager":
             problems.append("train.sequence_parallel wants model.attention sdpa or flash_attention_2; got eager")
         problems += self._refill_problems()
-        if algorithm.advantage in ("mean", "pass@k") and algorithm.shaping is not None:
-            problems.append(
-                f"algorithm.advantage {algorithm.advantage} is for rewards from 0 on, 1 for a right answer: "
-                "want algorithm.shaping null"
-            )
+        problems += self._option_problems()
         problems += self._learner_problems()
         problems += self._size_problems()
         evaluated = self.data if self.evaluation.data is None else self.evaluation.data
@@ -140,6 +136,20 @@ class Config(Sections):
             )
         if self.train.overlap:
             yield "algorithm.refill takes several draws, and train.overlap one ahead: want algorithm.refill null"
+
+    def _option_problems(self) -> Iterator[str]:
+        """Options of the algorithm that another one, or the run, rules out."""
+        algorithm, zero = self.algorithm.resolve(), self.train.deepspeed.get("zero_optimization", {})
+        if algorithm.advantage in ("mean", "pass@k") and algorithm.shaping is not None:
+            yield (
+                f"algorithm.advantage {algorithm.advantage} is for rewards from 0 on, 1 for a right answer: "
+                "want algorithm.shaping null"
+            )
+        if algorithm.skip_grad_norm and not zero.get("compute_grad_norm", True):
+            yield (
+                "algorithm.skip_grad_norm needs the gradient's norm: want "
+                f"train.deepspeed.zero_optimization.compute_grad_norm true; got {zero['compute_grad_norm']}"
+            )
 
     def _learner_problems(self) -> Iterator[str]:
         """What a recipe does not support that trains models beside the policy."""

@@ -1,14 +1,16 @@
 """A model under DeepSpeed: packed forward passes, gradients over micro-batches, AdamW's step, the learning rate."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from math import inf
 from types import MethodType
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import Tensor, nn
@@ -61,6 +63,7 @@ class Learner:
 
     def __init__(self, config: Config, model_path: str, model_config: PretrainedConfig) -> None:
         self.config, self.model_config = config, model_config
+        self._skipped_norms: list[float] = []  # of the last update, where it was skipped for its norm
         self.device = this_device()
         train = config.train
         self.group: SequenceGroup | None = None
@@ -127,11 +130,17 @@ class Learner:
             torch.cuda.synchronize()
         return outputs
 
-    def step(self) -> bool:
-        """The optimiser's step on what was accumulated; False when a non-finite gradient left the weights alone."""
+    def step(self, skip_above: float = 0.0) -> bool:
+        """The optimiser's step on what was accumulated; False when it was skipped, which leaves the weights alone.
+
+        Steps with a non-finite gradient are skipped, and unless `skip_above` is 0 those with a global norm above it;
+        `grad_norm` is finite in the second case only.
+        """
         for group in self._optimizer.param_groups:
             group["lr"] = self.lr
-        self.engine.step()
+        limit = _norm_limit(self.engine.optimizer, skip_above) if skip_above else nullcontext(list[float]())
+        with limit as self._skipped_norms:
+            self.engine.step()
         applied: bool = self.engine.was_step_applied()
         return applied
 
@@ -153,8 +162,34 @@ class Learner:
     @property
     def grad_norm(self) -> float | None:
         """The global gradient norm of the last update, before clipping."""
-        norm = self.engine.get_global_grad_norm()
+        norm = self._skipped_norms[0] if self._skipped_norms else self.engine.get_global_grad_norm()
         return None if norm is None else float(norm)
+
+
+@contextmanager
+def _norm_limit(optimizer: Any, limit: float) -> Iterator[list[float]]:
+    """Make DeepSpeed's optimizer skip a step whose global gradient norm is above `limit`; yields a list for that norm.
+
+    DeepSpeed computes the norm inside its step. Where it is infinite, the gradients are cleared, and weights and
+    moments stay. So a norm above the limit is passed off as infinite, on all ranks, since the norm is global.
+    """
+    stage3 = hasattr(optimizer, "_get_norm_groups")  # which has no method for the norm of all groups
+    name = "_get_norm_groups" if stage3 else "scaled_global_norm"
+    compute, above = getattr(optimizer, name), list[float]()
+
+    def limited() -> Any:
+        norms = compute()
+        norm = float(combine_grad_norm_groups(norms if stage3 else [norms]))
+        if not limit < norm < inf:
+            return norms
+        above.append(norm)
+        return [inf] if stage3 else inf
+
+    setattr(optimizer, name, limited)
+    try:
+        yield above
+    finally:
+        delattr(optimizer, name)
 
 
 def this_device() -> torch.device:

@@ -148,6 +148,7 @@ class Algorithm:
     recipe           what it does in a step around the objective: options of one of `RECIPES`
     refill           which groups are left out, and drawn anew; None = each step trains on the groups of one draw
     shaping          what advantages are computed from in place of the grader's reward; None = that itself
+    skip_grad_norm   an update whose gradient has a larger global norm is skipped; 0 = none is
     Each of ratio_level, mismatch_level and top_entropy costs a forward pass before an update, all of them together
     one; ratio_level none before the first update of the policy that sampled, where every ratio is 1.
     """
@@ -166,6 +167,7 @@ class Algorithm:
     recipe: RecipeOptions = PLAIN
     refill: Refill | None = None
     shaping: Shaping | None = None
+    skip_grad_norm: float = 0.0
 
     def at_step(self, step: int, external_share: float = 1.0) -> "Algorithm":
         """With the objective of the step after `step` others; `external_share` as of `ExternalSchedule.coefficient`."""
@@ -231,7 +233,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "grpo-official": _rollouts_only("clip", "official", normalize_std=False, entropy_coef=1e-3),
     "grpo-sft": _official_sft(),
     "relift": _official_sft(Interleaved()),
-    "hpt": _official_sft(Gate()),
+    "hpt": replace(_official_sft(Gate()), skip_grad_norm=80.0),
     "superrl": Algorithm(Objective("clip", "nll", gamma=0.0), "sequence", demonstrations="apart", recipe=Gate()),
     "uft": Algorithm(
         Objective("clip", "nll", external_coef=1e-3, gamma=0.0, kl_coef=1e-3), demonstrations="apart", recipe=Prefix()

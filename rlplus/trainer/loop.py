@@ -65,7 +65,7 @@ def train_step(run: Run, evaluate: Evaluate | None) -> None:
     for update, micro_batches in work:
         if micro_batches:  # else no sample of any rank has a gradient
             outputs = step.accumulate(update, micro_batches)
-            recipe.saw(update, outputs, step.optimize(outputs))
+            recipe.saw(update, outputs, step.optimize(update, outputs))
     step.fit(batch)  # the models that the recipe trains beside the policy
     if evaluate is not None and run.progress.evaluation_due:
         step.evaluate(lambda: evaluate(run))

@@ -85,10 +85,8 @@ def tally_samples(tally: Tally, samples: Sequence[Sample], statuses: Sequence[st
     tally.mean("batch/solve_none", sum(max(group) <= 0 for group in groups.values()), len(groups))
 
 
-def tally_update(
-    tally: Tally, outputs: Sequence[PolicyLoss], grad_norm: float | None, lr: float, applied: bool
-) -> None:
-    """The statistics of one optimiser step's micro-batches."""
+def tally_update(tally: Tally, outputs: Sequence[PolicyLoss], grad_norm: float | None, lr: float, finite: bool) -> None:
+    """The statistics of one optimiser step's micro-batches. finite: whether its gradient was."""
     total = {name: float(torch.stack([out.stats[name] for out in outputs]).sum()) for name in outputs[0].stats}
     once = 1.0 if dist.get_rank() == 0 else 0.0  # losses are sums over ranks, of normalised parts
     for name in ("loss_internal", "loss_external", "loss_kl", "loss_entropy"):
@@ -108,9 +106,9 @@ def tally_update(
         tally.mean(f"actor/{metric}", total[name], total[count])
     if "mismatch_truncated" in total:  # there is a cap
         tally.mean("mismatch/truncated", total["mismatch_truncated"], total["tokens_internal"])
-    tally.mean("actor/nonfinite", not applied)
+    tally.mean("actor/nonfinite", not finite)
     tally.mean("actor/lr", lr)
-    if applied and grad_norm is not None:
+    if finite and grad_norm is not None:
         tally.mean("actor/grad_norm", grad_norm)
 
 

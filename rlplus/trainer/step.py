@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from math import isfinite
 
 from rlplus import agree
 from rlplus.data import MicroBatch
@@ -154,16 +155,22 @@ class Step:
                 clear=True,
             )
 
-    def optimize(self, outputs: Sequence[PolicyLoss]) -> float | None:
+    def optimize(self, update: Update, outputs: Sequence[PolicyLoss]) -> float | None:
         """The optimiser's step on what was accumulated; the gradient's norm."""
-        run, policy = self.run, self.run.policy
+        run, policy, limit = self.run, self.run.policy, update.algorithm.skip_grad_norm
         self.updated = True
         run.can_redo, lr = False, policy.lr
         with self.tally.time("update"), self.tally.time("optimizer"):
-            applied = policy.step()
-        run.count_nonfinite(applied)
+            applied = policy.step(limit)
         grad_norm = policy.grad_norm
-        tally_update(self.tally, outputs, grad_norm, lr, applied)
+        too_large = not applied and grad_norm is not None and isfinite(grad_norm)
+        if limit:
+            self.tally.mean("actor/skipped", too_large)
+        if too_large:
+            text = f"update skipped, gradient norm {grad_norm:.3g} above algorithm.skip_grad_norm {limit:g}"
+            run.log.say(f"step {run.progress.step + 1}: {text}")
+        run.count_nonfinite(applied or too_large)
+        tally_update(self.tally, outputs, grad_norm, lr, applied or too_large)
         return grad_norm
 
     def evaluate(self, evaluate: Callable[[], dict[str, float]]) -> None:
