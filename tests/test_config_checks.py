@@ -170,7 +170,32 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
         (["algorithm.preset=hpt", "algorithm.refill.low=0"], "algorithm.recipe gate takes: want algorithm.refill null"),
         (
             ["algorithm.preset=dapo", "algorithm.advantage=mean"],
-            "advantage mean is .*: want algorithm.shaping null",
+            "advantage mean is .*: want algorithm.shaping null and algorithm.reward_kl_coef 0$",
+        ),
+        (
+            ["algorithm.reward_kl_coef=0.1"],
+            "^algorithm.reward_kl_coef does not support demonstrations: want a preset without; got rlplus$",
+        ),
+        (
+            ["algorithm.preset=prime", "algorithm.reward_kl_coef=0.1"],
+            "^algorithm.reward_kl_coef does not support algorithm.recipe process-reward$",
+        ),
+        (
+            ["algorithm.preset=grpo", "algorithm.reward_kl_coef=0.1", "train.sequence_parallel=2"],
+            "^algorithm.reward_kl_coef does not support train.sequence_parallel > 1; got 2$",
+        ),
+        (
+            [
+                "algorithm.preset=grpo",
+                "algorithm.reward_kl_coef=0.1",
+                "train.overlap=true",
+                "rollout.mode=process",
+            ],
+            "^algorithm.reward_kl_coef does not support train.overlap$",
+        ),
+        (
+            ["algorithm.preset=grpo", "algorithm.reward_kl_coef=0.1", "algorithm.advantage=mean"],
+            "advantage mean is .*: want algorithm.shaping null and algorithm.reward_kl_coef 0$",
         ),
         (
             ["algorithm.preset=hpt", "train.deepspeed.zero_optimization.compute_grad_norm=false"],
@@ -206,6 +231,7 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
             ["algorithm.preset=prime", "algorithm.shaping.wrong=-1"],
             r"outcomes in \[0, 1\]: want algorithm.shaping null$",
         ),
+        (["algorithm.preset=prime", "algorithm.recipe.update=first"], "recipe.update after or before; got 'first'$"),
         (["algorithm.preset=prime", "algorithm.recipe.beta=-1"], "want recipe.beta a finite number > 0; got -1$"),
         (
             ["algorithm.preset=prime", "algorithm.recipe.weight_decay=x"],
@@ -248,6 +274,7 @@ IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("algorithm.advantage_k=2", [], ["algorithm.advantage=pass@k"]),
     ("algorithm.refill={low: 0.2}", ["algorithm.preset=sft"], []),
     ("algorithm.shaping={wrong: -1}", ["algorithm.preset=sft"], []),
+    ("algorithm.reward_kl_coef=0.1", ["algorithm.preset=sft"], ["algorithm.preset=grpo"]),
     ("algorithm.normalize_std=false", ["algorithm.preset=ppo"], ["algorithm.preset=grpo"]),
     ("algorithm.objective.internal=clip", ["algorithm.preset=sft"], []),
     ("algorithm.objective.mismatch_cap=2", ["algorithm.preset=sft"], []),

@@ -53,6 +53,18 @@ def test_the_reward_model_of_prime_is_counted_with_its_reference():
     assert 1 < prime.seconds["learners"] / prime.seconds["forward and backward"] < 3
 
 
+def test_a_kl_penalty_in_the_reward_takes_a_reference_and_two_forward_passes():
+    ppo, penalized = (
+        make_plan(paper("algorithm.preset=ppo", f"algorithm.reward_kl_coef={coef}"), make_cluster(8, "h200"))
+        for coef in (0, 0.1)
+    )
+    parts = penalized.memory.parts["generate"]
+    assert parts["reference policy"] == pytest.approx(ppo.parameters * 2)  # bf16
+    assert "reference policy" not in ppo.memory.parts["generate"]
+    # The paper's setting has two updates per step: half a pass for the old policy of the second one.
+    assert penalized.seconds["old_logprob"] == pytest.approx(5 * ppo.seconds["old_logprob"])
+
+
 @pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (3, "bfloat16")])
 def test_an_update_of_a_critic_takes_what_is_planned(tmp_path, stage, dtype):
     """As of a policy in test_plan_memory.py, within 10%."""

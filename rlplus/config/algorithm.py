@@ -54,10 +54,10 @@ class AlgorithmConfig(Section):
 
     `objective`: fields of rlplus.Objective. `reduction`: see rlplus.token_weights. `advantage`, `advantage_k`: see
     rlplus.batch_advantages; `normalize_std`: see rlplus.group_advantages. `external_reduction`, `ratio_level`,
-    `mismatch_level`, `top_entropy`, `skip_grad_norm`: see rlplus.Algorithm. `external_schedule`: changes external_coef
-    over the steps. `recipe`: changes to the preset's recipe options; with `name`, another recipe. `refill`, `shaping`:
-    changes to the preset's options, or switch them on where it has none; null switches them off. Options:
-    rlplus.objective.recipes.
+    `mismatch_level`, `top_entropy`, `skip_grad_norm`, `reward_kl_coef`: see rlplus.Algorithm. `external_schedule`:
+    changes external_coef over the steps. `recipe`: changes to the preset's recipe options; with `name`, another recipe.
+    `refill`, `shaping`: changes to the preset's options, or switch them on where it has none; null switches them off.
+    Options: rlplus.objective.recipes.
     """
 
     preset: str = "rlplus"
@@ -71,6 +71,7 @@ class AlgorithmConfig(Section):
     mismatch_level: MismatchLevel | None = None
     top_entropy: Annotated[float, Field(gt=0, le=1)] | None = None
     skip_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    reward_kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     external_schedule: ExternalScheduleConfig | None = None
     recipe: dict[str, Any] = {}
     refill: dict[str, Any] | None = {}

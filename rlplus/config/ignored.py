@@ -79,7 +79,7 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "train.generated_tokens train.overlap algorithm.normalize_std algorithm.advantage algorithm.advantage_k "
-        "algorithm.refill algorithm.shaping "
+        "algorithm.refill algorithm.shaping algorithm.reward_kl_coef "
         "algorithm.objective.internal algorithm.ratio_level algorithm.mismatch_level algorithm.top_entropy "
         "algorithm.objective.mismatch_cap algorithm.objective.mismatch_low algorithm.objective.mismatch_mode",
         lambda c: not c.algorithm.resolve().generates,

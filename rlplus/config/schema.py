@@ -140,11 +140,22 @@ class Config(Sections):
     def _option_problems(self) -> Iterator[str]:
         """Options of the algorithm that another one, or the run, rules out."""
         algorithm, zero = self.algorithm.resolve(), self.train.deepspeed.get("zero_optimization", {})
-        if algorithm.advantage in ("mean", "pass@k") and algorithm.shaping is not None:
+        changed = algorithm.shaping is not None or algorithm.reward_kl_coef > 0
+        if algorithm.advantage in ("mean", "pass@k") and changed:
             yield (
                 f"algorithm.advantage {algorithm.advantage} is for rewards from 0 on, 1 for a right answer: "
-                "want algorithm.shaping null"
+                "want algorithm.shaping null and algorithm.reward_kl_coef 0"
             )
+        if algorithm.reward_kl_coef and algorithm.generates:
+            refusal = "algorithm.reward_kl_coef does not support"
+            if algorithm.demonstrates:
+                yield f"{refusal} demonstrations: want a preset without; got {self.algorithm.preset}"
+            if isinstance(algorithm.recipe, ProcessReward):
+                yield f"{refusal} algorithm.recipe {recipe_name(algorithm.recipe)}"
+            if self.train.sequence_parallel > 1:
+                yield f"{refusal} train.sequence_parallel > 1; got {self.train.sequence_parallel}"
+            if self.train.overlap:
+                yield f"{refusal} train.overlap"
         if algorithm.skip_grad_norm and not zero.get("compute_grad_norm", True):
             yield (
                 "algorithm.skip_grad_norm needs the gradient's norm: want "

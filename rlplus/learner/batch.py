@@ -149,7 +149,7 @@ def rebalance(samples: Sequence[Sample], config: Config) -> list[Sample]:
 def _compact(sample: Sample) -> Sample:
     """The same values as arrays, a third of the pickled size of lists and much faster to send."""
     kinds = dict.fromkeys(("prompt", "response"), "i") | dict.fromkeys(("external", "trained"), "b")
-    kinds |= dict.fromkeys(("engine_logprob", "behavior_logprob", "advantage"), "d")
+    kinds |= dict.fromkeys(("engine_logprob", "behavior_logprob", "token_reward", "advantage"), "d")
     kinds |= dict.fromkeys(("value", "returns"), "f")
     values = {name: getattr(sample, name) for name in kinds}
     arrays: dict[str, Any] = {n: array(kinds[n], v) for n, v in values.items() if isinstance(v, Sequence)}

@@ -149,6 +149,9 @@ class Algorithm:
     refill           which groups are left out, and drawn anew; None = each step trains on the groups of one draw
     shaping          what advantages are computed from in place of the grader's reward; None = that itself
     skip_grad_norm   an update whose gradient has a larger global norm is skipped; 0 = none is
+    reward_kl_coef   the reward of each sampled token falls by this times log p - log p_ref (k1, an estimate of the KL
+                     divergence from the reference), p being the probability under the policy that samples. Where the
+                     recipe has no rewards of tokens, a response's reward falls by their sum
     Each of ratio_level, mismatch_level and top_entropy costs a forward pass before an update, all of them together
     one; ratio_level none before the first update of the policy that sampled, where every ratio is 1.
     """
@@ -168,6 +171,7 @@ class Algorithm:
     refill: Refill | None = None
     shaping: Shaping | None = None
     skip_grad_norm: float = 0.0
+    reward_kl_coef: float = 0.0
 
     def at_step(self, step: int, external_share: float = 1.0) -> "Algorithm":
         """With the objective of the step after `step` others; `external_share` as of `ExternalSchedule.coefficient`."""
@@ -181,6 +185,11 @@ class Algorithm:
     def generates(self) -> bool:
         """Whether rollouts are sampled."""
         return self.demonstrations != "only"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the model that the run starts from is asked for logprobs."""
+        return bool(self.objective.kl_coef or self.reward_kl_coef)
 
     @property
     def demonstrates(self) -> bool:

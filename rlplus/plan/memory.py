@@ -160,7 +160,7 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
         "optimizer states": sum(states.optimizer for _, states in learners),
     }
     algorithm = config.algorithm.resolve()
-    references = int(algorithm.objective.kl_coef > 0 and config.model.lora is None)
+    references = int(algorithm.needs_reference and config.model.lora is None)
     references += isinstance(algorithm.recipe, ProcessReward)
     if references:
         always["reference policy"] = references * model.parameters * model.itemsize

@@ -63,6 +63,7 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     shown = groups * demonstrations * kinds[1][1] / tokens
     algorithm = config.algorithm.resolve()
     passes = (shown if train.overlap else 1 - 1 / updates) + bool(algorithm.objective.kl_coef)
+    passes += 2 * bool(algorithm.reward_kl_coef)  # before the step's samples are packed for their updates
     seconds["old_logprob"] = passes * (forward + head) / flops
     first, later = (needs_statistics(algorithm, on_policy) for on_policy in (not train.overlap, False))
     if statistics := (first + later * (updates - 1)) / updates:

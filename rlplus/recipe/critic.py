@@ -46,8 +46,13 @@ class CriticRecipe(Recipe):
         """Set values, returns and advantages. Collective."""
         options, samples = self.options, batch.samples
         values = by_sample(samples, self.critic.value, self.config, self.pad_id, self.critic.device)
+        given = [torch.tensor(s.token_reward or [0.0] * len(s.response), dtype=torch.float64) for s in samples]
         advantages = generalized_advantages(
-            [sample.reward for sample in samples], values, gamma=options.gamma, gae_lambda=options.gae_lambda
+            [sample.reward for sample in samples],
+            values,
+            gamma=options.gamma,
+            gae_lambda=options.gae_lambda,
+            token_rewards=given,
         )
         for sample, value, advantage in zip(samples, values, advantages, strict=True):
             sample.value, sample.returns = value.tolist(), (value + advantage).tolist()

@@ -81,7 +81,7 @@ class Recipe:
         return draw()
 
     def credit(self, batch: Batch) -> None:
-        """Set every sample's advantage, from its reward, which the algorithm's shaping has changed by now."""
+        """Set every sample's advantage, from its reward, which is shaped by now, and its tokens' rewards."""
         set_advantages(batch.samples, self.algorithm)
 
     def updates(self, batch: Batch) -> list[Update]:
@@ -119,7 +119,7 @@ def set_advantages(samples: Sequence[Sample], algorithm: Algorithm) -> None:
 
     Collective, except for the estimator "group", to which other ranks' groups are nothing.
     """
-    rows = [(s.reward, s.group, s.demonstration, sum(s.loss_tokens)) for s in samples]
+    rows = [(s.reward + sum(s.token_reward or ()), s.group, s.demonstration, sum(s.loss_tokens)) for s in samples]
     ranks = [rows] if algorithm.advantage == "group" else agree.gathered(rows)
     everybody = [(reward, (rank, group), *rest) for rank, own in enumerate(ranks) for reward, group, *rest in own]
     groups = {name: i for i, name in enumerate(dict.fromkeys(group for _, group, *_ in everybody))}

@@ -77,7 +77,7 @@ class Run:
         self.recipe = make_recipe(config)
         agree.phase("model")
         self.sampler = PromptSampler(len(self.prompts), config.train.prompts_per_step, config.train.seed, self.prompts)
-        reference = bool(self.recipe.algorithm.objective.kl_coef)
+        reference = self.recipe.algorithm.needs_reference
         self.policy = Policy(config, model_path, model_config, reference=reference)
         self.recipe.build(model_path, model_config, self.pad_id)
         self.learners: dict[str, Learner] = {"policy": self.policy} | dict(self.recipe.learners)

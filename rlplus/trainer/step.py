@@ -6,10 +6,12 @@ from dataclasses import replace
 from functools import partial
 from math import isfinite
 
+import torch
+
 from rlplus import agree
-from rlplus.data import MicroBatch
+from rlplus.data import MicroBatch, Sample, per_token
 from rlplus.errors import SharedFailure
-from rlplus.learner import make_micro_batches
+from rlplus.learner import by_sample, make_micro_batches
 from rlplus.learner.statistics import needs_statistics, set_statistics
 from rlplus.objective import Refill
 from rlplus.objective.schedule import external_share
@@ -73,11 +75,29 @@ class Step:
     def credit(self, batch: Batch) -> None:
         """Let the recipe set the advantages, after its learners' updates if they come first."""
         run = self.run
+        if run.recipe.algorithm.reward_kl_coef:
+            self._penalize(batch.samples)
         if run.recipe.fits_first:
             run.stop.check()  # while the step can be redone
             self._fit(batch)
         with self._learners():
             run.recipe.credit(batch)
+
+    def _penalize(self, samples: Sequence[Sample]) -> None:
+        """Set the rewards of sampled tokens: the KL penalty, k1 with `reward_kl_coef`."""
+        run, policy, coefficient = self.run, self.run.policy, self.run.recipe.algorithm.reward_kl_coef
+        with self.tally.time("old_logprob"):
+            logprobs, references = (
+                by_sample(samples, ask, self.config, run.pad_id, policy.device)
+                for ask in (policy.logprob, partial(policy.logprob, reference=True))
+            )
+        penalty = 0.0
+        for sample, logprob, reference in zip(samples, logprobs, references, strict=True):
+            trained = torch.tensor([*per_token(sample.trained, len(sample.response))])
+            reward = -coefficient * (logprob - reference).double().masked_fill(~trained, 0.0)
+            sample.token_reward = reward.tolist()
+            penalty -= float(reward.sum())
+        self.tally.mean("reward/kl_penalty", penalty, len(samples))
 
     def fit(self, batch: Batch) -> None:
         """Let the recipe train its learners, unless it has."""
