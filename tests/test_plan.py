@@ -249,3 +249,20 @@ def test_a_budget_beyond_the_samples_of_an_update_takes_nothing(tmp_path):
     assert packed_shape(small) == packed_shape(large)
     rows, length = packed_shape(large)
     assert rows * length >= 4 * 4 * large.max_sample_length
+
+
+def test_an_update_of_a_recipe_can_be_the_largest(tmp_path):
+    """Demonstrations that wait, or a critic's part of a step, may be more samples than an update of the policy has."""
+
+    def tokens(algorithm):
+        train = {"prompts_per_step": 64, "prompts_per_update": 2, "tokens_per_micro_batch": 10**6}
+        config = run_config(tmp_path, algorithm=algorithm, train=train)
+        rows, length = packed_shape(config)
+        assert rows * length % config.max_sample_length == 0
+        return rows * length // config.max_sample_length
+
+    assert tokens({"preset": "grpo-sft"}) == 2 * 5
+    assert tokens({"preset": "relift", "recipe": {"batch": 9}}) == 2 * 5
+    assert tokens({"preset": "relift"}) == 128
+    assert tokens({"preset": "ppo"}) == 22  # 256 samples in 12 parts
+    assert tokens({"preset": "ppo", "recipe": {"critic_updates": 100}}) == 2 * 5

@@ -11,7 +11,7 @@ from rlplus.config import Config
 from rlplus.learner.adapters import add_adapters
 from rlplus.learner.learner import deepspeed_config
 from rlplus.learner.value import add_value_head
-from rlplus.objective import Head, ProcessReward
+from rlplus.objective import Critic, Head, Interleaved, ProcessReward
 from rlplus.ops import MAX_SCRATCH_MB
 from rlplus.ops.backends import choose
 from rlplus.ops.cost import Shape, faster_memory, whole_tiles
@@ -197,10 +197,21 @@ def packed_shape(config: Config) -> tuple[int, int]:
     a little longer; FlashAttention takes all of them as one row.
     """
     train = config.train
-    samples = (train.prompts_per_update or train.prompts_per_step) * (config.rollout.group_size + 1)
+    samples = _largest_update(config)
     tokens = min(train.tokens_per_micro_batch * train.sequence_parallel, samples * config.max_sample_length)
     rows = 1 if config.model.attention == "flash_attention_2" else max(1, tokens // config.max_sample_length)
     return rows, tokens // rows
+
+
+def _largest_update(config: Config) -> int:
+    """Samples, at most, of an update of the policy or of a recipe's model."""
+    train, recipe, group = config.train, config.algorithm.resolve().recipe, config.rollout.group_size
+    samples = (train.prompts_per_update or train.prompts_per_step) * (group + 1)
+    if isinstance(recipe, Interleaved):
+        samples = max(samples, recipe.batch)
+    if isinstance(recipe, Critic):
+        samples = max(samples, -(-train.prompts_per_step * group // recipe.critic_updates))
+    return samples
 
 
 @dataclass(frozen=True)
