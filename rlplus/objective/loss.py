@@ -1,4 +1,4 @@
-"""The policy loss on logprobs that are already there."""
+"""The policy loss on given logprobs."""
 
 from typing import Any
 

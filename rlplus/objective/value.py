@@ -1,4 +1,4 @@
-"""A critic's side of PPO: advantages from values, and the loss of values."""
+"""The formulas of PPO's critic: advantages from values, and the value loss."""
 
 from collections.abc import Sequence
 
@@ -17,11 +17,11 @@ def generalized_advantages(
 ) -> list[Tensor]:
     """Generalized advantage estimates of responses (arXiv 1506.02438).
 
-    A_t = sum over k of (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t, V = 0 behind the last token.
+    A_t = sum over k of (gamma lambda)^k delta_{t+k}, delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after the last token.
 
-    rewards: one for each response, which comes with its last token. token_rewards: (T,) for each, rewards of its tokens
-    besides. values: (T,) for each, V of the state before each token. Returns (T,) float64 for each; A + V is what V
-    should become.
+    rewards: one per response, given at its last token. token_rewards: (T,) per response, further rewards of its tokens.
+    values: (T,) per response, V of the state before each token. Returns (T,) float64 per response; A + V is the target
+    of V.
     """
     if not values:
         return []
