@@ -29,7 +29,7 @@ def _leave_one_out(rewards: Sequence[Tensor]) -> list[Tensor]:
 
 
 def outcome_loss(score: Tensor, outcome: Tensor, token_weight: Tensor, sequence: Tensor, beta: float) -> Tensor:
-    """Binary cross-entropy of sigmoid(beta * sum of scores) against the outcome; a sequence weighs as its tokens together.
+    """Binary cross-entropy of sigmoid(beta * sum of scores) and the outcome. A sequence's weight is its tokens' sum.
 
     score, outcome (the same for a sequence's tokens, in [0, 1]), token_weight (N,); sequence (N,) int64.
     """
