@@ -8,10 +8,10 @@ from rlplus.recipe.plain import Batch, Recipe, demonstration, unsolved
 
 
 class GateRecipe(Recipe):
-    """Where at most `solved` rollouts of a prompt were solved, its demonstration; its rollouts only with `keep`.
+    """A prompt with at most `solved` solved rollouts trains on its demonstration, and on its rollouts only with `keep`.
 
-    The other prompts train on their rollouts alone. The algorithm decides the rest, as in every recipe: the loss of
-    demonstrations, its factor `external_coef`, and whether they enter the statistics of the rollouts that are kept.
+    The other prompts train on their rollouts alone. The rest is defined by the algorithm, as in every recipe: the loss
+    of demonstrations, its factor `external_coef`, and whether they enter the statistics of the rollouts that are kept.
     SuperRL (arXiv 2506.01096) and HPT (arXiv 2509.04419) both have solved = 0.
     """
 
