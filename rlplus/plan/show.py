@@ -17,7 +17,7 @@ LABELS = {
 
 
 def show(plan: Plan, console: Console) -> None:
-    """The tables of memory and time, what does not fit and what would help."""
+    """Print the tables of memory and time, and if the run does not fit, the problems and remedies."""
     console.print(*_lines(plan), sep="\n")
 
 
