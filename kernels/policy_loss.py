@@ -51,7 +51,7 @@ class Choices(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Which of the optional constants are there."""
+    """Which of the optional constants are given."""
 
     old: bool
     behavior: bool
