@@ -1,4 +1,4 @@
-"""The section about the algorithm: a preset, and what the run changes of it."""
+"""The section about the algorithm: a preset, and the run's changes to it."""
 
 from dataclasses import fields, replace
 from typing import Annotated, Any, Self, TypeVar
@@ -97,7 +97,7 @@ class AlgorithmConfig(Section):
         return self
 
     def _recipe(self) -> RecipeOptions:
-        """The preset's recipe with this run's changes. ValueError for another name or option than there is."""
+        """The preset's recipe with this run's changes. ValueError for an unknown name or option."""
         preset = ALGORITHMS[self.preset].recipe
         changes = dict(self.recipe)
         name = changes.pop("name", recipe_name(preset))
@@ -108,14 +108,14 @@ class AlgorithmConfig(Section):
         return _with_changes(base, changes, "recipe", f"the recipe {name}")
 
     def _optional(self, name: str) -> Any:
-        """Options that the preset may have, with this run's changes: of new ones where it has none."""
+        """The preset's optional options with this run's changes; the defaults with these changes if it has none."""
         preset, changes = getattr(ALGORITHMS[self.preset], name), getattr(self, name)
         if not changes:
             return None if changes is None else preset
         return _with_changes(preset or OPTIONAL[name](), changes, name, name)
 
     def resolve(self) -> Algorithm:
-        """The algorithm to run: the preset with this section's changes. ValueError for options that do not fit."""
+        """The algorithm to run: the preset with this section's changes. ValueError for invalid options."""
         preset = ALGORITHMS[self.preset]
         own = ("preset", "objective", "external_schedule", "recipe", *OPTIONAL)
         changed = {name: value for name, value in self if name not in own and value is not None}
@@ -127,7 +127,7 @@ class AlgorithmConfig(Section):
 
 
 def _with_changes(options: Options, changes: dict[str, Any], key: str, what: str) -> Options:
-    """The options with these changes. ValueError, with the section's key, for a name that they do not have."""
+    """The options with these changes. ValueError, with the section's key, for an unknown name."""
     names = [field.name for field in fields(options)]
     for name in changes.keys() - set(names):
         near = nearest(name, names)

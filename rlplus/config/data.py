@@ -1,4 +1,4 @@
-"""The section about data: files, columns, and what rows become."""
+"""The section about data: files, columns, and the treatment of rows."""
 
 import os
 from string import Formatter

@@ -1,4 +1,4 @@
-"""The section about a step: its prompts, its optimiser, and what of the model is where."""
+"""The section about a step: its prompts, its optimizer, and the placement of the model."""
 
 from math import ceil
 from typing import Annotated, Any, Literal, Self
@@ -98,12 +98,12 @@ class TrainConfig(Section):
         return self.lr_schedule != "constant" or self.warmup_ratio is not None
 
     def steps_of(self, prompts: int) -> int:
-        """Steps of the run on data with so many prompts."""
+        """Steps of the run on data with that many prompts."""
         return ceil((self.epochs or 0) * prompts / self.prompts_per_step) if self.steps is None else self.steps
 
     @property
     def updates(self) -> int:
-        """Mini-batches in all steps, whose number is known; a recipe may add updates of its own."""
+        """Mini-batches in all steps, whose number must be known; a recipe may add further updates."""
         assert self.steps is not None, "want a configuration with_steps"
         return self.steps * (self.prompts_per_step // (self.prompts_per_update or self.prompts_per_step))
 
