@@ -1,4 +1,4 @@
-"""What a configuration may not say, and the message that says so."""
+"""Invalid configurations and their error messages."""
 
 import re
 from pathlib import Path
@@ -329,7 +329,7 @@ def test_every_rule_is_tried() -> None:
 
 
 def test_a_default_without_effect_is_no_error(minimal: Path) -> None:
-    """Else a written configuration would not load again, and no preset could be swapped for another."""
+    """Otherwise a written configuration would not load again, and presets could not be swapped."""
     config = load_config(minimal, ["rollout.gpu_memory_utilization=0.5", "rollout.engine=transformers"])
     assert "gpu_memory_utilization: 0.5" in config.to_yaml()
     load_config(minimal, ["algorithm.preset=grpo", "algorithm.objective.gamma=0"])

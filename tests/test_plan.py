@@ -1,4 +1,4 @@
-"""The answers of the plan: what fits, what would help, what is wrong with a configuration."""
+"""The plan's results: whether a run fits, remedies, and errors in a configuration."""
 
 import io
 import json
@@ -161,7 +161,7 @@ def test_a_run_says_what_it_will_take(tmp_path, capsys):
 
 
 def test_memory_that_is_not_chosen_is_the_faster_way():
-    """As linear_policy_loss takes it: least below some 200 MB of scratch, else fast."""
+    """The choice of linear_policy_loss: least below some 200 MB of scratch, else fast."""
     cluster = make_cluster(8, "a100-80g")
 
     def head(*overrides):
@@ -221,7 +221,7 @@ def test_nothing_is_promised_where_nothing_helps():
 
 @pytest.mark.parametrize("size", ["24g", "24G", "24GB", "24gib"])
 def test_any_size_of_memory_is_a_gpu(size):
-    """Its memory counts; its speed is not made up."""
+    """Its memory is used; its speed is unknown."""
     assert make_cluster(8, size) == Cluster(8, Gpu("24 GiB GPU", 24 * 2**30))
     if size != "24g":
         return

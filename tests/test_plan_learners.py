@@ -1,4 +1,4 @@
-"""The plan of a run that trains a second model beside its policy."""
+"""The plan of a run that trains a second model alongside the policy."""
 
 import pytest
 from plan_cases import CPU, QWEN_7B, alive_beyond, everything_known, make_plan, paper, real_storages, thin_model
@@ -67,7 +67,7 @@ def test_a_kl_penalty_in_the_reward_takes_a_reference_and_two_forward_passes():
 
 @pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (3, "bfloat16")])
 def test_an_update_of_a_critic_takes_what_is_planned(tmp_path, stage, dtype):
-    """As of a policy in test_plan_memory.py, within 10%."""
+    """Within 10%, as for a policy in test_plan_memory.py."""
     initialize_distributed()
     config = run_config(
         tmp_path,

@@ -98,7 +98,7 @@ def test_chord_weighs_the_likelihood_of_demonstrations_by_p_times_one_less_p() -
 
 
 def test_ppo_is_open_reasoner_zeros() -> None:
-    """Its published script (orz_7b_ppo.py)."""
+    """The options of its published script (orz_7b_ppo.py)."""
     options = dataclasses.asdict(ALGORITHMS["ppo"].recipe)
     assert options == {
         "gamma": 1.0, "gae_lambda": 1.0, "whiten": True, "stopped_only": True, "critic_updates": 12, "value_clip": 0.2,
@@ -107,7 +107,7 @@ def test_ppo_is_open_reasoner_zeros() -> None:
 
 
 def test_prime_is_its_authors() -> None:
-    """Their published script (run_prime_main.sh)."""
+    """The options of their published script (run_prime_main.sh)."""
     options = dataclasses.asdict(ALGORITHMS["prime"].recipe)
     assert options == {
         "update": "after", "beta": 0.05, "lr": 1e-6, "warmup_steps": 0, "grad_clip": 10.0, "weight_decay": 0.0,

@@ -109,7 +109,7 @@ def test_scores_and_the_gradient_are_those_of_single_sequences_in_float64(run: R
 
 
 def test_scores_are_scaled_by_the_largest_return_of_the_batch(run: Run) -> None:
-    """Then baselines, returns and whitening: twice the scores change nothing."""
+    """Baselines, returns and whitening follow: doubled scores change nothing."""
     process = run.learners["process"]
     recipe = ProcessRewardRecipe(run.config)
     recipe.process, recipe.pad_id = process, run.pad_id
@@ -188,7 +188,7 @@ def test_the_reward_model_scores_before_or_after_its_updates(tmp_path: Path, upd
 def check_resume(
     folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int, update: str = "after", **train: Any
 ) -> list[Any]:
-    """Of a step that is killed before the reward model's first update, and of one that is killed after it."""
+    """With a kill before the reward model's first update in a step, and one after it."""
     grade(monkeypatch, lambda sample: float(sample.response[0] % 2))
     methods = (ProcessRewardRecipe, "credit" if update == "after" else "collect"), (ProcessModel, "learn")
     return killed_and_resumed(
@@ -209,7 +209,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_reward_model_learns_the_outcomes(tmp_path: Path) -> None:
-    """Of one batch, again and again."""
+    """Repeated training on one batch."""
     with Run(prime(tmp_path), resume=False) as run:
         recipe, losses, applied = run.recipe, list[float](), list[bool]()
         samples = batch_of_samples()

@@ -139,7 +139,7 @@ def test_ranks_skip_the_same_updates(quick: Results) -> None:
 
 
 def test_refilled_steps_have_as_many_groups_on_each_rank(quick: Results) -> None:
-    """Else a rank would have none for a mini-batch, or too many; test_refill.py says which they are."""
+    """Otherwise a rank would have none for a mini-batch, or too many; test_refill.py checks which ones they are."""
     rows = quick["refilled run"]
     assert [row["actor/updated"] for row in rows] == [1] * 4
     assert any(row["batch/draws"] > 1 for row in rows)

@@ -84,7 +84,7 @@ def test_the_gradient_is_clipped_to_its_norm(run: Run) -> None:
 
 
 def test_the_official_bonus_is_a_mean_over_all_response_tokens(run: Run) -> None:
-    """Also over those of samples without an advantage; the loss itself is normalised by length."""
+    """Including those of samples without an advantage; the loss itself is normalised by length."""
     samples = batch_of_samples()
     batches = micro_batches(run, samples, ALGORITHMS["rlplus-official"])
     weights = torch.cat([batch.entropy_weight for batch in batches if batch.entropy_weight is not None])
@@ -155,7 +155,7 @@ def test_an_update_that_is_skipped_for_its_norm_leaves_no_trace(tmp_path: Path, 
 
 
 def test_updates_that_are_skipped_for_their_norm_are_counted_and_do_not_stop_a_run(tmp_path: Path, capsys: Any) -> None:
-    """And their number does not matter, unlike that of updates with a non-finite gradient."""
+    """Any number of them, unlike updates with a non-finite gradient."""
     config = run_config(tmp_path, algorithm={"preset": "rlplus", "skip_grad_norm": 1e-6}, train={"steps": 4})
     folder = train(config)
     for row in metrics(folder):
