@@ -70,7 +70,7 @@ def row_statistics(
     """Fill the columns LOGPROB, ENTROPY, MAX (of z) and LOGSUM (of e^(z - MAX)) of values (n, WIDTH) fp32.
 
     logits (n, W) fp32, contiguous in W; target (n,) int64; bias (V,) of any floating dtype or None; row_temperature
-    (n,) fp32 or None, which stands for 1. logprob is NaN where the target is no token; a row with a NaN gets NaN
+    (n,) fp32 or None, which means 1. logprob is NaN where the target is no token; a row with a NaN gets NaN
     everywhere, and without a softcap, which makes infinite logits finite, so does one with +inf or nothing but -inf.
     """
     n, blocks = len(target), triton.cdiv(V, LAUNCH["BLOCK_V"])

@@ -48,7 +48,7 @@ NOW = Launches()
 
 
 def gemm(machine: Machine, shape: Shape, size: tuple[int, int, int], traffic: float, exposed: float) -> float:
-    """Seconds of a product of (m, k) and (k, n), size = (m, n, k), that moves so many bytes.
+    """Seconds of a product of (m, k) and (k, n), size = (m, n, k), that moves that many bytes.
 
     The last of several rounds of tiles may leave processors idle; 0 processors: ignore that. In less than one round the
     vendor's kernels divide the sums over k.

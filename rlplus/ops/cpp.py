@@ -58,7 +58,7 @@ def load() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(LIBRARY))  # after torch, whose OpenMP it then shares
         for name in FUNCTIONS:
             getattr(library, f"rlplus_{name}").restype = None
-    except (OSError, AttributeError) as error:  # not there, or of another version
+    except (OSError, AttributeError) as error:  # missing, or another version
         logger.info("backend 'cpp' is not available, 'auto' is 'torch' on the CPU too: %s", error)
         return None
     return library
@@ -367,7 +367,7 @@ def _take_scratch(size: int) -> Tensor:
     the operating system can reclaim it.
     """
     try:
-        kept = _kept.pop()  # whoever takes it owns it: calls may run in several threads
+        kept = _kept.pop()  # taken out while in use: calls may run in several threads
     except IndexError:
         return torch.empty(size, dtype=torch.float32, device="cpu")
     return kept if len(kept) >= size else torch.empty(size, dtype=torch.float32, device="cpu")

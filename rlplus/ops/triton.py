@@ -46,7 +46,7 @@ from rlplus.ops.head import add_dhidden as add_dhidden  # for rlplus.ops.least, 
 LOGPROB, ENTROPY = row_kernels.LOGPROB.value, row_kernels.ENTROPY.value
 MAX, LOGSUM = row_kernels.MAX.value, row_kernels.LOGSUM.value
 DLOGPROB, DENTROPY, WIDTH = row_kernels.DLOGPROB.value, row_kernels.DENTROPY.value, row_kernels.WIDTH.value
-LINE = 64  # buffers have a multiple of so many columns, so that rows start at multiples of 128 bytes
+LINE = 64  # buffers have a multiple of this many columns, so that rows start at multiples of 128 bytes
 GEMM = "vendor"  # the first one by default; or "triton"
 
 
