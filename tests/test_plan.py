@@ -13,7 +13,7 @@ from rlplus.cli import main
 from rlplus.config import load_stages, with_first_model
 from rlplus.demo.base import make_model
 from rlplus.demo.task import make_tokenizer
-from rlplus.plan import GPUS, MOMENTS, Cluster, make_cluster, this_cluster
+from rlplus.plan import GIB, GPUS, MOMENTS, Cluster, make_cluster, this_cluster
 from rlplus.plan.cluster import Gpu
 from rlplus.plan.memory import packed_shape
 from rlplus.plan.show import show
@@ -49,7 +49,8 @@ def test_remedies_do_what_they_promise(gpus):
         changed = paper("rollout.sleep=false", "model.gradient_checkpointing=false", *remedy.overrides)
         after = make_plan(changed, make_cluster(remedy.gpus, "a100-80g"))
         assert after.fits
-        assert (after.memory.peak, after.seconds["total"]) == (remedy.peak, remedy.seconds)
+        assert (after.memory.peak, after.memory.host) == (remedy.peak, remedy.host)
+        assert after.seconds["total"] == remedy.seconds
 
 
 def test_a_larger_micro_batch_and_fewer_gpus_never_take_less():
@@ -73,6 +74,37 @@ def test_sixteen_thousand_tokens():
     config = paper("data.max_demonstration_length=15360")
     assert config.max_sample_length == 16384
     assert make_plan(config, make_cluster(8, "a100-80g")).fits
+
+
+LONG = ("rollout.max_response_length=15360", "evaluation.data.max_prompt_length=1024")  # 16,384 with a prompt
+
+
+@pytest.mark.parametrize(
+    ("overrides", "peak", "switches", "then", "host"),
+    [
+        ([], 67.8, None, None, 0),
+        (["algorithm.preset=grpo", "algorithm.objective.kl_coef=0.001"], 82.0, ["train.zero_stage=3"], 72.3, 0),
+        (["algorithm.preset=ppo"], 90.9, ["train.zero_stage=3"], 72.2, 0),
+        (
+            ["algorithm.preset=ppo", "algorithm.reward_kl_coef=0.01"],
+            105.1,
+            ["train.zero_stage=3", "train.offload_optimizer=cpu"],
+            65.9,
+            218.8,
+        ),
+        (["algorithm.preset=prime"], 106.8, ["train.zero_stage=3", "train.offload_optimizer=cpu"], 66.1, 227.0),
+    ],
+)
+def test_responses_up_to_16384_tokens_fit_or_the_switch_is_named(overrides, peak, switches, then, host):
+    """The README's table, in GiB of 8 x A100-80G; more models than one need more than ZeRO-2."""
+    config = paper(*LONG, *overrides)
+    assert config.max_sample_length == config.max_generation_length == 16384
+    plan = make_plan(config, make_cluster(8, "a100-80g"))
+    assert round(plan.memory.peak / GIB, 1) == peak
+    assert plan.fits == (switches is None)
+    if switches is not None:
+        (remedy,) = (r for r in plan.remedies if r.overrides == tuple(switches))
+        assert (remedy.gpus, round(remedy.peak / GIB, 1), round(remedy.host / GIB, 1)) == (8, then, host)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -133,7 +165,10 @@ def test_the_command(capsys):
         (["model.overrides={rope_thta: 1}"], "model.overrides.rope_thta: want a field of Qwen2Config"),
         (["model.overrides={hidden_size: abc}"], "want model.overrides that make a valid Qwen2Config; got {'hidden_"),
         (["model.overrides={num_hidden_layers: 2}"], "must be equal to the number of `layer_types` (28)"),
-        (["model.overrides={max_position_embeddings: 99}"], "have 10240 tokens together, the model has 99 positions"),
+        (
+            ["model.overrides={max_position_embeddings: 99}"],
+            "of an evaluation have 10240 tokens together, the model has 99 positions",
+        ),
         (
             ["model.overrides={num_attention_heads: 0, max_position_embeddings: 16384}"],
             "no plan of the memory: the model cannot be built without memory: ",

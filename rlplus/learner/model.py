@@ -230,8 +230,9 @@ def check_positions(config: Config, model_config: PretrainedConfig) -> None:
     """ValueError if the model has fewer positions than the longest prompt and response have tokens."""
     longest = max(config.max_sample_length, config.max_generation_length)
     if longest > (places := getattr(model_config, "max_position_embeddings", longest)):
+        whose = " of an evaluation" if config.max_generation_length > config.max_sample_length else ""
         raise ValueError(
-            f"the longest prompt and response have {longest} tokens together, the model has {places} positions: "
+            f"the longest prompt and response{whose} have {longest} tokens together, the model has {places} positions: "
             "shorten them, or raise model.overrides.max_position_embeddings (and the rope with it)"
         )
 

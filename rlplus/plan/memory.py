@@ -163,7 +163,7 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
     references = int(algorithm.needs_reference and config.model.lora is None)
     references += isinstance(algorithm.recipe, ProcessReward)
     if references:
-        always["reference policy"] = references * model.parameters * model.itemsize
+        always["references"] = references * model.parameters * model.itemsize
     staying = sum(states.gradients for _, states in learners if states.gradients_stay)
     between = always | ({"gradients": staying} if staying else {})
 

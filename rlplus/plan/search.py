@@ -21,12 +21,13 @@ SHARE = "rollout.gpu_memory_utilization"
 class Remedy:
     """Overrides for the command line, and their result on `gpus` GPUs in total.
 
-    peak: of a GPU that trains. seconds: of a step, 0 if unknown.
+    peak: of a GPU that trains. host: of each node's memory. seconds: of a step, 0 if unknown.
     """
 
     overrides: tuple[str, ...]
     gpus: int
     peak: int
+    host: int
     seconds: float
 
 
@@ -96,7 +97,7 @@ def _try(config: Config, model: Model, cluster: Cluster, settings: tuple[Changes
         return None
     seconds = estimate_seconds(changed, model, memory, cluster).get("total", 0.0)
     gpus = cluster.gpus * gpus_a_rank(config, cluster.gpu)
-    return Remedy(show_changes(changes), gpus, memory.peak, seconds)
+    return Remedy(show_changes(changes), gpus, memory.peak, memory.host, seconds)
 
 
 def _all_but_the_needless(config: Config, model: Model, cluster: Cluster) -> Remedy | None:
