@@ -40,7 +40,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argpars
 
 
 def checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Ends the program with status 2 and a message when an argument cannot be."""
+    """End the program with status 2 and a message if an argument is invalid."""
     for name in ("threads", "repeats"):
         value = getattr(options, name)
         if value is not None and value < 1:

@@ -18,7 +18,7 @@ NOISE = 2.0  # standard deviation of the logits
 
 @dataclass(frozen=True)
 class Case:
-    """One set of tensors and the methods that are measured on it in turn.
+    """One set of tensors, and the methods measured on it in turn.
 
     forward    logprobs only, without gradients
     shares     share of rows with a gradient; the first is for all methods, the others for those named in `sparse`

@@ -62,7 +62,7 @@ def page_faults() -> int:
 
 
 def keep_memory(nbytes: int) -> None:
-    """Take this much memory, and give no memory back to the system from now on.
+    """Allocate this much memory, and return none to the system from now on.
 
     New tensors then lie on pages that exist already, as with CUDA's caching allocator, and no method is charged for
     page faults. With glibc; elsewhere this does nothing, and a row's `page_faults` shows it.
@@ -79,7 +79,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 class Measurement:
-    """The rows of a case, filled in one after the other. A row that has no numbers says why in `status`."""
+    """The rows of a case, filled one after the other. A row without numbers has the reason in `status`."""
 
     def __init__(self, case: Case, device: str, until: float) -> None:
         self.case, self.until = case, min(until, time.monotonic() + case.seconds)
@@ -98,7 +98,7 @@ class Measurement:
             del self.result[field]
 
     def prepare(self, method: Method, inputs: Inputs) -> None:
-        """Adds a row, and calls the method for the first time."""
+        """Add a row, and call the method for the first time."""
         row: Row = {"method": method.name, "rho": inputs.active.double().mean().item(), "status": "ok"}
         self.rows.append(row)
         device = inputs.hidden.device.type
@@ -119,7 +119,7 @@ class Measurement:
         clear(inputs)
 
     def time(self) -> None:
-        """Rounds of a call of each method, beginning with another one each time, while there is time for the rest."""
+        """Time rounds of one call per method, each starting with another method, while time is left."""
         case, steps = self.case, self.steps
         until = time.monotonic() + max(0.0, seconds_left(self.until)) * (0.5 if case.accuracy else 0.8)
         while len(steps) > 1 and sum(step[-1] for step in steps) > seconds_left(until):
@@ -167,7 +167,7 @@ class Measurement:
                     row["extra_mb"] = memory_of_a_process(self.case, method, timeout=limit)
 
     def compare(self) -> None:
-        """Errors against fp64: the greatest one of a logprob, and those of the gradients relative to their norms."""
+        """Errors against fp64: the largest of a logprob, and those of the gradients relative to their norms."""
         steps = self.first_share()
         for kind in sorted({method.kind for _, method, *_ in steps}):
             exact: list[tuple[Tensor, Tensor]] = []  # one pair of fp64 gradients at a time
@@ -187,7 +187,7 @@ class Measurement:
 
 
 def run(case: Case, device: str, until: float, saved: Callable[[dict[str, Any]], None]) -> None:
-    """Measures a case; `saved` gets the case's result after each phase, the last time complete."""
+    """Measure a case; `saved` is called with its result after each phase, finally the complete one."""
     measurement = Measurement(case, device, until)
     measurement.time()
     saved(measurement.result)
@@ -200,7 +200,7 @@ def run(case: Case, device: str, until: float, saved: Callable[[dict[str, Any]],
 
 
 def errors(method: Method, inputs: Inputs, step: Step, exact: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Errors of one call; `exact` gets the gradients of the method's kind when they are first asked for."""
+    """Errors of one call; `exact` caches the gradients of the method's kind."""
     clear(inputs)
     logprob = call(method, inputs, step)
     found = {}
@@ -218,7 +218,7 @@ def errors(method: Method, inputs: Inputs, step: Step, exact: list[tuple[Tensor,
 
 @contextmanager
 def failure_in(row: Row, key: str, method: Method) -> Iterator[None]:
-    """Whatever a peer fails with, its row says it, and the others go on."""
+    """Record any failure of a peer in its row, and continue with the others."""
     try:
         yield
     except Exception as error:
@@ -230,7 +230,7 @@ def interpreted(method: Method) -> bool:
 
 
 def reason(error: Exception, method: Method) -> str:
-    """Why there are no numbers, in a line."""
+    """The reason for missing numbers, in one line."""
     if isinstance(error, Unavailable):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
@@ -265,7 +265,7 @@ def gradient_bytes(method: Method, inputs: Inputs) -> int:
 
 
 def memory_of_a_process(case: Case, method: Method, timeout: float | None = None) -> float:
-    """The same on the CPU, where only a fresh process shows it: MB."""
+    """Peak memory in MB on the CPU, measured in a fresh process."""
     task = json.dumps({"case": asdict(case), "method": method.name, "threads": torch.get_num_threads()})
     path = os.pathsep.join([str(package_root()), *filter(None, sys.path)])
     command = [sys.executable, "-m", str(__package__), "--memory-of", task]
@@ -277,12 +277,12 @@ def memory_of_a_process(case: Case, method: Method, timeout: float | None = None
 
 
 def package_root() -> Path:
-    """The folder from which this package is imported under the name that it has now."""
+    """The folder from which this package is imported under its current name."""
     return Path(__file__).parents[str(__package__).count(".") + 1]
 
 
 def resident_memory(task: str) -> float:
-    """MB that the resident set grows by at the peak of one call, beyond the gradients; for a fresh process."""
+    """MB by which the resident set grows at the peak of one call, beyond the gradients; for a fresh process."""
     if not Path("/proc/self/clear_refs").exists():
         raise ValueError("want Linux: the peak of the resident set is read from /proc")
     given = json.loads(task)

@@ -1,4 +1,4 @@
-"""The cost model's table: the time of loss and gradients over that of their bare GEMMs, on GPUs that need not be here.
+"""The cost model's table: the time of loss and gradients over that of their bare GEMMs, for GPUs not present here.
 
 "floor": a GEMM hides all of its memory traffic; "half": half of the shorter of multiplications and traffic shows. With
 "waves" the last tiles of a GEMM's result leave processors idle, if the vendor takes tiles of 128 x 256.
@@ -38,7 +38,7 @@ def sizes(mb: float, machine: cost.Machine, shape: cost.Shape = SHAPE) -> tuple[
 
 
 def ratio(machine: cost.Machine, rows: int, capacity: int, waves: bool = False, **options: Any) -> float:
-    """Over the bare GEMMs."""
+    """The modelled time over that of the bare GEMMs."""
     machine = machine if waves else machine._replace(processors=0)
     return sum(cost.one_pass(machine, SHAPE, rows, capacity, **options).values()) / bare(machine)
 
@@ -62,7 +62,7 @@ def table() -> str:
 
 
 def worth() -> str:
-    """What each change takes off the floor, in per cent of the bare GEMMs."""
+    """The reduction of the floor by each change, in per cent of the bare GEMMs."""
     head = ("change", *(f"{name}, {mb} MB" for name in MACHINES for mb in SCRATCH_MB))
     lines = [head, tuple("---" for _ in head)]
     for change, before in CHANGES.items():

@@ -52,7 +52,7 @@ METHODS: dict[str, Method] = {}
 
 
 def method(name: str, kind: str, what: str, **fields: Any) -> Callable[[Prepare], Prepare]:
-    """Registers a function that prepares a step."""
+    """Register a function that prepares a step."""
 
     def register(prepare: Prepare) -> Prepare:
         METHODS[name] = Method(name, kind, what, prepare, **fields)
@@ -62,7 +62,7 @@ def method(name: str, kind: str, what: str, **fields: Any) -> Callable[[Prepare]
 
 
 class Unavailable(Exception):
-    """Why a method cannot be measured here."""
+    """The reason why a method cannot be measured here."""
 
 
 # ---- the unit
@@ -98,7 +98,7 @@ def bare_one(x: Inputs) -> Step:
 def ours(
     name: str, device: str | None, kind: str = "policy", note: str = "", into: bool = False, **options: Any
 ) -> None:
-    """Registers a backend with its options, for the policy loss."""
+    """Register a backend with its options, for the policy loss."""
 
     def prepare(x: Inputs) -> Step:
         buffer = torch.zeros_like(x.weight, dtype=torch.float32, requires_grad=False) if into else None
@@ -114,7 +114,7 @@ def ours(
 
 
 def ours_forward(name: str, device: str | None, **options: Any) -> None:
-    """Registers a backend with its options, for logprob and entropy."""
+    """Register a backend with its options, for logprob and entropy."""
 
     def prepare(x: Inputs) -> Step:
         def step() -> Tensor:
@@ -211,7 +211,7 @@ def fp32_forward(x: Inputs) -> Step:
 
 
 def torch_options(x: Inputs, tuned: bool) -> Any:
-    """The default options; or what is fast: chunks of 512 rows (CUDA: 2048), accumulated on CUDA in fp32."""
+    """The default options; or fast ones: chunks of 512 rows (CUDA: 2048), accumulated on CUDA in fp32."""
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
     if options is None:
         raise Unavailable("needs torch >= 2.13")
@@ -258,7 +258,7 @@ def torch_none_forward(x: Inputs) -> Step:
 
 
 def submodule(name: str, *parents: str, **stand_ins: dict[str, Any]) -> Any:
-    """A package's module without its parents' own imports, which drag in what the module does not need.
+    """A package's module without its parents' imports, which load packages that the module does not need.
 
     parents: imported as empty packages unless they can be imported; stand_ins: modules (dots as __) with what is asked
     of them, for those that cannot be imported either.
@@ -292,7 +292,7 @@ def submodule(name: str, *parents: str, **stand_ins: dict[str, Any]) -> Any:
 
 
 def grpo(x: Inputs, sequences: int) -> Step:
-    """Liger chunks by sequences."""
+    """Liger's GRPO loss, which is chunked by sequences."""
     loss_type = import_module("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
     loss = loss_type(beta=0.0, use_ref_model=False, chunk_size=sequences)
     shape = (x.head.sequences, x.head.length)
@@ -325,7 +325,7 @@ def liger_scaled(x: Inputs) -> Step:
 
 
 def cce(x: Inputs, target: Tensor, reduction: str) -> Callable[[], Tensor]:
-    """On the CPU its own fallback: torch.compile of full logits."""
+    """CCE; on the CPU its fallback: torch.compile of full logits."""
     loss = import_module("cut_cross_entropy").linear_cross_entropy
     impl = "cce" if x.hidden.is_cuda else "torch_compile"
     return lambda: loss(x.hidden, x.weight, target, reduction=reduction, impl=impl)

@@ -25,7 +25,7 @@ PACKAGES = ("torch", "triton", "numpy", *sorted({m.package for m in METHODS.valu
 
 
 class Record:
-    """A result on its way into its file, which is whole at every moment: whatever ends the process loses one case."""
+    """A result that is written after every case; the file is always complete, so an interruption loses one case."""
 
     def __init__(self, path: Path, suite: str, device: str, threads: int) -> None:
         self.path = path
@@ -44,7 +44,7 @@ class Record:
         self.save()
 
     def put(self, case: dict[str, Any]) -> None:
-        """Adds a case, or the same one again with more in it."""
+        """Add a case, or replace it by a more complete version."""
         cases = self.result["cases"]
         if not any(case is known for known in cases):
             cases.append(case)
@@ -81,7 +81,7 @@ def number(value: float | None, form: str) -> str:
 
 
 def ratio(row: Row) -> str:
-    """The median with the least and the greatest; or why there is none."""
+    """The median with minimum and maximum; or the reason why there is none."""
     if row["status"] != "ok":
         return str(row["status"])
     r = row["ratio"]
@@ -89,7 +89,7 @@ def ratio(row: Row) -> str:
 
 
 def cell(row: Row) -> str:
-    """`ratio`, the reason in two words."""
+    """`ratio` with the reason shortened to two words."""
     return ratio(row).partition(": a ")[0].partition(": no ")[0]
 
 
@@ -104,7 +104,7 @@ def title(case: dict[str, Any]) -> str:
 
 
 def case_table(case: dict[str, Any]) -> str:
-    """Everything about a case, as the program prints it."""
+    """All results of a case, as the program prints them."""
     header = ("method", "rho", "ms", "×bare", "page faults", "MB", "logprob error", "dhidden", "dweight")
     rows = [
         (
@@ -131,7 +131,7 @@ def threads(result: Result) -> str:
 
 
 def row_of(case: dict[str, Any], method: str, rho_at_most: float = 1.0) -> Row | None:
-    """The method's row with the greatest rho up to that."""
+    """The method's row with the largest rho up to the given one."""
     rows = [row for row in case["rows"] if row["method"] == method and row["rho"] <= rho_at_most + 0.02]
     return max(rows, key=lambda row: row["rho"], default=None)
 

@@ -1,4 +1,4 @@
-"""The cases of each suite, the most important first: a suite that runs out of time leaves out its end."""
+"""The cases of each suite, the most important first: a suite that runs out of time omits the last ones."""
 
 from dataclasses import replace
 from math import inf

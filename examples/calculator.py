@@ -1,7 +1,7 @@
 """A calculator for the task of `rlplus demo`: `rollout.function: examples.calculator:rollout`.
 
-The policy calls it by writing `;`. The calculator then writes the running sums of all numbers but the last, which are
-not trained on, and the policy goes on behind them: it has learned when to call, and what to do with the answer.
+The policy calls it by writing `;`. The calculator then inserts the running sums of all numbers but the last, which are
+not trained on, and the policy continues after them: it has learned when to call, and how to use the answer.
 """
 
 from rlplus.demo.task import EMPTY, SCRATCHPAD, Problem

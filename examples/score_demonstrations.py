@@ -8,11 +8,11 @@ train on, the end token included; null where the run would not train on the demo
 row has a list of demonstrations. With it the denominator of `mis` and `omega` is the true one; without it `mis`
 estimates it and `omega` takes it as 1.
 
-Tokens are the run's: its tokenizer makes them, and the demonstrator is asked for the probability of exactly these. So
-both must have the same tokens: one that is used and stands for something else in the demonstrator's vocabulary is an
-error, and so is an end token at which the demonstrator would not end. Prompts are the run's as well. A demonstrator
-that was prompted otherwise is scored with `model.chat_template=ITS_TEMPLATE` and what else shapes `data`, as long as
-the demonstrations' tokens stay the same. `--temperature` is the one that the demonstrations were sampled at.
+Tokens are those of the run's tokenizer, and the demonstrator gives the probability of exactly these. So both must have
+the same tokens: a used token with another meaning in the demonstrator's vocabulary is an error, and so is an end token
+at which the demonstrator would not end. Prompts are the run's as well. If the demonstrator was prompted differently,
+set `model.chat_template=ITS_TEMPLATE` and other keys of `data`, as long as the demonstrations' tokens stay the same.
+`--temperature` is the one that the demonstrations were sampled at.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def check_tokens(
     examples: Sequence[Example], ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, lm: PreTrainedModel
 ) -> None:
-    """ValueError where the run's tokens, or its end token, are not the demonstrator's."""
+    """ValueError if the run's tokens, or its end token, are not the demonstrator's."""
     used = sorted({token for example in examples for token in (*example.prompt, *(example.demonstration or ()))})
     size = lm.get_input_embeddings().num_embeddings
     for token in used:
@@ -103,7 +103,7 @@ def score(lm: PreTrainedModel, batch: Sequence[Example], temperature: float) -> 
 
 
 def batches(examples: Sequence[Example], tokens: int) -> Iterator[list[int]]:
-    """Places of those with a demonstration, the longest first; at most so many tokens with padding, or one example."""
+    """Indices of examples with a demonstration, longest first, in batches of at most that many padded tokens."""
     lengths = {i: len(e.prompt) + len(e.demonstration) for i, e in enumerate(examples) if e.demonstration is not None}
     batch: list[int] = []
     for i in sorted(lengths, key=lambda i: -lengths[i]):

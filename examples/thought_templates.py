@@ -1,9 +1,9 @@
 """Thought templates, after TAPO (arXiv 2505.15692): `rollout.function: examples.thought_templates:rollout`.
 
 TAPO guides rollouts by templates: short sequences of actions ("analyse the problem", "verify the result") that it finds
-by tree search on 500 problems and picks by how complex a problem is. Its authors published no code, so this is a
-reading of the paper: the templates below stand for those that the search would find, the length of the prompt stands
-for its complexity, and the text of an action is inserted into the response before the policy goes on. The policy reads
+by tree search on 500 problems and selects by a problem's complexity. Its authors published no code, so this is a
+reading of the paper: the templates below replace those that the search would find, the length of the prompt replaces
+its complexity, and the text of an action is inserted into the response before the policy goes on. The policy reads
 that text and is not trained on it.
 """
 

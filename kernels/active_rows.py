@@ -1,4 +1,4 @@
-"""Which rows of a chunk have a gradient, and their places in the buffer that gathers such rows over chunks.
+"""A kernel that selects a chunk's rows with a gradient, and assigns their places in the gradient buffer.
 
 One program, a scan: places are in the order of the rows, so the same inputs give the same bits.
 """
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LAUNCH = {"BLOCK_N": 512, "num_warps": 16}  # a row a thread: no value changes threads but in the scans
+LAUNCH = {"BLOCK_N": 512, "num_warps": 16}  # a row per thread: values cross threads in the scans only
 
 # Columns of `values`, as in linear_logprob.py.
 DLOGPROB, DENTROPY, WIDTH = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)

@@ -5,14 +5,14 @@ import triton
 import triton.language as tl
 
 FLOOR = tl.constexpr(-1e30)
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # where a maximum begins: with -inf, -inf - max would be NaN
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # initial value of a maximum: with -inf, -inf - max would be NaN
 LOG2_E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # Triton's interpreter knows no assembly
 
 
 @triton.jit
 def _at_rows(inv_temperature, softcap, row_temperature, rows, here):
-    """1 / temperature and softcap of rows with a temperature of their own: their z is capped, and scaled, by less."""
+    """1 / temperature and softcap of rows with individual temperatures, by which both are divided."""
     if row_temperature is not None:
         own = 1.0 / tl.load(row_temperature + rows, here, 1.0)
         inv_temperature *= own
@@ -30,7 +30,7 @@ def _x(logits, v, inside, bias, inv_temperature):
 
 @triton.jit
 def _z(logits, v, inside, bias, inv_temperature, softcap):
-    """z of logits at v; `inside`: where v is in the vocabulary, elsewhere it is anything."""
+    """z of logits at v; arbitrary where v is not `inside` the vocabulary."""
     z = _x(logits, v, inside, bias, inv_temperature)
     if softcap is not None:
         z = _softcap(z, softcap)
@@ -59,7 +59,7 @@ def _softcap_slope(x, softcap):
 def _exp(x):
     """e^x: a product and one instruction, of relative error 2^-22, and 0 below 2^-126.
 
-    tl.exp takes three instructions more to keep subnormal numbers, which are nothing beside a sum of at least 1.
+    tl.exp needs three more instructions to keep subnormal numbers, which are negligible in a sum of at least 1.
     """
     if INTERPRETED:
         return tl.exp(x)

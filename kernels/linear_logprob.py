@@ -70,7 +70,7 @@ def row_statistics(
     """Fill the columns LOGPROB, ENTROPY, MAX (of z) and LOGSUM (of e^(z - MAX)) of values (n, WIDTH) fp32.
 
     logits (n, W) fp32, contiguous in W; target (n,) int64; bias (V,) of any floating dtype or None; row_temperature
-    (n,) fp32 or None, which stands for 1. logprob is NaN where the target is no token; a row with a NaN gets NaN
+    (n,) fp32 or None, which means 1. logprob is NaN where the target is no token; a row with a NaN gets NaN
     everywhere, and without a softcap, which makes infinite logits finite, so does one with +inf or nothing but -inf.
     """
     n, blocks = len(target), triton.cdiv(V, LAUNCH["BLOCK_V"])
@@ -83,7 +83,7 @@ def row_statistics(
 
 
 def begin_statistics(n: int, device: torch.device) -> Tensor:
-    """Of n rows of which nothing is known: what `add_statistics` adds to."""
+    """Initial statistics of n rows, to which `add_statistics` adds."""
     partial = torch.zeros(1, PARTIALS.value, n, dtype=torch.float32, device=device)
     partial[:, 0] = LOWEST.value
     return partial
@@ -93,7 +93,7 @@ def add_statistics(
     values: Tensor, partial: Tensor, logits: Tensor, V: int, target: Tensor, bias: Tensor | None, temperature: float,
     softcap: float | None = None, row_temperature: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Take a block of V tokens of the vocabulary into `partial`, and the targets in it into values.
+    """Add a block of V tokens of the vocabulary to `partial`, and the logits of targets in it to values.
 
     As in `row_statistics`; target and bias are the block's, a target outside [0, V) is in another one.
     """
@@ -145,7 +145,7 @@ def row_gradient(
 
 
 def default_tile(hidden: Tensor, more: bool) -> Tile:
-    """That of the tensor's device and dtype; `more`: with a bias or logits to store."""
+    """The default tile of the tensor's device and dtype; `more`: with a bias or logits to store."""
     if hidden.dtype == torch.float32 and hidden.is_cuda:
         return FP32_TILE
     major = torch.cuda.get_device_capability(hidden.device)[0] if hidden.is_cuda else 0
@@ -223,7 +223,7 @@ def _statistics_kernel(
     values, partial, logits, target, bias, sizes, inv_temperature, softcap, row_temperature,
     CARRY: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A row, or with `partial` a part of it, which begins with what is there if CARRY."""
+    """Statistics of a row, or with `partial` of a part of it, added to the stored ones if CARRY."""
     stride, V, W, width = sizes
     n = tl.program_id(0).to(tl.int64)  # 15k rows of 152k logits are past int32
     inv_temperature, softcap = _at_rows(inv_temperature, softcap, row_temperature, n, True)

@@ -24,7 +24,7 @@ SUMS = tl.constexpr(20)
 
 
 class Coefficients(NamedTuple):
-    """The numbers of an `rlplus.Objective`; inf stands for None."""
+    """The numbers of an `rlplus.Objective`; inf means None."""
 
     external_coef: float
     gamma: float
@@ -51,7 +51,7 @@ class Choices(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Which of the optional constants are there."""
+    """Which of the optional constants are given."""
 
     old: bool
     behavior: bool

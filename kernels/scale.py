@@ -1,6 +1,6 @@
-"""A matrix times a number that only the device knows: the gradients times what autograd hands to the loss.
+"""A matrix times a number that only the device knows: the gradients times the factor of the loss.
 
-The number is 1 in nearly every training step; then every program ends after having read it.
+The number is 1 in nearly every training step; then every program exits after reading it.
 """
 
 import triton

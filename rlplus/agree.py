@@ -1,8 +1,8 @@
-"""The collectives of this package; where a rank is gone they say which, and what each was doing.
+"""The collectives of this package; if a rank is gone, the error names it and what each rank was doing.
 
-Small ones are on the CPU, which no GPU is waited for: sums, maxima, gathered objects, failures.
+Small ones run on the CPU, without waiting for a GPU: sums, maxima, gathered objects, failures.
 
-Ranks that have much to do before one of them report it as a `phase`, so that its timeout can say who waited for whom.
+Ranks report long work before a collective as a `phase`, so that a timeout can say which rank waited for which.
 """
 
 import re
@@ -31,11 +31,11 @@ def _group() -> Any:
 
 
 def phase(name: str) -> None:
-    """Report that this rank begins `name`, such as "generate"."""
+    """Report that this rank starts phase `name`, such as "generate"."""
     global _phase
     _phase = name
     if dist.get_world_size() > 1:
-        with suppress(RuntimeError):  # the store went with another rank, as the next collective says
+        with suppress(RuntimeError):  # the store is gone with another rank, which the next collective reports
             _store().set(f"phase of rank {dist.get_rank()}", name)
 
 
@@ -45,7 +45,7 @@ def sums(*values: float) -> list[float]:
 
 
 def largest(value: float) -> float:
-    """The maximum over all ranks of a value that is not NaN. Collective."""
+    """The maximum of a value, not NaN, over all ranks. Collective."""
     return _reduced([value], dist.ReduceOp.MAX)[0]
 
 
@@ -62,7 +62,7 @@ def _reduced(values: Sequence[float], op: Any) -> list[float]:
 
 
 def gathered(value: Any, neighbours: int | None = None) -> list[Any]:
-    """All ranks' values, pickled on the way; or those of its block of so many neighbouring ranks. Collective."""
+    """All ranks' values, sent pickled; or those of this rank's block of `neighbours` ranks. Collective."""
     values = [value]
     if (world := dist.get_world_size()) > 1:
         values = [None] * world
@@ -81,9 +81,9 @@ def exchanged(parts: Tensor, group: Any) -> Tensor:
 
 
 def failures(failure: BaseException | None, *, clear: tuple[type[BaseException], ...] = (Exception,)) -> str:
-    """The failures by rank, as one text, empty without any. Collective; a rank without a failure passes None.
+    """All ranks' failures as one text, empty if there are none. Collective; a rank without a failure passes None.
 
-    clear: exceptions whose message says all; of others the class is told, too.
+    clear: exceptions with a self-explanatory message; for others the class is added.
     """
     text = str(failure) if isinstance(failure, clear) else repr(failure)
     texts = gathered(None if failure is None else text)
@@ -96,7 +96,7 @@ def _store() -> Any:
 
 
 def _together(collective: Callable[[], None]) -> None:
-    """ConnectionError with every rank's last phase where another rank is gone, or later than the timeout."""
+    """ConnectionError with every rank's last phase if another rank is gone, or later than the timeout."""
     try:
         collective()
     except RuntimeError as error:  # torch has no class for either

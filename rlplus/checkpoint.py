@@ -1,9 +1,9 @@
-"""Checkpoints that are complete or not there, and that resume exactly.
+"""Atomic checkpoints that resume exactly.
 
     checkpoints/latest            the name of the newest complete checkpoint
     checkpoints/step-000050/      DeepSpeed's shards in a folder of each model, such as policy/; rng-<rank>.pt,
                                   rank-<rank>.pt, state.json and its CRC-32
-    checkpoints/saving/           one that is being written, or was when the process died
+    checkpoints/saving/           a checkpoint being written, possibly by a process that died
 
 A checkpoint is written under the name `saving`, flushed to the disk, renamed, and only then named in `latest`. `verify`
 compares the checksums that torch.save puts into its zip archives, and that of state.json, before anything is loaded.
@@ -36,7 +36,7 @@ NAME = re.compile(r"step-\d+")
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint under `folder`, or None; ValueError for a pointer to anything else."""
     pointer = folder / "latest"
-    if not pointer.is_file():  # lost, or not yet written: what was renamed is complete
+    if not pointer.is_file():  # lost, or not yet written: a renamed checkpoint is complete
         complete = _complete(folder)
         return complete[-1] if complete else None
     name = read_text(pointer).strip()
@@ -57,7 +57,7 @@ def named(folder: Path, name: str) -> Path:
 
 
 def _complete(folder: Path) -> list[Path]:
-    """The checkpoints that were renamed, the oldest first."""
+    """The complete checkpoints, oldest first."""
     found = (file.parent for file in folder.glob("step-*/state.json") if NAME.fullmatch(file.parent.name))
     return sorted(found, key=_step)
 
@@ -71,8 +71,8 @@ def save(
 ) -> Path:
     """Write DeepSpeed engines, every rank's random state and `state` (JSON) as step `step`; keep the newest `keep`.
 
-    engines: by the names of their folders. rank_state: what this rank adds of its own, pickled. Called by all ranks.
-    Raises OSError (a full disk, say) with the previous checkpoint intact.
+    engines: by the names of their folders. rank_state: this rank's additional state, pickled. Collective.
+    Raises OSError (a full disk, for example) with the previous checkpoint intact.
     """
     final, saving = folder / f"step-{step:06d}", folder / SAVING
     main = dist.get_rank() == 0
@@ -91,7 +91,7 @@ def _is_saved(final: Path) -> bool:
 
 
 def _together(action: Callable[[], None], step: int, saving: Path) -> None:
-    """Do it; OSError on every rank when one of them could not: the others would wait for it in the next collective."""
+    """Call the function; OSError on every rank if it fails on one, so that the others do not wait for that one."""
     failure: Exception | None = None
     try:
         action()
@@ -128,7 +128,7 @@ def _save_flushed(value: Any, file: Path) -> None:
 
 @contextmanager
 def _errors_kept(engine: Any) -> Iterator[list[Exception]]:
-    """Flush what DeepSpeed writes inside, and collect the errors instead of raising them.
+    """Flush the files that DeepSpeed writes inside, and collect errors instead of raising them.
 
     Its save ends with a barrier, in which the other ranks would wait for a rank that left early.
     """
@@ -158,7 +158,7 @@ def _errors_kept(engine: Any) -> Iterator[list[Exception]]:
 
 
 def _publish(folder: Path, final: Path, state: dict[str, Any], keep: int) -> None:
-    """Turn the finished `saving` into `final`, name it in `latest`, delete what is too old."""
+    """Rename the finished `saving` to `final`, name it in `latest`, delete old checkpoints."""
     saving = folder / SAVING
     text = json.dumps(state | {"files": _archives(saving)})
     (saving / "state.json").write_text(text)
@@ -187,7 +187,7 @@ def point_to(checkpoint: Path) -> None:
 
 
 def verify(checkpoint: Path) -> None:
-    """ValueError on all ranks where a file is not as it was written, or missing; it names the newest older whole one.
+    """ValueError on all ranks if a file is changed or missing; it names the newest older intact checkpoint.
 
     Collective. Each rank reads its share of the files once, in pieces, and compares their CRC-32.
     """
@@ -199,9 +199,9 @@ def verify(checkpoint: Path) -> None:
 
 
 def _checked_files(checkpoint: Path) -> list[Path]:
-    """state.json and the files that it lists, missing ones too; without a list (0.1.0) those that there are."""
+    """state.json and the files that it lists, missing ones too; without a list (0.1.0) the existing files."""
     names = _archives(checkpoint)
-    with suppress(ValueError, OSError):  # damaged, which its own check says
+    with suppress(ValueError, OSError):  # damaged, which its own check reports
         names = read_state(checkpoint).get("files", names)
     return [checkpoint / name for name in ("state.json", *sorted(names))]
 
@@ -228,7 +228,7 @@ def _damage(files: Sequence[Path]) -> list[str]:
 
 
 def _check_archive(file: Path) -> None:
-    """Raise where an archive of torch.save is not as written: its CRC-32s, and what else torch reads it by."""
+    """Raise if an archive of torch.save is damaged: its CRC-32s, and the other fields that torch reads."""
     with zipfile.ZipFile(file) as archive:
         if (wrong := archive.testzip()) is not None:
             raise ValueError(f"the CRC-32 of {wrong} is wrong")
@@ -238,7 +238,7 @@ def _check_archive(file: Path) -> None:
 
 
 def _read_checked(file: Path) -> str:
-    """The text of `file`; ValueError where its CRC-32 is another. Checkpoints of 0.1.0 have none."""
+    """The text of `file`; ValueError if its CRC-32 differs. Checkpoints of 0.1.0 have none."""
     content, written = file.read_bytes(), file.with_suffix(".crc32")
     if written.exists() and written.read_bytes() != f"{zlib.crc32(content):08x}".encode():
         raise ValueError("its CRC-32 is wrong")
@@ -258,13 +258,13 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_rank_state(checkpoint: Path) -> Any:
-    """This rank's `rank_state`, None where there was none."""
+    """This rank's `rank_state`; None if there was none."""
     file = checkpoint / f"rank-{dist.get_rank()}.pt"
     if not read_state(checkpoint).get("rank_state", file.exists()):
         return None
     try:
         return torch.load(file, weights_only=False)
-    except Exception as error:  # unpickling what is damaged can raise anything
+    except Exception as error:  # unpickling damaged data can raise anything
         raise ValueError(f"{checkpoint} is damaged, {file.name} cannot be read: {error!r}") from error
 
 
@@ -308,7 +308,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Force a file's contents, or a folder's list of names, onto the disk."""
+    """Flush a file's contents, or a folder's list of names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

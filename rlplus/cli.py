@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(message: str) -> None:
-    """Write to stderr, unless its reader is gone: Ctrl-C also ends `tee`. The exit status says it in any case."""
+    """Write to stderr, unless its reader is gone: Ctrl-C also ends `tee`. The exit status reports it anyway."""
     try:
         print(printable(message), file=sys.stderr, flush=True)
     except BrokenPipeError:
@@ -60,7 +60,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _resume_joined(argv: Sequence[str]) -> list[str]:
-    """--resume with its value in one argument: a bare one must not take the configuration behind it for its value."""
+    """Join --resume and its value into one argument, so that a bare one does not swallow the configuration."""
     joined: list[str] = []
     for text in argv:
         if joined[-1:] == ["--resume=newest"] and re.fullmatch(r"auto|step-\d+", text):
@@ -163,7 +163,7 @@ def _train(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _naming(number: int, stages: "Sequence[Config]") -> Iterator[None]:
-    """Errors inside name the stage, where there are several."""
+    """Make errors inside name the stage, if there are several."""
     try:
         yield
     except (ValueError, RunFailed) as error:
@@ -174,7 +174,7 @@ def _naming(number: int, stages: "Sequence[Config]") -> Iterator[None]:
 
 
 def _newest_stage(stages: "Sequence[Config]") -> int:
-    """The last stage with a checkpoint: those before it are done. The first where there is none."""
+    """The last stage with a checkpoint, before which all are done; without any, the first."""
     from rlplus.checkpoint import latest
 
     started = [k for k, config in enumerate(stages, 1) if latest(Path(config.output_dir) / "checkpoints")]
@@ -182,7 +182,7 @@ def _newest_stage(stages: "Sequence[Config]") -> int:
 
 
 def _train_stage(config: "Config", resume: bool | str) -> None:
-    """Train, and give all memory back, for the next stage."""
+    """Train, and release all memory for the next stage."""
     import torch
 
     from rlplus.evaluation import evaluator
@@ -200,7 +200,7 @@ def _train_stage(config: "Config", resume: bool | str) -> None:
 
 
 def _check_memory(config: "Config", *, force: bool) -> None:
-    """Show the plan. ValueError, on every rank, where the run does not fit; not if forced, as a plan is an estimate."""
+    """Show the plan. ValueError, on every rank, if the run does not fit, unless forced: a plan is an estimate."""
     from rlplus.plan import make_plan, this_cluster
     from rlplus.plan.show import show
     from rlplus.terminal import Terminal
@@ -221,7 +221,7 @@ def _check_memory(config: "Config", *, force: bool) -> None:
 
 
 def _out_of_memory(config: "Config", failure: RunFailed, phase: str) -> str:
-    """The failure, what is left of the run, and the switches that take less memory."""
+    """A message with the failure, what is left of the run, and the switches that need less memory."""
     from rlplus.checkpoint import latest
     from rlplus.plan import this_cluster
     from rlplus.plan.advice import advise
@@ -236,7 +236,7 @@ def _out_of_memory(config: "Config", failure: RunFailed, phase: str) -> str:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    """Exit status 1: the run does not fit."""
+    """Print the plan; exit status 1 if the run does not fit."""
     if args.env:
         from rlplus.ops.environment import environment
 
@@ -309,7 +309,7 @@ def _eval(args: argparse.Namespace) -> None:
 
 
 def _result_files(output: Path, benchmarks: Sequence[str]) -> dict[str, Path]:
-    """A file for each benchmark: `output` for a single one, else beside it, by the names as far as file names allow."""
+    """A file per benchmark: `output` for a single one, else files next to it, named after the benchmarks."""
     if len(benchmarks) == 1:
         return {benchmarks[0]: output}
     paths: dict[str, Path] = {}

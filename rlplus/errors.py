@@ -1,4 +1,4 @@
-"""Messages about what went wrong: a failure without a traceback, hints at mistyped names, safe text, the log."""
+"""Error messages: failures without a traceback, hints at mistyped names, safe text, the log."""
 
 import logging
 from collections.abc import Iterable
@@ -6,23 +6,23 @@ from difflib import get_close_matches
 
 
 class RunFailed(RuntimeError):
-    """Training or the engine failed. The message says how: the command line shows it without a traceback."""
+    """Training or the engine failed. The command line shows the message without a traceback."""
 
 
 class SharedFailure(RunFailed):
-    """Raised on all ranks in the same place, whichever of them failed: together they can still write a checkpoint."""
+    """Raised on all ranks in the same place, whichever failed, so that together they can still write a checkpoint."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """The valid name that `name` is probably meant to be, whatever its case; None where none is near."""
+    """The valid name that `name` probably means, ignoring case; None if none is near."""
     names = {text.lower(): text for text in valid}
     close = get_close_matches(name.lower(), names, n=1)
     return names[close[0]] if close else None
 
 
 def printable(text: str) -> str:
-    """The text as a terminal may have it: newlines and tabs stay, everything else that is not printable (commands to
-    the terminal, control characters, lone surrogates) is escaped as in Python's repr."""
+    """The text made safe for a terminal: newlines and tabs stay, everything else that is not printable (terminal
+    commands, control characters, lone surrogates) is escaped as in Python's repr."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -32,7 +32,7 @@ class _Formatter(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """Warnings of this package, errors of all others."""
+    """Log warnings of this package, and errors of all others."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Formatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.ERROR, handlers=[handler])

@@ -1,4 +1,4 @@
-"""Imports by name: those of a package on first use (PEP 562), so that importing it stays fast, and those of users."""
+"""Imports by name: of a package's names on first use (PEP 562), which keeps imports fast, and of users' functions."""
 
 import os
 import sys
@@ -31,7 +31,7 @@ def lazy_names(
 
 
 def import_function(reference: str) -> Any:
-    """What "module:name" names; modules in the current folder are found, too. ImportError or AttributeError."""
+    """Import "module:name", also from the current folder. ImportError or AttributeError."""
     module, _, name = reference.partition(":")
     here = os.getcwd()
     sys.path.insert(0, here)

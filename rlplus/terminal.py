@@ -18,8 +18,8 @@ WIDE = 1000  # columns of a table in a file, at most
 class Terminal(Console):
     """A rich console that prints strings as they are: no markup, no highlighting, no wrapping, no escapes.
 
-    Where the output is no terminal, tables are as wide as they need to be. Falls silent where the reader is gone, as
-    after Ctrl-C on `rlplus train … 2>&1 | tee log`; rich would exit.
+    If the output is no terminal, tables are as wide as they need to be. If the reader is gone, as after Ctrl-C on
+    `rlplus train … 2>&1 | tee log`, output is dropped; rich would exit.
     """
 
     def __init__(self, *, stderr: bool = False) -> None:
@@ -33,12 +33,12 @@ class Terminal(Console):
     def on_broken_pipe(self) -> None:
         self.quiet = True
         stream = sys.stderr if self.stderr else sys.stdout
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # nor shall the last flush fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the last flush must not fail either
 
 
 @contextmanager
 def counter(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show (done, total), as the yielded function is told it, on stderr: a bar, or lines where that is no terminal."""
+    """Show (done, total), the arguments of the yielded function, on stderr: a bar, or lines if that is no terminal."""
     console = Terminal(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def read_text(path: Path) -> str:
-    """The UTF-8 text; ValueError with the file and the line where it is something else."""
+    """The UTF-8 text; otherwise ValueError with the file and the line."""
     content = path.read_bytes()
     try:
         return content.decode("utf-8")
@@ -14,7 +14,7 @@ def read_text(path: Path) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8; an OSError names the file, which that of a full disk does not by itself."""
+    """Write UTF-8; an OSError names the file, which Python's error for a full disk does not."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The objectives written a second time, token by token, straight from the formulas: what the tests compare with.
+"""The objectives implemented a second time, token by token, straight from the formulas, as the tests' reference.
 
 Nothing here uses the package's surrogates. Values are autograd graphs of 0-d tensors, so derivatives come for free;
 what the mathematics holds constant in the backward pass is detached.
@@ -132,7 +132,7 @@ def policy_loss(
 def token_losses(
     o: Objective, logprob: Tensor, entropy: Tensor | None, c: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, float]]:
-    """The same, a loss (N,) for each token."""
+    """Like `policy_loss`, but a loss (N,) per token."""
     rows = {
         name: None if c.get(name) is None else c[name].tolist()
         for name in (*OPTIONAL, "advantage", "token_weight", "external")

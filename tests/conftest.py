@@ -1,4 +1,4 @@
-"""What every test shares: one thread, no network, no launcher's variables, and uninitialised memory that shows."""
+"""Set-up for all tests: one thread, no network, no launcher's variables, and poisoned uninitialised memory."""
 
 import importlib.util
 import os
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def end(number: int, _: object) -> None:
-    """Through the tests' own cleaning up, so that no process that they started stays."""
+    """End through the tests' own clean-up, so that no process that they started survives."""
     pytest.exit(f"ended by signal {number}", returncode=128 + number)
 
 

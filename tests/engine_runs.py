@@ -1,4 +1,4 @@
-"""Runs whose engine breaks or runs ahead: what their tests share."""
+"""Helpers for tests of runs whose engine breaks or runs ahead."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from rlplus.rollout.transformers import TransformersEngine
 
 
 def write_start(folder: Path, *, tied: bool) -> Path:
-    """A model to start from, with a head of its own or not, and the byte tokenizer; vLLM can run it on the CPU."""
+    """A model to start from, with a tied head or not, and the byte tokenizer; vLLM can run it on the CPU."""
     tokenizer = byte_tokenizer()
     with torch.random.fork_rng([]):
         torch.manual_seed(0)

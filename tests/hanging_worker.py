@@ -1,4 +1,4 @@
-"""An engine's process, with a child, that hangs as soon as HANG/now is there, keeping the interpreter's lock."""
+"""An engine's process, with a child, that hangs as soon as HANG/now exists, holding the interpreter's lock."""
 
 import ctypes
 import os

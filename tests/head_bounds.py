@@ -1,4 +1,4 @@
-"""Cases of a head with all that may stand in one, and how exact an operation on them must be."""
+"""Cases of a head with all possible contents, and the required accuracy of an operation on them."""
 
 import math
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Case:
         return {"temperature": self.temperature, "max_scratch_mb": self.max_scratch_mb, "memory": self.memory}
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """How hypothesis shows a failing case."""
+        """The form in which hypothesis prints a failing case."""
         shapes = ", ".join(f"{k} {tuple(v.shape)}" for k, v in self.head.items())
         rows = f"{self.head['hidden'].dtype}, {self.off.sum()} rows off, {(~self.possible).sum()} tokens impossible"
         given = f"given {', '.join(self.constants)}, {self.objective}"
@@ -55,7 +55,7 @@ class Case:
         return torch.ones(len(self.head["weight"]), dtype=torch.bool) if bias is None else bias > -math.inf
 
     def poisoned(self) -> tuple[Head, dict[str, Tensor]]:
-        """What stands in rows without a weight is not finite, and their target no token."""
+        """The case with non-finite values in rows without a weight, and targets there that are no tokens."""
         off, p = self.off, self.poison
         head = self.head | {"hidden": self.head["hidden"].masked_fill(off[:, None], p)}
         head["target"] = head["target"].masked_fill(off, -100)
@@ -64,7 +64,7 @@ class Case:
         return head, spoilt | kept | {"external": self.constants["external"] ^ off}
 
     def condensed(self, dtype: torch.dtype) -> tuple[Head, dict[str, Tensor]]:
-        """The same in `dtype`, without the tokens that cannot be: what a closed form can compute with."""
+        """The case in `dtype` without impossible tokens, for the closed form."""
         head = to(self.head, dtype)
         number = self.possible.cumsum(0) - 1
         short = {k: v[self.possible] for k, v in head.items() if k in ("weight", "bias")}
@@ -76,7 +76,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Rows:
-    """In fp64, of a head without impossible tokens: what the bounds of its results are made of."""
+    """The quantities, in fp64, from which the bounds of a head without impossible tokens are computed."""
 
     hidden: Tensor
     weight: Tensor
@@ -109,7 +109,7 @@ class Rows:
         return self.error * (self.logp.exp() * (1 + self.logp.abs())).sum(-1)
 
     def bounds(self, slope: Tensor, bonus: Tensor, slope_error: Tensor, eps: float) -> Head:
-        """Of logprob, entropy and, where their derivatives are slope and bonus (N,), of the gradients; 8 eps S.
+        """Bounds 8 eps S of logprob, entropy and, for their derivatives slope and bonus (N,), the gradients.
 
         "rounded dhidden" and so on: as many more where the gradient of the logits is rounded too, for an eps of 1.
         """
@@ -126,7 +126,7 @@ class Rows:
 
 
 def loss_bounds(case: Case, eps: float) -> Head:
-    """8 eps S: S the sums of absolute terms, and what an error of the logits does to them through the objective.
+    """Bounds 8 eps S: S are sums of absolute terms, plus the effect of an error of the logits through the objective.
 
     Without the second part a row near p = 1 has no bound: there (1 - p)^gamma is as steep as one likes.
     """
@@ -180,7 +180,7 @@ def check(case: Case, got: dict[str, Any], backend: str) -> None:
 
 
 def bits(result: dict[str, Any], rows: Tensor) -> list[Tensor]:
-    """What two runs must share; of logprob and entropy those rows."""
+    """The bits that two runs must share; of logprob and entropy only those rows."""
     return [v[rows] if k in ("logprob", "entropy") else v for k, v in tensors(result).items()] + [
         *result["stats"].values()
     ]

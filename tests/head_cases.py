@@ -27,7 +27,7 @@ def sample(
 
 
 def on_policy(head: Head) -> Head:
-    """With targets that the policy samples: others of a large vocabulary have no probability, and ratios explode."""
+    """The head with sampled targets: others of a large vocabulary have no probability, so ratios explode."""
     logits = head["hidden"].double() @ head["weight"].double().T + head["bias"].double()
     g = torch.Generator().manual_seed(len(logits))
     return head | {"target": torch.multinomial(logits.softmax(1), 1, generator=g).squeeze(1)}
@@ -54,7 +54,7 @@ def on_device(
 def closed(
     head: Head, constants: dict[str, Any], objective: Objective, temperature: float | Tensor = 1.0, **transform: float
 ) -> dict[str, Any]:
-    """The same from the closed form, in the head's dtype."""
+    """The results of `run` by the closed form, in the head's dtype."""
     leaf = {k: v.detach().clone().requires_grad_() for k, v in head.items() if k != "target"}
     logprob, entropy = logprob_and_entropy(**leaf, target=head["target"], temperature=temperature, **transform)
     loss, stats = closed_policy_loss(objective, logprob, entropy, constants)
@@ -109,7 +109,7 @@ def check_fp64(
     got: dict[str, Any], head: Head, constants: dict[str, Tensor], objective: Objective,
     temperature: float | Tensor = 1.0, **transform: float,
 ) -> None:  # fmt: skip
-    """Of fp64 inputs, against the closed form."""
+    """Check results for fp64 inputs against the closed form."""
     exact = closed(head, constants, objective, temperature, **transform)
     sums = absolute_sums(head, constants, objective, exact, temperature, **transform)
     for name, want in tensors(exact).items():
@@ -128,7 +128,7 @@ def check_precision(
     gemm_dtype: torch.dtype = torch.float32,
     **transform: float,
 ) -> None:
-    """Against fp64 of the same rounded inputs; gradients of bf16 and fp16 are rounded to their dtype, once.
+    """Check against fp64 with the same rounded inputs; gradients of bf16 and fp16 are rounded to their dtype, once.
 
     gemm_dtype: to which the gradient of the logits was rounded.
     """

@@ -1,4 +1,4 @@
-"""Compile every Triton kernel as it is launched, for GPUs that need not be there, and print what it takes.
+"""Compile every Triton kernel as it is launched, for GPUs that need not be present, and print its resources.
 
     python tests/kernel_table.py [--arch 80 90 100 120] [--variants TEXT...] [--json PATH]
 
@@ -61,7 +61,7 @@ Launch = tuple[str, bool, Callable[[], Any]]  # what it is, whether its rows are
 
 
 def row_launches() -> Iterator[Launch]:
-    """Rows of 4097 logits lie in rows of 4160 columns, as the backend has them; or not, to see the difference."""
+    """Rows of 4097 logits in rows of 4160 columns, as in the backend; or without padding, for comparison."""
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     for (V, W), dtype, with_bias in product(((4096, 4096), (4097, 4160), (4097, 4097)), dtypes, (False, True)):
         target = torch.zeros(2, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Runs whose recipe trains a model beside the policy, killed and resumed."""
+"""Runs whose recipe trains a model alongside the policy, killed and resumed."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""One training step on packed rows of a long context, in a process of its own; prints what it took as JSON.
+"""One training step on packed rows of a long context, as a separate process; prints its measurements as JSON.
 
     python tests/long_context.py FOLDER {fused,naive} TOKENS [SEQUENCES]
 

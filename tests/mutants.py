@@ -49,7 +49,7 @@ class Mutant:
         path.write_text(path.read_text().replace(self.old, self.new))
 
     def fault(self) -> str | None:
-        """What is wrong with the entry itself."""
+        """The error in the entry itself; None without one."""
         found = (ROOT / self.file).read_text().count(self.old)
         if found != 1:
             return f"{self.file}: want {self.old!r} there once; found {found} times"

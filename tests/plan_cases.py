@@ -45,7 +45,7 @@ def thin_model(**changes) -> Qwen2Config:
 
 
 def paper(*overrides: str) -> Config:
-    """Its model's architecture is the one that comes with rlplus: tests have no network."""
+    """The paper's configuration; its architecture is the copy that comes with rlplus, as tests have no network."""
     return load_config(PAPER, overrides)
 
 
@@ -53,7 +53,7 @@ _models: dict[str, tuple[Model, str]] = {}
 
 
 def make_plan(config: Config, cluster: Cluster) -> Plan:
-    """As `rlplus.plan.make_plan`; each model is built once."""
+    """`rlplus.plan.make_plan`, but each model is built once."""
 
     def read_once(config: Config) -> tuple[Model, str]:
         key = f"{config.model.model_dump_json()} {config.algorithm.resolve().recipe.learners}"

@@ -1,4 +1,4 @@
-"""Processes that tests start, which end with the test, and patience with them."""
+"""Processes that tests start, which end with the test, and waiting for them."""
 
 import itertools
 import os
@@ -43,7 +43,7 @@ def started(
 
 
 def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run` with what it printed, for a command that ends by itself."""
+    """`subprocess.run` with captured output, for a command that ends by itself."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     with started(command, **pipes) as process:
         out, error = process.communicate(timeout=PATIENCE_S)
@@ -53,7 +53,7 @@ def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[s
 def wait_until(
     condition: Callable[[], Any], process: subprocess.Popen[str] | None = None, every_s: float = 0.01
 ) -> None:
-    """Until it holds; AssertionError if the process ends before, with its stderr, or if it never does."""
+    """Wait until the condition holds; AssertionError, with stderr, if the process ends first, or if it never holds."""
     end = time.monotonic() + PATIENCE_S
     while not condition():
         if process is not None and process.poll() is not None:

@@ -48,7 +48,7 @@ def case(
     known: bool = False,
     **changes: Any,
 ) -> dict[str, Any]:
-    """known: the logprobs of demonstrations under their author."""
+    """A case. known: whether the demonstrations' logprobs under their author are given."""
     data = {"behavior_logprob": "b"} if known else {}
     model = {name: changes.pop(name) for name in ("gradient_checkpointing", "lora") if name in changes}
     chosen: dict[str, Any] = {"owners": owners, "tied": tied, "preset": preset, "flash": flash}
@@ -109,7 +109,7 @@ QUICK = (
 
 
 def make_model(folder: Path, tied: bool) -> Path:
-    """Written once, by the test before it starts any rank."""
+    """Write the model, once, before the test starts any rank."""
     path = folder / ("tied" if tied else "untied")
     if not path.exists():
         torch.manual_seed(3)
@@ -181,7 +181,7 @@ def add_trained_adapters(lm: Any, *args: Any) -> None:
 def varlen_attention(
     module: Any, query: Any, key: Any, value: Any, mask: Any, *, position_ids: Any, cu_seq_lens_q: Any = None, **_: Any
 ) -> Any:
-    """What flash-attn's varlen kernel computes, from what transformers would tell it."""
+    """The result of flash-attn's varlen kernel, from the arguments that transformers would pass."""
     assert mask is None
     assert len(query) == 1
     if cu_seq_lens_q is None:
@@ -271,7 +271,7 @@ def run_case(folder: Path, name: str) -> dict[str, Any]:
 
 
 def run_learner(folder: Path, name: str) -> dict[str, Any]:
-    """What a step makes of given samples, pairs of a prompt each: advantages, and what its learner says afterwards."""
+    """The results of a step on given samples, two per prompt: advantages, and the learner's outputs afterwards."""
     config, rank, world = config_of(folder, name), dist.get_rank(), dist.get_world_size()
     recipe = make_recipe(config)
     recipe.build(*prepare_model(config.model, folder, 0), pad_id=256)
@@ -282,7 +282,7 @@ def run_learner(folder: Path, name: str) -> dict[str, Any]:
     ]
     (learner,) = recipe.learners.values()
     ask = learner.value if isinstance(learner, ValueModel) else learner.score
-    batch, applied = Batch([], samples, 0.0), list[bool]()
+    batch, applied = recipe.collect(lambda: Batch([], samples, 0.0)), list[bool]()
     recipe.credit(batch)
     recipe.fit(batch, applied.append)
     after = by_sample(samples, ask, config, 256, learner.device)
@@ -297,13 +297,27 @@ def run_learner(folder: Path, name: str) -> dict[str, Any]:
 
 
 def agreed_backends() -> list[list[tuple[str, str]]]:
-    """What each rank takes when all choose triton, only the first one does, and none does."""
+    """The ranks' backends if all choose triton, if only the first one does, and if none does."""
     agreed, rank = [], dist.get_rank()
     for ranks_with_triton in (dist.get_world_size(), 1, 0):
         own = Choice("triton" if rank < ranks_with_triton else "torch", f"reason {rank}")
         with mock.patch.object(policy_module, "choose", return_value=own):
             agreed.append(tuple(policy_module.agreed_backend("auto", torch.device("cuda", 0), torch.bfloat16)))
     return agree.gathered(agreed)
+
+
+def skipped_updates(folder: Path) -> list[list[bool]]:
+    """Whether an update is applied, on each rank, with a limit above the norm of its gradient and with one below."""
+    config, policy = make_policy(folder, "tied, ZeRO-3, one rank has nothing")
+    algorithm, applied = config.algorithm.resolve(), list[bool]()
+    samples = own_samples("nothing", dist.get_rank(), dist.get_world_size())
+    limit = 0.0
+    for factor in (0.0, 2.0, 0.5):
+        batches = make_micro_batches(samples, algorithm, config, 256, policy.device)
+        policy.accumulate(batches, algorithm.objective)
+        applied.append(policy.step(factor * limit))
+        limit = policy.grad_norm or 0.0
+    return agree.gathered(applied)
 
 
 def refilled_run(folder: Path) -> list[dict[str, float]]:
@@ -326,6 +340,7 @@ def main() -> None:
     chosen = names or CASES
     results: dict[str, Any] = {n: (run_learner if n in LEARNERS else run_case)(Path(folder), n) for n in chosen}
     results["agreed backends"] = agreed_backends()
+    results["skipped updates"] = skipped_updates(Path(folder))
     results["refilled run"] = refilled_run(Path(folder))
     if dist.get_rank() == 0:
         torch.save(results, Path(folder) / f"{output}.pt")

@@ -1,4 +1,4 @@
-"""What the tests of recipes share: hand-made batches, gradients in float64, and runs that are killed and resumed."""
+"""Helpers for the tests of recipes: hand-made batches, gradients in float64, and runs killed and resumed."""
 
 import os
 import signal
@@ -85,7 +85,7 @@ def sampled_loss(lm: PreTrainedModel, samples: Sequence[Sample], limit: int) -> 
 
 
 def draw_rewards(samples: Sequence[Sample], *_: Any) -> list[str]:
-    """In the place of the grader: rewards that an untrained model gets now and then, so that some groups are solved."""
+    """Replaces the grader: rewards that an untrained model gets now and then, so that some groups are solved."""
     for sample in samples:
         sample.reward = float(sample.demonstration or sum(sample.response) % 7 == 0)
     return ["ok"] * len(samples)

@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
 def responses(
     engine: Any, prompts: Sequence[Sequence[int]], n: Sequence[int], *, max_tokens: Sequence[int], **_: Any
 ) -> list[list[Completion]]:
-    """In the place of an engine's: the same to a prompt on every rank, without logprobs to compare."""
+    """Replaces an engine's responses: the same for a prompt on every rank, without logprobs."""
     groups = []
     for prompt, count, limit in zip(prompts, n, max_tokens, strict=True):
         random = Random(str(list(prompt)))

@@ -18,7 +18,7 @@ PROMPTS = [[5, 9, 12], [7], [5, 9, 12, 30, 31, 22, 8, 2, 40]]
 
 
 def tiny_model(tied: bool, seed: int = 0) -> Qwen2ForCausalLM:
-    """Two layers, far from uniform; vLLM's attention on the CPU wants heads of 32."""
+    """A model of two layers, far from uniform; vLLM's attention on the CPU needs heads of width 32."""
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         config = Qwen2Config(

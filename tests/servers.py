@@ -129,7 +129,7 @@ class FakeServer:
 
 
 class Server:
-    """Use as a context manager. `options` replace what stands in `exact` or come on top; None leaves an option out."""
+    """A context manager. `options` replace those in `exact` or are added; None removes an option."""
 
     def __init__(self, model: Path, log: Path, length: int, *, port: int = 0, **options: str | None) -> None:
         exact: dict[str, str | None] = {
@@ -173,7 +173,7 @@ class Server:
             return False
 
     def signal(self, number: int) -> None:
-        """To all of its processes."""
+        """Send the signal to all of its processes."""
         if self.process.returncode is None:
             os.killpg(self.process.pid, number)
             if number == signal.SIGKILL:
@@ -187,7 +187,7 @@ class Server:
 
 
 def metric(server: Server, name: str) -> float:
-    """Of the server's own, summed over its labels; 0 where it has none of this name."""
+    """A metric of the server, summed over its labels; 0 if it has none of this name."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=PATIENCE_S) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))

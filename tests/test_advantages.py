@@ -83,7 +83,7 @@ def test_rows_that_are_not_included_are_measured_and_change_nothing(estimator: A
 
 
 def test_pass_at_k_of_small_groups_and_without_a_spread() -> None:
-    """A group sums to 0; a group of all right has nothing to say, and one smaller than k takes its size for k."""
+    """A group sums to 0; a group of all right has advantages of 0; in one smaller than k, its size is k."""
     got = batch_advantages(REWARDS, GROUPS, "pass@k", k=4)
     torch.testing.assert_close(got[:5].sum(), torch.zeros((), dtype=torch.float64), atol=1e-12, rtol=0)
     assert got[5:9].tolist() == [0.0] * 4

@@ -118,7 +118,7 @@ with Run(load_config(sys.argv[1]), resume=False):
 
 @pytest.mark.slow
 def test_every_group_has_the_timeout_of_the_configuration(tmp_path: Path) -> None:
-    """DeepSpeed's, too, which would else begin with torch's default."""
+    """Also DeepSpeed's group, which would otherwise have torch's default."""
     model = {"hidden_size": 32, "layers": 1, "heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
     train = {"sequence_parallel": 2, "collective_timeout_s": 1234.0}
     (tmp_path / "run.yaml").write_text(run_config(tmp_path, model={"scratch": model}, train=train).to_yaml())

@@ -1,4 +1,4 @@
-"""Which backend computes: the choice of "auto" on a CUDA device that is not there, and the first call of each size."""
+"""The choice of the backend: "auto" on a simulated CUDA device, and the first call of each size."""
 
 import logging
 import re
@@ -271,7 +271,7 @@ def test_tracing_compares_nothing(compared: mock.Mock) -> None:
 def test_the_backward_pass_of_torch_uses_no_kernel(
     backend: str, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of tensors that claim to be on CUDA."""
+    """For tensors that claim to be on CUDA."""
     head, constants = sample(N, V, dtype=FP32, H=H)
     leaves = [head[name].requires_grad_() for name in ("hidden", "weight", "bias")]
     out = linear_policy_loss(**head, **constants, objective=EVERYTHING, backend=backend)

@@ -1,4 +1,4 @@
-"""Who trains on which sample, and the shards of a micro-batch."""
+"""Which rank trains on which sample, and the shards of a micro-batch."""
 
 from typing import Any
 

@@ -43,7 +43,7 @@ def write(folder: Path, *rows: dict[str, Any], kind: str = "jsonl") -> Path:
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_logprob_belongs_to_each_token_and_the_end(tmp_path: Path, kind: str) -> None:
-    """Behind response_prefix; a row without a demonstration, or with one that is dropped, needs none."""
+    """After response_prefix; a row without a demonstration, or with a dropped one, needs no logprobs."""
     rows = [
         {"demonstration": "t<2>", "logprobs": [-1.0, -2.0, -0.5, 0.0]},
         {"demonstration": None, "logprobs": None},
@@ -134,7 +134,7 @@ def test_the_true_denominator_reaches_the_gradient(tmp_path: Path, external: str
 
 
 def test_the_column_reaches_the_loss_of_a_run(tmp_path: Path) -> None:
-    """Its mean weight of demonstrated tokens is that of the true denominator; another column is other data."""
+    """The mean weight of demonstrated tokens is that of the true denominator; another column counts as other data."""
     config = known(tmp_path, train={"steps": 1})
     with Run(config, resume=False) as run:
         seen = []

@@ -132,7 +132,7 @@ def test_a_failing_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
 
 
 def test_a_leftover_without_a_pointer_costs_no_checkpoint(tmp_path):
-    """Of a process killed between rename and pointer: later than what a resumed run saves when stopped early."""
+    """A process killed between rename and pointer leaves one that is newer than a resumed run's next checkpoint."""
     config = run_config(tmp_path, checkpoint={"every": 1, "keep": 1})
     folder = train(with_steps(config, 1))
     (folder / "checkpoints/step-000009").mkdir()
@@ -166,7 +166,7 @@ def test_ranks_that_see_other_checkpoints_are_refused(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_of_0_1_0_resumes(tmp_path):
-    """It has one model, whose files lie beside the others."""
+    """It has one model, whose files are next to the others."""
     config = run_config(tmp_path)
     saved = train(with_steps(config, 1)) / "checkpoints/step-000001"
     for file in (saved / "policy").iterdir():

@@ -102,7 +102,7 @@ def test_benchmarks_are_reported_apart(config_file, tmp_path, capsys):
 
 
 def test_every_benchmark_has_a_file(tmp_path):
-    """Also those whose names are the same but for what no file name takes, or longer than one may be."""
+    """Also if names differ only in characters that file names cannot have, or are too long for one."""
     names = ["a/b", "a_b", "a?b", "\0", "数" * 300, "数" * 301]
     paths = _result_files(tmp_path / "evaluation.json", names)
     assert list(paths) == names
@@ -137,7 +137,7 @@ for arguments, status, message in json.loads(sys.argv[1]):
 
 
 def test_what_needs_no_model_is_answered_without_torch(config_file, tmp_path):
-    """Help, mistyped keys and missing files: nothing slow is imported before they are said."""
+    """Help, mistyped keys and missing files are reported before anything slow is imported."""
     train, run = ["train", str(config_file)], tmp_path / "run"
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()

@@ -1,4 +1,4 @@
-"""What a configuration may not say, and the message that says so."""
+"""Invalid configurations and their error messages."""
 
 import re
 from pathlib import Path
@@ -170,7 +170,36 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
         (["algorithm.preset=hpt", "algorithm.refill.low=0"], "algorithm.recipe gate takes: want algorithm.refill null"),
         (
             ["algorithm.preset=dapo", "algorithm.advantage=mean"],
-            "advantage mean is .*: want algorithm.shaping null",
+            "advantage mean is .*: want algorithm.shaping null and algorithm.reward_kl_coef 0$",
+        ),
+        (
+            ["algorithm.reward_kl_coef=0.1"],
+            "^algorithm.reward_kl_coef does not support demonstrations: want a preset without; got rlplus$",
+        ),
+        (
+            ["algorithm.preset=prime", "algorithm.reward_kl_coef=0.1"],
+            "^algorithm.reward_kl_coef does not support algorithm.recipe process-reward$",
+        ),
+        (
+            ["algorithm.preset=grpo", "algorithm.reward_kl_coef=0.1", "train.sequence_parallel=2"],
+            "^algorithm.reward_kl_coef does not support train.sequence_parallel > 1; got 2$",
+        ),
+        (
+            [
+                "algorithm.preset=grpo",
+                "algorithm.reward_kl_coef=0.1",
+                "train.overlap=true",
+                "rollout.mode=process",
+            ],
+            "^algorithm.reward_kl_coef does not support train.overlap$",
+        ),
+        (
+            ["algorithm.preset=grpo", "algorithm.reward_kl_coef=0.1", "algorithm.advantage=mean"],
+            "advantage mean is .*: want algorithm.shaping null and algorithm.reward_kl_coef 0$",
+        ),
+        (
+            ["algorithm.preset=hpt", "train.deepspeed.zero_optimization.compute_grad_norm=false"],
+            "^algorithm.skip_grad_norm needs .*compute_grad_norm true; got False$",
         ),
         (["algorithm.recipe.x=1"], "recipe.x: unknown option of the recipe plain; it has none"),
         (
@@ -202,6 +231,7 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
             ["algorithm.preset=prime", "algorithm.shaping.wrong=-1"],
             r"outcomes in \[0, 1\]: want algorithm.shaping null$",
         ),
+        (["algorithm.preset=prime", "algorithm.recipe.update=first"], "recipe.update after or before; got 'first'$"),
         (["algorithm.preset=prime", "algorithm.recipe.beta=-1"], "want recipe.beta a finite number > 0; got -1$"),
         (
             ["algorithm.preset=prime", "algorithm.recipe.weight_decay=x"],
@@ -244,6 +274,7 @@ IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("algorithm.advantage_k=2", [], ["algorithm.advantage=pass@k"]),
     ("algorithm.refill={low: 0.2}", ["algorithm.preset=sft"], []),
     ("algorithm.shaping={wrong: -1}", ["algorithm.preset=sft"], []),
+    ("algorithm.reward_kl_coef=0.1", ["algorithm.preset=sft"], ["algorithm.preset=grpo"]),
     ("algorithm.normalize_std=false", ["algorithm.preset=ppo"], ["algorithm.preset=grpo"]),
     ("algorithm.objective.internal=clip", ["algorithm.preset=sft"], []),
     ("algorithm.objective.mismatch_cap=2", ["algorithm.preset=sft"], []),
@@ -298,7 +329,7 @@ def test_every_rule_is_tried() -> None:
 
 
 def test_a_default_without_effect_is_no_error(minimal: Path) -> None:
-    """Else a written configuration would not load again, and no preset could be swapped for another."""
+    """Otherwise a written configuration would not load again, and presets could not be swapped."""
     config = load_config(minimal, ["rollout.gpu_memory_utilization=0.5", "rollout.engine=transformers"])
     assert "gpu_memory_utilization: 0.5" in config.to_yaml()
     load_config(minimal, ["algorithm.preset=grpo", "algorithm.objective.gamma=0"])

@@ -1,4 +1,4 @@
-"""The cost model against arithmetic written down a second time, and what it is used for."""
+"""The cost model against independent arithmetic, and its uses."""
 
 import pytest
 
@@ -57,7 +57,7 @@ def test_the_parts_are_those_that_a_count_by_hand_gives() -> None:
 
 
 def dweight_and_dhidden_of_256_rows(part: str) -> float:
-    """Of 16,384 - 7 * 2304 = 256 rows: what max(c, m) + min(c, m) / 2 is more than c + m / 2."""
+    """For 16,384 - 7 * 2304 = 256 rows: the amount by which max(c, m) + min(c, m) / 2 exceeds c + m / 2."""
     compute = 2 * 256 * H * V / 750e12
     memory = ((8 if part == "dweight" else 2) * V * H + 2 * 256 * V) / 4.2e12
     return max(compute, memory) + min(compute, memory) / 2 - compute - memory / 2

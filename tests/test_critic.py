@@ -224,7 +224,7 @@ def test_a_critic_in_shards_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pyt
 def test_an_update_of_the_critic_ends_the_right_to_redo_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, saved: bool
 ) -> None:
-    """Also where the policy has none: a failure behind it, in the second step, leaves no checkpoint of the first."""
+    """Even if the policy has none: a failure after it, in the second step, leaves no checkpoint of the first."""
     original, calls = getattr(CriticRecipe, place), list[int]()
 
     def second_fails(*args: Any) -> None:

@@ -1,4 +1,4 @@
-"""How the transformers engine draws a token: every probability, and the numbers that a generator seldom gives."""
+"""Sampling in the transformers engine: every probability, and numbers that a generator seldom returns."""
 
 import math
 from pathlib import Path
@@ -21,7 +21,7 @@ def draw(logits: Tensor, uniform: Tensor, monkeypatch: pytest.MonkeyPatch, tempe
 
 
 def test_every_token_has_its_share_of_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of evenly spaced numbers each token gets its probability, one at most more or less."""
+    """For evenly spaced numbers each token is drawn in proportion to its probability, to within one."""
     draws, temperature = 20_000, 0.7
     logits = torch.tensor([-math.inf, 1.0, -2.0, 3.0, -math.inf, 2.9, -8.0, -math.inf])
     uniform = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
@@ -58,7 +58,7 @@ def test_tokens_of_a_long_tail_can_all_be_drawn(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_greedy_takes_the_largest_logit() -> None:
-    """Also where probabilities are equal: they are too coarse for what is next to the largest."""
+    """Also if probabilities are equal, because rounding hides the difference from the largest."""
     largest = torch.tensor(0.0101)
     logits = torch.stack([largest.nextafter(torch.tensor(0.0)), largest, torch.tensor(-3.0)])[None]
     for order in ([0, 1, 2], [1, 0, 2]):

@@ -1,4 +1,4 @@
-"""`rlplus plan --env`: what a report of a problem should say."""
+"""`rlplus plan --env`: the contents of a bug report."""
 
 import json
 from types import SimpleNamespace

@@ -197,7 +197,7 @@ def test_evaluate_refuses_before_it_generates() -> None:
 
 
 def test_a_sample_on_which_the_grader_failed_is_neither_right_nor_wrong(caplog: pytest.LogCaptureFixture) -> None:
-    """Its status is counted; only where more samples are asked for than were graded does it count as wrong."""
+    """Its status is counted; it counts as wrong only if k exceeds the number of graded samples."""
 
     def failing(texts: Sequence[str], answers: Sequence[str]) -> list[Score]:
         scores = score(texts, answers)

@@ -108,7 +108,7 @@ def test_a_run_follows_its_schedule_and_resumes_in_its_middle(tmp_path: Path, mo
 
 
 def test_squared_slopes_are_the_logits_gradients(tmp_path: Path) -> None:
-    """Of both kinds of tokens, without KL and entropy, at a coefficient of 1: in float64 through the logits."""
+    """For both kinds of tokens, without KL and entropy, at a coefficient of 1: in float64 through the logits."""
     with Run(run_config(tmp_path), resume=False) as run:
         samples = batch_of_samples()
         set_advantages(samples, run.recipe.algorithm)

@@ -24,7 +24,7 @@ LORA = {"rank": 4, "alpha": 8.0}
 
 
 def causal_over_all(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
-    """What a kernel does that knows of no packed sequences."""
+    """A kernel that ignores packed sequences."""
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2), None
 
 

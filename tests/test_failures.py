@@ -1,4 +1,4 @@
-"""What is kept of a run that fails: every finished step, as an undisturbed run would have it."""
+"""A failing run keeps every finished step, as an undisturbed run would have it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What can go wrong around a run: kills, a full disk, signals, a grader that hangs, dies or eats memory; and a soak."""
+"""Faults around a run: kills, a full disk, signals, a grader that hangs, dies or exhausts memory; and a soak test."""
 
 import json
 import os

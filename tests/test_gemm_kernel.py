@@ -71,7 +71,7 @@ def test_every_shape_with_and_without_storing(n: int, V: int, H: int, tile: kern
 
 @EVERY_TILE
 def test_impossible_and_undefined_logits(tile: kernels.Tile) -> None:
-    """As log_softmax has it. The infinities are in the bias: in hidden or weight, times 0, they would be NaN."""
+    """As in log_softmax. The infinities are in the bias: in hidden or weight, times 0, they would be NaN."""
     n, V = 7, 150
     weight, hidden = torch.zeros(V, 8, device=DEVICE), torch.randn(n, 8, device=DEVICE)
     weight[:, 0] = torch.randn(V, device=DEVICE)

@@ -1,4 +1,4 @@
-"""What only a GPU can show of the triton backend: half precision, streams, graphs, memory, large offsets.
+"""Properties of the triton backend that only a GPU shows: half precision, streams, graphs, memory, large offsets.
 
 On a GPU tests/test_kernels.py, test_gemm_kernel.py and test_token_kernel.py run there as well; `bench/gpu.sh` runs all.
 """

@@ -227,7 +227,7 @@ def test_a_masked_sample_is_as_if_it_had_never_been_generated(
 
 
 def run_decode(tokens: Sequence[int]) -> str:
-    """As `Run.decode`, with the byte tokenizer of a scratch model."""
+    """`Run.decode` with the byte tokenizer of a scratch model."""
     return str(byte_tokenizer().decode(list(tokens), skip_special_tokens=True))
 
 

@@ -1,4 +1,4 @@
-"""What the operations take besides floating tensors of one dtype and shape, and that it changes no number."""
+"""Inputs other than floating tensors of one dtype and shape, which must not change any number."""
 
 from typing import Any
 

@@ -101,7 +101,7 @@ def test_relift_is_its_two_losses(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_interleaves_its_updates_and_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits grows by the prompts that no rollout solved and shrinks by updates of five."""
+    """The buffer grows by the prompts that no rollout solved and shrinks by updates of five."""
     rows = twenty_steps(tmp_path, monkeypatch, RELIFT, InterleavedRecipe)
     waiting = 0.0
     for row in rows:

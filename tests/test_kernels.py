@@ -146,7 +146,7 @@ def test_nothing_to_learn_from(n: int) -> None:
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e5])
 def test_fp16_gradients_of_the_logits_do_not_vanish(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA: the gradient of the logits is rounded to fp16 before the backward GEMMs."""
+    """With rounding as on CUDA: the logits' gradient becomes fp16 before the backward GEMMs."""
     head, constants = sample(23, dtype=torch.float32)
     for name in ("token_weight", "entropy_weight"):
         constants[name] *= size
@@ -224,7 +224,7 @@ def test_same_inputs_give_the_same_bits(max_scratch_mb: float | None) -> None:
 
 @EVERY_WAY
 def test_impossible_and_undefined_logits(way: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """As log_softmax has it: -inf is no token, nothing but -inf, a NaN or a +inf make the row NaN."""
+    """As in log_softmax: -inf is no token; all -inf, a NaN or a +inf make the row NaN."""
     V = 2 * BLOCK_V + 50
     logits = torch.randn(7, V, device=DEVICE)
     logits[0, : BLOCK_V + 3] = -math.inf  # a whole block before the first possible token

@@ -41,7 +41,7 @@ def ordinary(seed: int, dtype: torch.dtype = FP32, objective: Objective = EVERYT
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_every_objective_in_every_dtype(backend: str, dtype: torch.dtype) -> None:
-    """As tests of their own have it in fp64, and for the other backends."""
+    """In fp64 and for the other backends there are separate tests."""
     for seed, (internal, external, features) in enumerate(all_objectives(["plain", "mismatch", "all"])):
         case = ordinary(seed, dtype, Objective(internal, external, **FEATURES[features]))
         check(case, fused(backend, case.head, case.constants, case.objective, **case.options), backend)
@@ -228,7 +228,7 @@ def test_nearly_sure_tokens_keep_their_relative_accuracy(backend: str, memory: s
 @EVERY
 @pytest.mark.parametrize("spread", [1.0, 1e4])
 def test_a_demonstrated_token_that_cannot_be(backend: str, spread: float) -> None:
-    """Its logit is -inf: log p stands at -1e30, and the gradient is that of p = 0."""
+    """Its logit is -inf: log p is -1e30, and the gradient is that of p = 0."""
     head, constants = sample(3, V=23, dtype=FP32)
     head["weight"] *= spread
     head["bias"][4], head["target"][1] = -math.inf, 4
@@ -268,7 +268,7 @@ def test_a_target_just_outside_the_vocabulary_is_no_token(backend: str) -> None:
 
 @EVERY
 def test_a_block_of_tokens_that_cannot_be(backend: str) -> None:
-    """As if they were not there, though a row begins, or ends, with more of them than a kernel takes at a time."""
+    """As if they did not exist, even if a row starts or ends with more of them than a kernel processes at a time."""
     head, constants = sample(3, V=5000, dtype=FP32)
     head["target"] = torch.tensor([4600, 4700, 4999])
     for banned in (slice(0, 4500), slice(100, 4600)):

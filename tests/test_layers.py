@@ -48,7 +48,7 @@ COLLECTIVES = ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast",
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_collectives_go_through_agree(path: Path) -> None:
-    """There a rank that is gone is named, with what every rank was doing."""
+    """`agree` names a rank that is gone, and what every rank was doing."""
     attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
     used = [node.attr for node in attributes if ast.unparse(node.value) in ("dist", "torch.distributed")]
     direct = [name for name in used if name.startswith(tuple(COLLECTIVES))]
@@ -56,7 +56,7 @@ def test_collectives_go_through_agree(path: Path) -> None:
 
 
 def test_one_class_knows_what_its_kinds_of_demonstrations_mean() -> None:
-    """Elsewhere a new kind would be forgotten: `Algorithm` answers what a comparison would ask."""
+    """Elsewhere a new kind would be forgotten: `Algorithm` has properties for all comparisons."""
     for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text())):
             compared = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []

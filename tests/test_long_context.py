@@ -32,7 +32,7 @@ def step(folder: Path, kind: str, tokens: int, sequences: int = 1) -> dict[str, 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequences", [1, 4])
 def test_sixteen_thousand_tokens_take_a_fraction_of_their_logits(folder, sequences):
-    """What the step adds to RSS: all parts of it, the optimiser too; the (N, V) logits alone would be 9.96 GB.
+    """The step's addition to RSS, optimizer included; the (N, V) logits alone would be 9.96 GB.
 
     Rows of several sequences need masks in sdpa, (L, L) of bool and, a layer at a time, of fp32.
     """

@@ -110,6 +110,6 @@ def test_the_gap_of_every_update_is_checked_before_the_first(
     config = two_updates(tmp_path, "run")
     steps: list[Any] = []
     monkeypatch.setattr(Policy, "step", lambda policy: steps.append(policy))
-    with pytest.raises(RunFailed, match=r"step 1: the mean gap .* No weight was changed"):
+    with pytest.raises(RunFailed, match=r"step 1: the mean gap .* The policy was not changed"):
         train(config)
     assert not steps

@@ -64,7 +64,7 @@ def test_low_precision_inputs_keep_the_errors_of_fp32(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("n", "V", "H"), [(40, 200, 64), (129, 1001, 80)])
 def test_the_tolerance_for_rounded_gradients_notices_wrong_ones(n: int, V: int, H: int, dtype: torch.dtype) -> None:
-    """That of gradients whose logits' gradient was rounded too, by which the tests on a GPU judge."""
+    """The tolerance of the tests on a GPU, where the logits' gradient is rounded as well."""
     head, constants = sample(n, V, H=H, dtype=dtype)
     head = on_policy(head)
     got = run(head, constants, EVERYTHING, backend="torch")

@@ -1,4 +1,4 @@
-"""Contract of the door to rlplus.ops: memory, torch.library, torch.compile, choice of backend, errors."""
+"""Contract of rlplus.ops' public interface: memory, torch.library, torch.compile, choice of backend, errors."""
 
 import math
 import os

@@ -113,7 +113,7 @@ def test_blocks_that_a_bias_of_minus_infinity_empties(backend: str) -> None:
 @pytest.mark.parametrize("way", ["fast", "least"])
 @EVERY
 def test_the_faster_way_is_one_of_the_two(backend: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What memory=None asks for on CUDA where the scratch is given."""
+    """The mode that memory=None selects on CUDA if the scratch is given."""
     inputs = [{k: v.to(DEVICE[backend]) for k, v in x.items()} for x in sample(9, dtype=torch.float32)]
     asked: list[tuple[Any, float]] = []
     monkeypatch.setattr(library, "faster_memory", lambda *a: (asked.append(a), way)[1])

@@ -29,7 +29,7 @@ PLACES: dict[str, tuple[Any, str]] = {
 
 
 def run_out(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
-    """Of memory in that phase of step 3."""
+    """Run out of memory in that phase of step 3."""
     push = TransformersEngine.push_weights
     owner, name = PLACES[phase]
     original = getattr(owner, name)

@@ -69,7 +69,7 @@ def draw_rewards(samples: Any, examples: Any, scorer: Any, decode: Any) -> list[
 
 
 def trainer_logprob(run: Run, samples: list[Sample]) -> list[torch.Tensor]:
-    """Of each response, under the trainer's weights."""
+    """The logprobs of each response under the trainer's weights."""
     budget = run.config.train.tokens_per_micro_batch
     found = {}
     for batch in forward_batches(samples, run.config, run.pad_id, run.policy.device, budget):

@@ -1,4 +1,4 @@
-"""The answers of the plan: what fits, what would help, what is wrong with a configuration."""
+"""The plan's results: whether a run fits, remedies, and errors in a configuration."""
 
 import io
 import json
@@ -13,7 +13,7 @@ from rlplus.cli import main
 from rlplus.config import load_stages, with_first_model
 from rlplus.demo.base import make_model
 from rlplus.demo.task import make_tokenizer
-from rlplus.plan import GPUS, MOMENTS, Cluster, make_cluster, this_cluster
+from rlplus.plan import GIB, GPUS, MOMENTS, Cluster, make_cluster, this_cluster
 from rlplus.plan.cluster import Gpu
 from rlplus.plan.memory import packed_shape
 from rlplus.plan.show import show
@@ -49,7 +49,8 @@ def test_remedies_do_what_they_promise(gpus):
         changed = paper("rollout.sleep=false", "model.gradient_checkpointing=false", *remedy.overrides)
         after = make_plan(changed, make_cluster(remedy.gpus, "a100-80g"))
         assert after.fits
-        assert (after.memory.peak, after.seconds["total"]) == (remedy.peak, remedy.seconds)
+        assert (after.memory.peak, after.memory.host) == (remedy.peak, remedy.host)
+        assert after.seconds["total"] == remedy.seconds
 
 
 def test_a_larger_micro_batch_and_fewer_gpus_never_take_less():
@@ -73,6 +74,37 @@ def test_sixteen_thousand_tokens():
     config = paper("data.max_demonstration_length=15360")
     assert config.max_sample_length == 16384
     assert make_plan(config, make_cluster(8, "a100-80g")).fits
+
+
+LONG = ("rollout.max_response_length=15360", "evaluation.data.max_prompt_length=1024")  # 16,384 with a prompt
+
+
+@pytest.mark.parametrize(
+    ("overrides", "peak", "switches", "then", "host"),
+    [
+        ([], 67.8, None, None, 0),
+        (["algorithm.preset=grpo", "algorithm.objective.kl_coef=0.001"], 82.0, ["train.zero_stage=3"], 72.3, 0),
+        (["algorithm.preset=ppo"], 90.9, ["train.zero_stage=3"], 72.2, 0),
+        (
+            ["algorithm.preset=ppo", "algorithm.reward_kl_coef=0.01"],
+            105.1,
+            ["train.zero_stage=3", "train.offload_optimizer=cpu"],
+            65.9,
+            218.8,
+        ),
+        (["algorithm.preset=prime"], 106.8, ["train.zero_stage=3", "train.offload_optimizer=cpu"], 66.1, 227.0),
+    ],
+)
+def test_responses_up_to_16384_tokens_fit_or_the_switch_is_named(overrides, peak, switches, then, host):
+    """The README's table, in GiB of 8 x A100-80G; more models than one need more than ZeRO-2."""
+    config = paper(*LONG, *overrides)
+    assert config.max_sample_length == config.max_generation_length == 16384
+    plan = make_plan(config, make_cluster(8, "a100-80g"))
+    assert round(plan.memory.peak / GIB, 1) == peak
+    assert plan.fits == (switches is None)
+    if switches is not None:
+        (remedy,) = (r for r in plan.remedies if r.overrides == tuple(switches))
+        assert (remedy.gpus, round(remedy.peak / GIB, 1), round(remedy.host / GIB, 1)) == (8, then, host)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -133,7 +165,10 @@ def test_the_command(capsys):
         (["model.overrides={rope_thta: 1}"], "model.overrides.rope_thta: want a field of Qwen2Config"),
         (["model.overrides={hidden_size: abc}"], "want model.overrides that make a valid Qwen2Config; got {'hidden_"),
         (["model.overrides={num_hidden_layers: 2}"], "must be equal to the number of `layer_types` (28)"),
-        (["model.overrides={max_position_embeddings: 99}"], "have 10240 tokens together, the model has 99 positions"),
+        (
+            ["model.overrides={max_position_embeddings: 99}"],
+            "of an evaluation have 10240 tokens together, the model has 99 positions",
+        ),
         (
             ["model.overrides={num_attention_heads: 0, max_position_embeddings: 16384}"],
             "no plan of the memory: the model cannot be built without memory: ",
@@ -161,7 +196,7 @@ def test_a_run_says_what_it_will_take(tmp_path, capsys):
 
 
 def test_memory_that_is_not_chosen_is_the_faster_way():
-    """As linear_policy_loss takes it: least below some 200 MB of scratch, else fast."""
+    """The choice of linear_policy_loss: least below some 200 MB of scratch, else fast."""
     cluster = make_cluster(8, "a100-80g")
 
     def head(*overrides):
@@ -221,7 +256,7 @@ def test_nothing_is_promised_where_nothing_helps():
 
 @pytest.mark.parametrize("size", ["24g", "24G", "24GB", "24gib"])
 def test_any_size_of_memory_is_a_gpu(size):
-    """Its memory counts; its speed is not made up."""
+    """Its memory is used; its speed is unknown."""
     assert make_cluster(8, size) == Cluster(8, Gpu("24 GiB GPU", 24 * 2**30))
     if size != "24g":
         return
@@ -249,3 +284,20 @@ def test_a_budget_beyond_the_samples_of_an_update_takes_nothing(tmp_path):
     assert packed_shape(small) == packed_shape(large)
     rows, length = packed_shape(large)
     assert rows * length >= 4 * 4 * large.max_sample_length
+
+
+def test_an_update_of_a_recipe_can_be_the_largest(tmp_path):
+    """Demonstrations that wait, or a critic's part of a step, may be more samples than an update of the policy has."""
+
+    def tokens(algorithm):
+        train = {"prompts_per_step": 64, "prompts_per_update": 2, "tokens_per_micro_batch": 10**6}
+        config = run_config(tmp_path, algorithm=algorithm, train=train)
+        rows, length = packed_shape(config)
+        assert rows * length % config.max_sample_length == 0
+        return rows * length // config.max_sample_length
+
+    assert tokens({"preset": "grpo-sft"}) == 2 * 5
+    assert tokens({"preset": "relift", "recipe": {"batch": 9}}) == 2 * 5
+    assert tokens({"preset": "relift"}) == 128
+    assert tokens({"preset": "ppo"}) == 22  # 256 samples in 12 parts
+    assert tokens({"preset": "ppo", "recipe": {"critic_updates": 100}}) == 2 * 5

@@ -40,7 +40,7 @@ def test_an_engine_of_its_own_has_gpus_of_its_own(capsys, gpus, parallel, ranks)
 
 
 def test_generation_on_gpus_of_its_own_takes_the_time_that_it_takes_beside_the_training():
-    """As many engines, with the same cache: the same waves. And with overlap it goes on beside the rest."""
+    """Equally many engines with the same cache have the same waves. With overlap, generation runs beside the rest."""
     cache = "rollout.kv_cache_memory_mb=20000"
     beside = make_plan(paper("rollout.sleep=false", cache), make_cluster(4, "h200")).seconds
     apart = make_plan(paper(*PROCESS, cache), make_cluster(8, "h200")).seconds
@@ -67,7 +67,7 @@ def test_a_pass_for_sequence_ratios_is_counted_where_one_is_made():
 
 @pytest.mark.parametrize("sleep", [False, True])
 def test_ranks_that_share_an_engine_share_its_weights(sleep):
-    """Of 7.6 billion bf16 weights and a fixed share of the GPU, the cache gets what the weights leave."""
+    """With 7.6 billion bf16 weights and a fixed share of the GPU, the cache gets what the weights leave."""
     plans = [
         make_plan(paper(f"rollout.sleep={sleep}", f"rollout.tensor_parallel_size={size}"), make_cluster(8, "h200"))
         for size in (1, 2)

@@ -1,4 +1,4 @@
-"""The plan of a run that trains a second model beside its policy."""
+"""The plan of a run that trains a second model alongside the policy."""
 
 import pytest
 from plan_cases import CPU, QWEN_7B, alive_beyond, everything_known, make_plan, paper, real_storages, thin_model
@@ -44,18 +44,30 @@ def test_the_reward_model_of_prime_is_counted_with_its_reference():
     prime = make_plan(paper("algorithm.preset=prime"), make_cluster(8, "h200"))
     grpo = make_plan(paper("algorithm.preset=grpo"), make_cluster(8, "h200"))
     parts, alone = prime.memory.parts["generate"], grpo.memory.parts["generate"]
-    assert parts["reference policy"] == alone["weights"]
+    assert parts["references"] == alone["weights"]
     assert parts["weights"] == 2 * alone["weights"]
     assert parts["optimizer states"] == 2 * alone["optimizer states"]
-    assert "reference policy" not in alone
+    assert "references" not in alone
     both = make_plan(paper("algorithm.preset=prime", "algorithm.objective.kl_coef=0.1"), make_cluster(8, "h200"))
-    assert both.memory.parts["generate"]["reference policy"] == 2 * alone["weights"]
+    assert both.memory.parts["generate"]["references"] == 2 * alone["weights"]
     assert 1 < prime.seconds["learners"] / prime.seconds["forward and backward"] < 3
+
+
+def test_a_kl_penalty_in_the_reward_takes_a_reference_and_two_forward_passes():
+    ppo, penalized = (
+        make_plan(paper("algorithm.preset=ppo", f"algorithm.reward_kl_coef={coef}"), make_cluster(8, "h200"))
+        for coef in (0, 0.1)
+    )
+    parts = penalized.memory.parts["generate"]
+    assert parts["references"] == pytest.approx(ppo.parameters * 2)  # bf16
+    assert "references" not in ppo.memory.parts["generate"]
+    # The paper's setting has two updates per step: half a pass for the old policy of the second one.
+    assert penalized.seconds["old_logprob"] == pytest.approx(5 * ppo.seconds["old_logprob"])
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (3, "bfloat16")])
 def test_an_update_of_a_critic_takes_what_is_planned(tmp_path, stage, dtype):
-    """As of a policy in test_plan_memory.py, within 10%."""
+    """Within 10%, as for a policy in test_plan_memory.py."""
     initialize_distributed()
     config = run_config(
         tmp_path,

@@ -35,7 +35,7 @@ def prefix_recipe(folder: Path, **options: Any) -> Recipe:
 
 
 def step(recipe: PrefixRecipe, examples: list[Example]) -> list[Ask]:
-    """What a step asks for."""
+    """The requests of a step."""
     asked: list[list[Ask]] = []
     recipe.collect(lambda: asked.append(recipe.ask(examples)))  # type: ignore[arg-type,return-value,func-returns-value]
     return asked[0]

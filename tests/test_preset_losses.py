@@ -174,7 +174,7 @@ def reward(formula: Formula, sample: Sample) -> float:
 
 
 def weight_of(preset: str, sample: Sample) -> float:
-    """What a token's loss is multiplied by; demonstrations apart have a mean of their own."""
+    """The factor of a token's loss; demonstrations apart have a separate mean."""
     formula, samples = FORMULAS[preset], update(preset)
     if formula.apart and sample.external:
         return 1 / sum(len(s.response) for s in samples if s.external)

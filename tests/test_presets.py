@@ -58,6 +58,7 @@ def test_presets_say_what_the_papers_say(name: str) -> None:
     assert algorithm.reduction == reduction
     assert algorithm.refill == {"dapo": Refill(0.0, 1.0, 10), "prime": Refill(0.2, 0.8, 10)}.get(name)
     assert algorithm.shaping == (Shaping(-1.0, 0.2) if name == "dapo" else None)
+    assert algorithm.skip_grad_norm == (80.0 if name == "hpt" else 0.0)
     assert algorithm.ratio_level == ("sequence" if name == "gspo" else "token")
     assert algorithm.demonstrations == demonstrations
     if demonstrations != "only":  # there is a group
@@ -97,7 +98,7 @@ def test_chord_weighs_the_likelihood_of_demonstrations_by_p_times_one_less_p() -
 
 
 def test_ppo_is_open_reasoner_zeros() -> None:
-    """Its published script (orz_7b_ppo.py)."""
+    """The options of its published script (orz_7b_ppo.py)."""
     options = dataclasses.asdict(ALGORITHMS["ppo"].recipe)
     assert options == {
         "gamma": 1.0, "gae_lambda": 1.0, "whiten": True, "stopped_only": True, "critic_updates": 12, "value_clip": 0.2,
@@ -106,9 +107,11 @@ def test_ppo_is_open_reasoner_zeros() -> None:
 
 
 def test_prime_is_its_authors() -> None:
-    """Their published script (run_prime_main.sh)."""
+    """The options of their published script (run_prime_main.sh)."""
     options = dataclasses.asdict(ALGORITHMS["prime"].recipe)
-    assert options == {"beta": 0.05, "lr": 1e-6, "warmup_steps": 0, "grad_clip": 10.0, "weight_decay": 0.0}
+    assert options == {
+        "update": "after", "beta": 0.05, "lr": 1e-6, "warmup_steps": 0, "grad_clip": 10.0, "weight_decay": 0.0,
+    }  # fmt: skip
 
 
 def test_no_preset_is_untested_and_the_default_is_rlplus() -> None:

@@ -18,6 +18,7 @@ from rlplus.objective import outcome_loss, process_advantages
 from rlplus.recipe import Batch
 from rlplus.recipe.process_reward import ProcessRewardRecipe
 from rlplus.trainer import Run
+from rlplus.trainer.step import Step
 
 
 def test_advantages_are_their_definition() -> None:
@@ -51,8 +52,8 @@ def test_the_loss_of_outcomes_and_its_gradient() -> None:
     assert outcome_loss(score, score, torch.zeros(7, dtype=torch.float64), sequence, 0.7) == 0
 
 
-def prime(folder: Path, output: str = "run", train: Any = None) -> Config:
-    algorithm = {"preset": "prime", "recipe": {"lr": 3e-3, "beta": 0.5}}
+def prime(folder: Path, output: str = "run", train: Any = None, update: str = "after") -> Config:
+    algorithm = {"preset": "prime", "recipe": {"lr": 3e-3, "beta": 0.5, "update": update}}
     settings = {"prompts_per_step": 6, "prompts_per_update": 3}
     return run_config(folder, output, algorithm=algorithm, train=settings | (train or {}))
 
@@ -108,7 +109,7 @@ def test_scores_and_the_gradient_are_those_of_single_sequences_in_float64(run: R
 
 
 def test_scores_are_scaled_by_the_largest_return_of_the_batch(run: Run) -> None:
-    """Then baselines, returns and whitening: twice the scores change nothing."""
+    """Baselines, returns and whitening follow: doubled scores change nothing."""
     process = run.learners["process"]
     recipe = ProcessRewardRecipe(run.config)
     recipe.process, recipe.pad_id = process, run.pad_id
@@ -133,35 +134,91 @@ def test_rewards_that_are_no_outcomes_are_refused(run: Run) -> None:
     samples = batch_of_samples()
     samples[3].reward = -0.5
     with pytest.raises(SharedFailure, match=r"want rewards in \[0, 1\]; got one 0.5 outside"):
-        ProcessRewardRecipe(run.config).credit(Batch([], samples, 0.0))
+        ProcessRewardRecipe(run.config).collect(lambda: Batch([], samples, 0.0))
 
 
-def check_resume(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int, **train: Any) -> list[Any]:
+@pytest.mark.parametrize("update", ["after", "before"])
+def test_the_reward_model_scores_before_or_after_its_updates(tmp_path: Path, update: str) -> None:
+    """Advantages against AdamW's steps and scores of single sequences in float64: two mini-batches of whole groups.
+
+    After the reward model's update the step cannot be redone.
+    """
+    with Run(prime(tmp_path, update=update), resume=False) as run:
+        scratch = str(run.folder.path / "scratch")
+        phi, ref = (AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float64) for _ in range(2))
+        step, samples = Step(run), batch_of_samples()
+        for sample in samples:
+            sample.external = False
+        batch = run.recipe.collect(lambda: Batch([], samples, 0.0))
+        step.credit(batch)
+        got = torch.tensor([a for sample in samples for a in sample.advantage], dtype=torch.float64)
+        assert run.can_redo == (update == "after")
+        step.fit(batch)
+        assert not run.can_redo
+        count = run.recipe.metrics()["process/nonfinite"]
+    assert count == (0.0, 2.0)
+
+    def score(s: Sample) -> torch.Tensor:
+        ids, first = torch.tensor([[*s.prompt, *s.response]]), len(s.prompt) - 1
+        logps = (lm(ids).logits[0, first:-1].log_softmax(-1) for lm in (phi, ref))
+        of_phi, of_ref = (logp.gather(1, torch.tensor(s.response)[:, None]).squeeze(1) for logp in logps)
+        return of_phi - of_ref.detach()
+
+    if update == "before":
+        optimizer = torch.optim.AdamW(phi.parameters(), lr=3e-3, weight_decay=0.0)
+        for part in ([s for s in samples if s.group < 3], [s for s in samples if s.group == 3]):
+            logits = 0.5 * torch.stack([score(sample).sum() for sample in part])
+            outcomes = torch.tensor([sample.reward for sample in part], dtype=torch.float64)
+            optimizer.zero_grad()
+            torch.nn.functional.binary_cross_entropy_with_logits(logits, outcomes).backward()
+            assert float(torch.stack([p.grad.norm() for p in phi.parameters()]).norm()) < 10  # it is not clipped
+            optimizer.step()
+    scores = [score(sample).detach() for sample in samples]
+    assert any(float(s.abs().max()) > 0 for s in scores) == (update == "before")
+    largest = max(float(s[t:].sum().abs()) for s in scores for t in range(len(s))) or 1.0
+    want: list[float] = []
+    for group in range(4):
+        members = [i for i, sample in enumerate(samples) if sample.group == group]
+        for worth in process_advantages([samples[i].reward for i in members], [scores[i] / largest for i in members]):
+            want += worth.tolist()
+    tokens = torch.tensor(want, dtype=torch.float64)
+    torch.testing.assert_close(got, (tokens - tokens.mean()) / tokens.std(correction=0), rtol=2e-3, atol=2e-3)
+
+
+def check_resume(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int, update: str = "after", **train: Any
+) -> list[Any]:
+    """With a kill before the reward model's first update in a step, and one after it."""
     grade(monkeypatch, lambda sample: float(sample.response[0] % 2))
-    methods = (ProcessRewardRecipe, "credit"), (ProcessModel, "learn")
-    return killed_and_resumed(lambda output: prime(folder, output, {"steps": steps} | train), monkeypatch, *methods)
+    methods = (ProcessRewardRecipe, "credit" if update == "after" else "collect"), (ProcessModel, "learn")
+    return killed_and_resumed(
+        lambda output: prime(folder, output, {"steps": steps} | train, update), monkeypatch, *methods
+    )
 
 
-@pytest.mark.slow
-def test_a_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = check_resume(tmp_path, monkeypatch, 6)
-    names = ("score", "accuracy", "loss", "nonfinite", "lr", "grad_norm")
-    assert all(f"process/{name}" in row for row in rows for name in names)
-    assert [row["process/score"] == 0 for row in rows] == [True] + [False] * 5, "it begins as its reference"
+@pytest.mark.parametrize("update", [pytest.param("after", marks=pytest.mark.slow), "before"])
+def test_a_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: str) -> None:
+    rows = check_resume(tmp_path, monkeypatch, 4, update)
+    names = ("process/score", "process/accuracy", "process/loss", "process/nonfinite", "process/lr")
+    names += ("process/grad_norm", "mismatch/mean")
+    assert all(name in row for row in rows for name in names)
+    at_first = [row["process/score"] == 0 for row in rows]  # the model begins as its reference
+    assert at_first == [update == "after", False, False, False]
     assert rows[0]["process/loss"] == pytest.approx(0.693, abs=0.1)
     assert all(row["actor/grad_norm"] > 0 for row in rows)
 
 
 def test_a_reward_model_learns_the_outcomes(tmp_path: Path) -> None:
-    """Of one batch, again and again."""
+    """Repeated training on one batch."""
     with Run(prime(tmp_path), resume=False) as run:
         recipe, losses, applied = run.recipe, list[float](), list[bool]()
         samples = batch_of_samples()
         for sample in samples:
             sample.external = False
         for _ in range(10):
-            recipe.credit(Batch([], samples, 0.0))
-            recipe.fit(Batch([], samples, 0.0), applied.append)
+            batch = recipe.collect(lambda: Batch([], samples, 0.0))
+            recipe.credit(batch)
+            recipe.fit(batch, applied.append)
             total, count = recipe.metrics()["process/loss"]
             losses.append(total / count)
     assert applied == [True] * 20

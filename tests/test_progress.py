@@ -1,4 +1,4 @@
-"""What counts as progress of a generation, and how the trainer's side waits for it."""
+"""Signs of progress of a generation, and how the trainer waits for them."""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from rlplus.rollout.process import POLL_S, ProcessEngine, _EngineDied, _Heartbea
 
 
 class Ticks:
-    """In place of an engine's clock."""
+    """Replaces an engine's clock."""
 
     def __init__(self) -> None:
         self.ticks: list[str] = []
@@ -34,7 +34,7 @@ class Ticks:
 
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
 def test_each_token_is_progress(tmp_path: Path, kind: str) -> None:
-    """And not each finished response: the longest one may take minutes."""
+    """Not only each finished response: the longest one may take minutes."""
     model = tiny_model(tied=True)
     save(model, tmp_path)
     engine: Any = start(kind, tmp_path)

@@ -1,4 +1,4 @@
-"""What holds for every shape, dtype, mask and extreme value, on every backend."""
+"""Properties of every shape, dtype, mask and extreme value, on every backend."""
 
 import math
 from collections.abc import Iterator

@@ -134,8 +134,12 @@ def test_one_refusal_gives_all_ranks_torch(quick: Results) -> None:
     assert quick["agreed backends"] == [agreed, agreed]
 
 
+def test_ranks_skip_the_same_updates(quick: Results) -> None:
+    assert quick["skipped updates"] == [[True, True, False]] * 2
+
+
 def test_refilled_steps_have_as_many_groups_on_each_rank(quick: Results) -> None:
-    """Else a rank would have none for a mini-batch, or too many; test_refill.py says which they are."""
+    """Otherwise a rank would have none for a mini-batch, or too many; test_refill.py checks which ones they are."""
     rows = quick["refilled run"]
     assert [row["actor/updated"] for row in rows] == [1] * 4
     assert any(row["batch/draws"] > 1 for row in rows)

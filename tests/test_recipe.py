@@ -1,4 +1,4 @@
-"""What a recipe may do in a step: values per token, several draws, updates of its own, a state, further learners."""
+"""What a recipe may do in a step: values per token, several draws, further updates, a state, further learners."""
 
 import os
 import signal
@@ -156,7 +156,7 @@ class Interleaved(Recipe):
 def test_a_recipe_with_updates_and_a_state_of_its_own_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the third step is given up after the recipe has changed its state."""
+    """Also if the third step is given up after the recipe has changed its state."""
     made: list[Interleaved] = []
     monkeypatch.setattr("rlplus.trainer.run.make_recipe", lambda config: made.append(Interleaved(config)) or made[-1])
     sections: dict[str, Any] = {"algorithm": {"preset": "grpo"}, "train": {"steps": 4, "prompts_per_step": 6}}

@@ -1,4 +1,4 @@
-"""Two ranks do what one does: the same demonstrations at the same time, with the same loss and gradient."""
+"""Two ranks compute the same as one: the same demonstrations at the same time, with the same loss and gradient."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Draws until a step has enough groups that teach something: which are kept, on which rank, and in a run."""
+"""Refill: which groups are kept, on which rank, and in a run."""
 
 import os
 import signal
@@ -191,7 +191,7 @@ def draw_rewards(samples: Sequence[Sample], *_: Any) -> list[str]:
 def test_a_refilled_run_trains_on_nothing_else_and_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a step is given up behind its second draw."""
+    """Also if a step is given up after its second draw."""
     monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
     rows = metrics(train(run_config(tmp_path, "whole", **SECTIONS)))
     assert len(rows) == 20

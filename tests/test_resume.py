@@ -1,4 +1,4 @@
-"""What a resume takes, refuses and says: nothing to resume, finished runs, damage, other inputs, other software."""
+"""Resuming: nothing to resume, finished runs, damage, other inputs, other software."""
 
 import os
 import shutil
@@ -197,7 +197,7 @@ def test_other_software_is_said(tmp_path, monkeypatch, capsys):
     config = run_config(tmp_path, train={"steps": 1}, reward=reward, evaluation=evaluation)
 
     def edit(_: Run) -> dict[str, float]:
-        """While the run goes on with what it has read."""
+        """Edit the file while the run uses the version that it has read."""
         grader.write_text("def reward(text, answer):\n    return 2.0\n")
         return {}
 
@@ -215,7 +215,7 @@ def test_other_software_is_said(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
 @pytest.mark.parametrize("ignored", [False, True])
 def test_announcements_of_the_end_stop_a_run_unless_they_are_ignored(tmp_path, monkeypatch, number, ignored):
-    """As under nohup."""
+    """SIGHUP and SIGUSR1 may be ignored, as under nohup."""
     config = run_config(tmp_path, train={"steps": 2})
     end = Step.end
 

@@ -205,7 +205,7 @@ def holding(fake: FakeServer, path: Path, *lengths: int) -> RolloutEngine:
 
 
 def break_by_a_refusal(fake: FakeServer, engine: RolloutEngine) -> None:
-    """Of the other prompt."""
+    """The server refuses the other prompt."""
     fake.odd = {"/inference/v1/generate": {"choices": []}}
     with pytest.raises(RunFailed, match="want 2 responses"):
         ask(engine)
@@ -222,7 +222,7 @@ def break_by_ctrl_c(fake: FakeServer, engine: RolloutEngine) -> None:
 
 
 def break_by_closing(fake: FakeServer, engine: RolloutEngine) -> None:
-    """As when the run ends while the next batch is generated in a thread."""
+    """The engine is closed, as at the end of a run whose next batch is being generated in a thread."""
     failures = []
 
     def generate() -> None:

@@ -1,4 +1,4 @@
-"""Which engine is chosen, what is checked on the way in and out, and engines inside the trainer's process group."""
+"""The choice of the engine, checks of requests and answers, and engines inside the trainer's process group."""
 
 import json
 import math

@@ -27,7 +27,7 @@ from rlplus.trainer import Run, train
 
 @pytest.fixture
 def stale(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Of a push from version `first` on one parameter does not arrive whole."""
+    """From version `first` on, one parameter of each push arrives incomplete."""
 
     def from_version(first: int) -> None:
         push = TransformersEngine.push_weights
@@ -81,7 +81,7 @@ def test_the_probe_sees_wrong_weights_before_an_evaluation(tmp_path, stale):
 
 
 def test_a_version_is_pushed_once(tmp_path, monkeypatch):
-    """Also where an evaluation came between."""
+    """Also with an evaluation in between."""
     push, versions = TransformersEngine.push_weights, []
 
     def counted(engine: Any, weights: Any, version: int) -> None:

@@ -13,7 +13,7 @@ from rlplus.trainer import Run, train
 
 
 def ruin(monkeypatch: pytest.MonkeyPatch, lr: float, updates: int) -> None:
-    """The update after so many has that learning rate."""
+    """Give the update after `updates` others that learning rate."""
     usual: Any = Policy.lr
 
     def too_large(policy: Policy) -> float:
@@ -32,7 +32,7 @@ def ruin(monkeypatch: pytest.MonkeyPatch, lr: float, updates: int) -> None:
 def test_an_update_that_ruins_the_weights_costs_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lr: float, where: str
 ) -> None:
-    """Also where only one is kept; and a resume ends as a run that was not disturbed."""
+    """Also if only one is kept; and a resumed run ends as an undisturbed one."""
     once = {"checkpoint": {"every": 1, "keep": 1}}
     whole = train(run_config(tmp_path, "whole", train={"steps": 4}, **once))
     config = run_config(tmp_path, "ruined", train={"steps": 4}, **once)
@@ -52,7 +52,7 @@ def test_an_update_that_ruins_the_weights_costs_no_checkpoint(
 def test_neither_the_sampler_nor_the_gradient_is_blamed_for_ruined_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str
 ) -> None:
-    """Where no checkpoint would have shown it."""
+    """In steps without a checkpoint, which would have found it."""
     config = run_config(tmp_path, algorithm={"preset": preset}, train={"steps": 9}, checkpoint={"every": 2})
     ruin(monkeypatch, float("inf"), 2)
     with pytest.raises(RunFailed, match=r"^step [345]: an update left NaN or infinity in parameter "):

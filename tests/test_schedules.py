@@ -31,7 +31,7 @@ from rlplus.trainer import Run, train
 
 
 def rates(updates: int, **fields: Any) -> list[float]:
-    """Of that many updates, and of three beyond."""
+    """The rates of that many updates, and of three more."""
     train = TrainConfig(steps=updates, lr=1.0, **fields)
     return [learning_rate(train, made, updates) for made in range(updates + 3)]
 
@@ -193,7 +193,7 @@ def test_an_epoch_draws_every_prompt(epochs: int, prompts: int, batch: int, step
 
 @pytest.mark.slow
 def test_a_run_of_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its steps, its learning rates, what it says, and its resume; a finished one may get another epoch."""
+    """Its steps, learning rates, messages and resume; a finished run may get another epoch."""
     fields: dict[str, Any] = {"steps": None, "epochs": 2, "prompts_per_step": 4, "lr_schedule": "linear"}
     config = run_config(tmp_path, train=fields, checkpoint={"every": 1, "keep": 9})
     seen = lr_of_updates(monkeypatch)

@@ -79,7 +79,7 @@ def test_a_server_trains_as_an_engine_of_ones_own(tmp_path: Path, start: Path, s
 
 
 def test_a_server_generates_ahead(tmp_path: Path, start: Path, server: Server) -> None:
-    """As an engine in a process of its own does; over a resume, too."""
+    """With the same results as an engine in a separate process; over a resume, too."""
     ahead = {"overlap": True, "prompts_per_update": 2}
     process = train(run_of(tmp_path, start, "process", 4, None, train=ahead, rollout={"mode": "process"}))
     check(process, train(run_of(tmp_path, start, "served", 4, server, train=ahead)), 4)
@@ -120,7 +120,7 @@ def test_two_ranks_share_a_server(tmp_path: Path, start: Path, server: Server) -
 
 @pytest.fixture
 def own_server(start: Path, tmp_path: Path) -> Iterator[Server]:
-    """To be killed."""
+    """A server that the test may kill."""
     with Server(start, tmp_path / "log", LONGEST) as server:
         yield server
 

@@ -87,7 +87,7 @@ def test_tensors_too_many_are_named(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def with_value(shape: tuple[int, ...], value: float) -> torch.Tensor:
-    """Only its last entry."""
+    """The tensor with its last entry changed."""
     tensor = torch.zeros(shape)
     tensor.view(-1)[-1] = value
     return tensor

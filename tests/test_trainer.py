@@ -48,7 +48,7 @@ def test_a_folder_that_another_run_writes_into_is_refused(tmp_path, tiny_run):
 
 
 def test_data_that_changed_are_refused_on_resume(tmp_path):
-    """Also where their number is the same."""
+    """Even if the number of rows is the same."""
     config = run_config(tmp_path, train={"steps": 1})
     train(config)
     task = tmp_path / "task.jsonl"

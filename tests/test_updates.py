@@ -12,6 +12,7 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state
 from trainer_runs import metrics, run_config
+from transformers import AutoModelForCausalLM
 from update_cases import batch_of_samples, naive_gradients, packed
 
 from rlplus.checkpoint import random_state, set_random_state
@@ -83,7 +84,7 @@ def test_the_gradient_is_clipped_to_its_norm(run: Run) -> None:
 
 
 def test_the_official_bonus_is_a_mean_over_all_response_tokens(run: Run) -> None:
-    """Also over those of samples without an advantage; the loss itself is normalised by length."""
+    """Including those of samples without an advantage; the loss itself is normalised by length."""
     samples = batch_of_samples()
     batches = micro_batches(run, samples, ALGORITHMS["rlplus-official"])
     weights = torch.cat([batch.entropy_weight for batch in batches if batch.entropy_weight is not None])
@@ -124,6 +125,48 @@ def test_an_applied_update_begins_the_count_of_nonfinite_ones_anew(run: Run) -> 
     with pytest.raises(RunFailed, match="3 updates of the policy in a row"):
         run.count_nonfinite(False)
     run.count_nonfinite(True)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "float32"), (3, "bfloat16")])
+def test_an_update_that_is_skipped_for_its_norm_leaves_no_trace(tmp_path: Path, stage: int, dtype: str) -> None:
+    """A thousand times the gradient between two updates: weights, moments and the learning rate are as without it."""
+
+    def updates(name: str, factors: list[float], limit: float) -> tuple[list[tuple[bool, float]], list[torch.Tensor]]:
+        options = {"zero_stage": stage, "warmup_steps": 4}
+        config = run_config(tmp_path, name, model={"dtype": dtype}, train=options)
+        with Run(config, resume=False) as run:
+            made = []
+            for factor in factors:
+                samples = batch_of_samples()
+                set_advantages(samples, run.recipe.algorithm)
+                for sample in samples:
+                    sample.advantage *= factor
+                run.policy.accumulate(packed(run, samples), run.recipe.algorithm.objective)
+                applied = run.policy.step(limit)
+                made.append((applied, run.policy.grad_norm))
+            return made, [weight.clone() for _, weight in run.policy.weights()]
+
+    plain, weights = updates("plain", [1.0, 1.0], 0.0)
+    assert [applied for applied, _ in plain] == [True, True]
+    made, same = updates("skipping", [1.0, 1000.0, 1.0], 10 * max(norm for _, norm in plain))
+    assert made[::2] == plain
+    assert made[1] == (False, pytest.approx(1000 * plain[1][1], rel=1e-4 if dtype == "float32" else 0.02))
+    assert all(map(torch.equal, same, weights))
+
+
+def test_updates_that_are_skipped_for_their_norm_are_counted_and_do_not_stop_a_run(tmp_path: Path, capsys: Any) -> None:
+    """Any number of them, unlike updates with a non-finite gradient."""
+    config = run_config(tmp_path, algorithm={"preset": "rlplus", "skip_grad_norm": 1e-6}, train={"steps": 4})
+    folder = train(config)
+    for row in metrics(folder):
+        assert (row["actor/skipped"], row["actor/nonfinite"]) == (1, 0)
+        assert row["actor/grad_norm"] > 1e-6
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.count(" above algorithm.skip_grad_norm 1e-06") == 4
+    before, after = (AutoModelForCausalLM.from_pretrained(str(folder / name)) for name in ("scratch", "model"))
+    assert all(map(torch.equal, before.parameters(), after.parameters()))
+    taken = run_config(tmp_path, "taken", algorithm={"preset": "rlplus", "skip_grad_norm": 80.0})
+    assert [row["actor/skipped"] for row in metrics(train(taken))] == [0, 0]
 
 
 def seed(number: int) -> None:

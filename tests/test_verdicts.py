@@ -48,7 +48,7 @@ def test_a_verdict_is_the_last_line() -> None:
     ],
 )
 def test_death_by_a_signal(number: int, verdict: Verdict) -> None:
-    """Also after a verdict was said."""
+    """Even after a verdict was printed."""
     assert run_check(python(f"{SAY}; import os, sys; sys.stdout.flush(); os.kill(os.getpid(), {number})")) == verdict
 
 
@@ -134,7 +134,7 @@ def test_the_real_command_answers_and_survives_a_broken_triton(tmp_path: Path, m
 
 
 def test_a_store_out_of_bounds_ends_the_child_alone() -> None:
-    """Of a real kernel, in the interpreter."""
+    """With a real kernel, in the interpreter."""
     assert run_check([sys.executable, str(CHILD), "right"]) == PASSED
     assert run_check([sys.executable, str(CHILD), "far"]) == Verdict(
         "refused", "it died of signal 11 (Segmentation fault)"

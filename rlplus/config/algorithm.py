@@ -1,4 +1,4 @@
-"""The section about the algorithm: a preset, and what the run changes of it."""
+"""The section about the algorithm: a preset, and the run's changes to it."""
 
 from dataclasses import fields, replace
 from typing import Annotated, Any, Self, TypeVar
@@ -54,9 +54,10 @@ class AlgorithmConfig(Section):
 
     `objective`: fields of rlplus.Objective. `reduction`: see rlplus.token_weights. `advantage`, `advantage_k`: see
     rlplus.batch_advantages; `normalize_std`: see rlplus.group_advantages. `external_reduction`, `ratio_level`,
-    `mismatch_level`, `top_entropy`: see rlplus.Algorithm. `external_schedule`: changes external_coef over the steps.
-    `recipe`: changes to the preset's recipe options; with `name`, another recipe. `refill`, `shaping`: changes to the
-    preset's options, or switch them on where it has none; null switches them off. Options: rlplus.objective.recipes.
+    `mismatch_level`, `top_entropy`, `skip_grad_norm`, `reward_kl_coef`: see rlplus.Algorithm. `external_schedule`:
+    changes external_coef over the steps. `recipe`: changes to the preset's recipe options; with `name`, another recipe.
+    `refill`, `shaping`: changes to the preset's options, or switch them on where it has none; null switches them off.
+    Options: rlplus.objective.recipes.
     """
 
     preset: str = "rlplus"
@@ -69,6 +70,8 @@ class AlgorithmConfig(Section):
     ratio_level: RatioLevel | None = None
     mismatch_level: MismatchLevel | None = None
     top_entropy: Annotated[float, Field(gt=0, le=1)] | None = None
+    skip_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    reward_kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     external_schedule: ExternalScheduleConfig | None = None
     recipe: dict[str, Any] = {}
     refill: dict[str, Any] | None = {}
@@ -94,7 +97,7 @@ class AlgorithmConfig(Section):
         return self
 
     def _recipe(self) -> RecipeOptions:
-        """The preset's recipe with this run's changes. ValueError for another name or option than there is."""
+        """The preset's recipe with this run's changes. ValueError for an unknown name or option."""
         preset = ALGORITHMS[self.preset].recipe
         changes = dict(self.recipe)
         name = changes.pop("name", recipe_name(preset))
@@ -105,14 +108,14 @@ class AlgorithmConfig(Section):
         return _with_changes(base, changes, "recipe", f"the recipe {name}")
 
     def _optional(self, name: str) -> Any:
-        """Options that the preset may have, with this run's changes: of new ones where it has none."""
+        """The preset's optional options with this run's changes; the defaults with these changes if it has none."""
         preset, changes = getattr(ALGORITHMS[self.preset], name), getattr(self, name)
         if not changes:
             return None if changes is None else preset
         return _with_changes(preset or OPTIONAL[name](), changes, name, name)
 
     def resolve(self) -> Algorithm:
-        """The algorithm to run: the preset with this section's changes. ValueError for options that do not fit."""
+        """The algorithm to run: the preset with this section's changes. ValueError for invalid options."""
         preset = ALGORITHMS[self.preset]
         own = ("preset", "objective", "external_schedule", "recipe", *OPTIONAL)
         changed = {name: value for name, value in self if name not in own and value is not None}
@@ -124,7 +127,7 @@ class AlgorithmConfig(Section):
 
 
 def _with_changes(options: Options, changes: dict[str, Any], key: str, what: str) -> Options:
-    """The options with these changes. ValueError, with the section's key, for a name that they do not have."""
+    """The options with these changes. ValueError, with the section's key, for an unknown name."""
     names = [field.name for field in fields(options)]
     for name in changes.keys() - set(names):
         near = nearest(name, names)

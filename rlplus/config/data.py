@@ -1,4 +1,4 @@
-"""The section about data: files, columns, and what rows become."""
+"""The section about data: files, columns, and the treatment of rows."""
 
 import os
 from string import Formatter
@@ -26,7 +26,7 @@ Template = Annotated[str, AfterValidator(_template)]
 
 
 class DataConfig(Section):
-    """JSONL or Parquet, one prompt a row.
+    """JSONL or Parquet, one prompt per row.
 
     path                     a file, or a list of files that are read one after the other
     prompt, answer           column names, dotted for nested ones: "reward_model.ground_truth". A prompt is a string or

@@ -1,4 +1,4 @@
-"""Files that a configuration names: looked for before anything slow is imported."""
+"""Checks of the files that a configuration names, before anything slow is imported."""
 
 import logging
 import os
@@ -59,13 +59,13 @@ def check_data_files(paths: Sequence[str], key: str) -> None:
 
 
 def check_model_path(path: str, key: str = "model.path") -> None:
-    """ValueError where there is nothing to load: see `model_problem`."""
+    """ValueError if there is nothing to load: see `model_problem`."""
     if problem := model_problem(path):
         raise ValueError(f"want {key} a Hugging Face folder or hub name; got {path!r}: {problem}")
 
 
 def model_problem(path: str) -> str | None:
-    """Why a model cannot be loaded: a folder without one, or neither a folder nor a name that the hub could know."""
+    """The reason why a model cannot be loaded: a folder without one, or neither a folder nor a possible hub name."""
     if Path(path).is_dir():
         return None if (Path(path) / "config.json").is_file() else "the folder has no config.json"
     if Path(path).exists():
@@ -77,7 +77,7 @@ def model_problem(path: str) -> str | None:
 
 
 def shipped_architecture(path: str) -> Path | None:
-    """The config.json that travels with a shipped configuration, for plans without a network; never for training."""
+    """The config.json that comes with a shipped configuration, for plans without a network; never for training."""
     file = Path(__file__).parent.parent / "configs/models" / f"{path.replace('/', '--')}.json"
     return file if file.is_file() else None
 
@@ -103,7 +103,7 @@ def hub_problem(name: str) -> str | None:
 
 
 def _unreachable() -> str | None:
-    """One question to the hub, through the proxies of the environment; any answer will do."""
+    """Send one request to the hub, through the proxies of the environment; any answer will do."""
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         urlopen(Request(hub, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
@@ -117,7 +117,7 @@ def _unreachable() -> str | None:
 
 
 def read_chat_template(template: str) -> str:
-    """The text of model.chat_template: itself where it has Jinja's braces, else that of the file it names."""
+    """The text of model.chat_template: the value itself if it has Jinja's braces, else the file that it names."""
     if _JINJA.search(template):
         return template
     path, wanted = (
@@ -137,7 +137,7 @@ def read_chat_template(template: str) -> str:
 
 
 def check_output_folder(folder: Path, key: str) -> None:
-    """ValueError where a file is in the way of the folder or of one above it."""
+    """ValueError if a file has the name of the folder or of one of its parents."""
     for parent in (folder, *folder.parents):
         if parent.is_dir():
             return

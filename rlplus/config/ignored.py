@@ -1,4 +1,4 @@
-"""Keys that a run would not read. One that is set to anything but its default is refused: the user relies on it.
+"""Keys that a run would not read. Setting one to a non-default value is refused, since the user relies on it.
 
 Not here: what another preset of the same file reads (the demonstrations' columns, group_size, and under preset sft the
 section rollout, of which `rlplus eval` has its engine, too), what depends on the machine (engine auto), and what is so
@@ -23,7 +23,7 @@ def _objective(config: Sections) -> Objective:
 
 
 def _ratio_is_one(config: Sections) -> bool:
-    """The policy that trains is the one that sampled: whatever the range and the gate, the gradient is the same."""
+    """Whether the policy that trains is the one that sampled: then clip range and gate do not change the gradient."""
     train = config.train
     return train.prompts_per_update in (None, train.prompts_per_step) and not train.overlap
 
@@ -35,7 +35,7 @@ def _surrogate_reads(config: Sections, field: str) -> bool:
 
 
 def _surrogates_rules() -> Iterator[Rule]:
-    """Fields of the objective that are for some surrogates."""
+    """Rules for fields of the objective that only some surrogates use."""
     readers = defaultdict(list)
     for kind, table in (("internal", INTERNAL), ("external", EXTERNAL)):
         for name, surrogate in table.items():
@@ -79,7 +79,7 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "train.generated_tokens train.overlap algorithm.normalize_std algorithm.advantage algorithm.advantage_k "
-        "algorithm.refill algorithm.shaping "
+        "algorithm.refill algorithm.shaping algorithm.reward_kl_coef "
         "algorithm.objective.internal algorithm.ratio_level algorithm.mismatch_level algorithm.top_entropy "
         "algorithm.objective.mismatch_cap algorithm.objective.mismatch_low algorithm.objective.mismatch_mode",
         lambda c: not c.algorithm.resolve().generates,
@@ -137,7 +137,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def ignored_keys(config: Sections) -> Iterator[str]:
-    """A line for each, with its first reason."""
+    """A line per key without effect, with the first reason."""
     said = set()
     for keys, without_effect, why in RULES:
         for key in keys.split():

@@ -1,4 +1,4 @@
-"""YAML file and dotted overrides -> a Config for each stage, with one clear line for each problem."""
+"""YAML file and dotted overrides -> a Config per stage, with one clear line per problem."""
 
 import re
 from collections.abc import Hashable, Iterator, Sequence
@@ -17,7 +17,7 @@ MAX_VALUES = 100_000  # of a configuration
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads 1e-6 as a number, as YAML 1.2 does, and refuses a key that is given twice."""
+    """Safe YAML that reads 1e-6 as a number, as YAML 1.2 does, and refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen = set()
@@ -41,12 +41,12 @@ _Loader.add_implicit_resolver(
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a run's configuration: the last stage's, where the file has stages. See `load_stages`."""
+    """Read a run's configuration: the last stage's, if the file has stages. See `load_stages`."""
     return load_stages(path, overrides)[-1]
 
 
 def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> list[Config]:
-    """Read the configurations of runs that follow each other; a file without `stages` has one.
+    """Read the configurations of consecutive runs; a file without `stages` has one.
 
     stages: a list of sections, each laid over the rest of the file; a mapping's keys are merged, all else is replaced.
     Stage k, from 1 on, writes into output_dir/stage-k and starts from the model of the one before it.
@@ -88,7 +88,7 @@ def with_first_model(stages: Sequence[Config]) -> list[Config]:
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `changes`, sections within sections too."""
+    """`base` with the values of `changes`, merged recursively."""
     result = dict(base)
     for key, value in changes.items():
         both = isinstance(value, dict) and isinstance(base.get(key), dict)
@@ -102,7 +102,7 @@ def _check_stages(path: str | Path, stages: Any) -> None:
 
 
 def _derived_keys(stage: dict[str, Any], number: int) -> Iterator[tuple[str, str]]:
-    """Keys that a stage may not have, and why."""
+    """Keys that a stage must not have, with the reasons."""
     if "output_dir" in stage:
         yield "output_dir", f"it is stage-{number} in that of the file"
     for key in ("path", "scratch"):
@@ -111,7 +111,7 @@ def _derived_keys(stage: dict[str, Any], number: int) -> Iterator[tuple[str, str
 
 
 def _whole(data: dict[str, Any], stage: dict[str, Any], number: int) -> dict[str, Any]:
-    """A stage laid over the rest; number 0: there are none."""
+    """The rest of the file, overridden by a stage; number 0: there are no stages."""
     output = data.get("output_dir")
     if number == 0 or not isinstance(output, str):
         return merged(data, stage)
@@ -122,7 +122,7 @@ def _whole(data: dict[str, Any], stage: dict[str, Any], number: int) -> dict[str
 
 
 def _has(data: Any, parts: Sequence[Any]) -> bool:
-    """Whether there is a value at this place, or above it."""
+    """Whether there is a value at this key or at one of its parents."""
     for part in parts:
         if not isinstance(data, dict):
             return True
@@ -133,7 +133,7 @@ def _has(data: Any, parts: Sequence[Any]) -> bool:
 
 
 def _in_stage(line: str, place: Sequence[Any], stage: dict[str, Any], number: int) -> str:
-    """A problem of a stage, by the stage's name where that is where the value stands."""
+    """A problem of a stage, with the stage's name if the value was set there."""
     if number == 0 or (place and not _has(stage, place)):
         return line
     return f"stages.{number}.{line}" if place else f"stages.{number}: {line}"
@@ -159,7 +159,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _parse(text: str) -> Any:
-    """The value; YAMLError also where aliases stand for more than MAX_VALUES: checks and messages visit every value."""
+    """The value; YAMLError also if aliases expand to more than MAX_VALUES, since checks visit every value."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -173,7 +173,7 @@ def _parse(text: str) -> Any:
 
 
 def _size(node: yaml.Node, known: dict[int, int]) -> int:
-    """Values below the node with every alias written out; RecursionError where it contains itself."""
+    """The number of values below the node with every alias expanded; RecursionError if it contains itself."""
     if id(node) not in known:
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
         inner = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in pairs for part in pair]
@@ -273,7 +273,7 @@ def _valid_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator
 
 
 def _unknown_line(key: str, stage: str = "") -> str:
-    """With the nearest valid key, if there is one: of keys whose last parts are alike, the one that is most alike."""
+    """A message with the nearest valid key, if any: among keys with similar last parts, the most similar one."""
 
     def ratio(one: str, other: str) -> float:
         return SequenceMatcher(None, one.lower(), other.lower()).ratio()

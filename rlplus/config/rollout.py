@@ -8,7 +8,7 @@ from rlplus.config.base import Count, PathText, Positive, Seconds, Section, Temp
 
 
 class RolloutConfig(Section):
-    """`engine` auto: vllm when it is installed, else transformers.
+    """`engine` auto: vllm if it is installed, else transformers.
 
     mode                  colocated: in the trainer's process, on its GPU. process: in a process of its own, on GPUs of
                           its own, started again when it dies. server: a vLLM server that you started, see server_url

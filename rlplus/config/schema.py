@@ -1,4 +1,4 @@
-"""A run's configuration as a whole, and every check across its sections that needs nothing else."""
+"""A run's configuration as a whole, with all checks across its sections that need nothing else."""
 
 from collections.abc import Iterator
 from typing import Self
@@ -17,29 +17,29 @@ class Config(Sections):
 
     @property
     def needs_engine(self) -> bool:
-        """Whether a training samples: for its steps, or for an evaluation between them."""
+        """Whether training samples responses: for its steps, or for an evaluation between them."""
         return self.algorithm.resolve().generates or self.evaluation.every > 0
 
     @property
     def max_demonstration_length(self) -> int:
-        """Longest demonstration, its end token counted."""
+        """Longest demonstration, including its end token."""
         return self.data.max_demonstration_length or self.rollout.max_response_length
 
     @property
     def max_sample_length(self) -> int:
-        """Longest prompt and response, or prompt and demonstration, that the trainer can meet."""
+        """Longest prompt and response, or prompt and demonstration, in training."""
         demonstrated = self.max_demonstration_length if self.algorithm.resolve().demonstrates else 0
         longest = max(self.rollout.max_response_length, demonstrated)
         return self.data.max_prompt_length + longest
 
     @property
     def max_generation_length(self) -> int:
-        """Longest prompt and response that the rollout engine can meet, evaluation included."""
+        """Longest prompt and response in the rollout engine, evaluation included."""
         data = [self.data] if self.evaluation.data is None else [self.data, self.evaluation.data]
         return max(part.max_prompt_length for part in data) + self.rollout.max_response_length
 
     def with_steps(self, prompts: int) -> Self:
-        """The same run with `train.steps`, also where it has epochs, of so many prompts."""
+        """The same run with `train.steps`, computed from epochs if needed, for data with that many prompts."""
         train = self.train.model_copy(update={"steps": self.train.steps_of(prompts)})
         return self.model_copy(update={"train": train})
 
@@ -87,11 +87,7 @@ class Config(Sections):
         if self.train.sequence_parallel > 1 and self.model.attention == "eager":
             problems.append("train.sequence_parallel wants model.attention sdpa or flash_attention_2; got eager")
         problems += self._refill_problems()
-        if algorithm.advantage in ("mean", "pass@k") and algorithm.shaping is not None:
-            problems.append(
-                f"algorithm.advantage {algorithm.advantage} is for rewards from 0 on, 1 for a right answer: "
-                "want algorithm.shaping null"
-            )
+        problems += self._option_problems()
         problems += self._learner_problems()
         problems += self._size_problems()
         evaluated = self.data if self.evaluation.data is None else self.evaluation.data
@@ -106,7 +102,7 @@ class Config(Sections):
         return self
 
     def _recipe_problems(self) -> Iterator[str]:
-        """What recipes cannot do whose demonstrations do not take the place of a rollout."""
+        """Problems of recipes whose demonstrations do not replace a rollout."""
         algorithm = self.algorithm.resolve()
         name = recipe_name(algorithm.recipe)
         if algorithm.recipe.in_place:
@@ -141,8 +137,33 @@ class Config(Sections):
         if self.train.overlap:
             yield "algorithm.refill takes several draws, and train.overlap one ahead: want algorithm.refill null"
 
+    def _option_problems(self) -> Iterator[str]:
+        """Options of the algorithm that contradict another one, or the run."""
+        algorithm, zero = self.algorithm.resolve(), self.train.deepspeed.get("zero_optimization", {})
+        changed = algorithm.shaping is not None or algorithm.reward_kl_coef > 0
+        if algorithm.advantage in ("mean", "pass@k") and changed:
+            yield (
+                f"algorithm.advantage {algorithm.advantage} is for rewards from 0 on, 1 for a right answer: "
+                "want algorithm.shaping null and algorithm.reward_kl_coef 0"
+            )
+        if algorithm.reward_kl_coef and algorithm.generates:
+            refusal = "algorithm.reward_kl_coef does not support"
+            if algorithm.demonstrates:
+                yield f"{refusal} demonstrations: want a preset without; got {self.algorithm.preset}"
+            if isinstance(algorithm.recipe, ProcessReward):
+                yield f"{refusal} algorithm.recipe {recipe_name(algorithm.recipe)}"
+            if self.train.sequence_parallel > 1:
+                yield f"{refusal} train.sequence_parallel > 1; got {self.train.sequence_parallel}"
+            if self.train.overlap:
+                yield f"{refusal} train.overlap"
+        if algorithm.skip_grad_norm and not zero.get("compute_grad_norm", True):
+            yield (
+                "algorithm.skip_grad_norm needs the gradient's norm: want "
+                f"train.deepspeed.zero_optimization.compute_grad_norm true; got {zero['compute_grad_norm']}"
+            )
+
     def _learner_problems(self) -> Iterator[str]:
-        """What a recipe does not support that trains models beside the policy."""
+        """Problems of recipes that train models alongside the policy."""
         algorithm, train = self.algorithm.resolve(), self.train
         options, recipe = algorithm.recipe, f"algorithm.recipe {recipe_name(algorithm.recipe)}"
         if not options.learners:

@@ -27,7 +27,7 @@ from rlplus.config.train import TrainConfig
 
 
 class ScratchModel(Section):
-    """A Qwen2 with random weights and a byte-level tokenizer, made on the spot.
+    """A Qwen2 with random weights and a byte-level tokenizer, created for the run.
 
     hidden_size, layers, heads, intermediate_size, initializer_range (standard deviation of the weights),
     max_position_embeddings: as in Qwen2's own configuration.

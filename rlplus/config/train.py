@@ -1,4 +1,4 @@
-"""The section about a step: its prompts, its optimiser, and what of the model is where."""
+"""The section about a step: its prompts, its optimizer, and the placement of the model."""
 
 from math import ceil
 from typing import Annotated, Any, Literal, Self
@@ -16,36 +16,36 @@ LARGEST = 3.4e38  # float32
 class TrainConfig(Section):
     """One step: `prompts_per_step` groups are generated and trained on in mini-batches of `prompts_per_update` groups.
 
-    steps                   the run ends after so many
-    epochs                  in place of steps: ceil(epochs * prompts / prompts_per_step) steps. Without algorithm.refill
-                            that is so many passes over the prompts (sft, dft: over those with an accepted
+    steps                   number of steps of the run
+    epochs                  instead of steps: ceil(epochs * prompts / prompts_per_step) steps. Without algorithm.refill
+                            this is the number of passes over the prompts (sft, dft: over those with an accepted
                             demonstration), the last step filled from the next pass
-    generated_tokens        or once that many tokens have been generated
-    tokens_per_micro_batch  at most, in one forward pass on a rank, padding included
+    generated_tokens        end the run earlier, once that many tokens have been generated
+    tokens_per_micro_batch  maximum in one forward pass on a rank, padding included
     lr, betas, weight_decay of AdamW
-    lr_schedule             what lr does after the warm-up, until the last of the mini-batches of all steps: constant;
-                            cosine or linear: down to lr_min_ratio of lr, where it stays for updates beyond. An update
-                            that was skipped, or had no gradient, does not count, as it does not for AdamW
+    lr_schedule             of lr after the warm-up, until the last of the mini-batches of all steps: constant; cosine
+                            or linear: down to lr_min_ratio of lr, where it stays for further updates. Updates that
+                            were skipped, or had no gradient, do not count, as in AdamW
     lr_min_ratio            smallest lr, as a share of lr
-    warmup_steps            optimiser steps over which lr grows to its value
-    warmup_ratio            in place of warmup_steps: that share of the run's updates, rounded up
+    warmup_steps            optimizer steps over which lr grows to its value
+    warmup_ratio            instead of warmup_steps: that share of the run's updates, rounded up
     grad_clip               the largest norm of the gradient
-    zero_stage              what is sharded over the ranks: 1 optimiser state, 2 + gradients, 3 + weights
+    zero_stage              what is sharded over the ranks: 1 optimizer state, 2 + gradients, 3 + weights
     offload_optimizer, offload_params
-                            cpu: DeepSpeed keeps the optimiser's state, and with ZeRO 3 the weights, in host memory
-    sequence_parallel       so many neighbouring ranks share each sequence (DeepSpeed-Ulysses); it must divide the ranks
-                            and the model's attention heads
+                            cpu: DeepSpeed keeps the optimizer's state, and with ZeRO 3 the weights, in host memory
+    sequence_parallel       number of neighbouring ranks that share each sequence (DeepSpeed-Ulysses); it must divide
+                            the ranks and the model's attention heads
     compile                 torch.compile the model's layers
     seed                    of the data's order, of sampling and of new weights
     deepspeed               merged last into the configuration of DeepSpeed, which ignores keys that it does not know
     backend, memory, max_scratch_mb
-                            of the head, see rlplus.linear_policy_loss; memory least takes no fp32 copy of the head's
-                            gradient, for about a third more time there; null: least on a GPU where max_scratch_mb is so
-                            small that it is the faster one
+                            of the head, see rlplus.linear_policy_loss; memory least needs no fp32 copy of the head's
+                            gradient, but about a third more time there; null: least on a GPU if max_scratch_mb is so
+                            small that it is faster
     collective_timeout_s    seconds that ranks wait for one that is still busy; one that died is noticed at once
-    max_nonfinite           so many updates in a row with a non-finite loss or gradient stop the run; each is skipped
-    overlap                 the next batch is generated while this one trains, and so by the policy of one update
-                            before; the ratio is to that policy
+    max_nonfinite           consecutive updates with a non-finite gradient, all skipped, that stop the run
+    overlap                 generate the next batch while this one trains, with the policy of one update before, to
+                            which ratios are relative
     """
 
     steps: Count | None = None
@@ -98,12 +98,12 @@ class TrainConfig(Section):
         return self.lr_schedule != "constant" or self.warmup_ratio is not None
 
     def steps_of(self, prompts: int) -> int:
-        """Steps of the run on data with so many prompts."""
+        """Steps of the run on data with that many prompts."""
         return ceil((self.epochs or 0) * prompts / self.prompts_per_step) if self.steps is None else self.steps
 
     @property
     def updates(self) -> int:
-        """Mini-batches in all steps, whose number is known; a recipe may add updates of its own."""
+        """Mini-batches in all steps, whose number must be known; a recipe may add further updates."""
         assert self.steps is not None, "want a configuration with_steps"
         return self.steps * (self.prompts_per_step // (self.prompts_per_update or self.prompts_per_step))
 

@@ -1,4 +1,4 @@
-"""Prompts, answers and demonstrations from files; the order in which they are used; packing for the trainer."""
+"""Prompts, answers and demonstrations from files, their order of use, and packing for the trainer."""
 
 from rlplus.data.load import Example, LoadReport, distinct, load_examples, variants
 from rlplus.data.pack import MicroBatch, Sample, balance, pack, per_token

@@ -14,7 +14,7 @@ from rlplus.config import check_data_files
 from rlplus.errors import nearest
 
 Row = dict[str, Any]
-_SURROGATE = re.compile("[\ud800-\udfff]")  # json takes "\\ud800" alone, though no text can have it
+_SURROGATE = re.compile("[\ud800-\udfff]")  # json accepts "\\ud800" alone, though no valid text contains it
 
 
 def read_rows(paths: Sequence[str], columns: Sequence[str], limit: int | None) -> Iterator[tuple[str, Row]]:
@@ -22,7 +22,7 @@ def read_rows(paths: Sequence[str], columns: Sequence[str], limit: int | None) -
 
     ValueError for a missing file, an unknown kind of file, a malformed line, and a column that a Parquet file lacks.
     """
-    check_data_files(paths, "data.path")  # before any is read: a run must not fail on its last file after minutes
+    check_data_files(paths, "data.path")  # before any is read: a run must not fail at its last file after minutes
 
     def rows() -> Iterator[tuple[str, Row]]:
         for path in map(Path, paths):
@@ -105,7 +105,7 @@ def row_names(row: Row) -> list[str]:
 
 
 def get_column(row: Row, column: str) -> Any:
-    """The value under a dotted name, None inside a null; KeyError when there is no such column."""
+    """The value under a dotted name, None inside a null; KeyError if there is no such column."""
     if column in row:
         return row[column]
     value: Any = row

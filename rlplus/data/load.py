@@ -1,4 +1,4 @@
-"""Prompts, answers and demonstrations as token ids; what is too long or unreadable is dropped and counted."""
+"""Prompts, answers and demonstrations as token ids; rows that are too long or unreadable are dropped and counted."""
 
 import re
 from array import array
@@ -22,9 +22,9 @@ Prompt = str | list[dict[str, str]]
 class Example:
     """A row: its number over all files, prompt token ids, the answer, and demonstration token ids that end with eos.
 
-    benchmark: what the column `data.benchmark` says; empty without one. rows: how many equal rows this one stands for.
-    demonstration_reward: what the run's own reward gave the demonstration, graded once; NaN until then.
-    behavior_logprob: of each of the demonstration's tokens under its author; None where unknown.
+    benchmark: the value of the column `data.benchmark`; empty without one. rows: the number of equal rows that this one
+    represents. demonstration_reward: the demonstration's grade by the run's reward; NaN before. behavior_logprob: of
+    each of the demonstration's tokens under its author; None if unknown.
     """
 
     index: int
@@ -39,7 +39,7 @@ class Example:
 
 @dataclass
 class LoadReport:
-    """Counts of what was kept and dropped. `first` names the first place of each kind of loss."""
+    """Counts of kept and dropped rows. `first` names the first place of each kind of loss."""
 
     max_prompt_length: int
     max_demonstration_length: int
@@ -93,7 +93,7 @@ class _Parsed:
     prompt: Prompt
     answer: str | None
     demonstration: str | None
-    noted: str | None  # why there is no demonstration, or what is odd about it: the counter in LoadReport
+    noted: str | None  # why there is no demonstration, or a note about it: the counter in LoadReport
     benchmark: str
     behavior_logprob: Any
 
@@ -101,14 +101,15 @@ class _Parsed:
 def load_examples(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, max_demonstration_length: int
 ) -> tuple[list[Example], LoadReport]:
-    """Read and tokenise the data; a row with several demonstrations gives an example for each, see `variants`.
+    """Read and tokenize the data; a row with several demonstrations gives one example for each, see `variants`.
 
-    A prompt string is tokenised with the tokenizer's default special tokens, chat messages through its template with
-    the generation prompt; a demonstration without special tokens, and then eos. `response_prefix` moves from the start
-    of demonstrations to the end of prompts, as tokens of its own; a demonstration without it is kept whole and counted.
-    A row whose prompt is too long or whose answer cannot be found is dropped; a demonstration that is too long (eos
-    counted) or does not match its pattern leaves the row without one. Nothing else is cut. ValueError, with the counts,
-    if more than `max_dropped_share` of either is dropped or nothing is left; with the place, if a row is malformed.
+    A prompt string is tokenized with the tokenizer's default special tokens, chat messages through its template with
+    the generation prompt; a demonstration without special tokens, followed by eos. `response_prefix` is moved from the
+    start of demonstrations to the end of prompts, as separate tokens; a demonstration without it is kept as is and
+    counted. A row whose prompt is too long or whose answer cannot be found is dropped; a demonstration that is too long
+    (eos counted) or does not match its pattern leaves the row without one. Nothing is truncated. ValueError, with the
+    counts, if more than `max_dropped_share` of either is dropped or nothing is left; with the place, if a row is
+    malformed.
     """
     report = LoadReport(config.max_prompt_length, max_demonstration_length)
     examples: list[Example] = []
@@ -150,7 +151,7 @@ def load_examples(
 
 
 def variants(examples: Sequence[Example], choice: str) -> list[list[int]]:
-    """For each row, which of the examples stand for it: those that have a demonstration, or one without.
+    """For each row, the indices of its examples to use: those that have a demonstration, or one without.
 
     choice: of several, "first", "shortest" (in tokens), "likeliest" (by the mean `behavior_logprob`): one of them;
     "random": all. The examples of a row are next to each other.
@@ -171,8 +172,8 @@ def variants(examples: Sequence[Example], choice: str) -> list[list[int]]:
 def distinct(examples: Sequence[Example]) -> list[Example]:
     """The first example of each benchmark, prompt and answer, in order, with `rows` counting all of them.
 
-    Public benchmark files repeat their problems (AIME 2024 eight times, AMC four times). As problems of their own such
-    rows would make an interval too narrow by the square root of that.
+    Public benchmark files repeat their problems (AIME 2024 eight times, AMC four times). Counted as separate problems,
+    such rows would make an interval too narrow by the square root of that.
     """
     merged: dict[tuple[object, ...], Example] = {}
     for example in examples:
@@ -232,7 +233,7 @@ def _column(where: str, row: Row, column: str) -> Any:
 
 
 def _match(pattern: str | None, text: str | None) -> str | None:
-    """The pattern's group, or the whole text; None when there is nothing but white space."""
+    """The pattern's group, or the whole text; None if it is only white space."""
     if pattern is not None and text is not None:
         found = re.search(pattern, text)
         text = found.group(1) if found else None
@@ -240,7 +241,7 @@ def _match(pattern: str | None, text: str | None) -> str | None:
 
 
 def _after_prefix(text: str, prefix: str) -> tuple[str | None, str | None]:
-    """A demonstration without the prefix, which may follow white space, and what to count."""
+    """A demonstration without the prefix, which may follow white space, and the counter to increase."""
     for start in (0, len(text) - len(text.lstrip())):
         if text.startswith(prefix, start):
             rest = text[start + len(prefix) :]
@@ -281,7 +282,7 @@ def _demonstration(where: str, value: Any) -> str | None:
 
 
 def _shaped(config: DataConfig, text: str | None, answer: str | None) -> tuple[str | None, str | None]:
-    """A demonstration as the run shows it, and what to count."""
+    """A demonstration in the form that the run trains on, and the counter to increase."""
     demonstration = _match(config.demonstration_pattern, text)
     if demonstration is None:
         missing = None if config.demonstration is None else "demonstrations_missing"
@@ -294,7 +295,7 @@ def _shaped(config: DataConfig, text: str | None, answer: str | None) -> tuple[s
 
 
 def _behavior_logprobs(config: DataConfig, where: str, row: Row, value: Any, count: int) -> list[Any]:
-    """The column's value for each of `count` demonstrations, `value` being what their column has."""
+    """The column's value for each of `count` demonstrations, given the `value` of the demonstration column."""
     if config.behavior_logprob is None or value is None:
         return [None] * count
     found = _column(where, row, config.behavior_logprob)
@@ -361,7 +362,7 @@ def _encode_prompts(
     end = tokenizer([prefix], add_special_tokens=False).input_ids[0]
     if not end:
         raise ValueError(f"want data.response_prefix of at least one token; got {prefix!r}")
-    # A chat template may end in the prefix itself, in whatever tokens. None of them is shorter than a byte.
+    # A chat template may end in the prefix itself, in any tokens, each of at least one byte.
     longest = len(prefix.encode())
     return [ids if not ids or tokenizer.decode(ids[-longest:]).endswith(prefix) else [*ids, *end] for ids in prompts]
 

@@ -13,7 +13,7 @@ Value = TypeVar("Value", bool, float)
 
 
 def per_token(value: Value | Sequence[Value], tokens: int) -> Iterable[Value]:
-    """The values of so many tokens: those given, or the one that all of them have."""
+    """One value per token: the given ones, or the same one repeated."""
     return repeat(value, tokens) if isinstance(value, float | int) else value
 
 
@@ -26,13 +26,14 @@ class Sample:
     truncated       the response was cut at the length limit
     engine_logprob  the rollout engine's logprob of each response token; None = unknown (demonstrations)
     behavior_logprob  of each response token under the demonstration's author; None = unknown
-    reward          the grader's, from `Recipe.credit` on as the algorithm shapes it; NaN = masked: the grader failed,
-                    and the sample is left out of everything that a reward decides
+    reward          the grader's, from `Recipe.credit` on as shaped by the algorithm; NaN = masked: the grader failed,
+                    and the sample is left out of everything that depends on a reward
+    token_reward    further rewards of the response's tokens; `reward` is given at the last one; None = 0
     advantage       one value for the response, or one per token
     trained         whether a token has a loss: one value, or one per token; the others, such as a tool's answer, are
-                    read only
-    scored          the reward came with the response: nothing grades it
-    value, returns  of the state before each response token: a learner's value, and what it should learn; None = unknown
+                    context only
+    scored          the reward came with the response, which is not graded
+    value, returns  of the state before each response token: a learner's value, and its target; None = unknown
     """
 
     prompt: Sequence[int]
@@ -48,6 +49,7 @@ class Sample:
     scored: bool = False
     value: Sequence[float] | None = None
     returns: Sequence[float] | None = None
+    token_reward: Sequence[float] | None = None
 
     @property
     def length(self) -> int:
@@ -79,14 +81,14 @@ class MicroBatch:
     """R packed rows of L tokens, and N response tokens. All per-token arrays are in the same order.
 
     input_ids, position_ids (R, L) int64: positions restart at 0 for every sequence and for the padding at a row's end
-    rows (N,) int64: where, in the R * L flattened positions, the hidden state lies that predicts the token
+    rows (N,) int64: index, in the R * L flattened positions, of the hidden state that predicts the token
     target (N,) int64, advantage (N,) float32, external (N,) bool, token_weight (N,) float32
     engine_logprob, behavior_logprob (N,) float32, NaN where unknown
     sequence (N,) int64: index of the token's sample in the list given to `pack`
-    value, returns (N,) float32: where all samples have them
+    value, returns (N,) float32: if all samples have them
     tokens: prompt and response tokens, without padding
     old_logprob, ref_logprob, entropy_weight (N,) float32: set by the trainer where the objective needs them
-    whole_position_ids: of a shard, the position_ids of the micro-batch that it is a part of; else None
+    whole_position_ids: in a shard, the position_ids of the whole micro-batch; else None
     """
 
     input_ids: Tensor
@@ -119,8 +121,8 @@ class MicroBatch:
     def shard(self, index: int, count: int) -> Self:
         """Columns `index` of `count` equal parts: their tokens, and the response tokens that they predict.
 
-        The shards' response tokens together are the micro-batch's, each once; a shard may have none. `tokens` counts
-        the padding too. ValueError if the columns cannot be divided.
+        Together the shards have each response token of the micro-batch once; a shard may have none. `tokens` includes
+        padding here. ValueError if the columns cannot be divided.
         """
         rows, length = self.input_ids.shape
         width, left = divmod(length, count)
@@ -143,10 +145,10 @@ class MicroBatch:
         )
 
     def model_inputs(self, attention: str) -> dict[str, Any]:
-        """Arguments for a Hugging Face model under which no sequence sees another; `rows` index its flattened output.
+        """Arguments with which a Hugging Face model keeps sequences apart; `rows` index its flattened output.
 
-        The model tells sequences apart by the restarts in position_ids, and only if it gets no attention_mask and makes
-        no cache. flash_attention_2 looks for them in a batch of one row only: it gets all rows as one.
+        The model detects sequences by the restarts in position_ids, and only without an attention_mask and a cache.
+        flash_attention_2 detects them only in a batch of one row: it gets all rows as one.
         """
         batch = self.as_one_row() if attention == "flash_attention_2" else self
         return {
@@ -168,10 +170,9 @@ def pack(
 ) -> list[MicroBatch]:
     """Pack samples, first-fit decreasing, into rows of at most `row_length` tokens, and rows into micro-batches.
 
-    token_weight: for each sample, the weights of its response tokens. A micro-batch has R rows of the length L of its
-    longest, rounded up to a `multiple`, R * L <= tokens_per_micro_batch, but always at least one row. ValueError for a
-    sample longer than a row, an empty prompt or response, or per-token values that are not as many as the response's
-    tokens.
+    token_weight: for each sample, the weights of its response tokens. A micro-batch has R rows of length L, that of its
+    longest row rounded up to a `multiple`, with R * L <= tokens_per_micro_batch, but at least one row. ValueError for a
+    sample longer than a row, an empty prompt or response, or a wrong number of per-token values.
     """
     if row_length < 1 or tokens_per_micro_batch < 1:
         raise ValueError(f"want row_length and tokens_per_micro_batch >= 1; got {row_length}, {tokens_per_micro_batch}")
@@ -189,7 +190,7 @@ def pack(
 def plan_micro_batches(
     lengths: Sequence[int], row_length: int, tokens_per_micro_batch: int, multiple: int = 1
 ) -> list[list[list[int]]]:
-    """The micro-batches of `pack`, each a list of rows, each a list of indices of samples of these lengths."""
+    """The micro-batches of `pack`: lists of rows, which are lists of indices into `lengths`."""
     rows: list[list[int]] = []
     used: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -201,7 +202,7 @@ def plan_micro_batches(
         used[row] += lengths[index]
     batches: list[list[list[int]]] = []
     width = 0
-    for row in sorted(range(len(rows)), key=lambda r: -used[r]):  # rows of like length together: little padding
+    for row in sorted(range(len(rows)), key=lambda r: -used[r]):  # rows of similar length together: little padding
         if not batches or (len(batches[-1]) + 1) * width > tokens_per_micro_batch:
             batches.append([])
             width = ceil(used[row] / multiple) * multiple
@@ -212,7 +213,7 @@ def plan_micro_batches(
 def balance(
     lengths: Sequence[int], home: Sequence[int], bins: int, row_length: int, tokens_per_micro_batch: int
 ) -> list[int]:
-    """The bin (rank) that trains on each sample, given its length and the bin that has it; the same on every rank.
+    """The bin (rank) that trains on each sample, given its length and its current bin; the same on every rank.
 
     Longest first, each to the bin with the fewest tokens so far. Samples stay where they are unless this lowers the
     largest number of micro-batches or of tokens over the bins and raises neither: moving them costs time.
@@ -264,7 +265,7 @@ def _micro_batch(
     places = _ranges(start, length)  # of every token, in the flattened rows
     input_ids = torch.full((len(rows) * width,), pad_id, dtype=torch.int64)
     input_ids[places] = torch.tensor([*chain(*((*sample.prompt, *sample.response) for sample in chosen))])
-    # At first as if rows were all padding behind their last token; then every sequence from 0 on.
+    # First as if rows were padding after their last token; then every sequence from 0 on.
     position_ids = (torch.arange(width) - torch.tensor(used)[:, None]).flatten()
     position_ids[places] = places - start.repeat_interleave(length)
     predictors = _ranges(start + length - count - 1, count)  # the prompt's last token predicts the first response token
@@ -295,6 +296,6 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 
 def _ranges(start: Tensor, length: Tensor) -> Tensor:
-    """start[0], start[0] + 1, ..., so many as length[0]; then those of start[1], and so on."""
+    """start[0], start[0] + 1, ..., length[0] numbers; then those of start[1], and so on."""
     before = length.cumsum(0) - length
     return torch.arange(int(length.sum())) + (start - before).repeat_interleave(length)

@@ -7,8 +7,8 @@ from random import Random
 class PromptSampler:
     """Endless batches of indices 0..n-1: every epoch is a new seeded shuffle, and a batch may run into the next one.
 
-    The order depends on n and seed only: the state is one counter, and a resumed run draws what an unbroken one would.
-    variants: for each index, those to give in its place, one at random, which seed and counter decide.
+    The order depends on n and seed only: the state is one counter, and a resumed run draws the same as an uninterrupted
+    one. variants: for each index, those of which a random one, by seed and counter, is returned instead.
     """
 
     def __init__(self, n: int, batch: int, seed: int, variants: Sequence[Sequence[int]] | None = None) -> None:
@@ -40,7 +40,7 @@ class PromptSampler:
         return {"n": self.n, "seed": self.seed, "drawn": self.drawn}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state` was taken; the batch size may differ. ValueError if it has another n or seed."""
+        """Continue from `state`; the batch size may differ. ValueError if it has another n or seed."""
         here = self.state_dict()
         if state.keys() != here.keys() or any(state[key] != here[key] for key in ("n", "seed")):
             raise ValueError(f"want the state of a sampler with n {self.n} and seed {self.seed}; got {state}")

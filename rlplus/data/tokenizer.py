@@ -16,8 +16,8 @@ CHAT_TEMPLATE = (
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, its id the byte's value, and <|pad|> 256, <|endoftext|> 257: any text comes back exactly.
 
-    The two special tokens exist as ids only. Text that spells one of them is bytes like any other, so no prompt can end
-    a sequence or pass for padding; the role markers of the chat template are plain text too.
+    The two special tokens exist as ids only. Text that spells one of them is encoded as bytes, so no prompt can end a
+    sequence or look like padding; the role markers of the chat template are plain text too.
     """
     tokenizer = Tokenizer(models.BPE(vocab={sign: byte for byte, sign in enumerate(_byte_signs())}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -35,16 +35,16 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_signs() -> list[str]:
-    """The printable sign that the byte-level pre-tokenizer writes for each byte: itself, or the next from U+0100."""
+    """The printable character that the byte-level pre-tokenizer uses for each byte: itself, or the next from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with a pad token (the end token where it has none of its own) and `model.chat_template`.
+    """The model's tokenizer, with a pad token (by default the end token) and `model.chat_template`.
 
-    ValueError when there is none at `model.path`, it has no end token, or the template cannot be read.
+    ValueError if there is none at `model.path`, it has no end token, or the template cannot be read.
     """
     tokenizer = byte_tokenizer() if model.path is None else _read_tokenizer(model)
     if model.chat_template is not None:

@@ -1,4 +1,4 @@
-"""`rlplus demo`: makes a task and a base model, trains GRPO and RL-PLUS from it and compares the three by pass@k."""
+"""`rlplus demo`: creates a task and a base model, trains it with GRPO and RL-PLUS, and compares the three by pass@k."""
 
 import os
 import shutil
@@ -48,7 +48,7 @@ def run_demo(output: str | Path, *, seeds: int = 1, overrides: Sequence[str] = (
     """Run the comparison for the seeds 0 ... seeds - 1 and print it; returns the path of the report.
 
     output/seed<N>/ receives train.jsonl, test.jsonl, base/, grpo/, rlplus/ and the evaluations; output/ report.html. A
-    finished base of the same recipe is used again, everything else is made afresh. overrides: "train.lr=1e-4", for both
+    finished base of the same recipe is reused, everything else is created anew. overrides: "train.lr=1e-4", for both
     runs. ValueError if `output` is something else's folder or seeds < 1; RunFailed if a run fails.
     """
     if seeds < 1:
@@ -71,7 +71,7 @@ def run_demo(output: str | Path, *, seeds: int = 1, overrides: Sequence[str] = (
 
 
 def _claim(folder: Path) -> Path:
-    """The folder, made if needed. What an earlier demo left there may be replaced; anything else may not."""
+    """The folder, created if needed. An earlier demo's files may be replaced, others may not."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"want a folder as output; got the file {folder}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def _claim(folder: Path) -> Path:
 
 @contextmanager
 def _terminated_as_exit() -> Iterator[None]:
-    """SIGTERM ends the demo as an exception does, so that the command under way is ended too."""
+    """Let SIGTERM end the demo like an exception, so that the running command is ended too."""
 
     def leave(number: int, _: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
@@ -135,11 +135,11 @@ def _evaluation(folder: Path, seed: int, label: str) -> Evaluation:
 
 
 def _command(title: str, arguments: Sequence[str], log: Path, console: Console) -> None:
-    """Run an rlplus command in a process of its own: its live display goes to the terminal, the rest to `log`."""
+    """Run an rlplus command in a separate process: its live display goes to the terminal, the rest to `log`."""
     console.print(title, style="bold")
     with log.open("w", encoding="utf-8") as file:
         command = [sys.executable, "-m", "rlplus", *arguments]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # more gain nothing here, and wait for busy cores
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # more are not faster here, and wait for busy cores
         status = subprocess.run(command, stdout=file, env=environment).returncode
     if status:
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
@@ -150,7 +150,7 @@ def _command(title: str, arguments: Sequence[str], log: Path, console: Console) 
 
 
 def results_table(evaluations: Mapping[str, Sequence[Evaluation]], hard: Sequence[bool]) -> Table:
-    """pass@k of each model over all problems and over either kind. `hard`: the kind of each problem by its number."""
+    """pass@k of each model over all problems and over each kind. `hard`: the kind of each problem by its number."""
     first = evaluations[BASE][0]
     seeds = f", {len(evaluations[BASE])} seeds" if len(evaluations[BASE]) > 1 else ""
     title = f"% of {len(first.problems)} unseen problems solved with k samples (95% intervals{seeds})"
@@ -176,7 +176,7 @@ def differences_table(evaluations: Mapping[str, Sequence[Evaluation]]) -> Table:
 
 
 def seeds_table(evaluations: Mapping[str, Sequence[Evaluation]]) -> Table:
-    """pass@k of each seed, for the least and the greatest k, and on how many seeds it is below the base's."""
+    """pass@k of each seed, for the smallest and the largest k, and the number of seeds where it is below the base's."""
     ks = evaluations[BASE][0].k
     shown = sorted({min(ks), max(ks)})
     title = f"Seed by seed: % solved with {' / '.join(map(str, shown))} samples"
@@ -188,13 +188,13 @@ def seeds_table(evaluations: Mapping[str, Sequence[Evaluation]]) -> Table:
 
 
 def _percent(estimate: Estimate, sign: str = "") -> str:
-    """Short enough for three of them on a terminal of 80 columns. Limits are rounded outwards: the mean is inside."""
+    """An interval short enough for three on 80 columns. Limits are rounded outwards, so that the mean is inside."""
     mean, low, high = (round(100 * value, 6) for value in (estimate.mean, estimate.low, estimate.high))
     return f"{mean:{sign}.1f} ({floor(low):{sign}d}..{ceil(high):{sign}d})"
 
 
 def _subset(evaluation: Evaluation, chosen: Sequence[bool]) -> Evaluation:
-    """The evaluation of the chosen problems only; lengths and statuses stay those of all."""
+    """The evaluation of the chosen problems only; lengths and statuses remain those of all."""
     places = [i for i, wanted in enumerate(chosen) if wanted]
     lists = (evaluation.problems, evaluation.n, evaluation.correct)
     problems, n, correct = (tuple(values[i] for i in places) for values in lists)

@@ -1,8 +1,8 @@
 """The base model of the demo: a tiny Qwen3 that answers short problems and hardly ever uses a scratchpad.
 
-Made in two phases. First it learns the scratchpad on hard problems, from clean ones, until it can do it. Then a mixture
-of sloppy data makes scratchpads rare and careless, teaches direct answers to easy problems, and gives only guesses as
-direct answers to hard ones: the skill is there, but sampling seldom shows it.
+It is trained in two phases. First it learns the scratchpad on hard problems, from correct examples, until it masters
+it. Then a mixture of sloppy data makes scratchpads rare and careless, teaches direct answers to easy problems, and only
+guesses as direct answers to hard ones: the skill exists, but sampling seldom shows it.
 """
 
 import json
@@ -44,10 +44,10 @@ class Recipe:
 
 
 def make_base(folder: Path, recipe: Recipe, held_out: Collection[Problem], console: Console) -> bool:
-    """Make the model and its tokenizer in `folder` (Hugging Face format), never showing it a problem of `held_out`.
+    """Create the model and its tokenizer in `folder` (Hugging Face format), without training on `held_out` problems.
 
-    Returns False if `folder` already holds the base of this recipe, which is then left alone. Raises RunFailed if
-    the skill was not learnt within `max_clean_steps`.
+    Returns False if `folder` already has the base of this recipe, which is then kept. Raises RunFailed if the skill was
+    not learned within `max_clean_steps`.
     """
     note = folder / "recipe.json"
     if note.is_file() and note.read_text(encoding="utf-8") == _describe(recipe):
@@ -57,7 +57,7 @@ def make_base(folder: Path, recipe: Recipe, held_out: Collection[Problem], conso
         torch.manual_seed(recipe.seed)
         model = make_model(tokenizer)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a second one gains nothing at this size, and costs much where the cores are busy
+    torch.set_num_threads(1)  # a second one is not faster at this size, and much slower on busy cores
     try:
         train_base(model, tokenizer, recipe, held_out, console)
     finally:
@@ -65,7 +65,7 @@ def make_base(folder: Path, recipe: Recipe, held_out: Collection[Problem], conso
     shutil.rmtree(folder, ignore_errors=True)
     write_model(model, str(folder))
     tokenizer.save_pretrained(folder)
-    note.write_text(_describe(recipe), encoding="utf-8")  # last: a folder without it is not finished
+    note.write_text(_describe(recipe), encoding="utf-8")  # last: a folder without it is incomplete
     return True
 
 
@@ -74,7 +74,7 @@ def _describe(recipe: Recipe) -> str:
 
 
 def make_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
-    """140 thousand random weights. Qwen3, because vLLM on CPUs wants heads 32 wide and Qwen2's have hidden / heads."""
+    """140,000 random weights. Qwen3, because vLLM on CPUs needs heads of width 32, and Qwen2's are hidden / heads."""
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),

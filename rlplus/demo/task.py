@@ -4,7 +4,7 @@
     direct answer   :30003
     demonstration   ;01233:30003                        (the running sums; after the colon the last, the answer)
 
-Two numbers can be added at once. Five cannot, by a model this small: they need the scratchpad.
+A model this small can add two numbers at once, but not five: those need the scratchpad.
 """
 
 import json
@@ -48,7 +48,7 @@ class Problem:
         return scratchpad(self.running_sums())
 
     def running_sums(self, rng: random.Random | None = None, slip: float = 0.0) -> list[str]:
-        """The sum of the first one, two, ... numbers. With `slip` digits go wrong and the error is carried on."""
+        """The sums of the first one, two, ... numbers. `slip`: the probability of a wrong digit, which propagates."""
         total = self.numbers[0] if rng is None else blur(self.numbers[0], rng, slip)
         sums = [total]
         for number in self.numbers[1:]:
@@ -86,7 +86,7 @@ def draw_splits(seed: int) -> tuple[list[Problem], list[Problem]]:
 def draw_many(
     rng: random.Random, count: int, easy_for_each_hard: int, exclude: Collection[Problem] = ()
 ) -> list[Problem]:
-    """`count` different problems, so many easy ones and then a hard one in turn, none of them in `exclude`."""
+    """`count` different problems, several easy ones and a hard one in turn, none of them in `exclude`."""
     problems: dict[Problem, None] = {}
     while len(problems) < count:
         hard = len(problems) % (easy_for_each_hard + 1) == easy_for_each_hard
@@ -95,13 +95,13 @@ def draw_many(
 
 
 def write_jsonl(path: Path, problems: Iterable[Problem]) -> None:
-    """One row a problem, with the columns prompt, answer and demonstration."""
+    """Write one row per problem, with the columns prompt, answer and demonstration."""
     rows = ({"prompt": p.prompt, "answer": p.answer, "demonstration": p.demonstration} for p in problems)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character of the task; any other character is an error."""
+    """One token per character of the task; any other character is an error."""
     alphabet = [PAD, EOS, *DIGITS, "+", "=", ",", EMPTY, SCRATCHPAD, ANSWER]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(alphabet)}, unk_token="<none>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")

@@ -1,4 +1,4 @@
-"""pass@k: sampling, the unbiased estimate, and what can be said about it (bootstrap over seeds and problems)."""
+"""pass@k: sampling, the unbiased estimate, and its intervals (bootstrap over seeds and problems)."""
 
 from rlplus.evaluation.results import Evaluation, join, paired_difference, pooled_pass_at, seeds_below
 from rlplus.evaluation.sample import evaluate, evaluate_model, evaluator

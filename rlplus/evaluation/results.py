@@ -65,7 +65,7 @@ class Evaluation:
 
     @property
     def largest_k(self) -> int:
-        """Every problem had at least as many samples, graded or not."""
+        """The largest k such that every problem had k samples, graded or not."""
         return max(min(self.n), *self.k)
 
     def save(self, path: Path) -> None:
@@ -74,7 +74,7 @@ class Evaluation:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read what `save` wrote. ValueError if the file holds something else."""
+        """Read a file of `save`. ValueError if it holds something else."""
         try:
             return TypeAdapter(cls).validate_json(read_text(path), strict=True)
         except ValidationError as error:
@@ -87,7 +87,7 @@ class Evaluation:
 
 
 def join(parts: Sequence[Evaluation], seed: int) -> Evaluation:
-    """One evaluation of all the problems of `parts`, which differ in nothing else, in the problems' order."""
+    """One evaluation of all problems of `parts`, which must otherwise be equal, in the problems' order."""
     rows = sorted(row for part in parts for row in zip(part.problems, part.n, part.correct, strict=True))
     samples = [sum(part.statuses.values()) for part in parts]  # not n: those that could not be graded have a length
 
@@ -131,7 +131,7 @@ def seeds_below(first: Sequence[Evaluation], second: Sequence[Evaluation], k: in
 
 
 def _pairs(first: Sequence[Evaluation], second: Sequence[Evaluation]) -> list[tuple[Evaluation, Evaluation]]:
-    """Seed by seed. ValueError unless there are as many on both sides, on the same problems."""
+    """Pairs by seed. ValueError unless both sides have equally many seeds, on the same problems."""
     if len(first) != len(second):
         raise ValueError(f"want as many evaluations on both sides, got {len(first)} and {len(second)}")
     pairs = list(zip(first, second, strict=True))

@@ -90,7 +90,7 @@ def evaluate(
 def _scores(
     scorer: Scorer, completions: Sequence[Completion], answers: Sequence[str], decode: Callable[[Sequence[int]], str]
 ) -> list[Score]:
-    """Of each completion: the reward that came with it, or the grader's."""
+    """The score of each completion: the reward that came with it, or the grader's."""
     ungraded = [i for i, completion in enumerate(completions) if completion.reward is None]
     scores = {i: Score(c.reward, "ok") for i, c in enumerate(completions) if c.reward is not None}
     given = scorer([decode(completions[i].tokens) for i in ungraded], [answers[i] for i in ungraded])
@@ -101,7 +101,7 @@ def _scores(
 def _completions(
     respond: Respond, engine: RolloutEngine, examples: Sequence[Example], n: list[int], options: dict[str, Any]
 ) -> list[Completion]:
-    """The completions of all problems in their order. ValueError unless the engine gave as many as were asked for."""
+    """The completions of all problems, in order. ValueError unless the engine returned the requested number."""
     groups = respond(engine, examples, n, **options)
     if (got := [len(group) for group in groups]) != n:
         raise ValueError(f"want {n} samples of the problems; {engine.name} gave {got}")

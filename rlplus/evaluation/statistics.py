@@ -13,7 +13,7 @@ _INDICES_AT_ONCE = 1 << 22  # bootstrap indices held at a time (32 MB)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that at least one of k samples is right, estimated without bias from c right ones among n.
+    """Unbiased estimate of the probability that at least one of k samples is right, from c right ones among n.
 
     1 - C(n-c, k) / C(n, k) of Chen et al. 2021 (arXiv 2107.03374, eq. 1), in integers and therefore exact until the one
     division. ValueError unless 0 <= c <= n and 1 <= k <= n.

@@ -1,4 +1,4 @@
-"""LoRA through peft: adapters in the policy, merged weights for everybody else."""
+"""LoRA through peft: adapters in the policy, merged weights for the engine and for export."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +13,8 @@ from rlplus.config import LoraConfig
 
 
 def add_adapters(lm: PreTrainedModel, config: LoraConfig, seed: int) -> None:
-    """Put trainable adapters, the same on every rank, into the model and freeze the rest. ValueError without peft,
-    and for targets that are not there or that are the head or the embeddings: the fused head reads the plain weight.
+    """Add adapters, the same on every rank, to the model and freeze the rest. ValueError without peft, and for
+    targets that do not exist or that are the head or the embeddings: the fused head reads the plain weight.
     """
     if find_spec("peft") is None:
         raise ValueError("model.lora needs the package peft, which is not installed: pip install peft")
@@ -27,7 +27,7 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     named = [] if isinstance(targets, str) else [t for t in targets if any(n.endswith(t) for n in barred)]
     if named:
         raise ValueError(f"model.lora.target_modules: want no embeddings and no head; got {', '.join(named)}")
-    if targets == "all-linear":  # named here: peft leaves out the head only in models of its own
+    if targets == "all-linear":  # named here: peft excludes the head only in models that it knows
         linear = (name for name, module in lm.named_modules() if isinstance(module, nn.Linear))
         targets = [name for name in linear if name not in barred]
     peft = PeftLoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
@@ -40,7 +40,7 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, seed: int) -> None:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model as it was before training."""
+    """Use the model as it was before training."""
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "get_delta_weight")]
     for layer in layers:
         layer.enable_adapters(False)
@@ -54,7 +54,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 def merged_weights(lm: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], Callable[[], Tensor]]]:
     """(name, parameters, value) of each weight of the model without adapters.
 
-    value() is the weight, W + alpha / rank * B A where there is an adapter; the parameters must be gathered by then.
+    value() is the weight, W + alpha / rank * B A if there is an adapter; the parameters must be gathered before the
+    call.
     """
     adapted: dict[str, Any] = {n: m for n, m in lm.named_modules() if hasattr(m, "get_delta_weight")}
     for name, parameter in lm.named_parameters():

@@ -1,4 +1,4 @@
-"""From samples to micro-batches: what each token weighs, and which rank trains on which sample."""
+"""From samples to micro-batches: the weight of each token, and which rank trains on which sample."""
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -20,12 +20,12 @@ from rlplus.objective.presets import Reduction
 def make_micro_batches(
     samples: Sequence[Sample], algorithm: Algorithm, config: Config, pad_id: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Weigh, select, rebalance and pack the samples of one update; all ranks get equally many micro-batches.
+    """Weigh, select, rebalance and pack the samples of one update; all ranks get the same number of micro-batches.
 
-    The denominators are those of the whole batch. Samples without a gradient are then left out, which changes nothing
-    but the time: with KL and entropy off, those of zero advantage and external ones without a loss. The others go to
-    the ranks by length, whoever generated them. With sequence parallelism a rank gets its part of each micro-batch of
-    its group.
+    The denominators are those of the whole batch. Samples without a gradient are then left out, which only saves time:
+    with KL and entropy off, those of zero advantage and external ones without a loss. The others are distributed over
+    the ranks by length, whichever rank generated them. With sequence parallelism a rank gets its shard of each
+    micro-batch of its group.
     """
     totals = _totals(samples)
     o = algorithm.objective
@@ -48,7 +48,7 @@ def mean_batches(
     device: torch.device,
     of: Literal["tokens", "sequences"] = "tokens",
 ) -> list[MicroBatch]:
-    """Rebalance and pack all samples of one update, with the weights of a mean over all ranks' tokens or sequences."""
+    """Rebalance and pack all samples of one update, weighted for a mean over all ranks' tokens or sequences."""
     totals = _totals(samples)
     kept = rebalance(samples, config)
     lengths = [len(sample.response) for sample in kept]
@@ -64,14 +64,14 @@ def by_sample(
     pad_id: int,
     device: torch.device,
 ) -> list[Tensor]:
-    """What `compute` returns of a micro-batch, (N,), for each of this rank's samples: (T,), on the CPU. Collective.
+    """The results of `compute`, (N,) per micro-batch, for each of this rank's samples: (T,), on the CPU. Collective.
 
-    Not for train.sequence_parallel > 1, where a rank has a part of each sample.
+    Not for train.sequence_parallel > 1, where a rank has only a part of each sample.
     """
     results = [torch.empty(0)] * len(samples)
     for batch in even_batches(samples, [torch.ones(len(s.response)) for s in samples], config, pad_id, device):
         values, sequence = compute(batch).cpu(), batch.sequence.cpu()
-        for index in sequence[batch.token_weight.cpu() != 0].unique().tolist():  # none of a dummy
+        for index in sequence[batch.token_weight.cpu() != 0].unique().tolist():  # none in a dummy
             results[index] = values[sequence == index]
     return results
 
@@ -79,7 +79,7 @@ def by_sample(
 def even_batches(
     samples: Sequence[Sample], token_weight: Sequence[Tensor], config: Config, pad_id: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Pack this rank's samples; all ranks get equally many micro-batches, some perhaps a `dummy`. Collective."""
+    """Pack this rank's samples; all ranks get the same number of micro-batches, some of them a `dummy`. Collective."""
     parallel = config.train.sequence_parallel
     batches = pack(
         samples,
@@ -112,7 +112,7 @@ def forward_batches(
 
 
 def own_shards(batches: list[MicroBatch], config: Config) -> list[MicroBatch]:
-    """This rank's part of each micro-batch of its sequence-parallel group; the micro-batches where it is no such."""
+    """This rank's shard of each micro-batch of its sequence-parallel group; without one, the micro-batches."""
     parallel = config.train.sequence_parallel
     if parallel == 1:
         return batches
@@ -122,9 +122,9 @@ def own_shards(batches: list[MicroBatch], config: Config) -> list[MicroBatch]:
 
 
 def rebalance(samples: Sequence[Sample], config: Config) -> list[Sample]:
-    """This rank's samples out of those of all ranks, distributed by `balance`, in the ranks' order. Collective.
+    """Redistribute all ranks' samples by `balance`; returns this rank's, in the ranks' order. Collective.
 
-    The ranks of a sequence-parallel group (`train.sequence_parallel` neighbours) get the same ones.
+    The ranks of a sequence-parallel group (`train.sequence_parallel` neighbours) get the same samples.
     """
     world, rank, parallel = dist.get_world_size(), dist.get_rank(), config.train.sequence_parallel
     if world == 1:
@@ -149,7 +149,7 @@ def rebalance(samples: Sequence[Sample], config: Config) -> list[Sample]:
 def _compact(sample: Sample) -> Sample:
     """The same values as arrays, a third of the pickled size of lists and much faster to send."""
     kinds = dict.fromkeys(("prompt", "response"), "i") | dict.fromkeys(("external", "trained"), "b")
-    kinds |= dict.fromkeys(("engine_logprob", "behavior_logprob", "advantage"), "d")
+    kinds |= dict.fromkeys(("engine_logprob", "behavior_logprob", "token_reward", "advantage"), "d")
     kinds |= dict.fromkeys(("value", "returns"), "f")
     values = {name: getattr(sample, name) for name in kinds}
     arrays: dict[str, Any] = {n: array(kinds[n], v) for n, v in values.items() if isinstance(v, Sequence)}
@@ -158,14 +158,14 @@ def _compact(sample: Sample) -> Sample:
 
 def _has_gradient(sample: Sample, objective: Objective) -> bool:
     values = sample.external, sample.advantage, sample.trained
-    tokens = len(sample.response) if any(isinstance(value, Sequence) for value in values) else 1  # one stands for all
+    tokens = len(sample.response) if any(isinstance(value, Sequence) for value in values) else 1  # one represents all
     each = zip(*(per_token(value, tokens) for value in values), strict=True)
     return any(on and (objective.external_gradient(A) if external else A != 0) for external, A, on in each)
 
 
 @dataclass(frozen=True)
 class _Totals:
-    """Tokens with a loss in an update over all ranks, (sampled, demonstrated), and the sequences that have such.
+    """Tokens with a loss in an update over all ranks, (sampled, demonstrated), and the sequences that have them.
 
     responses: sequences with tokens of either kind; one that begins with a demonstrated prefix has both.
     """

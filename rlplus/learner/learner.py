@@ -1,14 +1,16 @@
 """A model under DeepSpeed: packed forward passes, gradients over micro-batches, AdamW's step, the learning rate."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from math import inf
 from types import MethodType
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import Tensor, nn
@@ -27,8 +29,8 @@ from rlplus.ops.causal_lm import logit_transform
 class PackedModel(nn.Module):
     """A causal LM called with packed sequences; only hidden states that predict a response token reach the head.
 
-    The head's own `forward` is replaced, so that ZeRO-3's hooks on that module gather its weight around the fused op.
-    `group`: the ranks that share each micro-batch with this one, which is then called with its shard.
+    The `forward` of the head is replaced, so that ZeRO-3's hooks on that module gather its weight around the fused op.
+    `group`: the ranks that share each micro-batch with this one; it is then called with this rank's shard.
     """
 
     def __init__(self, lm: PreTrainedModel, group: SequenceGroup | None) -> None:
@@ -54,13 +56,14 @@ def _fused_head(head: nn.Linear, hidden: Tensor, op: Callable[..., Any]) -> Any:
 
 
 class Learner:
-    """A model that is trained, on this rank's shard.
+    """A trainable model under DeepSpeed, or this rank's shard of it.
 
     `model_path` is a Hugging Face folder or hub name, `model_config` its configuration with the run's changes.
     """
 
     def __init__(self, config: Config, model_path: str, model_config: PretrainedConfig) -> None:
         self.config, self.model_config = config, model_config
+        self._skipped_norms: list[float] = []  # of the last update, if it was skipped for its norm
         self.device = this_device()
         train = config.train
         self.group: SequenceGroup | None = None
@@ -85,11 +88,11 @@ class Learner:
             raise ValueError(f"the model in {model_path} has NaN or infinity in {what}: want finite weights")
 
     def load(self, model_path: str) -> PreTrainedModel:
-        """The model to train; under ZeRO-3 it is called where models are loaded in shards."""
+        """Load the model to train; under ZeRO-3 this is called inside `in_shards`."""
         return load_model(self.config.model, model_path, self.model_config)
 
     def check_attention(self) -> None:
-        """ValueError where packed sequences see each other, or do not see their own past. Collective."""
+        """ValueError if packed sequences attend to each other, or not to their own past. Collective."""
         self.engine.eval()
         check_attention(
             lambda batch: self.engine(batch.to(self.device), lambda hidden, *_, **__: hidden),
@@ -110,10 +113,10 @@ class Learner:
         op: Callable[[MicroBatch], Callable[..., Any]],
         before_each: Callable[[], None] | None = None,
     ) -> list[Any]:
-        """Forward and backward passes of one update; every rank calls it with as many micro-batches.
+        """Forward and backward passes of one update; every rank passes the same number of micro-batches.
 
-        op: what the head computes for a micro-batch, a named tuple with a `loss`. The gradient is that of the sum of
-        their losses; `step` is taken on it. before_each: called before each one, and may raise.
+        op: the head's computation for a micro-batch; it returns a named tuple with a `loss`. `step` uses the gradient
+        of the sum of these losses. before_each: called before each micro-batch; may raise.
         """
         outputs = []
         for i, batch in enumerate(batches):
@@ -123,38 +126,71 @@ class Learner:
             out = self.engine(batch, op(batch))
             self.engine.backward(out.loss)
             outputs.append(out._replace(loss=out.loss.detach()))
-        if self.device.type == "cuda":  # else the optimiser pays for it: the gradient's norm waits for the device
+        if self.device.type == "cuda":  # else the optimizer, which reads the norm, would be charged for it
             torch.cuda.synchronize()
         return outputs
 
-    def step(self) -> bool:
-        """The optimiser's step on what was accumulated; False when a non-finite gradient left the weights alone."""
+    def step(self, skip_above: float = 0.0) -> bool:
+        """Take the optimizer's step on the accumulated gradient; False if it was skipped, with the weights unchanged.
+
+        A step is skipped if its gradient is not finite or, unless `skip_above` is 0, has a larger global norm than
+        that; `grad_norm` is finite in the second case only.
+        """
         for group in self._optimizer.param_groups:
             group["lr"] = self.lr
-        self.engine.step()
+        limit = _norm_limit(self.engine.optimizer, skip_above) if skip_above else nullcontext(list[float]())
+        with limit as self._skipped_norms:
+            self.engine.step()
         applied: bool = self.engine.was_step_applied()
         return applied
 
     def close(self) -> None:
-        """Let go of the model, which DeepSpeed's hooks, and with ZeRO-3 its caches, would keep in memory."""
+        """Release the model, which DeepSpeed's hooks, and with ZeRO-3 its caches, would keep in memory."""
         self.engine.destroy()
         FWD_MODULE_STACK.clear()
-        for method in vars(PartitionedParameterCoordinator).values():  # one is cached, with the coordinator in its keys
+        for method in vars(PartitionedParameterCoordinator).values():  # one has a cache whose keys hold the coordinator
             for cell in getattr(method, "__closure__", None) or ():
                 if hasattr(cell.cell_contents, "cache_clear"):
                     cell.cell_contents.cache_clear()
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update: a function of the updates that were made, which checkpoints count."""
+        """The learning rate of the next update, a function of the number of updates made, which is in checkpoints."""
         made = self.engine.global_steps - self.engine.skipped_steps
         return learning_rate(self.config.train, made, self.config.train.updates)
 
     @property
     def grad_norm(self) -> float | None:
         """The global gradient norm of the last update, before clipping."""
-        norm = self.engine.get_global_grad_norm()
+        norm = self._skipped_norms[0] if self._skipped_norms else self.engine.get_global_grad_norm()
         return None if norm is None else float(norm)
+
+
+@contextmanager
+def _norm_limit(optimizer: Any, limit: float) -> Iterator[list[float]]:
+    """Make DeepSpeed's optimizer skip a step whose global gradient norm is above `limit`; yields a list for that norm.
+
+    DeepSpeed computes the norm inside its step. If it is infinite, DeepSpeed clears the gradients and leaves weights
+    and moments as they are. So a norm above the limit is reported as infinite; the norm is global, so all ranks do the
+    same.
+    """
+    stage3 = hasattr(optimizer, "_get_norm_groups")  # which has no method for the norm of all groups
+    name = "_get_norm_groups" if stage3 else "scaled_global_norm"
+    compute, above = getattr(optimizer, name), list[float]()
+
+    def limited() -> Any:
+        norms = compute()
+        norm = float(combine_grad_norm_groups(norms if stage3 else [norms]))
+        if not limit < norm < inf:
+            return norms
+        above.append(norm)
+        return [inf] if stage3 else inf
+
+    setattr(optimizer, name, limited)
+    try:
+        yield above
+    finally:
+        delattr(optimizer, name)
 
 
 def this_device() -> torch.device:
@@ -171,9 +207,9 @@ def _first_nonfinite(lm: nn.Module, device: torch.device) -> str:
         own = parameter.flatten()
         if hasattr(parameter, "ds_tensor"):
             shard = parameter.ds_tensor.flatten()
-            own = shard[: max(0, parameter.ds_numel - dist.get_rank() * len(shard))]  # the last shard's end is no value
+            own = shard[: max(0, parameter.ds_numel - dist.get_rank() * len(shard))]  # the last shard's end is padding
         names.append(name)
-        # The extremes of values with NaN among them are NaN; no temporary as large as the parameter.
+        # The extremes of values that include NaN are NaN. This needs no temporary as large as the parameter.
         extremes.append(torch.stack(own.aminmax()).to(device, torch.float32) if len(own) else extremes[0])
     finite = torch.stack(extremes).isfinite().all(1).tolist()
     first = -int(agree.largest(-finite.index(False) if False in finite else -len(finite)))
@@ -181,7 +217,7 @@ def _first_nonfinite(lm: nn.Module, device: torch.device) -> str:
 
 
 def _adamw(config: TrainConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's AdamW; where its state is offloaded from a GPU, DeepSpeed's, made for that and compiled on the spot."""
+    """torch's AdamW, or DeepSpeed's, compiled on first use, if its state is offloaded from a GPU."""
     kind: Any = torch.optim.AdamW
     if config.offload_optimizer == "cpu" and torch.cuda.is_available():
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -194,7 +230,7 @@ def _adamw(config: TrainConfig, parameters: list[nn.Parameter]) -> torch.optim.O
 
 
 def _compile_layers(lm: PreTrainedModel) -> None:
-    """Compile each layer in place, with lengths that may vary: like layers share the compiled code."""
+    """Compile each layer in place, with dynamic lengths; identical layers share the compiled code."""
     kinds = set(lm._no_split_modules or ())
     layers = [module for module in lm.modules() if type(module).__name__ in kinds]
     if not layers:
@@ -204,7 +240,7 @@ def _compile_layers(lm: PreTrainedModel) -> None:
 
 
 def deepspeed_config(config: Config, parameters: int) -> dict[str, Any]:
-    """DeepSpeed's configuration for a model with so many parameters; `train.deepspeed` is merged in last."""
+    """DeepSpeed's configuration for a model with that many parameters; `train.deepspeed` is merged in last."""
     train = config.train
     offload = {
         name: {"device": "cpu", "pin_memory": torch.cuda.is_available()}
@@ -222,7 +258,7 @@ def deepspeed_config(config: Config, parameters: int) -> dict[str, Any]:
             "allgather_bucket_size": bucket,
             **offload,
         },
-        "zero_force_ds_cpu_optimizer": False,  # without a GPU torch's AdamW is at home there
+        "zero_force_ds_cpu_optimizer": False,  # without a GPU torch's AdamW is used with offloading, too
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": config.model.dtype == "bfloat16", "check_grad_overflow": True},
     }

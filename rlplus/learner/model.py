@@ -1,4 +1,4 @@
-"""The model a run starts from: a folder, a name on the hub, or random weights made on the spot."""
+"""The model a run starts from: a folder, a name on the hub, or random weights."""
 
 import hashlib
 import json
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 def prepare_model(config: ModelConfig, folder: Path, seed: int) -> tuple[str, PretrainedConfig]:
     """(path, configuration) to load the model from; all ranks call it. ValueError for weights that are not the model's.
 
-    A scratch model is written to `folder`/scratch, with its tokenizer, by rank 0: always, since what lies there may be
-    half-written, or of another seed or size.
+    A scratch model is written to `folder`/scratch, with its tokenizer, by rank 0. An existing one is overwritten: it
+    may be incomplete, or have another seed or size.
     """
     path = config.path
     if config.scratch is not None:
@@ -59,7 +59,7 @@ def prepare_model(config: ModelConfig, folder: Path, seed: int) -> tuple[str, Pr
 def _check_weights(path: str, model_config: PretrainedConfig, trust_remote_code: bool) -> None:
     """ValueError on all ranks unless the checkpoint has every parameter of the model, in its shape.
 
-    transformers gives random values to what is missing, and so may vLLM; under ZeRO-3 other shapes fail on one rank
+    transformers initialises missing parameters randomly, and so may vLLM; under ZeRO-3 wrong shapes fail on one rank
     only and unexpected tensors are not reported. So rank 0 reads the checkpoint once before.
     """
     together = dist.is_initialized()
@@ -74,7 +74,7 @@ def _check_weights(path: str, model_config: PretrainedConfig, trust_remote_code:
 
 
 def _problem_with_weights(path: str, model_config: PretrainedConfig, trust_remote_code: bool) -> str:
-    """Empty where all is well. Parameters that are tied to one that is there are not missing."""
+    """A description of the problem; empty if there is none. A parameter tied to an existing one is not missing."""
     _, found = AutoModelForCausalLM.from_pretrained(
         path,
         config=model_config,
@@ -123,7 +123,8 @@ def load_model(config: ModelConfig, path: str, model_config: PretrainedConfig) -
 def weights_fingerprint(path: str) -> str | None:
     """A hash of config.json and of the names, shapes and first 4 kB of all tensors; None without safetensors.
 
-    It tells models apart, trained from each other too, in a read of about a megabyte; it does not find bit rot.
+    It distinguishes models, even if one was trained from the other, by reading about a megabyte; it does not detect bit
+    rot.
     """
 
     def find(name: str) -> str | None:
@@ -156,7 +157,7 @@ def weights_fingerprint(path: str) -> str | None:
 
 
 def write_model(lm: PreTrainedModel, folder: str, state: dict[str, Tensor] | None = None) -> None:
-    """A Hugging Face folder of the model, or of the weights in `state`, that others may read as the umask allows.
+    """Write a Hugging Face folder of the model, or of the weights in `state`, with the permissions of the umask.
 
     OSError when the disk is full.
     """
@@ -170,12 +171,12 @@ def write_model(lm: PreTrainedModel, folder: str, state: dict[str, Tensor] | Non
 
 @contextmanager
 def in_shards(deepspeed_config: dict[str, Any]) -> Iterator[None]:
-    """ZeRO-3: a model that is loaded within is cut into shards layer by layer; no rank ever holds all of it."""
+    """ZeRO-3: models loaded in this context are sharded layer by layer; no rank ever holds a whole one."""
     held = HfDeepSpeedConfig(deepspeed_config)  # transformers has a weak reference to it
     try:
         yield
     finally:
-        unset_hf_deepspeed_config()  # else every later model of this process, a rollout engine's too, would be cut
+        unset_hf_deepspeed_config()  # else every later model of this process, a rollout engine's too, would be sharded
         del held
 
 
@@ -226,17 +227,18 @@ def read_model_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def check_positions(config: Config, model_config: PretrainedConfig) -> None:
-    """ValueError where the model has fewer positions than the longest prompt and response have tokens."""
+    """ValueError if the model has fewer positions than the longest prompt and response have tokens."""
     longest = max(config.max_sample_length, config.max_generation_length)
     if longest > (places := getattr(model_config, "max_position_embeddings", longest)):
+        whose = " of an evaluation" if config.max_generation_length > config.max_sample_length else ""
         raise ValueError(
-            f"the longest prompt and response have {longest} tokens together, the model has {places} positions: "
+            f"the longest prompt and response{whose} have {longest} tokens together, the model has {places} positions: "
             "shorten them, or raise model.overrides.max_position_embeddings (and the rope with it)"
         )
 
 
 def with_overrides(config: PretrainedConfig, overrides: dict[str, Any]) -> PretrainedConfig:
-    """The model's configuration with the run's fields; ValueError for fields or values that it does not take."""
+    """The model's configuration with the run's overrides; ValueError for fields or values that it does not accept."""
     fields = config.to_dict()
     for name, value in overrides.items():
         if name == "rope_theta" and isinstance(fields.get("rope_parameters"), dict):

@@ -1,4 +1,4 @@
-"""The policy: a learner whose head is the fused loss, with its logprobs, its reference and its weights for others."""
+"""The policy: a learner whose head is the fused loss, with its logprobs, reference and weights for export."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,9 +24,9 @@ from rlplus.ops.backends import Choice, choose
 
 
 class Policy(Learner):
-    """A language model that is trained with a policy loss; its weights are for the rollout engine and for export.
+    """A language model that is trained with a policy loss, and provides weights for the rollout engine and for export.
 
-    reference: whether `logprob` is asked for the model as it was at the beginning, too.
+    reference: whether `logprob` is also needed under the initial model.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class Policy(Learner):
             self.reference = PackedModel(lm, self.group).to(self.device).eval().requires_grad_(False)
 
     def nonfinite(self) -> str:
-        """The place of NaN or infinity: the first such parameter, else a batch's logprobs; empty if all is finite.
+        """Where there is NaN or infinity: the first such parameter, else a batch's logprobs; empty if all is finite.
 
-        All ranks call it. A pass over this rank's weights and one forward pass of two short sequences.
+        Collective. A pass over this rank's weights and one forward pass of two short sequences.
         """
         if what := super().nonfinite():
             return what
@@ -71,7 +71,7 @@ class Policy(Learner):
 
     @torch.no_grad()
     def statistics(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """log p (N,) of the batch's targets at the sampling temperature, and the entropy (N,) there."""
+        """log p (N,) of the batch's targets and the entropy (N,), at the sampling temperature."""
         logprob, entropy = self.engine(batch, partial(linear_logprob, target=batch.target, **self._head_options()))
         return logprob, entropy
 
@@ -99,7 +99,7 @@ class Policy(Learner):
         )
 
     def _constants(self, batch: MicroBatch, objective: Objective) -> TokenConstants:
-        """What the loss of the batch's tokens depends on besides the policy."""
+        """The constants that the loss of the batch's tokens depends on besides the policy."""
         return TokenConstants(
             batch.advantage,
             batch.token_weight,
@@ -114,7 +114,7 @@ class Policy(Learner):
     def squared_slopes(
         self, batches: Sequence[MicroBatch], outputs: Sequence[PolicyLoss], objective: Objective
     ) -> dict[str, float]:
-        """Sums of (dloss / dlogprob (1 - p))^2 over this rank's internal and external tokens, external_coef being 1."""
+        """Sums of (dloss / dlogprob (1 - p))^2 over this rank's internal and external tokens, for external_coef 1."""
         plain = replace(objective, external_coef=1.0, kl_coef=0.0, entropy_coef=0.0)
         sums = dict.fromkeys(("internal", "external"), 0.0)
         for batch, out in zip(batches, outputs, strict=True):
@@ -154,7 +154,7 @@ class Policy(Learner):
 
 
 def agreed_backend(name: str, device: torch.device, dtype: torch.dtype) -> Choice:
-    """The backend of all ranks: `torch` where a rank refuses what the others would take. Collective."""
+    """The backend of all ranks: `torch` if a rank cannot use the one that the others would. Collective."""
     choices = agree.gathered(choose(name, device, dtype))
     if len({choice.backend for choice in choices}) == 1:
         return choices[0]
@@ -163,7 +163,7 @@ def agreed_backend(name: str, device: torch.device, dtype: torch.dtype) -> Choic
 
 
 def _without_ranks(out: PolicyLoss) -> PolicyLoss:
-    """With the losses divided by the number of ranks, which `Policy._loss_op` has in the weights."""
+    """Divide the losses by the number of ranks, a factor that `Policy._loss_op` puts into the weights."""
     ranks = dist.get_world_size()
     stats = {name: value / ranks if name.startswith("loss_") else value for name, value in out.stats.items()}
     return out._replace(loss=out.loss / ranks, stats=stats)
@@ -173,7 +173,7 @@ _Merged = tuple[str, list[Any], Callable[[], Tensor]]  # parameters with the fie
 
 
 def _buckets(merged: Sequence[_Merged], most_bytes: int) -> Iterator[list[_Merged]]:
-    """In order, in lists of at most so many bytes of parameters, or of one entry."""
+    """The entries in order, in lists of at most that many bytes of parameters, or of one entry."""
     bucket: list[_Merged] = []
     size = 0
     for entry in merged:

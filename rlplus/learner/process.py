@@ -1,4 +1,4 @@
-"""A process reward model: a language model whose logprobs, less those of the reference, are rewards of tokens."""
+"""A process reward model: a language model whose logprobs minus those of the reference are token rewards."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +22,7 @@ class OutcomeLoss(NamedTuple):
 
 
 class ProcessModel(Policy):
-    """Begins as the policy does, and keeps a frozen copy of these weights as its reference."""
+    """Starts from the policy's initial weights, and keeps a frozen copy of them as its reference."""
 
     def __init__(self, config: Config, model_path: str, model_config: PretrainedConfig) -> None:
         super().__init__(config, model_path, model_config, reference=True)
@@ -32,7 +32,7 @@ class ProcessModel(Policy):
         return self.logprob(batch) - self.logprob(batch, reference=True)
 
     def learn(self, batches: Sequence[MicroBatch], beta: float) -> list[OutcomeLoss]:
-        """`backward` of the outcome loss, whose outcomes are the batches' `returns`."""
+        """`backward` of the outcome loss; the outcomes are the batches' `returns`."""
         ranks = dist.get_world_size()
         outputs = self.backward(batches, partial(self._outcome_op, beta, ranks))
         return [OutcomeLoss(out.loss / ranks) for out in outputs]

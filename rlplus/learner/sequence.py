@@ -1,4 +1,4 @@
-"""Sequence parallelism (DeepSpeed-Ulysses), and a check that packed sequences do not see each other.
+"""Sequence parallelism (DeepSpeed-Ulysses), and a check that packed sequences do not attend to each other.
 
 Under sequence parallelism each of s neighbouring ranks has L / s columns of a micro-batch's rows. Around the attention,
 and only there, all-to-all exchanges turn "all heads of some columns" into "some heads of all columns" and back.
@@ -38,7 +38,7 @@ class SequenceGroup:
         _register(attention)
 
     def inputs(self, batch: MicroBatch, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Any]:
-        """The model's arguments for a shard of a micro-batch: its columns, and what attention to all of them needs."""
+        """The model's arguments for a shard of a micro-batch: its columns, and what attention to all columns needs."""
         whole = batch.whole_position_ids
         assert whole is not None
         inputs = {
@@ -52,16 +52,16 @@ class SequenceGroup:
             (start, _), (longest, _) = prepare_fa_kwargs_from_position_ids(whole)
             return inputs | dict(cu_seq_lens_q=start, cu_seq_lens_k=start, max_length_q=longest, max_length_k=longest)
         shape_only = torch.empty((*whole.shape, 1), dtype=dtype, device=whole.device)
-        # None for rows of a single sequence: the model then makes none either, and sdpa is causal by itself.
+        # None for rows of a single sequence: the model then makes none either, and sdpa is causal by default.
         mask = create_causal_mask(config, shape_only, None, None, whole)
         return inputs | {"attention_mask": mask}
 
 
 def _register(attention: str) -> None:
-    """Teach transformers' attention of that name to exchange heads for columns where it gets a `sequence_group`.
+    """Make transformers' attention of that name exchange heads for columns if it gets a `sequence_group`.
 
-    Under its own name, because transformers treats names specially ("flash_attention_2"); without a `sequence_group`
-    nothing changes, for a rollout engine in the same process.
+    The name is kept, because transformers treats some names specially ("flash_attention_2"); without a
+    `sequence_group`, as in a rollout engine of the same process, nothing changes.
     """
     core = AttentionInterface()[attention]
     if hasattr(core, "exchanges_heads"):
@@ -105,9 +105,9 @@ class _AllToAll(torch.autograd.Function):
 def probe_batch(vocabulary: int, parallel: int, ends: int = 0) -> MicroBatch:
     """This rank's shard of a packed row of two short sequences.
 
-    ends: the token at the first sequence's ends. Its last one is seen by what comes next, for a convolution.
+    ends: the token at both ends of the first sequence. A convolution in the second one would see its last token.
     """
-    lengths = (5 * parallel, 3 * parallel)  # the first one reaches over the border of a shard
+    lengths = (5 * parallel, 3 * parallel)  # the first one extends over the border of a shard
     first, second = ([i % vocabulary for i in range(2, n + 2)] for n in lengths)
     first[0] = first[-1] = ends % vocabulary
     samples = [Sample(ids[:1], ids[1:], 0, False, False, None) for ids in (first, second)]
@@ -120,7 +120,7 @@ def probe_batch(vocabulary: int, parallel: int, ends: int = 0) -> MicroBatch:
 
 @torch.no_grad()
 def check_attention(hidden: Callable[[MicroBatch], Tensor], vocabulary: int, parallel: int, attention: str) -> None:
-    """ValueError unless each sequence of a packed row sees its own past and nothing of the other; all ranks call it.
+    """ValueError unless each sequence of a packed row attends to its own past and not to the other. Collective.
 
     hidden: shard of a micro-batch -> hidden states (N, H) of its `rows`. An attention implementation, or a model's own
     code, that ignores restarting positions would train on the wrong context without any error.

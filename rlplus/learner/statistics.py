@@ -1,6 +1,6 @@
-"""What a forward pass before an update gives the loss: ratios of whole sequences, and tokens of high entropy.
+"""Loss inputs from a forward pass before an update: ratios of whole sequences, and tokens of high entropy.
 
-The op knows single tokens. Everything here therefore reaches it as per-token constants: an old_logprob and an
+The op handles single tokens, so all of this is passed to it as per-token constants: an old_logprob and an
 engine_logprob that give every token its sequence's ratio, and an advantage of 0 for tokens that are left out.
 """
 
@@ -16,9 +16,9 @@ from rlplus.objective import Algorithm
 
 
 def needs_statistics(algorithm: Algorithm, on_policy: bool) -> bool:
-    """Whether an update wants the current policy's logprobs and entropies first. on_policy: it has sampled the batch.
+    """Whether an update needs the current policy's logprobs and entropies first. on_policy: it has sampled the batch.
 
-    Then the ratio of each sequence is 1 as that of each token, with the same gradient.
+    On policy, the ratios of sequences and of tokens are all 1, with the same gradient.
     """
     engine = algorithm.objective.mismatch_cap is not None and algorithm.mismatch_level != "token"
     sequences = algorithm.ratio_level == "sequence" or engine
@@ -30,8 +30,8 @@ def set_statistics(
 ) -> None:
     """Change the constants of an update's micro-batches. Collective.
 
-    statistics: logprob (N,) and entropy (N,) of each under the current policy. parallel: so many neighbouring ranks
-    share the sequences of a micro-batch.
+    statistics: logprob (N,) and entropy (N,) of each under the current policy. parallel: the number of
+    neighbouring ranks that share the sequences of a micro-batch.
     """
     for batch, (logprob, _) in zip(batches, statistics, strict=True):
         _set_sequence_ratios(batch, logprob, algorithm, parallel)
@@ -45,7 +45,7 @@ def set_statistics(
 
 
 def _set_sequence_ratios(batch: MicroBatch, logprob: Tensor, algorithm: Algorithm, parallel: int) -> None:
-    """exp(logprob - old_logprob) becomes the sequence's ratio, its slope included: GSPO's s sg(1/p) p.
+    """Make exp(logprob - old_logprob) the sequence's ratio, with the slope of GSPO's s sg(1/p) p.
 
     exp(old_logprob - engine_logprob) becomes the weight of the sequence, or stays that of the token.
     """
@@ -62,7 +62,7 @@ def _set_sequence_ratios(batch: MicroBatch, logprob: Tensor, algorithm: Algorith
 
 
 def _over_sequences(values: Tensor, batch: MicroBatch, *, mean: bool, parallel: int) -> Tensor:
-    """(N,) -> (N,): the sum or mean over the sampled tokens with a loss of each one's sequence, on all its ranks."""
+    """(N,) -> (N,): for each token the sum or mean over its sequence's sampled tokens with a loss, on all ranks."""
     own = values.new_zeros(2, int(batch.sequence.max()) + 1 if len(values) else 0, dtype=torch.float64)
     on = (batch.token_weight != 0) & ~batch.external
     own[0].index_add_(0, batch.sequence[on], values[on].double())
@@ -76,7 +76,7 @@ def _over_sequences(values: Tensor, batch: MicroBatch, *, mean: bool, parallel: 
 
 
 def _threshold(batches: Sequence[MicroBatch], entropies: Sequence[Tensor], share: float) -> float:
-    """The least entropy of that share of the sampled tokens of all ranks, from which on tokens count. Collective."""
+    """The lowest entropy in that top share of all ranks' sampled tokens; lower ones do not count. Collective."""
     counted = [(batch.token_weight != 0) & ~batch.external for batch in batches]
     own = torch.cat([entropy[on] for entropy, on in zip(entropies, counted, strict=True)]).cpu()
     ordered = torch.cat(agree.gathered(own)).sort().values

@@ -1,4 +1,4 @@
-"""A value model: the language model's body with a head of width 1 in the place of its own."""
+"""A value model: the language model's body with a head of width 1."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,14 +15,14 @@ from rlplus.objective import value_loss
 
 
 class ValueLoss(NamedTuple):
-    """Loss () of a micro-batch, and the values (N,) that it is of."""
+    """Loss () of a micro-batch, and the values (N,) that it was computed from."""
 
     loss: Tensor
     value: Tensor
 
 
 class ValueModel(Learner):
-    """A critic: the value of the state before each response token, read off the state that predicts the token."""
+    """A critic: values the state before each response token, from the hidden state that predicts the token."""
 
     def load(self, model_path: str) -> PreTrainedModel:
         lm = super().load(model_path)
@@ -36,7 +36,7 @@ class ValueModel(Learner):
         return value
 
     def accumulate(self, batches: Sequence[MicroBatch], clip: float) -> list[ValueLoss]:
-        """`backward` of the value loss towards the batches' `returns`, clipped around their `value`."""
+        """`backward` of the value loss with targets `returns`, clipped around the batches' `value`."""
         ranks = dist.get_world_size()
         outputs = self.backward(batches, partial(_loss_op, clip, ranks))
         return [out._replace(loss=out.loss / ranks) for out in outputs]
@@ -53,7 +53,7 @@ def add_value_head(lm: PreTrainedModel, seed: int) -> None:
 
 
 def _values(hidden: Tensor, weight: Tensor, **_: Any) -> Tensor:
-    """In fp32: in bf16 a value near 1 would have 8 bits. What the model's class does to logits is not for values."""
+    """Values in fp32: in bf16 one near 1 would have 8 bits. The model's logit scale and softcap do not apply."""
     return nn.functional.linear(hidden.float(), weight.float()).squeeze(-1)
 
 

@@ -1,4 +1,4 @@
-"""Advantages that compare a response with more than its group's mean, or otherwise."""
+"""Advantage estimators besides the group-relative one: leave-one-out, batch-whitened, pass@k and others."""
 
 from math import comb
 
@@ -24,20 +24,20 @@ def batch_advantages(
 
     rewards (n,) floating; group_ids (n,) int64; include (n,) bool or None: which rows enter the statistics. mean and n
     are those of a row's group, std has n - 1 in its denominator, and whiten(x) = (x - mean of x) / (std of x + eps)
-    over the batch, in which a response counts as often as it has tokens, (n,) int64, needed there.
+    over the batch, in which a response counts once per token; tokens (n,) int64 is required there.
 
       group               group_advantages(normalize_std=False): R - mean
       leave-one-out       R - mean of the others: RLOO (Ahmadian et al., arXiv 2402.14740)
       batch               whiten(R): REINFORCE++ (arXiv 2501.03262)
       group-batch         whiten(R - mean): REINFORCE++ with baseline
       batch-std           (R - mean) / (std of R over the batch + eps): TRL's scale_rewards="batch"
-      mean                (R - mean) / mean, 0 where none is solved: maximum likelihood RL
-      pass@k              the mean over all k responses of the group that this one is among of (whether one of them is
-                          right - pass@k), over the standard deviation sqrt(pass@k (1 - pass@k)): pass@k training
-                          (arXiv 2508.10751). Right is a reward of 1 or more. 0 where pass@k is 0 or 1. A group of
-                          fewer than k, of which some were left out, takes its size for k
+      mean                (R - mean) / mean, 0 where the mean is 0: maximum likelihood RL
+      pass@k              mean over all subsets of k responses of the group that contain this one of (1 if one of them
+                          is right, else 0) - pass@k, over the standard deviation sqrt(pass@k (1 - pass@k)): pass@k
+                          training (arXiv 2508.10751). Right is a reward of 1 or more. 0 where pass@k is 0 or 1. In a
+                          group of fewer than k responses, because some were left out, k is their number
 
-    Raises ValueError for what group_advantages refuses, without tokens, and for k below 1.
+    Raises ValueError as group_advantages does, for missing tokens, and for k below 1.
     """
     centred = group_advantages(rewards, group_ids, normalize_std=False, include=include).double()
     R, on = rewards.double(), torch.ones_like(rewards, dtype=torch.bool) if include is None else include
@@ -77,7 +77,7 @@ def _whiten(values: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _pass_at_k(n: int, solved: int, k: int) -> tuple[float, float]:
-    """The advantage of a right and of a wrong response of a group of n."""
+    """The advantages of a right and of a wrong response in a group of n."""
     k = min(k, n)
     missed = comb(n - solved, k) / comb(n, k)  # the share of k responses without a right one: 1 - pass@k
     if missed in (0.0, 1.0):

@@ -33,14 +33,14 @@ WEIGHTS = ("advantage", "token_weight", "entropy_weight")  # may also be integer
 
 
 def _advantage(value: object, shape: torch.Size) -> object:
-    """One per sequence, (..., 1) or (...) without the last axis, is that of each of its tokens."""
+    """Expand an advantage per sequence, (..., 1) or (...) without the last axis, to the sequence's tokens."""
     if isinstance(value, Tensor) and value.shape != shape and value.shape in (shape[:-1], (*shape[:-1], 1)):
         return value.reshape(*shape[:-1], 1).expand(shape)
     return value
 
 
 def _number(name: str, value: object, dtype: torch.dtype) -> object:
-    """Integers and bools, where they may be, in the dtype that is wanted."""
+    """Convert integers and bools, where they are allowed, to the given dtype."""
     if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex():
         return value
     return value != 0 if name == "external" else value.to(dtype) if name in WEIGHTS else value

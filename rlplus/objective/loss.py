@@ -1,4 +1,4 @@
-"""The policy loss on logprobs that are already there."""
+"""The policy loss on given logprobs."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def policy_loss(
     logprob (...) floating, differentiable; entropy (...) likewise, needed when objective.entropy_coef != 0.
     Every other array has logprob's shape and device, and is what `rlplus.linear_policy_loss` takes. old_logprob None
     means the current policy (ratio 1), external None that no token is external. Tokens of token_weight 0 contribute
-    nothing, whatever stands there.
+    nothing, whatever their contents.
 
     Returns (loss, stats): loss 0-d, fp32 (fp64 for fp64 logprobs), differentiable once; stats 0-d sums and counts,
     detached, which add up over micro-batches and ranks.

@@ -1,4 +1,4 @@
-"""The objective's fields and the published algorithms written in them."""
+"""The fields of an objective, and the published algorithms as presets."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -37,10 +37,10 @@ def _check_name(what: str, name: object, valid: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a token contributes to the loss, as a function of its logprob and per-token constants.
+    """The loss of a token as a function of its logprob and per-token constants.
 
     Sampled (internal) and demonstrated (external) tokens each have a surrogate g(logprob); a token's loss is
-    -advantage * g. The formulas stand in `surrogates.py`. Change fields with `dataclasses.replace`.
+    -advantage * g. The formulas are in `surrogates.py`. Change fields with `dataclasses.replace`.
 
     internal       "ratio" (RL-PLUS), "clip" (PPO, GRPO, DAPO), "reinforce", "cispo" (MiniMax-M1), "sapo", "dppo",
                    or the name of a `register_token_loss`
@@ -119,7 +119,7 @@ class Objective:
             raise ValueError(f"want mismatch_low < mismatch_cap; got {self.mismatch_low:g} and {self.mismatch_cap:g}")
 
     def external_gradient(self, advantage: float) -> bool:
-        """Whether a demonstrated token of that advantage can have a gradient, KL and entropy aside."""
+        """Whether a demonstrated token with this advantage can have a gradient, KL and entropy aside."""
         surrogate = EXTERNAL[self.external]
         return surrogate.terms is not None and (advantage != 0 or not surrogate.weighted)
 
@@ -131,25 +131,29 @@ class Objective:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An objective and what the algorithm does around it.
+    """An objective and everything else that defines an algorithm.
 
     reduction        the normaliser, see `token_weights`
     advantage        what a reward is compared with, see `batch_advantages`
     advantage_k      k of advantage "pass@k"
     normalize_std    whether advantages of "group" are divided by the group's standard deviation
-    demonstrations   "none"; "group": a demonstration is a member of its group; "apart": it is outside the group's
-                     statistics, with denominators of its own, but takes the place of a rollout unless the recipe says
-                     otherwise (`in_place`); "only": no rollouts at all
+    demonstrations   "none"; "group": a demonstration is a member of its group; "apart": it is excluded from the
+                     group's statistics and has separate denominators, but still replaces a rollout unless the recipe
+                     says otherwise (`in_place`); "only": no rollouts at all
     external_reduction   the normaliser of demonstrations "apart"; None = `reduction`
     ratio_level      "token", or "sequence" (GSPO, arXiv 2507.18071): the geometric mean of the sequence's ratios
-    mismatch_level   the mismatch weight is a "token"'s, the product of its "sequence"'s, or their "geometric" mean
-    top_entropy      the share of sampled tokens, those of the highest entropy, that has a surrogate
-    external_schedule  what becomes of the objective's external_coef from step to step; None = constant
-    recipe           what it does in a step around the objective: options of one of `RECIPES`
-    refill           which groups are left out, and drawn anew; None = each step trains on the groups of one draw
-    shaping          what advantages are computed from in place of the grader's reward; None = that itself
-    Each of ratio_level, mismatch_level and top_entropy costs a forward pass before an update, all of them together
-    one; ratio_level none before the first update of the policy that sampled, where every ratio is 1.
+    mismatch_level   the mismatch weight of a "token", the product over its "sequence", or their "geometric" mean
+    top_entropy      the share of sampled tokens that has a surrogate: those with the highest entropy
+    external_schedule  how the objective's external_coef changes from step to step; None = constant
+    recipe           options of one of `RECIPES`: what a step does around the objective
+    refill           which groups are dropped and replaced by new draws; None = each step trains on one draw
+    shaping          changes to the grader's reward before advantages are computed; None = no change
+    skip_grad_norm   updates whose gradient has a larger global norm are skipped; 0 = off
+    reward_kl_coef   factor of a KL penalty: this times k1 = log p - log p_ref, under the policy that sampled, is
+                     subtracted from the reward of each sampled token, or, in recipes without token rewards, its sum
+                     from the response's reward; 0 = off
+    Any of ratio_level, mismatch_level and top_entropy adds one forward pass before an update, several of them together
+    also one; ratio_level adds none before the first update on samples of the current policy, where every ratio is 1.
     """
 
     objective: Objective
@@ -166,9 +170,11 @@ class Algorithm:
     recipe: RecipeOptions = PLAIN
     refill: Refill | None = None
     shaping: Shaping | None = None
+    skip_grad_norm: float = 0.0
+    reward_kl_coef: float = 0.0
 
     def at_step(self, step: int, external_share: float = 1.0) -> "Algorithm":
-        """With the objective of the step after `step` others; `external_share` as of `ExternalSchedule.coefficient`."""
+        """The algorithm in the step after `step` others; `external_share` as for `ExternalSchedule.coefficient`."""
         if self.external_schedule is None:
             return self
         coefficient = self.external_schedule.coefficient(self.objective.external_coef, step, external_share)
@@ -181,18 +187,23 @@ class Algorithm:
         return self.demonstrations != "only"
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether logprobs under the model that the run starts from are needed."""
+        return bool(self.objective.kl_coef or self.reward_kl_coef)
+
+    @property
     def demonstrates(self) -> bool:
         """Whether demonstrations are trained on."""
         return self.demonstrations != "none"
 
     @property
     def demonstrates_in_place(self) -> bool:
-        """Whether a demonstration takes the place of a rollout of its group."""
+        """Whether a demonstration replaces a rollout of its group."""
         return self.demonstrates and self.recipe.in_place
 
     @property
     def demonstrations_apart(self) -> bool:
-        """Whether demonstrations are outside the groups' statistics, with denominators of their own."""
+        """Whether demonstrations are excluded from the groups' statistics and have separate denominators."""
         return self.demonstrations == "apart"
 
 
@@ -200,7 +211,7 @@ def _rollouts_only(internal: str, reduction: Reduction, normalize_std: bool = Tr
     return Algorithm(Objective(internal, "none", gamma=0.0, **fields), reduction, normalize_std, "none")
 
 
-# RL-PLUS and its ablations: what each changes of the paper's objective. -no-eba: no exploration weight; -no-mis: plain
+# RL-PLUS and its ablations, as changes to the paper's objective. -no-eba: no exploration weight; -no-mis: plain
 # importance sampling; the last three are the estimators of the paper's analysis.
 _RLPLUS: dict[str, dict[str, Any]] = {
     "": {},
@@ -213,12 +224,12 @@ _RLPLUS: dict[str, dict[str, Any]] = {
 
 
 def _official(**fields: Any) -> Algorithm:
-    """As the scripts of RL-PLUS and LUFFY run it: sums over a fixed length, no std, an entropy bonus."""
+    """The settings of the RL-PLUS and LUFFY scripts: sums over a fixed length, no std, an entropy bonus."""
     return Algorithm(Objective(entropy_coef=1e-3, **fields), "official", normalize_std=False)
 
 
 def _official_sft(recipe: RecipeOptions = PLAIN) -> Algorithm:
-    """The same with the mean of -log p over demonstrated tokens, beside the groups."""
+    """`_official` with demonstrations apart, whose loss is the mean of -log p over their tokens."""
     algorithm = _official(external="nll", gamma=0.0)
     return replace(algorithm, demonstrations="apart", external_reduction="token", recipe=recipe)
 
@@ -231,7 +242,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "grpo-official": _rollouts_only("clip", "official", normalize_std=False, entropy_coef=1e-3),
     "grpo-sft": _official_sft(),
     "relift": _official_sft(Interleaved()),
-    "hpt": _official_sft(Gate()),
+    "hpt": replace(_official_sft(Gate()), skip_grad_norm=80.0),
     "superrl": Algorithm(Objective("clip", "nll", gamma=0.0), "sequence", demonstrations="apart", recipe=Gate()),
     "uft": Algorithm(
         Objective("clip", "nll", external_coef=1e-3, gamma=0.0, kl_coef=1e-3), demonstrations="apart", recipe=Prefix()

@@ -1,4 +1,4 @@
-"""PRIME: rewards of tokens from a model that is trained on outcomes alone (arXiv 2502.01456)."""
+"""PRIME: token rewards from a model that is trained on outcomes alone (arXiv 2502.01456)."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def process_advantages(outcomes: Sequence[float], scores: Sequence[Tensor]) -> list[Tensor]:
-    """What a group's tokens are worth: the sum of their rewards from there on, (T,) float64 for each response.
+    """Advantages of a group's tokens: the sum of rewards from each token to the end, (T,) float64 per response.
 
-    outcomes: a reward for each response, which comes with its last token. scores: process rewards (T,) of its tokens.
-    Each kind first has its leave-one-out baseline. A group of one has no baseline, and is worth 0.
+    outcomes: one reward per response, given at its last token. scores: process rewards (T,) of its tokens. The
+    leave-one-out baseline of each kind is subtracted first. A group of one has no baseline; its advantages are 0.
     """
     rewards = _leave_one_out([score.double() for score in scores])
     ends = _leave_one_out([torch.tensor([outcome], dtype=torch.float64) for outcome in outcomes])
@@ -29,7 +29,7 @@ def _leave_one_out(rewards: Sequence[Tensor]) -> list[Tensor]:
 
 
 def outcome_loss(score: Tensor, outcome: Tensor, token_weight: Tensor, sequence: Tensor, beta: float) -> Tensor:
-    """Binary cross-entropy of sigmoid(beta sum of scores) against the outcome; a sequence has the sum of its weights.
+    """Binary cross-entropy of sigmoid(beta * sum of scores) and the outcome. A sequence's weight is its tokens' sum.
 
     score, outcome (the same for a sequence's tokens, in [0, 1]), token_weight (N,); sequence (N,) int64.
     """

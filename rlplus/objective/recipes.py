@@ -1,7 +1,7 @@
 """Options of recipes, the parts of an algorithm outside its loss, as frozen dataclasses.
 
-Every recipe has a class of options here; `Refill` and `Shaping` go with each of them. `rlplus.recipe` has what they do.
-Options stand apart from it so that a configuration is checked without torch.
+One class of options per recipe; `Refill` and `Shaping` can be combined with any of them. The recipes themselves are in
+`rlplus.recipe`; the options are here so that a configuration can be checked without torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ Schedule = Literal["binomial", "random", "linear", "cosine", "fixed"]
 
 @dataclass(frozen=True)
 class RecipeOptions:
-    """What is fixed for all options of a recipe.
+    """Base class of the options, with the properties of a recipe that no option changes.
 
-    in_place: whether a demonstration takes the place of a rollout of its group.
-    learners: the models that it trains beside the policy, by name. Each has the policy's body; its head is that of the
-    "language" model, or a "value" of width 1.
+    in_place: whether a demonstration replaces a rollout of its group.
+    learners: the models that the recipe trains alongside the policy, by name. Each has the policy's body and the head
+    of the "language" model, or a "value" head of width 1.
     """
 
     in_place: ClassVar[bool] = True
@@ -33,7 +33,7 @@ class Plain(RecipeOptions):
 
 @dataclass(frozen=True)
 class Interleaved(RecipeOptions):
-    """Updates on rollouts alone, and sometimes one on demonstrations of prompts that no rollout solved (ReLIFT).
+    """Updates on rollouts, and sometimes one on demonstrations of prompts that no rollout solved (ReLIFT).
 
     batch   demonstrations per such update
     Raises ValueError for a value that does not fit.
@@ -50,7 +50,7 @@ class Interleaved(RecipeOptions):
 class Gate(RecipeOptions):
     """Demonstrations only for prompts that the policy rarely solves (SuperRL, HPT).
 
-    solved   a prompt's demonstration is trained on if at most so many of its rollouts were solved
+    solved   a prompt's demonstration is trained on if at most this many of its rollouts were solved
     keep     whether its rollouts are trained on, too
     Raises ValueError for values that do not fit.
     """
@@ -73,7 +73,7 @@ class Prefix(RecipeOptions):
                `low` over `steps` steps; later there is no prefix.
                "linear", "cosine": p(t). "binomial": k of `segments` equal parts, k ~ Binomial(segments, p(t)), p by
                cosine. "random": uniform between `low` and `high`, in all steps. "fixed": likewise in all steps, evenly
-               spaced from `low` to `high` over the members; of a single member `high`
+               spaced from `high` to `low` over the members; `high` for a single member
     low, high, steps, segments
     members    how many rollouts of a group have a prefix; None = all. "binomial" and "random" draw once for all of them
     Raises ValueError for values that do not fit.
@@ -105,13 +105,13 @@ class Prefix(RecipeOptions):
 class Critic(RecipeOptions):
     """PPO: a value model of the policy's size estimates the value of each state; every token has its own advantage.
 
-    gamma, gae_lambda   of generalized advantage estimation; with 1 and 1, A_t = reward - V_t
-    whiten              advantages have mean 0 and variance 1 over the tokens of the batch
-    stopped_only        a response that was cut at the length limit has the reward 0
+    gamma, gae_lambda   parameters of generalized advantage estimation; with 1 and 1, A_t = reward - V_t
+    whiten              scale advantages to mean 0 and variance 1 over the tokens of the batch
+    stopped_only        give a response that was cut at the length limit the reward 0
     critic_updates      optimizer steps of the value model per step, each on an equal part of the step's samples
-    value_clip          how far a value may move from that of the step's beginning before its loss is clipped
+    value_clip          how far a value may move from its value at the start of the step before its loss is clipped
     lr, warmup_steps    of the value model's optimizer. After the warm-up its lr is constant: train.lr_schedule,
-                        lr_min_ratio and warmup_ratio do not apply. The rest is as in `train`
+                        lr_min_ratio and warmup_ratio do not apply. Its other settings are those of `train`
     Raises ValueError for a value that does not fit.
     """
 
@@ -144,17 +144,20 @@ class Critic(RecipeOptions):
 class ProcessReward(RecipeOptions):
     """PRIME: a second language model is trained to predict outcomes, which are rewards in [0, 1].
 
-    A token's reward is its logprob under that model minus the reference's. It scores a step's samples before it is
-    trained on them, in the policy's mini-batches.
+    A token's reward is its logprob under that model minus the reference's. It is trained on each step's samples, in
+    the policy's mini-batches.
 
-    beta                      of its loss: beta times the sum of a response's scores is the logit of a right answer
+    update                    when it is trained: "after" it has scored the samples, as in PRIME's own code, or
+                              "before", as in verl's recipe. A step that fails after this training cannot be redone
+    beta                      in its loss, beta times the sum of a response's scores is the logit of a right answer
     lr, warmup_steps, grad_clip, weight_decay
-                              of its optimizer, whose lr is constant after the warm-up; the rest is as in `train`
+                              of its optimizer, whose lr is constant after the warm-up; other settings as in `train`
     Raises ValueError for a value that does not fit.
     """
 
     learners: ClassVar[Mapping[str, Head]] = {"process": "language"}
 
+    update: Literal["after", "before"] = "after"
     beta: float = 0.05
     lr: float = 1e-6
     warmup_steps: int = 0
@@ -166,6 +169,7 @@ class ProcessReward(RecipeOptions):
         wanted = {name: (positive, _is_positive(getattr(self, name))) for name in ("beta", "lr", "grad_clip")}
         wanted["warmup_steps"] = ("an integer >= 0", _is_integer(self.warmup_steps) and self.warmup_steps >= 0)
         wanted["weight_decay"] = ("a finite number >= 0", is_number(self.weight_decay) and self.weight_decay >= 0)
+        wanted["update"] = ("after or before", self.update in ("after", "before"))
         _check(self, wanted)
 
 
@@ -199,9 +203,9 @@ def _is_share(value: object) -> bool:
 class Refill:
     """Drop groups outside the bounds and draw more prompts until `prompts_per_step` groups are left.
 
-    low, high   a group is kept if its rollouts' rewards are not all equal and their mean lies in [low, high]. DAPO's
+    low, high   a group is kept if its rollouts' rewards are not all equal and their mean is in [low, high]. DAPO's
                 dynamic sampling (arXiv 2503.14476, eq. 11) has 0 and 1, PRIME's filter (arXiv 2502.01456) .2 and .8
-    max_draws   the run stops where so many draws do not suffice
+    max_draws   the run stops if this many draws are not enough
     Raises ValueError for values that do not fit.
     """
 
@@ -216,7 +220,7 @@ class Refill:
             raise ValueError(f"want refill.max_draws an integer >= 1; got {self.max_draws!r}")
 
     def keeps(self, rewards: Sequence[float]) -> bool:
-        """Whether a group is kept whose rollouts the grader gave these rewards."""
+        """Whether a group with these rewards is kept."""
         return len(set(rewards)) > 1 and self.low <= sum(rewards) / len(rewards) <= self.high
 
 
@@ -225,8 +229,8 @@ class Shaping:
     """Changes to the grader's reward before advantages are computed. Metrics and `Refill` use the unchanged reward.
 
     wrong      the reward of a wrong answer: r becomes wrong + (1 - wrong) r
-    overlong   DAPO's soft penalty (arXiv 2503.14476, eq. 13) on rollouts in this last share of the length limit: from 0
-               at its beginning it falls linearly to -1 at the limit. 0 = off
+    overlong   DAPO's soft penalty (arXiv 2503.14476, eq. 13) on rollouts that end in the last part of the length limit,
+               of which this is the share: it falls linearly from 0 to -1 at the limit. 0 = off
     Raises ValueError for values that do not fit.
     """
 
@@ -240,7 +244,7 @@ class Shaping:
             raise ValueError(f"want shaping.overlong a number in [0, 1]; got {self.overlong!r}")
 
     def reward(self, reward: float, length: int, limit: int) -> float:
-        """The shaped reward of a response of `length` tokens, which may have `limit`."""
+        """The shaped reward of a response of `length` tokens, with a length limit of `limit`."""
         shaped = self.wrong + (1 - self.wrong) * reward
         buffer = self.overlong * limit
         return shaped + min((limit - buffer - length) / buffer, 0.0) if buffer else shaped
@@ -252,7 +256,7 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def _check(options: RecipeOptions, wanted: Mapping[str, tuple[str, bool]]) -> None:
-    """ValueError for the first option that does not fit. wanted: what each should be, and whether it is."""
+    """ValueError for the first invalid option. wanted: for each option what it should be, and whether it is."""
     for name, (what, fits) in wanted.items():
         if not fits:
             raise ValueError(f"want recipe.{name} {what}; got {getattr(options, name)!r}")

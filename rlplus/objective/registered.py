@@ -1,4 +1,4 @@
-"""Token losses of users: internal surrogates that an `Objective` can name like the built-in ones."""
+"""User-defined token losses: internal surrogates that an `Objective` can name like the built-in ones."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -22,12 +22,12 @@ def register_token_loss(name: str, function: "TokenLossFunction", *, check_slope
     function: logprob (N,) and a `TokenConstants` -> loss (N,), slope (N,): what sampled tokens of weight 1 add to the
     loss, and its derivative with respect to logprob. It is called without autograd, in fp32 or fp64, on all tokens;
     those of weight 0, of advantage 0 and demonstrated ones are left out afterwards. Of the constants, old_logprob is
-    always there (where none was given, it is logprob); the others are None unless given.
+    always given (by default it is logprob); the others may be None.
     check_slope: compare the slope with finite differences now, on 64 random tokens in fp64. False for a loss that holds
     a factor constant, as "cispo" does.
 
-    Backends: reference, torch and cpp. `Objective(internal="module:function")` registers a function by itself, with the
-    check; a run's configuration can name it so.
+    Backends: reference, torch and cpp. `Objective(internal="module:function")` registers a function automatically, with
+    the check; a run's configuration can name it this way.
     Raises ValueError for a name that is taken and for a slope that is not the derivative.
     """
     if name in INTERNAL:
@@ -43,7 +43,7 @@ def register_token_loss(name: str, function: "TokenLossFunction", *, check_slope
 
 
 def find_token_loss(name: object) -> None:
-    """Import and register "module:function", where that is new; ValueError where there is none."""
+    """Import and register "module:function" unless it is registered; ValueError if it does not exist."""
     if not isinstance(name, str) or name in INTERNAL or name.count(":") != 1:
         return
     try:

@@ -9,11 +9,11 @@ Shape = Literal["linear", "cosine", "gradient-norm"]
 
 @dataclass(frozen=True)
 class ExternalSchedule:
-    """The `external_coef` of each step, from that of the objective on.
+    """The `external_coef` of each step, starting from the objective's.
 
     shape   "linear", "cosine" (half a period): to `end`, which may be 0, over `steps` steps, and `end` from then on.
             "gradient-norm": external_coef times n_ext / (n_ext + n_int), the norms of the gradients that demonstrated
-            and sampled tokens had in the step before, at a coefficient of 1: demonstrations count as long as the
+            and sampled tokens had in the previous step, at a coefficient of 1: demonstrations count as long as the
             policy is far from them. The idea is SASR's (arXiv 2505.13026), whose exact formula is not published
             clearly: this one is ours. A norm is that of the gradient with respect to the logits, for each token
             |dloss / dlogprob| (1 - p), which is exact to within a factor of sqrt(2)
@@ -35,7 +35,7 @@ class ExternalSchedule:
             raise ValueError(f"want steps >= 1; got {self.steps!r}")
 
     def coefficient(self, start: float, step: int, external_share: float) -> float:
-        """That of the step after `step` others. external_share: n_ext / (n_ext + n_int) of the one before."""
+        """external_coef of step `step` + 1. external_share: n_ext / (n_ext + n_int) of the previous step."""
         if self.end is None or self.steps is None:
             return start * external_share
         done = min(1.0, step / self.steps)

@@ -1,7 +1,8 @@
 """The surrogates of sampled and of demonstrated tokens, by name.
 
-Each is a scalar function of the token's logprob, stated with its derivative. These tables are the one list of them:
-names, checks of settings and the definition of the loss follow. Only the Triton kernel has the formulas a second time.
+Each is a scalar function of the token's logprob, given with its derivative. These tables are the only list of them:
+names, checks of settings and the definition of the loss are derived from it. Only the Triton kernel repeats the
+formulas.
 
 Symbols: p = exp(logprob), p_old = exp(old_logprob), r = p / p_old, A = advantage.
 
@@ -118,7 +119,7 @@ INTERNAL = {
 
 
 def _mis(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor]:
-    """2 p / (p_omega + p_old) (RL-PLUS eq. 4); of an unknown p_omega the Bayes-optimal estimate (p_old + 1) / 2."""
+    """2 p / (p_omega + p_old) (RL-PLUS eq. 4); an unknown p_omega is estimated as the Bayes-optimal (p_old + 1) / 2."""
     old = _old(logprob, c)
     if c.behavior_logprob is None:
         g = 4 * logprob.exp() / (3 * old.exp() + 1)
@@ -128,7 +129,7 @@ def _mis(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tens
 
 
 def _proxy(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor]:
-    """r: the old policy in the place of the demonstrations' author."""
+    """r: the old policy replaces the demonstrations' author."""
     g = log_ratio(logprob, c).exp()
     return g, g
 

@@ -1,8 +1,8 @@
-"""What one token adds to the loss and to its gradient: the definition that every backend must match.
+"""The contribution of one token to the loss and its gradient: the definition that every backend must match.
 
-Every objective is a scalar function of the token's logprob and per-token constants, so its derivative is known the
-moment the row's logsumexp is. That is what lets one pass over the logits finish the loss and leave the gradient. The
-surrogates stand in `surrogates.py`.
+Every objective is a scalar function of the token's logprob and per-token constants, so its derivative is known as soon
+as the row's logsumexp is. This allows one pass over the logits to compute both loss and gradient. The surrogates are in
+`surrogates.py`.
 
 Symbols: p = exp(logprob), p_old = exp(old_logprob), r = p / p_old, A = advantage, m = token_weight.
 """
@@ -17,7 +17,7 @@ from rlplus.objective.surrogates import EXTERNAL, INTERNAL, log_ratio
 
 
 class TokenConstants(NamedTuple):
-    """Everything but the policy that a token's loss depends on; each (N,), `external` bool, the others floating.
+    """Everything that a token's loss depends on besides the policy; each (N,), `external` bool, the others floating.
 
     None: old_logprob = the current policy, behavior_logprob unknown, no reference policy, no engine logprob,
     entropy_weight = token_weight.
@@ -67,7 +67,7 @@ MISMATCH_STATS = ("mismatch_abs", "mismatch_outside_10pct", "mismatch_truncated"
 def token_loss(logprob: Tensor, entropy: Tensor, constants: TokenConstants, objective: Objective) -> TokenLoss:
     """logprob, entropy (N,) fp32 or fp64, constants of the same dtype -> loss, its derivatives, statistics.
 
-    Rows of weight 0 are left out by selection: whatever stands there, NaN included, reaches nothing.
+    Rows of weight 0 are left out by selection: their contents, NaN included, affect nothing.
     Source: RL-PLUS eq. 1-7; DECISIONS.md for what the paper leaves open.
     """
     c, o = constants, objective

@@ -1,4 +1,4 @@
-"""Advantages of groups and weights of tokens: what one token's gradient is multiplied by."""
+"""Group-relative advantages and token weights: the factors of a token's gradient."""
 
 from typing import get_args
 
@@ -25,7 +25,7 @@ def group_advantages(
     enter mean and standard deviation (the others are still measured against them). Returns (...), of rewards' dtype.
 
     The standard deviation has n - 1 in its denominator; one of 0 counts as 1. Equal rewards give exactly 0. A group
-    with fewer than two included rows has nothing to be compared with: mean 0, so A = R.
+    with fewer than two included rows has nothing to compare with: its mean is taken as 0, so A = R.
     Raises ValueError for wrong shapes and dtypes and for non-finite rewards.
     """
     check_tensor("rewards", rewards)
@@ -68,7 +68,7 @@ def token_weights(
 ) -> Tensor:
     """Mask and normaliser in one: loss = sum over tokens of weight * token loss.
 
-    mask (...) bool or 0/1; sequences are its rows, or named per token by sequence_ids (...) int64 when packed.
+    mask (...) bool or 0/1; sequences are its rows or, when packed, given per token by sequence_ids (...) int64.
     Returns (...) fp32: 0 where masked, elsewhere
       token      1 / total_tokens                                 (DAPO; RL-PLUS here)
       sequence   1 / (total_sequences * the sequence's own length) (original GRPO)

@@ -57,16 +57,16 @@ def linear_policy_loss(
 ) -> PolicyLoss:
     """The RL-PLUS loss (eq. 7, or another `objective`; None means `Objective()`) straight from the head's inputs.
 
-    hidden (..., H), weight (V, H), bias (V,) or None, of floating dtypes; target (...) int64 or int32. The product is
-    of hidden's dtype, to which a weight of another is rounded (a copy for the time of the call); every gradient is
-    rounded to the dtype of its input, once.
+    hidden (..., H), weight (V, H), bias (V,) or None, of floating dtypes; target (...) int64 or int32. The product has
+    hidden's dtype; a weight of another dtype is rounded to it (a copy during the call). Every gradient is rounded once,
+    to the dtype of its input.
     logits = softcap * tanh(x / softcap) / temperature, x = scale * (hidden weight^T + bias); without a softcap, x /
     temperature. `rlplus.head_of` reads logit_scale and logit_softcap from a model. temperature: a number, or a floating
     tensor, 0-d or one per token (...), used in fp32 (fp64) and without a gradient. Logits are accumulated and kept in
-    fp32 (fp64 for fp64 inputs), whatever autocast and torch.backends say of TF32: products of fp32 matrices have full
-    precision during the call, in this thread's code and all others'.
+    fp32 (fp64 for fp64 inputs), whatever autocast and torch.backends say about TF32: products of fp32 matrices have
+    full precision during the call, in all threads.
     Per token (...): logprobs floating; advantage and weights floating, integer or bool; external bool or integer, or
-    None where no token is. advantage may be one per sequence, (..., 1) or (...) without the last axis.
+    None if no token is. advantage may be one per sequence, (..., 1) or (...) without the last axis.
     loss = sum of token_weight * token loss, see `token_weights`.
       old_logprob        under the policy that sampled; None = the current policy (one update per batch)
       behavior_logprob   under the demonstrations' author, when known
@@ -81,19 +81,19 @@ def linear_policy_loss(
                        scale / temperature
     memory             "fast": one pass, three GEMMs, and for half-precision inputs an fp32 accumulator (V, H) of the
                        weight's gradient; "least": two passes, about four GEMMs, no accumulator (`rlplus.ops.least`);
-                       None: "fast", but on CUDA "least" where max_scratch_mb is so small that it should take less time
-                       by `rlplus.ops.cost`, at 16,384 tokens of Qwen2.5-7B's head below 190
+                       None: "fast", but on CUDA "least" if max_scratch_mb is so small that it should be faster by
+                       `rlplus.ops.cost` (at 16,384 tokens of Qwen2.5-7B's head: below 190)
     max_scratch_mb     memory for logits, 10^6 bytes; None = 1250, with memory="least" 80
     weight_grad        (V, H), contiguous, fp32 (fp64 for fp64 inputs), in memory that no input uses: the gradient of
-                       weight is added there by this call, without what the loss is multiplied by afterwards; the
-                       backward pass hands out none, and there is none to run where hidden and bias need no gradient
+                       weight is added there by this call, without later factors of the loss. The backward pass then
+                       returns no gradient of weight, and is not needed if hidden and bias need no gradient
     backend            "torch", "cpp", "triton" (CUDA; bf16, fp16, fp32), "reference" or "auto", which the environment
                        variable RLPLUS_BACKEND replaces: cpp for CPU tensors where it is built; triton for CUDA tensors
                        of compute capability 8.0 or more where its self-check passed (a child process, once per kind of
                        device and versions) and the first call of each size agrees with plain products; else torch
 
-    Same inputs, options and number of threads: the same bits, on every backend; on CUDA as far as cuBLAS gives them,
-    which it does in one stream. Other chunks, threads or backends: the same up to rounding.
+    The same inputs, options and number of threads give the same bits on every backend; on CUDA as far as cuBLAS does,
+    which it does within one stream. Other chunks, threads or backends: the same up to rounding.
 
     Nearly sure tokens: logprob, entropy and gradients are proportional to 1 - p, which `torch` and `cpp` keep to the
     accuracy of the logits: measured in fp32 (V = 32,000, largest of 64 rows) within 3e-5 of it for 1 - p from 1e-2 to
@@ -161,8 +161,8 @@ def linear_logprob(
 class RLPlusLoss(nn.Module):
     """`linear_policy_loss` as a module: options are given once, tensors at each call.
 
-    objective: an `Objective` or a preset's name; options: keyword arguments of `linear_policy_loss` that hold for
-    every call, such as temperature, max_scratch_mb, backend.
+    objective: an `Objective` or a preset's name; options: keyword arguments of `linear_policy_loss` for every call,
+    such as temperature, max_scratch_mb, backend.
     """
 
     def __init__(self, objective: str | Objective = "rlplus", **options: Any) -> None:
@@ -191,7 +191,7 @@ def _fused_policy_loss(
     options: library.Options,
     weight_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """-> loss, logprob (N,), entropy (N,), stats, by the registered ops."""
+    """-> loss, logprob (N,), entropy (N,), stats, through the registered ops."""
     weight = head.weight if weight_grad is None else head.weight.detach()
     differentiable = (head.hidden, weight, head.bias)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in differentiable]
@@ -222,7 +222,7 @@ def _check_options(
 
 
 def _way(memory: str | None, max_scratch_mb: float | None, device: torch.device) -> str:
-    """The memory mode, or "faster": the operation, which knows the sizes, takes what is."""
+    """The memory mode; "faster" lets the operation, which knows the sizes, choose the faster one."""
     if memory is not None:
         return memory
     return "faster" if device.type == "cuda" and max_scratch_mb is not None else "fast"
@@ -279,7 +279,7 @@ def _head(
 
 
 def _row_temperature(temperature: Tensor, hidden: Tensor) -> Tensor:
-    """One for each row of a `Head`; a 0-d tensor of a device, which the host would have to wait for, is that of all."""
+    """One temperature per row of a `Head`; a 0-d tensor on a device is expanded: reading it would wait."""
     shape = hidden.shape[:-1]
     each = temperature.expand(shape) if temperature.ndim == 0 else temperature
     check_tensor("temperature", each, (shape, hidden.device))

@@ -1,4 +1,4 @@
-"""Which backend computes: the one asked for, that of RLPLUS_BACKEND, or for "auto" what this machine is good for.
+"""The choice of the backend: the one requested, that of RLPLUS_BACKEND, or for "auto" what suits this machine.
 
 On a CPU that is `cpp` where it is built, else `torch`. On CUDA it is `triton` for bf16, fp16 and fp32 where its
 self-check passed (`verdicts`), and where the first call of each size agrees with plain products; else `torch`.
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
-    """A backend, and why it is that one."""
+    """A backend, and the reason for choosing it."""
 
     backend: str
     reason: str
@@ -40,10 +40,10 @@ _lock = Lock()
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> Choice:
-    """The backend that runs on tensors of that device and dtype; ValueError says what is wrong with the one asked for.
+    """The backend for tensors of that device and dtype; ValueError if the requested one cannot compute them.
 
-    "auto" may start a process to check a CUDA device, once. A device without an index is one that is planned for: there
-    it is `torch`, which needs the larger scratch.
+    "auto" may start a process to check a CUDA device, once. A device without an index is one that `rlplus plan`
+    assumes: there it is `torch`, which needs the larger scratch.
     """
     if is_automatic(name):
         return _automatic(device, dtype)
@@ -61,7 +61,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> Choice:
 
 
 def is_automatic(name: str) -> bool:
-    """Whether nobody chose: neither the caller nor RLPLUS_BACKEND."""
+    """Whether neither the caller nor RLPLUS_BACKEND chose a backend."""
     return name == "auto" and os.environ.get("RLPLUS_BACKEND", "") in ("", "auto")
 
 
@@ -72,7 +72,7 @@ def resolve_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def backend_for(name: str, head: Head, scratch_bytes: float) -> str:
-    """The backend of a call. Where nobody chose `triton`, the first call of a size is compared with plain products.
+    """The backend of a call. If "auto" selected `triton`, the first call of a size is checked against plain products.
 
     While torch.compile traces there are no numbers to compare.
     """
@@ -124,7 +124,7 @@ def _automatic_on_cuda(device: torch.device, dtype: torch.dtype) -> Choice:
 
 
 def _unsuitable(device: torch.device, dtype: torch.dtype) -> str:
-    """Why `triton` is out of the question there, empty where it is not."""
+    """The reason why `triton` cannot be used there; empty if it can."""
     if dtype == torch.float64:
         return "backend 'triton' takes no fp64"
     if verdicts.versions()["triton"] == verdicts.MISSING:
@@ -139,7 +139,7 @@ def _unsuitable(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _agrees(head: Head, scratch_bytes: float) -> bool:
-    """Whether `triton` may compute this call: the first of each size is compared, and a mismatch refuses all others."""
+    """Whether `triton` may compute this call: the first of each size is checked, and a mismatch disables `triton`."""
     kind = (head.hidden.device, head.hidden.dtype)
     compiled_in = (head.softcap is not None, head.row_temperature is not None)
     size, N = (kind, head.weight.shape, *compiled_in), len(head.target)

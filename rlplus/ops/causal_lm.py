@@ -1,6 +1,6 @@
-"""The head of a transformers causal LM, and what the model's class does to the logits behind the product.
+"""The head of a transformers causal LM, and the transformation that the model's class applies to its logits.
 
-Gemma 2 caps them, Cohere, Granite and Falcon-H1 multiply them, MiniCPM3 divides the hidden states before. The
+Gemma 2 caps them, Cohere, Granite and Falcon-H1 scale them, MiniCPM3 divides the hidden states first. The
 configuration names the numbers but not their use: Granite divides by `logits_scaling`, HyperCLOVA X multiplies by it,
 MPT ignores its `logit_scale`. So every reading of the numbers is a candidate, and the class's own `forward` decides. It
 runs with stand-ins for body and head, whose outputs are known in fp64: this takes milliseconds and reads no weights,
@@ -62,7 +62,7 @@ def head_of(model: nn.Module) -> HeadArguments:
 
 
 def logit_transform(model: nn.Module) -> LogitTransform:
-    """From W hidden + b to the model's logits, without reading W and b. ValueError as `head_of`."""
+    """The step from W hidden + b to the model's logits, found without reading W and b. ValueError as `head_of`."""
     model = _without_peft(model)
     head = _linear(model)
     hidden = _ramps(head.in_features)
@@ -128,7 +128,7 @@ def _number(config: Any, name: str) -> Iterator[float]:
 
 
 class _BodyOutput:
-    """The output of a body that has nothing but its last hidden states."""
+    """The output of a body, with last hidden states only."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -141,7 +141,7 @@ class _BodyOutput:
 
 
 def _run(model: Any, head: nn.Linear, hidden: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """What reaches the head of a body that returns `hidden` (1, n, H), and the logits where the head returns z."""
+    """The input of the head if the body returns `hidden` (1, n, H), and the logits if the head returns z."""
     names = {child: name for name, child in model._modules.items()}
     if model.base_model not in names or head not in names:
         raise ValueError(f"want a model whose body and head are its own children; {_kind(model)} has them elsewhere")
@@ -176,7 +176,7 @@ def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
 
 
 def _reading(got: Tensor, z: Tensor, candidates: list[LogitTransform]) -> LogitTransform | None:
-    """The candidate that makes `got` of z."""
+    """The candidate that turns z into `got`."""
     for transform in candidates:
         want = transform(z)
         tolerance = max(TOLERANCE, torch.finfo(got.dtype).eps) * want.abs().max()

@@ -129,7 +129,7 @@ def _row_statistics(z: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     relative accuracy. No matrix product: its precision would be the caller's choice.
     """
     e = z.exp()
-    largest = e.gather(1, at).squeeze(1)  # 0 where there is nothing but -inf
+    largest = e.gather(1, at).squeeze(1)  # 0 where all are -inf
     rest = e.scatter_(1, at, 0.0).sum(-1) + (largest - 1)
     logsum = rest.log1p()
     return logsum, logsum - e.mul_(z).sum(-1) / (1 + rest), e
@@ -147,7 +147,7 @@ def _backward(
 ) -> None:
     """Write dlogprob (onehot - p) - dentropy p (log p + entropy) over logp and add the chunk to the gradients.
 
-    With `scale` those of weight and bias are multiplied by it.
+    `scale` multiplies those of weight and bias.
     """
     logp, p, slope = matrices
     active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
@@ -160,7 +160,7 @@ def _backward(
         dz *= slope
     hidden = head.hidden
     keep: Tensor | slice = rows
-    if dz.device.type == "cpu":  # leave rows without a gradient out of the GEMMs; p's memory is free by now
+    if dz.device.type == "cpu":  # leave rows without a gradient out of the GEMMs; p's memory is free now
         index = active.nonzero().squeeze(1)
         if len(index) < len(active):
             dz, hidden = torch.index_select(dz, 0, index, out=p[: len(index)]), hidden[index]
@@ -179,7 +179,7 @@ def _backward(
 
 
 def _fp16_scale(head: Head, slopes: list[Tensor]) -> Tensor | None:
-    """By what the gradient of the logits is multiplied before it is rounded to fp16, which only GPUs do."""
+    """The factor of the logits' gradient before it is rounded to fp16, which happens on GPUs only."""
     return fp16_scale(*slopes) if head.mixed and head.hidden.dtype == torch.float16 else None
 
 
@@ -193,7 +193,7 @@ def _unscaled(grads: Gradients, scale: Tensor | None) -> Gradients:
 def _row_gradient(
     head: Head, logp: Tensor, p: Tensor, dlogprob: Tensor, dentropy: Tensor | None, entropy: Tensor
 ) -> Tensor:
-    """Written over logp (n, V), or over a part of its columns, from which the targets then count."""
+    """Written over logp (n, V), or over a block of its columns, relative to whose start targets are given then."""
     c = dlogprob / head.divisor
     here = (head.target >= 0) & (head.target < logp.shape[1])
     at = head.target.where(here, 0)[:, None]

@@ -1,7 +1,7 @@
-"""What the head should cost on a GPU, by arithmetic: the sizes of buffers and `memory=None` are chosen by it.
+"""A cost model of the head on a GPU, by which the sizes of buffers and `memory=None` are chosen.
 
 Everything is a number of operations and bytes. A GEMM takes the longer of its multiplications and its memory traffic,
-and a share `exposed` of the shorter: 0 if one hides behind the other, 1/2 where nobody has measured. Row kernels take
+and a share `exposed` of the shorter: 0 if they overlap entirely, 1/2 if that was not measured. Row kernels take
 their traffic, and each launch its latency. `python -m bench --model` prints it.
 """
 
@@ -9,13 +9,13 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-TILE = (128, 256)  # of a GEMM's result, what a processor works on at a time; the vendor may choose another
+TILE = (128, 256)  # of a GEMM's result, processed by one processor at a time; the vendor may choose another
 LAUNCH = 2e-6  # seconds
 BLOCK, BETWEEN = 10, 60  # launches for a block of the vocabulary in both of two passes, and between these
 
 
 class Machine(NamedTuple):
-    """Operations and bytes a second, as large GEMMs and copies reach them; processors that share out a GEMM's tiles."""
+    """Operations and bytes per second, as large GEMMs and copies reach them; processors that share a GEMM's tiles."""
 
     half: float
     single: float
@@ -28,7 +28,7 @@ H200 = Machine(750e12, 60e12, 4.2e12, 132)
 
 
 class Shape(NamedTuple):
-    """Of a head: tokens, columns of hidden, vocabulary; bytes of an input and of an accumulator."""
+    """Sizes of a head: tokens, columns of hidden, vocabulary; bytes per element of inputs and accumulators."""
 
     N: int
     H: int
@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
 
 class Launches(NamedTuple):
-    """What is launched for a chunk of logits and for an emptying of the gradient buffer; copies count."""
+    """Numbers of launches per chunk of logits and per emptying of the gradient buffer, copies included."""
 
     chunk: int = 6
     emptying: int = 7
@@ -48,10 +48,10 @@ NOW = Launches()
 
 
 def gemm(machine: Machine, shape: Shape, size: tuple[int, int, int], traffic: float, exposed: float) -> float:
-    """Seconds of a product of (m, k) and (k, n), size = (m, n, k), that moves so many bytes.
+    """Seconds of a product of (m, k) and (k, n), size = (m, n, k), that moves that many bytes.
 
-    The last of several rounds of tiles may leave processors idle; with 0 processors that does not count. Of less than
-    a round the vendor shares out the sums over k.
+    The last of several rounds of tiles may leave processors idle; 0 processors: ignore that. In less than one round the
+    vendor's kernels divide the sums over k.
     """
     m, n, k = size
     area, P = float(m * n), machine.processors
@@ -76,8 +76,8 @@ def one_pass(
 ) -> dict[str, float]:
     """Seconds of loss and gradients with memory="fast", by part.
 
-    rows: of a chunk of logits; capacity: of the gradient buffer; share: of the rows, those with a gradient; scaling:
-    bytes moved for an element of dweight by the factor of the backward pass.
+    rows: of a chunk of logits; capacity: rows of the gradient buffer; share: of the rows that have a gradient; scaling:
+    bytes moved per element of dweight by the factor of the backward pass.
     """
     N, H, V, narrow, wide = shape
     active = round(share * N)
@@ -108,7 +108,7 @@ def one_pass(
         "gradient": active * V * (wide + narrow),
         "rounding": V * H * (wide + narrow) if count > 1 and narrow != wide else 0,
         "scaling": scaling * V * H,
-        "rows": active * H * (wide + 5 * narrow),  # of hidden: gathered, rounded, put in their places
+        "rows": active * H * (wide + 5 * narrow),  # of hidden: gathered, rounded, scattered
     }
     seconds |= {part: amount / machine.bandwidth for part, amount in bytes_moved.items()}
     seconds["launches"] = LAUNCH * (launches.chunk * sum(chunks.values()) + launches.emptying * count)
@@ -118,7 +118,7 @@ def one_pass(
 def two_passes(
     machine: Machine, shape: Shape, columns: int, *, share: float = 1.0, exposed: float = 0.5
 ) -> dict[str, float]:
-    """The same with memory="least"; columns: of a block of the vocabulary."""
+    """Like `one_pass` with memory="least"; columns: of a block of the vocabulary."""
     N, H, V, narrow, wide = shape
     active = round(share * N)
     lent = min(1.0, active * wide / (V * narrow)) if narrow != wide else 0.0  # of the blocks, those done twice
@@ -143,7 +143,7 @@ def two_passes(
 def buffers(machine: Machine, shape: Shape, row: int, gradient_row: int, scratch_bytes: float) -> tuple[int, int]:
     """Rows of a chunk of logits and of the gradient buffer, a whole number of chunks, that cost the least in one pass.
 
-    row, gradient_row: bytes of a row of each. Of equals the smaller. At least one row, however little the scratch.
+    row, gradient_row: bytes of a row of each. Ties go to the smaller. At least one row, however small the scratch.
     """
     best = (float("inf"), 0.0, 0, 0)
     for k in range(1, 17):
@@ -157,14 +157,14 @@ def buffers(machine: Machine, shape: Shape, row: int, gradient_row: int, scratch
 
 
 def whole_tiles(size: float) -> int:
-    """At least 1; what a GEMM handles together, where it is that much."""
+    """The size, rounded down to whole tiles of a GEMM if it is at least one; at least 1."""
     tile = TILE[0]
     return max(1, int(size) if size < tile else int(size) // tile * tile)
 
 
 @lru_cache(maxsize=4096)
 def faster_memory(shape: Shape, scratch_bytes: float) -> str:
-    """ "fast" or "least": what takes less time with so much scratch, by the floors on an A100."""
+    """ "fast" or "least": the faster one with this scratch, by the floors on an A100."""
     machine, (N, H, V, narrow, wide) = A100._replace(processors=0), shape
     sizes = buffers(A100, shape, V * wide, V * narrow + H * (2 * narrow + wide), scratch_bytes)
     columns = min(V, whole_tiles(scratch_bytes / ((wide + narrow) * max(N, 1))))
@@ -173,6 +173,6 @@ def faster_memory(shape: Shape, scratch_bytes: float) -> str:
 
 
 def _parts(total: int, size: int) -> dict[int, int]:
-    """How often each size occurs where a total is cut into pieces of one size and a rest."""
+    """How often each size occurs if a total is cut into pieces of one size and a rest."""
     whole, rest = divmod(total, max(size, 1))
     return {n: k for n, k in ((size, whole), (rest, 1)) if n and k}

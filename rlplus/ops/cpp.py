@@ -1,12 +1,12 @@
 """The `cpp` backend: the one pass of `chunked` on the CPU, with the native row kernels of csrc/rows.cpp.
 
-One buffer (rows, V) of fp32 holds a chunk's logits and, where the rows without a gradient were, the gradients of the
-chunks before it. When little room is left the two backward GEMMs take all of them at once: they stay large however few
-rows of a chunk have a gradient. Between the two row kernels the objective is `token_loss` itself.
+One buffer (rows, V) of fp32 holds a chunk's logits and, in the place of rows without a gradient, the gradients of the
+chunks before it. When little room is left, the two backward GEMMs process all of them at once: they stay large even if
+few rows of a chunk have a gradient. Between the two row kernels the objective is `token_loss` itself.
 
 fp32 and fp16 inputs: GEMMs and gradient rows in fp32. bf16 inputs: bf16 GEMMs that accumulate in fp32; the logits stay
-fp32 (torch's oneDNN kernel returns them so), their gradient is rounded to bf16 once. Where that kernel or the
-instructions are missing, or H is odd, bf16 inputs take the path of fp16: as exact, slower.
+fp32 (torch's oneDNN kernel returns them so), their gradient is rounded to bf16 once. If that kernel or the
+instructions are missing, or H is odd, bf16 inputs take the path of fp16, which is as exact but slower.
 
 Scratch: rows = min(CHUNK_ROWS, max_scratch_mb * 10^6 / (4 V)). Every chunk's GEMMs read and pack the whole weight.
 """
@@ -53,19 +53,19 @@ Slopes = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """The native library; None, with the reason in the log once, where it was not built or does not load."""
+    """The native library; None, with the reason logged once, if it was not built or does not load."""
     try:
         library = ctypes.CDLL(str(LIBRARY))  # after torch, whose OpenMP it then shares
         for name in FUNCTIONS:
             getattr(library, f"rlplus_{name}").restype = None
-    except (OSError, AttributeError) as error:  # not there, or of another version
+    except (OSError, AttributeError) as error:  # missing, or another version
         logger.info("backend 'cpp' is not available, 'auto' is 'torch' on the CPU too: %s", error)
         return None
     return library
 
 
 def check(device: str, dtype: torch.dtype) -> None:
-    """ValueError unless this backend can take tensors of that device type and dtype here."""
+    """ValueError unless this backend can process tensors of that device type and dtype here."""
     if load() is None:
         raise ValueError(
             f"want backend 'cpp' built: {LIBRARY} is missing or does not load; "
@@ -80,10 +80,10 @@ def check(device: str, dtype: torch.dtype) -> None:
 
 @cache
 def _torch_gemm() -> tuple[ctypes.c_void_p, ctypes.c_void_p] | None:
-    """torch's GEMM from bf16 to fp32 and its clean-up; None where torch or the CPU has none.
+    """torch's GEMM from bf16 to fp32 and its clean-up; None if torch or the CPU has none.
 
-    Not a public function, so it is looked up by its C++ name, which spells the types of its arguments: a torch in which
-    they differ does not have it.
+    Not a public function, so it is looked up by its C++ name, which encodes the types of its arguments: a torch in
+    which they differ does not have it.
     """
     if not torch.cpu._is_avx512_bf16_supported():
         return None
@@ -159,13 +159,13 @@ class _OnePass:
         self.bias = _bias(head)
         self.gemm = _gemm(head)
         self.needs = [needs[0], needs[1] or weight_grad is not None, needs[2]]
-        # dweight apart: its first term is written, not added to zeros.
+        # Not dweight: its first term is written, not added to zeros.
         self.grads = Gradients.zeros(head, [needs[0], False, needs[2]])
         shape = head.weight.shape if self.needs[1] else torch.Size([0])
         own = shape.numel() if self.gemm and weight_grad is None else 0
         self.scratch = _take_scratch(rows * V + own)
         self.buffer = self.scratch[: rows * V].view(rows, V)
-        # Of bf16 inputs dweight is the sum in fp32, and this the result.
+        # For bf16 inputs dweight accumulates in fp32 and is rounded into this buffer.
         self.rounded = head.hidden.new_empty(shape if own else (0,))
         if weight_grad is not None:
             self.dweight = weight_grad
@@ -175,7 +175,7 @@ class _OnePass:
             self.dweight = self.scratch[rows * V :][:own].view(shape)
         self.started = weight_grad is not None  # whether dweight has its first term
         self.logprob, self.entropy = (head.hidden.new_empty(N, dtype=torch.float32) for _ in range(2))
-        self.waiting = head.target[:0]  # the tokens whose gradient rows stand at the front of the buffer
+        self.waiting = head.target[:0]  # the tokens whose gradient rows are at the front of the buffer
 
     def run(self, slopes: Slopes | None) -> None:
         start, N, rows = 0, len(self.logprob), len(self.buffer)
@@ -213,7 +213,7 @@ class _OnePass:
         self.waiting = torch.cat([self.waiting, source + rows.start])
 
     def _multiply(self, last: bool) -> None:
-        """Take the waiting rows, if any, to hidden, weight and bias."""
+        """Add the contributions of the waiting rows, if any, to the gradients of hidden, weight and bias."""
         index, dz = self.waiting, self.buffer[: len(self.waiting)]
         self.waiting = index[:0]
         if self.gemm is not None:
@@ -270,7 +270,7 @@ def _logits(head: Head, gemm: tuple[ctypes.c_void_p, ctypes.c_void_p] | None, z:
 
 
 def _cap(head: Head) -> ctypes.c_float:
-    """The bound of z + bias; the softcap is that of (z + bias) / temperature."""
+    """The bound of z + bias; the softcap bounds (z + bias) / temperature."""
     return ctypes.c_float(0 if head.softcap is None else head.softcap * head.temperature)
 
 
@@ -311,7 +311,7 @@ def _row_gradient(
 
 
 def block_bytes(head: Head) -> int:
-    """Scratch of a logit, whose place its gradient takes."""
+    """Scratch per logit; its gradient overwrites it."""
     return head.dtype.itemsize
 
 
@@ -361,20 +361,20 @@ _kept: list[Tensor] = []
 
 
 def _take_scratch(size: int) -> Tensor:
-    """Uninitialised fp32 memory, that of an earlier call where it suffices.
+    """Uninitialised fp32 memory, that of an earlier call if it is large enough.
 
-    The first touch of fresh memory would take a tenth of a bf16 pass. What is kept between calls is the kernel's to
-    reclaim (MADV_FREE), so it is never missing elsewhere.
+    The first touch of fresh memory would take a tenth of a bf16 pass. Memory kept between calls is marked MADV_FREE, so
+    the operating system can reclaim it.
     """
     try:
-        kept = _kept.pop()  # whoever takes it owns it: calls may run in several threads
+        kept = _kept.pop()  # taken out while in use: calls may run in several threads
     except IndexError:
         return torch.empty(size, dtype=torch.float32, device="cpu")
     return kept if len(kept) >= size else torch.empty(size, dtype=torch.float32, device="cpu")
 
 
 def _slots(active: Tensor) -> Tensor:
-    """The row whose gradient goes to each slot: active rows stay if they can, the others take inactive rows' places."""
+    """The row whose gradient goes to each slot: active rows stay if they can, others replace inactive rows."""
     rows = active.nonzero().squeeze(1)
     slots = torch.arange(len(rows), device=active.device)
     slots[~active[: len(rows)]] = rows[rows >= len(rows)]
@@ -382,7 +382,7 @@ def _slots(active: Tensor) -> Tensor:
 
 
 def _dense(matrix: Tensor) -> Tensor:
-    """Rows without gaps inside, an even number of elements apart: the kernels read bf16 in pairs."""
+    """Rows without gaps between elements, starting at even offsets: the kernels read bf16 in pairs."""
     return matrix if matrix.stride(1) == 1 and matrix.stride(0) % 2 == 0 else matrix.contiguous()
 
 

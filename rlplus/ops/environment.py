@@ -1,4 +1,4 @@
-"""What a report of a problem should say: versions, variables, devices, and the backend of each dtype there."""
+"""The contents of a bug report: versions, variables, devices, and the backend of each dtype there."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def environment() -> dict[str, Any]:
-    """The same as nested dicts of text. A CUDA device without a verdict is checked, which takes up to some minutes."""
+    """The environment as nested dicts of text. A CUDA device without a verdict is checked, which may take minutes."""
     packages = {name: found for name in PACKAGES if (found := _version(name))}
     python = {"python": platform.python_version(), "system": platform.platform()}
     own = versions()
@@ -54,6 +54,6 @@ def _describe(device: torch.device) -> dict[str, str]:
 def _backend(device: torch.device, dtype: torch.dtype) -> str:
     try:
         choice = choose("auto", device, dtype)
-    except (ValueError, torch.OutOfMemoryError) as error:  # RLPLUS_BACKEND is none of this device; no room for a check
+    except (ValueError, torch.OutOfMemoryError) as error:  # wrong RLPLUS_BACKEND; no memory for a check
         return str(error)
     return f"{choice.backend}: {choice.reason}"

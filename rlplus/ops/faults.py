@@ -1,4 +1,4 @@
-"""Errors after which a CUDA device does nothing more in its process."""
+"""Errors that leave a CUDA device unusable in its process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ ADVICE = (
 
 @contextmanager
 def advising(backend: str) -> Iterator[None]:
-    """Add a note to such an error of the `triton` backend; it stays what it is, as the process must end."""
+    """Add a note to such an error of the `triton` backend. The error is re-raised: the process must end."""
     try:
         yield
     except RuntimeError as error:

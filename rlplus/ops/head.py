@@ -1,4 +1,4 @@
-"""A language-model head and its products, which the backends share: logits, and their gradient taken to the inputs."""
+"""A language-model head and its products, which the backends share: logits, and the gradients of the inputs."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from rlplus.objective import Objective, TokenConstants
 from rlplus.ops.cost import Shape
 
 FLOOR = -1e30  # stands in for log 0: exp(FLOOR) = 0, yet 0 * FLOOR is not NaN
-VOCABULARY_BLOCK = 8192  # rows of a half-precision weight, or of its gradient, that are widened at a time
+VOCABULARY_BLOCK = 8192  # rows of a half-precision weight, or of its gradient, that are converted at a time
 
 
 class Head(NamedTuple):
@@ -51,7 +51,7 @@ class Head(NamedTuple):
 
     @property
     def divisor(self) -> float | Tensor:
-        """What z is divided by, beside the softcap: a number, or one per row (n,)."""
+        """The divisor of z outside the softcap: a number, or one per row (n,)."""
         return self.temperature if self.row_temperature is None else self.temperature * self.row_temperature
 
     @property
@@ -61,7 +61,7 @@ class Head(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Of rows of z, (n,) each: max z, log sum e^(z - max), log p[target], entropy."""
+    """Statistics of rows of z, (n,) each: max z, log sum e^(z - max), log p[target], entropy."""
 
     max: Tensor
     logsum: Tensor
@@ -72,8 +72,8 @@ class Statistics(NamedTuple):
 class RunningStatistics:
     """`Statistics` of a head's rows from blocks of its vocabulary: online softmax, as the row kernels do over columns.
 
-    of_block: (block, its logits, which may be lost) -> what is known from the block alone, where it has anything but
-    -inf, and of the target where it is in it.
+    of_block: (block, its logits, which may be overwritten) -> the block's statistics, which count unless all its logits
+    are -inf, and the target's logit if the block contains it.
     """
 
     def __init__(self, head: Head, of_block: Callable[[Head, Tensor], Statistics]) -> None:
@@ -81,13 +81,13 @@ class RunningStatistics:
         self.rest, self.moment, self.hit = (head.hidden.new_zeros(len(head.target), dtype=head.dtype) for _ in range(3))
         self.rest.fill_(-1.0)  # sum of e^(z - max) without the largest term, a 1 that would take its digits
         self.top = torch.full_like(self.rest, -torch.inf)
-        self.hit.fill_(torch.nan)  # z[target] - max, once its block has come
+        self.hit.fill_(torch.nan)  # z[target] - max, once its block was added
 
     def take(self, block: Head, z: Tensor) -> None:
-        """The target of a head whose weight and bias are a block's is counted from the block's start."""
+        """Add a block, whose head has the block's weight and bias and targets relative to the block's start."""
         rows, top, rest = self.of_block(block, z), self.top, self.rest
         new = torch.maximum(top, rows.max)
-        origin = new.masked_fill(new == -torch.inf, 0.0)  # nothing but -inf so far: no inf - inf
+        origin = new.masked_fill(new == -torch.inf, 0.0)  # all -inf so far: no inf - inf
         up, block_up = ((m - origin).clamp(min=FLOOR) for m in (top, rows.max))
         empty = rows.max == -torch.inf
         block_rest = rows.logsum.expm1().masked_fill(empty, -1.0)
@@ -107,7 +107,7 @@ class RunningStatistics:
 
 
 class Gradients(NamedTuple):
-    """What is wanted of dhidden (N, H), dweight (V, H), dbias (V,); the others have no elements.
+    """The needed ones of dhidden (N, H), dweight (V, H), dbias (V,); the others have no elements.
 
     Those of weight and bias are sums over chunks, so they accumulate in fp32 (fp64) and are rounded once.
     """
@@ -129,13 +129,13 @@ class Gradients(NamedTuple):
         return new if weight_grad is None else new._replace(weight=weight_grad)
 
     def finish(self, head: Head, weight_grad: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden's and weight's rounded to the dtype of hidden; without the weight's where it is in `weight_grad`."""
+        """Round those of hidden and weight to the dtype of hidden; a gradient in `weight_grad` is not returned."""
         weight = self.weight if weight_grad is None else weight_grad.new_empty(0)
         return self.hidden.to(head.hidden.dtype), weight.to(head.hidden.dtype), self.bias
 
 
 def scaled(z: Tensor, head: Head) -> Tensor:
-    """hidden weight^T (n, V) made x = (hidden weight^T + bias) / temperature, in place."""
+    """Turn hidden weight^T (n, V) into x = (hidden weight^T + bias) / temperature, in place."""
     if head.bias is not None:
         z += head.bias
     if head.temperature != 1.0:
@@ -144,14 +144,14 @@ def scaled(z: Tensor, head: Head) -> Tensor:
 
 
 def capped(x: Tensor, head: Head) -> Tensor:
-    """x made the logits z of the softmax, in place."""
+    """Turn x into the logits z of the softmax, in place."""
     if head.softcap is not None:
         x.div_(head.softcap).tanh_().mul_(head.softcap)
     return x if head.row_temperature is None else x.div_(head.row_temperature[:, None])
 
 
 def cap_slope(x: Tensor, head: Head) -> Tensor | None:
-    """dz/dx = 1 - tanh^2(x / softcap) in new memory, as 1 / cosh^2: the difference cancels where tanh is near 1."""
+    """dz/dx = 1 - tanh^2(x / softcap) in new memory, as 1 / cosh^2: the difference would cancel near tanh = 1."""
     return None if head.softcap is None else (x / head.softcap).cosh_().pow_(-2)
 
 
@@ -169,7 +169,7 @@ def raw_logits(head: Head) -> Tensor:
 
 
 def logits_into(head: Head, z: Tensor) -> Tensor:
-    """hidden weight^T of any dtype, multiplied in that of z (n, V), and written there."""
+    """hidden weight^T of inputs of any dtype, computed in the dtype of z (n, V) and written there."""
     hidden = head.hidden.to(z.dtype)
     for v, block in _blocks(head.weight, z.dtype):
         torch.mm(hidden, block.t(), out=z[:, v])
@@ -200,8 +200,8 @@ def dweight(dz: Tensor, hidden: Tensor) -> Tensor:
 
 
 def add_dweight(total: Tensor, dz: Tensor, hidden: Tensor, beta: float = 1.0) -> None:
-    """total (V, H) = beta total + dz^T hidden; with beta 0 whatever total held."""
-    if hidden.is_cuda and hidden.dtype != total.dtype:  # one GEMM that adds: no product in memory
+    """total (V, H) = beta total + dz^T hidden; with beta 0 the contents of total are ignored."""
+    if hidden.is_cuda and hidden.dtype != total.dtype:  # one GEMM that accumulates: no product in memory
         torch.addmm(total, dz.to(hidden.dtype).t(), hidden, beta=beta, out_dtype=total.dtype, out=total)
     else:
         torch.addmm(total, dz.t(), hidden.to(dz.dtype), beta=beta, out=total)
@@ -215,7 +215,7 @@ def fp16_scale(*slopes: Tensor) -> Tensor:
 
 
 def fp16_weights(c: TokenConstants, objective: Objective) -> list[Tensor]:
-    """What the slopes of an objective are proportional to, for `fp16_scale`."""
+    """Factors to which the slopes of an objective are proportional, for `fp16_scale`."""
     return [c.token_weight] + ([c.entropy_weight] if objective.entropy_coef and c.entropy_weight is not None else [])
 
 

@@ -1,18 +1,18 @@
 """memory="least": the policy loss in two passes over blocks of the vocabulary, four GEMMs, no accumulator of dweight.
 
-Pass one takes the logits of all tokens and a block of the vocabulary at a time to running statistics of the rows. The
-objective follows, for all tokens at once. Pass two recomputes each block's logits for the rows that have a gradient:
-their gradient goes to the block's rows of dweight by one GEMM over all tokens, rounded once, and is added to dhidden.
+Pass one computes the logits of all tokens, one block of the vocabulary at a time, and updates running statistics of the
+rows. The objective follows, for all tokens at once. Pass two recomputes each block's logits for the rows that have a
+gradient: one GEMM over all tokens gives the block's rows of dweight, rounded once, another adds to dhidden.
 
 Scratch beside the outputs: the blocks of logits and of their gradient, max_scratch_mb in all, and where only some rows
 have a gradient a copy of their hidden states. dhidden is a sum over blocks, so with half-precision inputs it needs
-fp32, 4 N H bytes. These are borrowed from the end of dweight; where that is not wanted, or too small, they are scratch.
-The vocabulary rows under them have their logits recomputed a second time when dhidden is done. The cost is
+fp32, 4 N H bytes. These are borrowed from the end of dweight; if that is not needed or too small, they are scratch. The
+logits of the vocabulary rows there are recomputed a second time when dhidden is done. The cost is
 (1 + (3 + f) rho) GEMMs instead of 1 + 2 rho, with rho the share of rows that have a gradient and f = 2 rho N / V (0
 where nothing is borrowed); at N = 16,384 and V = 151,936, 4.2 instead of 3.
 
-On CUDA the host waits once, between the passes, for the number of rows that have a gradient; while a graph is captured
-it does not, and all rows take part.
+On CUDA the host waits once, between the passes, for the number of rows that have a gradient; during graph capture it
+does not wait, and all rows take part.
 """
 
 from collections.abc import Iterator
@@ -29,25 +29,25 @@ PIECE = 1024  # rows of dhidden that are rounded at a time
 
 
 class Blocks(Protocol):
-    """What a backend does with a block of the vocabulary: a head whose weight and bias are the block's.
+    """A backend's functions for a block of the vocabulary: a head with the block's weight and bias.
 
-    Targets are counted from the start of the block; those outside it are no token of it.
+    Targets are relative to the start of the block; those outside it are none of its tokens.
     """
 
     def block_logits(self, head: Head) -> Tensor:
         """hidden weight^T (n, B), accumulated in fp32 (fp64); `running_statistics` may overwrite it."""
 
     def running_statistics(self, head: Head) -> RunningStatistics:
-        """Of the rows of a whole head, of whose blocks nothing is known yet; or what has the same methods."""
+        """Running statistics of a whole head's rows, before its first block; or an object with the same methods."""
 
     def known_rows(self, head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> Any:
-        """What `block_gradient` is told of the rows."""
+        """The arguments of `block_gradient` about the rows."""
 
     def block_gradient(self, head: Head, z: Tensor, known: Any) -> Tensor:
-        """Of the logits (n, B), 0 where dlogprob and dentropy are 0. z comes from `block_logits`, and may be lost."""
+        """The logits' gradient (n, B), 0 where dlogprob and dentropy are 0; may overwrite z of `block_logits`."""
 
     def block_bytes(self, head: Head) -> int:
-        """Scratch that a logit takes."""
+        """Scratch per logit."""
 
     def add_dhidden(self, total: Tensor, dz: Tensor, head: Head) -> None:
         """total (n, H), fp32 (fp64), += dz weight."""
@@ -100,7 +100,7 @@ def _statistics(blocks: Blocks, head: Head, scratch_bytes: float) -> Statistics:
 
 
 class _SecondPass:
-    """The rows that have a gradient, and where it goes."""
+    """The second pass: the rows that have a gradient, and the buffers that receive it."""
 
     def __init__(
         self, blocks: Blocks, head: Head, known: Statistics, dlogprob: Tensor, dentropy: Tensor | None
@@ -109,7 +109,7 @@ class _SecondPass:
         active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
         rows = (*known, dlogprob, *(() if dentropy is None else (dentropy,)))
         self.index: Tensor | None = None
-        if head.hidden.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph cannot wait for a number
+        if head.hidden.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph cannot wait for a count
             head = head._replace(hidden=head.hidden.masked_fill(~active[:, None], 0.0))
         elif (index := active.nonzero().squeeze(1)).numel() < len(active):
             self.index, head = index, head.rows(index)
@@ -151,7 +151,7 @@ class _SecondPass:
         return lent.zero_(), start // H
 
     def _take(self, v: slice, first: bool, weight: bool) -> None:
-        """Recompute a block's logits and take their gradient to dhidden and dbias, if `first`, and to dweight."""
+        """Recompute a block's logits and propagate their gradient to dweight and, if `first`, to dhidden and dbias."""
         block = _block(self.head, v)
         dz = self.blocks.block_gradient(block, self.blocks.block_logits(block), self.known)
         if block.mixed:
@@ -179,7 +179,7 @@ class _SecondPass:
         if self.index is None and total.dtype == self.whole.hidden.dtype:
             return total
         out = torch.zeros_like(self.whole.hidden, memory_format=torch.contiguous_format)
-        for start in range(0, len(total), PIECE):  # the rounded copy of all would be as large as the output
+        for start in range(0, len(total), PIECE):  # a rounded copy of all would be as large as the output
             rows = slice(start, start + PIECE)
             out[rows if self.index is None else self.index[rows]] = self._unscaled(total[rows]).to(out.dtype)
         return out

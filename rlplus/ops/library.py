@@ -1,8 +1,8 @@
 """The fused operations as torch sees them: custom ops with fake versions and gradients.
 
-The policy loss computes its gradients in the forward pass; `attach_gradients` hands them out in the backward pass,
-scaled. The arguments of an op are the fields of `Head` and of other such classes, from whose annotations its schema is
-made: a field more is an argument more.
+The policy loss computes its gradients in the forward pass; `attach_gradients` returns them, scaled, in the backward
+pass. The arguments of an op are the fields of `Head` and of similar classes, and its schema is derived from their
+annotations: a new field is a new argument.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def implementation(backend: str) -> ModuleType:
 
 
 class Options(NamedTuple):
-    """How the policy loss is computed; backend: its name, with "/least" behind it for that module, or "/faster"."""
+    """How the policy loss is computed; backend: its name, with the suffix "/least" for that module, or "/faster"."""
 
     grad_filter: float
     scratch_bytes: float
@@ -55,7 +55,7 @@ TYPES = {  # in a schema
 
 
 def _schema(*kinds: type) -> str:
-    """The arguments of an op that takes these."""
+    """The schema of an op that takes these classes."""
     return ", ".join(
         f"{TYPES[type_]} {kind.__name__}_{name}" for kind in kinds for name, type_ in kind.__annotations__.items()
     )
@@ -67,13 +67,13 @@ def pack(*parts: Any) -> list[Any]:
 
 
 def _unpack(arguments: Sequence[Any], *kinds: Any) -> list[Any]:
-    """The instances again, then the arguments behind them."""
+    """The inverse of `pack`: the instances, then the remaining arguments."""
     rest = iter(arguments)
     return [*(kind(*islice(rest, len(FIELDS[kind]))) for kind in kinds), *rest]
 
 
 def check_policy_rows(head: Head, constants: TokenConstants, objective: Objective) -> None:
-    """Targets and temperatures of rows that count, and all weights."""
+    """Check targets and temperatures of rows with a weight, and all weights."""
     check_weights(constants)
     on = constants.token_weight != 0
     _check_targets(head, on)
@@ -83,7 +83,7 @@ def check_policy_rows(head: Head, constants: TokenConstants, objective: Objectiv
 
 
 def check_logprob_rows(head: Head) -> None:
-    """Targets and temperatures of rows whose target is not IGNORED."""
+    """Check targets and temperatures of rows whose target is not IGNORED."""
     on = head.target != IGNORED
     _check_targets(head, on)
     _check_temperatures(head, on)
@@ -106,7 +106,7 @@ def _check_temperatures(head: Head, on: Tensor) -> None:
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Addresses of a tensor's first byte and behind its last."""
+    """The address of a tensor's first byte and the one after its last."""
     elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
 
@@ -188,7 +188,7 @@ def attach_gradients(
 ) -> Tensor:  # fmt: skip
     """The loss, whose gradients in hidden, weight and bias are given; the backward pass may overwrite them.
 
-    kernels: it may use Triton's, on CUDA.
+    kernels: whether it may use Triton's, on CUDA.
     """
     return loss.clone()
 
@@ -205,7 +205,7 @@ def _scale(gradient: Tensor, by: Tensor, in_place: bool, kernels: bool) -> Tenso
     """gradient * by, multiplied in fp32 (fp64): a loss scale of 65536 is infinite in fp16."""
     if not in_place:
         return (gradient.to(by.dtype) * by).to(gradient.dtype)
-    if by.device.type == "cpu" and by.item() == 1:  # elsewhere reading it would wait for the device
+    if by.device.type == "cpu" and by.item() == 1:  # on other devices reading it would wait
         return gradient
     if kernels and by.is_cuda:
         from rlplus.kernels.scale import scale_
@@ -219,10 +219,10 @@ def _scale(gradient: Tensor, by: Tensor, in_place: bool, kernels: bool) -> Tenso
 
 def _scale_gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
     check_differentiated_once()
-    # Where the graph is not kept nobody else reads them, and a second dweight would be the peak of memory.
+    # If the graph is not retained nothing else reads them, and a second dweight would be the peak of memory.
     last = not torch._C._autograd._get_current_graph_task_keep_graph()
     given = zip(ctx.saved_tensors, ctx.needs_input_grad[1:4], strict=True)
-    # A compiler's stand-in for a tensor is of another type; its graph may not change what the forward pass returned.
+    # A compiler's fake tensor has another type; its graph must not change what the forward pass returned.
     return (
         None,
         *(_scale(g, grad_loss, last and type(g) is Tensor, ctx.kernels) if need else None for g, need in given),

@@ -1,4 +1,4 @@
-"""Full precision for the matrix products of an operation, whatever the caller allows elsewhere."""
+"""Full precision for the matrix products of an operation, whatever the process-wide settings are."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +17,10 @@ _under_way = 0
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Autocast off, products of fp32 matrices neither in TF32 nor in bf16, those of bf16 summed in fp32 to the end.
+    """Autocast off, no TF32 or bf16 in products of fp32 matrices, bf16 products summed in fp32 to the end.
 
-    torch has these settings for the whole process: until the last such scope is left, other threads' products are
-    exact too. A CUDA graph keeps the precision under which it was captured.
+    In torch these settings are process-wide: until the last such scope is left, they hold for other threads, too. A
+    CUDA graph keeps the precision under which it was captured.
     """
     with torch.autocast(device.type, enabled=False):
         _enter()

@@ -1,4 +1,4 @@
-"""The `reference` backend: whole logits, autograd, nothing clever. For tests and small inputs; exact in fp64."""
+"""The `reference` backend: whole logits and autograd. For tests and small inputs; exact in fp64."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from rlplus.ops.precision import full_precision
 
 @torch.library.custom_op("rlplus::product", mutates_args=())
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a b^T in full precision, its backward pass too; an op because torch.compile cannot trace the change of it."""
+    """a b^T in full precision, in the backward pass too; an op because torch.compile cannot trace the setting."""
     with full_precision(a.device):
         return a @ b.T
 
@@ -31,7 +31,7 @@ product.register_autograd(_product_backward, setup_context=_keep_factors)
 
 
 class _Rounded(torch.autograd.Function):
-    """x with the values of a dtype; the gradient is not rounded to it."""
+    """x rounded to the values of a dtype; the gradient is not rounded."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -43,7 +43,7 @@ class _Rounded(torch.autograd.Function):
 
 
 class _Floor(torch.autograd.Function):
-    """max(logp, FLOOR) with the derivative of logp: the slope of a token that cannot be reaches the others."""
+    """max(logp, FLOOR) with the derivative of logp, so that the slope of an impossible token reaches the others."""
 
     @staticmethod
     def forward(ctx: Any, logp: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def linear_policy_loss(
     counts = constants.token_weight != 0
     if constants.entropy_weight is not None and objective.entropy_coef:
         counts = counts | (constants.entropy_weight != 0)
-    # Rows that don't count enter the differentiated pass as zeros: no gradient can come from what stood there.
+    # Rows of weight 0 enter the differentiated pass as zeros, so their contents cannot affect a gradient.
     clean = head._replace(
         hidden=torch.where(counts[:, None], head.hidden, 0.0), target=torch.where(counts, head.target, 0),
         row_temperature=None if head.row_temperature is None else torch.where(counts, head.row_temperature, 1.0),

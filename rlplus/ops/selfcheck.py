@@ -3,7 +3,7 @@
     python -m rlplus.ops.selfcheck DEVICE DTYPE
 
 prints a `Verdict` as a line of JSON. `rlplus.ops.verdicts` runs it in a process of its own: a faulty kernel may kill or
-block its process, or leave it a device on which nothing works any more. DEVICE is the UUID of a CUDA device, or "cpu",
+block its process, or leave its device unusable. DEVICE is the UUID of a CUDA device, or "cpu",
 for Triton's interpreter.
 """
 
@@ -22,14 +22,14 @@ from rlplus.ops.verdicts import Verdict
 OBJECTIVE = Objective("clip", "mis", kl_coef=0.1, entropy_coef=0.05)
 TEMPERATURE = 0.9
 SOFTCAP = 4.0
-FACTOR = 0.75  # of the loss, that of the backward pass
+FACTOR = 0.75  # of the loss, by the backward pass
 Results = dict[str, Tensor]
 
 
 class Case(NamedTuple):
     """A call: tokens, vocabulary, scratch; whether there is a bias, or a softcap and a temperature per token.
 
-    With and without these Triton compiles other code.
+    Triton compiles different code with and without these.
     """
 
     memory: str
@@ -51,7 +51,7 @@ CASES = (
 
 
 def check(device: torch.device, dtype: torch.dtype, cases: Sequence[Case] = CASES, H: int = 136) -> str:
-    """The first thing that is wrong with the `triton` backend there, empty where nothing is."""
+    """The first error found in the `triton` backend there; empty if there is none."""
     for case in cases:
         inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in sample(case, H, dtype).items()}
         options = {"memory": case.memory, "max_scratch_mb": case.max_scratch_mb}
@@ -109,9 +109,9 @@ def results(inputs: dict[str, Any], **options: Any) -> Results:
 
 
 def compare(got: Results, again: Results, plain: Results, exact: Results) -> str:
-    """What is wrong with `got`, empty where nothing is.
+    """The first error found in `got`; empty if there is none.
 
-    again: from the same call once more; plain: from the `torch` backend; exact: in fp64, of the same inputs.
+    again: results of a second, identical call; plain: of the `torch` backend; exact: in fp64, of the same inputs.
     """
     for name, value in got.items():
         if not value.isfinite().all():
@@ -131,7 +131,7 @@ def compare(got: Results, again: Results, plain: Results, exact: Results) -> str
 
 
 def judge(place: str, dtype: str) -> Verdict:
-    """The verdict on the device of that UUID, or "cpu", for a dtype's name."""
+    """The verdict on a device, given its UUID or "cpu", for a dtype's name."""
     try:
         device = torch.device("cpu") if place == "cpu" else find(place)
         torch.zeros((), device=device)
@@ -139,7 +139,7 @@ def judge(place: str, dtype: str) -> Verdict:
         return _failed("unchecked", error)
     try:
         fault = check(device, getattr(torch, dtype))
-    except Exception as error:  # whoever raises it, torch, Triton, its compiler or the driver: the kernels do not run
+    except Exception as error:  # from torch, Triton, its compiler or the driver: the kernels do not run
         return _failed("refused", error)
     return Verdict("refused", fault) if fault else Verdict("passed", "")
 
@@ -151,7 +151,7 @@ def _failed(status: str, error: Exception) -> Verdict:
 
 
 def find(uuid: str) -> torch.device:
-    """The visible device of that UUID: its index need not be the one in the process that asks."""
+    """The visible device with that UUID: its index may differ from the one in the parent process."""
     for index in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(index).uuid) == uuid:
             return torch.device("cuda", index)

@@ -1,21 +1,21 @@
 """The `triton` backend: GEMMs and Triton row kernels, one pass, three GEMMs; CUDA, or the interpreter.
 
 Per chunk of tokens: logits in fp32 by one GEMM, statistics of the rows, the objective, and the gradient of the logits
-in the dtype of the inputs, of the rows that have one. These rows of all chunks fill one gradient buffer; when the next
-chunk might not fit, two GEMMs take what is there to hidden and weight.
+in the dtype of the inputs, for the rows that have one. These rows of all chunks fill one gradient buffer; when the next
+chunk might not fit, two GEMMs compute its contributions to dhidden and dweight.
 
-The first GEMM is the vendor's, and a kernel reads its logits; or, gemm="triton", ours with the statistics in its
-epilogue: one reading of the logits less, and for logprobs alone no logits at all. The other GEMMs are the vendor's.
+The first GEMM is the vendor's, and a kernel reads its logits; or, with gemm="triton", it is our own with the statistics
+in its epilogue: one read of the logits less, and for logprobs alone no logits at all. The other GEMMs are the vendor's.
 
-How many rows are active the host must know to size these GEMMs. The count is copied to the host behind each chunk and
-awaited only when the GEMM of the next chunk is under way, so the device does not run dry.
+The host must know the number of active rows to size these GEMMs. The count is copied to the host after each chunk and
+awaited only when the GEMM of the next chunk is queued, so the device does not idle.
 
 Scratch. A row of logits takes 4 V bytes; a row of gradients V elements of the inputs' dtype and 8 H bytes or more. A
 chunk of logits reads W once, 2 V H bytes in bf16; an emptying of the buffer reads W, and reads and writes an fp32 dW,
-10 V H bytes. `plan` takes the two sizes that cost the least time by the model of `rlplus.ops.cost`, the buffer a whole
-number of chunks. At max_scratch_mb = 1250, H = 3584, V = 151,936, N = 16,384 in bf16 on an H200: 768 rows of logits,
-2304 of gradients, 124 V H bytes, 68 GB, against 54 TFLOP. The dW accumulator (V, H) is not counted; where all rows with
-a gradient fit into the buffer at once and the inputs are bf16, there is none.
+10 V H bytes. `plan` chooses the two sizes that take the least time by the model of `rlplus.ops.cost`; the buffer is a
+whole number of chunks. At max_scratch_mb = 1250, H = 3584, V = 151,936, N = 16,384 in bf16 on an H200: 768 rows of
+logits, 2304 of gradients, 124 V H bytes, 68 GB, against 54 TFLOP. The dW accumulator (V, H) is not counted; if all rows
+with a gradient fit into the buffer at once and the inputs are bf16, there is none.
 """
 
 from collections.abc import Iterator
@@ -46,8 +46,8 @@ from rlplus.ops.head import add_dhidden as add_dhidden  # for rlplus.ops.least, 
 LOGPROB, ENTROPY = row_kernels.LOGPROB.value, row_kernels.ENTROPY.value
 MAX, LOGSUM = row_kernels.MAX.value, row_kernels.LOGSUM.value
 DLOGPROB, DENTROPY, WIDTH = row_kernels.DLOGPROB.value, row_kernels.DENTROPY.value, row_kernels.WIDTH.value
-LINE = 64  # columns of which buffers have a multiple, so that rows start at multiples of 128 bytes
-GEMM = "vendor"  # the first one, where a caller has no wish; or "triton"
+LINE = 64  # buffers have a multiple of this many columns, so that rows start at multiples of 128 bytes
+GEMM = "vendor"  # the first one by default; or "triton"
 
 
 def policy_loss(
@@ -133,7 +133,7 @@ def block_logits(head: Head) -> Tensor:
 
 
 class RunningStatistics:
-    """As that of `rlplus.ops.head`, by one kernel a block."""
+    """Like `rlplus.ops.head.RunningStatistics`, with one kernel per block."""
 
     def __init__(self, head: Head) -> None:
         n, device = len(head.target), head.hidden.device
@@ -176,7 +176,7 @@ def block_gradient(head: Head, z: Tensor, known: tuple[Tensor, Tensor]) -> Tenso
 def plan(
     head: Head, scratch_bytes: float, gradient: bool, gemm: str, machine: cost.Machine | None = None
 ) -> tuple[int, int]:
-    """Rows of a chunk, and rows of the gradient buffer (0 without `gradient`); machine: None is the device's."""
+    """Rows of a chunk, and rows of the gradient buffer (0 without `gradient`). machine: None = the device's."""
     N, (V, H), W = len(head.target), head.weight.shape, _width(head)
     wide, narrow = head.dtype.itemsize, head.hidden.dtype.itemsize
     row = W * wide if gradient or gemm == "vendor" else 0
@@ -196,12 +196,12 @@ def _machine(device: torch.device) -> cost.Machine:
 
 
 class GradientBuffer:
-    """Gathers the logits' gradients of active rows over chunks and takes them to hidden, weight and bias, many at once.
+    """Gathers the logits' gradients of active rows over chunks, and adds them to the inputs' gradients, many at once.
 
-    Between calls `filled` rows are in use, which only the device knows; `seen` is a copy for the host, on its way. In a
-    CUDA graph nothing can be awaited: there every row takes part, those without a gradient as zeros.
+    Between calls `filled` rows are in use, a number that only the device knows; `seen` is its copy on the way to the
+    host. In a CUDA graph the host cannot wait: there every row takes part, those without a gradient as zeros.
 
-    weights (N,): something that the slopes are proportional to. weight_grad: as in `policy_loss`.
+    weights (N,): factors to which the slopes are proportional. weight_grad: as in `policy_loss`.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class GradientBuffer:
         weight_grad: Tensor | None = None,
     ) -> None:
         self.head, self.capacity, device = head, capacity, head.hidden.device
-        # The first emptying makes the weight's: zeros would be written, and read, once more.
+        # The first emptying writes the weight's gradient: zeros would be written and read once more.
         self.weight_grad, self.dweight = weight_grad, weight_grad
         self.needs_weight = needs[1] or weight_grad is not None
         self.grads = Gradients.zeros(head, [needs[0], False, needs[2]])
@@ -232,9 +232,9 @@ class GradientBuffer:
             self.seen, self.event = torch.zeros(1, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
 
     def add(self, chunk: slice, values: Tensor, logits: Tensor | None) -> None:
-        """Take in the rows of a chunk that have a gradient; their slopes may be scaled in `values`.
+        """Add the rows of a chunk that have a gradient; their slopes may be scaled in `values`.
 
-        The logits should be under way: here the host waits.
+        The host waits here, so the computation of the logits should be queued before.
         """
         assert logits is not None
         filled = self._filled()
@@ -289,7 +289,7 @@ class GradientBuffer:
     def _add_dweight(self, dlogits: Tensor, hidden: Tensor, last: bool) -> None:
         if self.dweight is not None:
             add_dweight(self.dweight, dlogits, hidden)
-        elif last and hidden.dtype == dlogits.dtype == torch.bfloat16:  # of fp16, what is scaled may be too large
+        elif last and hidden.dtype == dlogits.dtype == torch.bfloat16:  # in fp16 scaled values may overflow
             self.dweight = torch.mm(dlogits.t(), hidden)
         else:
             self.dweight = hidden.new_empty(self.head.weight.shape, dtype=self.head.dtype)
@@ -301,17 +301,17 @@ def _capturing(device: torch.device) -> bool:
 
 
 def _gradient_dtype(head: Head) -> torch.dtype:
-    """That of the backward GEMMs: the inputs', but fp32 where no GEMM from half precision to fp32 exists."""
+    """The dtype of the backward GEMMs: the inputs', but fp32 if no GEMM from half precision to fp32 exists."""
     return head.dtype if head.hidden.device.type == "cpu" else head.hidden.dtype
 
 
 def _on(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device."""
+    """Make the tensor's device the current one, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _strategy(head: Head, gemm: str | None) -> str:
-    """Our GEMM reads rows of the weight; one that lies the other way would have to be copied."""
+    """The first GEMM to use: the vendor's for a transposed weight, whose rows our own could not read without a copy."""
     return (gemm or GEMM) if head.weight.stride(1) == 1 else "vendor"
 
 
@@ -320,7 +320,7 @@ def _width(head: Head) -> int:
 
 
 def _chunks(head: Head, rows: int, stored: bool = True) -> Iterator[tuple[slice, Tensor | None]]:
-    """Chunks, and a buffer for the logits of each, the same memory every time; None unless `stored`."""
+    """Chunks, each with a buffer for its logits, which all share; None unless `stored`."""
     N = len(head.target)
     logits = head.hidden.new_empty(rows, _width(head), dtype=head.dtype) if stored else None
     for start in range(0, N, rows):
@@ -329,12 +329,12 @@ def _chunks(head: Head, rows: int, stored: bool = True) -> Iterator[tuple[slice,
 
 
 def _statistics(head: Head, chunk: slice, values: Tensor, logits: Tensor | None, gemm: str) -> None:
-    """Fill the columns of `values` that the logits decide, and logits (n, W) unless they are None."""
+    """Fill the columns of `values` that depend on the logits, and logits (n, W) unless they are None."""
     head = head.rows(chunk)
     V, rest = len(head.weight), _rest(head)
     if gemm == "triton":
         hidden, weight = head.hidden, head.weight
-        if not hidden.is_cuda:  # what the interpreter makes of bf16 is wrong
+        if not hidden.is_cuda:  # the interpreter's bf16 is wrong
             hidden, weight = hidden.to(head.dtype), weight.to(head.dtype)
         row_kernels.linear_statistics(values, logits, hidden.contiguous(), weight, *rest)
         return
@@ -353,7 +353,7 @@ def _rest(head: Head) -> tuple[Tensor, Tensor | None, float, float | None, Tenso
 
 
 def _columns(c: TokenConstants) -> tuple[Tensor, token_kernels.Given]:
-    """The per-token constants as one (N, 8) tensor, and which of the optional ones are there."""
+    """The per-token constants as one (N, 8) tensor, and which of the optional ones are given."""
     given = token_kernels.Given(c.old_logprob is not None, c.behavior_logprob is not None, c.engine_logprob is not None)
     filled = c._replace(
         external=c.external.to(c.advantage.dtype),

@@ -1,8 +1,8 @@
-"""Verdicts on the `triton` backend: the self-check in a child process, and its outcome on the disk.
+"""Verdicts on the `triton` backend: the self-check in a child process, and its outcome on disk.
 
-A verdict holds for a kind of device, a dtype and the versions of everything between a kernel's source and the device.
-It is a file in the folder that RLPLUS_CACHE names, else in $XDG_CACHE_HOME/rlplus, else in ~/.cache/rlplus. Where that
-cannot be written, each process checks for itself.
+A verdict is valid for a device model, a dtype and the versions of everything between a kernel's source and the device.
+It is a file in the folder that RLPLUS_CACHE names, else in $XDG_CACHE_HOME/rlplus, else in ~/.cache/rlplus. If that
+cannot be written, each process runs the check itself.
 """
 
 import fcntl
@@ -25,25 +25,25 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-LIMIT_S = 600.0  # of a check, which compiles some ten kernels: more than a busy machine needs
+LIMIT_S = 600.0  # of a check, which compiles about ten kernels: more than a busy machine needs
 COMMAND = (sys.executable, "-P", "-m", "rlplus.ops.selfcheck")
 KEPT = ("passed", "refused")
-FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)  # no kernel dies of these
+FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)  # signals that no faulty kernel causes
 MISSING = "none that can be imported"
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Verdict(NamedTuple):
-    """status: "passed"; "refused"; "unchecked", where the check could not begin or was ended; or "out of memory"."""
+    """status: "passed"; "refused"; "unchecked", if the check could not start or was killed; or "out of memory"."""
 
     status: str
     reason: str
 
 
 def verdict_on(device: torch.device, dtype: torch.dtype) -> Verdict:
-    """That of the disk, else of a check: seconds, or minutes where Triton's cache is empty. OutOfMemoryError is none.
+    """The cached verdict, else that of a check: seconds, or minutes if Triton's cache is empty. Or OutOfMemoryError.
 
-    Processes that ask at the same time wait for one of them.
+    Of several processes that ask at the same time, one checks and the others wait.
     """
     key = _key(device, dtype)
     file = cache_file(key)
@@ -71,7 +71,7 @@ def _key(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
 
 @cache
 def versions() -> dict[str, str]:
-    """Of everything that a kernel's result depends on, but for the device."""
+    """Versions of everything that a kernel's result depends on, except the device."""
     try:
         from triton import __version__ as triton
     except (ImportError, OSError):  # OSError: its library does not load
@@ -94,21 +94,21 @@ def versions() -> dict[str, str]:
 
 
 def cache_folder() -> Path | None:
-    """Where verdicts are kept; None where the environment names no place."""
+    """The folder of the verdicts; None if the environment names none."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(os.environ.get("RLPLUS_CACHE") or Path(home) / "rlplus")
     return folder if folder.is_absolute() else None
 
 
 def cache_file(key: dict[str, str]) -> Path | None:
-    """The file of a verdict; None where there is no folder for it."""
+    """The file of a verdict; None without a folder."""
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     folder = cache_folder()
     return folder / f"selfcheck-{name}.json" if folder else None
 
 
 def read(file: Path | None, key: dict[str, str]) -> Verdict | None:
-    """The verdict there; None where the file is missing, damaged, about something else or not only this user's."""
+    """The verdict in the file; None if it is missing, damaged, for something else, or writable by others."""
     if file is None:
         return None
     try:
@@ -122,7 +122,7 @@ def read(file: Path | None, key: dict[str, str]) -> Verdict | None:
 
 
 def write(file: Path | None, key: dict[str, str], verdict: Verdict) -> None:
-    """Whole or not at all; a folder that takes no files costs the next process a check."""
+    """Write atomically; if the folder is not writable, the next process repeats the check."""
     if file is None:
         return
     new = file.with_suffix(f".{os.getpid()}")
@@ -135,8 +135,8 @@ def write(file: Path | None, key: dict[str, str], verdict: Verdict) -> None:
 
 
 def _opened(file: Path, flags: int) -> IO[str]:
-    """PermissionError where anybody but this user could have written the file."""
-    descriptor = os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)  # not blocked by a named pipe
+    """Open the file; PermissionError if anyone but this user could have written it."""
+    descriptor = os.open(file, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)  # a named pipe must not block
     stream = os.fdopen(descriptor, "w" if flags & os.O_WRONLY else "r")
     found = os.fstat(stream.fileno())
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
@@ -147,7 +147,7 @@ def _opened(file: Path, flags: int) -> IO[str]:
 
 @contextmanager
 def _locked(file: Path | None) -> Iterator[None]:
-    """Hold the verdict's lock, where the folder takes one."""
+    """Hold the verdict's lock, if the folder is writable."""
     stream = None
     if file is not None:
         with suppress(OSError):
@@ -165,7 +165,7 @@ def _locked(file: Path | None) -> Iterator[None]:
 
 
 def run_check(command: Sequence[str], limit_s: float = LIMIT_S) -> Verdict:
-    """What the command, a process of its own, says on its last line, or what became of it."""
+    """Run the command as a process; returns its verdict, the last line of its output, or how it ended."""
     try:
         path = os.pathsep.join(place or os.getcwd() for place in sys.path)  # the child imports what this process does
         # Files, not pipes: a compiler that the child started could keep a pipe open after its end.

@@ -1,7 +1,7 @@
-"""The memory that a run will take of each GPU, by part, a rough time, and switches that make it fit.
+"""The memory that a run needs on each GPU, by part, a rough time per step, and switches that make it fit.
 
-No GPU and no weights are needed: the model is built without memory. `activations` counts what a pass keeps, `memory`
-has the formulas of the other parts, `speed` those of the time, `search` tries the switches.
+No GPU and no weights are needed: the model is built on the meta device. `activations` counts the tensors that a pass
+keeps, `memory` has the formulas of the other parts, `speed` those of the time, `search` tries the switches.
 """
 
 from dataclasses import asdict, dataclass
@@ -23,10 +23,10 @@ __all__ = ["GIB", "GPUS", "MOMENTS", "Cluster", "Memory", "Plan", "Remedy", "mak
 
 @dataclass(frozen=True)
 class Plan:
-    """ranks: those of the GPUs that train; the others are their engines'. mode: the engine's, "none" without one.
+    """ranks: the number of GPUs that train; the others are for their engines. mode: the engine's, "none" without one.
 
-    seconds of a step by phase, empty where unknown; remedies: only where the run does not fit. note: where the model's
-    architecture is the copy that comes with a shipped configuration, and why. steps: None where the data decide it.
+    seconds: of a step by phase, empty if unknown. remedies: only if the run does not fit. note: if the model's
+    architecture is the copy that comes with a shipped configuration, the reason. steps: None if the data decide it.
     """
 
     cluster: Cluster
@@ -78,7 +78,7 @@ class Plan:
 
 
 def make_plan(config: Config, cluster: Cluster) -> Plan:
-    """Plan `config` for `cluster`: all GPUs but a server's.
+    """Plan `config` for `cluster`, all GPUs except a server's.
 
     Errors as in `read_model`; ValueError also for lengths, ranks and heads that the run cannot have.
     """
@@ -105,9 +105,9 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
 
 
 def read_model(config: Config) -> tuple[Model, str]:
-    """The run's model without its weights, and a note where its architecture is the shipped copy.
+    """The run's model without its weights, and a note if its architecture is the shipped copy.
 
-    ValueError for a model that is not there, RuntimeError for one that cannot be built.
+    ValueError for a model that does not exist, RuntimeError for one that cannot be built.
     """
     model_config, note = _model_config(config.model)
     model_config = with_overrides(model_config, config.model.overrides)
@@ -119,7 +119,7 @@ def read_model(config: Config) -> tuple[Model, str]:
 
 
 def _model_config(part: ModelConfig) -> tuple[PretrainedConfig, str]:
-    """The model's architecture, and a note where it is the shipped copy."""
+    """The model's architecture, and a note if it is the shipped copy."""
     if part.scratch is not None:
         with torch.device("meta"):
             return make_scratch_model(part.scratch, byte_tokenizer(), seed=0).config, ""
@@ -132,7 +132,7 @@ def _model_config(part: ModelConfig) -> tuple[PretrainedConfig, str]:
 
 
 def training_part(config: Config, cluster: Cluster) -> Cluster:
-    """The part of it that trains: one GPU per rank."""
+    """The GPUs that train: one per rank."""
     each, parallel = gpus_a_rank(config, cluster.gpu), config.rollout.tensor_parallel_size
     if cluster.gpus % each:
         raise ValueError(
@@ -153,7 +153,7 @@ def training_part(config: Config, cluster: Cluster) -> Cluster:
 
 
 def _check_heads(config: Config, model: Model) -> None:
-    """ValueError where the trainer's attention or vLLM could not split the heads."""
+    """ValueError if the trainer's attention or vLLM could not split the heads."""
     sequence, tensor = config.train.sequence_parallel, config.rollout.tensor_parallel_size if config.needs_engine else 1
     for key, size, heads in (
         ("train.sequence_parallel", sequence, {model.heads, model.key_heads}),
@@ -165,5 +165,5 @@ def _check_heads(config: Config, model: Model) -> None:
 
 
 def show_bytes(size: float) -> str:
-    """In GiB, or in MiB below a tenth of one."""
+    """The size in GiB, or in MiB below 0.1 GiB."""
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

@@ -1,9 +1,9 @@
-"""The bytes that a forward and backward pass keeps, counted on tensors that have shapes and no memory.
+"""The bytes that a forward and backward pass keeps, counted on tensors without memory.
 
-The trainer's own `PackedModel` runs on torch's meta device under a mode that adds up the storages which are alive. So
-there is no formula a model family could deviate from: gradient checkpointing, tied embeddings, repeated keys and what
-autograd saves are those of the installed transformers. Two parts are stand-ins with the same inputs, outputs and saved
-tensors: the attention kernel and the head's fused loss, whose scratch `memory` adds.
+The trainer's `PackedModel` runs on torch's meta device under a mode that adds up the live storages. So there is no
+formula from which a model family could deviate: gradient checkpointing, tied embeddings, repeated keys and the tensors
+saved by autograd are those of the installed transformers. Two parts are stand-ins with the same inputs, outputs and
+saved tensors: the attention kernel and the head's fused loss, whose scratch `memory` adds.
 """
 
 import weakref
@@ -37,9 +37,9 @@ class Activations:
 
 
 class Meter(TorchDispatchMode):
-    """Bytes of the storages that operations inside make and that are alive, less those of `known` that are gone since.
+    """Bytes of live storages made by the operations inside, minus those of `known` that were freed since.
 
-    peak: the most at any moment.
+    peak: the maximum at any moment.
     """
 
     def __init__(self, *, known: list[Tensor]) -> None:
@@ -71,7 +71,7 @@ class Meter(TorchDispatchMode):
 
 
 def meta_model(config: PretrainedConfig, dtype: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model without memory: shapes, tied weights and parameter count are the real ones."""
+    """The model on the meta device: shapes, tied weights and parameter count are the real ones."""
     with whole_model(), torch.device("meta"):
         lm: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
@@ -189,7 +189,7 @@ ATTENTIONS = {"flash_attention_2": _flash, "sdpa": _sdpa, "eager": _eager}
 
 @contextmanager
 def _counted_attention(lm: PreTrainedModel, attention: str, mask: Tensor | None) -> Iterator[None]:
-    """transformers makes no mask for an attention that it does not know: on the meta device it could not."""
+    """Register the stand-in: transformers makes no mask, which fails on the meta device, for an unknown attention."""
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         output = ATTENTIONS[attention](mask, module, query, key, value)

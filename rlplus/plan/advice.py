@@ -1,4 +1,4 @@
-"""Out of memory after all: what the plan expected of that phase of a step, and which switches lower it."""
+"""Advice after running out of memory: the plan's numbers for that phase, and the switches that lower them."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from rlplus.plan.memory import MOMENTS, Model, estimate_memory
 from rlplus.plan.search import Changes, all_switches, show_changes, with_changes
 from rlplus.trainer.folder import MAY_CHANGE
 
-PHASES = {  # the plan's moments of a phase; all of them for another phase
+PHASES = {  # the plan's moments in a phase; all of them for other phases
     "sync": ("generate",),
     "generate": ("generate",),
     "old_logprob": ("head",),
@@ -21,7 +21,7 @@ SHOWN = 4  # switches of a kind
 
 
 def advise(config: Config, cluster: Cluster, phase: str) -> str:
-    """Sentences for a user whose run was out of memory in that phase of a step. Errors as in `make_plan`."""
+    """Sentences for a user whose run ran out of memory in that phase of a step. Errors as in `make_plan`."""
     trainer, (model, _) = training_part(config, cluster), read_model(config)
     moments = PHASES.get(phase, MOMENTS)
     memory = estimate_memory(config, model, trainer)
@@ -40,7 +40,7 @@ def advise(config: Config, cluster: Cluster, phase: str) -> str:
 
 
 def _savings(config: Config, model: Model, cluster: Cluster, moments: tuple[str, ...]) -> Iterator[tuple[Changes, int]]:
-    """The gentlest setting of each switch that lowers the fullest of these moments, and by how many bytes."""
+    """The mildest setting of each switch that lowers the fullest of these moments, and the bytes saved."""
 
     def fullest(config: Config) -> int:
         memory = estimate_memory(config, model, cluster)

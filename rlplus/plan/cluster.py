@@ -1,4 +1,4 @@
-"""The GPUs that a plan is for: what their vendor's datasheets say, and what is assumed beyond that."""
+"""The GPUs that a plan is for: their vendor's datasheets, and further assumptions."""
 
 import os
 import re
@@ -19,7 +19,7 @@ CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 class Gpu:
     """memory in bytes; flops: dense bf16 peak; bandwidth of memory and link (one direction) in bytes per second.
 
-    None: not known, and no time is estimated.
+    None: unknown, so no time is estimated.
     """
 
     name: str
@@ -41,7 +41,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """A number of GPUs of one kind. On a CPU: of ranks."""
+    """A number of GPUs of one kind. On a CPU: a number of ranks."""
 
     gpus: int
     gpu: Gpu
@@ -56,9 +56,9 @@ class Cluster:
 
 
 def make_cluster(gpus: int | None, gpu: str | None) -> Cluster:
-    """The cluster of that name and size; what is None is taken from this machine, and without a GPU is 8 x a100-80g.
+    """The cluster of that name and size; None means this machine's, or 8 x a100-80g if it has no GPU.
 
-    gpu: a name in GPUS, or a size of memory in GiB such as "24g", whose speed is not known. ValueError for another name
+    gpu: a name in GPUS, or a memory size in GiB such as "24g", with unknown speed. ValueError for another name
     and a number below 1.
     """
     if gpus is not None and gpus < 1:
@@ -78,7 +78,7 @@ def _named_gpu(name: str) -> Gpu:
 
 
 def gpus_a_rank(config: Config, gpu: Gpu) -> int:
-    """Its own, and in mode process those of its engine, if the run has one; a server's are not counted."""
+    """GPUs per rank: one, and in mode process those of its engine, if the run has one; a server's are not counted."""
     apart = config.needs_engine and config.rollout.mode == "process" and gpu.name != "cpu"
     return 1 + config.rollout.tensor_parallel_size if apart else 1
 
@@ -101,7 +101,7 @@ def _host_memory() -> int:
 
 
 def _this_gpu() -> Gpu:
-    """The device of this process, with the speeds of the listed one whose name and size are its own, if any."""
+    """The device of this process, with the speeds of the listed one of that name and size, if any."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     words = properties.name.lower()
     alike = [

@@ -1,4 +1,4 @@
-"""Memory of one GPU by part, at the moments of a step that can be the fullest."""
+"""The memory of one GPU by part, at those moments of a step that can be the fullest."""
 
 import copy
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from rlplus.config import Config
 from rlplus.learner.adapters import add_adapters
 from rlplus.learner.learner import deepspeed_config
 from rlplus.learner.value import add_value_head
-from rlplus.objective import Head, ProcessReward
+from rlplus.objective import Critic, Head, Interleaved, ProcessReward
 from rlplus.ops import MAX_SCRATCH_MB
 from rlplus.ops.backends import choose
 from rlplus.ops.cost import Shape, faster_memory, whole_tiles
@@ -21,7 +21,7 @@ from rlplus.plan.cluster import GIB, NODE, Cluster
 from rlplus.rollout import DEFAULT_CACHE_MB
 
 RESERVE = 3 * GIB  # of a GPU: driver, CUDA context, cuBLAS, NCCL's buffers, fragmentation. Assumed
-ENGINE_ASLEEP = 1 * GIB  # of these, what vLLM does not give back while it sleeps: CUDA graphs, its context. Assumed
+ENGINE_ASLEEP = 1 * GIB  # of these, kept by vLLM while it sleeps: CUDA graphs, its context. Assumed
 ENGINE_OVERHEAD = 2 * GIB  # of vLLM on a GPU beyond weights and cache: activations, logits, CUDA graphs. Assumed
 LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters, and its stage3_max_reuse_distance
 SUB_GROUP = 1_000_000_000  # DeepSpeed's sub_group_size: parameters that ZeRO-3 updates at a time
@@ -32,9 +32,9 @@ MOMENTS = ("generate", "head", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. parts: of a GPU that trains, by moment, then by part. engine: of one that generates only, if there are.
+    """Bytes. parts: on a GPU that trains, by moment, then by part. engine: on one that only generates, if any.
 
-    cache: of an engine's GPU, for keys and values. host: of the node's memory.
+    cache: on an engine's GPU, for keys and values. host: of the node's memory.
     """
 
     parts: dict[str, dict[str, int]]
@@ -82,18 +82,18 @@ class Model:
         self.learners: tuple[Model, ...] = (self, *(Model(config, model_config, head) for head in heads))
         if config.model.lora is not None:
             self.parameters -= self.trainable
-        # Layers that are alike take alike: two and three of them say what all take.
+        # Identical layers need the same memory, which follows from counts for two and three of them.
         self._few: list[PreTrainedModel] = []
         if self.layers > 3 and _layers_alike(self.lm):
             self._few = [_meta_model(config, _with_layers(model_config, n), head) for n in (2, 3)]
         self._counted: dict[tuple[Any, ...], Activations] = {}
 
     def cache_share(self, gpus: int) -> int:
-        """`cache_bytes` on each of so many that share an engine; a key head is on several where they are fewer."""
+        """`cache_bytes` on each of the GPUs that share an engine; key heads are replicated if they are fewer."""
         return self.cache_bytes // min(gpus, self.key_heads)
 
     def activations(self, config: Config) -> Activations:
-        """Those of the largest micro-batch; counted once per shape."""
+        """Activations of the largest micro-batch; counted once per shape."""
         rows, length = packed_shape(config)
         part, ranks = config.model, config.train.sequence_parallel
         key = (rows, length, part.attention, part.gradient_checkpointing, ranks)
@@ -144,9 +144,9 @@ def _with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 
 
 def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
-    """Everything on one GPU (or of one CPU rank), at each of `MOMENTS`. cluster: the ranks and their GPUs.
+    """All memory on one GPU (or of one CPU rank), at each of `MOMENTS`. cluster: the ranks and their GPUs.
 
-    The states of all learners, and what training takes of the one that takes the most: they train one after the other.
+    The states of all learners, and the training memory of the one that needs most: they train one after the other.
     """
     learners = [(learner, model_states(config, learner, cluster)) for learner in model.learners]
     engine, problems = engine_memory(config, model, cluster)
@@ -160,10 +160,10 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
         "optimizer states": sum(states.optimizer for _, states in learners),
     }
     algorithm = config.algorithm.resolve()
-    references = int(algorithm.objective.kl_coef > 0 and config.model.lora is None)
+    references = int(algorithm.needs_reference and config.model.lora is None)
     references += isinstance(algorithm.recipe, ProcessReward)
     if references:
-        always["reference policy"] = references * model.parameters * model.itemsize
+        always["references"] = references * model.parameters * model.itemsize
     staying = sum(states.gradients for _, states in learners if states.gradients_stay)
     between = always | ({"gradients": staying} if staying else {})
 
@@ -193,19 +193,30 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
 def packed_shape(config: Config) -> tuple[int, int]:
     """(rows, length) of the largest micro-batch of a rank, or of the ranks that share it.
 
-    It has as many tokens as it may have, and as an update's samples can have, in rows as long as the longest sample or
-    a little longer; FlashAttention takes all of them as one row.
+    It has as many tokens as the budget allows and an update's samples can have, in rows as long as the longest sample
+    or a little longer; with FlashAttention all of them are one row.
     """
     train = config.train
-    samples = (train.prompts_per_update or train.prompts_per_step) * (config.rollout.group_size + 1)
+    samples = _largest_update(config)
     tokens = min(train.tokens_per_micro_batch * train.sequence_parallel, samples * config.max_sample_length)
     rows = 1 if config.model.attention == "flash_attention_2" else max(1, tokens // config.max_sample_length)
     return rows, tokens // rows
 
 
+def _largest_update(config: Config) -> int:
+    """The largest number of samples in an update of the policy or of a recipe's model."""
+    train, recipe, group = config.train, config.algorithm.resolve().recipe, config.rollout.group_size
+    samples = (train.prompts_per_update or train.prompts_per_step) * (group + 1)
+    if isinstance(recipe, Interleaved):
+        samples = max(samples, recipe.batch)
+    if isinstance(recipe, Critic):
+        samples = max(samples, -(-train.prompts_per_step * group // recipe.critic_updates))
+    return samples
+
+
 @dataclass(frozen=True)
 class States:
-    """Bytes on a rank, host: on the node of up to 8 ranks. gradients_stay: between the steps too."""
+    """Bytes per rank; host: per node of up to 8 ranks. gradients_stay: whether they are kept between steps."""
 
     weights: int
     optimizer: int
@@ -254,7 +265,7 @@ def model_states(config: Config, model: Model, cluster: Cluster) -> States:
 
 
 def _size(zero: dict[str, Any], key: str, default: int) -> int:
-    """A number of parameters, which DeepSpeed also takes as 5e8 or "5e8"."""
+    """A number of parameters, which DeepSpeed also accepts as 5e8 or "5e8"."""
     value = zero.get(key, default)
     try:
         return int(float(value))
@@ -271,8 +282,8 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
 
     b N H for the gradient of its input; (V, H) in b bytes for that of its weight and, in half precision, 4 V H for its
     accumulator; and the scratch of `head_scratch`. A frozen weight (LoRA) has no gradient. With memory="least" there is
-    no such accumulator, but one of 4 N H for the input's gradient where the weight's has no room to lend it. A value
-    head takes N H for the gradient of its input, of fp32 and, in half precision, a copy of the input in fp32.
+    no such accumulator, but one of 4 N H for the input's gradient unless it can borrow the weight's. A value head needs
+    4 N H for the gradient of its input and, in half precision, 4 N H for a copy of the input in fp32.
     """
     N, H, V, b = head_tokens(config), model.hidden, model.vocabulary, model.itemsize
     if model.head == "value":
@@ -288,13 +299,13 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
 
 
 def head_tokens(config: Config) -> int:
-    """Of the largest micro-batch, on each rank."""
+    """Tokens of the largest micro-batch, on each rank."""
     rows, length = packed_shape(config)
     return rows * length // config.train.sequence_parallel
 
 
 def head_mode(config: Config, model: Model, cluster: Cluster) -> str:
-    """What memory=None of the fused head becomes in the largest micro-batch; else train.memory."""
+    """The head's memory mode in the largest micro-batch: train.memory, or the choice that None makes."""
     train = config.train
     if train.memory or train.max_scratch_mb is None or cluster.cpu or train.backend == "reference":
         return train.memory or "fast"
@@ -303,10 +314,10 @@ def head_mode(config: Config, model: Model, cluster: Cluster) -> str:
 
 
 def head_scratch(config: Config, model: Model, cluster: Cluster) -> int:
-    """Bytes of logits and their gradients: max_scratch_mb, or less where the tokens are few.
+    """Bytes of logits and their gradients: max_scratch_mb, or less for few tokens.
 
-    The backends' modules say what a row takes. `reference` has all rows at once, six times by
-    measurement: logits, log-softmax, probabilities, and what their gradients need.
+    The backends' modules document the bytes per row. `reference` keeps all rows at once, six times by measurement:
+    logits, log-softmax, probabilities, and the tensors that their gradients need.
     """
     tokens, vocabulary, mode = head_tokens(config), model.vocabulary, head_mode(config, model, cluster)
     dtype = getattr(torch, config.model.dtype)
@@ -326,11 +337,11 @@ def head_scratch(config: Config, model: Model, cluster: Cluster) -> int:
 
 
 def engine_memory(config: Config, model: Model, cluster: Cluster) -> tuple[dict[str, int], list[str]]:
-    """Parts of a rollout engine on each of its GPUs, and what is wrong with it.
+    """Parts of a rollout engine on each of its GPUs, and its problems.
 
-    vLLM takes gpu_memory_utilization of the GPU in all: weights, working memory, and the rest for keys and values; with
-    kv_cache_memory_mb these have that size. transformers: weights, and a cache of a fixed size. A server's engine has
-    none here, and a run that samples nothing has no engine.
+    vLLM takes gpu_memory_utilization of the GPU in total: weights, working memory, and the rest for keys and values,
+    which with kv_cache_memory_mb have that size. transformers: weights, and a cache of a fixed size. A server's engine
+    is not counted, and a run that samples nothing has no engine.
     """
     rollout = config.rollout
     if rollout.mode == "server" or not config.needs_engine:

@@ -1,4 +1,4 @@
-"""Which switches make a run fit: they are turned, and the plan's own formulas asked again."""
+"""A search for switches that make a run fit, by evaluating the plan's formulas with each of them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,21 +19,22 @@ SHARE = "rollout.gpu_memory_utilization"
 
 @dataclass(frozen=True)
 class Remedy:
-    """Overrides for the command line, and what comes of them on so many GPUs in all.
+    """Overrides for the command line, and their result on `gpus` GPUs in total.
 
-    peak: of a GPU that trains. seconds: of a step, 0 where unknown.
+    peak: of a GPU that trains. host: of each node's memory. seconds: of a step, 0 if unknown.
     """
 
     overrides: tuple[str, ...]
     gpus: int
     peak: int
+    host: int
     seconds: float
 
 
 def find_remedies(config: Config, model: Model, cluster: Cluster) -> list[Remedy]:
     """The fewest switches that make the run fit, the fastest first. cluster: the ranks and their GPUs.
 
-    Where two are too few: as many as it takes, on these GPUs or, where all together do not do, on more.
+    If two are not enough: as many as needed, on these GPUs or, if even all of them are not enough, on more.
     """
     switches = list(all_switches(config, model, cluster))
     for size in (1, 2):
@@ -51,7 +52,7 @@ def find_remedies(config: Config, model: Model, cluster: Cluster) -> list[Remedy
 
 
 def all_switches(config: Config, model: Model, cluster: Cluster) -> Iterator[list[Changes]]:
-    """Each switch's settings, the gentlest first; a setting may need two keys."""
+    """Each switch's settings, the mildest first; a setting may need two keys."""
     train, rollout = config.train, config.rollout
     vllm = config.needs_engine and rollout.mode != "server" and rollout.engine != "transformers" and not cluster.cpu
     if vllm and rollout.mode == "colocated" and not rollout.sleep:
@@ -96,11 +97,11 @@ def _try(config: Config, model: Model, cluster: Cluster, settings: tuple[Changes
         return None
     seconds = estimate_seconds(changed, model, memory, cluster).get("total", 0.0)
     gpus = cluster.gpus * gpus_a_rank(config, cluster.gpu)
-    return Remedy(show_changes(changes), gpus, memory.peak, seconds)
+    return Remedy(show_changes(changes), gpus, memory.peak, memory.host, seconds)
 
 
 def _all_but_the_needless(config: Config, model: Model, cluster: Cluster) -> Remedy | None:
-    """Every switch at its strongest, then without those that it fits without, the most costly ones first."""
+    """All switches at their strongest, minus those that are not needed to fit, the most costly ones first."""
     per_update = config.train.prompts_per_update or config.train.prompts_per_step
     if per_update % cluster.gpus:
         return None
@@ -118,7 +119,7 @@ def _all_but_the_needless(config: Config, model: Model, cluster: Cluster) -> Rem
 
 
 def with_changes(config: Config, changes: Changes) -> Config | None:
-    """The configuration with these values; None where it refuses them."""
+    """The configuration with these values; None if it refuses them."""
     values = config.model_dump()
     for key, value in changes.items():
         section, name = key.split(".")

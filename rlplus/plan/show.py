@@ -17,7 +17,7 @@ LABELS = {
 
 
 def show(plan: Plan, console: Console) -> None:
-    """The tables of memory and time, what does not fit and what would help."""
+    """Print the tables of memory and time, and if the run does not fit, the problems and remedies."""
     console.print(*_lines(plan), sep="\n")
 
 
@@ -59,8 +59,9 @@ def _lines(plan: Plan) -> Iterator[RenderableType]:
     yield "It would fit with:"
     for remedy in plan.remedies:
         gpus = f"{remedy.gpus} GPUs and " if remedy.gpus != plan.cluster.gpus else ""
+        host = f", {show_bytes(remedy.host)} of each node's memory" if remedy.host else ""
         seconds = f", {remedy.seconds:.0f} s a step" if remedy.seconds else ""
-        yield f"  {gpus}{' '.join(remedy.overrides)}   ({show_bytes(remedy.peak)}{seconds})"
+        yield f"  {gpus}{' '.join(remedy.overrides)}   ({show_bytes(remedy.peak)}{host}{seconds})"
 
 
 def _memory_table(plan: Plan) -> Table:

@@ -1,4 +1,4 @@
-"""How long a step takes, roughly: the work of each phase over what the hardware can do, times an assumed efficiency."""
+"""A rough time per step: the work of each phase over the hardware's peak times an assumed efficiency."""
 
 from rlplus.config import Config
 from rlplus.learner.statistics import needs_statistics
@@ -25,11 +25,11 @@ ASSUMPTIONS = (
 
 
 def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Cluster) -> dict[str, float]:
-    """Seconds of a step by phase, "total" last; empty where the speed of the GPU is not known.
+    """Seconds of a step by phase, "total" last; empty if the speed of the GPU is unknown.
 
-    Without "generate" where a server does it, or where the step samples nothing. With train.overlap it takes no time of
-    its own unless it is longer than the training. All samples have the greatest length, so this is an upper bound in
-    that respect. cluster: the ranks and their GPUs.
+    "generate" is missing if a server generates, or if the step samples nothing. With train.overlap it adds time only
+    where it is longer than the training. All samples are assumed to have the maximum length, so this is an upper bound
+    in that respect. cluster: the ranks and their GPUs.
 
     FLOP of T tokens, body of B parameters: 2 B T forward; attention 2 layers width length T (half of the square, as
     causal), the head 2 N H V (one GEMM). Backward: twice that, in the head with memory="least" three times.
@@ -59,10 +59,11 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     seconds = {}
     if rollouts and config.rollout.mode != "server":
         seconds["generate"] = _generate_seconds(config, model, memory, cluster, flops, bandwidth)
-    # The first update needs no pass. With overlap only demonstrations do: the engine's logprobs are the old ones.
+    # The first update needs no pass. With overlap only demonstrations need one: the engine's logprobs are the old ones.
     shown = groups * demonstrations * kinds[1][1] / tokens
     algorithm = config.algorithm.resolve()
     passes = (shown if train.overlap else 1 - 1 / updates) + bool(algorithm.objective.kl_coef)
+    passes += 2 * bool(algorithm.reward_kl_coef)  # before the step's samples are packed for their updates
     seconds["old_logprob"] = passes * (forward + head) / flops
     first, later = (needs_statistics(algorithm, on_policy) for on_policy in (not train.overlap, False))
     if statistics := (first + later * (updates - 1)) / updates:
@@ -85,7 +86,7 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
         seconds["learners"] += _sent_bytes(config, learner, ranks, updates, micro_batches, 1) / link
     # Within a GPU, or through files in the host's memory.
     handed_over = weights / bandwidth if config.rollout.mode == "colocated" else 2 * weights / PCIE
-    if rollouts:  # else there is no engine, or one for evaluations alone
+    if rollouts:  # otherwise there is no engine, or one for evaluations alone
         seconds["sync"] = handed_over + (_ring(weights, ranks) / link if train.zero_stage == 3 else 0)
     total = sum(seconds.values())
     if train.overlap:
@@ -95,7 +96,7 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
 
 
 def _ring(size: float, ranks: int) -> float:
-    """Bytes that each of R ranks sends in a pass over so many bytes: (R - 1) / R of them."""
+    """Bytes that each of R ranks sends in a ring pass over `size` bytes: (R - 1) / R of them."""
     return size * (ranks - 1) / ranks
 
 
@@ -116,7 +117,7 @@ def _optimizer_bytes(learner: Model, ranks: int, updates: float) -> float:
 def _generate_seconds(
     config: Config, model: Model, memory: Memory, cluster: Cluster, flops: float, bandwidth: float
 ) -> float:
-    """Prompts once a group, then decoding in waves of as many sequences as the cache holds."""
+    """Seconds to prefill each group's prompt once, then to decode in waves of as many sequences as the cache holds."""
     rollout = config.rollout
     group, _ = _members(config)
     parallel = rollout.tensor_parallel_size
@@ -135,7 +136,7 @@ def _generate_seconds(
 
 
 def _members(config: Config) -> tuple[int, int]:
-    """Rollouts and demonstrations of a group, at most."""
+    """The maximum numbers of rollouts and demonstrations in a group."""
     algorithm = config.algorithm.resolve()
     rollouts = config.rollout.group_size - algorithm.demonstrates_in_place if algorithm.generates else 0
     return rollouts, int(algorithm.demonstrates and not isinstance(algorithm.recipe, Prefix))

@@ -1,4 +1,4 @@
-"""What an algorithm does in a step around its objective."""
+"""Recipes: the parts of a training step that depend on the algorithm, besides its objective."""
 
 from rlplus.config import Config
 from rlplus.objective import Critic, Gate, Interleaved, Plain, Prefix, ProcessReward, RecipeOptions

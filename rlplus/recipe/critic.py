@@ -1,4 +1,4 @@
-"""PPO with a critic: advantages of tokens, from a value model that is trained beside the policy."""
+"""PPO with a critic: per-token advantages from a value model that is trained alongside the policy."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from rlplus.recipe.plain import Batch, Recipe
 
 
 class CriticRecipe(Recipe):
-    """Values before the policy's updates, from the critic as the step before left it; its own updates after them."""
+    """Values come from the critic as the previous step left it; its updates follow those of the policy."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -35,7 +35,7 @@ class CriticRecipe(Recipe):
         self.pad_id = pad_id
 
     def collect(self, draw: Callable[[], Batch]) -> Batch:
-        """The grader's reward of a response that was cut is 0 with `stopped_only`; shaping comes after it."""
+        """With `stopped_only` the reward of a truncated response becomes 0, before shaping."""
         batch = super().collect(draw)
         for sample in batch.samples:
             if self.options.stopped_only and sample.truncated:
@@ -46,8 +46,13 @@ class CriticRecipe(Recipe):
         """Set values, returns and advantages. Collective."""
         options, samples = self.options, batch.samples
         values = by_sample(samples, self.critic.value, self.config, self.pad_id, self.critic.device)
+        given = [torch.tensor(s.token_reward or [0.0] * len(s.response), dtype=torch.float64) for s in samples]
         advantages = generalized_advantages(
-            [sample.reward for sample in samples], values, gamma=options.gamma, gae_lambda=options.gae_lambda
+            [sample.reward for sample in samples],
+            values,
+            gamma=options.gamma,
+            gae_lambda=options.gae_lambda,
+            token_rewards=given,
         )
         for sample, value, advantage in zip(samples, values, advantages, strict=True):
             sample.value, sample.returns = value.tolist(), (value + advantage).tolist()
@@ -70,9 +75,9 @@ class CriticRecipe(Recipe):
         return self._metrics
 
     def _mini_batches(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        """This rank's part of each. On any number of ranks they divide a draw's samples in the sampler's order.
+        """This rank's part of each mini-batch; any number of ranks divide a draw's samples in the sampler's order.
 
-        With `Refill`, whose groups may move, they divide them by where they are.
+        With `Refill`, which may move groups between ranks, the division is by the rank that has them.
         """
         world, updates, size = dist.get_world_size(), self.options.critic_updates, self.config.rollout.group_size
         parts: list[list[Sample]] = [[] for _ in range(updates)]
@@ -85,7 +90,7 @@ class CriticRecipe(Recipe):
 
 
 def _value_metrics(values: Sequence[Tensor], advantages: Sequence[Tensor]) -> Metrics:
-    """The mean value, and the share of the returns' variance that the values explain. Collective."""
+    """Metrics: the mean value, and the share of the returns' variance that the values explain. Collective."""
     value, error = (torch.cat([*parts, torch.empty(0)]).double() for parts in (values, advantages))
     returns = value + error
     first = (float(x.sum()) for x in (error, returns))

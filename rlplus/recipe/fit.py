@@ -1,4 +1,4 @@
-"""The optimizer steps of a model that a recipe trains beside the policy."""
+"""The optimizer steps of a model that a recipe trains alongside the policy."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,15 +12,15 @@ from rlplus.config import Config
 from rlplus.data import MicroBatch
 from rlplus.learner import Learner
 
-SMALLEST_VARIANCE = 1e-8  # under it, differences are rounding
+SMALLEST_VARIANCE = 1e-8  # below it, differences are rounding errors
 
 Metrics = dict[str, tuple[float, float]]  # this rank's sum and count of each
 
 
 def with_optimizer(config: Config, **changes: float) -> Config:
-    """The run's configuration with other values of `train`, for a learner whose optimizer has its own.
+    """The run's configuration with other values of `train`, for a learner with separate optimizer settings.
 
-    Its learning rate stays after the warm-up: a schedule of the policy's would not fit the number of its updates.
+    Its learning rate is constant after the warm-up: the policy's schedule would not fit its number of updates.
     """
     own: dict[str, Any] = {"lr_schedule": "constant", "lr_min_ratio": 0.0, "warmup_ratio": None} | changes
     if "grad_clip" in changes:
@@ -35,9 +35,9 @@ def fit(
     accumulate: Callable[[Sequence[MicroBatch]], Sequence[Any]],
     count: Callable[[bool], None],
 ) -> Metrics:
-    """A step on each mini-batch, after gradients that `accumulate` leaves; `count` as in `Recipe.fit`. Collective.
+    """Take a step on each mini-batch, with gradients from `accumulate`; `count` as in `Recipe.fit`. Collective.
 
-    Returns `name`/loss, lr, nonfinite (the share of steps that a non-finite gradient made impossible) and grad_norm.
+    Returns metrics `name`/loss, lr, nonfinite (the share of steps skipped for a non-finite gradient) and grad_norm.
     """
     totals = {metric: [0.0, 0.0] for metric in ("loss", "lr", "nonfinite", "grad_norm")}
 
@@ -60,7 +60,7 @@ def fit(
 
 
 def whitened(advantages: Sequence[Tensor]) -> list[Tensor]:
-    """Scaled and shifted so that the tokens of all ranks together have mean 0 and variance 1. Collective."""
+    """Shift and scale advantages to mean 0 and variance 1 over the tokens of all ranks. Collective."""
     tokens = torch.cat([*advantages, torch.empty(0)])
     count, total = agree.sums(len(tokens), float(tokens.sum()))
     mean = total / max(count, 1)

@@ -8,12 +8,11 @@ from rlplus.recipe.plain import Batch, Recipe, demonstration, unsolved
 
 
 class GateRecipe(Recipe):
-    """Where at most `solved` rollouts of a prompt were solved, its demonstration; its rollouts only with `keep`.
+    """A prompt with at most `solved` solved rollouts trains on its demonstration, and on its rollouts only with `keep`.
 
-    The other prompts train on their rollouts alone. The algorithm decides the rest, as in every recipe: the loss of
-    demonstrations, its factor `external_coef`, and whether they enter the statistics of the rollouts that are kept.
-    SuperRL (arXiv 2506.01096) and HPT (arXiv 2509.04419) both have solved = 0. HPT also skips updates whose gradient
-    has a norm above 80, which this recipe does not: DeepSpeed computes the norm and steps in one call.
+    The other prompts train on their rollouts alone. The rest is defined by the algorithm, as in every recipe: the loss
+    of demonstrations, its factor `external_coef`, and whether they enter the statistics of the rollouts that are kept.
+    SuperRL (arXiv 2506.01096) and HPT (arXiv 2509.04419) both have solved = 0.
     """
 
     def __init__(self, config: Config) -> None:

@@ -1,4 +1,4 @@
-"""The interleaved recipe: supervised updates between those on rollouts (ReLIFT, arXiv 2506.07527)."""
+"""The interleaved recipe: supervised updates between updates on rollouts (ReLIFT, arXiv 2506.07527)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,16 +11,16 @@ from rlplus.data import Example
 from rlplus.objective import Interleaved
 from rlplus.recipe.plain import Batch, Recipe, Update, demonstration, unsolved
 
-# When a demonstration came, and where among the prompts of its step: the newest step first, its prompts in order.
+# A demonstration's step and its place among the step's prompts; they sort by newest step, then in order of prompts.
 Place = tuple[int, int]
 
 
 class InterleavedRecipe(Recipe):
-    """Demonstrations of prompts that no rollout solved wait; when `batch` of them do, the step has one more update.
+    """Buffers demonstrations of prompts that no rollout solved; at `batch` of them, the step has an additional update.
 
-    That update takes the newest ones, with the algorithm's loss for demonstrations. The order is global; each rank
-    keeps the demonstrations of its own prompts. With `batch` >= prompts_per_step fewer than `batch` are left after a
-    step. Otherwise, while more than `batch` prompts per step stay unsolved, the oldest ones pile up, in memory and in
+    That update uses the newest ones, with the algorithm's loss for demonstrations. The order is global; each rank
+    buffers the demonstrations of its own prompts. With `batch` >= prompts_per_step fewer than `batch` are left after a
+    step. Otherwise, while more than `batch` prompts per step stay unsolved, the oldest ones accumulate in memory and in
     every checkpoint.
 
     Both kinds of update share one AdamW, its moments included, and one grad_clip, since DeepSpeed owns one optimizer.
@@ -45,7 +45,7 @@ class InterleavedRecipe(Recipe):
         return batch
 
     def updates(self, batch: Batch) -> list[Update]:
-        """Those on rollouts, and one on demonstrations where enough wait."""
+        """The updates on rollouts, and one on demonstrations if enough are buffered."""
         updates = super().updates(batch)
         line = sorted(place for places in agree.gathered([place for place, _ in self.waiting]) for place in places)
         self._updated = len(line) >= self.batch
@@ -55,7 +55,7 @@ class InterleavedRecipe(Recipe):
             self.waiting = [(place, example) for place, example in self.waiting if place > last]
             samples = [demonstration(example, group) for group, example in enumerate(chosen)]
             for sample in samples:
-                sample.advantage = sample.reward  # each is alone, with nothing to compare it to
+                sample.advantage = sample.reward  # each is alone, without a group to compare with
             updates.append(Update(samples, self.algorithm))
         self._in_line = len(line) - self.batch * self._updated
         return updates

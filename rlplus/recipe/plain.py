@@ -1,7 +1,7 @@
 """The plain recipe: one draw of prompts, advantages of groups, mini-batches of whole groups.
 
-A system that does more in a step is a subclass that overrides the methods where it differs. Every rank calls each
-method; what the ranks must do alike, the methods say.
+An algorithm that does more in a step is a subclass that overrides the methods where it differs. Every rank calls each
+method; the methods' docstrings say what the ranks must do alike.
 """
 
 from collections import Counter
@@ -22,9 +22,9 @@ from rlplus.ops import PolicyLoss
 
 
 class Ask(NamedTuple):
-    """Members of an example's group: `rollouts` responses to sample, and its demonstration where `demonstrated`.
+    """Members of an example's group: `rollouts` responses to sample, and its demonstration if `demonstrated`.
 
-    prefixes: the tokens with which the first of the rollouts begin, for each; the others begin with none.
+    prefixes: the initial tokens of each of the first rollouts; the others have none.
     """
 
     rollouts: int
@@ -34,7 +34,7 @@ class Ask(NamedTuple):
 
 @dataclass
 class Batch:
-    """This rank's share of a step: examples by `Sample.group`, scored samples, the seconds that the engine took."""
+    """This rank's share of a step: examples by `Sample.group`, scored samples, the engine's seconds."""
 
     examples: list[Example]
     samples: list[Sample]
@@ -50,23 +50,25 @@ class Update:
 
 
 class Recipe:
-    """What an algorithm does in a step. The methods stand in the order in which a step calls them.
+    """The algorithm's part of a step. The methods are in the order in which a step calls them.
 
-    learners: the models that it trains beside the policy, by the names that its options give them; they are saved,
-    restored and checked with the run.
+    learners: the models trained alongside the policy, by the names that the options give them; they are saved, restored
+    and checked with the run.
+    fits_first: whether `fit` comes before `credit` instead of after the policy's updates.
     """
 
     learners: Mapping[str, Learner] = {}
+    fits_first = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.algorithm: Algorithm = config.algorithm.resolve()
 
     def build(self, model_path: str, model_config: PretrainedConfig, pad_id: int) -> None:
-        """Make `learners`, from the folder and configuration that the policy was made from. Collective."""
+        """Create `learners` from the folder and configuration of the policy. Collective."""
 
     def ask(self, examples: Sequence[Example]) -> list[Ask]:
-        """The group of each example. A demonstration takes the place of a rollout, which is not sampled."""
+        """The group of each example. A demonstration replaces a rollout, which is not sampled."""
         asks = []
         for example in examples:
             demonstrated = self.algorithm.demonstrates_in_place and example.demonstration is not None
@@ -75,15 +77,15 @@ class Recipe:
         return asks
 
     def collect(self, draw: Callable[[], Batch]) -> Batch:
-        """The step's batch. `draw` takes the next prompts, several times with `Refill`; all ranks call it alike."""
+        """The step's batch. `draw` uses the next prompts (several times with `Refill`); all ranks call it alike."""
         return draw()
 
     def credit(self, batch: Batch) -> None:
-        """Set every sample's advantage, from its reward, which the algorithm's shaping has changed by now."""
+        """Set every sample's advantage, from its reward, which is already shaped, and its token rewards."""
         set_advantages(batch.samples, self.algorithm)
 
     def updates(self, batch: Batch) -> list[Update]:
-        """Mini-batches of whole groups, in order; every rank returns as many."""
+        """Mini-batches of whole groups, in order; every rank returns the same number."""
         train, world = self.config.train, dist.get_world_size()
         groups = (train.prompts_per_update or train.prompts_per_step) // world
         parts: list[list[Sample]] = [[] for _ in range(train.prompts_per_step // world // groups)]
@@ -92,12 +94,12 @@ class Recipe:
         return [Update(part, self.algorithm) for part in parts]
 
     def saw(self, update: Update, outputs: Sequence[PolicyLoss], grad_norm: float | None) -> None:
-        """Learn from an update that was made: its micro-batches' losses on this rank, the gradient's global norm."""
+        """Observe an update: its micro-batches' losses on this rank, and the gradient's global norm."""
 
     def fit(self, batch: Batch, count: Callable[[bool], None]) -> None:
-        """Train `learners`, after the policy's updates.
+        """Train `learners`.
 
-        count: to be called after each optimizer step with whether it was applied; it may raise.
+        count: call it after each optimizer step, with whether the step was applied; it may raise.
         """
 
     def metrics(self) -> dict[str, tuple[float, float]]:
@@ -105,19 +107,19 @@ class Recipe:
         return {}
 
     def state(self) -> Any:
-        """What this rank remembers from step to step, for a checkpoint; later steps must not change the value."""
+        """This rank's state between steps, for a checkpoint; later steps must not modify the returned value."""
         return None
 
     def restore(self, state: Any) -> None:
-        """Go on where `state` was taken."""
+        """Restore a value of `state`."""
 
 
 def set_advantages(samples: Sequence[Sample], algorithm: Algorithm) -> None:
-    """Advantages by the algorithm's estimator; demonstrations that stand apart do not enter the statistics.
+    """Set advantages by the algorithm's estimator; demonstrations "apart" do not enter the statistics.
 
-    Collective, except for the estimator "group", to which other ranks' groups are nothing.
+    Collective, except for the estimator "group", which needs no other rank's groups.
     """
-    rows = [(s.reward, s.group, s.demonstration, sum(s.loss_tokens)) for s in samples]
+    rows = [(s.reward + sum(s.token_reward or ()), s.group, s.demonstration, sum(s.loss_tokens)) for s in samples]
     ranks = [rows] if algorithm.advantage == "group" else agree.gathered(rows)
     everybody = [(reward, (rank, group), *rest) for rank, own in enumerate(ranks) for reward, group, *rest in own]
     groups = {name: i for i, name in enumerate(dict.fromkeys(group for _, group, *_ in everybody))}
@@ -138,14 +140,14 @@ def set_advantages(samples: Sequence[Sample], algorithm: Algorithm) -> None:
 
 
 def demonstration(example: Example, group: int) -> Sample:
-    """The example's demonstration as a member of that group, with the reward that it was graded with."""
+    """The example's demonstration as a member of that group, with the reward that the grader gave it."""
     assert example.demonstration is not None, "want a demonstration to show"
     reward, behavior = example.demonstration_reward, example.behavior_logprob
     return Sample(example.prompt, example.demonstration, group, True, False, None, reward, behavior_logprob=behavior)
 
 
 def unsolved(batch: Batch, at_most: int) -> list[int]:
-    """Groups with a demonstration and with graded rollouts, of which at most so many have a reward above 0."""
+    """Groups with a demonstration and graded rollouts, at most `at_most` of which have a reward above 0."""
     solved = Counter[int]()
     for sample in batch.samples:
         if not sample.demonstration:

@@ -1,4 +1,4 @@
-"""The prefix recipe: responses begin as the prompt's demonstration does (UFT, Prefix-RFT, RL-PLUS's prefixes)."""
+"""The prefix recipe: responses start with a part of the prompt's demonstration (UFT, Prefix-RFT, RL-PLUS)."""
 
 from collections.abc import Callable, Sequence
 from math import cos, pi
@@ -12,15 +12,15 @@ from rlplus.recipe.plain import Ask, Batch, Recipe
 
 
 class PrefixRecipe(Recipe):
-    """Rollouts of which the first tokens are demonstrated: external ones, of a response that is graded as a whole.
+    """Rollouts whose first tokens are demonstrated: external tokens of a response that is graded as a whole.
 
-    All tokens of a response have its advantage. A prefix leaves out at least the demonstration's end token, so that
-    something is sampled. What is drawn depends on seed, step and prompt alone; a step of this recipe is one draw.
+    All tokens of a response have its advantage. A prefix excludes at least the demonstration's end token, so that
+    something is sampled. Random draws depend on seed, step and prompt alone; a step of this recipe is one draw.
 
-    UFT (arXiv 2505.16984) is the preset `uft`. It divides a demonstration between sentences, this recipe between
-    tokens; it has no KL term on the prefix, whose mean is added here. Prefix-RFT (arXiv 2507.01679) has `schedule`
-    cosine and `members` 1. The official RL-PLUS code has linear, random and fixed too, and more that is not here: a
-    random share for each member, and shares in windows of steps.
+    UFT (arXiv 2505.16984) is the preset `uft`. It splits a demonstration between sentences, this recipe between
+    tokens; its KL term does not cover the prefix, ours does. Prefix-RFT (arXiv 2507.01679) has `schedule`
+    cosine and `members` 1. The official RL-PLUS code has linear, random and fixed too, and two more that are not
+    implemented here: a random share per member, and shares in windows of steps.
     """
 
     def __init__(self, config: Config) -> None:
@@ -48,7 +48,7 @@ class PrefixRecipe(Recipe):
         return asks
 
     def _shares(self, example: Example, tokens: int) -> list[float]:
-        """The share of a demonstration of so many tokens that each member begins with, in this step."""
+        """Each member's share of a demonstration of that many tokens to start with, in this step."""
         o, t = self.options, self.steps
         members = o.members or self.config.rollout.group_size
         random = Random(f"{self.config.train.seed} {t} {example.index}")

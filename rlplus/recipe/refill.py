@@ -1,4 +1,4 @@
-"""Draws until a step has enough groups that teach something."""
+"""Repeated draws until a step has enough groups with a training signal."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,11 +13,11 @@ from rlplus.objective import Refill
 from rlplus.recipe.plain import Batch
 
 Group = tuple[Example, list[Sample]]
-Place = tuple[int, int, int]  # of a group: its draw, its number there, its rank; they sort as the sampler drew them
+Place = tuple[int, int, int]  # of a group: its draw, its number there, its rank; they sort in the sampler's order
 
 
 class Refilled(NamedTuple):
-    """This rank's share of a step, and over all ranks the draws that it took and the groups in them that were kept."""
+    """This rank's share of a step; over all ranks, the number of draws, and of the groups in them that were kept."""
 
     batch: Batch
     draws: int
@@ -25,11 +25,11 @@ class Refilled(NamedTuple):
 
 
 def refill_batch(draw: Callable[[], Batch], options: Refill, train: TrainConfig) -> Refilled:
-    """Draw until all ranks together have kept `train.prompts_per_step` groups; each rank gets as many. Collective.
+    """Draw until all ranks together have kept `train.prompts_per_step` groups, divided equally. Collective.
 
-    The step has the first groups that were kept, in the sampler's order, however many ranks there are; the others of
-    the last draw are dropped, as in DAPO's code. Each mini-batch consists of the groups that it would have on one rank;
-    where a rank has too many of them, the surplus moves to others.
+    The step has the first groups that were kept, in the sampler's order, whatever the number of ranks; the others of
+    the last draw are dropped, as in DAPO's code. Each mini-batch has the same groups as on a single rank; if a rank has
+    too many of them, the surplus moves to other ranks.
     Raises SharedFailure after `options.max_draws`.
     """
     own: dict[Place, Group] = {}
@@ -63,7 +63,7 @@ def _keeps(options: Refill, group: Sequence[Sample]) -> bool:
 
 
 def _move(own: dict[Place, Group], chosen: Sequence[Place], train: TrainConfig) -> list[Group]:
-    """This rank's groups of the chosen ones, in order, those of other ranks included. Collective."""
+    """Move surplus groups to other ranks; returns this rank's groups, in order. Collective."""
     rank, size = dist.get_rank(), train.prompts_per_update or train.prompts_per_step
     owners: list[int] = []
     for start in range(0, len(chosen), size):
@@ -75,7 +75,7 @@ def _move(own: dict[Place, Group], chosen: Sequence[Place], train: TrainConfig) 
 
 
 def _owners(homes: Sequence[int], world: int) -> list[int]:
-    """A rank for each group, given the one that has it: the same number on each, and no group moves without need."""
+    """A rank for each group, given the one that has it: equal numbers, and no unnecessary moves."""
     room = [len(homes) // world] * world
     stays = []
     for home in homes:

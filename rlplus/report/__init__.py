@@ -1,4 +1,4 @@
-"""One HTML file of runs and evaluations: curves, tables, configurations. It loads nothing from anywhere."""
+"""One self-contained HTML file of runs and evaluations: curves, tables, configurations."""
 
 from collections.abc import Mapping, Sequence
 from html import escape

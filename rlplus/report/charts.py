@@ -1,4 +1,4 @@
-"""Charts of runs and evaluations as SVG inside a page, and the colours that belong to their labels."""
+"""Charts of runs and evaluations as inline SVG, and the colours of their labels."""
 
 import io
 import re

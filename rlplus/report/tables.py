@@ -124,7 +124,7 @@ def seed_table(tested: Mapping[str, list[Evaluation]]) -> str:
 
 
 def seeds_line(tested: Mapping[str, Sequence[Evaluation]], k: int) -> str:
-    """On how many seeds each model solves less than the first one with k samples, as a sentence."""
+    """A sentence: on how many seeds each model solves fewer problems than the first one with k samples."""
     (name, first), *others = tested.items()
     counts = (f"{label} on {seeds_below(first, each, k)} of {len(first)} seeds" for label, each in others)
     return f"pass@{k} over all problems is below that of {name}: {', '.join(counts)}."

@@ -1,4 +1,4 @@
-"""The verdict on each demonstration, reached once for the whole run and the same on all ranks."""
+"""Grading of the demonstrations, once per run, with the same result on all ranks."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ Verdict = float | str  # the reward of one that passed, at least 1; else the sta
 
 @dataclass(frozen=True)
 class DemonstrationReport:
-    """Grading of the demonstrations. `dropped`: by status, "ok" being one that was read and found wrong."""
+    """Counts of graded demonstrations. `dropped`: by status; "ok" means graded as wrong."""
 
     graded: int
     kept: int
@@ -57,7 +57,7 @@ def grade_demonstrations(
 
 
 def keep_passed(examples: Sequence[Example], verdicts: Sequence[Verdict]) -> tuple[list[Example], DemonstrationReport]:
-    """Set `demonstration_reward`, and `demonstration` to None where it did not pass: training takes it for right."""
+    """Set `demonstration_reward`, and `demonstration` to None if it did not pass: training assumes that it is right."""
     kept, left, dropped = [], iter(verdicts), Counter[str]()
     for example in examples:
         if example.demonstration is not None:

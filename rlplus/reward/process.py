@@ -1,4 +1,4 @@
-"""The trainer's end of one reward worker: what it was sent, what it answered, and whether it is late or broken."""
+"""The trainer's side of one reward worker: its items, its answers, and whether it is late or broken."""
 
 import contextlib
 import json
@@ -49,7 +49,7 @@ class Score:
 
     @property
     def failed(self) -> bool:
-        """Whether the grader failed: nothing is known about the text."""
+        """Whether the grader failed, so that nothing is known about the text."""
         return self.status in ("timeout", "crash")
 
 
@@ -83,7 +83,7 @@ class Worker:
         self._send(settings | {"token": self._token.decode()})
 
     def grade(self, items: deque[int], texts: Sequence[str], answers: Sequence[str]) -> None:
-        """Send the items of these numbers."""
+        """Send the items with these indices."""
         self.fresh, self.pending = False, items
         self._send([(i, texts[i], answers[i]) for i in items])
 
@@ -93,7 +93,7 @@ class Worker:
         self.flush()
 
     def flush(self) -> None:
-        """Write as much of what is `unsent` as the pipe takes."""
+        """Write as much of `unsent` as the pipe accepts."""
         try:
             while self.unsent:
                 self.unsent = self.unsent[os.write(self.stdin.fileno(), self.unsent) :]
@@ -103,7 +103,7 @@ class Worker:
             self.unsent = memoryview(b"")
 
     def receive(self) -> list[tuple[int, Score]]:
-        """The scores that have arrived, with the items' numbers. What follows anything but a reply is not read."""
+        """The scores that have arrived, with the items' indices. Reading stops at the first line that is no reply."""
         if self._broken:
             return []
         with contextlib.suppress(BlockingIOError):
@@ -124,7 +124,7 @@ class Worker:
         return scores
 
     def _take(self, line: bytes, scores: list[tuple[int, Score]]) -> bool:
-        """Read one line; False when it is not what the worker would write now."""
+        """Read one line; False if it is not the expected reply."""
         if not line.startswith(self._token):
             return False
         try:
@@ -143,13 +143,13 @@ class Worker:
         return True
 
     def _restart_clocks(self) -> None:
-        """At the start of the process, and of each item."""
+        """Restart the clocks, at the start of the process and of each item."""
         self._since = time.monotonic()
         self._cpu_before: float | None = None
         self._next_look = 0.0
 
     def fault(self, timeout_s: float) -> tuple[Status, str] | None:
-        """Why it cannot go on: "crash" where it ended or wrote what is no reply, "timeout" where it is late."""
+        """Why it cannot continue: "crash" if it ended or wrote an invalid reply, "timeout" if it is late."""
         if self._broken:
             return "crash", self._broken
         if self._ended():
@@ -180,7 +180,7 @@ class Worker:
             self.process.terminate()
 
     def stop(self) -> int | None:
-        """End it; its exit status (negative: the signal that ended it), None where it does not end."""
+        """End it; returns its exit status (negative: the signal that ended it), None if it does not end."""
         self.end()
         for pipe in (self.stdin, self.stdout):
             pipe.close()

@@ -93,7 +93,7 @@ class Scorer:
         self.close()
 
     def _hand_out(self, texts: Sequence[str], answers: Sequence[str]) -> None:
-        """Give the idle workers something to do; what failed before goes to a worker that has graded nothing yet."""
+        """Send items to idle workers; items that failed once go to a worker that has graded nothing yet."""
         idle = [worker for worker in self._workers if worker.ready and not worker.pending]
         for worker in idle:
             if self._again and worker.fresh:
@@ -109,7 +109,7 @@ class Scorer:
             self._stop_worker(worker)  # `_collect` starts a fresh one in its place
 
     def _take(self, texts: Sequence[str]) -> deque[int]:
-        """The next chunk: smaller towards the end, so that no worker sits on the last items while the others wait."""
+        """The next chunk, smaller towards the end, so that no worker has many items left while the others wait."""
         queue = self._queue
         size = min(_MAX_CHUNK, -(-len(queue) // (2 * len(self._workers))))
         chunk = deque([queue.popleft()])
@@ -120,7 +120,7 @@ class Scorer:
         return chunk
 
     def _collect(self, wait_s: float = POLL_S) -> None:
-        """Take what the workers have answered; replace those that died or are late and put back what they had left."""
+        """Receive the workers' answers; replace workers that died or are late, and requeue their remaining items."""
         self._start_missing()
         for key, events in self._selector.select(wait_s):
             if events & selectors.EVENT_WRITE:
@@ -143,7 +143,7 @@ class Scorer:
             self._started, self._failed_starts, self._next_start = True, 0, 0.0
 
     def _take_score(self, item: int, score: Score) -> None:
-        """A failure is kept for the second try, a second one is final."""
+        """Store a score; after a failure the item is tried once more."""
         if not score.failed:
             self._scores[item] = score
         elif item not in self._failures:
@@ -157,7 +157,7 @@ class Scorer:
             self._scores[item] = replace(score, value=math.nan if self.config.on_failure == "mask" else 0.0)
 
     def _replace(self, worker: Worker, status: Status, why: str) -> None:
-        """Stop a worker; the item it was at has failed, the others go back to the queue."""
+        """Stop a worker; its current item has failed, the others go back to the queue."""
         end = self._stop_worker(worker)
         why = f"{why} (exit status {end})"
         if not worker.ready:
@@ -198,7 +198,7 @@ class Scorer:
         return worker.stop()
 
     def _watch(self, worker: Worker) -> None:
-        """Wake up when the worker's pipe takes more, as long as there is more."""
+        """Wake up when the worker's pipe accepts more, while there is more to send."""
         watched = worker.stdin in self._selector.get_map()
         if worker.unsent and not watched:
             self._selector.register(worker.stdin, selectors.EVENT_WRITE, worker)

@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 def prctl(option: int, value: int) -> None:
-    """prctl(2); OSError where Linux refuses."""
+    """prctl(2); OSError if Linux refuses."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
@@ -55,7 +55,7 @@ def processes() -> dict[int, tuple[int, int]]:
 
 
 def cpu_seconds(root: int) -> float:
-    """CPU time that `root` and its descendants have used, in seconds; 0 where there is no such process."""
+    """CPU time that `root` and its descendants have used, in seconds; 0 if there is no such process."""
     table = processes()
     children: dict[int, list[int]] = {}
     for process, (parent, _) in table.items():
@@ -69,7 +69,7 @@ def cpu_seconds(root: int) -> float:
 
 
 class _Output:
-    """Passes on what the grader writes to its stdout and stderr, up to the limit, and reads the rest away."""
+    """Forwards the grader's stdout and stderr up to the limit, and discards the rest."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
@@ -139,7 +139,7 @@ class _Supervisor:
 
 
 def _run_grader(supervisor: int, output: int) -> None:
-    """In the fork: worker.py, as a session of its own, with `output` for what it prints."""
+    """In the forked child: run worker.py in a new session, with its prints going to `output`."""
     os.setsid()  # a signal to its own group does not reach the supervisor
     end_with_parent(signal.SIGKILL, supervisor)
     os.dup2(output, 2)
@@ -148,7 +148,7 @@ def _run_grader(supervisor: int, output: int) -> None:
 
 
 def _exit_like(status: int) -> NoReturn:
-    """End this process as the one with this status, as of waitpid, ended."""
+    """Exit as the process with this waitpid status did."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         with contextlib.suppress(OSError):  # SIGKILL has its default action already

@@ -95,7 +95,7 @@ def make_engine(
 
 
 def _check_devices(config: RolloutConfig) -> None:
-    """ValueError where the ranks or the GPUs of this machine cannot carry the engines that config asks for."""
+    """ValueError if this machine's ranks or GPUs do not suffice for the configured engines."""
     size, world = config.tensor_parallel_size, dist.get_world_size() if dist.is_initialized() else 1
     if size > 1 and config.engine != "vllm":
         raise ValueError(f"rollout.tensor_parallel_size {size} needs vLLM, which is not installed")

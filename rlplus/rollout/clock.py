@@ -1,4 +1,4 @@
-"""A deadline between two signs of progress, for what would be waited for without end: a push, a generation."""
+"""A deadline between two signs of progress, for waits that could be endless: a push, a generation."""
 
 import faulthandler
 import os
@@ -32,7 +32,7 @@ class Clock:
         self._ending = threading.Lock()
 
     def at(self, waiting_for: str) -> None:
-        """Progress: from now on the body has timeout_s for `waiting_for`."""
+        """Report progress: from now on the body has timeout_s for `waiting_for`."""
         self._waiting_for, self._deadline = waiting_for, time.monotonic() + self._timeout_s
 
     @contextmanager
@@ -69,7 +69,7 @@ class Clock:
         )
 
     def _watch(self, done: threading.Event, interrupt: bool) -> None:
-        """`done`: of the body that this thread watches, which another one may have followed already."""
+        """Watch one body; `done` is its own event, as another body may already have followed it."""
         while not done.wait(max(0.0, self._deadline - time.monotonic())):
             if time.monotonic() >= self._deadline:
                 break
@@ -86,5 +86,5 @@ class Clock:
 
 
 def rank() -> int:
-    """This process's, for messages also before torch.distributed is initialised."""
+    """This process's rank, for messages, also before torch.distributed is initialized."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))

@@ -1,4 +1,4 @@
-"""Rollouts that a function of the user makes: tools, several turns, environments, inserted text."""
+"""Rollouts by a user-defined function: tools, several turns, environments, inserted text."""
 
 import math
 import random
@@ -14,7 +14,7 @@ from rlplus.rollout.protocol import Completion, RolloutEngine
 
 
 class Task(Protocol):
-    """What a response answers, such as an Example of rlplus.data: token ids of the prompt, and the data's answer."""
+    """The problem of a response, such as an Example of rlplus.data: token ids of the prompt, and the data's answer."""
 
     @property
     def prompt(self) -> Sequence[int]: ...
@@ -24,7 +24,7 @@ class Task(Protocol):
 
 @dataclass
 class Response:
-    """A response in the making, at most `max_tokens` long. All lists have an entry for each of its tokens.
+    """An unfinished response of at most `max_tokens` tokens. All lists have one entry per token.
 
     tokens     ids of everything behind the prompt
     trained    whether the policy sampled the token: only these have a loss
@@ -45,11 +45,11 @@ class Response:
 
     @property
     def room(self) -> int:
-        """Tokens that it may still get."""
+        """The number of tokens that may still be added."""
         return self.max_tokens - len(self.tokens)
 
     def insert(self, tokens: Sequence[int]) -> None:
-        """Add tokens that the policy reads and is not trained on. Without room for them and one more it has ended."""
+        """Add tokens that the policy reads and is not trained on. It ends if they and one more do not fit."""
         if len(tokens) >= self.room:
             self.ended = self.truncated = True
             return
@@ -59,7 +59,7 @@ class Response:
 
 
 class Sampler:
-    """Lets responses go on, at the run's temperature. tokenizer: the run's."""
+    """Continues responses, at the run's temperature. tokenizer: the run's."""
 
     def __init__(
         self, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, *, temperature: float, seed: int
@@ -71,7 +71,7 @@ class Sampler:
     def __call__(
         self, responses: Sequence[Response], *, stop: Sequence[int] = (), max_tokens: int | None = None
     ) -> list[Response]:
-        """Let each response go on until it ends, or draws a token of `stop`, or got max_tokens; those that can go on.
+        """Continue each response until it ends, samples a token of `stop`, or got max_tokens; returns unfinished ones.
 
         Responses that have ended stay as they are. The same calls in the same order give the same tokens; equal
         responses get different ones. Many responses in one call are fast, one by one they are not.
@@ -120,12 +120,12 @@ class Respond(Protocol):
 
 
 def respond(engine: RolloutEngine, tasks: Sequence[Task], n: Sequence[int], **options: Any) -> list[list[Completion]]:
-    """What the engine samples behind the prompts."""
+    """The engine's responses to the prompts."""
     return engine.generate([task.prompt for task in tasks], n, **options)
 
 
 def make_respond(reference: str | None, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Respond:
-    """`respond`, or what the rollout function "module:name" makes. ValueError where there is no such function.
+    """`respond`, or the rollout function "module:name" in this form. ValueError if there is no such function.
 
     The latter raises RunFailed where the function raises, or leaves a response that cannot be trained on.
     vocabulary: the model's, which may be larger than the tokenizer's.
@@ -168,7 +168,7 @@ def make_respond(reference: str | None, tokenizer: PreTrainedTokenizerBase, voca
 
 
 def _fault(response: Response, vocabulary: int) -> str | None:
-    """Why it cannot be trained on; None if it can."""
+    """The reason why a response cannot be trained on; None if it can."""
     tokens = response.tokens
     if not 1 <= len(tokens) <= response.max_tokens:
         return f"want 1 to {response.max_tokens} tokens (rollout.max_response_length); got {len(tokens)}"

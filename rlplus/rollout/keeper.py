@@ -12,7 +12,7 @@ import sys
 
 
 def keep(processes: list[int]) -> None:
-    """Return at the end of the first of them."""
+    """Return when the first of the processes ends."""
     try:
         select.select([os.pidfd_open(process) for process in processes], [], [])
     except ProcessLookupError:  # it has ended already

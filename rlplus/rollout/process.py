@@ -1,4 +1,4 @@
-"""A rollout engine in a process of its own, which may die or hang: it is started again and the question repeated.
+"""A rollout engine in a separate process; if it dies or hangs, it is restarted and the request repeated.
 
 Weights pass through files in memory (`WeightFiles`), which stay until the next push: a new process loads them, and with
 the same weights, prompts and seeds it gives the same answers.
@@ -45,11 +45,11 @@ logger = logging.getLogger(__name__)
 
 
 class _EngineDied(Exception):
-    """The process ended, or its engine raised what is not the caller's fault. The message says how."""
+    """The process ended, or its engine raised an error that is not the caller's fault. The message says which."""
 
 
 class ProcessEngine:
-    """`settings`: those of the engine class that config.engine names. For one thread at a time."""
+    """`settings`: arguments of the engine class that config.engine names. For one thread at a time."""
 
     def __init__(self, config: RolloutConfig, model_path: str, **settings: Any) -> None:
         path = settings["config_path"] or model_path
@@ -104,7 +104,7 @@ class ProcessEngine:
         self._failure = None
 
     def sleep(self) -> None:
-        """Stays awake: it has its GPUs to itself."""
+        """A no-op: the engine has its GPUs to itself."""
 
     def close(self) -> None:
         if self._closed:
@@ -168,7 +168,7 @@ class ProcessEngine:
             raise
 
     def _exchange(self, message: Any, timeout_s: float) -> Any:
-        """Send, and wait for the answer: _EngineDied when none will come, the other side's ValueError as it is.
+        """Send a request and wait for the answer: _EngineDied if none will come; the engine's ValueError is re-raised.
 
         timeout_s: between two signs of progress, of which the answer is the last.
         """
@@ -235,7 +235,7 @@ def _limit(pipe: Connection, timeout_s: float) -> None:
 
 
 def _environment(gpus: int) -> dict[str, str]:
-    """This process's without the launcher's part; of this machine's GPUs those behind the trainer's ranks."""
+    """This process's environment without the launcher's variables; visible GPUs: those after the trainer's ranks."""
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     package = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
@@ -251,7 +251,7 @@ def _environment(gpus: int) -> dict[str, str]:
 
 
 class _Heartbeat:
-    """In place of an engine's `Clock`: each sign of progress goes to the trainer, which waits and ends what hangs."""
+    """Replaces an engine's `Clock`: sends each sign of progress to the trainer, which ends a hanging engine."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._last = pipe, 0.0
@@ -267,7 +267,7 @@ class _Heartbeat:
 
 
 def serve(pipe: Connection) -> None:
-    """The other side: make the engine, then answer until the pipe is closed."""
+    """The engine's side: create the engine, then answer until the pipe is closed."""
     from rlplus.rollout import make_engine
 
     settings = pipe.recv()
@@ -299,7 +299,7 @@ def serve(pipe: Connection) -> None:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or its words where its class cannot be pickled or cannot be made again from what was pickled."""
+    """The error, or its text if its class cannot be pickled or restored."""
     try:
         return error if isinstance(pickle.loads(pickle.dumps(error)), type(error)) else RuntimeError(repr(error))
     except Exception:

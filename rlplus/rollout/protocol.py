@@ -66,7 +66,7 @@ class RolloutEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Give the GPU's memory back until the next push, if rollout.sleep is set. No generation in between."""
+        """Release the GPU's memory until the next push, if rollout.sleep is set. No generation in between."""
         ...
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ def check_request(
     vocabulary: int,
     stop: Sequence[int],
 ) -> list[int]:
-    """Each prompt's max_tokens. ValueError for a request that `RolloutEngine.generate` promises to refuse."""
+    """Each prompt's max_tokens. ValueError for a request that `RolloutEngine.generate` must refuse."""
     if len(n) != len(prompts) or any(count < 0 for count in n):
         raise ValueError(f"want one count of at least 0 for each of {len(prompts)} prompts; got n={list(n)}")
     if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
@@ -109,7 +109,7 @@ def check_request(
 
 
 def check_logprobs(completions: list[list[Completion]]) -> list[list[Completion]]:
-    """Pass completions on; RunFailed if a logprob is not finite, which is how wrong weights show in an engine."""
+    """Return the completions; RunFailed if a logprob is not finite, as it is with broken weights."""
     for index, group in enumerate(completions):
         for completion in group:
             if len(completion.logprob) != len(completion.tokens) or not all(map(math.isfinite, completion.logprob)):
@@ -122,7 +122,7 @@ def check_logprobs(completions: list[list[Completion]]) -> list[list[Completion]
 
 @contextmanager
 def whole_model() -> Iterator[None]:
-    """Build Hugging Face models whole inside: under a live ZeRO-3 HfDeepSpeedConfig they would be made in shards."""
+    """Build Hugging Face models unsharded inside: a live ZeRO-3 HfDeepSpeedConfig would shard them."""
     from transformers.integrations import deepspeed as integration
 
     trainers = integration._hf_deepspeed_config_weak_ref

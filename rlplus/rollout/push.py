@@ -1,4 +1,4 @@
-"""The way of the weights from the trainer to an engine: checked, under a clock, in memory or through files."""
+"""The transfer of weights from the trainer to an engine: checked, with a timeout, in memory or through files."""
 
 import fcntl
 import os
@@ -25,7 +25,7 @@ LOCK = ".lock"  # in a folder of weights
 
 
 def parameter_shapes(path: str, *, trust_remote_code: bool) -> tuple[dict[str, torch.Size], int]:
-    """Names and shapes of what a push holds for the model of a config.json, in order; and the vocabulary's size."""
+    """Names and shapes of a push's tensors for the model of a config.json, in order; and the vocabulary's size."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     with whole_model(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

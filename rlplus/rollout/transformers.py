@@ -63,7 +63,7 @@ class _Recorder(StoppingCriteria):
 
 
 class TransformersEngine:
-    """A copy of the model of its own, on the current CUDA device if there is one, else on the CPU."""
+    """A separate copy of the model, on the current CUDA device if there is one, else on the CPU."""
 
     name = "transformers"
 
@@ -141,7 +141,7 @@ class TransformersEngine:
     def _generate_batch(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[int], temperature: float, stops: Tensor
     ) -> list[Completion]:
-        """In stretches of tokens, after each of which the sequences that have ended leave the batch."""
+        """Generate in stretches of tokens; after each, finished sequences leave the batch."""
         width = max(map(len, prompts))
         ids = torch.tensor([[self._pad] * (width - len(p)) + list(p) for p in prompts], device=self._device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._device)
@@ -205,7 +205,7 @@ class TransformersEngine:
         self._failure = None
 
     def sleep(self) -> None:
-        """Stays awake: rollout.sleep is refused with this engine."""
+        """A no-op: rollout.sleep is refused with this engine."""
 
     def close(self) -> None:
         self._failure = "the engine is closed"
@@ -219,7 +219,7 @@ class TransformersEngine:
 
 
 def _cut(tokens: list[int], logprob: list[float], limit: int, ends: set[int]) -> Completion:
-    """The response up to its stop token or its limit; what was generated behind it was for the others of the batch."""
+    """The response up to its stop token or its limit; later tokens were generated for others in the batch."""
     last = next((i for i, token in enumerate(tokens[:limit]) if token in ends), None)
     length = limit if last is None else last + 1
     return Completion(tokens[:length], logprob[:length], truncated=last is None)

@@ -1,4 +1,4 @@
-"""Rollouts with vLLM inside this process: the trainer's, where weights are handed over in memory, or one of its own."""
+"""Rollouts with vLLM inside this process: the trainer's, with weights passed in memory, or a separate one."""
 
 import gc
 import logging
@@ -37,7 +37,7 @@ def import_vllm() -> Any:
 
 
 class VLLMEngine:
-    """vLLM with one engine a rank, on the rank's GPU or on the CPU; or one of tensor_parallel_size GPUs.
+    """vLLM with one engine per rank, on the rank's GPU or on the CPU; or one engine on tensor_parallel_size GPUs.
 
     Under torch.distributed these are the GPUs of as many neighbouring ranks, which then share all they ask for; else
     this process's own first ones.
@@ -146,7 +146,7 @@ class VLLMEngine:
         core.get_output = watched_output
 
     def _run_together(self, requests: list[Any]) -> list[Any]:
-        """Ranks that share an engine run everybody's requests, in the same order, and keep the answers to their own."""
+        """Ranks that share an engine run all requests, in the same order, and keep the answers to their own."""
         everybody = agree.gathered(requests, self._tp)
         outputs = self._run([request for part in everybody for request in part])
         mine = dist.get_rank() % self._tp
@@ -156,7 +156,7 @@ class VLLMEngine:
     def _sampling_params(
         self, n: Sequence[int], temperature: float, limits: Sequence[int], seed: int, stop: Sequence[int]
     ) -> list[Any]:
-        """One a prompt."""
+        """Sampling parameters, one per prompt."""
         params = []
         for count, first, limit in zip(n, prompt_seeds(n, seed), limits, strict=True):
             params.append(
@@ -243,7 +243,7 @@ class VLLMEngine:
 
 
 def prompt_seeds(n: Sequence[int], seed: int) -> list[int]:
-    """One a prompt. vLLM seeds the j-th response to a prompt with seed + j: the prompts' seeds are n apart."""
+    """One seed per prompt. vLLM seeds the j-th response to a prompt with seed + j, so prompts' seeds differ by n."""
     # Hashed: calls with consecutive seeds would share most of theirs. 32 bits: the CPU generator reads no more.
     first = random.Random(str(seed)).getrandbits(32)
     return [first + before for before in accumulate(n, initial=0)][: len(n)]
@@ -279,7 +279,7 @@ def _world_size() -> int:
 
 @contextmanager
 def _no_future_warnings() -> Iterator[None]:
-    """About vLLM's own use of torch: nothing that a user of this package could act on."""
+    """Suppress FutureWarnings about vLLM's use of torch, which a user of this package cannot change."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield

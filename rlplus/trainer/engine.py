@@ -1,4 +1,4 @@
-"""The rollout engine of a run: which weights it has, whether it computes what the trainer does, what if it fails."""
+"""The rollout engine of a run: its weights' version, its agreement with the trainer, and its failures."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -14,13 +14,13 @@ from rlplus.rollout import Completion, RolloutEngine, RunFailed
 from rlplus.trainer.ranks import set_timeouts
 from rlplus.trainer.stop import Answer, StepGivenUp, StopSignal
 
-PREFIXES, PROBE_TOKENS = 8, 2  # a forward pass, and one more with what the first left in the cache
+PREFIXES, PROBE_TOKENS = 8, 2  # a forward pass, and one more with the cache of the first
 
 logger = logging.getLogger(__name__)
 
 
 class EngineFailed(SharedFailure):
-    """`clear`: the engine said what is wrong, and a new one would say so again."""
+    """`clear`: the engine reported the cause, and a new one would fail in the same way."""
 
     def __init__(self, message: str, clear: bool) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class EngineFailed(SharedFailure):
 
 
 class NoEngine:
-    """For a run that samples nothing: no model is loaded, and asking it for samples is a mistake of the caller."""
+    """The engine of a run that samples nothing: it loads no model, and requests to it are a caller's mistake."""
 
     name = "no engine"
 
@@ -44,7 +44,7 @@ class NoEngine:
 
 
 class SyncedEngine:
-    """`engine` is what `make` made last. prompt: token ids; a probe takes the first. All ranks call it together."""
+    """`engine` is the latest one from `make`. prompt: token ids, the first of which are for probes. Collective."""
 
     def __init__(
         self,
@@ -68,10 +68,10 @@ class SyncedEngine:
         return engine
 
     def sync(self, version: int, *, probe: bool) -> None:
-        """Give the engine the policy's weights, unless it has this version of them; RunFailed where it does not.
+        """Push the policy's weights to the engine unless it has this version of them; RunFailed if that fails.
 
-        probe: sample a few tokens and compare their logprobs with the trainer's. It is for what the trainer does not
-        compare anyway before it uses it. An engine's first weights are probed in any case, to fail early.
+        probe: sample a few tokens and compare their logprobs with the trainer's, for samples that the trainer does not
+        compare before it uses them. An engine's first weights are always probed, to fail early.
         """
         if version != self._version:
             self._version = None
@@ -105,7 +105,7 @@ class SyncedEngine:
             for group, (prompt, (c,)) in enumerate(zip(prompts, answers, strict=True))
         ]
         parallel = self.config.train.sequence_parallel
-        if parallel > 1:  # ranks of a group need the same: all of the group's
+        if parallel > 1:  # ranks of a group need the same prompts: all of the group's
             samples = [sample for part in agree.gathered(samples, parallel) for sample in part]
         budget = len(samples) * self.config.max_sample_length
         (batch,) = forward_batches(samples, self.config, self.pad_id, self.policy.device, budget)
@@ -115,10 +115,10 @@ class SyncedEngine:
         return agree.largest(gap if gap >= 0 else float("inf"))  # NaN would be lost in a maximum
 
     def ask(self, question: Callable[[RolloutEngine], Answer], *, interruptible: bool = False) -> Answer:
-        """`question(engine)`, which must not need other ranks. Where it fails on one, EngineFailed on all.
+        """`question(engine)`, which must not need other ranks. If it fails on one, EngineFailed on all.
 
-        But first a colocated engine that broke is made again by all ranks, once, and asked again. SharedFailure where
-        it was the grader that failed. interruptible: a signal raises StepGivenUp, on all ranks.
+        Before that, all ranks recreate a broken colocated engine once and repeat the question. SharedFailure if the
+        grader failed. interruptible: a signal raises StepGivenUp, on all ranks.
         """
         rollout = self.config.rollout
 
@@ -140,7 +140,7 @@ class SyncedEngine:
                 raise EngineFailed(f"{failure}; then a new one: {again}", clear=True) from again
 
     def _agreed(self, call: Callable[[], Answer]) -> Answer:
-        """`call` on every rank; an exception of one is one of all: who went on would wait in the next collective."""
+        """`call` on every rank; an exception on one is raised on all, which would deadlock in the next collective."""
         failure: BaseException | None = None
         try:
             answer = call()

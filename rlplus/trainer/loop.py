@@ -1,4 +1,4 @@
-"""The training loop. Everything it calls fits on a page each."""
+"""The training loop. Every function that it calls fits on a page."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +17,13 @@ def train(config: Config, *, resume: bool | str = False, evaluate: Evaluate | No
     """Train as `config` says; every rank calls it. Returns the output folder.
 
     output_dir/ receives config.yaml, metrics.jsonl, tensorboard/, checkpoints/ and, at the end, model/ (Hugging Face).
-    resume: True: go on from the newest checkpoint; "auto": start where there is none; "step-000020": from that one, as
-    if it were the newest. A run that is finished already is left as it is. evaluate: called on every rank every
-    `evaluation.every` steps with the engine holding the step's new weights; its numbers, on all ranks the same, are
+    resume: True: continue from the newest checkpoint; "auto": the same, or start if there is none; "step-000020": from
+    that one, as if it were the newest. A finished run is left as it is. evaluate: called on every rank every
+    `evaluation.every` steps with the engine holding the step's new weights; its numbers, the same on all ranks, are
     logged.
-    SIGINT, SIGTERM, SIGUSR1 and SIGHUP end it with a checkpoint, of the last step's end or of this one's; then it
-    raises Interrupted, so that callers do not continue without a model. Raises ValueError for what is wrong with the
-    configuration or the data, RunFailed when training or the engine fails.
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP end it with a checkpoint of the last step or of the current one; then it raises
+    Interrupted, so that callers do not continue without a model. Raises ValueError for an invalid configuration or
+    invalid data, RunFailed when training or the engine fails.
     """
     with Run(config, resume) as run:
         if run.complete:
@@ -43,7 +43,7 @@ def train(config: Config, *, resume: bool | str = False, evaluate: Evaluate | No
 
 
 def save_what_is_left(run: Run, failure: Exception) -> None:
-    """`Run.give_up_step`; where there is no room for it, RunFailed with both messages."""
+    """`Run.give_up_step`; if its checkpoint cannot be written, RunFailed with both messages."""
     try:
         run.give_up_step()
     except (OSError, OutOfMemory) as second:
@@ -53,20 +53,20 @@ def save_what_is_left(run: Run, failure: Exception) -> None:
 def train_step(run: Run, evaluate: Evaluate | None) -> None:
     """One step, on all ranks together; StepGivenUp when a signal comes before the first update.
 
-    Each rank has prompts of its own. The engine first gets the weights that are about to be trained, and samples from
-    exactly these. With train.overlap the batch is there already, sampled with weights one update older, and the engine
-    starts on the next one, after a probe of its own.
+    Each rank has different prompts. The engine first gets the weights that are about to be trained, and samples from
+    exactly these. With train.overlap the batch exists already, sampled with weights one update older, and the engine
+    starts on the next one, after a probe.
     """
     step, recipe = Step(run), run.recipe
     batch = step.collect()  # prompts, rollouts and rewards, until the recipe has enough
-    step.credit(batch)  # an advantage for each sample, or each token
+    step.credit(batch)  # an advantage per sample or per token
     work = [step.pack(update) for update in recipe.updates(batch)]
     step.remember(work)  # the logprobs of the policy before the first update, and of the reference
     for update, micro_batches in work:
-        if micro_batches:  # else no sample of any rank has a gradient
+        if micro_batches:  # else no sample on any rank has a gradient
             outputs = step.accumulate(update, micro_batches)
-            recipe.saw(update, outputs, step.optimize(outputs))
-    step.fit(batch)  # the models that the recipe trains beside the policy
+            recipe.saw(update, outputs, step.optimize(update, outputs))
+    step.fit(batch)  # the models that the recipe trains alongside the policy
     if evaluate is not None and run.progress.evaluation_due:
         step.evaluate(lambda: evaluate(run))
     step.end(batch)

@@ -49,7 +49,7 @@ class Tally:
         self.maxima[name] = self.maxima.get(name, 0.0) + time.perf_counter() - start
 
     def reduce(self) -> dict[str, float]:
-        """All ranks' together; a mean of nothing is left out."""
+        """The metrics over all ranks; a mean of nothing is omitted. Collective."""
         self.maxima["time/step"] = time.perf_counter() - self.started
         whole = Tally()
         for means, maxima in agree.gathered((self.means, self.maxima)):
@@ -61,9 +61,9 @@ class Tally:
 
 
 def tally_samples(tally: Tally, samples: Sequence[Sample], statuses: Sequence[str]) -> None:
-    """Rewards, lengths and how many groups were solved by all or none of their rollouts.
+    """Add rewards, lengths, and the shares of groups that all or none of their rollouts solved.
 
-    `statuses` are the rollouts'. Masked samples have no reward: their share of the rollouts is reward/masked.
+    statuses: one per rollout. Masked samples have no reward: their share of the rollouts is reward/masked.
     """
     rollouts = [sample for sample in samples if not sample.demonstration]
     graded = [sample for sample in rollouts if not sample.masked]
@@ -85,10 +85,8 @@ def tally_samples(tally: Tally, samples: Sequence[Sample], statuses: Sequence[st
     tally.mean("batch/solve_none", sum(max(group) <= 0 for group in groups.values()), len(groups))
 
 
-def tally_update(
-    tally: Tally, outputs: Sequence[PolicyLoss], grad_norm: float | None, lr: float, applied: bool
-) -> None:
-    """The statistics of one optimiser step's micro-batches."""
+def tally_update(tally: Tally, outputs: Sequence[PolicyLoss], grad_norm: float | None, lr: float, finite: bool) -> None:
+    """Add the statistics of one optimizer step's micro-batches. finite: whether its gradient was."""
     total = {name: float(torch.stack([out.stats[name] for out in outputs]).sum()) for name in outputs[0].stats}
     once = 1.0 if dist.get_rank() == 0 else 0.0  # losses are sums over ranks, of normalised parts
     for name in ("loss_internal", "loss_external", "loss_kl", "loss_entropy"):
@@ -96,7 +94,11 @@ def tally_update(
         tally.mean("actor/loss", total[name], once if name == "loss_internal" else 0.0)
     for metric, name, count in (
         ("entropy", "entropy", "tokens"),
-        ("entropy_internal", "entropy_internal", "tokens_internal"),  # demonstrations' is not the policy's own
+        (
+            "entropy_internal",
+            "entropy_internal",
+            "tokens_internal",
+        ),  # demonstrations' entropy is not that of the policy's own samples
         ("active_rows", "active_rows", "tokens"),
         ("prob_internal", "prob_internal", "tokens_internal"),
         ("prob_external", "prob_external", "tokens_external"),
@@ -108,16 +110,16 @@ def tally_update(
         tally.mean(f"actor/{metric}", total[name], total[count])
     if "mismatch_truncated" in total:  # there is a cap
         tally.mean("mismatch/truncated", total["mismatch_truncated"], total["tokens_internal"])
-    tally.mean("actor/nonfinite", not applied)
+    tally.mean("actor/nonfinite", not finite)
     tally.mean("actor/lr", lr)
-    if applied and grad_norm is not None:
+    if finite and grad_norm is not None:
         tally.mean("actor/grad_norm", grad_norm)
 
 
 def tally_mismatch(tally: Tally, logprob: Tensor, engine_logprob: Tensor | None) -> None:
-    """The gap between the trainer's and the rollout engine's logprob of the same tokens (N,); NaN = not sampled.
+    """Add the gap between the trainer's and the rollout engine's logprob of the same tokens (N,); NaN = not sampled.
 
-    A trainer's logprob that is not finite is no gap: it makes the gradient so, which is counted.
+    A non-finite logprob of the trainer is left out: it makes the gradient non-finite, which is counted.
     """
     if engine_logprob is None:
         return
@@ -129,9 +131,9 @@ def tally_mismatch(tally: Tally, logprob: Tensor, engine_logprob: Tensor | None)
 
 
 class RunLog:
-    """Writes a run's metrics; only rank 0 has one that does anything.
+    """Writes a run's metrics; enabled on rank 0 only.
 
-    metrics.jsonl has one object a step. Resuming at a step drops the lines after it.
+    metrics.jsonl has one object per step. Resuming at a step drops the lines after it.
     """
 
     def __init__(self, folder: Path, step: int, title: str, enabled: bool) -> None:
@@ -162,8 +164,8 @@ class RunLog:
             with self.path.open("a") as file:
                 file.write(json.dumps({"step": step} | metrics) + "\n")
                 file.flush()
-                os.fsync(file.fileno())  # the line of a step is on the disk before its checkpoint is
-        except OSError as error:  # the error itself does not say which file
+                os.fsync(file.fileno())  # a step's line reaches the disk before its checkpoint
+        except OSError as error:  # the error itself does not name the file
             raise OSError(f"could not write the metrics of step {step} to {self.path}: {error}") from error
         for name, value in metrics.items():
             self.board.add_scalar(name, value, step)
@@ -204,7 +206,7 @@ def _step_of(line: str, path: Path) -> int:
 
 
 def _complete_lines(path: Path) -> list[str]:
-    """Lines of a JSONL file; a last one that a killed process left without its end is dropped."""
+    """Lines of a JSONL file; an incomplete last line, left by a killed process, is dropped."""
     if not path.exists():
         return []
     text = read_text(path)

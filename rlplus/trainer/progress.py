@@ -1,10 +1,10 @@
-"""How far a run is, what is due, and what ends it."""
+"""The progress of a run: its counts, what is due, and when it ends."""
 
 from typing import Any
 
 from rlplus.config import Config
 
-IDLE_STEPS = 4  # in a row without an update: fewer may be chance where steps are small, more would tell the user late
+IDLE_STEPS = 4  # in a row without an update: fewer may be chance in small steps, more would tell the user late
 
 
 class Progress:
@@ -12,8 +12,8 @@ class Progress:
 
     step         steps done
     generated    tokens
-    nonfinite    by model, updates in a row that a non-finite gradient made impossible
-    idle         steps in a row without an update, since this process started
+    nonfinite    by model, consecutive updates skipped for a non-finite gradient
+    idle         consecutive steps without an update, since this process started
     interrupted  the signal that ended the run, 0 without one
     external_share  of the last gradient, see `rlplus.objective.ExternalSchedule`
 
@@ -44,7 +44,7 @@ class Progress:
 
     @property
     def epoch(self) -> float | None:
-        """How often the prompts were used, of a run that counts epochs."""
+        """The number of passes over the prompts, in a run that counts epochs."""
         epochs = self.config.train.epochs
         return None if epochs is None else epochs * self.share_done
 
@@ -54,7 +54,7 @@ class Progress:
 
     @property
     def evaluation_due(self) -> bool:
-        """At the end of the step under way."""
+        """Whether to evaluate at the end of the current step."""
         every = self.config.evaluation.every
         return every > 0 and (self.step + 1) % every == 0
 
@@ -64,7 +64,7 @@ class Progress:
         return self.finished or (every > 0 and self.step % every == 0)
 
     def note_idleness(self, metrics: dict[str, float]) -> str | None:
-        """What to say where steps in a row had no update: after IDLE_STEPS, then each time that they have doubled."""
+        """A message about consecutive steps without an update: after IDLE_STEPS, then at each doubling."""
         self.idle = 0 if metrics["actor/updated"] else self.idle + 1
         if self.idle < IDLE_STEPS or self.idle & (self.idle - 1):
             return None

@@ -18,7 +18,7 @@ from rlplus import agree
 
 
 def initialize_distributed(timeout_s: float = 3600.0) -> None:
-    """Join the process group: under torchrun, the DeepSpeed launcher, or as the only process. Does so once.
+    """Join the process group, once: under torchrun, the DeepSpeed launcher, or as the only process.
 
     timeout_s: seconds that a collective of any group waits for a rank.
     """
@@ -36,19 +36,19 @@ def initialize_distributed(timeout_s: float = 3600.0) -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     else:
-        # Without this DeepSpeed compiles a shared-memory transport, a minute of compiler that gloo makes unnecessary.
+        # Without this DeepSpeed compiles a shared-memory transport for a minute, which gloo makes unnecessary.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "nccl" if cuda else "gloo"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # torchrun keeps its store when it restarts the ranks: they would connect to those that are gone.
+        # torchrun keeps its store when it restarts the ranks: they would connect to the dead ones.
         store, rank, world = next(rendezvous("env://", timeout=agree.timeout))
         store = c10d.PrefixStore(f"attempt {attempt}", store)
         device = torch.device("cuda", torch.cuda.current_device()) if cuda and world > 1 else None
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world, timeout=agree.timeout, device_id=device
         )
-    # It takes over a group that exists already.
+    # DeepSpeed uses a group that exists already.
     deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=agree.timeout)
     atexit.register(_leave_distributed)  # not earlier: DeepSpeed keeps references to the group
 
@@ -59,7 +59,7 @@ def _leave_distributed() -> None:
 
 
 def set_timeouts() -> None:
-    """Give every group of this process, DeepSpeed's and an engine's too, the run's timeout: they begin with torch's."""
+    """Set the run's timeout for every group of this process, DeepSpeed's and an engine's too."""
     for group in dist.distributed_c10d._world.pg_map:
         if dist.get_backend(group) != "alone":
             dist.distributed_c10d._set_pg_timeout(agree.timeout, group)
@@ -69,14 +69,14 @@ _Base: Any = dist.ProcessGroup  # its methods' names and signatures differ betwe
 
 
 class _Alone(_Base):
-    """The group of one process: each collective is a copy. Gloo and NCCL open ports even for a single rank."""
+    """The group of a single process: each collective is a copy. Gloo and NCCL would open ports."""
 
     def getBackendName(self) -> str:  # torch's name
         return "alone"
 
     def _done(self, devices: Iterable[torch.device]) -> Any:
         done: Future[Any] = Future(devices=[d for d in devices if d.type == "cuda"])
-        done.set_result(None)  # a stream that waits for the work waits for what its devices' streams have begun
+        done.set_result(None)  # a stream that waits for the work waits for the work queued on its devices' streams
         return c10d._create_work_from_future(done)  # type: ignore[attr-defined]
 
     def _unchanged(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:

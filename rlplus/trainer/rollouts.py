@@ -1,4 +1,4 @@
-"""The draws of a run: which prompts, generated when, with which weights."""
+"""The draws of a run: their prompts, the time of their generation and the weights used for it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from rlplus.trainer.samples import generate
 
 @dataclass
 class Drawn:
-    """A `Batch` before it is scored, with the `indices` of its examples among the run's: what a checkpoint holds."""
+    """A `Batch` before scoring, with the `indices` of its examples in the run's data; the form in checkpoints."""
 
     indices: list[int]
     samples: list[Sample]
@@ -33,7 +33,7 @@ Position = dict[str, int]  # of the sampler
 
 
 class Rollouts:
-    """Use: `begin` a step, then `draw`, which without train.overlap may be repeated; all ranks call both together.
+    """`begin` a step, then `draw`, several times if needed but once with train.overlap. All ranks call both together.
 
     With train.overlap the batch of step k + 1 is generated in a thread while step k trains. It is sampled with the
     weights of step k, so its old_logprob are the engine's: those of the policy that sampled, to the engine's accuracy,
@@ -59,12 +59,12 @@ class Rollouts:
         self._ahead: Drawn | None = None
         self._coming: Future[Drawn] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
-        # What `rewind` goes back to: the sampler's position and the batch ahead. And the position behind that batch.
+        # The target of `rewind`: the sampler's position and the batch ahead. Then the position after that batch.
         self._begin: tuple[Position, Drawn | None] = sampler.state_dict(), None
         self._drawn_from: Position = sampler.state_dict()
 
     def begin(self, tally: Tally) -> None:
-        """Begin a step, to whose beginning `rewind` goes back."""
+        """Start a step; `rewind` goes back to this point."""
         with tally.time("generate"):
             self._settle()
         self._begin = self.sampler.state_dict(), self._ahead
@@ -72,15 +72,15 @@ class Rollouts:
     def draw(self, step: int, tally: Tally) -> Batch:
         """Push the weights that step `step` trains and generate a batch with them, not scored yet.
 
-        With train.overlap the batch is there already, from one update before, and the weights are for the one after it,
-        whose generation starts.
+        With train.overlap the batch exists already, from one update before; the weights are for the next batch, whose
+        generation starts.
         """
         overlap = self.config.train.overlap
         assert self._coming is None, "want one draw per step with train.overlap"
         if self.recipe.algorithm.generates:
             with tally.time("sync"):
                 self.engine.sync(step, probe=overlap)
-        if overlap:  # else the batch's own gap is logged
+        if overlap:  # without overlap the batch's own gap is logged
             tally.mean("mismatch/probe", self.engine.gap)
         with tally.time("generate"):
             drawn = self._ahead or self.engine.ask(self._question(), interruptible=True)
@@ -91,12 +91,12 @@ class Rollouts:
         return Batch([self.examples[i] for i in drawn.indices], drawn.samples, drawn.seconds)
 
     def sync(self, version: int) -> None:
-        """Give the engine the policy's weights, probed, for an evaluation."""
+        """Push the policy's weights to the engine, with a probe, for an evaluation."""
         self._settle()
         self.engine.sync(version, probe=True)
 
     def _settle(self) -> None:
-        """Wait for the batch that is being generated, if one is: the engine answers one question at a time."""
+        """Wait for the batch that is being generated, if there is one: the engine answers one question at a time."""
         if self._coming is None:
             return
         coming, self._coming = self._coming, None
@@ -108,7 +108,7 @@ class Rollouts:
             raise
 
     def _question(self) -> Question:
-        """A function that generates the next batch, on this rank alone; its prompts are drawn now."""
+        """A function that generates the next batch, without other ranks; its prompts are drawn now."""
         # A seed for every draw of every rank, the same after a resume.
         draw = self.sampler.drawn // self.sampler.batch
         seed = (self.config.train.seed * 1_000_003 + draw) * self.world + self.rank
@@ -128,7 +128,7 @@ class Rollouts:
         return question
 
     def _demonstration_logprobs(self, examples: Sequence[Example], asks: Sequence[Ask]) -> list[list[float]]:
-        """Of the demonstrations asked for, under the policy as it is. Collective where the algorithm has any."""
+        """Logprobs of the requested demonstrations under the current policy. Collective if the algorithm has any."""
         if not self.recipe.algorithm.demonstrates:
             return []
         demonstrated = [e for e, ask in zip(examples, asks, strict=True) if ask.demonstrated]
@@ -143,7 +143,7 @@ class Rollouts:
         self.sampler.load_state_dict(position)
 
     def state(self) -> Any:
-        """The batch that was generated ahead, for a checkpoint of this rank; None where there is none."""
+        """The batch that was generated ahead, for a checkpoint of this rank; None without one."""
         self._settle()
         return self._ahead and vars(self._ahead)
 
@@ -156,6 +156,6 @@ class Rollouts:
 
 
 def use_engine_logprob(batch: MicroBatch) -> None:
-    """old_logprob of a batch from `Rollouts` with train.overlap: of the policy that sampled it, engine or not."""
+    """Set old_logprob of a batch from `Rollouts` with train.overlap, by the policy that sampled, to engine_logprob."""
     batch.old_logprob = batch.engine_logprob
     batch.engine_logprob = batch.engine_logprob.where(~batch.external, torch.nan)

@@ -1,4 +1,4 @@
-"""A run's parts: everything that a step needs and a checkpoint must remember."""
+"""A run's parts: everything that a step needs and a checkpoint must contain."""
 
 import gc
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from rlplus.trainer.stop import Interrupted, StopSignal
 
 
 class Run:
-    """Use as a context manager: entering builds everything, leaving closes it.
+    """A context manager: entering builds all parts, leaving closes them.
 
     The process group stays, for the next run of the process: DeepSpeed keeps references to it.
     """
@@ -39,12 +39,12 @@ class Run:
         self.config, self.resume = config, resume
         self.progress = Progress(config)
         self.under_way = False  # a step
-        self.can_redo = False  # it has not changed the policy yet
+        self.can_redo = False  # it has not changed a model yet
         self.stop = StopSignal(lambda message: self.log.say(message))
-        self.complete = False  # before it began: the run is over and its model written
+        self.complete = False  # at the start: the run is finished and its model written
 
     def __enter__(self) -> Self:
-        with naming_phase("start"), ExitStack() as stack:  # closes what was opened when building fails half-way
+        with naming_phase("start"), ExitStack() as stack:  # closes what was opened if building fails half-way
             self._build(stack)
             self._open = stack.pop_all()
         return self
@@ -77,7 +77,7 @@ class Run:
         self.recipe = make_recipe(config)
         agree.phase("model")
         self.sampler = PromptSampler(len(self.prompts), config.train.prompts_per_step, config.train.seed, self.prompts)
-        reference = bool(self.recipe.algorithm.objective.kl_coef)
+        reference = self.recipe.algorithm.needs_reference
         self.policy = Policy(config, model_path, model_config, reference=reference)
         self.recipe.build(model_path, model_config, self.pad_id)
         self.learners: dict[str, Learner] = {"policy": self.policy} | dict(self.recipe.learners)
@@ -104,17 +104,17 @@ class Run:
         for note in (*folder.notes, *dropped, head, f"{source}; output in {folder.path}"):
             self.log.say(note)
         self.stop.install(stack)
-        # What was imported and built stays: walking it took the collector a tenth of the demo's time.
+        # Imported and built objects stay alive: the collector spent a tenth of the demo's time on them.
         gc.collect()
         gc.freeze()
         stack.callback(gc.unfreeze)
 
     def _count_steps(self, prompts: int) -> None:
-        """Replace the run's configuration by one with the steps of its epochs."""
+        """Replace the run's configuration by one with the number of steps, computed from epochs if needed."""
         self.config = self.progress.config = self.config.with_steps(prompts)
 
     def _start_engine(self, model_path: str, model_config: PretrainedConfig, stack: ExitStack) -> None:
-        """Make the engine, with this run's model configuration, and the rollouts that ask it."""
+        """Create the engine, with this run's model configuration, and the rollouts that use it."""
         config, config_path = self.config, str(self.folder.path / f"model_config/{self.rank}")
         model_config.save_pretrained(config_path)
         make = partial(
@@ -137,7 +137,7 @@ class Run:
         stack.callback(self.rollouts.close)
 
     def _load_data(self) -> list[str]:
-        """Set examples, whose demonstrations the run's own reward accepts, and prompts; returns what was dropped."""
+        """Set prompts and examples, whose demonstrations the run's reward accepts; returns notes on dropped data."""
         config, algorithm, folder = self.config, self.config.algorithm.resolve(), self.folder
         weights = None if config.model.path is None or self.rank else weights_fingerprint(config.model.path)
         examples, report = load_examples(
@@ -169,7 +169,7 @@ class Run:
         return response_text(self.tokenizer, tokens, self.config.data.response_prefix)
 
     def count_nonfinite(self, applied: bool, model: str = "policy") -> None:
-        """RunFailed after `max_nonfinite` updates of a model in a row that a non-finite gradient made impossible."""
+        """RunFailed after `max_nonfinite` consecutive updates of a model with a non-finite gradient, all skipped."""
         nonfinite = self.progress.nonfinite
         nonfinite[model] = 0 if applied else nonfinite.get(model, 0) + 1
         if not applied:
@@ -182,7 +182,7 @@ class Run:
             )
 
     def check_weights(self) -> None:
-        """RunFailed on all ranks where an update left NaN or infinity: nothing is made of such weights, or blamed."""
+        """RunFailed on all ranks if an update left NaN or infinity, before such weights are saved or used."""
         if what := self._nonfinite():
             updated = self.under_way and not self.can_redo
             raise RunFailed(
@@ -192,19 +192,19 @@ class Run:
             )
 
     def _nonfinite(self) -> str:
-        """The first place of NaN or infinity in the policy and the recipe's learners; empty if there is none."""
+        """Where NaN or infinity is first found in the policy and the recipe's learners; empty if nowhere."""
         for name, learner in self.learners.items():
             if what := learner.nonfinite():
                 return what if learner is self.policy else f"{what} of the {name}"
         return ""
 
     def begin_step(self) -> None:
-        """Remember what `give_up_step` goes back to."""
+        """Save the state that `give_up_step` restores."""
         self.under_way = self.can_redo = True
         self.random_state, self.recipe_state = checkpoint.random_state(), self.recipe.state()
 
     def give_up_step(self) -> None:
-        """Write a checkpoint of the step's beginning, unless it has changed the policy; between two steps, of now."""
+        """Write a checkpoint of the step's start, unless the step has changed a model; between steps, of now."""
         if not self.progress.step or (self.under_way and not self.can_redo):
             return
         if self.under_way:
@@ -223,7 +223,7 @@ class Run:
         self.folder.save(self.engines, self.progress.step, state, rank_state)
 
     def conclude(self) -> None:
-        """Write the model and say where; Interrupted when a signal ended the run."""
+        """Write the model and log its path; Interrupted if a signal ended the run."""
         step, signal = self.progress.step, self.progress.interrupted
         if signal:
             next_time = "--resume goes on from here" if step else "there is no checkpoint yet, start the run again"

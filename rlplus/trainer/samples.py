@@ -23,7 +23,7 @@ def generate(
     respond: Respond,
     seed: int,
 ) -> list[Sample]:
-    """Every group's members, in order: its rollouts, then its demonstration where one is asked for."""
+    """Every group's members, in order: its rollouts, then its demonstration if requested."""
     groups: list[list[Sample]] = [[] for _ in examples]
     if config.algorithm.resolve().generates:  # on all ranks or on none: some engines are shared by several
         requests = [(group, *alike) for group, ask in enumerate(asks) for alike in _alike(ask)]
@@ -44,7 +44,7 @@ def generate(
 
 
 def _alike(ask: Ask) -> list[tuple[Sequence[int], int]]:
-    """The prefixes of a group's rollouts, in order, each with how many have it one after the other."""
+    """The prefixes of a group's rollouts, in order, each with the number of consecutive rollouts that have it."""
     prefixes = [*map(tuple, ask.prefixes), *[()] * (ask.rollouts - len(ask.prefixes))]
     return [(prefix, len(list(same))) for prefix, same in groupby(prefixes)]
 
@@ -54,7 +54,7 @@ def _behind(example: Example, prefix: Sequence[int]) -> Example:
 
 
 def _rollout(example: Example, group: int, prefix: Sequence[int], c: Completion) -> Sample:
-    """Prefix and completion as one response; the engine has no logprobs of what it was given."""
+    """Prefix and completion as one response; the engine has no logprobs of the prefix."""
     sample = Sample(example.prompt, c.tokens, group, False, c.truncated, c.logprob)
     if c.reward is not None:
         sample.reward, sample.scored = c.reward, True
@@ -73,10 +73,10 @@ def _rollout(example: Example, group: int, prefix: Sequence[int], c: Completion)
 def score(
     samples: Sequence[Sample], examples: Sequence[Example], scorer: Scorer, decode: Callable[..., str]
 ) -> list[str]:
-    """Set every sample's reward; returns each rollout's status, "ok" or what went wrong. Collective.
+    """Set every sample's reward; returns each rollout's status, "ok" or the problem. Collective.
 
     Demonstrations are not graded again: one that the grader fails on now would get a negative advantage.
-    SharedFailure where grading fails on one rank.
+    SharedFailure if grading fails on one rank.
     """
     rollouts = [s for s in samples if not s.demonstration]
     ungraded = [s for s in rollouts if not s.scored]
@@ -99,7 +99,7 @@ def score(
 
 
 def shape(samples: Sequence[Sample], shaping: Shaping, max_response_length: int) -> None:
-    """Shape the rewards; a demonstration, however long, gets no penalty for its length."""
+    """Shape the rewards; a demonstration of any length gets no penalty for it."""
     for sample in samples:
         length = 0 if sample.demonstration else len(sample.response)
         sample.reward = shaping.reward(sample.reward, length, max_response_length)

@@ -4,11 +4,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from math import isfinite
+
+import torch
 
 from rlplus import agree
-from rlplus.data import MicroBatch
+from rlplus.data import MicroBatch, Sample, per_token
 from rlplus.errors import SharedFailure
-from rlplus.learner import make_micro_batches
+from rlplus.learner import by_sample, make_micro_batches
 from rlplus.learner.statistics import needs_statistics, set_statistics
 from rlplus.objective import Refill
 from rlplus.objective.schedule import external_share
@@ -24,19 +27,20 @@ Work = tuple[Update, list[MicroBatch]]
 
 
 class Step:
-    """One step of a run, which `tally` measures. Every rank calls each method."""
+    """One step of a run, with its metrics in `tally`. Every rank calls each method."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.config, self.tally = run, run.config, Tally()
         self.generated = 0  # tokens, on this rank
+        self.updated = False  # the policy
         self.failure: SharedFailure | None = None  # of the evaluation
         run.begin_step()
         run.rollouts.begin(self.tally)
 
     def collect(self) -> Batch:
-        """The recipe's batch; from then on the engine sleeps, if it does so while the policy trains.
+        """The recipe's batch, refilled and with shaped rewards if the algorithm does that.
 
-        Its draws are refilled and its rewards shaped, where the algorithm does that.
+        Afterwards the engine sleeps, if it does so while the policy trains.
         """
         recipe, algorithm = self.run.recipe, self.run.recipe.algorithm
         options, shaping = algorithm.refill, algorithm.shaping
@@ -57,35 +61,62 @@ class Step:
             statuses = score(batch.samples, batch.examples, run.scorer, run.decode)
         tally_samples(tally, batch.samples, statuses)
         self.generated += sum(sample.loss_tokens[0] for sample in batch.samples)
-        # Copies: shaping changes them, and a step that is given up goes back to those that were drawn.
+        # Copies: shaping changes them, and an abandoned step goes back to the samples as drawn.
         batch.samples = [replace(sample) for sample in batch.samples if not sample.masked]
         return batch
 
     def _refill(self, options: Refill) -> Batch:
-        """As many groups as a draw has, out of several draws."""
+        """A batch of the usual number of groups from several draws."""
         batch, draws, kept = refill_batch(self._draw, options, self.config.train)
         self.tally.mean("batch/draws", draws)
         self.tally.mean("batch/kept", kept / (draws * self.config.train.prompts_per_step))
         return batch
 
     def credit(self, batch: Batch) -> None:
-        """Let the recipe set the advantages."""
+        """Let the recipe set the advantages, after its learners' updates if those come first."""
+        run = self.run
+        if run.recipe.algorithm.reward_kl_coef:
+            self._penalize(batch.samples)
+        if run.recipe.fits_first:
+            run.stop.check()  # while the step can be redone
+            self._fit(batch)
         with self._learners():
-            self.run.recipe.credit(batch)
+            run.recipe.credit(batch)
+
+    def _penalize(self, samples: Sequence[Sample]) -> None:
+        """Set the token rewards to the KL penalty: -reward_kl_coef (log p - log p_ref) of sampled tokens."""
+        run, policy, coefficient = self.run, self.run.policy, self.run.recipe.algorithm.reward_kl_coef
+        with self.tally.time("old_logprob"):
+            logprobs, references = (
+                by_sample(samples, ask, self.config, run.pad_id, policy.device)
+                for ask in (policy.logprob, partial(policy.logprob, reference=True))
+            )
+        penalty = 0.0
+        for sample, logprob, reference in zip(samples, logprobs, references, strict=True):
+            trained = torch.tensor([*per_token(sample.trained, len(sample.response))])
+            reward = -coefficient * (logprob - reference).double().masked_fill(~trained, 0.0)
+            sample.token_reward = reward.tolist()
+            penalty -= float(reward.sum())
+        self.tally.mean("reward/kl_penalty", penalty, len(samples))
 
     def fit(self, batch: Batch) -> None:
-        """Let the recipe train its learners, after which the step cannot be redone."""
+        """Let the recipe train its learners, unless it has done so."""
+        if not self.run.recipe.fits_first:
+            self._fit(batch)
+
+    def _fit(self, batch: Batch) -> None:
+        """Train the recipe's learners. Afterwards the step cannot be redone."""
         run = self.run
         run.can_redo = run.can_redo and not run.recipe.learners
         with self._learners():
             run.recipe.fit(batch, partial(run.count_nonfinite, model=" and ".join(run.recipe.learners)))
 
     def _learners(self) -> AbstractContextManager[None]:
-        """The phase in which the recipe's learners work, where it has any."""
+        """The phase "learners", if the recipe has any."""
         return self.tally.time("learners") if self.run.recipe.learners else nullcontext()
 
     def pack(self, update: Update) -> Work:
-        """The update, with this step's external_coef, and its micro-batches: none where no rank has any gradient."""
+        """The update, with this step's external_coef, and its micro-batches: none if no rank has any gradient."""
         run = self.run
         if update.algorithm.external_schedule is not None:
             update = replace(update, algorithm=update.algorithm.at_step(run.progress.step, run.progress.external_share))
@@ -97,7 +128,7 @@ class Step:
         return update, batches
 
     def remember(self, work: Sequence[Work]) -> None:
-        """The logprobs under the policy before the step's first update, and under the reference where there is one."""
+        """Store the logprobs under the policy before the step's first update, and under the reference, if any."""
         policy, overlap = self.run.policy, self.config.train.overlap
         with self.tally.time("old_logprob"):
             for i, (update, batches) in enumerate((update, batches) for update, batches in work if batches):
@@ -111,9 +142,9 @@ class Step:
                         micro.ref_logprob = policy.logprob(micro, reference=True)
 
     def accumulate(self, update: Update, batches: Sequence[MicroBatch]) -> list[PolicyLoss]:
-        """Gradients of an update. The first one checks the engine's logprobs, while the step can still be redone."""
+        """Gradients of an update. The first one checks the engine's logprobs, before the policy changes."""
         run, tally, algorithm = self.run, self.tally, update.algorithm
-        on_policy = run.can_redo and not self.config.train.overlap
+        on_policy = not self.updated and not self.config.train.overlap
         with tally.time("update"):
             engine_logprobs = [micro.engine_logprob for micro in batches]
             if needs_statistics(algorithm, on_policy):
@@ -133,30 +164,37 @@ class Step:
         return outputs
 
     def _check_mismatch(self) -> None:
-        """RunFailed when engine and trainer disagree about the step's logprobs: the engine does not run the policy."""
+        """RunFailed if engine and trainer disagree about the step's logprobs: the engine does not run the policy."""
         limit = max_gap(self.config)
         gap, tokens = agree.sums(*self.tally.means.get("mismatch/mean", (0.0, 0.0)))
         if tokens and not gap / tokens <= limit:
             raise EngineFailed(
                 f"step {self.run.progress.step + 1}: the mean gap between the logprobs of the "
                 f"{self.run.engine.engine.name} engine and of the trainer is {gap / tokens:.2e}; want at most "
-                f"rollout.max_logprob_gap={limit:g}. No weight was changed",
+                f"rollout.max_logprob_gap={limit:g}. The policy was not changed",
                 clear=True,
             )
 
-    def optimize(self, outputs: Sequence[PolicyLoss]) -> float | None:
-        """The optimiser's step on what was accumulated; the gradient's norm."""
-        run, policy = self.run, self.run.policy
+    def optimize(self, update: Update, outputs: Sequence[PolicyLoss]) -> float | None:
+        """Take the optimizer's step on the accumulated gradient; returns the gradient's norm."""
+        run, policy, limit = self.run, self.run.policy, update.algorithm.skip_grad_norm
+        self.updated = True
         run.can_redo, lr = False, policy.lr
         with self.tally.time("update"), self.tally.time("optimizer"):
-            applied = policy.step()
-        run.count_nonfinite(applied)
+            applied = policy.step(limit)
         grad_norm = policy.grad_norm
-        tally_update(self.tally, outputs, grad_norm, lr, applied)
+        too_large = not applied and grad_norm is not None and isfinite(grad_norm)
+        if limit:
+            self.tally.mean("actor/skipped", too_large)
+        if too_large:
+            text = f"update skipped, gradient norm {grad_norm:.3g} above algorithm.skip_grad_norm {limit:g}"
+            run.log.say(f"step {run.progress.step + 1}: {text}")
+        run.count_nonfinite(applied or too_large)
+        tally_update(self.tally, outputs, grad_norm, lr, applied or too_large)
         return grad_norm
 
     def evaluate(self, evaluate: Callable[[], dict[str, float]]) -> None:
-        """Evaluate the weights that the step leaves. A failure costs the evaluation, not the step: `end` raises it."""
+        """Evaluate the step's final weights. A failure costs the evaluation, not the step: `end` raises it."""
         run = self.run
         try:
             with self.tally.time("evaluate"):
@@ -168,7 +206,7 @@ class Step:
             self.failure = failure
 
     def end(self, batch: Batch) -> None:
-        """Count the step, log it, and let all ranks agree whether a signal ended the run."""
+        """Count the step, log it, and let all ranks agree on whether a signal ended the run."""
         run, tally, progress = self.run, self.tally, self.run.progress
         tally.mean("generated", self.generated * run.world)
         tally.maximum("seconds", batch.seconds)
@@ -184,7 +222,7 @@ class Step:
         if "squared_slopes/external" in metrics:
             squares = metrics.pop("squared_slopes/internal"), metrics.pop("squared_slopes/external")
             progress.external_share = external_share(*squares, before=progress.external_share)
-        seconds = metrics.pop("seconds")  # not time/generate: with train.overlap the step does not wait for all of it
+        seconds = metrics.pop("seconds")  # not time/generate: with train.overlap the step waits for a part only
         if tokens:
             metrics["tokens_per_second"] = tokens / seconds
         if progress.epoch is not None:

@@ -1,6 +1,6 @@
 """SIGINT, SIGTERM, SIGUSR1 and SIGHUP: the first one ends the run with a checkpoint, a later one at once.
 
-Clusters announce a pre-emption with any of them.
+Clusters announce preemption with any of them.
 """
 
 import signal
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rlplus import agree
 
 Answer = TypeVar("Answer")
-# A terminal and a launcher signal the same ranks, and so do a cluster and a launcher: two are one within this time.
+# A terminal and a launcher, or a cluster and a launcher, signal the same ranks: two within this time count as one.
 ONE_SIGNAL_S = 5.0
 
 
@@ -25,7 +25,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StepGivenUp(BaseException):
-    """A signal, `number`, came before the step changed the policy: the step can be done again from its beginning.
+    """A signal, `number`, came before the step changed a model: the step can be repeated from its start.
 
     A BaseException, so that an engine's `except Exception` cannot swallow it.
     """
@@ -36,7 +36,7 @@ class StepGivenUp(BaseException):
 
 
 class StopSignal:
-    """Remembers the first signal; `say` tells the user so. `install` it in the main thread."""
+    """Stores the first signal, and tells the user through `say`. `install` it in the main thread."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.number = 0
@@ -62,7 +62,7 @@ class StopSignal:
             raise StepGivenUp(number)
 
     def interruptible(self, call: Callable[[], Answer]) -> Callable[[], Answer]:
-        """`call`, for the main thread, out of which a signal raises StepGivenUp: not for what other ranks wait for."""
+        """`call`, which a signal interrupts with StepGivenUp; for the main thread, where no other rank waits."""
 
         def interrupted() -> Answer:
             self._interrupts = True
@@ -76,6 +76,6 @@ class StopSignal:
         return interrupted
 
     def check(self) -> None:
-        """StepGivenUp on all ranks if any of them, which all call this, has got a signal."""
+        """StepGivenUp on all ranks if any of them has received a signal. Collective."""
         if number := int(agree.largest(self.number)):
             raise StepGivenUp(number)
