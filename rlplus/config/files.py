@@ -24,9 +24,8 @@ def check_training_files(config: Config, *, model: bool = True) -> None:
 
     model: whether there is one to start from already, which a stage makes for the next one.
     """
-    check_data_files(config.data.paths, "data.path")
-    if config.evaluation.every and config.evaluation.data is not None:
-        check_data_files(config.evaluation.data.paths, "evaluation.data.path")
+    for key, data in config.data_read.items():
+        check_data_files(data.paths, f"{key}.path")
     if model and config.model.path is not None:
         check_model_path(config.model.path)
     if config.model.chat_template is not None:

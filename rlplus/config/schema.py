@@ -7,6 +7,7 @@ import yaml
 from pydantic import model_validator
 
 from rlplus.config.base import MANY
+from rlplus.config.data import DataConfig
 from rlplus.config.ignored import ignored_keys
 from rlplus.config.sections import Sections
 from rlplus.objective import Critic, Gate, Interleaved, Prefix, ProcessReward, recipe_name
@@ -19,6 +20,14 @@ class Config(Sections):
     def needs_engine(self) -> bool:
         """Whether a training samples: for its steps, or for an evaluation between them."""
         return self.algorithm.resolve().generates or self.evaluation.every > 0
+
+    @property
+    def data_read(self) -> dict[str, DataConfig]:
+        """What a training reads, by the section's key."""
+        found = {"data": self.data}
+        if self.evaluation.every and self.evaluation.data is not None:
+            found["evaluation.data"] = self.evaluation.data
+        return found
 
     @property
     def max_demonstration_length(self) -> int:
