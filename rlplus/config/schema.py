@@ -14,7 +14,7 @@ from rlplus.objective import Critic, Gate, Interleaved, Prefix, ProcessReward, r
 
 
 class Config(Sections):
-    """One run. `output_dir` receives the metrics, checkpoints and the final model."""
+    """One run."""
 
     @property
     def needs_engine(self) -> bool:
