@@ -7,6 +7,7 @@ from rlplus.config.files import (
     check_evaluation_files,
     check_model_path,
     check_output_folder,
+    check_trackers,
     check_training_files,
     model_problem,
     read_chat_template,
@@ -16,8 +17,10 @@ from rlplus.config.load import load_config, load_stages, merged, with_first_mode
 from rlplus.config.rollout import RolloutConfig
 from rlplus.config.schema import Config
 from rlplus.config.sections import (
+    TRACKERS,
     CheckpointConfig,
     EvaluationConfig,
+    LogConfig,
     LoraConfig,
     ModelConfig,
     RewardConfig,
@@ -26,11 +29,13 @@ from rlplus.config.sections import (
 from rlplus.config.train import TrainConfig
 
 __all__ = [
+    "TRACKERS",
     "AlgorithmConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",
     "EvaluationConfig",
+    "LogConfig",
     "LoraConfig",
     "ModelConfig",
     "RewardConfig",
@@ -41,6 +46,7 @@ __all__ = [
     "check_evaluation_files",
     "check_model_path",
     "check_output_folder",
+    "check_trackers",
     "check_training_files",
     "load_config",
     "load_stages",

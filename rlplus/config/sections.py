@@ -165,6 +165,18 @@ class EvaluationConfig(Section):
         return self
 
 
+TRACKERS = ("wandb", "trackio")  # packages, and keys of LogConfig
+
+
+class LogConfig(Section):
+    """Live trackers, which get the metrics beside metrics.jsonl and TensorBoard."""
+
+    wandb: Text | None = None
+    """Project of Weights & Biases; needs `pip install "rlplus[wandb]"`. With WANDB_MODE=offline it stays on disk."""
+    trackio: Text | None = None
+    """Project of Trackio; needs `pip install "rlplus[trackio]"`. It stays on disk unless TRACKIO_SPACE_ID is set."""
+
+
 class Sections(Section):
     """One run, whose sections may still contradict each other."""
 
@@ -177,4 +189,5 @@ class Sections(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

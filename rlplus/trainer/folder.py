@@ -23,7 +23,7 @@ from rlplus.textfiles import read_text, write_text
 
 # Keys that may differ between a checkpoint's configuration and the one that resumes it.
 MAY_CHANGE = {
-    "output_dir", "checkpoint", "evaluation",
+    "output_dir", "checkpoint", "evaluation", "log",
     "train.steps", "train.epochs", "train.generated_tokens", "train.max_nonfinite", "train.collective_timeout_s",
     "reward.workers", "reward.timeout_s", "reward.memory_mb", "reward.on_failure",
     "rollout.push_bucket_mb", "rollout.push_timeout_s", "rollout.push_folder", "rollout.progress_timeout_s",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from rlplus import agree, checkpoint
-from rlplus.config import Config
+from rlplus.config import Config, check_trackers
 from rlplus.data import PromptSampler, load_examples, load_tokenizer, response_text
 from rlplus.learner import Learner, Policy, check_positions, prepare_model, weights_fingerprint
 from rlplus.recipe import make_recipe
@@ -26,6 +26,7 @@ from rlplus.trainer.prompts import select_prompts
 from rlplus.trainer.ranks import initialize_distributed
 from rlplus.trainer.rollouts import Rollouts
 from rlplus.trainer.stop import Interrupted, StopSignal
+from rlplus.trainer.trackers import open_trackers
 
 
 class Run:
@@ -52,6 +53,7 @@ class Run:
 
     def _build(self, stack: ExitStack) -> None:
         config = self.config
+        check_trackers(config)
         initialize_distributed(config.train.collective_timeout_s)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         if (each := config.train.prompts_per_update or config.train.prompts_per_step) % self.world:
@@ -98,7 +100,9 @@ class Run:
             self.recipe.restore(remembered["recipe"])
         if self.rank == 0:
             folder.begin()
-        self.log = RunLog(folder.path, self.progress.step, config.algorithm.preset, enabled=self.rank == 0)
+        trackers = open_trackers(config, folder.path, resumed=folder.last is not None, stack=stack)
+        title, main = config.algorithm.preset, self.rank == 0
+        self.log = RunLog(folder.path, self.progress.step, title, enabled=main, trackers=trackers)
         stack.callback(self.log.close)
         source = f"rollouts by {self.engine.engine.name}" if config.needs_engine else "no rollouts, and no engine"
         head = f"head by backend {self.policy.backend!r}: {self.policy.why_backend}"
