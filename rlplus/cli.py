@@ -192,11 +192,11 @@ def _train_stage(config: "Config", resume: bool | str) -> None:
     """Train, and give all memory back, for the next stage."""
     import torch
 
-    from rlplus.evaluation import evaluator
+    from rlplus.evaluation import evaluator, validator
     from rlplus.trainer import phase_out_of_memory, train
 
     try:
-        train(config, resume=resume, evaluate=evaluator(config))
+        train(config, resume=resume, evaluate=evaluator(config), validate=validator(config))
     except RunFailed as failure:
         if (phase := phase_out_of_memory(failure)) is None:
             raise

@@ -11,6 +11,9 @@ from rlplus.config.ignored import RULES
 from rlplus.config.load import _kinds, _valid_keys
 from rlplus.objective import ALGORITHMS
 
+EVALUATED = ["evaluation.data.path=test.jsonl"]
+VALIDATED = ["validation.every=5", "validation.data.path=validation.jsonl"]
+
 
 @pytest.fixture
 def minimal(tmp_path: Path) -> Path:
@@ -124,6 +127,16 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
         (["reward.kind=math_verify", "reward.pattern=(x)"], "^reward: pattern belongs to kind exact_match"),
         (["evaluation.k=[1, 33]"], "^evaluation: want at least one k, and none above samples"),
         (["evaluation.every=5"], "^evaluation: every is 5 but there is no data"),
+        (["validation.every=5"], "^validation: every is 5 but there is no data"),
+        (
+            [*VALIDATED, "data.response_prefix=<t>"],
+            "^validation.data.response_prefix: want data.response_prefix, ",
+        ),
+        (["validation.every=5", "validation.data.path=train.jsonl"], "are not trained on; got train.jsonl, as in data"),
+        (
+            [*VALIDATED, "rollout.tensor_parallel_size=2"],
+            "^validation.every: ranks evaluate at their own pace, .* rollout.tensor_parallel_size 2 needs several",
+        ),
         (
             ["data.response_prefix=<t>", "evaluation.data.path=t.jsonl"],
             "^evaluation.data.response_prefix: want data.response_prefix, .*'<t>'; got None",
@@ -214,7 +227,6 @@ def test_contradictions(minimal: Path, overrides: list[str], match: str) -> None
     assert re.search(match, line), line
 
 
-EVALUATED = ["evaluation.data.path=test.jsonl"]
 CLIPPED = ["algorithm.preset=grpo", "train.prompts_per_update=64"]
 SERVER = ["rollout.mode=server", "rollout.server_url=http://localhost:1"]
 PROCESS = ["rollout.mode=process"]
@@ -230,6 +242,12 @@ IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("evaluation.k=[1, 2]", [], EVALUATED),
     ("evaluation.temperature=0.5", [], EVALUATED),
     ("evaluation.data.demonstration=x", EVALUATED, None),
+    ("validation.data.demonstration=x", VALIDATED, None),
+    ("validation.data={path: validation.jsonl}", [], ["validation.every=5"]),
+    ("validation.samples=2", [], VALIDATED),
+    ("validation.k=[1, 2]", [], VALIDATED),
+    ("validation.temperature=0.5", [], VALIDATED),
+    ("validation.allow_test_benchmarks=true", [], VALIDATED),
     ("data.benchmark=x", [], None),
     ("train.lr_min_ratio=0.1", [], ["train.lr_schedule=cosine"]),
     ("train.max_scratch_mb=9", ["train.backend=reference"], []),

@@ -25,6 +25,7 @@ from rlplus.config.sections import (
     ModelConfig,
     RewardConfig,
     ScratchModel,
+    ValidationConfig,
 )
 from rlplus.config.train import TrainConfig
 
@@ -42,6 +43,7 @@ __all__ = [
     "RolloutConfig",
     "ScratchModel",
     "TrainConfig",
+    "ValidationConfig",
     "check_data_files",
     "check_evaluation_files",
     "check_model_path",

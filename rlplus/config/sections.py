@@ -161,8 +161,20 @@ class EvaluationConfig(Section):
         if not self.k or max(self.k) > self.samples:
             raise ValueError(f"want at least one k, and none above samples; got k {self.k}, samples {self.samples}")
         if self.every and self.data is None:
-            raise ValueError(f"every is {self.every} but there is no data: give evaluation.data")
+            raise ValueError(f"every is {self.every} but there is no data: give the files of problems")
         return self
+
+
+class ValidationConfig(EvaluationConfig):
+    """Choice of the best checkpoint, by the mean reward on problems that are neither trained on nor a test set.
+
+    It is kept beside the newest ones, and saved whatever checkpoint.every says.
+    """
+
+    samples: Moderate = 4
+    """Samples per row."""
+    allow_test_benchmarks: bool = False
+    """Let a known test benchmark choose the checkpoint; reports then say so."""
 
 
 TRACKERS = ("wandb", "trackio")  # packages, and keys of LogConfig
@@ -190,4 +202,5 @@ class Sections(Section):
     train: TrainConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    validation: ValidationConfig = ValidationConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -9,6 +9,7 @@ import numpy as np
 
 from rlplus.config import Config
 from rlplus.data import Example, LoadReport, load_tokenizer, read_examples, response_text
+from rlplus.evaluation.known import known_benchmarks, refusal
 from rlplus.reward import Scorer, Verdict
 from rlplus.trainer.prompts import Prompts, select_prompts
 from rlplus.trainer.ranks import initialize_distributed
@@ -78,6 +79,9 @@ def plan_data(config: Config) -> DataPlan:
         loaded = examples if key == "data" else loaded
         if why := report.refusal(data):
             refusals.append(why)
+        tests = known_benchmarks(config.validation, examples) if key == "validation.data" else []
+        if tests and not config.validation.allow_test_benchmarks:
+            refusals.append(refusal(tests))
     with Scorer(config.reward) as scorer:
         decode = partial(response_text, tokenizer, prefix=config.data.response_prefix)
         prompts = select_prompts(config, loaded, scorer, decode)

@@ -197,6 +197,7 @@ def _shown(step: int, metrics: dict[str, float]) -> str:
         ("reward/internal", "reward", ".3f"),
         ("response_length/mean", "length", ".0f"),
         ("actor/entropy", "entropy", ".3f"),
+        ("validation/reward", "validation", ".3f"),
         ("tokens_per_second", "tok/s", ",.0f"),
     ):
         if name in metrics:

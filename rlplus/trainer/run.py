@@ -237,3 +237,6 @@ class Run:
         idle = self.progress.idle == step
         unchanged = " (no step had an update: it is the one that the run began with)" if idle else ""
         self.log.say(f"{step} steps done; model in {model}{unchanged}")
+        if (best := self.progress.best) is not None:
+            place = self.folder.checkpoints / checkpoint.name_of(best["step"])
+            self.log.say(f"the best validation was in step {best['step']}, mean reward {best['reward']:.4g}: {place}")
