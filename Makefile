@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-peers mutants lint kernels bench bench-quick clean
+.PHONY: help setup demo test test-slow test-peers mutants lint schema kernels bench bench-quick clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -44,6 +44,9 @@ mutants: setup  ## make known mistakes in copies of the tree, one at a time; the
 lint: setup  ## run ruff and mypy
 	@$(BIN)/ruff check .
 	$(BIN)/mypy
+
+schema: setup  ## write configs/schema.json, by which editors complete and check configurations
+	@$(BIN)/python -m rlplus.config.json_schema configs/schema.json
 
 kernels: setup  ## compile the Triton kernels, no GPU needed; print registers, shared memory, spills
 	@PYTHONPATH=. $(BIN)/python tests/kernel_table.py

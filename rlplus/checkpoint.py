@@ -66,22 +66,34 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
+def name_of(step: int) -> str:
+    """The name of a step's checkpoint."""
+    return f"step-{step:06d}"
+
+
 def save(
-    engines: Mapping[str, Any], folder: Path, step: int, state: dict[str, Any], keep: int, rank_state: Any = None
+    engines: Mapping[str, Any],
+    folder: Path,
+    step: int,
+    state: dict[str, Any],
+    keep: int,
+    rank_state: Any = None,
+    spared: str | None = None,
 ) -> Path:
     """Write DeepSpeed engines, every rank's random state and `state` (JSON) as step `step`; keep the newest `keep`.
 
-    engines: by the names of their folders. rank_state: this rank's additional state, pickled. Collective.
+    engines: by the names of their folders. rank_state: this rank's additional state, pickled. spared: the name of a
+    checkpoint that is kept however old it is. Collective.
     Raises OSError (a full disk, for example) with the previous checkpoint intact.
     """
-    final, saving = folder / f"step-{step:06d}", folder / SAVING
+    final, saving = folder / name_of(step), folder / SAVING
     main = dist.get_rank() == 0
     if agree.largest(main and _is_saved(final)):  # one rank's view: a network file system may show others less
         return final
     whole = state | {"step": step, "world_size": dist.get_world_size(), "rank_state": rank_state is not None}
     _together(lambda: _clear(saving, final) if main else None, step, saving)
     _together(lambda: _write(engines, saving, rank_state), step, saving)  # each rank flushes what it wrote
-    _together(lambda: _publish(folder, final, whole, keep) if main else None, step, saving)
+    _together(lambda: _publish(folder, final, whole, keep, spared) if main else None, step, saving)
     return final
 
 
@@ -157,7 +169,7 @@ def _errors_kept(engine: Any) -> Iterator[list[Exception]]:
             delattr(owner, name)  # the class has the real one
 
 
-def _publish(folder: Path, final: Path, state: dict[str, Any], keep: int) -> None:
+def _publish(folder: Path, final: Path, state: dict[str, Any], keep: int, spared: str | None) -> None:
     """Rename the finished `saving` to `final`, name it in `latest`, delete old checkpoints."""
     saving = folder / SAVING
     text = json.dumps(state | {"files": _archives(saving)})
@@ -170,7 +182,8 @@ def _publish(folder: Path, final: Path, state: dict[str, Any], keep: int) -> Non
     # A later one has no pointer, see `_clear`: it is none of the newest.
     steps = (path for path in folder.glob("step-*") if NAME.fullmatch(path.name))
     for old in sorted((path for path in steps if _step(path) <= _step(final)), key=_step)[:-keep]:
-        shutil.rmtree(old)
+        if old.name != spared:
+            shutil.rmtree(old)
 
 
 def _archives(checkpoint: Path) -> list[str]:

@@ -18,6 +18,8 @@ from rlplus.errors import RunFailed, log_to_stderr, printable
 
 if TYPE_CHECKING:
     from rlplus.config import Config
+    from rlplus.plan import Plan
+    from rlplus.plan.data import DataPlan
 
 LONGEST_NAME = 50  # characters of a benchmark in a file's name, which has at most 255 bytes
 
@@ -99,6 +101,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--gpus", type=int, help="how many; default: this machine's, or 8")
     known = "a100-40g, a100-80g, h100, h200, or a size of memory such as 24g"
     plan.add_argument("--gpu", help=f"{known}; default: this machine's, or a100-80g")
+    plan.add_argument(
+        "--data",
+        action="store_true",
+        help="also load the data, grade the demonstrations and show three prompts as the model will see them",
+    )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes and seconds")
     plan.add_argument(
         "--env",
@@ -185,11 +192,11 @@ def _train_stage(config: "Config", resume: bool | str) -> None:
     """Train, and release all memory for the next stage."""
     import torch
 
-    from rlplus.evaluation import evaluator
+    from rlplus.evaluation import evaluator, validator
     from rlplus.trainer import phase_out_of_memory, train
 
     try:
-        train(config, resume=resume, evaluate=evaluator(config))
+        train(config, resume=resume, evaluate=evaluator(config), validate=validator(config))
     except RunFailed as failure:
         if (phase := phase_out_of_memory(failure)) is None:
             raise
@@ -236,7 +243,7 @@ def _out_of_memory(config: "Config", failure: RunFailed, phase: str) -> str:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    """Print the plan; exit status 1 if the run does not fit."""
+    """Print the plan; exit status 1 if the run does not fit, or would refuse its data."""
     if args.env:
         from rlplus.ops.environment import environment
 
@@ -244,34 +251,60 @@ def _plan(args: argparse.Namespace) -> int:
         return 0
     if args.config is None:
         raise ValueError("want a configuration, such as configs/gsm8k-tiny.yaml, or --env")
-    from rlplus.config import check_model_path, load_stages, shipped_architecture, with_first_model
+    from rlplus.config import (
+        check_model_path,
+        check_training_files,
+        load_stages,
+        shipped_architecture,
+        with_first_model,
+    )
 
-    stages = with_first_model(load_stages(args.config, args.overrides))
+    stages = load_stages(args.config, args.overrides)
     path = stages[0].model.path
-    if path is not None and shipped_architecture(path) is None:
+    if args.data:
+        for number, config in enumerate(stages, 1):
+            with _naming(number, stages):
+                check_training_files(config, model=number == 1)
+    elif path is not None and shipped_architecture(path) is None:
         check_model_path(path)
     _quiet_imports()
     from rlplus.plan import make_cluster, make_plan
-    from rlplus.plan.show import show
-    from rlplus.terminal import Terminal
 
     cluster = make_cluster(args.gpus, args.gpu)
     plans = []
-    for number, config in enumerate(stages, 1):
+    for number, config in enumerate(with_first_model(stages), 1):
         with _naming(number, stages):
+            data = _plan_data(config) if args.data else None
+            if data is not None and data.prompts:
+                config = config.with_steps(data.prompts)  # those of its epochs
             try:
-                plans.append(make_plan(config, cluster))
+                plans.append((make_plan(config, cluster), data))
             except RuntimeError as error:
                 raise RunFailed(f"no plan of the memory: {error}") from error
     if args.json:
-        found = [plan.to_json() for plan in plans]
+        found = [plan.to_json() | ({"data": data.to_json()} if data is not None else {}) for plan, data in plans]
         sys.stdout.write(json.dumps(found[0] if len(found) == 1 else {"stages": found}, indent=2) + "\n")
     else:
-        for number, plan in enumerate(plans, 1):
-            if len(plans) > 1:
-                Terminal().print(f"Stage {number}")
-            show(plan, Terminal())
-    return 0 if all(plan.fits for plan in plans) else 1
+        _show_plans(plans)
+    return 0 if all(plan.fits and (data is None or not data.refusals) for plan, data in plans) else 1
+
+
+def _plan_data(config: "Config") -> "DataPlan":
+    from rlplus.plan.data import plan_data  # with the trainer, which a plan of the memory does without
+
+    return plan_data(config)
+
+
+def _show_plans(plans: "Sequence[tuple[Plan, DataPlan | None]]") -> None:
+    from rlplus.plan.show import show, show_data
+    from rlplus.terminal import Terminal
+
+    for number, (plan, data) in enumerate(plans, 1):
+        if len(plans) > 1:
+            Terminal().print(f"Stage {number}")
+        show(plan, Terminal())
+        if data is not None:
+            show_data(data, Terminal())
 
 
 def _eval(args: argparse.Namespace) -> None:

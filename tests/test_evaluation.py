@@ -114,6 +114,7 @@ def test_evaluate_counts(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     assert result.n == (4,) * 5
     assert result.correct == (0, 3, 4, 1, 0)  # the last one has reward 0.5: not right
     assert result.statuses == {"ok": 10, "unparsed": 10}
+    assert result.mean_reward == pytest.approx((8 * 1 + 2 * 0.5) / 20)
     assert result.mean_response_length == pytest.approx((10 * 2 + 10 * 4) / 20)
     assert result.truncated_share == pytest.approx(0.5)
     assert result.pass_at(1).mean == pytest.approx(8 / 20)
@@ -170,16 +171,23 @@ def test_the_math_benchmarks_are_1560_problems() -> None:
 
 def test_shares_of_several_ranks_join_to_the_whole() -> None:
     whole = evaluation(
-        [3, 1, 4, 1, 5], mean_response_length=2.0, truncated_share=0.5, statuses={"ok": 30, "timeout": 10}
+        [3, 1, 4, 1, 5],
+        mean_response_length=2.0,
+        truncated_share=0.5,
+        statuses={"ok": 30, "timeout": 10},
+        mean_reward=0.375,
     )
     rows = {"problems": whole.problems, "correct": whole.correct, "n": whole.n}
     shares = [{key: values[rank::3] for key, values in rows.items()} for rank in range(3)]
-    parts = [
-        replace(whole, **shares[0], seed=0, mean_response_length=1.0, truncated_share=0.0, statuses={"ok": 16}),
-        replace(
-            whole, **shares[1], seed=5, mean_response_length=2.0, truncated_share=1.0, statuses={"ok": 14, "timeout": 2}
-        ),
-        replace(whole, **shares[2], seed=10, mean_response_length=4.0, truncated_share=0.5, statuses={"timeout": 8}),
+    fields = ("seed", "mean_response_length", "truncated_share", "statuses", "mean_reward")
+    values = [
+        (0, 1.0, 0.0, {"ok": 16}, 0.25),
+        (5, 2.0, 1.0, {"ok": 14, "timeout": 2}, 0.5),
+        (10, 4.0, 0.5, {"timeout": 8}, 0.375),
+    ]
+    parts: list[Any] = [
+        replace(whole, **share, **dict(zip(fields, row, strict=True)))  # type: ignore[arg-type]
+        for share, row in zip(shares, values, strict=True)
     ]
     assert join(parts, seed=0) == whole
     assert join([whole], seed=0) == whole
@@ -213,6 +221,7 @@ def test_a_sample_on_which_the_grader_failed_is_neither_right_nor_wrong(caplog: 
     assert one.n == (3, 3, 0)
     assert one.correct == (2, 2, 0)
     assert one.statuses["timeout"] == 6
+    assert one.mean_reward == pytest.approx(4 / 6)
     assert "6 of 12" in caplog.text
     assert one.values(1).tolist() == pytest.approx([2 / 3, 2 / 3, 0])
     assert one.values(4).tolist() == [1, 1, 0]

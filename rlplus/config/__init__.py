@@ -7,6 +7,7 @@ from rlplus.config.files import (
     check_evaluation_files,
     check_model_path,
     check_output_folder,
+    check_trackers,
     check_training_files,
     model_problem,
     read_chat_template,
@@ -16,31 +17,38 @@ from rlplus.config.load import load_config, load_stages, merged, with_first_mode
 from rlplus.config.rollout import RolloutConfig
 from rlplus.config.schema import Config
 from rlplus.config.sections import (
+    TRACKERS,
     CheckpointConfig,
     EvaluationConfig,
+    LogConfig,
     LoraConfig,
     ModelConfig,
     RewardConfig,
     ScratchModel,
+    ValidationConfig,
 )
 from rlplus.config.train import TrainConfig
 
 __all__ = [
+    "TRACKERS",
     "AlgorithmConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",
     "EvaluationConfig",
+    "LogConfig",
     "LoraConfig",
     "ModelConfig",
     "RewardConfig",
     "RolloutConfig",
     "ScratchModel",
     "TrainConfig",
+    "ValidationConfig",
     "check_data_files",
     "check_evaluation_files",
     "check_model_path",
     "check_output_folder",
+    "check_trackers",
     "check_training_files",
     "load_config",
     "load_stages",

@@ -34,11 +34,14 @@ def _objective_field(name: str) -> str:
 
 
 class ExternalScheduleConfig(Section):
-    """`shape`, `end`, `steps`: see rlplus.objective.ExternalSchedule."""
+    """Course of external_coef over the steps, see rlplus.objective.ExternalSchedule."""
 
     shape: Shape
+    """Form of the curve."""
     end: float | None = None
+    """Last value."""
     steps: Count | None = None
+    """Steps until that value."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -50,32 +53,41 @@ class ExternalScheduleConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """A preset, and this run's changes to it. Keys that are left out keep the preset's value.
-
-    `objective`: fields of rlplus.Objective. `reduction`: see rlplus.token_weights. `advantage`, `advantage_k`: see
-    rlplus.batch_advantages; `normalize_std`: see rlplus.group_advantages. `external_reduction`, `ratio_level`,
-    `mismatch_level`, `top_entropy`, `skip_grad_norm`, `reward_kl_coef`: see rlplus.Algorithm. `external_schedule`:
-    changes external_coef over the steps. `recipe`: changes to the preset's recipe options; with `name`, another recipe.
-    `refill`, `shaping`: changes to the preset's options, or switch them on where it has none; null switches them off.
-    Options: rlplus.objective.recipes.
-    """
+    """A preset, and this run's changes to it. Keys that are left out keep the preset's value."""
 
     preset: str = "rlplus"
+    """A published algorithm; the README says what each one is."""
     objective: dict[Annotated[str, AfterValidator(_objective_field)], Any] = {}
+    """Changes to the preset's objective: fields of rlplus.Objective."""
     reduction: Reduction | None = None
+    """Normaliser of the loss, see rlplus.token_weights."""
     external_reduction: Reduction | None = None
+    """Normaliser of demonstrations that stand apart, see rlplus.Algorithm."""
     advantage: AdvantageEstimator | None = None
+    """Estimator of advantages, see rlplus.batch_advantages."""
     advantage_k: Count | None = None
+    """k of advantage "pass@k"."""
     normalize_std: bool | None = None
+    """Whether advantages of "group" are divided by the group's standard deviation."""
     ratio_level: RatioLevel | None = None
+    """Ratio of each token, or of each sequence (GSPO), see rlplus.Algorithm."""
     mismatch_level: MismatchLevel | None = None
+    """Level of the weight that corrects for the engine's logprobs, see rlplus.Algorithm."""
     top_entropy: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of sampled tokens, those of the highest entropy, that has a loss, see rlplus.Algorithm."""
     skip_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Skip an update whose gradient norm is above this, see rlplus.Algorithm; 0 = never."""
     reward_kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Coefficient of the KL penalty that is taken off the rewards of sampled tokens, see rlplus.Algorithm."""
     external_schedule: ExternalScheduleConfig | None = None
+    """Course of external_coef over the steps."""
     recipe: dict[str, Any] = {}
+    """Changes to the preset's recipe options; with `name`, another recipe. Options: rlplus.objective.recipes."""
     refill: dict[str, Any] | None = {}
+    """Changes to the preset's options of rlplus.objective.Refill, or switches it on where the preset has none; null
+    switches it off."""
     shaping: dict[str, Any] | None = {}
+    """The same for rlplus.objective.Shaping."""
 
     @field_validator("preset")
     @classmethod

@@ -33,6 +33,11 @@ PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
 
 
 class Section(BaseModel):
-    """Unknown keys are errors, values are not converted, and nothing changes after loading."""
+    """Unknown keys are errors, values are not converted, and nothing changes after loading.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+    The text below a key is its documentation, here and in configs/schema.json.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, protected_namespaces=(), use_attribute_docstrings=True
+    )

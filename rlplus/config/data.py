@@ -26,52 +26,49 @@ Template = Annotated[str, AfterValidator(_template)]
 
 
 class DataConfig(Section):
-    """JSONL or Parquet, one prompt per row.
-
-    path                     a file, or a list of files that are read one after the other
-    prompt, answer           column names, dotted for nested ones: "reward_model.ground_truth". A prompt is a string or
-                             a list of chat messages {role, content}
-    demonstration            column of a worked solution (a string or one chat message), or of a list of several; None =
-                             no demonstrations
-    demonstration_choice     of several that the run's reward accepts: the first, the shortest in tokens, the likeliest
-                             under its author (by the mean behavior_logprob), or in each draw a random one
-    behavior_logprob         column with the logprobs of the demonstration under its author, one for each token that the
-                             run trains on: the text behind response_prefix, by the run's tokenizer, and the end token.
-                             A list of lists where there are several demonstrations.
-                             For algorithm.objective.external mis and omega; None = unknown.
-                             examples/score_demonstrations.py writes it
-    answer_pattern           regular expression with one group, searched in the answer column: the group is the answer
-    demonstration_pattern    the same for the demonstration column
-    demonstration_template   str.format template with {demonstration} and {answer}
-    benchmark                column that names the benchmark of a row: evaluations report each one by itself
-    system_prompt            put before the prompt as a system message
-    chat                     a string prompt becomes a user message and goes through the chat template
-    response_prefix          text that every response starts with, such as "<think>\\n". It is given, not generated: its
-                             tokens end the prompt (unless the chat template ends in it), demonstrations start after it,
-                             and it is put before a response that is graded
-    max_prompt_length        a row with a longer prompt, response_prefix included, is dropped
-    max_demonstration_length a longer demonstration, its end token counted, is dropped; None = the limit of responses
-    max_dropped_share        refuse the data when more than this share of rows, or of demonstrations, is dropped
-    limit                    read only the first rows
-    """
+    """JSONL or Parquet, one prompt a row."""
 
     path: str | list[str]
+    """A file, or a list of files that are read one after the other."""
     prompt: Text = "prompt"
+    """Column name, as of all columns dotted for nested ones: "reward_model.ground_truth". A prompt is a string or a
+    list of chat messages {role, content}."""
     answer: Text = "answer"
+    """Column of the answer."""
     demonstration: Text | None = None
+    """Column of a worked solution (a string or one chat message), or of a list of several; None = no demonstrations."""
     demonstration_choice: Literal["first", "shortest", "likeliest", "random"] = "first"
+    """Choice among several that the run's reward accepts: the first, the shortest in tokens, the likeliest under its
+    author (by the mean behavior_logprob), or in each draw a random one."""
     behavior_logprob: Text | None = None
+    """Column with the logprobs of the demonstration under its author, one for each token that the run trains on: the
+    text behind response_prefix, by the run's tokenizer, and the end token. A list of lists where there are several
+    demonstrations. For algorithm.objective.external mis and omega; None = unknown. examples/score_demonstrations.py
+    writes it."""
     answer_pattern: Pattern | None = None
+    """Regular expression with one group, searched in the answer column: the group is the answer."""
     demonstration_pattern: Pattern | None = None
+    """Regular expression with one group, searched in the demonstration column: the group is the demonstration."""
     demonstration_template: Template | None = None
+    """Template of str.format with {demonstration} and {answer}."""
     benchmark: Text | None = None
+    """Column that names the benchmark of a row: evaluations report each one by itself."""
     system_prompt: Text | None = None
+    """System message, put before the prompt."""
     chat: bool = False
+    """Make a string prompt a user message, and apply the chat template."""
     response_prefix: Text | None = None
+    """Text that every response starts with, such as "<think>\\n". It is given, not generated: its tokens end the prompt
+    (unless the chat template ends in it), demonstrations start after it, and it is put before a response that is
+    graded."""
     max_prompt_length: Count = 1024
+    """Longest prompt, response_prefix included; a row with a longer one is dropped."""
     max_demonstration_length: Count | None = None
+    """Longest demonstration, its end token counted; a longer one is dropped. None = the limit of responses."""
     max_dropped_share: Fraction = 0.1
+    """Largest share of rows, or of demonstrations, that may be dropped; beyond it the data are refused."""
     limit: Count | None = None
+    """Number of rows that are read, from the first on; None = all."""
 
     @property
     def paths(self) -> list[str]:

@@ -5,11 +5,13 @@ import os
 import re
 import ssl
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from rlplus.config.schema import Config
+from rlplus.config.sections import TRACKERS
 
 logger = logging.getLogger(__name__)
 
@@ -20,18 +22,27 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def check_training_files(config: Config, *, model: bool = True) -> None:
-    """ValueError for data, a model or an output folder that `train` could not read or make.
+    """ValueError for data, a model or an output folder that `train` could not read or make, or a missing package.
 
     model: whether there is one to start from already, which a stage makes for the next one.
     """
-    check_data_files(config.data.paths, "data.path")
-    if config.evaluation.every and config.evaluation.data is not None:
-        check_data_files(config.evaluation.data.paths, "evaluation.data.path")
+    for key, data in config.data_read.items():
+        check_data_files(data.paths, f"{key}.path")
     if model and config.model.path is not None:
         check_model_path(config.model.path)
     if config.model.chat_template is not None:
         read_chat_template(config.model.chat_template)
     check_output_folder(Path(config.output_dir), "output_dir")
+    check_trackers(config)
+
+
+def check_trackers(config: Config) -> None:
+    """ValueError where a tracker's package is not installed."""
+    for name in TRACKERS:
+        if getattr(config.log, name) is not None:
+            spec = find_spec(name)
+            if spec is None or spec.origin is None:  # without: a folder, such as wandb's own in the current directory
+                raise ValueError(f'log.{name} needs the package {name}: pip install "rlplus[{name}]"')
 
 
 def check_evaluation_files(config: Config, model: str | None) -> None:

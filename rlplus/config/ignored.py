@@ -68,7 +68,16 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.evaluation.data is None,
         "there is no evaluation.data",
     ),
-    ("evaluation.data.demonstration", lambda c: True, "evaluations show no demonstrations"),
+    (
+        "validation.data validation.samples validation.k validation.temperature validation.allow_test_benchmarks",
+        lambda c: not c.validation.every,
+        "validation.every is 0",
+    ),
+    (
+        "evaluation.data.demonstration validation.data.demonstration",
+        lambda c: True,
+        "evaluations show no demonstrations",
+    ),
     ("data.benchmark", lambda c: True, "it is for evaluation.data, whose benchmarks are reported apart"),
     ("train.lr_min_ratio", lambda c: c.train.lr_schedule == "constant", "train.lr_schedule is constant"),
     ("train.max_scratch_mb", lambda c: c.train.backend == "reference", "backend reference keeps the full logits"),

@@ -8,51 +8,49 @@ from rlplus.config.base import Count, PathText, Positive, Seconds, Section, Temp
 
 
 class RolloutConfig(Section):
-    """`engine` auto: vllm if it is installed, else transformers.
-
-    mode                  colocated: in the trainer's process, on its GPU. process: in a process of its own, on GPUs of
-                          its own, started again when it dies. server: a vLLM server that you started, see server_url
-    group_size            members of a group. Where a demonstration takes a rollout's place (rlplus*, luffy, grpo-sft,
-                          chord), a prompt that has one gets group_size - 1 rollouts; with other presets, group_size
-    temperature           of sampling, at least 0.01, and of the trainer's logprobs
-    max_response_length   a response ends there
-    gpu_memory_utilization
-                          share of a GPU that vLLM takes in all
-    kv_cache_memory_mb    for keys and values; None = what that share leaves, and 512 on a CPU or with transformers
-    enforce_eager         vLLM without CUDA graphs
-    sleep                 the colocated engine gives its GPU memory back while the policy trains (CUDA)
-    tensor_parallel_size  GPUs that share one engine: of so many ranks (colocated), or of each rank's own (process)
-    max_logprob_gap       the run stops when the tokens' logprobs in the engine and in the trainer differ by more, in
-                          the mean over a step or over the probe after a push; None = 1e-4 in float32, 5e-2 in bfloat16
-    push_bucket_mb        ZeRO-3 weights are gathered, and files of weights written, in pieces of at most this size; a
-                          larger parameter is a piece of its own
-    push_timeout_s        the run stops when a push stays at one parameter for longer
-    progress_timeout_s    a generation without a new token for longer hangs: an engine's process is then started again,
-                          as one that dies; in the other modes the run stops
-    push_folder           where weights pass to an engine in another process; None = /dev/shm, or the temporary folder.
-                          Holds the whole model. A server must see it under the same name
-    server_url            such as http://localhost:8000
-    function              "module:name" of a function that makes the responses with the engine: tools, several turns,
-                          environments; see rlplus.rollout.custom. In evaluations, too
-    """
+    """The engine that samples responses."""
 
     engine: Literal["auto", "vllm", "transformers"] = "auto"
+    """Library that samples. auto: vllm when it is installed, else transformers."""
     mode: Literal["colocated", "process", "server"] = "colocated"
+    """Place of the engine. colocated: in the trainer's process, on its GPU. process: in a process of its own, on GPUs
+    of its own, started again when it dies. server: a vLLM server that you started, see server_url."""
     group_size: Count = 8
+    """Members of a group. Where a demonstration takes a rollout's place (rlplus*, luffy, grpo-sft, chord), a prompt
+    that has one gets group_size - 1 rollouts; with other presets, group_size."""
     temperature: Temperature = 1.0
+    """Temperature of sampling, at least 0.01, and of the trainer's logprobs."""
     max_response_length: Count
+    """Longest response; sampling ends there."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of a GPU that vLLM takes in all."""
     kv_cache_memory_mb: Count | None = None
+    """Memory for keys and values; None = what that share leaves, and 512 on a CPU or with transformers."""
     enforce_eager: bool = False
+    """Run vLLM without CUDA graphs."""
     sleep: bool = False
+    """Let the colocated engine give its GPU memory back while the policy trains (CUDA)."""
     tensor_parallel_size: Count = 1
+    """GPUs that share one engine: of so many ranks (colocated), or of each rank's own (process)."""
     max_logprob_gap: Positive | None = None
+    """The run stops when the tokens' logprobs in the engine and in the trainer differ by more, in the mean over a step
+    or over the probe after a push; None = 1e-4 in float32, 5e-2 in bfloat16."""
     push_bucket_mb: Count = 64
+    """ZeRO-3 weights are gathered, and files of weights written, in pieces of at most this size; a larger parameter is
+    a piece of its own."""
     push_timeout_s: Seconds = 300.0
+    """The run stops when a push stays at one parameter for longer."""
     progress_timeout_s: Seconds = 300.0
+    """A generation without a new token for longer hangs: an engine's process is then started again, as one that dies;
+    in the other modes the run stops."""
     push_folder: PathText | None = None
+    """Where weights pass to an engine in another process; None = /dev/shm, or the temporary folder. Holds the whole
+    model. A server must see it under the same name."""
     server_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    """Address of the server, such as http://localhost:8000."""
     function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
+    """A function, as "module:name", that makes the responses with the engine: tools, several turns, environments; see
+    rlplus.rollout.custom. In evaluations, too."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -7,18 +7,28 @@ import yaml
 from pydantic import model_validator
 
 from rlplus.config.base import MANY
+from rlplus.config.data import DataConfig
 from rlplus.config.ignored import ignored_keys
 from rlplus.config.sections import Sections
 from rlplus.objective import Critic, Gate, Interleaved, Prefix, ProcessReward, recipe_name
 
 
 class Config(Sections):
-    """One run. `output_dir` receives the metrics, checkpoints and the final model."""
+    """One run."""
 
     @property
     def needs_engine(self) -> bool:
-        """Whether training samples responses: for its steps, or for an evaluation between them."""
-        return self.algorithm.resolve().generates or self.evaluation.every > 0
+        """Whether a training samples: for its steps, or for an evaluation or validation between them."""
+        return self.algorithm.resolve().generates or self.evaluation.every > 0 or self.validation.every > 0
+
+    @property
+    def data_read(self) -> dict[str, DataConfig]:
+        """What a training reads, by the section's key."""
+        found = {"data": self.data}
+        for name, part in (("evaluation", self.evaluation), ("validation", self.validation)):
+            if part.every and part.data is not None:
+                found[f"{name}.data"] = part.data
+        return found
 
     @property
     def max_demonstration_length(self) -> int:
@@ -34,9 +44,9 @@ class Config(Sections):
 
     @property
     def max_generation_length(self) -> int:
-        """Longest prompt and response in the rollout engine, evaluation included."""
-        data = [self.data] if self.evaluation.data is None else [self.data, self.evaluation.data]
-        return max(part.max_prompt_length for part in data) + self.rollout.max_response_length
+        """Longest prompt and response that the rollout engine can meet, evaluation and validation included."""
+        parts = (self.data, self.evaluation.data, self.validation.data)
+        return max(part.max_prompt_length for part in parts if part is not None) + self.rollout.max_response_length
 
     def with_steps(self, prompts: int) -> Self:
         """The same run with `train.steps`, computed from epochs if needed, for data with that many prompts."""
@@ -65,12 +75,7 @@ class Config(Sections):
             problems.append(
                 "train.overlap generates while the policy trains: want rollout.mode process or server; got colocated"
             )
-        if self.rollout.mode == "colocated" and self.rollout.tensor_parallel_size > 1 and self.evaluation.every:
-            problems.append(
-                "evaluation.every: ranks evaluate at their own pace, but a colocated engine with "
-                f"rollout.tensor_parallel_size {self.rollout.tensor_parallel_size} needs several at once; evaluate "
-                "afterwards, or want rollout.mode process"
-            )
+        problems += self._evaluation_problems()
         if self.train.overlap and algorithm.objective.mismatch_cap is not None:
             problems.append(
                 "algorithm.objective.mismatch_cap: no use with train.overlap, whose old policy is the engine's"
@@ -90,16 +95,28 @@ class Config(Sections):
         problems += self._option_problems()
         problems += self._learner_problems()
         problems += self._size_problems()
-        evaluated = self.data if self.evaluation.data is None else self.evaluation.data
-        if evaluated.response_prefix != self.data.response_prefix:
-            problems.append(
-                "evaluation.data.response_prefix: want data.response_prefix, with which every response is graded, "
-                f"{self.data.response_prefix!r}; got {evaluated.response_prefix!r}"
-            )
         problems += ignored_keys(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _evaluation_problems(self) -> Iterator[str]:
+        """Contradictions of evaluation and validation with the rest."""
+        parallel = self.rollout.tensor_parallel_size
+        for name, part in (("evaluation", self.evaluation), ("validation", self.validation)):
+            if self.rollout.mode == "colocated" and parallel > 1 and part.every:
+                yield (
+                    f"{name}.every: ranks evaluate at their own pace, but a colocated engine with "
+                    f"rollout.tensor_parallel_size {parallel} needs several at once; evaluate "
+                    "afterwards, or want rollout.mode process"
+                )
+            if part.data is not None and part.data.response_prefix != self.data.response_prefix:
+                yield (
+                    f"{name}.data.response_prefix: want data.response_prefix, with which every response is graded, "
+                    f"{self.data.response_prefix!r}; got {part.data.response_prefix!r}"
+                )
+        if self.validation.data is not None and (both := {*self.validation.data.paths} & {*self.data.paths}):
+            yield f"validation.data.path: want problems that are not trained on; got {min(both)}, as in data.path"
 
     def _recipe_problems(self) -> Iterator[str]:
         """Problems of recipes whose demonstrations do not replace a rollout."""

@@ -27,18 +27,20 @@ from rlplus.config.train import TrainConfig
 
 
 class ScratchModel(Section):
-    """A Qwen2 with random weights and a byte-level tokenizer, created for the run.
-
-    hidden_size, layers, heads, intermediate_size, initializer_range (standard deviation of the weights),
-    max_position_embeddings: as in Qwen2's own configuration.
-    """
+    """A Qwen2 with random weights and a byte-level tokenizer, made on the spot; sizes as in Qwen2's configuration."""
 
     hidden_size: Moderate = 64
+    """Width of the hidden states, a multiple of 2 * heads."""
     layers: Annotated[int, Field(ge=1, le=1000)] = 2
+    """Number of layers."""
     heads: Moderate = 2
+    """Attention heads."""
     intermediate_size: Moderate = 192
+    """Width inside the MLPs."""
     initializer_range: Positive = 0.12  # at 64 wide, the usual 0.02 learns nothing within minutes
+    """Standard deviation of the weights."""
     max_position_embeddings: Count = 4096
+    """Longest sequence."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -53,40 +55,41 @@ class ScratchModel(Section):
 class LoraConfig(Section):
     """Train adapters of low rank instead of the weights: each chosen W becomes W + alpha / rank * B A.
 
-    `target_modules`: names of linear layers, or "all-linear" for all but the head. The rollout engine and the exported
-    model get the merged weights.
+    The rollout engine and the exported model get the merged weights.
     """
 
     rank: Moderate = 16
+    """Rank of B A."""
     alpha: Positive = 32.0
+    """Scale of B A, see above."""
     target_modules: Literal["all-linear"] | list[Text] = "all-linear"
+    """Names of linear layers, or "all-linear" for all but the head."""
 
 
 class ModelConfig(Section):
-    """One of `path` (a folder, or a name on the Hugging Face hub) and `scratch` (random weights).
-
-    attention               the implementation, by transformers' name
-    dtype                   of the weights; the optimiser's are fp32
-    gradient_checkpointing  keep only the layers' inputs, and run each layer again in the backward pass
-    liger                   Liger's RMSNorm, rotary embedding and SwiGLU in place of the model's own; needs CUDA and
-                            liger-kernel
-    lora                    train adapters instead of the weights
-    trust_remote_code       run the code that comes with the model
-    chat_template           a Jinja template, as text or as a file's name, in place of the tokenizer's; it is exported
-                            with the model. None = the tokenizer's
-    overrides               fields of the Hugging Face configuration
-    """
+    """One of `path` and `scratch`, and how it is run."""
 
     path: PathText | None = None
+    """A folder, or a name on the Hugging Face hub."""
     scratch: ScratchModel | None = None
+    """Random weights, in place of path."""
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """The implementation, by transformers' name."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of the weights; the optimiser's are fp32."""
     gradient_checkpointing: bool = False
+    """Keep only the layers' inputs, and run each layer again in the backward pass."""
     liger: bool = False
+    """Liger's RMSNorm, rotary embedding and SwiGLU in place of the model's own; needs CUDA and liger-kernel."""
     lora: LoraConfig | None = None
+    """Train adapters instead of the weights."""
     trust_remote_code: bool = False
+    """Run the code that comes with the model."""
     chat_template: Text | None = None
+    """A Jinja template, as text or as a file's name, in place of the tokenizer's; it is exported with the model. None =
+    the tokenizer's."""
     overrides: dict[str, Any] = {}
+    """Fields of the Hugging Face configuration."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -98,24 +101,25 @@ class ModelConfig(Section):
 
 
 class RewardConfig(Section):
-    """Exactly one of `kind` and `function` ("module:name", called with the response's text and the answer).
-
-    `pattern`: one group; the last match in the text is what exact_match compares. `require_think`: only the text after
-    the last `</think>` counts, and a response without one is worth 0. `workers`: processes per rank. `timeout_s`: the
-    CPU time that one may spend on a response, in seconds, children included; ten times that by the wall clock.
-    `memory_mb`: limit of a worker's address space. `on_failure`: when the grader fails twice on a response (timeout,
-    crash), leave it out of the loss and of its group's statistics ("mask"), take its reward for 0 ("zero") or end the
-    run ("error").
-    """
+    """Grader of responses: exactly one of `kind` and `function`."""
 
     kind: Literal["exact_match", "math_verify"] | None = None
+    """A grader that comes with rlplus."""
     function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
+    """A function of your own, as "module:name", called with the response's text and the answer."""
     pattern: Pattern | None = None
+    """Regular expression with one group; its last match in the text is what exact_match compares."""
     require_think: bool = False
+    """Grade only the text after the last `</think>`; a response without one is worth 0."""
     workers: Annotated[int, Field(ge=1, le=1024)] = 2
+    """Worker processes per rank."""
     timeout_s: Seconds = 10.0
+    """CPU time that one may spend on a response, in seconds, children included; ten times that by the wall clock."""
     memory_mb: Annotated[int, Field(ge=256, le=2**40)] = 2048
+    """Limit of a worker's address space."""
     on_failure: Literal["mask", "zero", "error"] = "mask"
+    """Answer to a grader that fails twice on a response (timeout, crash): leave it out of the loss and of its group's
+    statistics ("mask"), take its reward for 0 ("zero") or end the run ("error")."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -127,38 +131,69 @@ class RewardConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """`every`: steps between two checkpoints, 0 = only at the end. `keep`: how many are kept."""
+    """Checkpoints, from which a run resumes."""
 
     every: NonNegative = 50
+    """Steps between two checkpoints; 0 = only at the end."""
     keep: Count = 2
+    """Number of checkpoints that are kept."""
 
 
 class EvaluationConfig(Section):
-    """`every`: steps between two evaluations, 0 = none in training. `data`: the problems, as for training.
+    """pass@k on problems, in training and by `rlplus eval`.
 
-    `samples`: of each row, at `temperature`, for every pass@`k`. Rows with the same benchmark, prompt and answer are
-    one problem, whose samples add up.
+    Rows with the same benchmark, prompt and answer are one problem, whose samples add up.
     """
 
     data: DataConfig | None = None
+    """Problems, in files as those for training."""
     every: NonNegative = 0
+    """Steps between two evaluations; 0 = none in training."""
     samples: Moderate = 32
+    """Samples per row."""
     k: list[Count] = [1]
+    """Each k of pass@k."""
     temperature: Temperature = 1.0
+    """Temperature of sampling."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.k or max(self.k) > self.samples:
             raise ValueError(f"want at least one k, and none above samples; got k {self.k}, samples {self.samples}")
         if self.every and self.data is None:
-            raise ValueError(f"every is {self.every} but there is no data: give evaluation.data")
+            raise ValueError(f"every is {self.every} but there is no data: give the files of problems")
         return self
+
+
+class ValidationConfig(EvaluationConfig):
+    """Choice of the best checkpoint, by the mean reward on problems that are neither trained on nor a test set.
+
+    It is kept beside the newest ones, and saved whatever checkpoint.every says.
+    """
+
+    samples: Moderate = 4
+    """Samples per row."""
+    allow_test_benchmarks: bool = False
+    """Let a known test benchmark choose the checkpoint; reports then say so."""
+
+
+TRACKERS = ("wandb", "trackio")  # packages, and keys of LogConfig
+
+
+class LogConfig(Section):
+    """Live trackers, which get the metrics beside metrics.jsonl and TensorBoard."""
+
+    wandb: Text | None = None
+    """Project of Weights & Biases; needs `pip install "rlplus[wandb]"`. With WANDB_MODE=offline it stays on disk."""
+    trackio: Text | None = None
+    """Project of Trackio; needs `pip install "rlplus[trackio]"`. It stays on disk unless TRACKIO_SPACE_ID is set."""
 
 
 class Sections(Section):
     """One run, whose sections may still contradict each other."""
 
     output_dir: PathText
+    """Folder that receives the metrics, checkpoints and the final model."""
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig
@@ -166,4 +201,6 @@ class Sections(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    validation: ValidationConfig = ValidationConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

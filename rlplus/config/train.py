@@ -14,67 +14,69 @@ LARGEST = 3.4e38  # float32
 
 
 class TrainConfig(Section):
-    """One step: `prompts_per_step` groups are generated and trained on in mini-batches of `prompts_per_update` groups.
-
-    steps                   number of steps of the run
-    epochs                  instead of steps: ceil(epochs * prompts / prompts_per_step) steps. Without algorithm.refill
-                            this is the number of passes over the prompts (sft, dft: over those with an accepted
-                            demonstration), the last step filled from the next pass
-    generated_tokens        end the run earlier, once that many tokens have been generated
-    tokens_per_micro_batch  maximum in one forward pass on a rank, padding included
-    lr, betas, weight_decay of AdamW
-    lr_schedule             of lr after the warm-up, until the last of the mini-batches of all steps: constant; cosine
-                            or linear: down to lr_min_ratio of lr, where it stays for further updates. Updates that
-                            were skipped, or had no gradient, do not count, as in AdamW
-    lr_min_ratio            smallest lr, as a share of lr
-    warmup_steps            optimizer steps over which lr grows to its value
-    warmup_ratio            instead of warmup_steps: that share of the run's updates, rounded up
-    grad_clip               the largest norm of the gradient
-    zero_stage              what is sharded over the ranks: 1 optimizer state, 2 + gradients, 3 + weights
-    offload_optimizer, offload_params
-                            cpu: DeepSpeed keeps the optimizer's state, and with ZeRO 3 the weights, in host memory
-    sequence_parallel       number of neighbouring ranks that share each sequence (DeepSpeed-Ulysses); it must divide
-                            the ranks and the model's attention heads
-    compile                 torch.compile the model's layers
-    seed                    of the data's order, of sampling and of new weights
-    deepspeed               merged last into the configuration of DeepSpeed, which ignores keys that it does not know
-    backend, memory, max_scratch_mb
-                            of the head, see rlplus.linear_policy_loss; memory least needs no fp32 copy of the head's
-                            gradient, but about a third more time there; null: least on a GPU if max_scratch_mb is so
-                            small that it is faster
-    collective_timeout_s    seconds that ranks wait for one that is still busy; one that died is noticed at once
-    max_nonfinite           consecutive updates with a non-finite gradient, all skipped, that stop the run
-    overlap                 generate the next batch while this one trains, with the policy of one update before, to
-                            which ratios are relative
-    """
+    """Steps: `prompts_per_step` groups are generated and trained on in mini-batches of `prompts_per_update`."""
 
     steps: Count | None = None
+    """Steps of the run."""
     epochs: Count | None = None
+    """Passes over the data, in place of steps: ceil(epochs * prompts / prompts_per_step) steps. Without
+    algorithm.refill that is so many passes over the prompts (sft, dft: over those with an accepted demonstration), the
+    last step filled from the next pass."""
     generated_tokens: Count | None = None
+    """Tokens that are generated at most: the run also ends once there are so many."""
     prompts_per_step: Count = 128
+    """Groups per step."""
     prompts_per_update: Count | None = None
+    """Groups per optimiser step; None = all of the step's."""
     tokens_per_micro_batch: Count = 32768
+    """Most tokens of one forward pass on a rank, padding included."""
     lr: Positive = 1e-6
+    """Learning rate of AdamW."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)
+    """Decay rates of AdamW's moments."""
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
+    """Weight decay of AdamW."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Course of lr after the warm-up, until the last of the mini-batches of all steps: constant; cosine or linear: down
+    to lr_min_ratio of lr, where it stays for updates beyond. An update that was skipped, or had no gradient, does not
+    count, as it does not for AdamW."""
     lr_min_ratio: Fraction = 0.0
+    """Smallest lr, as a share of lr."""
     warmup_steps: NonNegative = 0
+    """Optimiser steps over which lr grows to its value."""
     warmup_ratio: Fraction | None = None
+    """Warm-up, in place of warmup_steps, as a share of the run's updates, rounded up."""
     grad_clip: Positive = 1.0
+    """Largest norm of the gradient."""
     zero_stage: Literal[1, 2, 3] = 1
+    """Sharding over the ranks: 1 optimiser state, 2 + gradients, 3 + weights."""
     offload_optimizer: Literal["none", "cpu"] = "none"
+    """Place of the optimiser's state. cpu: DeepSpeed keeps the optimiser's state in host memory."""
     offload_params: Literal["none", "cpu"] = "none"
+    """Place of the weights. cpu: with ZeRO 3, DeepSpeed keeps them in host memory."""
     sequence_parallel: Count = 1
+    """Neighbouring ranks that share each sequence (DeepSpeed-Ulysses); it must divide the ranks and the model's
+    attention heads."""
     compile: bool = False
+    """torch.compile the model's layers."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # what numpy takes
+    """Seed of the data's order, of sampling and of new weights."""
     deepspeed: dict[str, Any] = {}
+    """Keys that are merged last into the configuration of DeepSpeed, which ignores keys that it does not know."""
     backend: Literal["auto", "reference", "torch", "cpp", "triton"] = "auto"
+    """Backend of the head, see rlplus.linear_policy_loss."""
     max_scratch_mb: Count | None = None
+    """Scratch memory of the head, see rlplus.linear_policy_loss."""
     memory: Literal["fast", "least"] | None = None
+    """Memory or time of the head, see rlplus.linear_policy_loss. least takes no fp32 copy of the head's gradient, for
+    about a third more time there; None: least on a GPU where max_scratch_mb is so small that it is the faster one."""
     collective_timeout_s: Seconds = 3600.0
+    """Seconds that ranks wait for one that is still busy; one that died is noticed at once."""
     max_nonfinite: Count = 3
+    """Updates in a row with a non-finite loss or gradient that stop the run; each is skipped."""
     overlap: bool = False
+    """Generate the next batch while this one trains, and so by the policy of one update before; the ratio is to that
+    policy."""
 
     @model_validator(mode="after")
     def _check_length(self) -> Self:

@@ -1,8 +1,8 @@
 """Prompts, answers and demonstrations from files, their order of use, and packing for the trainer."""
 
-from rlplus.data.load import Example, LoadReport, distinct, load_examples, variants
+from rlplus.data.load import Example, LoadReport, distinct, load_examples, read_examples
 from rlplus.data.pack import MicroBatch, Sample, balance, pack, per_token
-from rlplus.data.sampler import PromptSampler
+from rlplus.data.sampler import PromptSampler, variants
 from rlplus.data.tokenizer import byte_tokenizer, load_tokenizer, response_text
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "load_tokenizer",
     "pack",
     "per_token",
+    "read_examples",
     "response_text",
     "variants",
 ]

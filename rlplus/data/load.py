@@ -2,9 +2,9 @@
 
 import re
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, islice
+from itertools import islice
 from math import inf, nan
 from typing import Any
 
@@ -39,7 +39,10 @@ class Example:
 
 @dataclass
 class LoadReport:
-    """Counts of kept and dropped rows. `first` names the first place of each kind of loss."""
+    """Counts of what was kept and dropped. `first` names the first place of each kind of loss.
+
+    prompt_lengths, demonstration_lengths: tokens of each, also of those that are dropped for their length.
+    """
 
     max_prompt_length: int
     max_demonstration_length: int
@@ -53,6 +56,8 @@ class LoadReport:
     demonstrations_too_long: int = 0
     demonstrations_unprefixed: int = 0
     first: dict[str, str] = field(default_factory=dict)
+    prompt_lengths: list[int] = field(default_factory=list)
+    demonstration_lengths: list[int] = field(default_factory=list)
 
     def count(self, what: str, where: str) -> None:
         setattr(self, what, getattr(self, what) + 1)
@@ -85,6 +90,22 @@ class LoadReport:
         kept = f"{self.rows} rows, {self.kept} kept, {self.demonstrations} demonstrations"
         return "; ".join([kept, *losses])
 
+    def refusal(self, config: DataConfig) -> str | None:
+        """Why these data are refused, with the counts: more dropped than allowed, or nothing left."""
+        files = ", ".join(config.paths)
+        shares = [("rows", self.dropped_share), ("demonstrations", self.dropped_demonstration_share)]
+        for what, share in shares:
+            if share > config.max_dropped_share:
+                return (
+                    f"{files}: {share:.1%} of the {what} would be dropped, "
+                    f"data.max_dropped_share allows {config.max_dropped_share:.1%}: {self.summary()}"
+                )
+        if not self.kept:
+            return f"{files}: want at least one row; got {self.summary()}"
+        if config.demonstration is not None and not self.demonstrations:
+            return f"{files}: want demonstrations in column {config.demonstration!r}; got {self.summary()}"
+        return None
+
 
 @dataclass
 class _Parsed:
@@ -101,15 +122,24 @@ class _Parsed:
 def load_examples(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, max_demonstration_length: int
 ) -> tuple[list[Example], LoadReport]:
-    """Read and tokenize the data; a row with several demonstrations gives one example for each, see `variants`.
+    """`read_examples`, and ValueError where the report refuses them."""
+    examples, report = read_examples(config, tokenizer, max_demonstration_length=max_demonstration_length)
+    if refusal := report.refusal(config):
+        raise ValueError(refusal)
+    return examples, report
 
-    A prompt string is tokenized with the tokenizer's default special tokens, chat messages through its template with
-    the generation prompt; a demonstration without special tokens, followed by eos. `response_prefix` is moved from the
-    start of demonstrations to the end of prompts, as separate tokens; a demonstration without it is kept as is and
-    counted. A row whose prompt is too long or whose answer cannot be found is dropped; a demonstration that is too long
-    (eos counted) or does not match its pattern leaves the row without one. Nothing is truncated. ValueError, with the
-    counts, if more than `max_dropped_share` of either is dropped or nothing is left; with the place, if a row is
-    malformed.
+
+def read_examples(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, max_demonstration_length: int
+) -> tuple[list[Example], LoadReport]:
+    """Read and tokenise the data; a row with several demonstrations gives an example for each, see `variants`.
+
+    A prompt string is tokenised with the tokenizer's default special tokens, chat messages through its template with
+    the generation prompt; a demonstration without special tokens, and then eos. `response_prefix` moves from the start
+    of demonstrations to the end of prompts, as tokens of its own; a demonstration without it is kept whole and counted.
+    A row whose prompt is too long or whose answer cannot be found is dropped; a demonstration that is too long (eos
+    counted) or does not match its pattern leaves the row without one. Nothing else is cut. ValueError, with the place,
+    if a row is malformed.
     """
     report = LoadReport(config.max_prompt_length, max_demonstration_length)
     examples: list[Example] = []
@@ -123,15 +153,19 @@ def load_examples(
             if not prompt:
                 raise ValueError(f"{row.where}: want a prompt of at least one token; got {row.prompt!r}")
             counted, last = row.index == last, row.index
-            report.rows += not counted
+            if not counted:
+                report.rows += 1
+                report.prompt_lengths.append(len(prompt))
             dropped = "answers_missing" if row.answer is None else "prompts_too_long"
             if row.answer is None or len(prompt) > config.max_prompt_length:
                 if not counted:
                     report.count(dropped, row.where)
                 continue
             noted = row.noted
-            if demonstration is not None and len(demonstration) > max_demonstration_length:
-                demonstration, noted = None, "demonstrations_too_long"
+            if demonstration is not None:
+                report.demonstration_lengths.append(len(demonstration))
+                if len(demonstration) > max_demonstration_length:
+                    demonstration, noted = None, "demonstrations_too_long"
             if noted is not None:
                 report.count(noted, row.where)
             report.kept += not counted
@@ -146,27 +180,7 @@ def load_examples(
                     behavior_logprob=_behavior_logprob(config, row, demonstration),
                 )
             )
-    _refuse(config, report)
     return examples, report
-
-
-def variants(examples: Sequence[Example], choice: str) -> list[list[int]]:
-    """For each row, the indices of its examples to use: those that have a demonstration, or one without.
-
-    choice: of several, "first", "shortest" (in tokens), "likeliest" (by the mean `behavior_logprob`): one of them;
-    "random": all. The examples of a row are next to each other.
-    """
-    scores: dict[str, Callable[[Example], float]] = {
-        "first": lambda e: 0.0,
-        "shortest": lambda e: len(e.demonstration or ()),
-        "likeliest": lambda e: -sum(e.behavior_logprob or ()) / max(1, len(e.behavior_logprob or ())),
-    }
-    chosen = []
-    for _, group in groupby(range(len(examples)), lambda i: examples[i].index):
-        row = list(group)
-        shown = [i for i in row if examples[i].demonstration is not None] or row[:1]
-        chosen.append(shown if choice == "random" else [min(shown, key=lambda i: scores[choice](examples[i]))])
-    return chosen
 
 
 def distinct(examples: Sequence[Example]) -> list[Example]:
@@ -181,22 +195,6 @@ def distinct(examples: Sequence[Example]) -> list[Example]:
         first = merged.get(key)
         merged[key] = example if first is None else replace(first, rows=first.rows + example.rows)
     return list(merged.values())
-
-
-def _refuse(config: DataConfig, report: LoadReport) -> None:
-    shares = [("rows", report.dropped_share), ("demonstrations", report.dropped_demonstration_share)]
-    for what, share in shares:
-        if share > config.max_dropped_share:
-            raise ValueError(
-                f"{', '.join(config.paths)}: {share:.1%} of the {what} would be dropped, "
-                f"data.max_dropped_share allows {config.max_dropped_share:.1%}: {report.summary()}"
-            )
-    if not report.kept:
-        raise ValueError(f"{', '.join(config.paths)}: want at least one row; got {report.summary()}")
-    if config.demonstration is not None and not report.demonstrations:
-        raise ValueError(
-            f"{', '.join(config.paths)}: want demonstrations in column {config.demonstration!r}; got {report.summary()}"
-        )
 
 
 def _parse_rows(config: DataConfig) -> Iterator[_Parsed]:

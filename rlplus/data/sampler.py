@@ -1,7 +1,10 @@
-"""The order in which prompts are used."""
+"""The order in which prompts are used, and the examples that stand for each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from random import Random
+
+from rlplus.data.load import Example
 
 
 class PromptSampler:
@@ -47,3 +50,22 @@ class PromptSampler:
         if state["drawn"] < 0:
             raise ValueError(f"want drawn >= 0; got {state}")
         self.drawn = state["drawn"]
+
+
+def variants(examples: Sequence[Example], choice: str) -> list[list[int]]:
+    """For each row, which of the examples stand for it: those that have a demonstration, or one without.
+
+    choice: of several, "first", "shortest" (in tokens), "likeliest" (by the mean `behavior_logprob`): one of them;
+    "random": all. The examples of a row are next to each other.
+    """
+    scores: dict[str, Callable[[Example], float]] = {
+        "first": lambda e: 0.0,
+        "shortest": lambda e: len(e.demonstration or ()),
+        "likeliest": lambda e: -sum(e.behavior_logprob or ()) / max(1, len(e.behavior_logprob or ())),
+    }
+    chosen = []
+    for _, group in groupby(range(len(examples)), lambda i: examples[i].index):
+        row = list(group)
+        shown = [i for i in row if examples[i].demonstration is not None] or row[:1]
+        chosen.append(shown if choice == "random" else [min(shown, key=lambda i: scores[choice](examples[i]))])
+    return chosen

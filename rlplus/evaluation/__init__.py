@@ -1,7 +1,7 @@
 """pass@k: sampling, the unbiased estimate, and its intervals (bootstrap over seeds and problems)."""
 
 from rlplus.evaluation.results import Evaluation, join, paired_difference, pooled_pass_at, seeds_below
-from rlplus.evaluation.sample import evaluate, evaluate_model, evaluator
+from rlplus.evaluation.sample import evaluate, evaluate_model, evaluator, validator
 from rlplus.evaluation.statistics import Estimate, pass_at_k
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "pass_at_k",
     "pooled_pass_at",
     "seeds_below",
+    "validator",
 ]

@@ -24,7 +24,7 @@ class Evaluation:
     A sample on which the grader failed is in `statuses` only, unless reward.on_failure is "zero". `k`: the values asked
     for, at most the samples that were drawn of each problem. `mean_response_length` in tokens, the end token included.
     `truncated_share`: samples that met `max_tokens` without an end. `statuses`: number of scores by status (see
-    rlplus.reward.Score).
+    rlplus.reward.Score). `mean_reward`: of all graded samples; None where there is none, or of older files.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Evaluation:
     mean_response_length: float
     truncated_share: float
     statuses: dict[str, int]
+    mean_reward: float | None = None
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # of `load`
 
@@ -103,7 +104,13 @@ def join(parts: Sequence[Evaluation], seed: int) -> Evaluation:
         mean_response_length=mean([part.mean_response_length for part in parts]),
         truncated_share=mean([part.truncated_share for part in parts]),
         statuses=dict(sum((Counter(part.statuses) for part in parts), Counter())),
+        mean_reward=_mean_reward(parts),
     )
+
+
+def _mean_reward(parts: Sequence[Evaluation]) -> float | None:
+    known = [(part.mean_reward, sum(part.n)) for part in parts if part.mean_reward is not None]
+    return sum(mean * n for mean, n in known) / sum(n for _, n in known) if known else None
 
 
 def pooled_pass_at(evaluations: Sequence[Evaluation], k: int) -> Estimate:

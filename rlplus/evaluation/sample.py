@@ -13,6 +13,7 @@ from typing import Any
 from rlplus import agree
 from rlplus.config import Config, check_evaluation_files
 from rlplus.data import Example, distinct, load_examples, load_tokenizer, response_text
+from rlplus.evaluation.known import known_benchmarks, refusal
 from rlplus.evaluation.results import Evaluation, join
 from rlplus.learner import prepare_model
 from rlplus.reward import Score, Scorer
@@ -51,6 +52,7 @@ def evaluate(
         raise ValueError(f"want every k in 1..samples={samples}, got k={list(k)}")
     graded: list[int] = []
     correct: list[int] = []
+    reward = 0.0
     statuses: Counter[str] = Counter()
     tokens = truncated = 0
     counts = [samples * example.rows for example in examples]
@@ -69,6 +71,7 @@ def evaluate(
             known = [value for value in islice(values, count) if not math.isnan(value)]
             graded.append(len(known))
             correct.append(sum(value >= 1 for value in known))
+            reward += sum(known)
         progress(len(correct))
     total = sum(counts)
     if failed := total - sum(graded):
@@ -84,6 +87,7 @@ def evaluate(
         mean_response_length=tokens / total,
         truncated_share=truncated / total,
         statuses=dict(statuses),
+        mean_reward=reward / sum(graded) if sum(graded) else None,
     )
 
 
@@ -134,6 +138,30 @@ def evaluator(config: Config) -> Evaluate | None:
         return {f"{name}/pass@{k}": one.pass_at(k).mean for name, one in results.items() for k in one.k}
 
     return evaluate_run
+
+
+def validator(config: Config) -> Evaluate | None:
+    """The function that `train` calls every `validation.every` steps: the mean reward, and pass@k by benchmark.
+
+    As `evaluator`, on the problems of `validation`. ValueError also for those of a known test benchmark.
+    """
+    if not config.validation.every:
+        return None
+    config = config.model_copy(update={"evaluation": config.validation})
+    problems = _problems(config, load_tokenizer(config.model))
+    if tests := known_benchmarks(config.validation, problems):
+        if not config.validation.allow_test_benchmarks:
+            raise ValueError(refusal(tests))
+        logger.warning("the best checkpoint will be chosen by a test benchmark: %s", ", ".join(tests))
+
+    def validate(run: Run) -> dict[str, float]:
+        ask, rank, ranks = run.engine.ask, run.rank, run.world
+        results = _evaluate(config, ask, run.scorer, problems, run.decode, run.respond, rank=rank, ranks=ranks)
+        reward = join([*results.values()], seed=config.train.seed).mean_reward
+        passed = {f"{name}/pass@{k}": one.pass_at(k).mean for name, one in results.items() for k in one.k}
+        return passed if reward is None else {"reward": reward} | passed
+
+    return validate
 
 
 def evaluate_model(

@@ -1,6 +1,7 @@
-"""A plan on the terminal."""
+"""Plans of memory and data on the terminal."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -8,12 +9,17 @@ from rich.table import Table
 from rlplus.plan import MOMENTS, Plan, show_bytes
 from rlplus.plan.speed import ASSUMPTIONS
 
+if TYPE_CHECKING:
+    from rlplus.plan.data import DataPlan, Rendered
+
 LABELS = {
     "generate": "generate",
     "head": "end of forward",
     "backward": "backward",
     "optimizer": "optimizer",
 }
+
+LONGEST_TEXT = 3000  # characters of a text that is shown whole
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -88,3 +94,50 @@ def _time_table(plan: Plan) -> Table:
     if plan.steps is not None:
         table.add_row(f"{plan.steps} steps, hours", f"{plan.steps * plan.seconds['total'] / 3600:.1f}")
     return table
+
+
+def show_data(plan: "DataPlan", console: Console) -> None:
+    """What was loaded, how long it is, some prompts as the model will see them, and what a run would refuse."""
+    console.print(*_data_lines(plan), sep="\n")
+
+
+def _data_lines(plan: "DataPlan") -> Iterator[RenderableType]:
+    yield from plan.summaries
+    columns = ("count", "smallest", "median", "95 %", "largest", "limit")
+    table = Table("lengths in tokens", *columns)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, lengths in plan.lengths.items():
+        values = (lengths.count, lengths.smallest, lengths.median, lengths.p95, lengths.largest, lengths.limit)
+        table.add_row(name, *(f"{value:,}" for value in values))
+    yield table
+    for rendered in plan.rendered:
+        yield from _rendered_lines(rendered)
+    if plan.refusals:
+        yield from ("A run would refuse these data:", *(f"  {refusal}" for refusal in plan.refusals))
+    else:
+        yield f"A run would draw from {plan.prompts:,} prompts."
+
+
+def _rendered_lines(rendered: "Rendered") -> Iterator[str]:
+    yield f"Row {rendered.row}, prompt of {rendered.prompt_tokens} tokens, answer {rendered.answer!r}:"
+    yield _indented(rendered.prompt)
+    if rendered.demonstration is None:
+        yield "No demonstration."
+        return
+    verdict = rendered.verdict
+    if verdict is None:
+        graded = "which this preset does not use"
+    elif isinstance(verdict, str):
+        graded = f"dropped by the run's own reward: {'wrong' if verdict == 'ok' else verdict}"
+    else:
+        graded = f"reward {verdict:g}"
+    yield f"Its demonstration of {rendered.demonstration_tokens} tokens, {graded}:"
+    yield _indented(rendered.demonstration)
+
+
+def _indented(text: str) -> str:
+    if (left_out := len(text) - LONGEST_TEXT) > 0:
+        half = LONGEST_TEXT // 2
+        text = f"{text[:half]}\n[{left_out:,} characters are left out here; --json has them]\n{text[-half:]}"
+    return "".join(f"  {line}" for line in text.splitlines(keepends=True))

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from rlplus.textfiles import read_text
 
 
@@ -49,5 +51,22 @@ def load_run(folder: Path) -> RunData:
         metrics.append(step)
     if not metrics:
         raise ValueError(f"{folder / 'metrics.jsonl'} has no complete step yet")
-    warning = f"The last line of metrics.jsonl was cut off after step {metrics[-1]['step']}: the run was killed there."
-    return RunData(config, tuple(metrics), (warning,) if cut else ())
+    warnings = []
+    if cut:
+        step = metrics[-1]["step"]
+        warnings.append(f"The last line of metrics.jsonl was cut off after step {step}: the run was killed there.")
+    if _chosen_on_tests(config):
+        warnings.append(
+            "A test benchmark chose the best checkpoint (validation.allow_test_benchmarks): its results on it are "
+            "no estimate for new problems."
+        )
+    return RunData(config, tuple(metrics), tuple(warnings))
+
+
+def _chosen_on_tests(config: str) -> bool:
+    """Whether a run with this configuration lets a test benchmark choose its best checkpoint."""
+    try:
+        validation = yaml.safe_load(config)["validation"]
+        return bool(validation["every"] and validation["allow_test_benchmarks"])
+    except (yaml.YAMLError, KeyError, TypeError):  # older, or not as a run wrote it
+        return False

@@ -23,7 +23,7 @@ from rlplus.textfiles import read_text, write_text
 
 # Keys that may differ between a checkpoint's configuration and the one that resumes it.
 MAY_CHANGE = {
-    "output_dir", "checkpoint", "evaluation",
+    "output_dir", "checkpoint", "evaluation", "validation", "log",
     "train.steps", "train.epochs", "train.generated_tokens", "train.max_nonfinite", "train.collective_timeout_s",
     "reward.workers", "reward.timeout_s", "reward.memory_mb", "reward.on_failure",
     "rollout.push_bucket_mb", "rollout.push_timeout_s", "rollout.push_folder", "rollout.progress_timeout_s",
@@ -85,11 +85,12 @@ class RunFolder:
         """Write a checkpoint, see `checkpoint.save`. Collective."""
         state |= {"config": self.config.model_dump(mode="json"), "surroundings": self.surroundings}
         state |= self.fingerprints
-        checkpoint.save(engines, self.checkpoints, step, state, self.config.checkpoint.keep, rank_state)
+        best = state["best"] and checkpoint.name_of(state["best"]["step"])
+        checkpoint.save(engines, self.checkpoints, step, state, self.config.checkpoint.keep, rank_state, best)
 
     def note_result(self, step: int) -> None:
         """For rank 0: record that the model of this step was written."""
-        self._exported.write_text(f"step-{step:06d}")
+        self._exported.write_text(checkpoint.name_of(step))
 
 
 def find_checkpoint(folder: Path, resume: bool | str) -> Path | None:
@@ -218,6 +219,9 @@ def read_state(last: Path, config: Config, now: dict[str, str]) -> tuple[dict[st
     lengths = [(part.train.steps, part.train.epochs) for part in (written, config)]
     if config.train.lr_needs_length and lengths[0] != lengths[1]:
         notes.append("the run's length has changed: from here on its learning rate is that of a run of the new length")
+    if state.get("best") is not None and _choice(written) != _choice(config):
+        notes.append("validation has changed: from here on the best checkpoint is chosen anew")
+        state["best"] = None
     before = state.get("surroundings", {})
     for name in sorted(before.keys() | now.keys()) if before else ():
         if before.get(name) != now.get(name):
@@ -225,6 +229,11 @@ def read_state(last: Path, config: Config, now: dict[str, str]) -> tuple[dict[st
                 f"since that checkpoint {name} has changed: {before.get(name, 'none')} -> {now.get(name, 'none')}"
             )
     return state, notes
+
+
+def _choice(config: Config) -> dict[str, Any]:
+    """By what the best checkpoint is chosen, however often."""
+    return config.validation.model_dump(exclude={"every"})
 
 
 def check_inputs(last: Path, state: dict[str, Any], config: Config, fingerprints: dict[str, str | None]) -> None:

@@ -13,14 +13,20 @@ from rlplus.trainer.stop import StepGivenUp
 Evaluate = Callable[[Run], dict[str, float]]
 
 
-def train(config: Config, *, resume: bool | str = False, evaluate: Evaluate | None = None) -> Path:
+def train(
+    config: Config,
+    *,
+    resume: bool | str = False,
+    evaluate: Evaluate | None = None,
+    validate: Evaluate | None = None,
+) -> Path:
     """Train as `config` says; every rank calls it. Returns the output folder.
 
     output_dir/ receives config.yaml, metrics.jsonl, tensorboard/, checkpoints/ and, at the end, model/ (Hugging Face).
     resume: True: continue from the newest checkpoint; "auto": the same, or start if there is none; "step-000020": from
     that one, as if it were the newest. A finished run is left as it is. evaluate: called on every rank every
     `evaluation.every` steps with the engine holding the step's new weights; its numbers, the same on all ranks, are
-    logged.
+    logged. validate: the same every `validation.every` steps; the checkpoint with the highest "reward" is kept.
     SIGINT, SIGTERM, SIGUSR1 and SIGHUP end it with a checkpoint of the last step or of the current one; then it raises
     Interrupted, so that callers do not continue without a model. Raises ValueError for an invalid configuration or
     invalid data, RunFailed when training or the engine fails.
@@ -30,7 +36,7 @@ def train(config: Config, *, resume: bool | str = False, evaluate: Evaluate | No
             return run.folder.path
         try:
             while not run.progress.finished:
-                train_step(run, evaluate)
+                train_step(run, evaluate, validate)
         except StepGivenUp as stop:
             run.give_up_step()
             run.progress.interrupted = stop.number
@@ -50,7 +56,7 @@ def save_what_is_left(run: Run, failure: Exception) -> None:
         raise RunFailed(f"{failure}. And no checkpoint could be written then: {second}") from failure
 
 
-def train_step(run: Run, evaluate: Evaluate | None) -> None:
+def train_step(run: Run, evaluate: Evaluate | None = None, validate: Evaluate | None = None) -> None:
     """One step, on all ranks together; StepGivenUp when a signal comes before the first update.
 
     Each rank has different prompts. The engine first gets the weights that are about to be trained, and samples from
@@ -68,7 +74,9 @@ def train_step(run: Run, evaluate: Evaluate | None) -> None:
             recipe.saw(update, outputs, step.optimize(update, outputs))
     step.fit(batch)  # the models that the recipe trains alongside the policy
     if evaluate is not None and run.progress.evaluation_due:
-        step.evaluate(lambda: evaluate(run))
+        step.evaluate("val", lambda: evaluate(run))
+    if validate is not None and run.progress.validation_due:
+        step.evaluate("validation", lambda: validate(run))
     step.end(batch)
     if run.progress.checkpoint_due:
         run.save_checkpoint()

@@ -20,6 +20,7 @@ from rlplus.ops import PolicyLoss
 from rlplus.terminal import Terminal
 from rlplus.textfiles import read_text, write_text
 from rlplus.trainer.memory import naming_phase
+from rlplus.trainer.trackers import Track
 
 
 class Tally:
@@ -133,16 +134,20 @@ def tally_mismatch(tally: Tally, logprob: Tensor, engine_logprob: Tensor | None)
 class RunLog:
     """Writes a run's metrics; enabled on rank 0 only.
 
-    metrics.jsonl has one object per step. Resuming at a step drops the lines after it.
+    metrics.jsonl has one object a step. Resuming at a step drops the lines after it; when their steps are done again,
+    the trackers, which had them, do not get them twice.
     """
 
-    def __init__(self, folder: Path, step: int, title: str, enabled: bool) -> None:
+    def __init__(self, folder: Path, step: int, title: str, enabled: bool, trackers: Sequence[Track] = ()) -> None:
         self.enabled = enabled
         if not enabled:
             return
         self.console = Terminal(stderr=True)
         self.path = folder / "metrics.jsonl"
-        kept = [line for line in _complete_lines(self.path) if _step_of(line, self.path) <= step]
+        self.trackers = trackers
+        before = {line: _step_of(line, self.path) for line in _complete_lines(self.path)}
+        kept = [line for line, line_step in before.items() if line_step <= step]
+        self._tracked = max(before.values(), default=0) if step else 0  # a run that begins anew is one of its own
         rewritten = self.path.with_suffix(".new")
         write_text(rewritten, "".join(f"{line}\n" for line in kept))
         rewritten.replace(self.path)
@@ -169,6 +174,9 @@ class RunLog:
             raise OSError(f"could not write the metrics of step {step} to {self.path}: {error}") from error
         for name, value in metrics.items():
             self.board.add_scalar(name, value, step)
+        if step > self._tracked:
+            for track in self.trackers:
+                track(step, metrics)
         shown = _shown(step, metrics)
         self.progress.update(self.task, completed=done, shown=shown)
         if not self.console.is_terminal:
@@ -191,6 +199,7 @@ def _shown(step: int, metrics: dict[str, float]) -> str:
         ("reward/internal", "reward", ".3f"),
         ("response_length/mean", "length", ".0f"),
         ("actor/entropy", "entropy", ".3f"),
+        ("validation/reward", "validation", ".3f"),
         ("tokens_per_second", "tok/s", ",.0f"),
     ):
         if name in metrics:

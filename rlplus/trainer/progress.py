@@ -16,6 +16,7 @@ class Progress:
     idle         consecutive steps without an update, since this process started
     interrupted  the signal that ended the run, 0 without one
     external_share  of the last gradient, see `rlplus.objective.ExternalSchedule`
+    best         the step and mean reward of the best validation, the first among equals; None before any
 
     config: the run's, with the steps of its epochs as soon as they are known.
     """
@@ -25,15 +26,22 @@ class Progress:
         self.step = self.generated = self.idle = self.interrupted = 0
         self.nonfinite: dict[str, int] = {}
         self.external_share = 1.0
+        self.best: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
         """The entries of a checkpoint of this step, besides the step."""
-        return {"generated": self.generated, "nonfinite": self.nonfinite, "external_share": self.external_share}
+        return {
+            "generated": self.generated,
+            "nonfinite": self.nonfinite,
+            "external_share": self.external_share,
+            "best": self.best,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.step, self.generated, nonfinite = state["step"], state["generated"], state["nonfinite"]
         self.nonfinite = dict(nonfinite) if isinstance(nonfinite, dict) else {"policy": nonfinite}  # of 0.1.0: a number
         self.external_share = state.get("external_share", 1.0)
+        self.best = state.get("best")
 
     @property
     def share_done(self) -> float:
@@ -59,9 +67,24 @@ class Progress:
         return every > 0 and (self.step + 1) % every == 0
 
     @property
+    def validation_due(self) -> bool:
+        """At the end of the step under way."""
+        every = self.config.validation.every
+        return every > 0 and (self.step + 1) % every == 0
+
+    @property
     def checkpoint_due(self) -> bool:
         every = self.config.checkpoint.every
-        return self.finished or (every > 0 and self.step % every == 0)
+        best = self.best is not None and self.best["step"] == self.step
+        return self.finished or best or (every > 0 and self.step % every == 0)
+
+    def note_validation(self, metrics: dict[str, float]) -> str | None:
+        """What to say where this step's validation is the best one so far."""
+        reward = metrics.get("validation/reward")
+        if reward is None or (self.best is not None and reward <= self.best["reward"]):
+            return None
+        self.best = {"step": self.step, "reward": reward}
+        return f"step {self.step}: the best validation so far, mean reward {reward:.4g}; its checkpoint is kept"
 
     def note_idleness(self, metrics: dict[str, float]) -> str | None:
         """A message about consecutive steps without an update: after IDLE_STEPS, then at each doubling."""

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from rlplus import agree, checkpoint
-from rlplus.config import Config
-from rlplus.data import Example, PromptSampler, load_examples, load_tokenizer, response_text, variants
+from rlplus.config import Config, check_trackers
+from rlplus.data import PromptSampler, load_examples, load_tokenizer, response_text
 from rlplus.learner import Learner, Policy, check_positions, prepare_model, weights_fingerprint
 from rlplus.recipe import make_recipe
-from rlplus.reward import Scorer, Verdict, grade_demonstrations, keep_passed
+from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed, make_engine, make_respond
 from rlplus.terminal import Terminal
 from rlplus.trainer.engine import NoEngine, SyncedEngine
@@ -22,9 +22,11 @@ from rlplus.trainer.folder import RunFolder
 from rlplus.trainer.memory import naming_phase
 from rlplus.trainer.metrics import RunLog
 from rlplus.trainer.progress import Progress
+from rlplus.trainer.prompts import select_prompts
 from rlplus.trainer.ranks import initialize_distributed
 from rlplus.trainer.rollouts import Rollouts
 from rlplus.trainer.stop import Interrupted, StopSignal
+from rlplus.trainer.trackers import open_trackers
 
 
 class Run:
@@ -51,6 +53,7 @@ class Run:
 
     def _build(self, stack: ExitStack) -> None:
         config = self.config
+        check_trackers(config)
         initialize_distributed(config.train.collective_timeout_s)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         if (each := config.train.prompts_per_update or config.train.prompts_per_step) % self.world:
@@ -97,7 +100,9 @@ class Run:
             self.recipe.restore(remembered["recipe"])
         if self.rank == 0:
             folder.begin()
-        self.log = RunLog(folder.path, self.progress.step, config.algorithm.preset, enabled=self.rank == 0)
+        trackers = open_trackers(config, folder.path, resumed=folder.last is not None, stack=stack)
+        title, main = config.algorithm.preset, self.rank == 0
+        self.log = RunLog(folder.path, self.progress.step, title, enabled=main, trackers=trackers)
         stack.callback(self.log.close)
         source = f"rollouts by {self.engine.engine.name}" if config.needs_engine else "no rollouts, and no engine"
         head = f"head by backend {self.policy.backend!r}: {self.policy.why_backend}"
@@ -137,25 +142,18 @@ class Run:
         stack.callback(self.rollouts.close)
 
     def _load_data(self) -> list[str]:
-        """Set prompts and examples, whose demonstrations the run's reward accepts; returns notes on dropped data."""
-        config, algorithm, folder = self.config, self.config.algorithm.resolve(), self.folder
+        """Set examples, whose demonstrations the run's own reward accepts, and prompts; returns what was dropped."""
+        config, folder = self.config, self.folder
         weights = None if config.model.path is None or self.rank else weights_fingerprint(config.model.path)
         examples, report = load_examples(
             config.data, self.tokenizer, max_demonstration_length=config.max_demonstration_length
         )
         folder.set_inputs(agree.gathered(weights)[0], examples)
-        notes = [report.summary()]
-        self.verdicts: list[Verdict] = folder.state.get("verdicts", [])
-        if algorithm.demonstrates:
-            self.verdicts = self.verdicts or grade_demonstrations(examples, self.scorer, self.decode)
-            examples, graded = keep_passed(examples, self.verdicts)
-            notes.append(graded.summary())
-            if graded.dropped_share > (allowed := config.data.max_dropped_share):
-                raise ValueError(f"{graded.summary()}; want at most data.max_dropped_share={allowed:g} dropped")
-        if not algorithm.generates:
-            examples = [e for e in examples if e.demonstration is not None]
-        self.examples: list[Example] = examples
-        self.prompts = variants(examples, config.data.demonstration_choice)
+        selected = select_prompts(config, examples, self.scorer, self.decode, folder.state.get("verdicts", []))
+        if refusals := [*selected.refusals(config)]:
+            raise ValueError("; ".join(refusals))
+        self.examples, self.prompts, self.verdicts = selected.examples, selected.variants, selected.verdicts
+        notes = [report.summary(), *([selected.graded.summary()] if selected.graded else [])]
         self._count_steps(len(self.prompts))
         if (epochs := config.train.epochs) is not None:
             notes.append(f"{epochs} epochs of {len(self.prompts)} prompts: {self.config.train.steps} steps")
@@ -239,3 +237,6 @@ class Run:
         idle = self.progress.idle == step
         unchanged = " (no step had an update: it is the one that the run began with)" if idle else ""
         self.log.say(f"{step} steps done; model in {model}{unchanged}")
+        if (best := self.progress.best) is not None:
+            place = self.folder.checkpoints / checkpoint.name_of(best["step"])
+            self.log.say(f"the best validation was in step {best['step']}, mean reward {best['reward']:.4g}: {place}")

@@ -193,15 +193,18 @@ class Step:
         tally_update(self.tally, outputs, grad_norm, lr, applied or too_large)
         return grad_norm
 
-    def evaluate(self, evaluate: Callable[[], dict[str, float]]) -> None:
-        """Evaluate the step's final weights. A failure costs the evaluation, not the step: `end` raises it."""
+    def evaluate(self, name: str, evaluate: Callable[[], dict[str, float]]) -> None:
+        """Evaluate the weights that the step leaves; metrics begin with `name`.
+
+        A failure costs the evaluation, not the step: `end` raises it.
+        """
         run = self.run
         try:
             with self.tally.time("evaluate"):
                 run.check_weights()
                 run.rollouts.sync(run.progress.step + 1)
-                for name, value in evaluate().items():
-                    self.tally.mean(f"val/{name}", value)
+                for metric, value in evaluate().items():
+                    self.tally.mean(f"{name}/{metric}", value)
         except SharedFailure as failure:
             self.failure = failure
 
@@ -227,8 +230,9 @@ class Step:
             metrics["tokens_per_second"] = tokens / seconds
         if progress.epoch is not None:
             metrics["epoch"] = progress.epoch
-        if note := progress.note_idleness(metrics):
-            run.log.say(note)
+        for note in (progress.note_idleness(metrics), progress.note_validation(metrics)):
+            if note:
+                run.log.say(note)
         run.log.write(progress.step, {"generated_tokens": progress.generated} | metrics, progress.share_done)
         if self.failure is not None:
             raise self.failure

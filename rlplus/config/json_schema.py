@@ -1,0 +1,71 @@
+"""The JSON schema of configuration files, by which editors complete and check them.
+
+`python -m rlplus.config.json_schema configs/schema.json` writes it (`make schema`).
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from rlplus.config.schema import Config
+from rlplus.objective import ALGORITHMS, RECIPES, Objective, Refill, Shaping
+from rlplus.objective.presets import KL_ESTIMATORS, MISMATCH_MODES
+from rlplus.objective.surrogates import EXTERNAL, INTERNAL
+
+
+def json_schema() -> dict[str, Any]:
+    """The keys of a file, their types and documentation.
+
+    None is required, as the command line or a stage may have it.
+    """
+    schema = Config.model_json_schema()
+    algorithm = schema["$defs"]["AlgorithmConfig"]["properties"]
+    algorithm["preset"]["enum"] = [*ALGORITHMS]
+    algorithm["objective"] |= _options(Objective)
+    algorithm["objective"]["properties"] |= {
+        "internal": {"anyOf": [{"enum": [*INTERNAL]}, {"type": "string", "pattern": r"^[\w.]+:\w+$"}]},
+        "external": {"enum": [*EXTERNAL]},
+        "kl_estimator": {"enum": [*KL_ESTIMATORS]},
+        "mismatch_mode": {"enum": [*MISMATCH_MODES]},
+    }
+    algorithm["recipe"] |= _options(*RECIPES.values())
+    algorithm["recipe"]["properties"] |= {"name": {"enum": [*RECIPES]}}
+    for name, options in (("refill", Refill), ("shaping", Shaping)):
+        algorithm[name]["anyOf"] = [{"type": "object"} | _options(options), {"type": "null"}]
+    stage = {key: {"$ref": f"#/properties/{key}"} for key in schema["properties"] if key != "output_dir"}
+    schema["properties"]["stages"] = {
+        "description": "Runs that follow each other: sections that are laid over the rest of the file, one per run.",
+        "type": "array",
+        "items": {"type": "object", "properties": stage, "additionalProperties": False},
+    }
+    return dict(_tidy(schema)) | {"title": "A run of rlplus"}
+
+
+def _options(*kinds: type) -> dict[str, Any]:
+    """The fields of dataclasses, whose defaults are not those of every preset."""
+    fields: dict[str, Any] = {}
+    for kind in kinds:
+        for name, field in TypeAdapter(kind).json_schema().get("properties", {}).items():
+            field.pop("default", None)
+            fields.setdefault(name, field)
+    return {"properties": fields, "additionalProperties": False}
+
+
+def _tidy(node: Any) -> Any:
+    """Without the titles that pydantic makes of names, what is required, and the defaults of whole sections."""
+    if isinstance(node, list):
+        return [_tidy(part) for part in node]
+    if not isinstance(node, dict):
+        return node
+    noise = {"title": str, "required": list, "default": dict}
+    kept = {key: _tidy(value) for key, value in node.items() if not isinstance(value, noise.get(key, ()))}
+    if isinstance(text := kept.get("description"), str):
+        kept["description"] = " ".join(text.split())
+    return kept
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(json_schema(), indent=1) + "\n", encoding="utf-8")

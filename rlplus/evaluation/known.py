@@ -1,0 +1,39 @@
+"""Public test benchmarks, known by name: what chooses a checkpoint on one cannot report on it."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlplus.config import ValidationConfig
+from rlplus.data import Example
+
+# Of names without case and punctuation. Where one of these is part of a longer name, that is still the benchmark's.
+_PART = re.compile(
+    "aime(20)?2[4-9]|amc(20)?23|math500|minervamath|olympiadbench|gpqa|mmlupro|arcchallenge|humaneval|livecodebench"
+    "|(gsm8k|math)test"
+)
+_WHOLE = {"aime", "amc", "minerva", "arcc", "leetcode"}
+
+
+def known_benchmarks(validation: ValidationConfig, problems: Sequence[Example]) -> list[str]:
+    """The test benchmarks among the problems, by what their column, their files and the files' folders are called."""
+    found = {problem.benchmark for problem in problems if is_test_benchmark(problem.benchmark)}
+    for path in map(Path, validation.data.paths if validation.data is not None else ()):
+        names = [name for name in (path.stem, *path.parent.parts[-2:]) if is_test_benchmark(name)]
+        split = f"{path.parent.name}/{path.stem}"  # gsm8k/test
+        found |= {*names} or {name for name in [split] if is_test_benchmark(name)}
+    return sorted(found)
+
+
+def is_test_benchmark(name: str) -> bool:
+    """Whether a test benchmark is called so, in whatever spelling."""
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    return plain in _WHOLE or _PART.search(plain) is not None
+
+
+def refusal(benchmarks: Sequence[str]) -> str:
+    """Why they may not choose."""
+    return (
+        f"validation.data: want problems that are no test set; got {', '.join(benchmarks)}, by which the best "
+        "checkpoint would be chosen. validation.allow_test_benchmarks=true does it all the same"
+    )

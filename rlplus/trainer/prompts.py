@@ -1,0 +1,52 @@
+"""The prompts that a run draws from: its data, without the demonstrations that its own reward refuses."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rlplus.config import Config
+from rlplus.data import Example, PromptSampler, variants
+from rlplus.reward import DemonstrationReport, Scorer, Verdict, grade_demonstrations, keep_passed
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What a run draws from.
+
+    examples: those that it trains on. variants: for each prompt, the examples that stand for it, see
+    `rlplus.data.variants`. verdicts: on the demonstrations that were loaded, in order, and `graded` their counts; empty
+    and None where the algorithm takes none.
+    """
+
+    examples: list[Example]
+    variants: list[list[int]]
+    verdicts: list[Verdict]
+    graded: DemonstrationReport | None
+
+    def refusals(self, config: Config) -> Iterator[str]:
+        """Why a run with this configuration refuses them."""
+        if self.graded is not None and self.graded.dropped_share > (allowed := config.data.max_dropped_share):
+            yield f"{self.graded.summary()}; want at most data.max_dropped_share={allowed:g} dropped"
+        try:
+            PromptSampler(len(self.variants), config.train.prompts_per_step, config.train.seed)
+        except ValueError as error:
+            yield str(error)
+
+
+def select_prompts(
+    config: Config,
+    examples: Sequence[Example],
+    scorer: Scorer,
+    decode: Callable[[Sequence[int]], str],
+    verdicts: Sequence[Verdict] = (),
+) -> Prompts:
+    """The prompts in loaded examples. Collective.
+
+    verdicts: those of an earlier grading; without any the demonstrations are graded, where the algorithm takes them.
+    """
+    algorithm, kept, graded = config.algorithm.resolve(), list(examples), None
+    if algorithm.demonstrates:
+        verdicts = verdicts or grade_demonstrations(examples, scorer, decode)
+        kept, graded = keep_passed(examples, verdicts)
+    if not algorithm.generates:
+        kept = [example for example in kept if example.demonstration is not None]
+    return Prompts(kept, variants(kept, config.data.demonstration_choice), list(verdicts), graded)

@@ -1,0 +1,112 @@
+"""The JSON schema of configurations: that of the types, documented throughout, and what it accepts and refuses."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+from run_files import MINIMAL, write_minimal
+
+from rlplus.config import load_config
+from rlplus.config.json_schema import json_schema
+from rlplus.config.load import _read
+from rlplus.objective import ALGORITHMS, RECIPES
+
+FOLDER = Path(__file__).parent.parent / "configs"
+CONFIGS = sorted(FOLDER.glob("*.yaml"))
+SCHEMA = json_schema()
+
+
+def problems(values: Any) -> list[str]:
+    return [error.message for error in Draft202012Validator(SCHEMA).iter_errors(values)]
+
+
+def test_the_committed_schema_is_that_of_the_types() -> None:
+    assert json.loads((FOLDER / "schema.json").read_text()) == SCHEMA, "want `make schema` after a change of the types"
+    Draft202012Validator.check_schema(SCHEMA)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configurations_are_valid_and_name_the_schema(path: Path) -> None:
+    assert problems(_read(path)) == []
+    assert path.read_text().startswith("# yaml-language-server: $schema=schema.json\n")
+
+
+def test_every_value_that_a_run_writes_is_valid(tmp_path: Path) -> None:
+    for preset in ALGORITHMS:
+        written = load_config(write_minimal(tmp_path), [f"algorithm.preset={preset}"]).to_yaml()
+        assert problems(yaml.safe_load(written)) == []
+
+
+def keys(schema: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, key in schema["properties"].items():
+        yield f"{prefix}{name}", key
+    for name, section in schema.get("$defs", {}).items():
+        yield from keys(section, f"{name}.")
+
+
+def test_every_key_and_section_is_documented() -> None:
+    found = dict(keys(SCHEMA))
+    assert len(found) > 100
+    for name, key in found.items():
+        section = SCHEMA["$defs"][key["$ref"].rpartition("/")[2]] if "$ref" in key else key
+        assert len(section.get("description", "")) >= 10, name
+        assert "\n" not in section["description"], name
+
+
+def with_value(key: str, value: Any) -> dict[str, Any]:
+    """The minimal configuration with one more value, at a dotted key."""
+    whole: dict[str, Any] = json.loads(json.dumps(MINIMAL))
+    *sections, last = key.split(".")
+    place = whole
+    for section in sections:
+        place = place.setdefault(section, {})
+    place[last] = value
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("key", "right", "wrong"),
+    [
+        ("trian", None, 3),
+        ("train.lrr", None, 3),
+        ("train.lr", 1e-6, "fast"),
+        ("train.zero_stage", 2, 4),
+        ("train.betas", [0.9, 0.95], [0.9]),
+        ("data.path", ["a.jsonl", "b.jsonl"], [1]),
+        ("evaluation.data.path", "a.jsonl", 1),
+        ("evaluation.k", [1, 8], [0]),
+        ("model.lora", {"rank": 8}, {"rnk": 8}),
+        ("model.overrides", {"rope_theta": 1}, 1),
+        ("algorithm.preset", "dapo", "dpao"),
+        ("algorithm.objective.gamma", 0.5, "half"),
+        ("algorithm.objective.gama", None, 0.5),
+        ("algorithm.objective.internal", "clip", "clipped"),
+        ("algorithm.objective.internal", "my_module:mine", "my module:mine"),
+        ("algorithm.objective.external", "shaped", "shape"),
+        ("algorithm.objective.kl_estimator", "k3-unbiased", "k1"),
+        ("algorithm.objective.mismatch_mode", "mask", "masks"),
+        ("algorithm.recipe", {"name": "gate", "solved": 1}, {"name": "gates"}),
+        ("algorithm.recipe.sovled", None, 1),
+        ("algorithm.refill", None, {"lo": 1}),
+        ("algorithm.shaping", {"wrong": -1.0}, {"wrong": "x"}),
+        ("stages", [{"algorithm": {"preset": "sft"}}], [{"algorithm": {"preset": "stf"}}]),
+        ("stages", [], [{"output_dir": "runs/x"}]),
+    ],
+)
+def test_mistakes_are_found(key: str, right: Any, wrong: Any) -> None:
+    """`right` None: there is no such key, or null is a value of it."""
+    if right is not None or key == "algorithm.refill":
+        assert problems(with_value(key, right)) == []
+    assert problems(with_value(key, wrong)) != []
+
+
+def test_registered_names_are_choices() -> None:
+    algorithm = SCHEMA["$defs"]["AlgorithmConfig"]["properties"]
+    assert algorithm["preset"]["enum"] == [*ALGORITHMS]
+    assert algorithm["recipe"]["properties"]["name"]["enum"] == [*RECIPES]
+    for name, options in RECIPES.items():
+        assert problems(with_value("algorithm.recipe", {"name": name} | vars(options()))) == []
