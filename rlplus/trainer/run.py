@@ -79,19 +79,7 @@ class Run:
         config = self.config
         self.recipe = make_recipe(config)
         agree.phase("model")
-        self.sampler = PromptSampler(len(self.prompts), config.train.prompts_per_step, config.train.seed, self.prompts)
-        reference = self.recipe.algorithm.needs_reference
-        self.policy = Policy(config, model_path, model_config, reference=reference)
-        self.recipe.build(model_path, model_config, self.pad_id)
-        self.learners: dict[str, Learner] = {"policy": self.policy} | dict(self.recipe.learners)
-        for learner in self.learners.values():
-            stack.callback(learner.close)
-        self.engines = {name: learner.engine for name, learner in self.learners.items()}
-        if folder.last is not None:
-            self.sampler.load_state_dict(folder.state["sampler"])
-            checkpoint.load(self.engines, folder.last)
-            if what := self._nonfinite():
-                raise ValueError(f"{folder.last} has NaN or infinity in {what}: want a checkpoint with finite weights")
+        self._make_learners(model_path, model_config, stack)
         self._start_engine(model_path, model_config, stack)
         if folder.last is not None and (remembered := checkpoint.read_rank_state(folder.last)) is not None:
             if not isinstance(remembered, dict):  # of 0.1.0: the batch ahead alone
@@ -100,6 +88,33 @@ class Run:
             self.recipe.restore(remembered["recipe"])
         if self.rank == 0:
             folder.begin()
+        self._open_log(dropped, stack)
+        self.stop.install(stack)
+        # Imported and built objects stay alive: the collector spent a tenth of the demo's time on them.
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
+
+    def _make_learners(self, model_path: str, model_config: PretrainedConfig, stack: ExitStack) -> None:
+        """Create the sampler of prompts, the policy and the recipe's models; load the checkpoint's state into them."""
+        train = self.config.train
+        self.sampler = PromptSampler(len(self.prompts), train.prompts_per_step, train.seed, self.prompts)
+        reference = self.recipe.algorithm.needs_reference
+        self.policy = Policy(self.config, model_path, model_config, reference=reference)
+        self.recipe.build(model_path, model_config, self.pad_id)
+        self.learners: dict[str, Learner] = {"policy": self.policy} | dict(self.recipe.learners)
+        for learner in self.learners.values():
+            stack.callback(learner.close)
+        self.engines = {name: learner.engine for name, learner in self.learners.items()}
+        if (last := self.folder.last) is not None:
+            self.sampler.load_state_dict(self.folder.state["sampler"])
+            checkpoint.load(self.engines, last)
+            if what := self._nonfinite():
+                raise ValueError(f"{last} has NaN or infinity in {what}: want a checkpoint with finite weights")
+
+    def _open_log(self, dropped: Sequence[str], stack: ExitStack) -> None:
+        """Open metrics and trackers, and say what this run consists of."""
+        config, folder = self.config, self.folder
         trackers = open_trackers(config, folder.path, resumed=folder.last is not None, stack=stack)
         title, main = config.algorithm.preset, self.rank == 0
         self.log = RunLog(folder.path, self.progress.step, title, enabled=main, trackers=trackers)
@@ -108,11 +123,6 @@ class Run:
         head = f"head by backend {self.policy.backend!r}: {self.policy.why_backend}"
         for note in (*folder.notes, *dropped, head, f"{source}; output in {folder.path}"):
             self.log.say(note)
-        self.stop.install(stack)
-        # Imported and built objects stay alive: the collector spent a tenth of the demo's time on them.
-        gc.collect()
-        gc.freeze()
-        stack.callback(gc.unfreeze)
 
     def _count_steps(self, prompts: int) -> None:
         """Replace the run's configuration by one with the number of steps, computed from epochs if needed."""
