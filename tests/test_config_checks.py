@@ -172,6 +172,8 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
             ["algorithm.preset=dapo", "algorithm.advantage=mean"],
             "advantage mean is .*: want algorithm.shaping null",
         ),
+        (["rollout.vllm.dtype=float16"], "^rollout: vllm.dtype: leave it out, the engine has the policy's, model.dty"),
+        (["rollout.vllm=fp8"], "^rollout.vllm: want a section of keys and values; got 'fp8'"),
         (["algorithm.recipe.x=1"], "recipe.x: unknown option of the recipe plain; it has none"),
         (
             ["algorithm.refill.hihg=1"],
@@ -224,6 +226,8 @@ PROCESS = ["rollout.mode=process"]
 
 IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("rollout.gpu_memory_utilization=0.9", ["rollout.engine=transformers"], []),
+    ("rollout.vllm={quantization: fp8}", ["rollout.engine=transformers"], PROCESS),
+    ("rollout.vllm={quantization: fp8}", [*SERVER, *EVALUATED], ["rollout.engine=vllm"]),
     ("rollout.gpu_memory_utilization=0.9", SERVER, [*SERVER, *EVALUATED]),
     ("rollout.enforce_eager=true", SERVER, ["rollout.engine=transformers"]),
     ("rollout.kv_cache_memory_mb=64", SERVER, ["rollout.engine=transformers"]),

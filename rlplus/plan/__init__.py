@@ -26,7 +26,8 @@ class Plan:
     """ranks: those of the GPUs that train; the others are their engines'. mode: the engine's, "none" without one.
 
     seconds of a step by phase, empty where unknown; remedies: only where the run does not fit. note: where the model's
-    architecture is the copy that comes with a shipped configuration, and why. steps: None where the data decide it.
+    architecture is the copy that comes with a shipped configuration, and why; and that rollout.vllm is not counted.
+    steps: None where the data decide it.
     """
 
     cluster: Cluster
@@ -84,6 +85,8 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
     """
     trainer = training_part(config, cluster)
     model, note = read_model(config)
+    if options := ", ".join(config.rollout.vllm):
+        note = "\n".join(filter(None, (note, f"Not counted: what rollout.vllm changes ({options}).")))
     check_positions(config, model.lm.config)
     _check_heads(config, model)
     memory = estimate_memory(config, model, trainer)
