@@ -174,6 +174,8 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
         ),
         (["rollout.vllm.dtype=float16"], "^rollout: vllm.dtype: leave it out, the engine has the policy's, model.dty"),
         (["rollout.vllm=fp8"], "^rollout.vllm: want a section of keys and values; got 'fp8'"),
+        (["train.overlap=-1"], "^train.overlap: want greater than or equal to 0; got -1"),
+        (["train.overlap=1.5"], "^train.overlap: want a valid integer; got 1.5"),
         (["algorithm.recipe.x=1"], "recipe.x: unknown option of the recipe plain; it has none"),
         (
             ["algorithm.refill.hihg=1"],

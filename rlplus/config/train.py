@@ -3,7 +3,7 @@
 from math import ceil
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rlplus.config.base import Count, Fraction, NonNegative, Positive, Seconds, Section
 
@@ -11,6 +11,10 @@ from rlplus.config.base import Count, Fraction, NonNegative, Positive, Seconds, 
 OWNED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
 OWNED |= {"optimizer", "scheduler", "fp16"}
 LARGEST = 3.4e38  # float32
+
+
+def _as_count(value: Any) -> Any:
+    return int(value) if isinstance(value, bool) else value
 
 
 class TrainConfig(Section):
@@ -44,8 +48,8 @@ class TrainConfig(Section):
                             small that it is the faster one
     collective_timeout_s    seconds that ranks wait for one that is still busy; one that died is noticed at once
     max_nonfinite           so many updates in a row with a non-finite loss or gradient stop the run; each is skipped
-    overlap                 the next batch is generated while this one trains, and so by the policy of one update
-                            before; the ratio is to that policy
+    overlap                 k > 0: batches are generated while others train, k with the same weights, and so by the
+                            policy of 1 to k steps before; the ratio is to that policy. true is 1, false 0
     """
 
     steps: Count | None = None
@@ -74,7 +78,7 @@ class TrainConfig(Section):
     memory: Literal["fast", "least"] | None = None
     collective_timeout_s: Seconds = 3600.0
     max_nonfinite: Count = 3
-    overlap: bool = False
+    overlap: Annotated[int, Field(ge=0, le=1000), BeforeValidator(_as_count)] = 0
 
     @model_validator(mode="after")
     def _check_length(self) -> Self:

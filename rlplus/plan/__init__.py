@@ -95,7 +95,7 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
         cluster,
         trainer.gpus,
         config.rollout.mode if config.needs_engine else "none",
-        config.train.overlap,
+        config.train.overlap > 0,
         model.parameters,
         packed_shape(config),
         memory.cache // one,

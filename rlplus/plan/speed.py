@@ -86,7 +86,8 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     # Within a GPU, or through files in the host's memory.
     handed_over = weights / bandwidth if config.rollout.mode == "colocated" else 2 * weights / PCIE
     if rollouts:  # else there is no engine, or one for evaluations alone
-        seconds["sync"] = handed_over + (_ring(weights, ranks) / link if train.zero_stage == 3 else 0)
+        gathered = _ring(weights, ranks) / link if train.zero_stage == 3 else 0
+        seconds["sync"] = (handed_over + gathered) / max(1, train.overlap)  # once in so many steps
     total = sum(seconds.values())
     if train.overlap:
         generate, sync = seconds.get("generate", 0.0), seconds["sync"]

@@ -54,8 +54,8 @@ def train_step(run: Run, evaluate: Evaluate | None) -> None:
     """One step, on all ranks together; StepGivenUp when a signal comes before the first update.
 
     Each rank has prompts of its own. The engine first gets the weights that are about to be trained, and samples from
-    exactly these. With train.overlap the batch is there already, sampled with weights one update older, and the engine
-    starts on the next one, after a probe of its own.
+    exactly these. With train.overlap the batch is there already, sampled with weights at most so many steps older, and
+    the engine goes on with the next ones.
     """
     step, recipe = Step(run), run.recipe
     batch = step.collect()  # prompts, rollouts and rewards, until the recipe has enough
