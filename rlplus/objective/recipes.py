@@ -17,12 +17,14 @@ Schedule = Literal["binomial", "random", "linear", "cosine", "fixed"]
 class RecipeOptions:
     """What is fixed for all options of a recipe.
 
-    in_place: whether a demonstration takes the place of a rollout of its group.
+    in_place: whether a demonstration of the data takes the place of a rollout of its group.
+    replays: whether demonstrations are the policy's own rollouts of earlier steps, not the data's.
     learners: the models that it trains beside the policy, by name. Each has the policy's body; its head is that of the
     "language" model, or a "value" of width 1.
     """
 
     in_place: ClassVar[bool] = True
+    replays: ClassVar[bool] = False
     learners: ClassVar[Mapping[str, Head]] = {}
 
 
@@ -102,6 +104,26 @@ class Prefix(RecipeOptions):
 
 
 @dataclass(frozen=True)
+class Replay(RecipeOptions):
+    """Correct rollouts of earlier steps as members of groups, in the place of demonstrations (ExGRPO).
+
+    share   of a step's prompts, at most, that are earlier ones, which were solved in part
+    start   both keeping and replaying begin after the first step of which more than this share was correct
+    Raises ValueError for values that do not fit.
+    """
+
+    in_place: ClassVar[bool] = False
+    replays: ClassVar[bool] = True
+    share: float = 0.5
+    start: float = 0.35
+
+    def __post_init__(self) -> None:
+        for name in ("share", "start"):
+            if not _is_share(value := getattr(self, name)):
+                raise ValueError(f"want recipe.{name} a number in [0, 1]; got {value!r}")
+
+
+@dataclass(frozen=True)
 class Critic(RecipeOptions):
     """PPO: a value model of the policy's size estimates the value of each state; every token has its own advantage.
 
@@ -178,6 +200,7 @@ RECIPES: dict[str, type[RecipeOptions]] = {
     "prefix": Prefix,
     "critic": Critic,
     "process-reward": ProcessReward,
+    "replay": Replay,
 }
 
 

@@ -139,7 +139,7 @@ def _members(config: Config) -> tuple[int, int]:
     """Rollouts and demonstrations of a group, at most."""
     algorithm = config.algorithm.resolve()
     rollouts = config.rollout.group_size - algorithm.demonstrates_in_place if algorithm.generates else 0
-    return rollouts, int(algorithm.demonstrates and not isinstance(algorithm.recipe, Prefix))
+    return rollouts, int(algorithm.needs_demonstrations and not isinstance(algorithm.recipe, Prefix))
 
 
 def _tied(model: Model) -> bool:

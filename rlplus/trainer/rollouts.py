@@ -133,7 +133,7 @@ class Rollouts:
         # A seed for every draw of every rank, the same after a resume.
         draw = self.sampler.drawn // self.sampler.batch
         seed = (self.config.train.seed * 1_000_003 + draw) * self.world + self.rank
-        indices = self.sampler.next()[self.rank :: self.world]
+        indices = self.recipe.prompts(self.sampler.next())
         examples = [self.examples[i] for i in indices]
         asks = self.recipe.ask(examples)
         logprobs = self._demonstration_logprobs(examples, asks) if self.config.train.overlap else []

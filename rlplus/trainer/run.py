@@ -146,7 +146,7 @@ class Run:
         folder.set_inputs(agree.gathered(weights)[0], examples)
         notes = [report.summary()]
         self.verdicts: list[Verdict] = folder.state.get("verdicts", [])
-        if algorithm.demonstrates:
+        if algorithm.needs_demonstrations:
             self.verdicts = self.verdicts or grade_demonstrations(examples, self.scorer, self.decode)
             examples, graded = keep_passed(examples, self.verdicts)
             notes.append(graded.summary())
