@@ -5,8 +5,8 @@
 
 Every row of `data.path` becomes a line of JSON with one column more: a list, one logprob per token that the run will
 train on, the end token included; null where the run would not train on the demonstration; a list of these where the
-row has a list of demonstrations. With it the denominator of `mis` and `omega` is the true one; without it `mis`
-estimates it and `omega` takes it as 1.
+row has a list of demonstrations. With it the denominator of `mis`, `omega` and `shaped` is the true one; without it
+`mis` estimates it, and the others take it as 1.
 
 Tokens are those of the run's tokenizer, and the demonstrator gives the probability of exactly these. So both must have
 the same tokens: a used token with another meaning in the demonstrator's vocabulary is an error, and so is an end token

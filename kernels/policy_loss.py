@@ -175,8 +175,9 @@ def _bayes(logprob, old, behavior, c, BEHAVIOR: tl.constexpr):
 
 @triton.jit
 def _shaped(logprob, old, behavior, c, BEHAVIOR: tl.constexpr):
-    p = tl.exp(logprob)
-    return p / (p + c.kappa), c.kappa * p / ((p + c.kappa) * (p + c.kappa))
+    w = tl.exp(logprob - behavior) if BEHAVIOR else tl.exp(logprob)
+    g = 1.0 / (1.0 + c.kappa / w)
+    return g, g / (1.0 + w / c.kappa)
 
 
 @triton.jit

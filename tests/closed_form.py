@@ -47,7 +47,7 @@ EXTERNAL: dict[str, Callable[[SimpleNamespace], Tensor]] = {
     "proxy": lambda t: -t.A * t.r,  # not p / p_old, where both may be too small for a number
     "omega": lambda t: -t.A * t.p / (1.0 if t.p_omega is None else t.p_omega),
     "bayes": lambda t: -t.A * t.p / t.estimate,
-    "shaped": lambda t: -t.A * t.p / (t.p + t.o.kappa),
+    "shaped": lambda t: -t.A * t.p / (t.p + t.o.kappa * (1.0 if t.p_omega is None else t.p_omega)),
     "nll": lambda t: -t.l,
     "dft": lambda t: -t.p.item() * t.l,
     "none": lambda t: 0 * t.l,

@@ -74,11 +74,13 @@ def tokens_of(lm: PreTrainedModel, sample: Sample) -> tuple[Tensor, Tensor]:
     return logp.gather(1, torch.tensor(sample.response)[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-def sampled_loss(lm: PreTrainedModel, samples: Sequence[Sample], limit: int) -> Tensor:
-    """-A r without clip or std, over 8 times the length limit."""
+def sampled_loss(
+    lm: PreTrainedModel, samples: Sequence[Sample], limit: int, members: Sequence[Sample] | None = None
+) -> Tensor:
+    """-A r without clip or std, over 8 times the length limit. members: of the groups, where they have others, too."""
     total = torch.zeros((), dtype=torch.float64)
     for sample in samples:
-        group = [other.reward for other in samples if other.group == sample.group]
+        group = [other.reward for other in members or samples if other.group == sample.group]
         logp, _ = tokens_of(lm, sample)
         total = total - (sample.reward - sum(group) / len(group)) * (logp - logp.detach()).exp().sum() / (8 * limit)
     return total

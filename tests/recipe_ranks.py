@@ -7,7 +7,6 @@ Each case's run goes to FOLDER/OUTPUT-<case>.
 
 import sys
 from collections.abc import Sequence
-from math import nan
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "relift": {"preset": "relift", "recipe": {"batch": 5}},
     "hpt": {"preset": "hpt"},
     "uft": {"preset": "uft", "recipe": {"steps": 4}},
+    "exgrpo": {"preset": "exgrpo", "recipe": {"start": 0.0}},
 }
 
 
@@ -36,7 +36,7 @@ def responses(
     for prompt, count, limit in zip(prompts, n, max_tokens, strict=True):
         random = Random(str(list(prompt)))
         texts = [[random.randrange(200) for _ in range(random.randint(1, limit))] for _ in range(count)]
-        groups.append([Completion(tokens, [nan] * len(tokens), False) for tokens in texts])
+        groups.append([Completion(tokens, [-random.uniform(3, 7) for _ in tokens], False) for tokens in texts])
     return groups
 
 
@@ -48,7 +48,8 @@ def train_all(folder: Path, output: str) -> None:
         mock.patch("rlplus.trainer.step.score", draw_rewards),
     ):
         for name, algorithm in CASES.items():
-            train(run_config(folder, f"{output}-{name}", algorithm=algorithm, train=changes))
+            rollout = {"engine": "transformers", "group_size": 4, "max_response_length": 8, "max_logprob_gap": 100.0}
+            train(run_config(folder, f"{output}-{name}", algorithm=algorithm, train=changes, rollout=rollout))
 
 
 if __name__ == "__main__":

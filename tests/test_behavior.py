@@ -100,9 +100,9 @@ def known(folder: Path, output: str = "run", **sections: Any) -> Config:
     return changed(config, "data", **data)
 
 
-@pytest.mark.parametrize("external", ["mis", "omega"])
+@pytest.mark.parametrize("external", ["mis", "omega", "shaped"])
 def test_the_true_denominator_reaches_the_gradient(tmp_path: Path, external: str) -> None:
-    """RL-PLUS eq. 4 with p_omega, (1 - p)^0.5 and group advantages, in float64 through the plain model."""
+    """RL-PLUS eq. 4 with p_omega, and others', (1 - p)^0.5 and group advantages, in float64 through the plain model."""
     generator = torch.Generator().manual_seed(2)
     samples = batch_of_samples()
     set_advantages(samples, ALGORITHMS["rlplus"])
@@ -120,7 +120,8 @@ def test_the_true_denominator_reaches_the_gradient(tmp_path: Path, external: str
             weight = p / old
             if s.demonstration:
                 author = torch.tensor(s.behavior_logprob, dtype=torch.float64).exp()
-                weight = (2 * p / (author + old) if external == "mis" else p / author) * (1 - old) ** 0.5
+                ratios = {"mis": 2 * p / (author + old), "omega": p / author, "shaped": p / (p + 0.1 * author)}
+                weight = ratios[external] * (1 - old) ** 0.5
             (-(s.advantage * weight).sum() / tokens).backward()
         model = run.policy.engine.module
         for batch in packed(run, samples):

@@ -212,6 +212,28 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
             ["algorithm.preset=hpt", "train.deepspeed.zero_optimization.compute_grad_norm=false"],
             "^algorithm.skip_grad_norm needs .*compute_grad_norm true; got False$",
         ),
+        (["rollout.vllm.dtype=float16"], "^rollout: vllm.dtype: leave it out, the engine has the policy's, model.dty"),
+        (["rollout.vllm=fp8"], "^rollout.vllm: want a section of keys and values; got 'fp8'"),
+        (["train.overlap=-1"], "^train.overlap: want greater than or equal to 0; got -1"),
+        (["train.overlap=1.5"], "^train.overlap: want a valid integer; got 1.5"),
+        (
+            ["algorithm.preset=grpo", "algorithm.recipe.name=replay"],
+            "replay: want a preset with rollouts .*; got grpo$",
+        ),
+        (
+            ["algorithm.preset=exgrpo", "algorithm.objective.external=none"],
+            "recipe replay: want a loss .*external; got none$",
+        ),
+        (
+            ["algorithm.preset=exgrpo", "algorithm.refill.low=0"],
+            "recipe replay chooses .*: want algorithm.refill null$",
+        ),
+        (["algorithm.preset=exgrpo", "rollout.function=a:b"], "recipe replay does not support rollout.function$"),
+        (["algorithm.preset=exgrpo", "algorithm.recipe.share=2"], r"want recipe.share a number in \[0, 1\]; got 2$"),
+        (
+            ["algorithm.preset=exgrpo", "train.overlap=1", "rollout.mode=process"],
+            "^train.overlap does not support algorithm.recipe replay$",
+        ),
         (["algorithm.recipe.x=1"], "recipe.x: unknown option of the recipe plain; it has none"),
         (
             ["algorithm.refill.hihg=1"],
@@ -264,6 +286,8 @@ PROCESS = ["rollout.mode=process"]
 
 IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("rollout.gpu_memory_utilization=0.9", ["rollout.engine=transformers"], []),
+    ("rollout.vllm={quantization: fp8}", ["rollout.engine=transformers"], PROCESS),
+    ("rollout.vllm={quantization: fp8}", [*SERVER, *EVALUATED], ["rollout.engine=vllm"]),
     ("rollout.gpu_memory_utilization=0.9", SERVER, [*SERVER, *EVALUATED]),
     ("rollout.enforce_eager=true", SERVER, ["rollout.engine=transformers"]),
     ("rollout.kv_cache_memory_mb=64", SERVER, ["rollout.engine=transformers"]),
@@ -356,7 +380,7 @@ def test_a_default_without_effect_is_no_error(minimal: Path) -> None:
 @pytest.mark.parametrize("preset", ALGORITHMS)
 def test_presets_ask_for_demonstrations_exactly_when_they_use_them(minimal: Path, preset: str) -> None:
     overrides = [f"algorithm.preset={preset}", "data.demonstration=null", "algorithm.refill=null"]
-    if ALGORITHMS[preset].demonstrations == "none":
+    if not ALGORITHMS[preset].needs_demonstrations:
         assert load_config(minimal, [*overrides, "rollout.group_size=1"]).max_sample_length == 1024 + 64
     else:
         assert "want data.demonstration" in problems(minimal, *overrides)[0]

@@ -50,6 +50,8 @@ def test_generation_on_gpus_of_its_own_takes_the_time_that_it_takes_beside_the_t
     rest = sum(overlap.values()) - overlap["total"] - overlap["generate"] - overlap["sync"]
     assert overlap["total"] == pytest.approx(apart["sync"] + max(rest, apart["generate"]))
     assert overlap["old_logprob"] == pytest.approx(apart["old_logprob"] / 4, rel=0.01)  # one of a group of 8; half
+    later = make_plan(paper(*PROCESS, cache, "train.overlap=4"), make_cluster(8, "h200")).seconds
+    assert later["sync"] == pytest.approx(overlap["sync"] / 4)  # weights are pushed in every fourth step
 
 
 def test_a_pass_for_sequence_ratios_is_counted_where_one_is_made():

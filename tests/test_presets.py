@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlplus import ALGORITHMS, Objective, policy_loss
-from rlplus.objective import Critic, Gate, Interleaved, Plain, Prefix, ProcessReward, Refill, Shaping
+from rlplus.objective import Critic, Gate, Interleaved, Plain, Prefix, ProcessReward, Refill, Replay, Shaping
 
 SCRIPT: dict[str, Any] = {"entropy_coef": 1e-3}  # the official scripts'
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -23,6 +23,7 @@ PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     **{f"rlplus{name}": (fields, "token", True, "group") for name, fields in ABLATIONS.items()},
     **{f"rlplus-official{name}": (SCRIPT | fields, "official", False, "group") for name, fields in ABLATIONS.items()},
     "luffy": (SCRIPT | {"external": "shaped"}, "official", False, "group"),
+    "exgrpo": (SCRIPT | {"external": "shaped"}, "official", False, "group"),
     "grpo": ({"internal": "clip"}, "sequence", True, "none"),
     "grpo-official": (SCRIPT | {"internal": "clip"}, "official", False, "none"),
     "grpo-sft": (SCRIPT | {"external": "nll"}, "official", False, "apart"),
@@ -70,6 +71,7 @@ RECIPES = {
     "hpt": Gate(solved=0, keep=False),
     "superrl": Gate(solved=0, keep=False),
     "uft": Prefix("binomial", low=0.05, high=0.95, steps=300, segments=5, members=None),
+    "exgrpo": Replay(share=0.5, start=0.35),
     "ppo": Critic(),
     "prime": ProcessReward(),
 }

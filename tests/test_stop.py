@@ -118,9 +118,9 @@ def test_a_step_that_has_changed_the_policy_is_finished(tmp_path, monkeypatch):
     assert metrics(whole) == metrics(folder)
 
 
-@pytest.mark.parametrize("place", PLACES[1:])
-def test_a_step_given_up_with_a_batch_ahead(tmp_path, monkeypatch, place):
-    """The batch of the step goes into the checkpoint; the one that was being generated is generated again."""
+@pytest.mark.parametrize(("place", "overlap"), [(PLACES[1], 1), *((PLACES[2], overlap) for overlap in (1, 2, 3))])
+def test_a_step_given_up_with_a_batch_ahead(tmp_path, monkeypatch, place, overlap):
+    """The step's batch, and those that came before it began, go into the checkpoint; others are generated again."""
 
     def make(config: Any, *rest: Any, **settings: Any) -> TransformersEngine:
         settings.pop("seed")
@@ -129,7 +129,7 @@ def test_a_step_given_up_with_a_batch_ahead(tmp_path, monkeypatch, place):
     monkeypatch.setattr("rlplus.trainer.run.make_engine", make)
     sections: dict[str, Any] = {
         "rollout": {"mode": "process"},
-        "train": {"steps": 4, "overlap": True, "tokens_per_micro_batch": 32},
+        "train": {"steps": 4, "overlap": overlap, "tokens_per_micro_batch": 32},
     }
     whole, counts = train_counting(monkeypatch, run_config(tmp_path, "whole", **sections))
     config = run_config(tmp_path, "parts", **sections)

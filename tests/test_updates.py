@@ -202,11 +202,11 @@ def test_no_two_ranks_and_no_two_draws_sample_with_the_same_seed(monkeypatch: py
     monkeypatch.setattr(rollouts_module, "generate", lambda *arguments: seeds.append(arguments[-1]))
     for seed in (0, 1):
         for rank in range(2):
-            config = SimpleNamespace(train=SimpleNamespace(seed=seed, overlap=False))
+            config = SimpleNamespace(train=SimpleNamespace(seed=seed, overlap=0))
             here: Any = SimpleNamespace(
-                config=config, world=2, rank=rank, sampler=PromptSampler(3, 2, seed), examples=[None] * 3, recipe=Mock()
+                config=config, world=2, rank=rank, sampler=PromptSampler(3, 2, seed), examples=[None] * 3
             )
-            here.respond = None
+            here.respond, here.recipe = None, Mock(prompts=lambda drawn: drawn)
             for _ in range(50):
-                Rollouts._question(here)(here)
+                Rollouts._question(here, 0)(here)
     assert len(set(seeds)) == len(seeds) == 200

@@ -43,8 +43,8 @@ class DataConfig(Section):
     behavior_logprob: Text | None = None
     """Column with the logprobs of the demonstration under its author, one for each token that the run trains on: the
     text behind response_prefix, by the run's tokenizer, and the end token. A list of lists where there are several
-    demonstrations. For algorithm.objective.external mis and omega; None = unknown. examples/score_demonstrations.py
-    writes it."""
+    demonstrations. For algorithm.objective.external mis, omega and shaped; None = unknown.
+    examples/score_demonstrations.py writes it."""
     answer_pattern: Pattern | None = None
     """Regular expression with one group, searched in the answer column: the group is the answer."""
     demonstration_pattern: Pattern | None = None

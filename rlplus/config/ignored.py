@@ -48,7 +48,7 @@ def _surrogates_rules() -> Iterator[Rule]:
 
 RULES: tuple[Rule, ...] = (
     (
-        "rollout.gpu_memory_utilization",
+        "rollout.gpu_memory_utilization rollout.vllm",
         lambda c: c.rollout.engine == "transformers",
         "it is vLLM's, and rollout.engine is transformers",
     ),
@@ -58,6 +58,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.rollout.mode == "server" and c.evaluation.data is None,
         "a server has its own from where you start it",
     ),
+    ("rollout.vllm", lambda c: c.rollout.mode == "server", "a server's engine arguments belong to its `vllm serve`"),
     (
         "rollout.push_folder",
         lambda c: c.rollout.mode == "colocated",

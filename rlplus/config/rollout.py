@@ -1,10 +1,36 @@
 """The section about the engine that generates."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rlplus.config.base import Count, PathText, Positive, Seconds, Section, Temperature
+
+# Of vLLM's engine arguments: those that the trainer sets, or that it could not work with, each with the reason.
+OWNED: dict[str, str] = {
+    "model": "the engine loads model.path, and gets the policy's weights before it generates",
+    "tokenizer": "the engine takes and gives token ids of the model's own tokenizer, model.path",
+    "skip_tokenizer_init": "the engine takes and gives token ids of the model's own tokenizer, model.path",
+    "trust_remote_code": "it is model.trust_remote_code",
+    "hf_config_path": "the engine has the policy's configuration; change model.overrides",
+    "hf_overrides": "the engine has the policy's configuration; change model.overrides",
+    "dtype": "the engine has the policy's, model.dtype",
+    "max_model_len": "it is data.max_prompt_length and rollout.max_response_length together",
+    "seed": "requests have seeds that follow from train.seed",
+    "generation_config": "responses are drawn from the whole distribution at rollout.temperature",
+    "override_generation_config": "responses are drawn from the whole distribution at rollout.temperature",
+    "logits_processors": "responses are drawn from the whole distribution at rollout.temperature",
+    "logprobs_mode": "ratios need the logprobs at rollout.temperature",
+    "enforce_eager": "it is rollout.enforce_eager",
+    "gpu_memory_utilization": "it is rollout.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "it is rollout.kv_cache_memory_mb",
+    "enable_sleep_mode": "it is rollout.sleep",
+    "enable_lora": "the engine gets merged weights, see model.lora",
+    "tensor_parallel_size": "it is rollout.tensor_parallel_size",
+    "pipeline_parallel_size": "an engine's GPUs are rollout.tensor_parallel_size; want rollout.mode server for more",
+    "data_parallel_size": "an engine's GPUs are rollout.tensor_parallel_size; want rollout.mode server for more",
+    "distributed_executor_backend": "it follows from rollout.mode and the launcher",
+}
 
 
 class RolloutConfig(Section):
@@ -28,6 +54,9 @@ class RolloutConfig(Section):
     """Memory for keys and values; None = what that share leaves, and 512 on a CPU or with transformers."""
     enforce_eager: bool = False
     """Run vLLM without CUDA graphs."""
+    vllm: dict[str, Any] = {}
+    """Further engine arguments of vLLM, by their names there, such as {quantization: fp8}; not those that the trainer
+    sets. A server has its own from where you start it."""
     sleep: bool = False
     """Let the colocated engine give its GPU memory back while the policy trains (CUDA)."""
     tensor_parallel_size: Count = 1
@@ -65,6 +94,7 @@ class RolloutConfig(Section):
             problems.append(f"sleep is for vLLM in mode colocated; got engine {self.engine} in mode {self.mode}")
         if self.tensor_parallel_size > 1 and self.engine == "transformers":
             problems.append(f"tensor_parallel_size {self.tensor_parallel_size} needs vLLM; got engine transformers")
+        problems += [f"vllm.{name}: leave it out, {OWNED[name]}" for name in self.vllm if name in OWNED]
         if self.function and self.mode == "colocated" and self.tensor_parallel_size > 1:
             problems.append(
                 f"function asks a colocated engine at each rank's own pace: want tensor_parallel_size 1, or mode "

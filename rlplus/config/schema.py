@@ -10,7 +10,7 @@ from rlplus.config.base import MANY
 from rlplus.config.data import DataConfig
 from rlplus.config.ignored import ignored_keys
 from rlplus.config.sections import Sections
-from rlplus.objective import Critic, Gate, Interleaved, Prefix, ProcessReward, recipe_name
+from rlplus.objective import Critic, Gate, Interleaved, Prefix, ProcessReward, Replay, recipe_name
 
 
 class Config(Sections):
@@ -31,6 +31,11 @@ class Config(Sections):
         return found
 
     @property
+    def knows_behavior(self) -> bool:
+        """Whether the logprobs of demonstrated tokens under their author are known: of all of them, or of none."""
+        return self.data.behavior_logprob is not None or self.algorithm.resolve().recipe.replays
+
+    @property
     def max_demonstration_length(self) -> int:
         """Longest demonstration, including its end token."""
         return self.data.max_demonstration_length or self.rollout.max_response_length
@@ -38,7 +43,7 @@ class Config(Sections):
     @property
     def max_sample_length(self) -> int:
         """Longest prompt and response, or prompt and demonstration, in training."""
-        demonstrated = self.max_demonstration_length if self.algorithm.resolve().demonstrates else 0
+        demonstrated = self.max_demonstration_length if self.algorithm.resolve().needs_demonstrations else 0
         longest = max(self.rollout.max_response_length, demonstrated)
         return self.data.max_prompt_length + longest
 
@@ -57,7 +62,7 @@ class Config(Sections):
     def _check(self) -> Self:
         problems = []
         algorithm = self.algorithm.resolve()
-        if algorithm.demonstrates and self.data.demonstration is None:
+        if algorithm.needs_demonstrations and self.data.demonstration is None:
             problems.append(f"algorithm.preset {self.algorithm.preset} uses demonstrations: want data.demonstration")
         if algorithm.generates and algorithm.demonstrates_in_place and self.rollout.group_size < 2:
             problems.append(
@@ -138,6 +143,13 @@ class Config(Sections):
                 )
             if members is not None and members > group:
                 yield f"want algorithm.recipe.members at most rollout.group_size {group}; got {members}"
+        if isinstance(algorithm.recipe, Replay):
+            if algorithm.demonstrates and algorithm.objective.external == "none":
+                yield "algorithm.recipe replay: want a loss of what is replayed, algorithm.objective.external; got none"
+            if algorithm.refill is not None:
+                yield "algorithm.recipe replay chooses the prompts of a step once: want algorithm.refill null"
+            if self.rollout.function is not None:
+                yield "algorithm.recipe replay does not support rollout.function"
 
     def _refill_problems(self) -> Iterator[str]:
         algorithm, size = self.algorithm.resolve(), self.rollout.group_size

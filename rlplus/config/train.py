@@ -3,7 +3,7 @@
 from math import ceil
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rlplus.config.base import Count, Fraction, NonNegative, Positive, Seconds, Section
 
@@ -11,6 +11,10 @@ from rlplus.config.base import Count, Fraction, NonNegative, Positive, Seconds, 
 OWNED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
 OWNED |= {"optimizer", "scheduler", "fp16"}
 LARGEST = 3.4e38  # float32
+
+
+def _as_count(value: Any) -> Any:
+    return int(value) if isinstance(value, bool) else value
 
 
 class TrainConfig(Section):
@@ -74,9 +78,9 @@ class TrainConfig(Section):
     """Seconds that ranks wait for one that is still busy; one that died is noticed at once."""
     max_nonfinite: Count = 3
     """Updates in a row with a non-finite loss or gradient that stop the run; each is skipped."""
-    overlap: bool = False
-    """Generate the next batch while this one trains, and so by the policy of one update before; the ratio is to that
-    policy."""
+    overlap: Annotated[int, Field(ge=0, le=1000), BeforeValidator(_as_count)] = 0
+    """k > 0: generate batches while others train, k with the same weights, and so by the policy of 1 to k steps before;
+    the ratio is to that policy. true is 1, false 0."""
 
     @model_validator(mode="after")
     def _check_length(self) -> Self:

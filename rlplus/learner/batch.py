@@ -32,7 +32,7 @@ def make_micro_batches(
     everyone = bool(o.kl_coef or o.entropy_coef)
     kept = rebalance([s for s in samples if everyone or _has_gradient(s, o)], config)
     unknown = sum(s.loss_tokens[1] for s in kept if s.behavior_logprob is None)
-    assert config.data.behavior_logprob is None or not unknown, f"want the author's logprob of {unknown} more tokens"
+    assert not config.knows_behavior or not unknown, f"want the author's logprob of {unknown} more tokens"
     batches = even_batches(kept, _token_weights(kept, totals, algorithm, config), config, pad_id, device)
     if o.entropy_coef and algorithm.reduction == "official":
         # The official scripts' bonus is a mean over response tokens, while their loss is normalised by length alone.

@@ -105,7 +105,7 @@ class Policy(Learner):
             batch.token_weight,
             batch.external,
             old_logprob=batch.old_logprob,
-            behavior_logprob=None if self.config.data.behavior_logprob is None else batch.behavior_logprob,
+            behavior_logprob=batch.behavior_logprob if self.config.knows_behavior else None,
             ref_logprob=batch.ref_logprob,
             engine_logprob=None if objective.mismatch_cap is None else batch.engine_logprob,
             entropy_weight=batch.entropy_weight,

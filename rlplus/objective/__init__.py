@@ -18,6 +18,7 @@ from rlplus.objective.recipes import (
     ProcessReward,
     RecipeOptions,
     Refill,
+    Replay,
     Shaping,
     recipe_name,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "ProcessReward",
     "RecipeOptions",
     "Refill",
+    "Replay",
     "Shaping",
     "TokenConstants",
     "TokenLoss",

@@ -13,6 +13,7 @@ from rlplus.objective.recipes import (
     ProcessReward,
     RecipeOptions,
     Refill,
+    Replay,
     Shaping,
     is_number,
 )
@@ -45,8 +46,8 @@ class Objective:
     internal       "ratio" (RL-PLUS), "clip" (PPO, GRPO, DAPO), "reinforce", "cispo" (MiniMax-M1), "sapo", "dppo",
                    or the name of a `register_token_loss`
     external       "mis" (RL-PLUS eq. 4 with the Bayes-optimal estimate), "proxy", "omega", "bayes" (the paper's
-                   ablations), "shaped" (LUFFY), "nll" (supervised), "dft" (supervised, weighted by p) or "none";
-                   the supervised ones ignore the advantage
+                   ablations), "shaped" (LUFFY, ExGRPO), "nll" (supervised), "dft" (supervised, weighted by p) or
+                   "none"; the supervised ones ignore the advantage
     external_coef  factor of the external loss
     gamma          exponent of the exploration weight (1 - p)^gamma on external tokens (RL-PLUS eq. 6); 0 = off
     kappa          LUFFY's shaping constant, for "shaped"
@@ -197,6 +198,11 @@ class Algorithm:
         return self.demonstrations != "none"
 
     @property
+    def needs_demonstrations(self) -> bool:
+        """Whether these are the data's, and not the policy's own of earlier steps."""
+        return self.demonstrates and not self.recipe.replays
+
+    @property
     def demonstrates_in_place(self) -> bool:
         """Whether a demonstration replaces a rollout of its group."""
         return self.demonstrates and self.recipe.in_place
@@ -238,6 +244,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     **{f"rlplus{name}": Algorithm(Objective(**changes)) for name, changes in _RLPLUS.items()},
     **{f"rlplus-official{name}": _official(**changes) for name, changes in _RLPLUS.items()},
     "luffy": _official(external="shaped", gamma=0.0),
+    "exgrpo": replace(_official(external="shaped", gamma=0.0), recipe=Replay()),
     "grpo": _rollouts_only("clip", "sequence"),
     "grpo-official": _rollouts_only("clip", "official", normalize_std=False, entropy_coef=1e-3),
     "grpo-sft": _official_sft(),

@@ -17,12 +17,14 @@ Schedule = Literal["binomial", "random", "linear", "cosine", "fixed"]
 class RecipeOptions:
     """Base class of the options, with the properties of a recipe that no option changes.
 
-    in_place: whether a demonstration replaces a rollout of its group.
+    in_place: whether a demonstration of the data replaces a rollout of its group.
+    replays: whether demonstrations are the policy's own rollouts of earlier steps, not the data's.
     learners: the models that the recipe trains alongside the policy, by name. Each has the policy's body and the head
     of the "language" model, or a "value" head of width 1.
     """
 
     in_place: ClassVar[bool] = True
+    replays: ClassVar[bool] = False
     learners: ClassVar[Mapping[str, Head]] = {}
 
 
@@ -99,6 +101,26 @@ class Prefix(RecipeOptions):
                 raise ValueError(f"recipe.{name} belongs to schedule {' or '.join(readers)}; got {self.schedule}")
         if self.members is not None:
             _check_integer("members", self.members, 1)
+
+
+@dataclass(frozen=True)
+class Replay(RecipeOptions):
+    """Correct rollouts of earlier steps as members of groups, in the place of demonstrations (ExGRPO).
+
+    share   of a step's prompts, at most, that are earlier ones, which were solved in part
+    start   both keeping and replaying begin after the first step of which more than this share was correct
+    Raises ValueError for values that do not fit.
+    """
+
+    in_place: ClassVar[bool] = False
+    replays: ClassVar[bool] = True
+    share: float = 0.5
+    start: float = 0.35
+
+    def __post_init__(self) -> None:
+        for name in ("share", "start"):
+            if not _is_share(value := getattr(self, name)):
+                raise ValueError(f"want recipe.{name} a number in [0, 1]; got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -182,6 +204,7 @@ RECIPES: dict[str, type[RecipeOptions]] = {
     "prefix": Prefix,
     "critic": Critic,
     "process-reward": ProcessReward,
+    "replay": Replay,
 }
 
 

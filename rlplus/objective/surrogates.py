@@ -147,9 +147,10 @@ def _bayes(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Te
 
 
 def _shaped(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor]:
-    """p / (p + kappa) (LUFFY)."""
-    p = logprob.exp()
-    return p / (p + o.kappa), o.kappa * p / (p + o.kappa) ** 2
+    """w / (w + kappa), w = p / p_omega (LUFFY; ExGRPO), with p_omega = 1 where it is unknown."""
+    w, _ = _omega(logprob, c, o)
+    g = 1 / (1 + o.kappa / w)
+    return g, g / (1 + w / o.kappa)
 
 
 def _nll(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor]:

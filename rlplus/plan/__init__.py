@@ -26,7 +26,8 @@ class Plan:
     """ranks: the number of GPUs that train; the others are for their engines. mode: the engine's, "none" without one.
 
     seconds: of a step by phase, empty if unknown. remedies: only if the run does not fit. note: if the model's
-    architecture is the copy that comes with a shipped configuration, the reason. steps: None if the data decide it.
+    architecture is the copy that comes with a shipped configuration, the reason; and that rollout.vllm is not counted.
+    steps: None if the data decide it.
     """
 
     cluster: Cluster
@@ -84,6 +85,8 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
     """
     trainer = training_part(config, cluster)
     model, note = read_model(config)
+    if options := ", ".join(config.rollout.vllm):
+        note = "\n".join(filter(None, (note, f"Not counted: what rollout.vllm changes ({options}).")))
     check_positions(config, model.lm.config)
     _check_heads(config, model)
     memory = estimate_memory(config, model, trainer)
@@ -92,7 +95,7 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
         cluster,
         trainer.gpus,
         config.rollout.mode if config.needs_engine else "none",
-        config.train.overlap,
+        config.train.overlap > 0,
         model.parameters,
         packed_shape(config),
         memory.cache // one,

@@ -87,7 +87,8 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     # Within a GPU, or through files in the host's memory.
     handed_over = weights / bandwidth if config.rollout.mode == "colocated" else 2 * weights / PCIE
     if rollouts:  # otherwise there is no engine, or one for evaluations alone
-        seconds["sync"] = handed_over + (_ring(weights, ranks) / link if train.zero_stage == 3 else 0)
+        gathered = _ring(weights, ranks) / link if train.zero_stage == 3 else 0
+        seconds["sync"] = (handed_over + gathered) / max(1, train.overlap)  # once in so many steps
     total = sum(seconds.values())
     if train.overlap:
         generate, sync = seconds.get("generate", 0.0), seconds["sync"]
@@ -139,7 +140,7 @@ def _members(config: Config) -> tuple[int, int]:
     """The maximum numbers of rollouts and demonstrations in a group."""
     algorithm = config.algorithm.resolve()
     rollouts = config.rollout.group_size - algorithm.demonstrates_in_place if algorithm.generates else 0
-    return rollouts, int(algorithm.demonstrates and not isinstance(algorithm.recipe, Prefix))
+    return rollouts, int(algorithm.needs_demonstrations and not isinstance(algorithm.recipe, Prefix))
 
 
 def _tied(model: Model) -> bool:

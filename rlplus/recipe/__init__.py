@@ -1,7 +1,7 @@
 """Recipes: the parts of a training step that depend on the algorithm, besides its objective."""
 
 from rlplus.config import Config
-from rlplus.objective import Critic, Gate, Interleaved, Plain, Prefix, ProcessReward, RecipeOptions
+from rlplus.objective import Critic, Gate, Interleaved, Plain, Prefix, ProcessReward, RecipeOptions, Replay
 from rlplus.recipe.critic import CriticRecipe
 from rlplus.recipe.gate import GateRecipe
 from rlplus.recipe.interleaved import InterleavedRecipe
@@ -9,6 +9,7 @@ from rlplus.recipe.plain import Ask, Batch, Recipe, Update, demonstration, set_a
 from rlplus.recipe.prefix import PrefixRecipe
 from rlplus.recipe.process_reward import ProcessRewardRecipe
 from rlplus.recipe.refill import refill_batch
+from rlplus.recipe.replay import ReplayRecipe
 
 __all__ = ["Ask", "Batch", "Recipe", "Update", "demonstration", "make_recipe", "refill_batch", "set_advantages"]
 
@@ -19,6 +20,7 @@ _RECIPES: dict[type[RecipeOptions], type[Recipe]] = {
     Prefix: PrefixRecipe,
     Critic: CriticRecipe,
     ProcessReward: ProcessRewardRecipe,
+    Replay: ReplayRecipe,
 }
 
 

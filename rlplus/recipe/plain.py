@@ -25,11 +25,13 @@ class Ask(NamedTuple):
     """Members of an example's group: `rollouts` responses to sample, and its demonstration if `demonstrated`.
 
     prefixes: the initial tokens of each of the first rollouts; the others have none.
+    replayed: one more member, sampled in an earlier step, with its reward.
     """
 
     rollouts: int
     demonstrated: bool
     prefixes: Sequence[Sequence[int]] = ()
+    replayed: Sample | None = None
 
 
 @dataclass
@@ -66,6 +68,10 @@ class Recipe:
 
     def build(self, model_path: str, model_config: PretrainedConfig, pad_id: int) -> None:
         """Create `learners` from the folder and configuration of the policy. Collective."""
+
+    def prompts(self, drawn: Sequence[int]) -> list[int]:
+        """This rank's prompts of a draw, by their places among the run's, out of those of all ranks that were drawn."""
+        return list(drawn[dist.get_rank() :: dist.get_world_size()])
 
     def ask(self, examples: Sequence[Example]) -> list[Ask]:
         """The group of each example. A demonstration replaces a rollout, which is not sampled."""

@@ -99,8 +99,9 @@ def _check_devices(config: RolloutConfig) -> None:
     size, world = config.tensor_parallel_size, dist.get_world_size() if dist.is_initialized() else 1
     if size > 1 and config.engine != "vllm":
         raise ValueError(f"rollout.tensor_parallel_size {size} needs vLLM, which is not installed")
-    if config.sleep and config.engine != "vllm":
-        raise ValueError("rollout.sleep needs vLLM, which is not installed")
+    for key in ("sleep", "vllm"):
+        if getattr(config, key) and config.engine != "vllm":
+            raise ValueError(f"rollout.{key} needs vLLM, which is not installed")
     local = ranks_here()
     if config.mode == "colocated" and dist.is_initialized():
         # A group of ranks across machines would send every layer's activations over the network.

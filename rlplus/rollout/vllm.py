@@ -7,6 +7,7 @@ import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from itertools import accumulate
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from rlplus import agree
 from rlplus.config import RolloutConfig
+from rlplus.errors import nearest
 from rlplus.rollout.clock import Clock
 from rlplus.rollout.protocol import DEFAULT_CACHE_MB, Completion, check_logprobs, check_request, whole_model
 from rlplus.rollout.push import WeightFiles, parameter_shapes, watched
@@ -61,6 +63,7 @@ class VLLMEngine:
     ) -> None:
         self._vllm = import_vllm()
         self._cpu = _on_cpu()
+        self._check_options(config.vllm)
         if config.sleep and self._cpu:
             raise ValueError("rollout.sleep gives GPU memory back: vLLM has it on CUDA only, and this is its CPU build")
         self._sleeps, self._asleep = config.sleep, False
@@ -77,28 +80,29 @@ class VLLMEngine:
             self._shapes, self._vocabulary = parameter_shapes(
                 config_path or model_path, trust_remote_code=trust_remote_code
             )
-            self._llm: Any = self._vllm.LLM(
-                model=model_path,
-                hf_config_path=config_path,
-                skip_tokenizer_init=True,
-                trust_remote_code=trust_remote_code,
-                dtype=dtype,
-                max_model_len=max_model_len,
-                seed=seed,
-                enforce_eager=config.enforce_eager or self._cpu,
+            settings: dict[str, Any] = {
+                "model": model_path,
+                "hf_config_path": config_path,
+                "skip_tokenizer_init": True,
+                "trust_remote_code": trust_remote_code,
+                "dtype": dtype,
+                "max_model_len": max_model_len,
+                "seed": seed,
+                "enforce_eager": config.enforce_eager or self._cpu,
                 # On the CPU vLLM fails on a seeded request whose prompt it takes in two parts.
-                enable_chunked_prefill=not self._cpu,
-                max_num_batched_tokens=max(CPU_BATCHED_TOKENS, max_model_len) if self._cpu else None,
-                gpu_memory_utilization=config.gpu_memory_utilization,
-                kv_cache_memory_bytes=cache_mb * 2**20 if cache_mb else None,
-                logprobs_mode="processed_logprobs",
-                generation_config="vllm",  # nothing of the model's own sampling settings
-                use_tqdm_on_load=False,
-                tensor_parallel_size=self._tp,
-                enable_sleep_mode=config.sleep,
-                # More than one rank: take rank and device from the launcher, else every engine would use the first GPU.
-                distributed_executor_backend="external_launcher" if _world_size() > 1 else None,
-            )
+                "enable_chunked_prefill": not self._cpu,
+                "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_model_len) if self._cpu else None,
+                "gpu_memory_utilization": config.gpu_memory_utilization,
+                "kv_cache_memory_bytes": cache_mb * 2**20 if cache_mb else None,
+                "logprobs_mode": "processed_logprobs",
+                "generation_config": "vllm",  # nothing of the model's own sampling settings
+                "use_tqdm_on_load": False,
+                "tensor_parallel_size": self._tp,
+                "enable_sleep_mode": config.sleep,
+                # More than one rank: take rank and device from the launcher, else all engines would use the first GPU.
+                "distributed_executor_backend": "external_launcher" if _world_size() > 1 else None,
+            }
+            self._llm: Any = self._vllm.LLM(**settings | config.vllm)
         self._watch_tokens(self._llm.llm_engine.engine_core)
         self._repack_head = self._cpu and "lm_head.weight" not in self._shapes
 
@@ -132,6 +136,18 @@ class VLLMEngine:
             samples = [_completion(sample) for sample in output.outputs]
             completions[i] = samples if temperature else samples * n[i]
         return check_logprobs(completions)
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """ValueError for a further engine argument that vLLM does not have, or that it must not have on the CPU."""
+        names = [field.name for field in fields(self._vllm.EngineArgs)] if options else []
+        for name in options:
+            if name not in names:
+                hint = f"; nearest: {near}" if (near := nearest(name, names)) else ""
+                raise ValueError(f"rollout.vllm.{name}: vLLM {self._vllm.__version__} has no such argument{hint}")
+            if self._cpu and name in ("enable_chunked_prefill", "max_num_batched_tokens"):
+                raise ValueError(
+                    f"rollout.vllm.{name}: leave it out, on the CPU vLLM fails on a seeded prompt in two parts"
+                )
 
     def _watch_tokens(self, core: Any) -> None:
         """Tell the clock of each new token: `LLM.generate` shows finished responses only, minutes apart."""

@@ -44,7 +44,7 @@ def select_prompts(
     verdicts: those of an earlier grading; without any the demonstrations are graded, where the algorithm takes them.
     """
     algorithm, kept, graded = config.algorithm.resolve(), list(examples), None
-    if algorithm.demonstrates:
+    if algorithm.needs_demonstrations:
         verdicts = verdicts or grade_demonstrations(examples, scorer, decode)
         kept, graded = keep_passed(examples, verdicts)
     if not algorithm.generates:

@@ -21,24 +21,42 @@ from rlplus.trainer.samples import generate
 
 @dataclass
 class Drawn:
-    """A `Batch` before scoring, with the `indices` of its examples in the run's data; the form in checkpoints."""
+    """A `Batch` before scoring, with the `indices` of its examples in the run's data; the form in checkpoints.
+
+    version: of the weights that sampled it, the number of steps that made them; None: of 0.1.0, which did not say.
+    """
 
     indices: list[int]
     samples: list[Sample]
     seconds: float
+    version: int | None = None
 
 
 Question = Callable[[RolloutEngine], Drawn]
 Position = dict[str, int]  # of the sampler
 
 
+@dataclass
+class Ahead:
+    """A batch that is generated ahead. position: of the sampler, before the batch's prompts."""
+
+    position: Position
+    coming: Future[Drawn]
+
+    def wait(self, _: RolloutEngine) -> Drawn:
+        return self.coming.result()
+
+
 class Rollouts:
     """`begin` a step, then `draw`, several times if needed but once with train.overlap. All ranks call both together.
 
-    With train.overlap the batch of step k + 1 is generated in a thread while step k trains. It is sampled with the
-    weights of step k, so its old_logprob are the engine's: those of the policy that sampled, to the engine's accuracy,
-    which the probe checks at every push. Demonstrations get theirs from the same weights, by a forward pass of the
-    policy before they change. Both are part of the batch, and the batch part of a checkpoint.
+    With train.overlap k every k-th step pushes its weights, and these sample the batches of the k steps behind it, one
+    after the other in a thread, while the steps train; the first step samples its own batch, too. So a batch was
+    sampled 1 to k steps before it is trained on, as many in every run: no clock decides it.
+
+    Their old_logprob are the engine's: those of the policy that sampled, to the engine's accuracy, which the probe
+    checks at every push. Demonstrations get theirs from the same weights, by a forward pass of the policy before they
+    change. Both are part of the batch, and the batches ahead part of a checkpoint.
     """
 
     def __init__(
@@ -56,63 +74,66 @@ class Rollouts:
         self.examples, self.sampler, self.pad_id, self.engine = examples, sampler, pad_id, engine
         self.respond = respond
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._ahead: Drawn | None = None
-        self._coming: Future[Drawn] | None = None
+        self._ahead: list[Ahead] = []  # in the order in which they are generated and trained on
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
-        # The target of `rewind`: the sampler's position and the batch ahead. Then the position after that batch.
-        self._begin: tuple[Position, Drawn | None] = sampler.state_dict(), None
-        self._drawn_from: Position = sampler.state_dict()
+        self._begin: tuple[Position, list[Ahead]] = sampler.state_dict(), []  # the target of `rewind`
 
     def begin(self, tally: Tally) -> None:
         """Start a step; `rewind` goes back to this point."""
         with tally.time("generate"):
-            self._settle()
-        self._begin = self.sampler.state_dict(), self._ahead
+            self._settle(1)
+        self._begin = self.sampler.state_dict(), list(self._ahead)
 
     def draw(self, step: int, tally: Tally) -> Batch:
         """Push the weights that step `step` trains and generate a batch with them, not scored yet.
 
-        With train.overlap the batch exists already, from one update before; the weights are for the next batch, whose
-        generation starts.
+        With train.overlap the batch exists already. If it is the last one, the weights are pushed for the next ones,
+        whose generation starts.
         """
         overlap = self.config.train.overlap
-        assert self._coming is None, "want one draw per step with train.overlap"
-        if self.recipe.algorithm.generates:
+        assert not overlap or self._ahead == self._begin[1], "want one draw per step with train.overlap"
+        last = len(self._ahead) <= 1
+        if last and self.recipe.algorithm.generates:
             with tally.time("sync"):
-                self.engine.sync(step, probe=overlap)
-        if overlap:  # without overlap the batch's own gap is logged
-            tally.mean("mismatch/probe", self.engine.gap)
+                self.engine.sync(step, probe=overlap > 0)
+            if overlap:  # without overlap the batch's own gap is logged
+                tally.mean("mismatch/probe", self.engine.gap)
         with tally.time("generate"):
-            drawn = self._ahead or self.engine.ask(self._question(), interruptible=True)
-            self._ahead = None
-            if overlap:
-                self._drawn_from = self.sampler.state_dict()
-                self._coming = self._thread.submit(self._question(), self.engine.engine)
+            if self._ahead:
+                drawn = self._ahead.pop(0).coming.result()
+            else:
+                drawn = self.engine.ask(self._question(step), interruptible=True)
+            for _ in range(overlap if last else 0):
+                position, question = self.sampler.state_dict(), self._question(step)
+                self._ahead.append(Ahead(position, self._thread.submit(question, self.engine.engine)))
+        if overlap and drawn.version is not None:
+            tally.mean("batch/staleness", step - drawn.version)
         return Batch([self.examples[i] for i in drawn.indices], drawn.samples, drawn.seconds)
 
     def sync(self, version: int) -> None:
         """Push the policy's weights to the engine, with a probe, for an evaluation."""
-        self._settle()
+        self._settle(len(self._ahead))
         self.engine.sync(version, probe=True)
 
-    def _settle(self) -> None:
-        """Wait for the batch that is being generated, if there is one: the engine answers one question at a time."""
-        if self._coming is None:
-            return
-        coming, self._coming = self._coming, None
-        try:
-            self._ahead = self.engine.ask(lambda _: coming.result())
-        except EngineFailed:
-            self._begin = self._drawn_from, None  # its prompts were not used
-            self.rewind()
-            raise
+    def _settle(self, count: int) -> None:
+        """Wait for the first `count` batches ahead: the engine answers one question at a time.
 
-    def _question(self) -> Question:
-        """A function that generates the next batch, without other ranks; its prompts are drawn now."""
+        EngineFailed if one failed: its prompts, and those of the batches after it, were not used.
+        """
+        for i, ahead in enumerate(self._ahead[:count]):
+            try:
+                self.engine.ask(ahead.wait)
+            except EngineFailed:
+                self._begin = ahead.position, self._ahead[:i]
+                self.rewind()
+                raise
+
+    def _question(self, version: int) -> Question:
+        """A function that generates the next batch with these weights, without other ranks; prompts are drawn now."""
         # A seed for every draw of every rank, the same after a resume.
         draw = self.sampler.drawn // self.sampler.batch
         seed = (self.config.train.seed * 1_000_003 + draw) * self.world + self.rank
-        indices = self.sampler.next()[self.rank :: self.world]
+        indices = self.recipe.prompts(self.sampler.next())
         examples = [self.examples[i] for i in indices]
         asks = self.recipe.ask(examples)
         logprobs = self._demonstration_logprobs(examples, asks) if self.config.train.overlap else []
@@ -123,7 +144,7 @@ class Rollouts:
             if logprobs:
                 for sample, logprob in zip((s for s in samples if s.demonstration), logprobs, strict=True):
                     sample.engine_logprob = logprob
-            return Drawn(indices, samples, time.perf_counter() - start)
+            return Drawn(indices, samples, time.perf_counter() - start, version)
 
         return question
 
@@ -137,18 +158,22 @@ class Rollouts:
         return [logprob.tolist() for logprob in logprobs]
 
     def rewind(self) -> None:
-        """Undo the draws since `begin`, so that a checkpoint resumes there; drop a batch that is being generated."""
-        self._coming = None
-        position, self._ahead = self._begin
+        """Undo the draws since `begin`, so that a checkpoint resumes there; give up batches ahead that began since."""
+        position, ahead = self._begin
+        self._ahead = list(ahead)
         self.sampler.load_state_dict(position)
 
     def state(self) -> Any:
-        """The batch that was generated ahead, for a checkpoint of this rank; None without one."""
-        self._settle()
-        return self._ahead and vars(self._ahead)
+        """The batches that were generated ahead, for a checkpoint of this rank; None if there are none."""
+        self._settle(len(self._ahead))
+        return [vars(ahead.coming.result()) for ahead in self._ahead] or None
 
     def restore(self, state: Any) -> None:
-        self._ahead = state and Drawn(**state)
+        batches = [state] if isinstance(state, dict) else state or []  # of 0.1.0: one batch
+        for batch in batches:
+            done: Future[Drawn] = Future()
+            done.set_result(Drawn(**batch))
+            self._ahead.append(Ahead(self.sampler.state_dict(), done))
 
     def close(self) -> None:
         self.engine.close()

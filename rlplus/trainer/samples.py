@@ -23,7 +23,7 @@ def generate(
     respond: Respond,
     seed: int,
 ) -> list[Sample]:
-    """Every group's members, in order: its rollouts, then its demonstration if requested."""
+    """Every group's members, in order: its rollouts, then its demonstration or a replayed rollout if requested."""
     groups: list[list[Sample]] = [[] for _ in examples]
     if config.algorithm.resolve().generates:  # on all ranks or on none: some engines are shared by several
         requests = [(group, *alike) for group, ask in enumerate(asks) for alike in _alike(ask)]
@@ -40,6 +40,8 @@ def generate(
     for group, (example, ask) in enumerate(zip(examples, asks, strict=True)):
         if ask.demonstrated:
             groups[group].append(demonstration(example, group))
+        if ask.replayed is not None:
+            groups[group].append(replace(ask.replayed, group=group))
     return [*chain(*groups)]
 
 
@@ -75,8 +77,8 @@ def score(
 ) -> list[str]:
     """Set every sample's reward; returns each rollout's status, "ok" or the problem. Collective.
 
-    Demonstrations are not graded again: one that the grader fails on now would get a negative advantage.
-    SharedFailure if grading fails on one rank.
+    Demonstrations and replayed rollouts are not graded again: one that the grader fails on now would get a negative
+    advantage. SharedFailure if grading fails on one rank.
     """
     rollouts = [s for s in samples if not s.demonstration]
     ungraded = [s for s in rollouts if not s.scored]
@@ -91,7 +93,7 @@ def score(
     for sample, result in zip(ungraded, scores, strict=True):
         sample.reward = result.value
     for sample in samples:
-        if sample.demonstration:
+        if sample.demonstration and not sample.scored:
             sample.reward = examples[sample.group].demonstration_reward
             assert not sample.masked, "want graded demonstrations"
     statuses = iter([result.status for result in scores])

@@ -1,0 +1,142 @@
+"""The replay recipe: correct rollouts of earlier steps return as members of a group (ExGRPO, arXiv 2510.02245)."""
+
+from array import array
+from collections.abc import Callable, Sequence
+from math import exp
+from random import Random
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from rlplus import agree
+from rlplus.config import Config
+from rlplus.data import Example, Sample
+from rlplus.objective import Replay
+from rlplus.recipe.plain import Ask, Batch, Recipe
+
+
+class Kept(NamedTuple):
+    """A correct rollout: token ids, the engine's logprobs of them when they were sampled, and the grader's reward."""
+
+    response: Sequence[int]
+    logprob: Sequence[float]
+    reward: float
+
+    @property
+    def entropy(self) -> float:
+        """The mean of -log p over the tokens, whose expectation is the mean entropy of the policy that sampled them."""
+        return -sum(self.logprob) / len(self.logprob)
+
+
+class ReplayRecipe(Recipe):
+    """Some of a step's prompts are earlier ones that were solved in part, each with a rollout that solved it then.
+
+    Such a prompt gets one rollout less, and the kept one is a member of its group: external tokens, whose author is the
+    policy of then, with the logprobs of then as behavior_logprob. How often a prompt was solved when it was last
+    trained on, replayed member included, decides how likely it returns: by a normal distribution around half of the
+    group, with a standard deviation of one rollout. A prompt that all members solved waits no longer.
+
+    What differs: the kept rollout is the one of the lowest entropy, which is estimated from the logprobs that it was
+    sampled with; the original keeps all correct ones and computes their entropies under the current policy. Its
+    logprobs are the engine's; there the trainer's. Before `start` the original clips ratios at .2. It takes prompts
+    that all rollouts solved out of the data; here the sampler goes on drawing them.
+
+    How often each prompt was solved all ranks know; a prompt's rollout stays with one of them.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        assert isinstance(self.algorithm.recipe, Replay), "want the options of this recipe"
+        self.options = self.algorithm.recipe
+        self.steps, self.started = 0, False
+        self.solved: dict[int, int] = {}  # members that solved a prompt that waits, by its place among the run's
+        self.kept: dict[int, Kept] = {}  # of this rank's part of them
+        self._places: list[int] = []  # of this step's prompts, on this rank
+        self._replayed: dict[int, Kept] = {}
+
+    def prompts(self, drawn: Sequence[int]) -> list[int]:
+        """The first ones of those drawn, and in the place of others prompts that return, shuffled. Collective."""
+        random = Random(f"{self.config.train.seed} {self.steps}")
+        here, buckets, chosen = set(drawn), dict[int, list[int]](), list[int]()
+        for place, solved in sorted(self.solved.items()):
+            if place not in here:
+                buckets.setdefault(solved, []).append(place)
+        while buckets and len(chosen) < int(self.options.share * len(drawn)):
+            chosen.append(_draw(buckets, self.config.rollout.group_size, random))
+        places = [*drawn[: len(drawn) - len(chosen)], *chosen]
+        random.shuffle(places)
+        self._replayed = {}
+        for part in agree.gathered({place: self.kept[place] for place in chosen if place in self.kept}):
+            self._replayed |= part
+        self._places = super().prompts(places)
+        return self._places
+
+    def ask(self, examples: Sequence[Example]) -> list[Ask]:
+        asks = super().ask(examples)
+        for i, (place, example) in enumerate(zip(self._places, examples, strict=True)):
+            if (kept := self._replayed.get(place)) is not None:
+                sample = Sample(
+                    example.prompt, kept.response, 0, True, False, None, kept.reward,
+                    behavior_logprob=kept.logprob, scored=True,
+                )  # fmt: skip
+                asks[i] = Ask(asks[i].rollouts - 1, False, replayed=sample)
+        return asks
+
+    def collect(self, draw: Callable[[], Batch]) -> Batch:
+        """Once a step was solved often enough, remember which prompts were solved in part, and how."""
+        batch = super().collect(draw)
+        self.steps += 1
+        if not self.started:
+            right = sum(sample.reward >= 1 for sample in batch.samples)
+            total, members = agree.sums(right, len(batch.samples))
+            self.started = total > self.options.start * members
+            return batch
+        groups: list[list[Sample]] = [[] for _ in self._places]
+        for sample in batch.samples:
+            groups[sample.group].append(sample)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        own = [(group * world + rank, self._places[group], *_judged(members)) for group, members in enumerate(groups)]
+        everybody = [judged for part in agree.gathered(own) for judged in part]
+        for _, place, right, wrong, best in sorted(everybody, key=lambda judged: judged[0]):  # as on one rank
+            if right and wrong:
+                self.solved[place] = right
+                if best is not None and place % world == rank:
+                    self.kept[place] = min(best, self.kept.get(place, best), key=lambda kept: kept.entropy)
+            elif right:
+                self.solved.pop(place, None)
+                self.kept.pop(place, None)
+        return batch
+
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        replayed = sum(place in self._replayed for place in self._places)
+        return {"replay/waiting": (len(self.solved), 1), "replay/share": (replayed, len(self._places))}
+
+    def state(self) -> Any:
+        return self.steps, self.started, dict(self.solved), dict(self.kept)
+
+    def restore(self, state: Any) -> None:
+        self.steps, self.started, solved, kept = state
+        self.solved, self.kept = dict(solved), dict(kept)
+
+
+def _draw(buckets: dict[int, list[int]], group_size: int, random: Random) -> int:
+    """Take a prompt out of the buckets of those that were solved equally often: first a bucket, then one of it."""
+    squares = {number: (number - group_size / 2) ** 2 for number in sorted(buckets)}
+    nearest = min(squares.values())  # has the weight 1: in a large group all others may round to 0
+    (number,) = random.choices([*squares], [exp((nearest - square) / 2) for square in squares.values()])
+    place = buckets[number].pop(random.randrange(len(buckets[number])))
+    if not buckets[number]:
+        del buckets[number]
+    return place
+
+
+def _judged(group: Sequence[Sample]) -> tuple[int, int, Kept | None]:
+    """How many members are right and wrong, and the right rollout of the lowest entropy, if it is to be kept."""
+    right = [sample for sample in group if sample.reward >= 1]
+    wrong = len(group) - len(right)
+    rollouts = [
+        Kept(array("i", sample.response), array("f", sample.engine_logprob), sample.reward)
+        for sample in right
+        if wrong and sample.engine_logprob is not None  # else it is a replayed one, which is kept already
+    ]
+    return len(right), wrong, min(rollouts, key=lambda kept: kept.entropy, default=None)

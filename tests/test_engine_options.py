@@ -1,0 +1,137 @@
+"""Engine arguments of vLLM that pass through: `rollout.vllm`."""
+
+from dataclasses import make_dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine_runs import changed
+from plan_cases import paper
+from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, gap, save, tiny_model
+from trainer_runs import run_config
+
+import rlplus.rollout
+import rlplus.rollout.vllm
+from rlplus.config import RolloutConfig, load_config
+from rlplus.config.rollout import OWNED
+from rlplus.plan import make_cluster, make_plan
+from rlplus.rollout import make_engine
+from rlplus.trainer.folder import read_state
+
+DEFAULTS = {"enable_chunked_prefill", "max_num_batched_tokens", "use_tqdm_on_load"}  # of the trainer; a user may differ
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The engine arguments that vLLM, as on CUDA, was last made with; it has no others than those of its start."""
+    arguments: dict[str, Any] = {}
+    core = SimpleNamespace(get_output=None, shutdown=lambda: None)
+
+    def make(**settings: Any) -> SimpleNamespace:
+        arguments.clear()
+        arguments.update(settings)
+        return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
+
+    names = [*OWNED, *DEFAULTS, "max_num_seqs", "speculative_config"]
+    module = SimpleNamespace(LLM=make, EngineArgs=make_dataclass("EngineArgs", names), __version__="9.9")
+    monkeypatch.setattr(rlplus.rollout.vllm, "import_vllm", lambda: module)
+    monkeypatch.setattr(rlplus.rollout.vllm, "_on_cpu", lambda: False)
+    monkeypatch.setattr(rlplus.rollout, "_choose", lambda engine: engine)
+    return arguments
+
+
+def start(folder: Path, mode: str = "colocated", **options: Any) -> Any:
+    if not (folder / "config.json").exists():
+        save(tiny_model(tied=False), folder)
+    config = RolloutConfig(
+        engine="vllm",
+        mode=mode,
+        max_response_length=16,
+        kv_cache_memory_mb=16,
+        vllm=options,  # type: ignore[arg-type]
+    )
+    lengths = {"max_model_len": MAX_MODEL_LEN, "eos_token_id": EOS, "pad_token_id": PAD}
+    return make_engine(config, str(folder), dtype="float32", seed=0, **lengths)
+
+
+def test_options_reach_the_engine_beside_the_trainers_own(tmp_path: Path, asked: dict[str, Any]) -> None:
+    start(tmp_path).close()
+    own = dict(asked)
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "speculative_config": {"method": "ngram"}}
+    start(tmp_path, **options).close()
+    assert asked == own | options
+    assert own["max_num_batched_tokens"] is None
+
+
+def test_whatever_the_trainer_sets_is_refused_with_a_reason(tmp_path: Path, asked: dict[str, Any]) -> None:
+    start(tmp_path).close()
+    assert asked.keys() - DEFAULTS <= OWNED.keys()
+    for name in OWNED:
+        with pytest.raises(ValueError, match=rf"vllm\.{name}: leave it out, .*{OWNED[name]}"):
+            RolloutConfig(max_response_length=8, vllm={name: None})
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_name(
+    tmp_path: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"^rollout\.vllm\.max_num_seq: vLLM 9\.9 has no .*; nearest: max_num_seqs$"):
+        start(tmp_path, max_num_seq=4)
+    with pytest.raises(ValueError, match=r"^rollout\.vllm\.xyz: vLLM 9\.9 has no such argument$"):
+        start(tmp_path, xyz=4)
+    assert not asked
+    monkeypatch.setattr(rlplus.rollout.vllm, "_on_cpu", lambda: True)
+    with pytest.raises(ValueError, match=r"^rollout\.vllm\.enable_chunked_prefill: leave it out, on the CPU"):
+        start(tmp_path, enable_chunked_prefill=True)
+
+
+def test_options_are_not_dropped_where_auto_finds_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rlplus.rollout, "find_spec", lambda name: None)
+    config = RolloutConfig(max_response_length=8, vllm={"max_num_seqs": 4})
+    with pytest.raises(ValueError, match=r"^rollout\.vllm needs vLLM, which is not installed"):
+        make_engine(config, "-", dtype="float32", max_model_len=8, eos_token_id=0, pad_token_id=0, seed=0)
+
+
+def test_a_run_resumes_with_the_options_that_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They change the samples by rounding at least."""
+    config = run_config(tmp_path, rollout={"engine": "vllm", "vllm": {"max_num_seqs": 4}})
+    saved = {"config": config.model_dump(mode="json"), "step": 3}
+    monkeypatch.setattr("rlplus.checkpoint.read_state", lambda folder: saved)
+    read_state(tmp_path, config, {})
+    with pytest.raises(ValueError, match=r"rollout\.vllm\.max_num_seqs was 4, is 5"):
+        read_state(tmp_path, changed(config, "rollout", vllm={"max_num_seqs": 5}), {})
+
+
+def test_an_option_is_given_on_the_command_line_and_named_by_the_plan(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(run_config(tmp_path).to_yaml())
+    overrides = ["rollout.engine=vllm", "rollout.vllm.speculative_config.num_speculative_tokens=3"]
+    assert load_config(path, overrides).rollout.vllm == {"speculative_config": {"num_speculative_tokens": 3}}
+    plan = make_plan(paper("rollout.vllm.quantization=fp8"), make_cluster(8, "h200"))
+    assert "Not counted: what rollout.vllm changes (quantization)." in plan.note
+
+
+@pytest.mark.vllm
+def test_the_names_are_vllms() -> None:
+    from vllm import EngineArgs
+
+    assert OWNED.keys() | DEFAULTS <= EngineArgs.__dataclass_fields__.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_vllm_generates_the_same_with_other_options(tmp_path: Path) -> None:
+    """In both modes: without the prefix cache, one sequence at a time, the policy's logprobs. And a mistyped name."""
+    for mode in ("colocated", "process"):
+        engine = start(tmp_path, mode, max_num_seqs=1, enable_prefix_caching=False)
+        model = tiny_model(tied=False, seed=1)
+        engine.push_weights(model.named_parameters(), 1)
+        groups = engine.generate(PROMPTS, [2] * len(PROMPTS), temperature=1.0, max_tokens=16, seed=0)
+        assert gap(model, groups, PROMPTS, 1.0) <= 1e-4
+        if mode == "colocated":
+            settings = engine._llm.llm_engine.vllm_config
+            assert settings.scheduler_config.max_num_seqs == 1
+            assert not settings.cache_config.enable_prefix_caching
+        engine.close()
+        with pytest.raises(ValueError, match=r"rollout\.vllm\.max_num_seq: .*; nearest: max_num_seqs"):
+            start(tmp_path, mode, max_num_seq=1)
