@@ -60,8 +60,8 @@ def train_step(run: Run, evaluate: Evaluate | None = None, validate: Evaluate | 
     """One step, on all ranks together; StepGivenUp when a signal comes before the first update.
 
     Each rank has different prompts. The engine first gets the weights that are about to be trained, and samples from
-    exactly these. With train.overlap the batch exists already, sampled with weights at most so many steps older, and the
-    engine continues with the next ones.
+    exactly these. With train.overlap the batch exists already, sampled with weights at most so many steps older, and
+    the engine continues with the next ones.
     """
     step, recipe = Step(run), run.recipe
     batch = step.collect()  # prompts, rollouts and rewards, until the recipe has enough
