@@ -19,7 +19,7 @@ from rlplus.trainer.metrics import RunLog
 from rlplus.trainer.ranks import initialize_distributed
 from rlplus.trainer.trackers import open_trackers
 
-# Signatures of wandb 0.2x and trackio 0.2x.
+# Signatures of wandb 0.31 and trackio 0.43.
 STUBS = {
     "wandb": """
 class errors:
@@ -29,7 +29,7 @@ class Run:
     def log(self, data, step=None, commit=None):
         fail("log")
         logged.append((step, dict(data)))
-    def finish(self, exit_code=None, quiet=None):
+    def finish(self, exit_code=None):
         fail("finish")
         finished.append(exit_code)
 def init(entity=None, project=None, dir=None, id=None, name=None, notes=None, tags=None, config=None,
@@ -46,8 +46,9 @@ class Run:
     def finish(self):
         fail("finish")
         finished.append(0)
-def init(project, name=None, group=None, space_id=None, dataset_id=None, config=None, resume="never", settings=None,
-         private=None, embed=True, auto_log_gpu=None, gpu_log_interval=10.0):
+def init(project, name=None, group=None, space_id=None, server_url=None, dataset_id=None, bucket_id=None, config=None,
+         resume="never", settings=None, private=None, embed=True, auto_log_gpu=None, gpu_log_interval=10.0,
+         auto_log_cpu=None, cpu_log_interval=10.0, webhook_url=None, webhook_min_level=None):
     return begin(locals())
 """,
 }

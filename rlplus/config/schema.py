@@ -23,7 +23,7 @@ class Config(Sections):
 
     @property
     def data_read(self) -> dict[str, DataConfig]:
-        """What a training reads, by the section's key."""
+        """The data that a training reads, by the section's key."""
         found = {"data": self.data}
         for name, part in (("evaluation", self.evaluation), ("validation", self.validation)):
             if part.every and part.data is not None:

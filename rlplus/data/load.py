@@ -91,7 +91,7 @@ class LoadReport:
         return "; ".join([kept, *losses])
 
     def refusal(self, config: DataConfig) -> str | None:
-        """Why these data are refused, with the counts: more dropped than allowed, or nothing left."""
+        """The reason for which these data are refused, with the counts: too much is dropped, or nothing is left."""
         files = ", ".join(config.paths)
         shares = [("rows", self.dropped_share), ("demonstrations", self.dropped_demonstration_share)]
         for what, share in shares:

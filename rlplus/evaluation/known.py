@@ -32,7 +32,7 @@ def is_test_benchmark(name: str) -> bool:
 
 
 def refusal(benchmarks: Sequence[str]) -> str:
-    """Why they may not choose."""
+    """The message of a run that they would choose the checkpoint of."""
     return (
         f"validation.data: want problems that are no test set; got {', '.join(benchmarks)}, by which the best "
         "checkpoint would be chosen. validation.allow_test_benchmarks=true does it all the same"

@@ -19,9 +19,9 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class Rendered:
-    """A row, counted from 0, whose tokens are written out as text, special ones too.
+    """A row, counted from 0, with its tokens as text, special ones too.
 
-    verdict: of the run's reward on the demonstration: its value, or why it is dropped; None where it is not graded.
+    verdict: the reward of the demonstration, or the status under which it is dropped; None where it is not graded.
     """
 
     row: int
@@ -47,10 +47,10 @@ class Lengths:
 
 @dataclass(frozen=True)
 class DataPlan:
-    """What a training reads.
+    """The data that a training reads.
 
-    prompts: from which it draws. summaries: what was kept and dropped, by file or grading. lengths: by kind of text.
-    refusals: why a run would not start.
+    prompts: their number, from which it draws. summaries: counts of what was kept and dropped, by section or grading.
+    lengths: by kind of text. refusals: reasons for which a run would not start.
     """
 
     prompts: int

@@ -97,7 +97,7 @@ def _time_table(plan: Plan) -> Table:
 
 
 def show_data(plan: "DataPlan", console: Console) -> None:
-    """What was loaded, how long it is, some prompts as the model will see them, and what a run would refuse."""
+    """The counts and lengths of the data, some prompts as the model will see them, and what a run would refuse."""
     console.print(*_data_lines(plan), sep="\n")
 
 

@@ -232,7 +232,7 @@ def read_state(last: Path, config: Config, now: dict[str, str]) -> tuple[dict[st
 
 
 def _choice(config: Config) -> dict[str, Any]:
-    """By what the best checkpoint is chosen, however often."""
+    """The settings on which the choice of the best checkpoint depends."""
     return config.validation.model_dump(exclude={"every"})
 
 

@@ -79,7 +79,7 @@ class Progress:
         return self.finished or best or (every > 0 and self.step % every == 0)
 
     def note_validation(self, metrics: dict[str, float]) -> str | None:
-        """What to say where this step's validation is the best one so far."""
+        """Remember this step where its validation is the best one so far; the message about it."""
         reward = metrics.get("validation/reward")
         if reward is None or (self.best is not None and reward <= self.best["reward"]):
             return None

@@ -10,7 +10,7 @@ from rlplus.reward import DemonstrationReport, Scorer, Verdict, grade_demonstrat
 
 @dataclass(frozen=True)
 class Prompts:
-    """What a run draws from.
+    """The prompts that a run draws from.
 
     examples: those that it trains on. variants: for each prompt, the examples that stand for it, see
     `rlplus.data.variants`. verdicts: on the demonstrations that were loaded, in order, and `graded` their counts; empty
@@ -23,7 +23,7 @@ class Prompts:
     graded: DemonstrationReport | None
 
     def refusals(self, config: Config) -> Iterator[str]:
-        """Why a run with this configuration refuses them."""
+        """Reasons for which a run with this configuration refuses them."""
         if self.graded is not None and self.graded.dropped_share > (allowed := config.data.max_dropped_share):
             yield f"{self.graded.summary()}; want at most data.max_dropped_share={allowed:g} dropped"
         try:
