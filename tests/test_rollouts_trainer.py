@@ -51,8 +51,8 @@ def test_no_weight_learns_from_an_engine_with_other_weights(tmp_path, monkeypatc
     steps: list[tuple[Policy, list[torch.Tensor]]] = []  # each with the weights after it
     optimizer_step = Policy.step
 
-    def step(policy: Policy) -> bool:
-        applied = optimizer_step(policy)
+    def step(policy: Policy, *limit: float) -> bool:
+        applied = optimizer_step(policy, *limit)
         steps.append((policy, [p.clone() for p in policy.engine.module.parameters()]))
         return applied
 
