@@ -11,6 +11,7 @@ import resource
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
@@ -68,7 +69,7 @@ def make_samples(tokens: int, sequences: int) -> list[Sample]:
 def naive_update(policy: Policy, batch: MicroBatch) -> None:
     """The same step with whole logits, and the plainest of losses."""
 
-    def op(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def op(hidden: torch.Tensor, weight: torch.Tensor, **_: Any) -> torch.Tensor:
         logprob = (hidden @ weight.t()).log_softmax(-1).gather(1, batch.target[:, None]).squeeze(1)
         return -(batch.advantage * batch.token_weight * logprob).sum()
 
