@@ -109,7 +109,7 @@ def test_the_gap_of_every_update_is_checked_before_the_first(
     monkeypatch.setattr("rlplus.trainer.engine.PREFIXES", 3)
     config = two_updates(tmp_path, "run")
     steps: list[Any] = []
-    monkeypatch.setattr(Policy, "step", lambda policy: steps.append(policy))
+    monkeypatch.setattr(Policy, "step", lambda policy, *_: steps.append(policy))
     with pytest.raises(RunFailed, match=r"step 1: the mean gap .* The policy was not changed"):
         train(config)
     assert not steps

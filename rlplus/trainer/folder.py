@@ -171,7 +171,7 @@ def fingerprint(examples: Sequence[Example]) -> str:
 
 
 def surroundings(config: Config) -> dict[str, str]:
-    """What the configuration does not show: versions of the packages, hashes of the user's files and of the preset."""
+    """Versions of the packages, and hashes of the user's files and of the preset: they are not in the configuration."""
     algorithm = hashlib.sha256(repr(config.algorithm.resolve()).encode()).hexdigest()[:12]
     found = {f"algorithm.preset {config.algorithm.preset}": algorithm}
     for package in PACKAGES:

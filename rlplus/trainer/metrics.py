@@ -95,11 +95,7 @@ def tally_update(tally: Tally, outputs: Sequence[PolicyLoss], grad_norm: float |
         tally.mean("actor/loss", total[name], once if name == "loss_internal" else 0.0)
     for metric, name, count in (
         ("entropy", "entropy", "tokens"),
-        (
-            "entropy_internal",
-            "entropy_internal",
-            "tokens_internal",
-        ),  # demonstrations' entropy is not that of the policy's own samples
+        ("entropy_internal", "entropy_internal", "tokens_internal"),  # without demonstrations
         ("active_rows", "active_rows", "tokens"),
         ("prob_internal", "prob_internal", "tokens_internal"),
         ("prob_external", "prob_external", "tokens_external"),

@@ -63,13 +63,14 @@ class Progress:
     @property
     def evaluation_due(self) -> bool:
         """Whether to evaluate at the end of the current step."""
-        every = self.config.evaluation.every
-        return every > 0 and (self.step + 1) % every == 0
+        return self._due_after(self.config.evaluation.every)
 
     @property
     def validation_due(self) -> bool:
-        """At the end of the step under way."""
-        every = self.config.validation.every
+        """Whether to validate at the end of the current step."""
+        return self._due_after(self.config.validation.every)
+
+    def _due_after(self, every: int) -> bool:
         return every > 0 and (self.step + 1) % every == 0
 
     @property
