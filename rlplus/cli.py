@@ -286,11 +286,13 @@ def _eval(args: argparse.Namespace) -> None:
     _quiet_imports()
     from rich.table import Table
 
+    from rlplus.data import SAMPLES
     from rlplus.evaluation import evaluate_model
     from rlplus.terminal import Terminal, counter
 
     with counter("problems evaluated:") as progress:
-        results = evaluate_model(config, args.model, progress)
+        kept = output.parent / SAMPLES / output.stem if config.log.samples_every else None
+        results = evaluate_model(config, args.model, progress, kept)
     table = Table("benchmark", "problems", "samples", "pass@k", "mean", "95% interval")
     for name, result in results.items():
         for k in result.k:

@@ -84,11 +84,10 @@ def sampled_loss(lm: PreTrainedModel, samples: Sequence[Sample], limit: int) -> 
     return total
 
 
-def draw_rewards(samples: Sequence[Sample], *_: Any) -> list[str]:
+def draw_rewards(samples: Sequence[Sample], *_: Any) -> None:
     """In the place of the grader: rewards that an untrained model gets now and then, so that some groups are solved."""
     for sample in samples:
         sample.reward = float(sample.demonstration or sum(sample.response) % 7 == 0)
-    return ["ok"] * len(samples)
 
 
 def twenty_steps(

@@ -18,6 +18,7 @@ from rlplus.config.schema import Config
 from rlplus.config.sections import (
     CheckpointConfig,
     EvaluationConfig,
+    LogConfig,
     LoraConfig,
     ModelConfig,
     RewardConfig,
@@ -31,6 +32,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "EvaluationConfig",
+    "LogConfig",
     "LoraConfig",
     "ModelConfig",
     "RewardConfig",

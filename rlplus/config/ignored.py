@@ -68,6 +68,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.evaluation.data is None,
         "there is no evaluation.data",
     ),
+    ("log.sample_groups", lambda c: c.log.samples_every == 0, "log.samples_every is 0, so no samples are kept"),
     ("evaluation.data.demonstration", lambda c: True, "evaluations show no demonstrations"),
     ("data.benchmark", lambda c: True, "it is for evaluation.data, whose benchmarks are reported apart"),
     ("train.lr_min_ratio", lambda c: c.train.lr_schedule == "constant", "train.lr_schedule is constant"),

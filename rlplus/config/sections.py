@@ -155,6 +155,19 @@ class EvaluationConfig(Section):
         return self
 
 
+class LogConfig(Section):
+    """`samples_every`: steps between two whose samples are kept in output_dir/samples, besides the first step's.
+    0 = none, of evaluations neither. `sample_groups`: how many groups of such a step.
+    """
+
+    samples_every: NonNegative = 10
+    sample_groups: Count = 2
+
+    def keeps_samples(self, step: int) -> bool:
+        """Whether those of a step are kept, counted from 1."""
+        return self.samples_every > 0 and (step == 1 or step % self.samples_every == 0)
+
+
 class Sections(Section):
     """One run, whose sections may still contradict each other."""
 
@@ -167,3 +180,4 @@ class Sections(Section):
     train: TrainConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    log: LogConfig = LogConfig()

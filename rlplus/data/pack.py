@@ -28,6 +28,7 @@ class Sample:
     behavior_logprob  of each response token under the demonstration's author; None = unknown
     reward          the grader's, from `Recipe.credit` on as the algorithm shapes it; NaN = masked: the grader failed,
                     and the sample is left out of everything that a reward decides
+    status          the grader's, see `rlplus.reward.Score`; "ok" where nothing graded it
     advantage       one value for the response, or one per token
     trained         whether a token has a loss: one value, or one per token; the others, such as a tool's answer, are
                     read only
@@ -48,6 +49,7 @@ class Sample:
     scored: bool = False
     value: Sequence[float] | None = None
     returns: Sequence[float] | None = None
+    status: str = "ok"
 
     @property
     def length(self) -> int:

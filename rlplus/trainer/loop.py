@@ -16,7 +16,8 @@ Evaluate = Callable[[Run], dict[str, float]]
 def train(config: Config, *, resume: bool | str = False, evaluate: Evaluate | None = None) -> Path:
     """Train as `config` says; every rank calls it. Returns the output folder.
 
-    output_dir/ receives config.yaml, metrics.jsonl, tensorboard/, checkpoints/ and, at the end, model/ (Hugging Face).
+    output_dir/ receives config.yaml, run.json, metrics.jsonl, tensorboard/, samples/, checkpoints/ and, at the end,
+    model/ (Hugging Face).
     resume: True: go on from the newest checkpoint; "auto": start where there is none; "step-000020": from that one, as
     if it were the newest. A run that is finished already is left as it is. evaluate: called on every rank every
     `evaluation.every` steps with the engine holding the step's new weights; its numbers, on all ranks the same, are
@@ -60,6 +61,7 @@ def train_step(run: Run, evaluate: Evaluate | None) -> None:
     step, recipe = Step(run), run.recipe
     batch = step.collect()  # prompts, rollouts and rewards, until the recipe has enough
     step.credit(batch)  # an advantage for each sample, or each token
+    step.keep(batch)  # some samples, to be read
     work = [step.pack(update) for update in recipe.updates(batch)]
     step.remember(work)  # the logprobs of the policy before the first update, and of the reference
     for update, micro_batches in work:

@@ -22,6 +22,7 @@ from rlplus.trainer.folder import RunFolder
 from rlplus.trainer.memory import naming_phase
 from rlplus.trainer.metrics import RunLog
 from rlplus.trainer.progress import Progress
+from rlplus.trainer.provenance import device_name
 from rlplus.trainer.ranks import initialize_distributed
 from rlplus.trainer.rollouts import Rollouts
 from rlplus.trainer.stop import Interrupted, StopSignal
@@ -95,8 +96,9 @@ class Run:
                 remembered = {"rollouts": vars(remembered), "recipe": None}
             self.rollouts.restore(remembered["rollouts"])
             self.recipe.restore(remembered["recipe"])
+        devices = agree.gathered(device_name())
         if self.rank == 0:
-            folder.begin()
+            folder.begin(devices)
         self.log = RunLog(folder.path, self.progress.step, config.algorithm.preset, enabled=self.rank == 0)
         stack.callback(self.log.close)
         source = f"rollouts by {self.engine.engine.name}" if config.needs_engine else "no rollouts, and no engine"
