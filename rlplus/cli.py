@@ -122,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="curves and tables of runs as one HTML file")
     report.add_argument("runs", nargs="+", metavar="RUN", help="output folders of runs")
     report.add_argument("-o", "--output", default="report.html", help="default: report.html")
+    report.add_argument("--show", type=int, metavar="N", help="print each run's N newest samples, write no file")
     report.set_defaults(run=_report)
 
     demo = commands.add_parser("demo", help="train a small model with GRPO and RL-PLUS and compare them")
@@ -319,11 +320,13 @@ def _eval(args: argparse.Namespace) -> None:
     _quiet_imports()
     from rich.table import Table
 
+    from rlplus.data import SAMPLES
     from rlplus.evaluation import evaluate_model
     from rlplus.terminal import Terminal, counter
 
     with counter("problems evaluated:") as progress:
-        results = evaluate_model(config, args.model, progress)
+        kept = output.parent / SAMPLES / output.stem if config.log.samples_every else None
+        results = evaluate_model(config, args.model, progress, kept)
     table = Table("benchmark", "problems", "samples", "pass@k", "mean", "95% interval")
     for name, result in results.items():
         for k in result.k:
@@ -355,24 +358,38 @@ def _result_files(output: Path, benchmarks: Sequence[str]) -> dict[str, Path]:
     return paths
 
 
+def _labels(runs: Sequence[str]) -> dict[str, Path]:
+    """The folders by their names, or by their paths where names are the same."""
+    folders = [Path(run) for run in runs]
+    names = [folder.resolve().name for folder in folders]
+    same = len(set(names)) < len(names)
+    return dict(zip(map(str, folders) if same else names, folders, strict=True))
+
+
 def _report(args: argparse.Namespace) -> None:
     from rlplus.config import check_output_folder
 
+    if args.show is not None and args.show < 1:
+        raise ValueError(f"want --show at least 1; got {args.show}")
     check_output_folder(Path(args.output).parent, "--output")
     _quiet_imports()
     from rlplus.evaluation import Evaluation
-    from rlplus.report import load_run, write_report
+    from rlplus.report import load_run, show_samples, write_report
     from rlplus.terminal import Terminal
 
-    folders = [Path(run) for run in args.runs]
-    runs = {str(folder): load_run(folder) for folder in folders}
-    results: dict[str, Evaluation] = {}
-    for folder in folders:
+    labels = _labels(args.runs)
+    runs = {label: load_run(folder) for label, folder in labels.items()}
+    if args.show is not None:
+        for run in runs.values():
+            show_samples(run, args.show, Terminal())
+        return
+    results: dict[str, dict[str, Evaluation]] = {}
+    for label, folder in labels.items():
         for path in sorted(folder.glob("evaluation*.json")):
             result = Evaluation.load(path)
-            results[str(folder) if path.name == "evaluation.json" else f"{folder}: {result.name}"] = result
+            results.setdefault(result.name, {})[label] = result
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    write_report(Path(args.output), runs, results, title=", ".join(folder.resolve().name for folder in folders))
+    write_report(Path(args.output), runs, results, title=", ".join(labels))
     Terminal().print(f"written to {args.output}")
 
 

@@ -18,10 +18,9 @@ from rlplus.trainer import Interrupted, train
 def grade(monkeypatch: pytest.MonkeyPatch, reward: Callable[[Sample], float]) -> None:
     """Rewards without a grader."""
 
-    def score(samples: Sequence[Sample], *_: Any) -> list[str]:
+    def score(samples: Sequence[Sample], *_: Any) -> None:
         for sample in samples:
             sample.reward = reward(sample)
-        return ["ok"] * len(samples)
 
     monkeypatch.setattr("rlplus.trainer.step.score", score)
 

@@ -15,13 +15,14 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
+from torch import Tensor
 from trainer_runs import metrics, run_config
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 from rlplus import agree
 from rlplus.config import Config, ModelConfig
-from rlplus.data import Sample
+from rlplus.data import MicroBatch, Sample
 from rlplus.learner import ValueModel, by_sample, make_micro_batches
 from rlplus.learner import learner as learner_module
 from rlplus.learner import policy as policy_module
@@ -320,15 +321,24 @@ def skipped_updates(folder: Path) -> list[list[bool]]:
     return agree.gathered(applied)
 
 
+def statistics_by_sample(folder: Path, name: str) -> list[Tensor]:
+    """Logprobs and entropies of samples that all ranks have."""
+    config, policy = make_policy(folder, name)
+
+    def statistics(batch: MicroBatch) -> Tensor:
+        return torch.stack(policy.statistics(batch), 1)
+
+    return by_sample(all_samples()[:7], statistics, config, 256, policy.device)
+
+
 def refilled_run(folder: Path) -> list[dict[str, float]]:
     """The metrics of a few steps of DAPO, in which each rank leaves out groups of its own."""
     config = run_config(folder, "refilled", algorithm={"preset": "dapo"}, train={"steps": 4, "prompts_per_update": 2})
     agree.barrier()  # the ranks write the same file of prompts
 
-    def draw_rewards(samples: list[Sample], *_: Any) -> list[str]:
+    def draw_rewards(samples: list[Sample], *_: Any) -> None:
         for sample in samples:
             sample.reward = float(sum(sample.response) % 7 == 0)
-        return ["ok"] * len(samples)
 
     with mock.patch("rlplus.trainer.step.score", draw_rewards):
         return metrics(train(config))
@@ -341,6 +351,7 @@ def main() -> None:
     results: dict[str, Any] = {n: (run_learner if n in LEARNERS else run_case)(Path(folder), n) for n in chosen}
     results["agreed backends"] = agreed_backends()
     results["skipped updates"] = skipped_updates(Path(folder))
+    results["by sample"] = statistics_by_sample(Path(folder), "tied, sequences")
     results["refilled run"] = refilled_run(Path(folder))
     if dist.get_rank() == 0:
         torch.save(results, Path(folder) / f"{output}.pt")

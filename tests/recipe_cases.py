@@ -86,11 +86,10 @@ def sampled_loss(
     return total
 
 
-def draw_rewards(samples: Sequence[Sample], *_: Any) -> list[str]:
+def draw_rewards(samples: Sequence[Sample], *_: Any) -> None:
     """Replaces the grader: rewards that an untrained model gets now and then, so that some groups are solved."""
     for sample in samples:
         sample.reward = float(sample.demonstration or sum(sample.response) % 7 == 0)
-    return ["ok"] * len(samples)
 
 
 def twenty_steps(

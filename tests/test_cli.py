@@ -98,7 +98,7 @@ def test_benchmarks_are_reported_apart(config_file, tmp_path, capsys):
     result = json.loads((tmp_path / "run/evaluation-bench_1__red___2J.json").read_text())
     assert (result["problems"], result["n"]) == ([1, 3, 5], [8, 4, 4])
     assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html")]) == 0
-    assert "run: bench/0" in (tmp_path / "report.html").read_text()
+    assert "bench/0, pass@1" in (tmp_path / "report.html").read_text()
 
 
 def test_every_benchmark_has_a_file(tmp_path):

@@ -20,10 +20,9 @@ KL = {"preset": "grpo", "objective": {"kl_coef": 0.5, "mismatch_cap": 1.0}}
 def some_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rewards that an untrained model gets every other time, so that every update has a gradient."""
 
-    def draw_rewards(samples: Any, *_: Any) -> list[str]:
+    def draw_rewards(samples: Any, *_: Any) -> None:
         for i, sample in enumerate(samples):
             sample.reward = float(sample.external or i % 2)
-        return ["ok"] * len(samples)
 
     monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
 

@@ -13,11 +13,10 @@ from rlplus.data import Sample
 from rlplus.trainer import train
 
 
-def draw_rewards(samples: Sequence[Sample], *_: Any) -> list[str]:
+def draw_rewards(samples: Sequence[Sample], *_: Any) -> None:
     """Rewards that an untrained model gets now and then."""
     for sample in samples:
         sample.reward = float(sample.demonstration or sum(sample.response) % 7 == 0)
-    return ["ok"] * len(samples)
 
 
 @pytest.mark.slow

@@ -1,15 +1,27 @@
 """Two ranks compute what one does: ZeRO 1, 2, 3, offloading, samples shared out, sequence parallelism, adapters."""
 
 import sys
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import processes
 import pytest
 import torch
-from rank_cases import CASES, LEARNERS, QUICK, REFERENCES, all_samples, make_model, run_case, run_learner
+from rank_cases import (
+    CASES,
+    LEARNERS,
+    QUICK,
+    REFERENCES,
+    all_samples,
+    make_model,
+    run_case,
+    run_learner,
+    statistics_by_sample,
+)
 from trainer_runs import environment
 
+from rlplus.data import read_kept
 from rlplus.trainer.ranks import initialize_distributed
 
 SLOW = [name for name in CASES if name not in QUICK]
@@ -143,6 +155,21 @@ def test_refilled_steps_have_as_many_groups_on_each_rank(quick: Results) -> None
     rows = quick["refilled run"]
     assert [row["actor/updated"] for row in rows] == [1] * 4
     assert any(row["batch/draws"] > 1 for row in rows)
+
+
+def test_one_rank_keeps_samples_of_its_own(folder: Path, quick: Results) -> None:
+    samples = read_kept(folder / "refilled/samples/step-000001.parquet")
+    assert len(quick["refilled run"]) > 1  # the other rank has waited for no one
+    groups = [list(group) for _, group in groupby(samples, lambda sample: sample.problem)]
+    assert [len(group) for group in groups] == [4, 4]
+    assert all(len({sample.reward for sample in group}) == 2 for group in groups)
+
+
+def test_samples_whose_parts_are_on_two_ranks_have_all_their_logprobs(folder: Path, quick: Results) -> None:
+    whole = statistics_by_sample(folder, "tied")
+    assert [len(values) for values in whole] == [len(sample.response) for sample in all_samples()[:7]]
+    for own, both in zip(whole, quick["by sample"], strict=True):
+        torch.testing.assert_close(both, own, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

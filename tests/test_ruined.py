@@ -106,10 +106,9 @@ def test_a_run_that_trains_nothing_says_so(tmp_path: Path, capsys: Any) -> None:
 def test_a_run_without_any_reward_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Every grader failed: the samples are masked, and there is no mean reward."""
 
-    def mask(samples: Any, *_: Any) -> list[str]:
+    def mask(samples: Any, *_: Any) -> None:
         for sample in samples:
-            sample.reward = float("nan")
-        return ["crash"] * len(samples)
+            sample.reward, sample.status = float("nan"), "crash"
 
     monkeypatch.setattr("rlplus.trainer.step.score", mask)
     train(run_config(tmp_path, algorithm={"preset": "grpo"}, train={"steps": 4}))

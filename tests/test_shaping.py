@@ -64,11 +64,10 @@ def test_a_run_learns_from_shaped_rewards_and_logs_the_graders(tmp_path: Path, m
     learnt: list[float] = []
     credit = Recipe.credit
 
-    def every_other(samples: Sequence[Sample], *_: Any) -> list[str]:
+    def every_other(samples: Sequence[Sample], *_: Any) -> None:
         for member, sample in enumerate(samples):
             sample.reward = float(member % 2)
             given.append((sample.reward, len(sample.response)))
-        return ["ok"] * len(samples)
 
     def note_and_credit(recipe: Recipe, batch: Batch) -> None:
         learnt.extend(sample.reward for sample in batch.samples)

@@ -171,11 +171,11 @@ def test_a_kill_in_the_second_stage_resumes_there(
     assert not torch.equal(*(model(whole / name)["model.norm.weight"] for name in ("stage-1", "stage-2")))
     score, calls = step.score, []
 
-    def kill_in_the_second(samples: Sequence[Any], *rest: Any) -> list[str]:
+    def kill_in_the_second(samples: Sequence[Any], *rest: Any) -> None:
         calls.append(len(samples))
         if len(calls) == 2 + 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return score(samples, *rest)
+        score(samples, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr("rlplus.trainer.step.score", kill_in_the_second)
@@ -214,11 +214,11 @@ def test_a_kill_in_the_first_stage_resumes_there_and_goes_on(
 ) -> None:
     score, calls = step.score, []
 
-    def kill(samples: Sequence[Any], *rest: Any) -> list[str]:
+    def kill(samples: Sequence[Any], *rest: Any) -> None:
         calls.append(len(samples))
         if len(calls) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return score(samples, *rest)
+        score(samples, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr("rlplus.trainer.step.score", kill)

@@ -176,10 +176,9 @@ def test_the_sums_go_over_the_ranks_that_share_a_sequence(monkeypatch: pytest.Mo
 def some_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rewards that an untrained model gets every other time, so that every update has a gradient."""
 
-    def draw_rewards(samples: Any, *_: Any) -> list[str]:
+    def draw_rewards(samples: Any, *_: Any) -> None:
         for i, sample in enumerate(samples):
             sample.reward = float(i % 2)
-        return ["ok"] * len(samples)
 
     monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
 

@@ -345,10 +345,9 @@ def test_truncated_importance_weights_are_logged(tmp_path, monkeypatch):
 
     monkeypatch.setattr(TransformersEngine, "generate", skewed)
 
-    def draw_rewards(samples: Any, *_: Any) -> list[str]:
+    def draw_rewards(samples: Any, *_: Any) -> None:
         for i, sample in enumerate(samples):
             sample.reward = float(i % 2)
-        return ["ok"] * len(samples)
 
     monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
     sections: dict[str, Any] = {"rollout": {"max_logprob_gap": 1.0}, "train": {"steps": 1}}

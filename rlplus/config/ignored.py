@@ -74,6 +74,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: not c.validation.every,
         "validation.every is 0",
     ),
+    ("log.sample_groups", lambda c: c.log.samples_every == 0, "log.samples_every is 0, so no samples are kept"),
     (
         "evaluation.data.demonstration validation.data.demonstration",
         lambda c: True,

@@ -181,12 +181,21 @@ TRACKERS = ("wandb", "trackio")  # packages, and keys of LogConfig
 
 
 class LogConfig(Section):
-    """Live trackers, which get the metrics beside metrics.jsonl and TensorBoard."""
+    """Samples kept to be read, and live trackers, which get the metrics beside metrics.jsonl and TensorBoard."""
 
+    samples_every: NonNegative = 10
+    """Steps between two whose samples are kept in output_dir/samples, besides the first step's; 0 = none, of
+    evaluations neither."""
+    sample_groups: Count = 2
+    """Number of groups of such a step that are kept."""
     wandb: Text | None = None
     """Project of Weights & Biases; needs `pip install "rlplus[wandb]"`. With WANDB_MODE=offline it stays on disk."""
     trackio: Text | None = None
     """Project of Trackio; needs `pip install "rlplus[trackio]"`. It stays on disk unless TRACKIO_SPACE_ID is set."""
+
+    def keeps_samples(self, step: int) -> bool:
+        """Whether those of a step are kept, counted from 1."""
+        return self.samples_every > 0 and (step == 1 or step % self.samples_every == 0)
 
 
 class Sections(Section):

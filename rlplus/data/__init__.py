@@ -1,12 +1,15 @@
 """Prompts, answers and demonstrations from files, their order of use, and packing for the trainer."""
 
+from rlplus.data.kept import SAMPLES, KeptSample, drop_kept, keeping, kept_steps, read_kept
 from rlplus.data.load import Example, LoadReport, distinct, load_examples, read_examples
 from rlplus.data.pack import MicroBatch, Sample, balance, pack, per_token
 from rlplus.data.sampler import PromptSampler, variants
-from rlplus.data.tokenizer import byte_tokenizer, load_tokenizer, response_text
+from rlplus.data.tokenizer import byte_tokenizer, load_tokenizer, response_text, token_texts
 
 __all__ = [
+    "SAMPLES",
     "Example",
+    "KeptSample",
     "LoadReport",
     "MicroBatch",
     "PromptSampler",
@@ -14,11 +17,16 @@ __all__ = [
     "balance",
     "byte_tokenizer",
     "distinct",
+    "drop_kept",
+    "keeping",
+    "kept_steps",
     "load_examples",
     "load_tokenizer",
     "pack",
     "per_token",
     "read_examples",
+    "read_kept",
     "response_text",
+    "token_texts",
     "variants",
 ]

@@ -28,6 +28,7 @@ class Sample:
     behavior_logprob  of each response token under the demonstration's author; None = unknown
     reward          the grader's, from `Recipe.credit` on as shaped by the algorithm; NaN = masked: the grader failed,
                     and the sample is left out of everything that depends on a reward
+    status          the grader's, see `rlplus.reward.Score`; "ok" for an ungraded response
     token_reward    further rewards of the response's tokens; `reward` is given at the last one; None = 0
     advantage       one value for the response, or one per token
     trained         whether a token has a loss: one value, or one per token; the others, such as a tool's answer, are
@@ -50,6 +51,7 @@ class Sample:
     value: Sequence[float] | None = None
     returns: Sequence[float] | None = None
     token_reward: Sequence[float] | None = None
+    status: str = "ok"
 
     @property
     def length(self) -> int:

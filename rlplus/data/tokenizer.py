@@ -12,6 +12,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 
+UTF8_BYTES = 4  # of a character, at most
+
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, its id the byte's value, and <|pad|> 256, <|endoftext|> 257: any text comes back exactly.
@@ -56,6 +58,30 @@ def response_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], pre
     """A response as it is graded and shown: `data.response_prefix` and its tokens' text, without special tokens."""
     text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
     return (prefix or "") + text
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
+    """The text of each token, special ones included; joined, they are the text of all.
+
+    A character that several tokens spell is the last one's, and the others are empty.
+    """
+
+    def decode(ids: Sequence[int]) -> str:
+        return tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+
+    alone = {token: decode([token]) for token in set(tokens)}
+    texts = [alone[token] for token in tokens]
+    if "".join(texts) == decode(tokens):
+        return texts
+    # Some have bytes of a character, or depend on those before them: the text that each adds to a short window.
+    texts, start, read = [], 0, 0
+    for stop in range(1, len(tokens) + 1):
+        text = decode(tokens[start:stop])
+        pending = text.endswith("\ufffd") and stop - read < UTF8_BYTES and stop < len(tokens)
+        texts.append("" if pending else text[len(decode(tokens[start:read])) :])
+        if not pending:
+            start, read = read, stop
+    return texts
 
 
 def _read_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:

@@ -47,9 +47,10 @@ NOTES = (
 def run_demo(output: str | Path, *, seeds: int = 1, overrides: Sequence[str] = ()) -> Path:
     """Run the comparison for the seeds 0 ... seeds - 1 and print it; returns the path of the report.
 
-    output/seed<N>/ receives train.jsonl, test.jsonl, base/, grpo/, rlplus/ and the evaluations; output/ report.html. A
-    finished base of the same recipe is reused, everything else is created anew. overrides: "train.lr=1e-4", for both
-    runs. ValueError if `output` is something else's folder or seeds < 1; RunFailed if a run fails.
+    output/seed<N>/ receives train.jsonl, test.jsonl, and base/, grpo/, rlplus/ with an evaluation each; output/
+    report.html. A finished base of the same recipe is reused, everything else is created anew. overrides:
+    "train.lr=1e-4", for both runs. ValueError if `output` is something else's folder or seeds < 1; RunFailed if a run
+    fails.
     """
     if seeds < 1:
         raise ValueError(f"want at least one seed; got {seeds}")
@@ -62,8 +63,12 @@ def run_demo(output: str | Path, *, seeds: int = 1, overrides: Sequence[str] = (
     evaluations = {label: [_evaluation(folder, seed, label) for seed in range(seeds)] for label in (BASE, *RUNS)}
     runs = {label: [load_run(folder / f"seed{seed}" / name) for seed in range(seeds)] for label, name in RUNS.items()}
     report = folder / "report.html"
-    write_report(report, runs, evaluations, "RL-PLUS and GRPO from the same base model", NOTES)
     kinds = [problem.hard for problem in read_jsonl(folder / "seed0" / "test.jsonl")]
+    parts = {
+        f"{'Hard' if hard else 'Easy'} problems: {HARD if hard else EASY} numbers": _numbers(kinds, hard)
+        for hard in (False, True)
+    }
+    write_report(report, runs, {"": evaluations}, "RL-PLUS and GRPO from the same base model", NOTES, parts)
     tables = [results_table(evaluations, kinds), differences_table(evaluations)]
     Terminal().print(*tables, *([seeds_table(evaluations)] if seeds > 1 else []))
     console.print(f"Report: {report}  ({(time.monotonic() - started) / 60:.1f} minutes)")
@@ -127,7 +132,7 @@ def _run_seed(folder: Path, seed: int, config: Path, overrides: Sequence[str], c
 
 
 def _result_path(folder: Path, label: str) -> Path:
-    return folder / f"{RUNS.get(label, label)}-evaluation.json"
+    return folder / RUNS.get(label, label) / "evaluation.json"
 
 
 def _evaluation(folder: Path, seed: int, label: str) -> Evaluation:
@@ -156,12 +161,17 @@ def results_table(evaluations: Mapping[str, Sequence[Evaluation]], hard: Sequenc
     title = f"% of {len(first.problems)} unseen problems solved with k samples (95% intervals{seeds})"
     caption = f"easy: {EASY} numbers to add, hard: {HARD}"
     table = Table("problems", "model", *(f"pass@{k}" for k in first.k), title=title, caption=caption)
-    for kind, wanted in (("all", (True, False)), ("easy", (False,)), ("hard", (True,))):
+    for kind, problems in (("all", range(len(hard))), ("easy", _numbers(hard, False)), ("hard", _numbers(hard, True))):
         for label, each in evaluations.items():
-            parts = [_subset(one, [hard[problem] in wanted for problem in one.problems]) for one in each]
+            parts = [one.among(problems) for one in each]
             table.add_row(kind if label == BASE else "", label, *(_percent(pooled_pass_at(parts, k)) for k in first.k))
         table.add_section()
     return table
+
+
+def _numbers(hard: Sequence[bool], wanted: bool) -> frozenset[int]:
+    """The numbers of the problems of a kind."""
+    return frozenset(number for number, kind in enumerate(hard) if kind == wanted)
 
 
 def differences_table(evaluations: Mapping[str, Sequence[Evaluation]]) -> Table:
@@ -191,11 +201,3 @@ def _percent(estimate: Estimate, sign: str = "") -> str:
     """An interval short enough for three on 80 columns. Limits are rounded outwards, so that the mean is inside."""
     mean, low, high = (round(100 * value, 6) for value in (estimate.mean, estimate.low, estimate.high))
     return f"{mean:{sign}.1f} ({floor(low):{sign}d}..{ceil(high):{sign}d})"
-
-
-def _subset(evaluation: Evaluation, chosen: Sequence[bool]) -> Evaluation:
-    """The evaluation of the chosen problems only; lengths and statuses remain those of all."""
-    places = [i for i, wanted in enumerate(chosen) if wanted]
-    lists = (evaluation.problems, evaluation.n, evaluation.correct)
-    problems, n, correct = (tuple(values[i] for i in places) for values in lists)
-    return replace(evaluation, problems=problems, n=n, correct=correct)

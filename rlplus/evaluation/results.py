@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -63,6 +63,12 @@ class Evaluation:
             raise ValueError(f"want k <= {self.largest_k}, the samples per problem; got k={k}")
         counts = zip(self.n, self.correct, strict=True)
         return torch.tensor([pass_at_k(max(n, k), c, k) for n, c in counts], dtype=torch.float64)
+
+    def among(self, problems: Collection[int]) -> Self:
+        """The evaluation of these problems only; lengths and statuses stay those of all."""
+        rows = zip(self.problems, self.n, self.correct, strict=True)
+        chosen, n, correct = zip(*(row for row in rows if row[0] in problems), strict=True)
+        return replace(self, problems=chosen, n=n, correct=correct)
 
     @property
     def largest_k(self) -> int:

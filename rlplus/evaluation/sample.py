@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from glob import escape
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,8 @@ from typing import Any
 
 from rlplus import agree
 from rlplus.config import Config, check_evaluation_files
-from rlplus.data import Example, distinct, load_examples, load_tokenizer, response_text
+from rlplus.data import SAMPLES, Example, distinct, load_examples, load_tokenizer, response_text
+from rlplus.evaluation.keep import KeptFiles
 from rlplus.evaluation.known import known_benchmarks, refusal
 from rlplus.evaluation.results import Evaluation, join
 from rlplus.learner import prepare_model
@@ -21,6 +23,8 @@ from rlplus.rollout import Completion, Respond, RolloutEngine, make_engine, make
 from rlplus.trainer import Evaluate, Run
 
 _COMPLETIONS_A_CALL = 4096  # bounds what is held as Python lists at a time
+
+Keep = Callable[[Sequence[Example], Sequence[int], Sequence[Completion], Sequence[Score]], None]
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +43,14 @@ def evaluate(
     name: str = "",
     progress: Callable[[int], None] = lambda solved: None,
     respond: Respond = respond,
+    keep: Keep = lambda examples, n, completions, scores: None,
 ) -> Evaluation:
     """Sample every problem `samples` times for each of its rows, score, count.
 
     `examples` are `distinct`; `decode` gives the text to grade, without special tokens. respond: what asks the
-    engine, and may give rewards. progress: called with the
-    number of problems that are done, again and again. ValueError without problems, or if a k is not in 1..samples.
+    engine, and may give rewards. progress: called with the number of problems that are done, again and again. keep:
+    called with some problems at a time, how many samples each has, these samples, and their scores. ValueError without
+    problems, or if a k is not in 1..samples.
     """
     if not examples:
         raise ValueError("want at least one problem to evaluate on, got none")
@@ -65,6 +71,7 @@ def evaluate(
         truncated += sum(completion.truncated for completion in completions)
         answers = [example.answer for example, count in zip(part, n, strict=True) for _ in range(count)]
         scores = _scores(scorer, completions, answers, decode)
+        keep(part, n, completions, scores)
         statuses.update(score.status for score in scores)
         values = iter([score.value for score in scores])
         for count in n:
@@ -131,10 +138,23 @@ def evaluator(config: Config) -> Evaluate | None:
     """
     if not config.evaluation.every:
         return None
-    problems = _problems(config, load_tokenizer(config.model))
+    tokenizer = load_tokenizer(config.model)
+    problems = _problems(config, tokenizer)
 
     def evaluate_run(run: Run) -> dict[str, float]:
-        results = _evaluate(config, run.engine.ask, run.scorer, problems, run.decode, run.respond, run.rank, run.world)
+        step = run.progress.step + 1  # which the weights are of
+        kept = KeptFiles(run.folder.path / SAMPLES / f"step-{step:06d}", tokenizer, run.decode, step)
+        results = _evaluate(
+            config,
+            run.engine.ask,
+            run.scorer,
+            problems,
+            run.decode,
+            run.respond,
+            kept if config.log.samples_every else None,
+            run.rank,
+            run.world,
+        )
         return {f"{name}/pass@{k}": one.pass_at(k).mean for name, one in results.items() for k in one.k}
 
     return evaluate_run
@@ -156,7 +176,7 @@ def validator(config: Config) -> Evaluate | None:
 
     def validate(run: Run) -> dict[str, float]:
         ask, rank, ranks = run.engine.ask, run.rank, run.world
-        results = _evaluate(config, ask, run.scorer, problems, run.decode, run.respond, rank=rank, ranks=ranks)
+        results = _evaluate(config, ask, run.scorer, problems, run.decode, run.respond, None, rank, ranks)
         reward = join([*results.values()], seed=config.train.seed).mean_reward
         passed = {f"{name}/pass@{k}": one.pass_at(k).mean for name, one in results.items() for k in one.k}
         return passed if reward is None else {"reward": reward} | passed
@@ -165,12 +185,16 @@ def validator(config: Config) -> Evaluate | None:
 
 
 def evaluate_model(
-    config: Config, model: str | None = None, progress: Callable[[int, int], None] = lambda done, total: None
+    config: Config,
+    model: str | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    samples: Path | None = None,
 ) -> dict[str, Evaluation]:
     """pass@k by benchmark on `evaluation.data`, of a Hugging Face folder (None: the run's result, output_dir/model).
 
     The same problems, samples and seed for every model. progress: called with how many problems are done, and of how
-    many. ValueError without evaluation data or model.
+    many. samples: what the names of the files start with that keep the samples, which -<benchmark>-0.parquet follows;
+    older ones are removed. None: none are kept. ValueError without evaluation data or model.
     """
     check_evaluation_files(config, model)
     path = Path(config.output_dir) / "model" if model is None else Path(model)
@@ -197,6 +221,8 @@ def evaluate_model(
         )
         try:
             decode = partial(response_text, tokenizer, prefix=config.data.response_prefix)
+            for old in samples.parent.glob(f"{escape(samples.name)}-*.parquet") if samples is not None else ():
+                old.unlink()
             return _evaluate(
                 config,
                 lambda ask: ask(engine),
@@ -204,6 +230,7 @@ def evaluate_model(
                 problems,
                 decode,
                 respond,
+                None if samples is None else KeptFiles(samples, tokenizer, decode),
                 progress=lambda done: progress(done, len(problems)),
             )
         finally:
@@ -223,6 +250,7 @@ def _evaluate(
     problems: Sequence[Example],
     decode: Callable[[Sequence[int]], str],
     respond: Respond,
+    kept: KeptFiles | None,
     rank: int = 0,
     ranks: int = 1,
     progress: Callable[[int], None] = lambda done: None,
@@ -235,7 +263,7 @@ def _evaluate(
     for problem in problems:
         benchmarks.setdefault(problem.benchmark or files, []).append(problem)
     results, before = {}, 0
-    for name, examples in benchmarks.items():
+    for number, (name, examples) in enumerate(benchmarks.items()):
         own = examples[rank::ranks]
         question = partial(
             evaluate,
@@ -251,6 +279,8 @@ def _evaluate(
             respond=respond,
             progress=partial(_advance, progress, before),
         )
+        if kept is not None:
+            question = partial(kept.answer, question, name, f"-{number}-{rank}.parquet")
         before += len(own)
         part = ask(question if own else lambda _: None)
         parts = agree.gathered(part) if ranks > 1 else [part]

@@ -64,15 +64,18 @@ def by_sample(
     pad_id: int,
     device: torch.device,
 ) -> list[Tensor]:
-    """The results of `compute`, (N,) per micro-batch, for each of this rank's samples: (T,), on the CPU. Collective.
+    """The results of `compute`, (N, ...) per micro-batch, for each of this rank's samples: (T, ...), on the CPU.
 
-    Not for train.sequence_parallel > 1, where a rank has only a part of each sample.
+    Collective. With train.sequence_parallel > 1 the ranks of a group pass the same samples, and each computes a part.
     """
     results = [torch.empty(0)] * len(samples)
     for batch in even_batches(samples, [torch.ones(len(s.response)) for s in samples], config, pad_id, device):
         values, sequence = compute(batch).cpu(), batch.sequence.cpu()
         for index in sequence[batch.token_weight.cpu() != 0].unique().tolist():  # none in a dummy
             results[index] = values[sequence == index]
+    if (parallel := config.train.sequence_parallel) > 1:
+        shards = zip(*agree.gathered(results, parallel), strict=True)
+        results = [torch.cat([part for part in parts if len(part)]) for parts in shards]
     return results
 
 

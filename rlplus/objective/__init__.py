@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rlplus.objective.advantages import batch_advantages
     from rlplus.objective.loss import policy_loss
     from rlplus.objective.process import outcome_loss, process_advantages
-    from rlplus.objective.tokens import MISMATCH_STATS, STATS, TokenConstants, TokenLoss, token_loss
+    from rlplus.objective.tokens import MISMATCH_STATS, STATS, TokenConstants, TokenLoss, exploration_weight, token_loss
     from rlplus.objective.value import generalized_advantages, value_loss
     from rlplus.objective.weights import group_advantages, token_weights
 
@@ -56,6 +56,7 @@ __all__ = [
     "TokenLoss",
     "algorithm",
     "batch_advantages",
+    "exploration_weight",
     "generalized_advantages",
     "group_advantages",
     "outcome_loss",
@@ -74,7 +75,7 @@ __getattr__, __dir__ = lazy_names(
         "advantages": ("batch_advantages",),
         "loss": ("policy_loss",),
         "process": ("outcome_loss", "process_advantages"),
-        "tokens": ("MISMATCH_STATS", "STATS", "TokenConstants", "TokenLoss", "token_loss"),
+        "tokens": ("MISMATCH_STATS", "STATS", "TokenConstants", "TokenLoss", "exploration_weight", "token_loss"),
         "value": ("generalized_advantages", "value_loss"),
         "weights": ("group_advantages", "token_weights"),
     },

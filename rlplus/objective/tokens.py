@@ -174,14 +174,19 @@ def _mismatch_stats(gap: Tensor, outside: Tensor, internal: Tensor) -> dict[str,
     return {k: torch.where(internal, v, 0.0).sum() for k, v in zip(MISMATCH_STATS, values, strict=True)}
 
 
+def exploration_weight(logprob: Tensor, gamma: float) -> Tensor:
+    """(1 - p)^gamma (...) of demonstrated tokens (RL-PLUS eq. 6), without a gradient of its own."""
+    # -expm1 keeps 1 - p accurate near p = 1; a logprob that rounding put above 0 counts as p = 1.
+    return (-torch.expm1(logprob.clamp(max=0.0))) ** gamma
+
+
 def _external(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, dloss/dlogprob and weight of a demonstrated token (RL-PLUS eq. 4-6)."""
     surrogate = EXTERNAL[o.external]
     if surrogate.terms is None:
         zero = torch.zeros_like(logprob)
         return zero, zero, zero
-    # -expm1 keeps 1 - p accurate near p = 1; a logprob that rounding put above 0 counts as p = 1.
-    explore = (-torch.expm1(logprob.clamp(max=0.0))) ** o.gamma * o.external_coef
+    explore = exploration_weight(logprob, o.gamma) * o.external_coef
     g, slope = surrogate.terms(logprob, c, o)
     if not surrogate.weighted:
         return -explore * g, -explore * slope, slope

@@ -14,6 +14,7 @@ PHASES = {  # the plan's moments in a phase; all of them for other phases
     "generate": ("generate",),
     "old_logprob": ("head",),
     "statistics": ("head",),
+    "samples": ("head",),
     "forward_backward": ("head", "backward"),
     "optimizer": ("optimizer",),
 }

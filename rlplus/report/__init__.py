@@ -1,84 +1,131 @@
-"""One self-contained HTML file of runs and evaluations: curves, tables, configurations."""
+"""One self-contained HTML file of runs and evaluations: results, curves, samples, configurations."""
 
-from collections.abc import Mapping, Sequence
-from html import escape
+from base64 import b64encode
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from hashlib import sha256
+from importlib.resources import files
+from itertools import cycle
 from pathlib import Path
 
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from markupsafe import Markup
+
 from rlplus.evaluation import Evaluation
-from rlplus.report.charts import CURVES, curve_chart, label_colours, legend, pass_chart
+from rlplus.report import charts, tables
 from rlplus.report.runs import RunData, load_run
-from rlplus.report.tables import difference_table, evaluation_table, phase_table, run_table, seed_table, seeds_line
+from rlplus.report.samples import moments
+from rlplus.report.show import show_samples
+from rlplus.report.tables import seeds_line
 from rlplus.textfiles import write_text
 
-__all__ = ["RunData", "load_run", "seeds_line", "write_report"]
+__all__ = ["RunData", "load_run", "seeds_line", "show_samples", "write_report"]
 
+ACCENT = "accent"
 Runs = Mapping[str, RunData | Sequence[RunData]]  # by label; a sequence holds one run per seed
-Evaluations = Mapping[str, Evaluation | Sequence[Evaluation]]
-
-_CSS = """
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, "Segoe UI", "Liberation Sans", Arial, sans-serif; color: #222; background: #fff;
-  max-width: 1080px; margin: 2rem auto; padding: 0 1.25rem; }
-h1 { font-size: 1.7rem; margin: 0 0 .5rem; }
-h2 { font-size: 1.2rem; margin: 2.2rem 0 .6rem; padding-bottom: .25rem; border-bottom: 1px solid #ddd; }
-h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
-p, li { max-width: 46rem; } .small, figcaption span { color: #666; font-size: .87rem; }
-.warning { border-left: 4px solid #e69f00; padding: .2rem .8rem; background: #fff8e6; }
-.legend { display: flex; flex-wrap: wrap; gap: .3rem 1.4rem; padding: .2rem 0 .9rem; }
-.legend i { display: inline-block; width: 1.5rem; height: .28rem; border-radius: 2px; margin-right: .45rem;
-  vertical-align: middle; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 430px), 1fr)); gap: 1.6rem 1.8rem; }
-figure { margin: 0; } figcaption { font-weight: 600; } figcaption span { font-weight: 400; margin-left: .5rem; }
-figure svg { width: 100%; height: auto; }
-svg text { font-family: system-ui, "Segoe UI", "Liberation Sans", Arial, sans-serif !important; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }
-th, td { padding: .35rem .9rem .35rem 0; text-align: right; border-bottom: 1px solid #eee; }
-th { font-weight: 600; border-bottom-color: #bbb; } th:first-child, td:first-child { text-align: left; }
-td small { color: #777; margin-left: .35rem; }
-details { margin: .4rem 0; } summary { cursor: pointer; }
-pre { background: #f6f6f6; padding: .8rem 1rem; overflow-x: auto; font-size: .82rem; line-height: 1.4; }
-"""
+Evaluations = Mapping[str, Mapping[str, Evaluation | Sequence[Evaluation]]]  # by benchmark, then by label
 
 
 def write_report(
-    path: Path, runs: Runs, evaluations: Evaluations, title: str = "Report", notes: Sequence[str] = ()
+    path: Path,
+    runs: Runs,
+    evaluations: Evaluations,
+    title: str = "Report",
+    notes: Sequence[str] = (),
+    kinds: Mapping[str, Collection[int]] | None = None,
 ) -> None:
-    """Write the report. The same label means the same colour; evaluations without a run of that label are grey.
+    """Write the report. The same label means the same colour; one of a run of RL-PLUS has the accent.
 
-    With several seeds under a label, curves show each of them and evaluations are pooled.
+    evaluations: by benchmark, which may be "" where there is one. With several seeds under a label, curves show each of
+    them, evaluations are pooled, and samples are the first one's.
+    kinds: parts of the problems, by name, whose pass@k is drawn by itself, too.
     """
     if not runs and not evaluations:
         raise ValueError("want at least one run or evaluation to report on, got none")
     trained = {label: [run] if isinstance(run, RunData) else list(run) for label, run in runs.items()}
-    tested = {label: [one] if isinstance(one, Evaluation) else list(one) for label, one in evaluations.items()}
-    colours = label_colours(trained, tested)
-    parts = [f"<h1>{escape(title)}</h1>", *(f"<p>{escape(note)}</p>" for note in notes)]
-    for label, label_runs in trained.items():
-        warnings = sorted({warning for run in label_runs for warning in run.warnings})
-        parts += [f'<p class="warning">{escape(f"{label}: {warning}")}</p>' for warning in warnings]
-    if tested:
-        parts += ["<h2>Evaluation</h2>", evaluation_table(tested), difference_table(tested), seed_table(tested)]
-    charts = [pass_chart(tested, colours)] if tested else []
-    charts += [curve_chart(trained, colours, *curve) for curve in CURVES] if trained else []
-    parts += ["<h2>Curves</h2>", legend(colours), f'<div class="charts">{"".join(charts)}</div>']
-    if trained:
-        parts += ["<h2>Training</h2>", run_table(trained), phase_table(trained)]
-        parts += ["<h2>Configurations</h2>", *_configurations(trained)]
-    head = (
-        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{escape(title)}</title><style>{_CSS}</style>"
+    tested = {
+        benchmark: {label: [one] if isinstance(one, Evaluation) else list(one) for label, one in each.items()}
+        for benchmark, each in evaluations.items()
+    }
+    styles = label_styles(trained, dict.fromkeys(label for each in tested.values() for label in each))
+    accent = next((label for label, style in styles.items() if style == ACCENT), "")
+    sections = [
+        ("Training dynamics", (*charts.validation_curves(trained), *charts.DYNAMICS)),
+        ("What the demonstrations do", charts.DEMONSTRATIONS),
+        ("Updates, engine and grader", charts.UPDATES),
+    ]
+    script = _source("page.js")
+    page = _template().render(
+        title=title,
+        script=Markup(script),
+        script_hash=b64encode(sha256(script.encode()).digest()).decode(),
+        style=Markup(_source("page.css")),
+        notes=notes,
+        headline=tables.headline(trained, tested, accent),
+        warnings=_warnings(trained),
+        styles=styles,
+        pass_charts=_pass_charts(tested, styles, kinds or {}),
+        result_tables=tables.result_tables(tested),
+        result_note=tables.evaluation_note(tested),
+        curves=[(name, *charts.curve_charts(trained, styles, curves)) for name, curves in sections if trained],
+        seeds=any(len(each) > 1 for each in trained.values()),
+        samples={label: found for label, each in trained.items() if (found := moments(each[0]))},
+        run_tables=[table for table in (tables.run_table(trained), tables.phase_table(trained)) if table and trained],
+        provenance=tables.provenance_table(trained),
+        differences=tables.configuration_table(trained),
+        configurations=[(name, run.config) for name, run in tables.named(trained)],
     )
-    body = "\n".join(parts)
-    page = f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
-    write_text(path, page)
+    write_text(path, page.lstrip())
 
 
-def _configurations(trained: Mapping[str, list[RunData]]) -> list[str]:
-    parts = []
-    for label, runs in trained.items():
-        for seed, run in enumerate(runs, 1):
-            name = escape(label if len(runs) == 1 else f"{label}, run {seed} of {len(runs)}")
-            parts.append(f"<details><summary>{name}</summary><pre>{escape(run.config)}</pre></details>")
-    return parts
+def label_styles(trained: Mapping[str, Sequence[RunData]], tested: Iterable[str]) -> dict[str, str]:
+    """The style of each label, in the order of the tables: the accent for the first run of RL-PLUS, else for the first
+    run; greys and further colours for others; `plain` for what was not trained here, where anything was."""
+    first = next((label for label, runs in trained.items() if _is_rlplus(runs[0])), next(iter(trained), None))
+    others = cycle(f"other{i}" for i in range(1, 6))
+    styles = {}
+    for label in dict.fromkeys((*tested, *trained)):
+        if label == first:
+            styles[label] = ACCENT
+        else:
+            styles[label] = "plain" if trained and label not in trained else next(others)
+    return styles
+
+
+def _is_rlplus(run: RunData) -> bool:
+    return str(run.settings.get("algorithm.preset", "")).startswith("rlplus")
+
+
+def _warnings(trained: Mapping[str, Sequence[RunData]]) -> list[str]:
+    return [
+        f"{label}: {warning}"
+        for label, runs in trained.items()
+        for warning in sorted({warning for run in runs for warning in run.warnings})
+    ]
+
+
+def _pass_charts(
+    benchmarks: Mapping[str, tables.Tested], styles: Mapping[str, str], kinds: Mapping[str, Collection[int]]
+) -> list[charts.Chart]:
+    """One of each benchmark, and one of each kind of its problems."""
+    found = []
+    for benchmark, tested in benchmarks.items():
+        found.append(charts.pass_chart(tested, styles, benchmark or "All problems"))
+        for name, problems in kinds.items():
+            parts = {label: [one.among(problems) for one in each] for label, each in tested.items()}
+            found.append(charts.pass_chart(parts, styles, name))
+    return found
+
+
+def _source(name: str) -> str:
+    return files(__name__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader(__name__, ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html")

@@ -1,4 +1,4 @@
-"""A run's configuration and metrics, read back from its folder."""
+"""A run's configuration, metrics, starts and kept samples, read back from its folder."""
 
 import json
 from dataclasses import dataclass
@@ -7,28 +7,40 @@ from typing import Any
 
 import yaml
 
+from rlplus.data import SAMPLES
 from rlplus.textfiles import read_text
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The text of a run's config.yaml, one object of metrics per step, and warnings for the readers."""
+    """The text of a run's config.yaml, one object of metrics per step, and warnings for the readers.
+
+    starts: those in run.json, the first one first; none of a run of 0.1.0. samples: the folder of kept ones, which may
+    be missing.
+    """
 
     config: str
     metrics: tuple[dict[str, Any], ...]
     warnings: tuple[str, ...] = ()
+    starts: tuple[dict[str, Any], ...] = ()
+    samples: Path | None = None
 
     def curve(self, metric: str) -> tuple[list[float], list[float]]:
-        """Generated tokens so far and the metric, at the steps that have it."""
+        """Steps and the metric, at the steps that have it."""
         steps = [step for step in self.metrics if metric in step]
-        return [step["generated_tokens"] for step in steps], [step[metric] for step in steps]
+        return [step["step"] for step in steps], [step[metric] for step in steps]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration by dotted keys."""
+        return dict(_flat("", yaml.safe_load(self.config)))
 
 
 def load_run(folder: Path) -> RunData:
-    """Read config.yaml and metrics.jsonl of a run. A last line without its end (a killed run) is left out and noted.
+    """Read the folder of a run. A last line of metrics without its end (a killed run) is left out and noted.
 
-    ValueError if a file is missing, no step is complete, or a line is not an object of numbers with "step" and
-    "generated_tokens".
+    ValueError if config.yaml or metrics.jsonl is missing, no step is complete, or a line is not an object of numbers
+    with "step" and "generated_tokens".
     """
     texts = []
     for name in ("config.yaml", "metrics.jsonl"):
@@ -36,6 +48,10 @@ def load_run(folder: Path) -> RunData:
             raise ValueError(f"want the folder of a run, with config.yaml and metrics.jsonl; {folder} has no {name}")
         texts.append(read_text(folder / name))
     config, lines = texts
+    try:
+        settings = yaml.safe_load(config)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{folder / 'config.yaml'} is damaged: {' '.join(str(error).split())}") from error
     complete, _, cut = lines.rpartition("\n")
     metrics = []
     for number, line in enumerate(complete.splitlines(), 1):
@@ -55,18 +71,34 @@ def load_run(folder: Path) -> RunData:
     if cut:
         step = metrics[-1]["step"]
         warnings.append(f"The last line of metrics.jsonl was cut off after step {step}: the run was killed there.")
-    if _chosen_on_tests(config):
+    if _chosen_on_tests(settings):
         warnings.append(
             "A test benchmark chose the best checkpoint (validation.allow_test_benchmarks): its results on it are "
             "no estimate for new problems."
         )
-    return RunData(config, tuple(metrics), tuple(warnings))
+    return RunData(config, tuple(metrics), tuple(warnings), _starts(folder / "run.json"), folder / SAMPLES)
 
 
-def _chosen_on_tests(config: str) -> bool:
+def _chosen_on_tests(settings: Any) -> bool:
     """Whether a run with this configuration lets a test benchmark choose its best checkpoint."""
     try:
-        validation = yaml.safe_load(config)["validation"]
+        validation = settings["validation"]
         return bool(validation["every"] and validation["allow_test_benchmarks"])
-    except (yaml.YAMLError, KeyError, TypeError):  # older, or not as a run wrote it
+    except (KeyError, TypeError):  # older, or not as a run wrote it
         return False
+
+
+def _starts(path: Path) -> tuple[dict[str, Any], ...]:
+    if not path.is_file():
+        return ()
+    try:
+        starts = json.loads(read_text(path))["starts"]
+        return tuple(dict(start) for start in starts)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: want the starts of a run; {error}") from error
+
+
+def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
+    if not isinstance(value, dict) or not value:
+        return [(prefix, value)]
+    return [entry for key, inner in value.items() for entry in _flat(f"{prefix}.{key}".lstrip("."), inner)]

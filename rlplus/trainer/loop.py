@@ -22,7 +22,8 @@ def train(
 ) -> Path:
     """Train as `config` says; every rank calls it. Returns the output folder.
 
-    output_dir/ receives config.yaml, metrics.jsonl, tensorboard/, checkpoints/ and, at the end, model/ (Hugging Face).
+    output_dir/ receives config.yaml, run.json, metrics.jsonl, tensorboard/, samples/, checkpoints/ and, at the end,
+    model/ (Hugging Face).
     resume: True: continue from the newest checkpoint; "auto": the same, or start if there is none; "step-000020": from
     that one, as if it were the newest. A finished run is left as it is. evaluate: called on every rank every
     `evaluation.every` steps with the engine holding the step's new weights; its numbers, the same on all ranks, are
@@ -66,6 +67,7 @@ def train_step(run: Run, evaluate: Evaluate | None = None, validate: Evaluate | 
     step, recipe = Step(run), run.recipe
     batch = step.collect()  # prompts, rollouts and rewards, until the recipe has enough
     step.credit(batch)  # an advantage per sample or per token
+    step.keep(batch)  # some samples, to be read
     work = [step.pack(update) for update in recipe.updates(batch)]
     step.remember(work)  # the logprobs of the policy before the first update, and of the reference
     for update, micro_batches in work:

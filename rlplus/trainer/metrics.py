@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from rlplus import agree
-from rlplus.data import Sample
+from rlplus.data import SAMPLES, KeptSample, MicroBatch, Sample, keeping
+from rlplus.objective import exploration_weight
 from rlplus.ops import PolicyLoss
 from rlplus.terminal import Terminal
 from rlplus.textfiles import read_text, write_text
@@ -61,10 +62,10 @@ class Tally:
         return {name: total / count for name, (total, count) in whole.means.items() if count} | whole.maxima
 
 
-def tally_samples(tally: Tally, samples: Sequence[Sample], statuses: Sequence[str]) -> None:
+def tally_samples(tally: Tally, samples: Sequence[Sample]) -> None:
     """Add rewards, lengths, and the shares of groups that all or none of their rollouts solved.
 
-    statuses: one per rollout. Masked samples have no reward: their share of the rollouts is reward/masked.
+    Masked samples have no reward: their share of the rollouts is reward/masked.
     """
     rollouts = [sample for sample in samples if not sample.demonstration]
     graded = [sample for sample in rollouts if not sample.masked]
@@ -75,7 +76,7 @@ def tally_samples(tally: Tally, samples: Sequence[Sample], statuses: Sequence[st
     tally.mean("response_length/clipped", sum(sample.truncated for sample in rollouts), len(rollouts))
     if rollouts:
         tally.maximum("response_length/max", max(len(sample.response) for sample in rollouts))
-    problems = Counter(statuses)
+    problems = Counter(sample.status for sample in rollouts)
     tally.mean("reward/masked", len(rollouts) - len(graded), len(rollouts))
     for problem in ("unparsed", "timeout", "crash", "bad_gold"):
         tally.mean(f"reward/{problem}", problems[problem], len(rollouts))
@@ -113,6 +114,13 @@ def tally_update(tally: Tally, outputs: Sequence[PolicyLoss], grad_norm: float |
         tally.mean("actor/grad_norm", grad_norm)
 
 
+def tally_exploration(tally: Tally, batches: Sequence[MicroBatch], outputs: Sequence[PolicyLoss], gamma: float) -> None:
+    """Add the mean exploration weight of an update's demonstrated tokens."""
+    for batch, out in zip(batches, outputs, strict=True):
+        logprob = out.logprob[batch.external & (batch.token_weight != 0)]
+        tally.mean("actor/exploration_weight", float(exploration_weight(logprob, gamma).sum()), logprob.numel())
+
+
 def tally_mismatch(tally: Tally, logprob: Tensor, engine_logprob: Tensor | None) -> None:
     """Add the gap between the trainer's and the rollout engine's logprob of the same tokens (N,); NaN = not sampled.
 
@@ -139,6 +147,7 @@ class RunLog:
         if not enabled:
             return
         self.console = Terminal(stderr=True)
+        self.samples = folder / SAMPLES
         self.path = folder / "metrics.jsonl"
         self.trackers = trackers
         before = {line: _step_of(line, self.path) for line in _complete_lines(self.path)}
@@ -177,6 +186,16 @@ class RunLog:
         self.progress.update(self.task, completed=done, shown=shown)
         if not self.console.is_terminal:
             self.console.print(f"{self.title} {done:4.0%} {shown}")
+
+    def keep(self, step: int, samples: Sequence[KeptSample]) -> None:
+        """Write the samples of a step, before `write`: a step that is logged has them."""
+        if not self.enabled:
+            return
+        with keeping(self.samples / f"step-{step:06d}.parquet") as write:
+            write(samples)
+        texts = (f"{sample.heading}\n\n{sample.prompt}\n---\n{''.join(sample.tokens)}\n" for sample in samples)
+        lines = "\n".join(texts).splitlines()
+        self.board.add_text("samples", "\n".join(f"    {line}" for line in lines), step)  # as Markdown's code: as it is
 
     def say(self, message: str) -> None:
         if self.enabled:

@@ -23,6 +23,7 @@ from rlplus.trainer.memory import naming_phase
 from rlplus.trainer.metrics import RunLog
 from rlplus.trainer.progress import Progress
 from rlplus.trainer.prompts import select_prompts
+from rlplus.trainer.provenance import device_name
 from rlplus.trainer.ranks import initialize_distributed
 from rlplus.trainer.rollouts import Rollouts
 from rlplus.trainer.stop import Interrupted, StopSignal
@@ -86,8 +87,9 @@ class Run:
                 remembered = {"rollouts": vars(remembered), "recipe": None}
             self.rollouts.restore(remembered["rollouts"])
             self.recipe.restore(remembered["recipe"])
+        devices = agree.gathered(device_name())
         if self.rank == 0:
-            folder.begin()
+            folder.begin(devices)
         self._open_log(dropped, stack)
         self.stop.install(stack)
         # Imported and built objects stay alive: the collector spent a tenth of the demo's time on them.

@@ -72,16 +72,13 @@ def _rollout(example: Example, group: int, prefix: Sequence[int], c: Completion)
     return sample
 
 
-def score(
-    samples: Sequence[Sample], examples: Sequence[Example], scorer: Scorer, decode: Callable[..., str]
-) -> list[str]:
-    """Set every sample's reward; returns each rollout's status, "ok" or the problem. Collective.
+def score(samples: Sequence[Sample], examples: Sequence[Example], scorer: Scorer, decode: Callable[..., str]) -> None:
+    """Set every sample's reward and status. Collective.
 
     Demonstrations and replayed rollouts are not graded again: one that the grader fails on now would get a negative
     advantage. SharedFailure if grading fails on one rank.
     """
-    rollouts = [s for s in samples if not s.demonstration]
-    ungraded = [s for s in rollouts if not s.scored]
+    ungraded = [s for s in samples if not s.demonstration and not s.scored]
     scores: list[Score] = []
     failure: Exception | None = None
     try:
@@ -91,13 +88,11 @@ def score(
     if what := agree.failures(failure):
         raise SharedFailure(f"the step's responses could not be graded: {what}") from failure
     for sample, result in zip(ungraded, scores, strict=True):
-        sample.reward = result.value
+        sample.reward, sample.status = result.value, result.status
     for sample in samples:
         if sample.demonstration and not sample.scored:
             sample.reward = examples[sample.group].demonstration_reward
             assert not sample.masked, "want graded demonstrations"
-    statuses = iter([result.status for result in scores])
-    return ["ok" if s.scored else next(statuses) for s in rollouts]
 
 
 def shape(samples: Sequence[Sample], shaping: Shaping, max_response_length: int) -> None:

@@ -9,7 +9,7 @@ from math import isfinite
 import torch
 
 from rlplus import agree
-from rlplus.data import MicroBatch, Sample, per_token
+from rlplus.data import Example, KeptSample, MicroBatch, Sample, per_token
 from rlplus.errors import SharedFailure
 from rlplus.learner import by_sample, make_micro_batches
 from rlplus.learner.statistics import needs_statistics, set_statistics
@@ -18,7 +18,8 @@ from rlplus.objective.schedule import external_share
 from rlplus.ops import PolicyLoss
 from rlplus.recipe import Batch, Update, refill_batch
 from rlplus.trainer.engine import EngineFailed, max_gap
-from rlplus.trainer.metrics import Tally, tally_mismatch, tally_samples, tally_update
+from rlplus.trainer.keep import kept_samples
+from rlplus.trainer.metrics import Tally, tally_exploration, tally_mismatch, tally_samples, tally_update
 from rlplus.trainer.rollouts import use_engine_logprob
 from rlplus.trainer.run import Run
 from rlplus.trainer.samples import score, shape
@@ -34,6 +35,8 @@ class Step:
         self.generated = 0  # tokens, on this rank
         self.updated = False  # the policy
         self.failure: SharedFailure | None = None  # of the evaluation
+        self.ungraded: list[tuple[Example, Sample]] = []  # the grader failed on them
+        self.kept: list[KeptSample] | None = None
         run.begin_step()
         run.rollouts.begin(self.tally)
 
@@ -58,9 +61,10 @@ class Step:
         run, tally = self.run, self.tally
         batch = run.rollouts.draw(run.progress.step, tally)
         with tally.time("score"):
-            statuses = score(batch.samples, batch.examples, run.scorer, run.decode)
-        tally_samples(tally, batch.samples, statuses)
+            score(batch.samples, batch.examples, run.scorer, run.decode)
+        tally_samples(tally, batch.samples)
         self.generated += sum(sample.loss_tokens[0] for sample in batch.samples)
+        self.ungraded += [(batch.examples[sample.group], sample) for sample in batch.samples if sample.masked]
         # Copies: shaping changes them, and an abandoned step goes back to the samples as drawn.
         batch.samples = [replace(sample) for sample in batch.samples if not sample.masked]
         return batch
@@ -98,6 +102,12 @@ class Step:
             sample.token_reward = reward.tolist()
             penalty -= float(reward.sum())
         self.tally.mean("reward/kl_penalty", penalty, len(samples))
+
+    def keep(self, batch: Batch) -> None:
+        """Measure the samples that are kept of this step, which `end` writes."""
+        if self.config.log.keeps_samples(self.run.progress.step + 1):
+            with self.tally.time("samples"):
+                self.kept = kept_samples(self.run, batch, self.ungraded)
 
     def fit(self, batch: Batch) -> None:
         """Let the recipe train its learners, unless it has done so."""
@@ -158,6 +168,7 @@ class Step:
                 for engine_logprob, out in zip(engine_logprobs, outputs, strict=True):
                     tally_mismatch(tally, out.logprob, engine_logprob)
                 self._check_mismatch()  # no weight learns from samples of another policy
+            tally_exploration(tally, batches, outputs, algorithm.objective.gamma)
             if algorithm.external_schedule is not None and algorithm.external_schedule.shape == "gradient-norm":
                 for name, squares in run.policy.squared_slopes(batches, outputs, algorithm.objective).items():
                     tally.mean(f"squared_slopes/{name}", squares)
@@ -233,6 +244,8 @@ class Step:
         for note in (progress.note_idleness(metrics), progress.note_validation(metrics)):
             if note:
                 run.log.say(note)
+        if self.kept is not None:
+            run.log.keep(progress.step, self.kept)
         run.log.write(progress.step, {"generated_tokens": progress.generated} | metrics, progress.share_done)
         if self.failure is not None:
             raise self.failure

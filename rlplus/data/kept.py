@@ -1,0 +1,159 @@
+"""Samples that a run keeps to be read: prompts, responses, and what is known of each token, as Parquet files.
+
+`output_dir/samples/` has step-<step>.parquet for the groups of a step, and step-<step>-<benchmark's number>-<rank> for
+an evaluation after it. A file has its name when all of it is on the disk.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+SAMPLES = "samples"  # the folder, in output_dir
+UNFINISHED = ".unfinished"
+_STEP = re.compile(r"step-(\d+)(-.*)?\.parquet")
+
+
+@dataclass(frozen=True)
+class KeptSample:
+    """A prompt and a response; the lists have a value per token of the response. None: unknown.
+
+    step                the step of training; of an evaluation the last one done, None of a model outside of a run
+    problem             the number of the row in the data
+    benchmark           of an evaluation, else empty
+    response            as it was graded
+    reward, status      the grader's, see `rlplus.reward.Score`, the reward as the algorithm shapes it; none where the
+                        grader failed
+    truncated           the response was cut at the length limit
+    tokens              their texts, special tokens included
+    external            demonstrated, not sampled
+    logprob, entropy    in nats, at the temperature of sampling, under the policy before the step's first update; an
+                        evaluation's logprobs are the engine's
+    exploration_weight  (1 - p)^gamma, of demonstrated tokens
+    advantage           as the loss has it
+    """
+
+    step: int | None
+    problem: int
+    benchmark: str
+    prompt: str
+    response: str
+    reward: float | None
+    status: str
+    truncated: bool
+    tokens: list[str]
+    external: list[bool]
+    logprob: list[float]
+    entropy: list[float] | None = None
+    exploration_weight: list[float | None] | None = None
+    advantage: list[float] | None = None
+
+    @property
+    def demonstration(self) -> bool:
+        """Whether the whole response was demonstrated."""
+        return bool(self.external) and all(self.external)
+
+    @property
+    def facts(self) -> str:
+        """What it is and what came of it, in one line."""
+        parts = ["demonstration" if self.demonstration else "response"]
+        parts.append("not graded" if self.reward is None else f"reward {self.reward:g}")
+        parts += [self.status] if self.status != "ok" else []
+        parts.append(f"{len(self.tokens)} tokens{', cut off' if self.truncated else ''}")
+        return ", ".join(parts)
+
+    @property
+    def heading(self) -> str:
+        """Where it stands in the run, and its facts."""
+        place = [] if self.step is None else [f"step {self.step}"]
+        place += [self.benchmark] if self.benchmark else []
+        return ", ".join([*place, f"problem {self.problem}", self.facts])
+
+
+_NUMBERS = pa.list_(pa.float32())
+_SCHEMA = pa.schema(
+    {
+        "step": pa.int64(),
+        "problem": pa.int64(),
+        "benchmark": pa.string(),
+        "prompt": pa.string(),
+        "response": pa.string(),
+        "reward": pa.float64(),
+        "status": pa.string(),
+        "truncated": pa.bool_(),
+        "tokens": pa.list_(pa.string()),
+        "external": pa.list_(pa.bool_()),
+        "logprob": _NUMBERS,
+        "entropy": _NUMBERS,
+        "exploration_weight": _NUMBERS,
+        "advantage": _NUMBERS,
+    }
+)
+
+
+@contextmanager
+def keeping(path: Path) -> Iterator[Callable[[Sequence[KeptSample]], None]]:
+    """Yield a function that adds samples to the file, which replaces an older one at the end.
+
+    An exception inside leaves no file. Raises OSError that names the file.
+    """
+    unfinished = path.with_suffix(UNFINISHED)
+    with _naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = unfinished.open("wb")
+    try:
+        with file:
+            writer = pq.ParquetWriter(file, _SCHEMA, compression="zstd")
+
+            def write(samples: Sequence[KeptSample]) -> None:
+                with _naming(path):
+                    writer.write_table(pa.Table.from_pylist([vars(sample) for sample in samples], _SCHEMA))
+
+            try:
+                yield write
+            finally:
+                with _naming(path):
+                    writer.close()
+            with _naming(path):
+                file.flush()
+                os.fsync(file.fileno())
+                unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"could not write {path}: {error.strerror or error}") from error
+
+
+def read_kept(path: Path, most: int | None = None) -> list[KeptSample]:
+    """The samples of a file that `keeping` wrote, or at most so many of the first ones. ValueError for another file."""
+    try:
+        with pq.ParquetFile(path) as file:
+            rows = (row for batch in file.iter_batches(batch_size=256) for row in batch.to_pylist())
+            return [KeptSample(**row) for row in islice(rows, most)]
+    except (pa.ArrowException, OSError, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(f"want a file of kept samples in {path}; got {str(error).splitlines()[0]}") from error
+
+
+def kept_steps(folder: Path) -> dict[Path, int]:
+    """The files of a run's `samples/` that belong to a step, with that step, in their order."""
+    found = {path: match for path in sorted(folder.glob("*.parquet")) if (match := _STEP.fullmatch(path.name))}
+    return {path: int(match[1]) for path, match in found.items()}
+
+
+def drop_kept(folder: Path, after: int) -> None:
+    """Remove the files of later steps, which are done again, and those that a killed run did not finish."""
+    later = [path for path, step in kept_steps(folder).items() if step > after]
+    for path in (*later, *folder.glob(f"*{UNFINISHED}")):
+        path.unlink(missing_ok=True)

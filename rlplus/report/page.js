@@ -1,0 +1,89 @@
+"use strict";
+{
+  const root = document.documentElement;
+  root.classList.add("js");
+  const all = (selector, inside = document) => [...inside.querySelectorAll(selector)];
+
+  // Charts: a pointer over one reads all of them at the same step.
+  const charts = all(".chart svg").map((svg) => {
+    const [from, to, left, right] = ["from", "to", "left", "right"].map((name) => Number(svg.dataset[name]));
+    const lines = all(".line[data-x]", svg).map((line) => ({
+      x: line.dataset.x.split(" ").map(Number), y: line.dataset.y.split(" ").map(Number), style: line.classList[1],
+    }));
+    const unit = svg.parentElement.querySelector("figcaption span");
+    return { svg, from, to, left, right, lines, unit, said: unit.textContent, cursor: svg.querySelector(".cursor") };
+  }).filter((chart) => chart.lines.length);
+  const nearest = (xs, x) => xs.reduce((best, value, i) => (Math.abs(value - x) < Math.abs(xs[best] - x) ? i : best), 0);
+  const shown = (value, share) => (share ? `${Number((100 * value).toPrecision(4))}%` : String(Number(value.toPrecision(4))));
+  function read(step) {
+    for (const { svg, from, to, left, right, lines, unit, said, cursor } of charts) {
+      unit.textContent = said;
+      cursor.setAttribute("d", "");
+      if (step === null || step < from || step > to) continue;
+      const at = left + ((step - from) / (to - from)) * (right - left);
+      cursor.setAttribute("d", `M${at.toFixed(1)} 10V${svg.viewBox.baseVal.height - 24}`);
+      unit.textContent = `step ${step}: `;
+      for (const style of new Set(lines.map((line) => line.style))) {  // with several seeds their mean
+        const values = lines.filter((line) => line.style === style && step <= line.x.at(-1)).map(({ x, y }) => y[nearest(x, step)]);
+        const value = document.createElement("b");
+        value.className = `value ${style}`;
+        const mean = values.reduce((sum, each) => sum + each, 0) / values.length;
+        value.textContent = values.length ? `${shown(mean, said === "%")} ` : "– ";
+        unit.append(value);
+      }
+    }
+  }
+  for (const { svg, from, to, left, right } of charts) {
+    svg.addEventListener("pointermove", (event) => {
+      const box = svg.getBoundingClientRect();
+      const at = ((event.clientX - box.left) / box.width) * svg.viewBox.baseVal.width;
+      const step = Math.round(from + ((at - left) / (right - left)) * (to - from));
+      read(Math.min(to, Math.max(from, step)));
+    });
+    svg.addEventListener("pointerleave", () => read(null));
+  }
+
+  // Samples: one moment of one run at a time, and what shades their tokens.
+  const section = document.getElementById("samples");
+  const press = (buttons, chosen) => buttons.forEach((b) => b.setAttribute("aria-pressed", String(b === chosen)));
+  if (section) {
+    const modes = all(".modes button");
+    const shade = (button) => {
+      press(modes, button);
+      section.classList.toggle("by-w", button.dataset.mode === "by-w");
+    };
+    modes.forEach((button) => button.addEventListener("click", () => shade(button)));
+    shade(modes[0]);
+
+    const moments = all(".moment", section);
+    const runs = [...new Set(moments.map((moment) => moment.dataset.run))];
+    const rows = runs.map((run) => {
+      const row = document.createElement("p");
+      row.className = "picker";
+      row.append(runs.length > 1 ? `${run}: ` : "");
+      for (const moment of moments.filter((m) => m.dataset.run === run)) {
+        const button = document.createElement("button");
+        button.type = "button";
+        button.textContent = moment.dataset.moment;
+        button.addEventListener("click", () => choose(button, moment));
+        row.append(button);
+      }
+      return row;
+    });
+    moments[0].before(...rows);
+    const buttons = all(".picker button", section);
+    function choose(button, moment) {
+      press(buttons, button);
+      moments.forEach((m) => m.classList.toggle("on", m === moment));
+    }
+    choose(buttons.at(-1), moments.at(-1));
+    const names = ["p", "entropy", "exploration weight", "advantage"];
+    section.addEventListener("pointerover", ({ target }) => {
+      const facts = (target.dataset.f ?? "").split(";").map((fact, i) => fact && `${names[i]} ${fact}`);
+      if (target.dataset.f) target.title = facts.filter(Boolean).join(", ");
+    });
+  }
+
+  // On paper nothing is folded.
+  addEventListener("beforeprint", () => all("details").forEach((details) => { details.open = true; }));
+}

@@ -1,0 +1,130 @@
+"""The kept samples that a page shows: a few groups of a few steps, each token with its shades."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import exp, isnan
+from pathlib import Path
+from typing import NamedTuple
+
+from rlplus.data import KeptSample, kept_steps, read_kept
+from rlplus.report.runs import RunData
+
+MOST_STEPS = 6  # of a run
+PROBLEMS = 4  # of an evaluation, two responses each
+HEAD, TAIL = 800, 200  # tokens of a longer response
+SHADES = 10
+EVALUATED = 512  # samples of an evaluation among which to choose
+
+
+class Token(NamedTuple):
+    """Text, and how strongly it is shaded: by 1 - p, and by the exploration weight where it has one.
+
+    facts: p, entropy, exploration weight, advantage, for a reader's pointer; empty where unknown.
+    """
+
+    text: str
+    doubt: int
+    weight: int | None
+    facts: str
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A sample on a page. left_out: tokens between head and tail."""
+
+    sample: KeptSample
+    head: list[Token]
+    tail: list[Token]
+    left_out: int
+
+    @property
+    def verdict(self) -> str:
+        """right, wrong or shown: a demonstration."""
+        if self.sample.demonstration:
+            return "shown"
+        return "right" if (self.sample.reward or 0) >= 1 else "wrong"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Responses to one prompt."""
+
+    prompt: str
+    problem: int
+    members: list[Shown]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A step of a run, or its evaluation, with some of its groups."""
+
+    name: str
+    groups: list[Group]
+
+
+def moments(run: RunData) -> list[Moment]:
+    """The first and the last of the kept steps and some between them, one group of each, and of the last evaluation."""
+    if run.samples is None or not run.samples.is_dir():
+        return []
+    steps = kept_steps(run.samples)
+    files = [path for path in steps if path.stem.count("-") == 1]
+    found = []
+    for path in _spread(files, MOST_STEPS):
+        samples = read_kept(path)
+        first = [s for s in samples if samples and (s.problem, s.prompt) == (samples[0].problem, samples[0].prompt)]
+        if first:
+            found.append(Moment(f"step {steps[path]}", _groups(first)))
+    return found + [Moment(name, _groups(samples)) for name, samples in _evaluation(run.samples)]
+
+
+def _evaluation(folder: Path) -> Iterator[tuple[str, list[KeptSample]]]:
+    """Of the first problems of each benchmark of the finished model one right and one wrong response."""
+    for path in sorted(folder.glob("evaluation*.parquet")):
+        samples = read_kept(path, EVALUATED)
+        chosen = {(s.problem, (s.reward or 0) >= 1): s for s in reversed(samples)}
+        problems = list(dict.fromkeys(s.problem for s in samples))[:PROBLEMS]
+        found = [chosen[key] for problem in problems for key in ((problem, True), (problem, False)) if key in chosen]
+        if found:
+            yield f"evaluation{f' on {found[0].benchmark}' if found[0].benchmark else ''}", found
+
+
+def _spread(files: Sequence[Path], most: int) -> list[Path]:
+    """At most so many of them, evenly, with the first and the last."""
+    if len(files) <= most:
+        return list(files)
+    return [files[round(i * (len(files) - 1) / (most - 1))] for i in range(most)]
+
+
+def _groups(samples: Iterable[KeptSample]) -> list[Group]:
+    groups: dict[tuple[int, str], list[Shown]] = {}
+    for sample in samples:
+        groups.setdefault((sample.problem, sample.prompt), []).append(_shown(sample))
+    return [Group(prompt, problem, members) for (problem, prompt), members in groups.items()]
+
+
+def _shown(sample: KeptSample) -> Shown:
+    tokens = list(_tokens(sample))
+    if len(tokens) <= HEAD + TAIL:
+        return Shown(sample, tokens, [], 0)
+    return Shown(sample, tokens[:HEAD], tokens[-TAIL:], len(tokens) - HEAD - TAIL)
+
+
+def _tokens(sample: KeptSample) -> Iterator[Token]:
+    for i, (text, logprob) in enumerate(zip(sample.tokens, sample.logprob, strict=True)):
+        p = None if isnan(logprob) else exp(min(0.0, logprob))
+        weight = None if sample.exploration_weight is None else sample.exploration_weight[i]
+        entropy = None if sample.entropy is None else sample.entropy[i]
+        advantage = None if sample.advantage is None else sample.advantage[i]
+        facts = ("" if fact is None else f"{fact:.3g}" for fact in (p, entropy, weight, advantage))
+        yield Token(
+            text, 0 if p is None else _shade(1 - p), None if weight is None else _shade(weight), ";".join(facts)
+        )
+
+
+def _shade(share: float) -> int:
+    return min(SHADES - 1, int(share * SHADES))
+
+
+def count(found: Iterable[Moment]) -> int:
+    return sum(len(group.members) for group in chain.from_iterable(moment.groups for moment in found))

@@ -1,0 +1,41 @@
+"""Kept samples in the terminal."""
+
+from math import exp
+
+from rich.text import Text
+
+from rlplus.data import KeptSample, kept_steps, read_kept
+from rlplus.errors import printable
+from rlplus.report.runs import RunData
+from rlplus.terminal import Terminal
+
+UNLIKELY, SURPRISING = 0.5, 0.1  # probabilities below which a token is set apart
+
+
+def show_samples(run: RunData, most: int, terminal: Terminal) -> None:
+    """Print the samples of the newest steps that have any, so many at most, and the tokens that were unlikely.
+
+    ValueError where the run kept none.
+    """
+    steps = kept_steps(run.samples) if run.samples is not None else {}
+    left = most
+    for path in sorted(steps, key=lambda path: -steps[path]):
+        for sample in read_kept(path, left):
+            terminal.print(f"{sample.heading}", style="bold")
+            terminal.print(sample.prompt, style="dim")
+            terminal.print(coloured(sample), "")
+            left -= 1
+        if not left:
+            break
+    if left == most:
+        raise ValueError(f"want a run that kept samples, as log.samples_every says; {run.samples} has none")
+    terminal.print(f"yellow: p < {UNLIKELY:g}, red: p < {SURPRISING:g}", style="dim")
+
+
+def coloured(sample: KeptSample) -> Text:
+    """The response, unlikely tokens in colour; nothing in it commands the terminal."""
+    text = Text()
+    for token, logprob in zip(sample.tokens, sample.logprob, strict=True):
+        p = exp(min(0.0, logprob))
+        text.append(printable(token), "red" if p < SURPRISING else "yellow" if p < UNLIKELY else "")
+    return text

@@ -1,0 +1,242 @@
+"""Samples that runs and evaluations keep: whose, with what numbers, whole after a kill, each once after a resume."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isnan, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from trainer_runs import metrics, run_config
+from transformers import AutoModelForCausalLM
+
+from rlplus.cli import main
+from rlplus.config import Config
+from rlplus.data import KeptSample, byte_tokenizer, drop_kept, keeping, kept_steps, read_kept, token_texts
+from rlplus.objective import group_advantages
+from rlplus.reward import Score
+from rlplus.trainer import provenance, train
+
+TOKENIZER = byte_tokenizer()
+
+
+def sample(**changes: Any) -> KeptSample:
+    base = KeptSample(3, 7, "", "1+1=", "2", 1.0, "ok", False, ["2", "<|endoftext|>"], [False, False], [-0.5, -0.25])
+    return replace(base, **changes)
+
+
+@given(st.text(max_size=12))
+def test_texts_of_tokens_join_to_the_text(text: str) -> None:
+    tokens = [*TOKENIZER.encode(text), TOKENIZER.eos_token_id]
+    texts = token_texts(TOKENIZER, tokens)
+    assert len(texts) == len(tokens)
+    assert "".join(texts) == text + "<|endoftext|>"
+
+
+def test_a_character_of_several_tokens_is_the_last_ones() -> None:
+    assert token_texts(TOKENIZER, list("a☃b".encode())) == ["a", "", "", "☃", "b"]
+    broken = token_texts(TOKENIZER, [0xE2, 0x98] * 9)  # no characters at all
+    assert len(broken) == 18
+    assert max(map(len, broken)) <= 4
+
+
+def test_samples_come_back_from_a_file(tmp_path: Path) -> None:
+    first = sample(reward=None, status="timeout", entropy=[0.5, 0.0], advantage=[1.0, 1.0], response="☃\x1b[2J\0")
+    second = sample(step=None, benchmark="aime", exploration_weight=[0.5, None], external=[True, False])
+    with keeping(tmp_path / "a/step-000003.parquet") as write:
+        write([first])
+        assert not list(tmp_path.rglob("*.parquet")), "want the name when all is there"
+        write([second])
+    assert read_kept(tmp_path / "a/step-000003.parquet") == [first, second]
+
+
+def test_a_failure_leaves_the_older_file_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "step-000003.parquet"
+    with keeping(path) as write:
+        write([sample()])
+    with pytest.raises(ZeroDivisionError), keeping(path) as write:
+        write([sample()] * (1 // 0))
+    assert read_kept(path) == [sample()]
+    assert list(tmp_path.iterdir()) == [path]
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(OSError, match=r"could not write .*file/x\.parquet: File exists"),
+        keeping(tmp_path / "file/x.parquet"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 and more", b"x" * 100])
+def test_another_file_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "step-000001.parquet"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"want a file of kept samples in .*step-000001\.parquet; got"):
+        read_kept(path)
+
+
+def test_later_steps_and_unfinished_files_are_dropped(tmp_path: Path) -> None:
+    names = ["step-000001", "step-000002", "step-000002-0-1", "step-000010", "step-000011-1-0", "evaluation-0-0"]
+    for name in names:
+        (tmp_path / f"{name}.parquet").touch()
+    (tmp_path / "step-000002.unfinished").touch()
+    drop_kept(tmp_path, after=2)
+    left = sorted(path.stem for path in tmp_path.iterdir())
+    assert left == ["evaluation-0-0", "step-000001", "step-000002", "step-000002-0-1"]
+    assert list(kept_steps(tmp_path).values()) == [1, 2, 2]
+    drop_kept(tmp_path / "none", after=0)
+
+
+def config_of(folder: Path, output: str = "run", **sections: dict[str, Any]) -> Config:
+    return run_config(folder, output, **{"log": {"samples_every": 2}, "train": {"steps": 4}} | sections)
+
+
+def test_a_run_keeps_what_the_policy_says_of_its_first_groups(tmp_path: Path) -> None:
+    """Compared with the model of the first step in float64, token by token."""
+    config = config_of(tmp_path, log={"sample_groups": 4}, train={"steps": 1})
+    folder = train(config)
+    (path,) = (folder / "samples").iterdir()
+    samples = read_kept(path)
+    assert path.name == "step-000001.parquet"
+    assert len(samples) == 4 * 4
+    lm = AutoModelForCausalLM.from_pretrained(folder / "scratch", dtype=torch.float64)
+    gamma = config.algorithm.resolve().objective.gamma
+    weights = []
+    for i, one in enumerate(samples):
+        assert (one.step, one.benchmark, one.demonstration) == (1, "", i % 4 == 3)
+        assert one.prompt == f"{one.problem}+{one.problem % 3}="
+        if one.demonstration:
+            assert one.tokens == [*one.response, "<|endoftext|>"]
+            assert one.reward == 1.0
+            prompt, response = one.prompt.encode(), one.response.encode()
+            ids = torch.tensor([[*prompt, *response, TOKENIZER.eos_token_id]])
+            logp = lm(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            logprob = logp.gather(1, ids[0, len(prompt) :, None])[:, 0]
+            assert one.logprob == pytest.approx(logprob.tolist(), rel=1e-4, abs=1e-5)
+            assert one.entropy == pytest.approx((-logp.exp() * logp).sum(-1).tolist(), rel=1e-4)
+            assert one.exploration_weight == pytest.approx(((1 - logprob.exp()) ** gamma).tolist(), rel=1e-4)
+            weights += one.exploration_weight or []
+        else:
+            assert set(one.exploration_weight or ()) == {None}
+            assert len(one.tokens) == len(one.logprob) == len(one.entropy or ())
+    rewards = torch.tensor([one.reward for one in samples], dtype=torch.float64)
+    groups = torch.arange(4).repeat_interleave(4)
+    wanted = group_advantages(rewards, groups, normalize_std=config.algorithm.resolve().normalize_std)
+    for one, advantage in zip(samples, wanted.tolist(), strict=True):
+        assert one.advantage == pytest.approx([advantage] * len(one.tokens))
+    (row,) = metrics(folder)
+    assert row["actor/exploration_weight"] == pytest.approx(sum(weights) / len(weights), rel=1e-5)
+    board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    (event,) = board.Tensors("samples/text_summary")
+    text = event.tensor_proto.string_val[0].decode()
+    assert f"    {samples[3].heading}\n" in text
+    assert all(line.startswith("    ") for line in text.split("\n"))
+
+
+class Failing:
+    """In place of a Scorer: it fails on every wrong response."""
+
+    def __init__(self, config: Any) -> None:
+        pass
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __call__(self, texts: Sequence[str], answers: Sequence[str]) -> list[Score]:
+        right = (text == f"<{answer}>" for text, answer in zip(texts, answers, strict=True))
+        return [Score(1.0, "ok") if ok else Score(nan, "timeout") for ok in right]
+
+
+def test_responses_on_which_the_grader_failed_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlplus.trainer.run.Scorer", Failing)
+    folder = train(config_of(tmp_path, train={"steps": 1}))
+    samples = read_kept(folder / "samples/step-000001.parquet")
+    failed = [one for one in samples if one.status == "timeout"]
+    assert len(samples) - len(failed) == 2  # the demonstrations of two groups
+    assert len(failed) == 2 * 4  # of the twelve, as many as two groups have members
+    assert all(one.reward is None and one.advantage is None and "not graded" in one.heading for one in failed)
+
+
+def test_which_steps_are_kept(tmp_path: Path) -> None:
+    assert list(kept_steps(train(config_of(tmp_path)) / "samples").values()) == [1, 2, 4]
+    assert not (train(config_of(tmp_path, "none", log={"samples_every": 0})) / "samples").exists()
+
+
+def test_a_resumed_run_keeps_each_sample_once(tmp_path: Path) -> None:
+    """Steps behind the checkpoint are done again, the same."""
+    config = config_of(tmp_path, checkpoint={"every": 1, "keep": 9})
+    folder = train(config) / "samples"
+    whole = {path: read_kept(path) for path in kept_steps(folder)}
+    (folder / "step-000004.unfinished").touch()
+    (folder / "step-000007.parquet").touch()  # of a longer run that went on from here
+    train(config, resume="step-000003")
+    assert {path: read_kept(path) for path in folder.iterdir()} == whole
+    assert len(whole) == 3
+
+
+def test_evaluations_keep_all_samples(tmp_path: Path) -> None:
+    data = {"path": str(tmp_path / "task.jsonl"), "max_prompt_length": 8}
+    config = config_of(tmp_path, evaluation={"data": data, "every": 3, "samples": 2, "k": [1]})
+    path = tmp_path / "run.yaml"
+    path.write_text(config.to_yaml())
+    assert main(["train", str(path)]) == 0
+    (name,) = {path.name for path in (tmp_path / "run/samples").iterdir() if path.name.count("-") > 1}
+    assert name == "step-000003-0-0.parquet"
+    for _ in range(2):  # it replaces an earlier one's
+        assert main(["eval", str(path)]) == 0
+    result = json.loads((tmp_path / "run/evaluation.json").read_text())
+    evaluated = read_kept(tmp_path / "run/samples/evaluation-0-0.parquet")
+    assert [one.problem for one in evaluated] == [i for i in range(6) for _ in range(2)]
+    assert {(one.step, one.benchmark) for one in evaluated} == {(None, "task")}
+    assert sum(one.reward == 1 for one in evaluated) == sum(result["correct"])
+    assert all(len(one.tokens) == len(one.logprob) for one in evaluated)
+    assert not any(isnan(p) for one in evaluated for p in one.logprob)
+    during = read_kept(tmp_path / "run/samples" / name)
+    assert {(one.step, one.benchmark) for one in during} == {(3, "task")}
+    assert main(["eval", str(path), "log.samples_every=0", "--output", str(tmp_path / "other/x.json")]) == 0
+    assert not (tmp_path / "other/samples").exists()
+
+
+def test_each_start_of_a_run_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "-m", "rlplus", "train", "a b.yaml"])
+    config = config_of(tmp_path, train={"steps": 1})
+    folder = train(config)
+    (first,) = json.loads((folder / "run.json").read_text())["starts"]
+    assert (first["step"], first["command"]) == (0, "python3 -m rlplus train 'a b.yaml'")
+    assert first["versions"]["torch"] == torch.__version__
+    assert {"rlplus", "transformers", "deepspeed", "triton", "python"} <= first["versions"].keys()
+    assert first["hardware"]["ranks"].startswith("1 × ")
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 2})})
+    train(longer, resume=True)
+    starts = json.loads((folder / "run.json").read_text())["starts"]
+    assert starts[0] == first
+    assert [start["step"] for start in starts] == [0, 1]
+
+
+def test_commits_are_those_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.setattr(provenance, "PACKAGE", tmp_path / "site-packages/rlplus")
+    monkeypatch.chdir(tmp_path)
+    assert provenance.commits() == {}
+    package = tmp_path / "site-packages/rlplus"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (tmp_path / "run.yaml").write_text("a: 1\n")
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@x"]
+    for command in (["init", "-q"], ["add", "run.yaml"], ["commit", "-q", "-m", "x"]):
+        subprocess.run([*git, *command], check=True)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert provenance.commits() == {"current directory": commit}  # the package is none of the repository's
+    (tmp_path / "run.yaml").write_text("a: 2\n")
+    assert provenance.commits() == {"current directory": f"{commit}-dirty"}
+    subprocess.run([*git, "add", "--all"], check=True)
+    assert provenance.commits().keys() == {"current directory", "rlplus"}

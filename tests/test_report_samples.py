@@ -1,0 +1,85 @@
+"""The samples of a report, on its page and in the terminal."""
+
+from dataclasses import replace
+from math import log
+from pathlib import Path
+
+import pytest
+from report_pages import keep, kept, run, written
+
+from rlplus.cli import main
+from rlplus.report.samples import HEAD, MOST_STEPS, TAIL, count, moments
+from rlplus.report.show import coloured
+
+
+def test_samples_show_every_token_with_its_shades(tmp_path: Path) -> None:
+    shown = {"external": [True, True], "exploration_weight": [0.25, 0.0], "tokens": ["5", "!"], "advantage": None}
+    folder = keep(tmp_path / "s", "step-000001", kept(), kept(logprob=[log(0.05), -0.1], reward=0.0), kept(**shown))
+    page = written(tmp_path, {"A": run(samples=folder)}, {})
+    assert '<i class="p2" data-f="0.75;0.5;;1.5">2</i>' in page.html
+    assert '<i class="p9" data-f="0.05;0.5;;1.5"' in page.html
+    assert '<i class="p2 w2" data-f="0.75;0.5;0.25;">5</i>' in page.html
+    assert "✓ response, reward 1, 2 tokens" in page.text
+    assert "✗ response, reward 0, 2 tokens" in page.text
+    assert "◆ demonstration, reward 1, 2 tokens" in page.text
+    assert page.html.count('class="group"') == 1  # one prompt
+
+
+def test_the_samples_of_a_page_are_few_and_long_ones_are_cut_in_the_middle(tmp_path: Path) -> None:
+    many = range(1, 40)
+    for step in many:
+        keep(tmp_path, f"step-{step:06d}", kept(step=step), kept(step=step, problem=8))
+    length = HEAD + TAIL + 5
+    long = kept(step=40, tokens=[f"{i} " for i in range(length)], logprob=[-0.1] * length, external=[False] * length)
+    keep(tmp_path, "step-000040", replace(long, entropy=None, advantage=None, exploration_weight=None))
+    keep(tmp_path, "step-000040-0-0", *[kept(step=40)] * 9)  # an evaluation between steps
+    found = moments(run(samples=tmp_path))
+    assert [moment.name for moment in found][0::5] == ["step 1", "step 40"]
+    assert len(found) == MOST_STEPS == count(found)
+    (shown,) = found[-1].groups[0].members
+    assert (len(shown.head), len(shown.tail), shown.left_out) == (HEAD, TAIL, 5)
+    assert shown.tail[-1].text == f"{length - 1} "
+    page = written(tmp_path, {"A": run(samples=tmp_path)}, {})
+    assert "… 5 tokens left out …" in page.text
+
+
+def test_samples_of_an_evaluation_are_right_and_wrong_ones(tmp_path: Path) -> None:
+    samples = [kept(step=None, benchmark="aime", problem=i // 8, reward=float(i % 8 == 5)) for i in range(80)]
+    keep(tmp_path, "evaluation-0-0", *samples)
+    (moment,) = moments(run(samples=tmp_path))
+    assert moment.name == "evaluation on aime"
+    assert [(group.problem, [one.verdict for one in group.members]) for group in moment.groups] == [
+        (i, ["right", "wrong"]) for i in range(4)
+    ]
+    assert moments(run()) == []
+
+
+def test_the_newest_samples_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As text: neither markup nor commands to the terminal."""
+    strange = "[red]x[/red]\x1b[2J"
+    keep(tmp_path / "run/samples", "step-000001", kept(prompt="old"))
+    keep(tmp_path / "run/samples", "step-000010", kept(step=10, prompt=strange, tokens=[strange, "!"]), kept(step=10))
+    (tmp_path / "run/config.yaml").write_text("a: 1\n")
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "generated_tokens": 1}\n')
+    assert main(["report", str(tmp_path / "run"), "--show", "2", "-o", str(tmp_path / "report.html")]) == 0
+    out, _ = capsys.readouterr()
+    assert out.count("step 10, problem 7, response, reward 1, 2 tokens") == 2
+    assert out.count("[red]x[/red]\\x1b[2J") == 2  # prompt and response
+    assert "\x1b" not in out
+    assert "old" not in out
+    assert not (tmp_path / "report.html").exists()
+    assert main(["report", str(tmp_path / "run"), "--show", "3"]) == 0
+    assert "old" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "run"), "--show", "0"]) == 2
+    assert "want --show at least 1; got 0" in capsys.readouterr().err
+    for path in (tmp_path / "run/samples").iterdir():
+        path.unlink()
+    assert main(["report", str(tmp_path / "run"), "--show", "1"]) == 2
+    assert "want a run that kept samples, as log.samples_every says" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("logprob", "style"), [(-0.1, ""), (-1.0, "yellow"), (-3.0, "red"), (float("nan"), "")])
+def test_unlikely_tokens_are_coloured(logprob: float, style: str) -> None:
+    text = coloured(kept(logprob=[logprob, 0.0]))
+    assert text.plain == "2<e>"
+    assert {span.style for span in text.spans if span.start == 0} - {""} == ({style} if style else set())
