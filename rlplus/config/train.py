@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlplus.config.base import Count, Fraction, NonNegative, Positive, Seconds, Section
+from rlplus.config.base import Count, Fraction, NonNegative, PathText, Positive, Seconds, Section
 
 # Of DeepSpeed's configuration: they would change the loss's normalisation, or be ignored beside the trainer's own.
 OWNED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
@@ -42,6 +42,8 @@ class TrainConfig(Section):
                             of the head, see rlplus.linear_policy_loss; memory least takes no fp32 copy of the head's
                             gradient, for about a third more time there; null: least on a GPU where max_scratch_mb is so
                             small that it is the faster one
+    tuning                  how backend triton is launched: a file of `rlplus-bench tune`, or auto, the one in its cache
+                            for this GPU and head; null: the default. A run keeps what it began with
     collective_timeout_s    seconds that ranks wait for one that is still busy; one that died is noticed at once
     max_nonfinite           so many updates in a row with a non-finite loss or gradient stop the run; each is skipped
     overlap                 the next batch is generated while this one trains, and so by the policy of one update
@@ -72,6 +74,7 @@ class TrainConfig(Section):
     backend: Literal["auto", "reference", "torch", "cpp", "triton"] = "auto"
     max_scratch_mb: Count | None = None
     memory: Literal["fast", "least"] | None = None
+    tuning: PathText | None = None
     collective_timeout_s: Seconds = 3600.0
     max_nonfinite: Count = 3
     overlap: bool = False
