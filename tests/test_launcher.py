@@ -11,6 +11,7 @@ import processes
 import pytest
 import triton
 
+pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 COMPILER = shutil.which(os.environ.get("CC", "cc"))
 SCRATCH = [0, 0]  # Triton's pointers to scratch memory, which no kernel here uses
@@ -44,26 +45,16 @@ def seen(launch: dict[str, Any]) -> tuple[Any, ...]:
     return launch["kernel"], launch["grid"], launch["block"], launch["arguments"]
 
 
-def check(found: list[dict[str, Any]], want: list[tuple[Any, ...]]) -> None:
-    assert [seen(launch) for launch in found] == [(*rest, arguments + SCRATCH) for *rest, arguments in want]
-
-
-# 5 rows of 9000 logits in 9024 columns: three blocks. None, constants and a 1 are compiled in, not passed.
-SIZES = [9024, 9000, 9024]  # stride, V, W
-
-
-def test_a_launch_has_the_intended_arguments(stub: Path) -> None:
-    arguments = ["values", "logits", "target", "bias", *SIZES, 3 * 4096, INVERSE, 3.0, "row_temperature"]
-    check(launches(stub, 80, "statistics"), [("_statistics_kernel", [5, 1, 1], [128, 1, 1], arguments)])
-
-
-@pytest.mark.slow
 def test_every_launch_has_the_intended_arguments(stub: Path) -> None:
+    """5 rows of 9000 logits in 9024 columns: three blocks. None, constants and a 1 are compiled in, not passed."""
+    sizes = [9024, 9000, 9024]  # stride, V, W
     numbers = [1.0 + 0.5 * i for i in range(13)]
     want = [
         ("_statistics_kernel", [5, 3, 1], [128, 1, 1],
-         ["values", "partial", "logits", "target", *SIZES, 4096, INVERSE]),
+         ["values", "partial", "logits", "target", *sizes, 4096, INVERSE]),
         ("_combine_kernel", [1, 1, 1], [128, 1, 1], ["values", "partial", "target", 5, 9000, 3]),
+        ("_statistics_kernel", [5, 1, 1], [128, 1, 1],
+         ["values", "logits", "target", "bias", *sizes, 3 * 4096, INVERSE, 3.0, "row_temperature"]),
         ("_gradient_kernel", [5, 3, 1], [256, 1, 1],
          ["dlogits", "slot", "values", "logits", "target", 9024, 9024, 9000, 9024, INVERSE]),
         ("_token_loss_kernel", [1, 1, 1], [128, 1, 1], ["values", "sums", "constants", *numbers, 5]),
@@ -75,10 +66,10 @@ def test_every_launch_has_the_intended_arguments(stub: Path) -> None:
          ["values", "partial", "logits", "hidden", "weight", "target", 200, 4097, 144, 4160, 144, 288, 4160, INVERSE]),
         ("_combine_kernel", [13, 1, 1], [128, 1, 1], ["values", "partial", "target", 200, 4097, 33]),
     ]  # fmt: skip
-    check(launches(stub, 80, "others", "gemm"), want)
+    found = launches(stub, 80, "rows", "gemm")
+    assert [seen(launch) for launch in found] == [(*rest, arguments + SCRATCH) for *rest, arguments in want]
 
 
-@pytest.mark.slow
 def test_tensor_maps_have_the_intended_sizes(stub: Path) -> None:
     """bf16 is type 9; sizes and box start with the columns; Triton passes sizes and strides as well."""
     gemm, _ = launches(stub, 90, "gemm")
