@@ -103,10 +103,10 @@ def test_a_step_that_has_changed_the_policy_is_finished(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         step = Policy.step
 
-        def step_and_kill(policy: Policy) -> bool:
+        def step_and_kill(policy: Policy, *limit: float) -> bool:
             os.kill(os.getpid(), signal.SIGTERM)
             patch.setattr(Policy, "step", step)
-            return step(policy)
+            return step(policy, *limit)
 
         patch.setattr(Policy, "step", step_and_kill)
         with pytest.raises(Interrupted):
