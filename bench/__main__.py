@@ -1,4 +1,7 @@
-"""rlplus-bench, python -m bench: measures the head's backends and their peers, or writes the README's table."""
+"""rlplus-bench, python -m bench: measures the head's backends and their peers, or writes the README's table.
+
+rlplus-bench tune finds the fastest tiling of the triton backend on this machine's GPU; see rlplus-bench tune --help.
+"""
 
 import argparse
 import sys
@@ -24,7 +27,7 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def parse(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+def parse(arguments: list[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(prog="rlplus-bench", description=__doc__)
     parser.add_argument("--suite", choices=tuple(SUITES), help="the cases; bench/README.md says how long they take")
     output = parser.add_argument("--output", type=Path, metavar="DIR", default=Path("runs/bench"))
@@ -108,6 +111,12 @@ def measure_case(case: Case, device: str, until: float, record: report.Record) -
 
 
 def main(arguments: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["tune"]:
+        from . import tune  # needs triton
+
+        tune.main(arguments[1:], say)
+        return
     parser, options = parse(arguments)
     checked(parser, options)
     if options.memory_of:

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: its tests, compute-sanitizer on small shapes, and the measurements, from the source tree alone.
+# On a machine with a GPU: its tests, compute-sanitizer on small shapes, the fastest tiling, and the measurements, from the
+# source tree alone.
 #
-#   bench/gpu.sh [--cpu] [OUT] [STEP...]     steps: selfcheck tests sanitize bench; all, the default, is these in this order
+#   bench/gpu.sh [--cpu] [OUT] [STEP...]     steps: selfcheck tests sanitize tune bench; all, the default, is these in order
 #
 # Each step ends within 9 minutes, so that it fits a loan of a GPU, and one that hangs costs only itself; the exit status
 # is 1 if any failed. Results go to the folder OUT (default: $OUT, else gpu-results), at most 8 files; gpu.json of bench
-# is for bench/results. PYTHON names the interpreter (default: python3); packages that travel along, as bench/README.md
-# has them, are found through PYTHONPATH. --cpu: the same steps with fewer tests, in Triton's interpreter and with the
-# quick suite, to try the script.
+# is for bench/results, tuning.json of tune for rlplus.use_tuning. PYTHON names the interpreter (default: python3); packages
+# that travel along, as bench/README.md has them, are found through PYTHONPATH. --cpu: the same steps with fewer tests, in
+# Triton's interpreter and with the quick suite, to try the script.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
@@ -16,7 +17,7 @@ if [ "${1:-}" = --cpu ]; then cpu=1; shift; fi
 out=$(realpath -m "${1:-${OUT:-gpu-results}}")
 [ $# -gt 0 ] && shift
 steps=("$@")
-[ "${steps[*]:-all}" = all ] && steps=(selfcheck tests sanitize bench)
+[ "${steps[*]:-all}" = all ] && steps=(selfcheck tests sanitize tune bench)
 mkdir -p "$out" || exit 1
 python=${PYTHON:-python3}
 export PYTHONPATH=.${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
@@ -82,7 +83,7 @@ for name in "${steps[@]}"; do
     case $name in
         selfcheck)
             # A check of its own, whatever earlier ones found.
-            RLPLUS_CACHE=$(mktemp -d) TRITON_INTERPRET=${cpu:-0} step selfcheck 500 selfcheck.log "$python" -c "$selfcheck"
+            RLPLUS_CACHE=$(mktemp -d) TRITON_INTERPRET=${cpu:-0} step selfcheck 500 tests.log "$python" -c "$selfcheck"
             ;;
         tests)
             files=(tests/test_gpu.py tests/test_gemm_kernel.py)
@@ -94,13 +95,19 @@ for name in "${steps[@]}"; do
             sanitizer memcheck
             sanitizer racecheck
             ;;
+        tune)
+            # The head of Qwen2.5-7B, as in the main case of bench.
+            head=(--head 151936 3584 --seconds 440)
+            [ -n "$cpu" ] && head=(--head 300 32 --dtype float32 --tokens 16 --max-scratch-mb 1)
+            TRITON_INTERPRET=${cpu:-0} step tune 520 bench.log "$python" -m bench tune "${head[@]}" --output "$out/tuning.json"
+            ;;
         bench)
             suite=gpu
             [ -n "$cpu" ] && suite=quick
             step bench 530 bench.log "$python" -m bench --suite "$suite" --output "$out"
             ;;
         *)
-            say "want steps among selfcheck, tests, sanitize, bench, or all alone; got '$name'"
+            say "want steps among selfcheck, tests, sanitize, tune, bench, or all alone; got '$name'"
             failed=1
             ;;
     esac

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from math import inf
 from pathlib import Path
@@ -41,16 +42,21 @@ def call(method: Method, inputs: Inputs, step: Step) -> Tensor | None:
 
 
 def milliseconds(method: Method, inputs: Inputs, step: Step) -> float:
-    """Time of one call: on CUDA between two events, on the CPU the CPU time of all threads of the process."""
+    """Time of one call of a method."""
     clear(inputs)
-    if not inputs.hidden.is_cuda:
+    return elapsed(partial(call, method, inputs, step), inputs.hidden.is_cuda)
+
+
+def elapsed(step: Callable[[], object], cuda: bool) -> float:
+    """ms of one call: on CUDA between two events, on the CPU the CPU time of all threads of the process."""
+    if not cuda:
         start = time.process_time()
-        call(method, inputs, step)
+        step()
         return 1e3 * (time.process_time() - start)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
-    call(method, inputs, step)
+    step()
     end.record()
     torch.cuda.synchronize()
     return float(begin.elapsed_time(end))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rlplus.kernels.tiling import DEFAULT
 from rlplus.ops import cost
 from rlplus.ops.head import Head
 from rlplus.ops.triton import plan
@@ -34,7 +35,7 @@ def sizes(mb: float, machine: cost.Machine, shape: cost.Shape = SHAPE) -> tuple[
     """Rows of a chunk and of the gradient buffer, as the backend chooses them for bf16 on that machine."""
     hidden, weight = (torch.empty(n, shape.H, dtype=torch.bfloat16, device="meta") for n in (shape.N, shape.V))
     target = torch.empty(shape.N, dtype=torch.int64, device="meta")
-    return plan(Head(hidden, weight, None, target, 1.0), mb * 1e6, gradient=True, gemm="vendor", machine=machine)
+    return plan(Head(hidden, weight, None, target, 1.0), mb * 1e6, gradient=True, tiling=DEFAULT, machine=machine)
 
 
 def ratio(machine: cost.Machine, rows: int, capacity: int, waves: bool = False, **options: Any) -> float:

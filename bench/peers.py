@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rlplus.kernels.tiling import Tiling
 from rlplus.objective import Objective, policy_loss
-from rlplus.ops import linear_logprob, linear_policy_loss
+from rlplus.ops import linear_logprob, linear_policy_loss, tuning
 
 from .cases import Inputs
 
@@ -142,14 +143,13 @@ def own_gemm(name: str, of: str) -> None:
     """Registers method `of` of the triton backend with that backend's own first GEMM instead of the vendor's."""
 
     def prepare(x: Inputs) -> Step:
-        triton, step = import_module("rlplus.ops.triton"), METHODS[of].prepare(x)
+        step, kernels = METHODS[of].prepare(x), import_module("rlplus.kernels.linear_logprob")
+        kind = tuning.kind_of(x.hidden.device, x.hidden.dtype, *x.weight.shape)
+        tiling = Tiling(forward=kernels.default_tile(x.hidden, False), loss=kernels.default_tile(x.hidden, True))
 
         def with_own() -> Tensor | None:
-            before, triton.GEMM = triton.GEMM, "triton"  # type: ignore[attr-defined]
-            try:
+            with tuning.using(kind, tiling):
                 return step()
-            finally:
-                triton.GEMM = before  # type: ignore[attr-defined]
 
         return with_own
 

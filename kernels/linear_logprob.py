@@ -15,8 +15,6 @@ Logits and their gradient are (n, W), W >= V: rows of a multiple of 16 elements 
 whatever the size V of the vocabulary. The columns past V hold anything and get anything.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -24,48 +22,22 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rlplus.kernels.elementwise import LOWEST, _at_rows, _exp, _floor, _softcap_slope, _x, _z
+from rlplus.kernels.tiling import DEFAULT, FP32_TILE, TILES, Block, Tile, Tiling
 
-# Fusion is stated: the environment could switch it off, and with it the bits of the results.
-LAUNCH = {"BLOCK_V": 4096, "enable_fp_fusion": True}
-# The statistics see a block as a matrix of ROWS; a thread of their 4 warps has VECTOR whole columns of it.
+FUSION = {"enable_fp_fusion": True}  # stated: the environment could switch it off, and with it the bits of the results
+# The statistics see a block as a matrix of ROWS; a thread has VECTOR whole columns of it.
 ROWS, VECTOR = tl.constexpr(8), tl.constexpr(4)
-PROGRAMS = 512  # fill any GPU; with fewer rows than that several programs share a row
 
 # Columns of `values` (n, WIDTH), what is known of a token.
 LOGPROB, ENTROPY, MAX, LOGSUM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 DLOGPROB, DENTROPY, WIDTH = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 PARTIALS = tl.constexpr(3)  # of a part of a row: max z, sum of e^(z - max), sum of e^(z - max) (z - max)
-COMBINE = {"BLOCK_N": 16, "BLOCK_T": 64, "num_warps": 4, "enable_fp_fusion": True}
-
-
-class Tile(NamedTuple):
-    """The tile of a program: tokens, vocabulary, hidden columns at a time; how many tiles of tokens run side by side,
-    reading a tile of the weight from the cache; warps; stages of the pipeline; loads by TMA."""
-
-    BLOCK_M: int
-    BLOCK_V: int
-    BLOCK_H: int
-    GROUP_M: int
-    num_warps: int
-    num_stages: int
-    tma: bool
-
-
-# By the GPU's major compute capability, for half precision: alone, and with a bias or logits to store, which take
-# registers; 0: the interpreter. Expected to be fast, not measured.
-TILES = {
-    0: (Tile(16, 32, 32, 2, 4, 1, True), Tile(32, 64, 32, 2, 4, 1, False)),
-    8: (Tile(128, 128, 64, 8, 8, 3, False), Tile(128, 128, 64, 8, 8, 3, False)),
-    9: (Tile(128, 256, 64, 16, 8, 3, True), Tile(128, 128, 64, 16, 8, 4, True)),
-    10: (Tile(128, 128, 64, 16, 8, 4, True), Tile(64, 128, 64, 16, 8, 4, True)),
-    12: (Tile(128, 128, 32, 16, 8, 3, False), Tile(128, 128, 32, 16, 8, 3, False)),
-}
-FP32_TILE = Tile(64, 64, 32, 16, 4, 2, False)  # no tensor cores: "ieee" is plain multiplication and addition
+COMBINE = {"BLOCK_N": 16, "BLOCK_T": 64, "num_warps": 4, **FUSION}
 
 
 def row_statistics(
     values: Tensor, logits: Tensor, V: int, target: Tensor, bias: Tensor | None, temperature: float,
-    softcap: float | None = None, row_temperature: Tensor | None = None,
+    softcap: float | None = None, row_temperature: Tensor | None = None, tiling: Tiling = DEFAULT,
 ) -> None:  # fmt: skip
     """Fill the columns LOGPROB, ENTROPY, MAX (of z) and LOGSUM (of e^(z - MAX)) of values (n, WIDTH) fp32.
 
@@ -73,11 +45,12 @@ def row_statistics(
     (n,) fp32 or None, which means 1. logprob is NaN where the target is no token; a row with a NaN gets NaN
     everywhere, and without a softcap, which makes infinite logits finite, so does one with +inf or nothing but -inf.
     """
-    n, blocks = len(target), triton.cdiv(V, LAUNCH["BLOCK_V"])
-    each = triton.cdiv(blocks, min(blocks, triton.cdiv(PROGRAMS, max(n, 1))))  # blocks of a row that a program reads
+    n, blocks = len(target), triton.cdiv(V, tiling.statistics.BLOCK_V)
+    each = triton.cdiv(blocks, min(blocks, triton.cdiv(tiling.programs, max(n, 1))))  # of a row that a program reads
     parts = triton.cdiv(blocks, each)
     partial = values.new_empty(parts, PARTIALS.value, n) if parts > 1 else None
-    _launch_statistics(values, partial, logits, V, target, bias, temperature, softcap, row_temperature, each)
+    rest = (temperature, softcap, row_temperature, each, tiling.statistics)
+    _launch_statistics(values, partial, logits, V, target, bias, *rest)
     if partial is not None:
         finish_statistics(values, partial, V, target)
 
@@ -91,13 +64,13 @@ def begin_statistics(n: int, device: torch.device) -> Tensor:
 
 def add_statistics(
     values: Tensor, partial: Tensor, logits: Tensor, V: int, target: Tensor, bias: Tensor | None, temperature: float,
-    softcap: float | None = None, row_temperature: Tensor | None = None,
+    softcap: float | None = None, row_temperature: Tensor | None = None, block: Block = DEFAULT.statistics,
 ) -> None:  # fmt: skip
     """Add a block of V tokens of the vocabulary to `partial`, and the logits of targets in it to values.
 
     As in `row_statistics`; target and bias are the block's, a target outside [0, V) is in another one.
     """
-    rest = (temperature, softcap, row_temperature, triton.cdiv(V, LAUNCH["BLOCK_V"]))
+    rest = (temperature, softcap, row_temperature, triton.cdiv(V, block.BLOCK_V), block)
     _launch_statistics(values, partial, logits, V, target, bias, *rest, carry=True)
 
 
@@ -111,20 +84,22 @@ def finish_statistics(values: Tensor, partial: Tensor, V: int, target: Tensor) -
 
 def _launch_statistics(
     values: Tensor, partial: Tensor | None, logits: Tensor, V: int, target: Tensor, bias: Tensor | None,
-    temperature: float, softcap: float | None, row_temperature: Tensor | None, each: int, carry: bool = False,
+    temperature: float, softcap: float | None, row_temperature: Tensor | None, each: int, block: Block,
+    carry: bool = False,
 ) -> None:  # fmt: skip
     _check(values, logits, V, target, row_temperature)
     if len(target):
         grid = (len(target), 1 if partial is None else len(partial))
         _statistics_kernel[grid](
-            values, partial, logits, target, bias, (logits.stride(0), V, logits.shape[1], each * LAUNCH["BLOCK_V"]),
-            1 / temperature, softcap, row_temperature, carry, num_warps=4, **LAUNCH,
+            values, partial, logits, target, bias, (logits.stride(0), V, logits.shape[1], each * block.BLOCK_V),
+            1 / temperature, softcap, row_temperature, carry, **block._asdict(), **FUSION,
         )  # fmt: skip
 
 
 def row_gradient(
     dlogits: Tensor, slot: Tensor, values: Tensor, logits: Tensor, V: int, target: Tensor, bias: Tensor | None,
     temperature: float, softcap: float | None = None, row_temperature: Tensor | None = None,
+    block: Block = DEFAULT.gradient,
 ) -> None:  # fmt: skip
     """Write the gradient of row i of the chunk into row slot[i] of dlogits; with slot -1, nowhere.
 
@@ -138,18 +113,23 @@ def row_gradient(
         got = f"{tuple(dlogits.shape)} with strides {dlogits.stride()} and {tuple(slot.shape)}"
         raise ValueError(f"want dlogits (m, {W}), contiguous in W, and slot {tuple(target.shape)}; got {got}")
     if len(target):
-        _gradient_kernel[(len(target), triton.cdiv(W, LAUNCH["BLOCK_V"]))](
+        _gradient_kernel[(len(target), triton.cdiv(W, block.BLOCK_V))](
             dlogits, slot, values, logits, target, bias, dlogits.stride(0), logits.stride(0), V, W, 1 / temperature,
-            softcap, row_temperature, num_warps=8, **LAUNCH,
+            softcap, row_temperature, **block._asdict(), **FUSION,
         )  # fmt: skip
+
+
+def tiles(hidden: Tensor) -> tuple[Tile, ...]:
+    """The tiles for the tensor's device and dtype: alone, with a bias or logits to store, then others to try."""
+    if hidden.dtype == torch.float32 and hidden.is_cuda:
+        return (FP32_TILE, FP32_TILE)
+    major = torch.cuda.get_device_capability(hidden.device)[0] if hidden.is_cuda else 0
+    return TILES[max(known for known in TILES if known <= major)]
 
 
 def default_tile(hidden: Tensor, more: bool) -> Tile:
     """The default tile of the tensor's device and dtype; `more`: with a bias or logits to store."""
-    if hidden.dtype == torch.float32 and hidden.is_cuda:
-        return FP32_TILE
-    major = torch.cuda.get_device_capability(hidden.device)[0] if hidden.is_cuda else 0
-    return TILES[max(known for known in TILES if known <= major)][more]
+    return tiles(hidden)[more]
 
 
 def _tma_reads(x: Tensor) -> bool:
@@ -189,18 +169,18 @@ def linear_statistics(
     if not n:
         return
     tile = tile or default_tile(hidden, logits is not None or bias is not None)
-    tiles = triton.cdiv(V, tile.BLOCK_V)
-    partial = torch.empty(tiles, PARTIALS.value, n, dtype=torch.float32, device=hidden.device)
+    columns = triton.cdiv(V, tile.BLOCK_V)
+    partial = torch.empty(columns, PARTIALS.value, n, dtype=torch.float32, device=hidden.device)
     sides, strides = (hidden, weight), (hidden.stride(0), weight.stride(0))
     if tile.tma and all(map(_tma_reads, sides)):
         shapes = ((tile.BLOCK_M, tile.BLOCK_H), (tile.BLOCK_V, tile.BLOCK_H))
         sides = tuple(TensorDescriptor.from_tensor(x, list(s)) for x, s in zip(sides, shapes, strict=True))
         strides = (0, 0)  # the descriptors know
-    _tile_kernel[(triton.cdiv(n, tile.BLOCK_M) * tiles,)](
+    _tile_kernel[(triton.cdiv(n, tile.BLOCK_M) * columns,)](
         values, partial, logits, *sides, target, bias, (n, V, H, V if logits is None else logits.shape[1]),
         (*strides, 0 if logits is None else logits.stride(0)), 1 / temperature, softcap, row_temperature,
         tile.BLOCK_M, tile.BLOCK_V, tile.BLOCK_H, tile.GROUP_M, sides[0] is not hidden,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **FUSION,
     )  # fmt: skip
     finish_statistics(values, partial, V, target)
 

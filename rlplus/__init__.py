@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         register_token_loss,
         token_weights,
     )
-    from rlplus.ops import PolicyLoss, RLPlusLoss, head_of, linear_logprob, linear_policy_loss
+    from rlplus.ops import PolicyLoss, RLPlusLoss, head_of, linear_logprob, linear_policy_loss, use_tuning
 
 __version__ = "0.1.0"
 
@@ -38,6 +38,7 @@ __all__ = [
     "policy_loss",
     "register_token_loss",
     "token_weights",
+    "use_tuning",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -47,6 +48,6 @@ __getattr__, __dir__ = lazy_names(
             *("ALGORITHMS", "Algorithm", "Objective"),
             *("batch_advantages", "group_advantages", "policy_loss", "register_token_loss", "token_weights"),
         ),
-        "ops": ("PolicyLoss", "RLPlusLoss", "head_of", "linear_logprob", "linear_policy_loss"),
+        "ops": ("PolicyLoss", "RLPlusLoss", "head_of", "linear_logprob", "linear_policy_loss", "use_tuning"),
     },
 )

@@ -9,6 +9,9 @@ from closed_form import policy_loss as closed_policy_loss
 from torch import Tensor
 
 from rlplus import Objective, linear_policy_loss
+from rlplus.kernels.linear_logprob import default_tile
+from rlplus.kernels.tiling import Tiling
+from rlplus.ops.head import Head as OpHead
 
 H = 7
 EVERYTHING = Objective("clip", "mis", **FEATURES["all"])
@@ -31,6 +34,11 @@ def on_policy(head: Head) -> Head:
     logits = head["hidden"].double() @ head["weight"].double().T + head["bias"].double()
     g = torch.Generator().manual_seed(len(logits))
     return head | {"target": torch.multinomial(logits.softmax(1), 1, generator=g).squeeze(1)}
+
+
+def own_gemm(head: OpHead) -> Tiling:
+    """Replaces `tuning.tiling_of`: the first GEMM is our own."""
+    return Tiling(forward=default_tile(head.hidden, head.bias is not None), loss=default_tile(head.hidden, True))
 
 
 def run(head: Head, constants: dict[str, Any], objective: Objective, **options: Any) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from rlplus.kernels import active_rows, linear_logprob, policy_loss, scale
+from rlplus.kernels.tiling import DEFAULT, FP32_TILE, GRADIENT, STATISTICS, TILES, Tiling
 from rlplus.objective.presets import KL_ESTIMATORS
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 
@@ -69,10 +70,10 @@ def row_launches() -> Iterator[Launch]:
         rest = (torch.empty(2, 6), torch.empty(2, W), V, target, bias, 1.0)
         where = f"{name(dtype)}, V {V} in {W}{', bias' if with_bias else ''}"
         if with_bias or dtype == torch.float32:  # without a bias the statistics read fp32 alone
-            n = linear_logprob.PROGRAMS
+            n = DEFAULT.programs
             many = (torch.empty(n, 6), torch.empty(n, W), V, torch.zeros(n, dtype=torch.int64), bias, 1.0)
             yield where, W % 16 == 0, lambda many=many: linear_logprob.row_statistics(*many)
-            if linear_logprob.LAUNCH["BLOCK_V"] < V:
+            if DEFAULT.statistics.BLOCK_V < V:
                 yield f"{where}, parts of rows", W % 16 == 0, lambda rest=rest: linear_logprob.row_statistics(*rest)
             so_far = linear_logprob.begin_statistics(n, torch.device("cpu"))
             add = partial(linear_logprob.add_statistics, many[0], so_far, *many[1:])
@@ -92,7 +93,7 @@ def row_launches() -> Iterator[Launch]:
 
 def gemm_launches(arch: int) -> Iterator[Launch]:
     """Both shipped tiles; with bias, with logits to store. H = 72 leaves a tail and is not a multiple of 16."""
-    half, fp32 = linear_logprob.TILES[arch // 10], (linear_logprob.FP32_TILE,) * 2
+    half, fp32 = TILES[arch // 10], (FP32_TILE,) * 2
     sizes = ((4096, 128, True), (4096, 128, False), (4097, 72, False))
     cases = [(half, torch.bfloat16, size) for size in sizes]
     cases += [(half, torch.float16, sizes[0]), (fp32, torch.float32, sizes[0]), (fp32, torch.float32, sizes[2])]
@@ -113,6 +114,26 @@ def gemm_launches(arch: int) -> Iterator[Launch]:
         rest = (*half_inputs, torch.zeros(200, dtype=torch.int64), None, 1.0, softcap, own, half[0])
         start = partial(linear_logprob.linear_statistics, torch.empty(200, 6), None, *rest)
         yield f"bfloat16{transforms(softcap, own)}", True, start
+
+
+def candidate_launches(arch: int) -> Iterator[Launch]:
+    """The other candidates of `rlplus-bench tune`."""
+    target, V, W = torch.zeros(2, dtype=torch.int64), 40_001, 40_064
+    rest = (torch.empty(2, 6), torch.empty(2, W), V, target, None, 1.0)
+    for block in STATISTICS[1:]:
+        where = f"float32, V {V} in {W}, {block.BLOCK_V} w{block.num_warps}"
+        yield where, True, partial(linear_logprob.row_statistics, *rest, tiling=Tiling(statistics=block))
+    out = torch.empty(2, W, dtype=torch.bfloat16)
+    for block in GRADIENT[1:]:
+        where = f"bfloat16, V {V} in {W}, {block.BLOCK_V} w{block.num_warps}"
+        yield where, True, partial(linear_logprob.row_gradient, out, target, *rest, block=block)
+    hidden, weight = (torch.empty(n, 128, dtype=torch.bfloat16) for n in (200, 4096))
+    for tile, stores in product(TILES[arch // 10][2:], (False, True)):
+        outputs = (torch.empty(200, 6), torch.empty(200, 4096) if stores else None)
+        rest = (hidden, weight, torch.zeros(200, dtype=torch.int64), None, 1.0)
+        where = f"bfloat16, {tile.BLOCK_M}x{tile.BLOCK_V}x{tile.BLOCK_H} w{tile.num_warps} s{tile.num_stages}"
+        start = partial(linear_logprob.linear_statistics, *outputs, *rest, tile=tile)
+        yield f"{where}, to try{', stores' * stores}", True, start
 
 
 def token_launches() -> Iterator[Launch]:
@@ -158,7 +179,8 @@ def compile_all(arch: int, variants: list[str] | None) -> Iterator[dict[str, Any
     driver.set_active(NoDevice(arch))
     JITFunction.run = compile_only
     try:
-        for variant, aligned, start in chain(row_launches(), gemm_launches(arch), token_launches(), other_launches()):
+        launches = (row_launches(), gemm_launches(arch), candidate_launches(arch), token_launches(), other_launches())
+        for variant, aligned, start in chain(*launches):
             if variants is None or variant in variants:
                 start()
             while compiled:

@@ -14,9 +14,9 @@ from rlplus.ops import selfcheck
 row_gradient = kernels.row_gradient
 
 
-def far_away(dlogits: Any, slot: Any, *rest: Any) -> None:
+def far_away(dlogits: Any, slot: Any, *rest: Any, **options: Any) -> None:
     """Stores outside every memory of the process."""
-    row_gradient(dlogits, slot + 2**40, *rest)
+    row_gradient(dlogits, slot + 2**40, *rest, **options)
 
 
 if sys.argv[1] == "far":

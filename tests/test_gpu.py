@@ -11,11 +11,23 @@ from typing import Any
 import pytest
 import torch
 from closed_form import FEATURES, all_objectives
-from head_cases import EVERYTHING, Head, check_precision, closed, on_device, on_policy, run, sample, tensors, to
+from head_cases import (
+    EVERYTHING,
+    Head,
+    check_precision,
+    closed,
+    on_device,
+    on_policy,
+    own_gemm,
+    run,
+    sample,
+    tensors,
+    to,
+)
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
-from rlplus.ops import backends, selfcheck
+from rlplus.ops import backends, selfcheck, tuning
 from rlplus.ops import triton as backend
 from rlplus.ops.head import Head as OpHead
 
@@ -28,7 +40,8 @@ Case = tuple[Head, dict[str, Any]]
 
 @pytest.fixture(params=["vendor", "triton"])
 def gemm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(backend, "GEMM", request.param)
+    if request.param == "triton":
+        monkeypatch.setattr(tuning, "tiling_of", own_gemm)
     return request.param
 
 
@@ -66,7 +79,8 @@ def test_every_objective_in_every_precision(
     internal: str, external: str, features: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     number = len(internal + external)
-    monkeypatch.setattr(backend, "GEMM", ("vendor", "triton")[number % 2])
+    if number % 2:
+        monkeypatch.setattr(tuning, "tiling_of", own_gemm)
     objective = Objective(internal, external, **FEATURES[features])
     head, constants = case(40, 200, 64, dtype, number)
     got = on_device(DEVICE, head, constants, objective, temperature=0.7, max_scratch_mb=(None, 0.05)[number % 3 // 2])
@@ -197,7 +211,8 @@ def test_more_than_2_to_the_31_logits(gemm: str, n: int) -> None:
     hidden, weight = hidden[:, :H], weight.requires_grad_()
     hidden = hidden.detach().requires_grad_()
     target = torch.randint(V, (n,), generator=g, device=DEVICE)
-    assert backend.plan(OpHead(hidden, weight, None, target, 1.0), 1e11, True, gemm) == (n, n)
+    head = OpHead(hidden, weight, None, target, 1.0)
+    assert backend.plan(head, 1e11, True, tuning.tiling_of(head)) == (n, n)
 
     def loss_and_gradients(max_scratch_mb: float) -> tuple[Tensor, ...]:
         on = torch.ones(n, device=DEVICE)
@@ -335,7 +350,8 @@ def peak(call: Any) -> tuple[int, Any]:
 def test_memory_stays_within_the_scratch(
     name: str, gemm: str, mb: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "GEMM", gemm)
+    if gemm == "triton":
+        monkeypatch.setattr(tuning, "tiling_of", own_gemm)
     n, V, H = 4096, 32_001, 1024
     hidden, weight = torch.randn(n, H, device=DEVICE).to(dtype), (0.1 * torch.randn(V, H, device=DEVICE)).to(dtype)
     target, on = torch.randint(V, (n,), device=DEVICE), torch.ones(n, device=DEVICE)
@@ -359,7 +375,7 @@ def test_memory_stays_within_the_scratch(
 
 
 def test_logprobs_need_little_memory_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "GEMM", "triton")
+    monkeypatch.setattr(tuning, "tiling_of", own_gemm)
     hidden, weight = (torch.randn(*s, device=DEVICE).bfloat16() for s in ((4096, 256), (151_936, 256)))
     target = torch.randint(151_936, (4096,), device=DEVICE)
     bytes_used, _ = peak(lambda: linear_logprob(hidden, weight, target, backend="triton", max_scratch_mb=20))

@@ -47,10 +47,11 @@ def test_all_steps_run_in_order_and_find_packages_that_travel_along(script: Scri
     script.put("compute-sanitizer", "#!/bin/sh\nexit 0\n")
     status, summary = script.run(*arguments)
     assert status == 0, summary
-    assert steps_of(summary) == ["selfcheck", "tests", "memcheck", "racecheck", "bench"]
+    assert steps_of(summary) == ["selfcheck", "tests", "memcheck", "racecheck", "tune", "bench"]
     calls = script.calls.read_text().splitlines()
     assert all(call.startswith(".:wheels:more|") for call in calls)
     assert any("-m bench --suite gpu" in call for call in calls)
+    assert any("-m bench tune --head 151936 3584" in call for call in calls)
 
 
 def test_a_sanitizer_that_cannot_run_is_skipped_and_one_that_finds_something_fails(script: Script) -> None:
@@ -77,7 +78,7 @@ def test_every_step_ends_within_nine_minutes() -> None:
     """The sum of the limits of what runs in each, with the time to kill it."""
     text = (ROOT / "bench/gpu.sh").read_text()
     limits = {name: int(seconds) for name, seconds in re.findall(r"\bstep (\w+) (\d+) ", text)}
-    assert set(limits) == {"selfcheck", "tests", "bench"}
+    assert set(limits) == {"selfcheck", "tests", "tune", "bench"}
     assert max(limits.values()) + 10 <= 540
     one = int(re.findall(r'step "\$tool" (\d+) sanitizer.log "\$\{run', text)[0])
     probe = int(re.findall(r"timeout --kill-after=10 (\d+)", text)[0])

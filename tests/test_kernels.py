@@ -15,11 +15,12 @@ from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
 from rlplus.kernels import linear_logprob as row_kernels
+from rlplus.kernels.tiling import DEFAULT, Tiling
 from rlplus.ops import triton as backend
 from rlplus.ops.head import FLOOR
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BLOCK_V, EPS = row_kernels.LAUNCH["BLOCK_V"], torch.finfo(torch.float32).eps
+BLOCK_V, EPS = DEFAULT.statistics.BLOCK_V, torch.finfo(torch.float32).eps
 SCRATCH = {"one row": 1e-9, "few rows": 8e-3, "all rows": None}  # MB, for 23 tokens
 EVERY = pytest.mark.parametrize("max_scratch_mb", SCRATCH.values(), ids=SCRATCH)
 QUICK = pytest.mark.parametrize(  # for tests of many cases: 23 chunks take the interpreter seconds
@@ -33,9 +34,11 @@ def fused(head: Head, constants: dict[str, Any], objective: Objective, **options
     return on_device(DEVICE, head, constants, objective, **options)
 
 
-def statistics(logits: Tensor, target: Tensor, bias: Tensor | None = None, temperature: float = 1.0) -> Tensor:
+def statistics(
+    logits: Tensor, target: Tensor, bias: Tensor | None = None, temperature: float = 1.0, tiling: Tiling = DEFAULT
+) -> Tensor:
     values = logits.new_empty(len(target), row_kernels.WIDTH.value)
-    row_kernels.row_statistics(values, logits, logits.shape[1], target, bias, temperature)
+    row_kernels.row_statistics(values, logits, logits.shape[1], target, bias, temperature, tiling=tiling)
     return values
 
 
@@ -53,9 +56,7 @@ def by_blocks(logits: Tensor, target: Tensor) -> Tensor:
 
 def in_one(logits: Tensor, target: Tensor) -> Tensor:
     """`statistics`, each row by one program."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_kernels, "PROGRAMS", 1)
-        return statistics(logits, target)
+    return statistics(logits, target, tiling=Tiling(programs=1))
 
 
 EVERY_WAY = pytest.mark.parametrize("way", [in_one, statistics, by_blocks], ids=["row", "parts of rows", "blocks"])
@@ -283,19 +284,19 @@ def test_rows_without_a_gradient_cost_no_gemm_and_the_others_are_gathered(monkey
 
 @given(
     n=st.integers(0, 5000), V=st.integers(1, 200_000), H=st.integers(1, 5000), scratch=st.floats(1.0, 1e10),
-    gradient=st.booleans(), gemm=st.sampled_from(["vendor", "triton"]),
+    gradient=st.booleans(), own=st.booleans(),
 )  # fmt: skip
-def test_the_plan_keeps_to_its_scratch(n: int, V: int, H: int, scratch: float, gradient: bool, gemm: str) -> None:
+def test_the_plan_keeps_to_its_scratch(n: int, V: int, H: int, scratch: float, gradient: bool, own: bool) -> None:
     def empty(*shape: int) -> Tensor:
         return torch.zeros(1).expand(*shape)
 
     head = backend.Head(empty(n, H), empty(V, H), None, torch.zeros(1, dtype=torch.int64).expand(n), 1.0)
-    rows, capacity = backend.plan(head, scratch, gradient, gemm)
+    tile = row_kernels.default_tile(head.hidden, gradient) if own else None
+    rows, capacity = backend.plan(head, scratch, gradient, Tiling(forward=tile, loss=tile))
     assert 1 <= rows <= max(n, 1)
     assert capacity >= rows * gradient * (n > 0)
     if rows > 1:
-        tile = row_kernels.default_tile(head.hidden, gradient)
-        row = 4 * V * (gradient or gemm == "vendor") + 12 * -(-V // tile.BLOCK_V) * (gemm == "triton")
+        row = 4 * V * (gradient or tile is None) + (12 * -(-V // tile.BLOCK_V) if tile else 0)
         assert row * rows + (4 * V + 12 * H) * capacity <= scratch
 
 

@@ -14,7 +14,8 @@ LINKS = (PACKAGE / "kernels", PACKAGE / "bench")  # rglob does not follow links
 MODULES = sorted(path for folder in (PACKAGE, *LINKS) for path in folder.rglob("*.py"))
 ALLOWED = {name: LAYERS[:i] for i, name in enumerate(LAYERS)}
 ALLOWED["__init__"] = ["lazy", "objective", "ops"]  # importing rlplus stays cheap
-ALLOWED["bench"] = ["errors", "objective", "ops"]  # runs where torch and triton are and nothing else
+ALLOWED["bench"] = ["errors", "kernels", "objective", "ops"]  # runs where torch and triton are and nothing else
+ALLOWED["bench"].append("config")  # for `tune` with a configuration
 ALLOWED["cli"].append("__version__")
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob
-from rlplus.kernels import linear_logprob as row_kernels
+from rlplus.kernels.tiling import Block, Tiling
+from rlplus.ops import tuning
 
 EXAMPLES = {"reference": 60, "torch": 100, "cpp": 100, "triton": 4}  # Triton's interpreter is slow
 
@@ -24,7 +25,8 @@ def small_blocks() -> Iterator[None]:
     """The interpreter runs a block at a time: several in small vocabularies. A GPU runs what is shipped."""
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
-            patch.setitem(row_kernels.LAUNCH, "BLOCK_V", 16)
+            small = Tiling(statistics=Block(16, 4), gradient=Block(16, 8))
+            patch.setattr(tuning, "tiling_of", lambda head: small)
         yield
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlplus.kernels import linear_logprob as kernels
-from rlplus.ops import chunked, cost, linear_policy_loss, selfcheck
+from rlplus.kernels.tiling import DEFAULT, Block, Tiling
+from rlplus.ops import chunked, cost, linear_policy_loss, selfcheck, tuning
 from rlplus.ops import triton as backend
 from rlplus.ops.head import Head
 
@@ -25,9 +25,9 @@ SMALL = [case._replace(max_scratch_mb=0.005) if case.max_scratch_mb < 10 else ca
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_the_kernels_pass_in_the_interpreter(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks and programs as small as the sizes: a row has five blocks, for two programs or one."""
-    monkeypatch.setitem(kernels.LAUNCH, "BLOCK_V", 16)
+    small = Tiling(statistics=Block(16, 4), gradient=Block(16, 8), programs=28)
+    monkeypatch.setattr(tuning, "tiling_of", lambda head: small)
     few, many = SMALL[1], SMALL[2]._replace(N=30)
-    monkeypatch.setattr(kernels, "PROGRAMS", 28)
     others = SMALL[3:] if dtype == torch.float32 else SMALL[3:4]
     assert selfcheck.check(CPU, dtype, [SMALL[0], few, many, *others], H) == ""
 
@@ -56,9 +56,9 @@ def test_its_sizes_take_every_way(dtype: torch.dtype, machine: cost.Machine) -> 
         inputs = selfcheck.sample(case, 136, dtype)
         hidden = SimpleNamespace(dtype=dtype, device=torch.device("cuda"))  # `plan` asks nothing else
         head = Head(hidden, inputs["weight"], None, inputs["target"], 1.0)
-        rows, capacity = backend.plan(head, 1e6 * case.max_scratch_mb, True, "vendor", machine)
-        blocks = -(-case.V // kernels.LAUNCH["BLOCK_V"])
-        programs = min(blocks, -(-kernels.PROGRAMS // rows))
+        rows, capacity = backend.plan(head, 1e6 * case.max_scratch_mb, True, DEFAULT, machine)
+        blocks = -(-case.V // DEFAULT.statistics.BLOCK_V)
+        programs = min(blocks, -(-DEFAULT.programs // rows))
         emptied_early = bool((inputs["token_weight"] != 0).sum() > capacity)
         ways.append((min(-(-case.N // rows), 3), emptied_early, programs > 1, blocks > programs))
     assert ways == [(3, True, True, False), (1, False, True, True), (1, False, False, True)]

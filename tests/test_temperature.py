@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from head_bounds import CPP, DEVICE, EVERY
-from head_cases import EVERYTHING, Head, check_fp64, check_precision, run, sample, tensors, to
+from head_cases import EVERYTHING, Head, check_fp64, check_precision, own_gemm, run, sample, tensors, to
 from torch import Tensor
 
 from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
 from rlplus.kernels import linear_logprob as row_kernels
 from rlplus.ops import triton as triton_backend
+from rlplus.ops import tuning
 
 N, V = 15, 41
 FEW_ROWS = 6 * V * 12e-6  # MB
@@ -84,7 +85,7 @@ def test_low_precision_inputs_keep_the_errors_of_fp32(
 @TRANSFORMS
 def test_in_our_own_gemm(transform: dict[str, float], bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tiles, with and without stored logits; 40 rows: the last tile of rows is not full."""
-    monkeypatch.setattr(triton_backend, "GEMM", "triton")
+    monkeypatch.setattr(tuning, "tiling_of", own_gemm)
     head, constants = sample(40, 70, dtype=torch.float32, H=16)
     T = temperatures(40, torch.float32)
     check_precision(fused("triton", head, constants, T, **transform), head, constants, EVERYTHING, T, **transform)

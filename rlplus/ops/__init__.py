@@ -13,6 +13,7 @@ from rlplus.ops import library, reference
 from rlplus.ops.backends import BACKENDS, backend_for
 from rlplus.ops.causal_lm import head_of
 from rlplus.ops.head import Head
+from rlplus.ops.tuning import use_tuning
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_SCRATCH_MB = {"fast": 1250.0, "least": 80.0}  # by memory mode
@@ -93,7 +94,7 @@ def linear_policy_loss(
                        device and versions) and the first call of each size agrees with plain products; else torch
 
     The same inputs, options and number of threads give the same bits on every backend; on CUDA as far as cuBLAS does,
-    which it does within one stream. Other chunks, threads or backends: the same up to rounding.
+    which it does within one stream. Other chunks, threads, backends or tunings (`use_tuning`): the same up to rounding.
 
     Nearly sure tokens: logprob, entropy and gradients are proportional to 1 - p, which `torch` and `cpp` keep to the
     accuracy of the logits: measured in fp32 (V = 32,000, largest of 64 rows) within 3e-5 of it for 1 - p from 1e-2 to
@@ -286,4 +287,13 @@ def _row_temperature(temperature: Tensor, hidden: Tensor) -> Tensor:
     return each.detach().reshape(-1).to(torch.promote_types(hidden.dtype, torch.float32))
 
 
-__all__ = ["BACKENDS", "MAX_SCRATCH_MB", "PolicyLoss", "RLPlusLoss", "head_of", "linear_logprob", "linear_policy_loss"]
+__all__ = [
+    "BACKENDS",
+    "MAX_SCRATCH_MB",
+    "PolicyLoss",
+    "RLPlusLoss",
+    "head_of",
+    "linear_logprob",
+    "linear_policy_loss",
+    "use_tuning",
+]

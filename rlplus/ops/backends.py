@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlplus.ops import cpp, library, verdicts
+from rlplus.kernels.tiling import Tiling
+from rlplus.ops import cpp, library, tuning, verdicts
 from rlplus.ops.faults import advising
 from rlplus.ops.head import Head
 from rlplus.ops.precision import full_precision
@@ -35,7 +36,7 @@ class Choice(NamedTuple):
 
 _Kind = tuple[torch.device, torch.dtype]
 _on_cuda: dict[_Kind, Choice] = {}
-_agreeing: set[tuple[_Kind, torch.Size, bool, bool]] = set()  # whose first call agreed, see `_agrees`
+_agreeing: set[tuple[_Kind, torch.Size, bool, bool, Tiling]] = set()  # whose first call agreed, see `_agrees`
 _lock = Lock()
 
 
@@ -141,7 +142,7 @@ def _unsuitable(device: torch.device, dtype: torch.dtype) -> str:
 def _agrees(head: Head, scratch_bytes: float) -> bool:
     """Whether `triton` may compute this call: the first of each size is checked, and a mismatch disables `triton`."""
     kind = (head.hidden.device, head.hidden.dtype)
-    compiled_in = (head.softcap is not None, head.row_temperature is not None)
+    compiled_in = (head.softcap is not None, head.row_temperature is not None, tuning.tiling_of(head))
     size, N = (kind, head.weight.shape, *compiled_in), len(head.target)
     if size in _agreeing or not N or type(head.hidden) is not Tensor:  # a tracer's stand-in has no numbers
         return True

@@ -9,6 +9,8 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
+from rlplus.kernels.tiling import MOST_CHUNKS
+
 TILE = (128, 256)  # of a GEMM's result, processed by one processor at a time; the vendor may choose another
 LAUNCH = 2e-6  # seconds
 BLOCK, BETWEEN = 10, 60  # launches for a block of the vocabulary in both of two passes, and between these
@@ -143,17 +145,29 @@ def two_passes(
 def buffers(machine: Machine, shape: Shape, row: int, gradient_row: int, scratch_bytes: float) -> tuple[int, int]:
     """Rows of a chunk of logits and of the gradient buffer, a whole number of chunks, that cost the least in one pass.
 
-    row, gradient_row: bytes of a row of each. Ties go to the smaller. At least one row, however small the scratch.
+    row, gradient_row: bytes of a row of each. At least one row, however small the scratch.
     """
-    best = (float("inf"), 0.0, 0, 0)
-    for k in range(1, 17):
+    rows, chunks = ranked_buffers(machine, shape, row, gradient_row, scratch_bytes)[0]
+    return _within(shape.N, rows, chunks)
+
+
+def ranked_buffers(
+    machine: Machine, shape: Shape, row: int, gradient_row: int, scratch_bytes: float
+) -> list[tuple[int, int]]:
+    """Pairs (rows of a chunk, chunks of the gradient buffer), from the least time on. Ties go to the smaller."""
+    found = []
+    for k in range(1, MOST_CHUNKS + 1):
         most = whole_tiles(scratch_bytes / (row + k * gradient_row))
         for n in {most, max(most - TILE[0], 1)}:  # fewer rows may leave fewer processors idle
             size = n * (row + k * gradient_row)
             if k == 1 or size <= scratch_bytes:
-                rows, capacity = min(n, max(shape.N, 1)), min(n * k, shape.N)
-                best = min(best, (sum(one_pass(machine, shape, rows, capacity).values()), size, rows, capacity))
-    return best[2:]
+                seconds = sum(one_pass(machine, shape, *_within(shape.N, n, k)).values())
+                found.append((seconds, size, n, k))
+    return [(n, k) for *_, n, k in sorted(found)]
+
+
+def _within(N: int, rows: int, chunks: int) -> tuple[int, int]:
+    return min(rows, max(N, 1)), min(rows * chunks, N)
 
 
 def whole_tiles(size: float) -> int:

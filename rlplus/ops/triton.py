@@ -4,18 +4,19 @@ Per chunk of tokens: logits in fp32 by one GEMM, statistics of the rows, the obj
 in the dtype of the inputs, for the rows that have one. These rows of all chunks fill one gradient buffer; when the next
 chunk might not fit, two GEMMs compute its contributions to dhidden and dweight.
 
-The first GEMM is the vendor's, and a kernel reads its logits; or, with gemm="triton", it is our own with the statistics
-in its epilogue: one read of the logits less, and for logprobs alone no logits at all. The other GEMMs are the vendor's.
+The first GEMM is the vendor's, and a kernel reads its logits; or, with a tiling that says so, it is our own with the
+statistics in its epilogue: one read of the logits less, and for logprobs alone no logits at all. The others are the
+vendor's.
 
 The host must know the number of active rows to size these GEMMs. The count is copied to the host after each chunk and
 awaited only when the GEMM of the next chunk is queued, so the device does not idle.
 
 Scratch. A row of logits takes 4 V bytes; a row of gradients V elements of the inputs' dtype and 8 H bytes or more. A
 chunk of logits reads W once, 2 V H bytes in bf16; an emptying of the buffer reads W, and reads and writes an fp32 dW,
-10 V H bytes. `plan` chooses the two sizes that take the least time by the model of `rlplus.ops.cost`; the buffer is a
-whole number of chunks. At max_scratch_mb = 1250, H = 3584, V = 151,936, N = 16,384 in bf16 on an H200: 768 rows of
-logits, 2304 of gradients, 124 V H bytes, 68 GB, against 54 TFLOP. The dW accumulator (V, H) is not counted; if all rows
-with a gradient fit into the buffer at once and the inputs are bf16, there is none.
+10 V H bytes. `plan` chooses the two sizes that take the least time by the model of `rlplus.ops.cost`, unless the tiling
+has timed ones; the buffer is a whole number of chunks. At max_scratch_mb = 1250, H = 3584, V = 151,936, N = 16,384 in
+bf16 on an H200: 768 rows of logits, 2304 of gradients, 124 V H bytes, 68 GB, against 54 TFLOP. The dW accumulator
+(V, H) is not counted; if all rows with a gradient fit into the buffer at once and the inputs are bf16, there is none.
 """
 
 from collections.abc import Iterator
@@ -27,8 +28,9 @@ from torch import Tensor
 from rlplus.kernels import active_rows as gathering
 from rlplus.kernels import linear_logprob as row_kernels
 from rlplus.kernels import policy_loss as token_kernels
+from rlplus.kernels.tiling import Block, Tile, Tiling
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
-from rlplus.ops import cost
+from rlplus.ops import cost, tuning
 from rlplus.ops.head import (
     Gradients,
     Head,
@@ -47,7 +49,6 @@ LOGPROB, ENTROPY = row_kernels.LOGPROB.value, row_kernels.ENTROPY.value
 MAX, LOGSUM = row_kernels.MAX.value, row_kernels.LOGSUM.value
 DLOGPROB, DENTROPY, WIDTH = row_kernels.DLOGPROB.value, row_kernels.DENTROPY.value, row_kernels.WIDTH.value
 LINE = 64  # buffers have a multiple of this many columns, so that rows start at multiples of 128 bytes
-GEMM = "vendor"  # the first one by default; or "triton"
 
 
 def policy_loss(
@@ -58,23 +59,22 @@ def policy_loss(
     scratch_bytes: float,
     needs: list[bool],
     weight_grad: Tensor | None,
-    gemm: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
     """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed.
 
     With `weight_grad` (V, H) fp32, the gradient of weight is added there.
     """
-    gemm, gradient = _strategy(head, gemm), any(needs) or weight_grad is not None
+    tiling, gradient = tuning.tiling_of(head), any(needs) or weight_grad is not None
     columns, given = _columns(constants)
     surrogates = (_coefficients(objective), given, _choices(objective))
     values = head.hidden.new_empty(len(head.target), WIDTH, dtype=head.dtype)
     sums = [values.new_zeros(1, token_kernels.SUMS.value)]
     with _on(head.hidden.device):
-        rows, capacity = plan(head, scratch_bytes, gradient, gemm)
+        rows, capacity = plan(head, scratch_bytes, gradient, tiling)
         buffer = GradientBuffer(head, needs, capacity, fp16_weights(constants, objective), weight_grad)
-        for chunk, logits in _chunks(head, rows, stored=gradient or gemm == "vendor"):
+        for chunk, logits in _chunks(head, rows, stored=gradient or _tile(head, gradient, tiling) is None):
             value = values[chunk]
-            _statistics(head, chunk, value, logits, gemm)
+            _statistics(head, chunk, value, logits, gradient, tiling)
             sums.append(token_kernels.token_loss(value, columns[chunk], *surrogates))
             if gradient:
                 if grad_filter:
@@ -87,14 +87,14 @@ def policy_loss(
     return loss, values[:, LOGPROB].clone(), values[:, ENTROPY].clone(), stats[: len(names)].clone(), grads
 
 
-def logprob(head: Head, scratch_bytes: float, gemm: str | None = None) -> tuple[Tensor, Tensor]:
+def logprob(head: Head, scratch_bytes: float) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), entropy (N,)."""
-    gemm = _strategy(head, gemm)
+    tiling = tuning.tiling_of(head)
     values = head.hidden.new_empty(len(head.target), WIDTH, dtype=head.dtype)
     with _on(head.hidden.device):
-        rows, _ = plan(head, scratch_bytes, gradient=False, gemm=gemm)
-        for chunk, logits in _chunks(head, rows, stored=gemm == "vendor"):
-            _statistics(head, chunk, values[chunk], logits, gemm)
+        rows, _ = plan(head, scratch_bytes, False, tiling)
+        for chunk, logits in _chunks(head, rows, stored=_tile(head, False, tiling) is None):
+            _statistics(head, chunk, values[chunk], logits, False, tiling)
     return values[:, LOGPROB].clone(), values[:, ENTROPY].clone()
 
 
@@ -105,17 +105,16 @@ def logprob_backward(
     scratch_bytes: float,
     needs: list[bool],
     weight_grad: Tensor | None,
-    gemm: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`; recomputes the logits."""
-    gemm = _strategy(head, gemm)
+    tiling = tuning.tiling_of(head)
     values = head.hidden.new_empty(len(head.target), WIDTH, dtype=head.dtype)
     values[:, DLOGPROB], values[:, DENTROPY] = dlogprob, dentropy
     with _on(head.hidden.device):
-        rows, capacity = plan(head, scratch_bytes, True, gemm)
+        rows, capacity = plan(head, scratch_bytes, True, tiling)
         buffer = GradientBuffer(head, needs, capacity, [dlogprob, dentropy], weight_grad)
         for chunk, logits in _chunks(head, rows):
-            _statistics(head, chunk, values[chunk], logits, gemm)
+            _statistics(head, chunk, values[chunk], logits, True, tiling)
             buffer.add(chunk, values[chunk], logits)
         return buffer.finish()
 
@@ -138,11 +137,11 @@ class RunningStatistics:
     def __init__(self, head: Head) -> None:
         n, device = len(head.target), head.hidden.device
         self.head, self.values = head, head.hidden.new_empty(n, WIDTH, dtype=head.dtype)
-        self.so_far = row_kernels.begin_statistics(n, device)
+        self.so_far, self.block = row_kernels.begin_statistics(n, device), tuning.tiling_of(head).statistics
 
     def take(self, block: Head, z: Tensor) -> None:
         with _on(z.device):
-            row_kernels.add_statistics(self.values, self.so_far, z, z.shape[1], *_rest(block))
+            row_kernels.add_statistics(self.values, self.so_far, z, z.shape[1], *_rest(block), block=self.block)
 
     def finish(self) -> Statistics:
         values, head = self.values, self.head
@@ -155,18 +154,18 @@ class RunningStatistics:
 running_statistics = RunningStatistics
 
 
-def known_rows(head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> tuple[Tensor, Tensor]:
+def known_rows(head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> tuple[Tensor, Tensor, Block]:
     columns = {LOGPROB: rows.logprob, ENTROPY: rows.entropy, MAX: rows.max, LOGSUM: rows.logsum, DLOGPROB: dlogprob}
     columns[DENTROPY] = torch.zeros_like(dlogprob) if dentropy is None else dentropy
     values = torch.stack([columns[i] for i in range(WIDTH)], 1)
-    return torch.arange(len(values), device=values.device), values
+    return torch.arange(len(values), device=values.device), values, tuning.tiling_of(head).gradient
 
 
-def block_gradient(head: Head, z: Tensor, known: tuple[Tensor, Tensor]) -> Tensor:
-    slot, values = known
+def block_gradient(head: Head, z: Tensor, known: tuple[Tensor, Tensor, Block]) -> Tensor:
+    slot, values, block = known
     dz = z.new_empty(z.shape, dtype=_gradient_dtype(head))
     with _on(z.device):
-        row_kernels.row_gradient(dz, slot, values, z, z.shape[1], *_rest(head))
+        row_kernels.row_gradient(dz, slot, values, z, z.shape[1], *_rest(head), block=block)
     return dz
 
 
@@ -174,21 +173,29 @@ def block_gradient(head: Head, z: Tensor, known: tuple[Tensor, Tensor]) -> Tenso
 
 
 def plan(
-    head: Head, scratch_bytes: float, gradient: bool, gemm: str, machine: cost.Machine | None = None
+    head: Head, scratch_bytes: float, gradient: bool, tiling: Tiling, machine: cost.Machine | None = None
 ) -> tuple[int, int]:
     """Rows of a chunk, and rows of the gradient buffer (0 without `gradient`). machine: None = the device's."""
-    N, (V, H), W = len(head.target), head.weight.shape, _width(head)
-    wide, narrow = head.dtype.itemsize, head.hidden.dtype.itemsize
-    row = W * wide if gradient or gemm == "vendor" else 0
-    if gemm == "triton":
-        row += 12 * -(-V // row_kernels.default_tile(head.hidden, gradient or head.bias is not None).BLOCK_V)
+    N, (row, gradient_row) = len(head.target), row_bytes(head, gradient, tiling)
     if not gradient:
         return min(cost.whole_tiles(scratch_bytes / row), max(N, 1)), 0
-    gradient_row = W * _gradient_dtype(head).itemsize + H * (2 * narrow + wide)
-    return cost.buffers(machine or _machine(head.hidden.device), head.shape, row, gradient_row, scratch_bytes)
+    timed = tiling.buffers
+    if timed is not None and timed.scratch_bytes == scratch_bytes:
+        return min(timed.rows, max(N, 1)), min(timed.rows * timed.chunks, N)
+    return cost.buffers(machine or device_machine(head.hidden.device), head.shape, row, gradient_row, scratch_bytes)
 
 
-def _machine(device: torch.device) -> cost.Machine:
+def row_bytes(head: Head, gradient: bool, tiling: Tiling) -> tuple[int, int]:
+    """Scratch of a row of logits, with or without a `gradient`, and of one of the gradient buffer."""
+    (V, H), W, tile = head.weight.shape, _width(head), _tile(head, gradient, tiling)
+    wide, narrow = head.dtype.itemsize, head.hidden.dtype.itemsize
+    row = W * wide if gradient or tile is None else 0
+    if tile is not None:
+        row += 12 * -(-V // tile.BLOCK_V)
+    return row, W * _gradient_dtype(head).itemsize + H * (2 * narrow + wide)
+
+
+def device_machine(device: torch.device) -> cost.Machine:
     if device.type != "cuda":
         return cost.H200
     found = torch.cuda.get_device_properties(device)
@@ -213,6 +220,7 @@ class GradientBuffer:
         weight_grad: Tensor | None = None,
     ) -> None:
         self.head, self.capacity, device = head, capacity, head.hidden.device
+        self.block = tuning.tiling_of(head).gradient
         # The first emptying writes the weight's gradient: zeros would be written and read once more.
         self.weight_grad, self.dweight = weight_grad, weight_grad
         self.needs_weight = needs[1] or weight_grad is not None
@@ -244,7 +252,7 @@ class GradientBuffer:
         active = None if self.active is None else self.active[chunk]
         gathering.active_rows(slot, self.token, self.filled, values, chunk.start, self.scale, active)
         rest = _rest(self.head.rows(chunk))
-        row_kernels.row_gradient(self.dlogits, slot, values, logits, len(self.head.weight), *rest)
+        row_kernels.row_gradient(self.dlogits, slot, values, logits, len(self.head.weight), *rest, block=self.block)
         if self.fixed:
             self.seen += len(values)
         elif self.event is not None:
@@ -310,9 +318,10 @@ def _on(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _strategy(head: Head, gemm: str | None) -> str:
-    """The first GEMM to use: the vendor's for a transposed weight, whose rows our own could not read without a copy."""
-    return (gemm or GEMM) if head.weight.stride(1) == 1 else "vendor"
+def _tile(head: Head, gradient: bool, tiling: Tiling) -> Tile | None:
+    """The tile of our first GEMM. None: the vendor's, also for a transposed weight, which ours would have to copy."""
+    tile = tiling.loss if gradient else tiling.forward
+    return tile if head.weight.stride(1) == 1 else None
 
 
 def _width(head: Head) -> int:
@@ -328,22 +337,24 @@ def _chunks(head: Head, rows: int, stored: bool = True) -> Iterator[tuple[slice,
         yield chunk, None if logits is None else logits[: chunk.stop - start]
 
 
-def _statistics(head: Head, chunk: slice, values: Tensor, logits: Tensor | None, gemm: str) -> None:
+def _statistics(
+    head: Head, chunk: slice, values: Tensor, logits: Tensor | None, gradient: bool, tiling: Tiling
+) -> None:
     """Fill the columns of `values` that depend on the logits, and logits (n, W) unless they are None."""
-    head = head.rows(chunk)
+    head, tile = head.rows(chunk), _tile(head, gradient, tiling)
     V, rest = len(head.weight), _rest(head)
-    if gemm == "triton":
+    if tile is not None:
         hidden, weight = head.hidden, head.weight
         if not hidden.is_cuda:  # the interpreter's bf16 is wrong
             hidden, weight = hidden.to(head.dtype), weight.to(head.dtype)
-        row_kernels.linear_statistics(values, logits, hidden.contiguous(), weight, *rest)
+        row_kernels.linear_statistics(values, logits, hidden.contiguous(), weight, *rest, tile=tile)
         return
     assert logits is not None
     if head.mixed:
         torch.mm(head.hidden, head.weight.t(), out_dtype=head.dtype, out=logits[:, :V])
     else:
         logits_into(head, logits[:, :V])
-    row_kernels.row_statistics(values, logits, V, *rest)
+    row_kernels.row_statistics(values, logits, V, *rest, tiling=tiling)
 
 
 def _rest(head: Head) -> tuple[Tensor, Tensor | None, float, float | None, Tensor | None]:

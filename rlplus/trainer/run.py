@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Self
 
+import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
@@ -13,10 +14,13 @@ from rlplus import agree, checkpoint
 from rlplus.config import Config, check_trackers
 from rlplus.data import PromptSampler, load_examples, load_tokenizer, response_text
 from rlplus.learner import Learner, Policy, check_positions, prepare_model, weights_fingerprint
+from rlplus.learner.learner import this_device
+from rlplus.ops.tuning import kind_of, using
 from rlplus.recipe import make_recipe
 from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed, make_engine, make_respond
 from rlplus.terminal import Terminal
+from rlplus.trainer import tuning
 from rlplus.trainer.engine import NoEngine, SyncedEngine
 from rlplus.trainer.folder import RunFolder
 from rlplus.trainer.memory import naming_phase
@@ -80,6 +84,7 @@ class Run:
         config = self.config
         self.recipe = make_recipe(config)
         agree.phase("model")
+        self._start_tuning(model_config, stack)
         self._make_learners(model_path, model_config, stack)
         self._start_engine(model_path, model_config, stack)
         if folder.last is not None and (remembered := checkpoint.read_rank_state(folder.last)) is not None:
@@ -125,6 +130,19 @@ class Run:
         head = f"head by backend {self.policy.backend!r}: {self.policy.why_backend}"
         for note in (*folder.notes, *dropped, head, f"{source}; output in {folder.path}"):
             self.log.say(note)
+
+    def _start_tuning(self, model_config: PretrainedConfig, stack: ExitStack) -> None:
+        """Set `tuning`, which checkpoints keep, and use it until the run closes."""
+        text, dtype = model_config.get_text_config(decoder=True), getattr(torch, self.config.model.dtype)
+        kind = kind_of(this_device(), dtype, text.vocab_size, text.hidden_size)
+        if self.folder.last is None:
+            self.tuning, tiling, note = tuning.begin(self.config.train.tuning, kind)
+        else:
+            self.tuning, tiling, note = tuning.resume(self.folder.state.get("tuning"), kind)
+        if note:
+            self.folder.notes.append(f"tuning: {note}")
+        if tiling is not None:
+            stack.enter_context(using(kind, tiling))
 
     def _count_steps(self, prompts: int) -> None:
         """Replace the run's configuration by one with the number of steps, computed from epochs if needed."""
@@ -228,6 +246,7 @@ class Run:
         self.check_weights()
         agree.phase("checkpoint")
         state = self.progress.state() | {"sampler": self.sampler.state_dict(), "verdicts": self.verdicts}
+        state["tuning"] = self.tuning
         remembered = {"rollouts": self.rollouts.state(), "recipe": self.recipe.state()}
         rank_state = remembered if any(value is not None for value in remembered.values()) else None
         self.folder.save(self.engines, self.progress.step, state, rank_state)
