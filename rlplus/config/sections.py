@@ -4,9 +4,11 @@ Lengths are in tokens, times in seconds. Relative paths start at the current dir
 is the home folder. Types are strict: nothing is converted except an integer where a float is wanted.
 """
 
-from typing import Annotated, Any, Literal, Self
+import re
+from math import isfinite
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlplus.config.algorithm import AlgorithmConfig
 from rlplus.config.base import (
@@ -97,31 +99,77 @@ class ModelConfig(Section):
         return self
 
 
-class RewardConfig(Section):
-    """Exactly one of `kind` and `function` ("module:name", called with the response's text and the answer).
+_FUNCTION = re.compile(r"[\w.]+:\w+")
+MathKind = Literal["math_verify", "math_verify_strict", "oat"]
+RewardKind = Literal["exact_match", "choice", "code"] | MathKind
+_KINDS = ("exact_match", "choice", "code", *get_args(MathKind))
 
-    `pattern`: one group; the last match in the text is what exact_match compares. `require_think`: only the text after
-    the last `</think>` counts, and a response without one is worth 0. `workers`: processes per rank. `timeout_s`: the
-    CPU time that one may spend on a response, in seconds, children included; ten times that by the wall clock.
-    `memory_mb`: limit of a worker's address space. `on_failure`: when the grader fails twice on a response (timeout,
-    crash), leave it out of the loss and of its group's statistics ("mask"), take its reward for 0 ("zero") or end the
-    run ("error").
+
+class RewardConfig(Section):
+    """Exactly one of `kind` and `function`.
+
+    kind           exact_match: equal texts. math_verify: equal values. math_verify_strict: of these only a plain value
+                   in the last box, so that 3+4 is not 7. oat: as oat's grader. choice: the letter of multiple choice.
+                   code: a program that passes tests, in a sandbox
+    function       "module:name", called with the response's text and the answer, and by name with those of data.columns
+                   that it has parameters for. Also a list, or a mapping to weights, of functions and kinds: the reward
+                   is the weighted sum
+    pattern        one group; the last match in the text is what exact_match compares
+    require_think  only the text after the last `</think>` counts, and a response without one is worth 0
+    workers        processes per rank
+    timeout_s      the CPU time that one may spend on a response, in seconds, children included; ten times that by the
+                   wall clock. A program of kind code has half of it, and is then wrong
+    memory_mb      limit of a worker's address space
+    sandbox        of kind code: auto takes the first of bubblewrap and namespaces that works. limits, which must be
+                   asked for, limits time, memory, processes and output, but neither files nor network
+    on_failure     when the grader fails twice on a response (timeout, crash), leave it out of the loss and of its
+                   group's statistics ("mask"), take its reward for 0 ("zero") or end the run ("error")
     """
 
-    kind: Literal["exact_match", "math_verify"] | None = None
-    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
+    kind: RewardKind | None = None
+    function: str | list[str] | dict[str, float] | None = None
     pattern: Pattern | None = None
     require_think: bool = False
     workers: Annotated[int, Field(ge=1, le=1024)] = 2
     timeout_s: Seconds = 10.0
     memory_mb: Annotated[int, Field(ge=256, le=2**40)] = 2048
+    sandbox: Literal["auto", "bubblewrap", "namespaces", "limits"] = "auto"
     on_failure: Literal["mask", "zero", "error"] = "mask"
+
+    @property
+    def names(self) -> list[str]:
+        """Of all that grades: kinds, and functions as "module:name"."""
+        named = self.kind or self.function or ""
+        return [named] if isinstance(named, str) else list(named)
+
+    @property
+    def description(self) -> str:
+        """The names, with their weights where there are several."""
+        if not isinstance(self.function, dict):
+            return " + ".join(self.names)
+        return " + ".join(f"{weight:g} {name}" for name, weight in self.function.items())
+
+    @field_validator("function", mode="before")
+    @classmethod
+    def _check_function(cls, value: Any) -> Any:
+        names = [value] if isinstance(value, str) or value is None else value
+        weights = list(value.values()) if isinstance(value, dict) else []
+        kinds = () if isinstance(value, str) else _KINDS  # alone, a kind has a key of its own
+        if value is not None and not (
+            isinstance(names, list | dict)
+            and names
+            and all(isinstance(name, str) and (name in kinds or _FUNCTION.fullmatch(name)) for name in names)
+            and all(type(weight) in (int, float) and isfinite(weight) for weight in weights)
+        ):
+            wanted = 'want "module:name", a list of these and of kinds, or a mapping of these to weights'
+            raise ValueError(f"{wanted}; got {value!r}")
+        return dict(zip(value, map(float, weights), strict=True)) if weights else value
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.kind is None) == (self.function is None):
             raise ValueError(f"want exactly one of kind and function; got {'neither' if self.kind is None else 'both'}")
-        if self.pattern is not None and self.kind != "exact_match":
+        if self.pattern is not None and "exact_match" not in self.names:
             raise ValueError("pattern belongs to kind exact_match, and would be ignored here: leave it out")
         return self
 
