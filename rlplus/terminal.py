@@ -37,9 +37,10 @@ class Terminal(Console):
 
 
 @contextmanager
-def counter(title: str) -> Iterator[Callable[[int, int], None]]:
+def counter(title: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
     """Show (done, total), as the yielded function is told it, on stderr: a bar, or lines where that is no terminal."""
     console = Terminal(stderr=True)
+    console.quiet = quiet
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=None)

@@ -231,6 +231,7 @@ IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("evaluation.samples=4", [], EVALUATED),
     ("evaluation.k=[1, 2]", [], EVALUATED),
     ("evaluation.temperature=0.5", [], EVALUATED),
+    ("evaluation.math_grader=oat", EVALUATED, ["evaluation.benchmarks=[amc]"]),
     ("evaluation.data.demonstration=x", EVALUATED, None),
     ("data.benchmark=x", [], None),
     ("train.lr_min_ratio=0.1", [], ["train.lr_schedule=cosine"]),

@@ -28,7 +28,9 @@ Template = Annotated[str, AfterValidator(_template)]
 class DataConfig(Section):
     """JSONL or Parquet, one prompt a row.
 
-    path                     a file, or a list of files that are read one after the other
+    path                     a file, a data set of the hub as hf://owner/name/split (hf://owner/name/configuration/split,
+                             or a file of it), or a list of these that are read one after the other. Only
+                             evaluation.data may leave it out: evaluation.benchmarks have sources of their own
     prompt, answer           column names, dotted for nested ones: "reward_model.ground_truth". A prompt is a string or
                              a list of chat messages {role, content}
     demonstration            column of a worked solution (a string or one chat message), or of a list of several; None =
@@ -45,6 +47,10 @@ class DataConfig(Section):
     demonstration_template   str.format template with {demonstration} and {answer}
     benchmark                column that names the benchmark of a row: evaluations report each one by itself
     system_prompt            put before the prompt as a system message
+    template                 how the question becomes the prompt: "own" = messages by the tokenizer's chat template,
+                             text as it is; "qwen", "simplerl", "prime", "none" (the question alone) = as base models
+                             are evaluated, without the data's system message
+    columns                  further columns, for reward functions that have a parameter of that name
     chat                     a string prompt becomes a user message and goes through the chat template
     response_prefix          text that every response starts with, such as "<think>\\n". It is given, not generated: its
                              tokens end the prompt (unless the chat template ends in it), demonstrations start after it,
@@ -55,7 +61,7 @@ class DataConfig(Section):
     limit                    read only the first rows
     """
 
-    path: str | list[str]
+    path: str | list[str] = []
     prompt: Text = "prompt"
     answer: Text = "answer"
     demonstration: Text | None = None
@@ -66,6 +72,8 @@ class DataConfig(Section):
     demonstration_template: Template | None = None
     benchmark: Text | None = None
     system_prompt: Text | None = None
+    template: Literal["own", "qwen", "simplerl", "prime", "none"] = "own"
+    columns: list[Text] = []
     chat: bool = False
     response_prefix: Text | None = None
     max_prompt_length: Count = 1024
@@ -81,7 +89,7 @@ class DataConfig(Section):
     @classmethod
     def _check_path(cls, value: Any) -> str | list[str]:
         paths = value if isinstance(value, list) else [value]
-        if not paths or not all(isinstance(path, str) and path for path in paths):
+        if not all(isinstance(path, str) and path for path in paths):
             raise ValueError(f"want a path or a list of paths; got {value!r}")
         expanded = [os.path.expanduser(path) for path in paths]
         return expanded if isinstance(value, list) else expanded[0]
@@ -94,4 +102,9 @@ class DataConfig(Section):
                 raise ValueError(f"{name} is set but demonstration is not: name the column that holds them")
         if self.demonstration_choice == "likeliest" and self.behavior_logprob is None:
             raise ValueError("demonstration_choice likeliest goes by behavior_logprob: name the column that holds them")
+        if self.template != "own" and (self.chat or self.system_prompt is not None):
+            raise ValueError(f"template {self.template} is the whole prompt: leave chat and system_prompt out")
+        names = [name.rpartition(".")[2] for name in self.columns]
+        if len(set(names)) < len(names) or {"text", "answer"} & set(names):
+            raise ValueError(f"want columns whose last parts differ, and none text or answer; got {self.columns}")
         return self

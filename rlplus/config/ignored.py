@@ -68,6 +68,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.evaluation.data is None,
         "there is no evaluation.data",
     ),
+    ("evaluation.math_grader", lambda c: not c.evaluation.benchmarks, "it is for evaluation.benchmarks"),
     ("evaluation.data.demonstration", lambda c: True, "evaluations show no demonstrations"),
     ("data.benchmark", lambda c: True, "it is for evaluation.data, whose benchmarks are reported apart"),
     ("train.lr_min_ratio", lambda c: c.train.lr_schedule == "constant", "train.lr_schedule is constant"),

@@ -23,6 +23,7 @@ from rlplus.config.base import (
     Temperature,
     Text,
 )
+from rlplus.config.benchmarks import BENCHMARKS
 from rlplus.config.data import DataConfig
 from rlplus.config.rollout import RolloutConfig
 from rlplus.config.train import TrainConfig
@@ -184,15 +185,34 @@ class CheckpointConfig(Section):
 class EvaluationConfig(Section):
     """`every`: steps between two evaluations, 0 = none in training. `data`: the problems, as for training.
 
-    `samples`: of each row, at `temperature`, for every pass@`k`. Rows with the same benchmark, prompt and answer are
-    one problem, whose samples add up.
+    `benchmarks`: names of known ones (rlplus/config/benchmarks.py), each with its own grader; they come from the hub,
+    or, where data.path is given, are the rows of these files that data.benchmark gives their name. `math_grader`: of
+    the mathematical ones. `samples`: of each row, at `temperature`, for every pass@`k`. Rows with the same benchmark,
+    prompt and answer are one problem, whose samples add up.
     """
 
     data: DataConfig | None = None
+    benchmarks: list[str] = []
+    math_grader: MathKind = "math_verify"
     every: NonNegative = 0
     samples: Moderate = 32
     k: list[Count] = [1]
     temperature: Temperature = 1.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _benchmarks_have_data(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("benchmarks") and value.get("data") is None:
+            return value | {"data": {}}
+        return value
+
+    @field_validator("benchmarks")
+    @classmethod
+    def _check_benchmarks(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name not in BENCHMARKS:
+                raise ValueError(f"want names from {', '.join(BENCHMARKS)}; got {name!r}")
+        return names
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -200,6 +220,10 @@ class EvaluationConfig(Section):
             raise ValueError(f"want at least one k, and none above samples; got k {self.k}, samples {self.samples}")
         if self.every and self.data is None:
             raise ValueError(f"every is {self.every} but there is no data: give evaluation.data")
+        if self.data is not None and not self.data.paths and not self.benchmarks:
+            raise ValueError("data has no path: want one, or benchmarks, which have sources of their own")
+        if self.data is not None and self.data.paths and len(self.benchmarks) > 1 and self.data.benchmark is None:
+            raise ValueError("want data.benchmark, the column that says of which benchmark a row is; got none")
         return self
 
 

@@ -4,7 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -24,7 +24,8 @@ class Evaluation:
     A sample on which the grader failed is in `statuses` only, unless reward.on_failure is "zero". `k`: the values asked
     for, at most the samples that were drawn of each problem. `mean_response_length` in tokens, the end token included.
     `truncated_share`: samples that met `max_tokens` without an end. `statuses`: number of scores by status (see
-    rlplus.reward.Score).
+    rlplus.reward.Score). `grader`: what graded, by the reward's names. `seconds`: of sampling and grading, by the wall
+    clock.
     """
 
     name: str
@@ -37,6 +38,8 @@ class Evaluation:
     mean_response_length: float
     truncated_share: float
     statuses: dict[str, int]
+    grader: str = ""
+    seconds: float = field(default=0.0, compare=False)
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # of `load`
 
@@ -103,6 +106,7 @@ def join(parts: Sequence[Evaluation], seed: int) -> Evaluation:
         mean_response_length=mean([part.mean_response_length for part in parts]),
         truncated_share=mean([part.truncated_share for part in parts]),
         statuses=dict(sum((Counter(part.statuses) for part in parts), Counter())),
+        seconds=max(part.seconds for part in parts),  # they ran side by side
     )
 
 
