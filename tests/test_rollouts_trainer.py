@@ -57,7 +57,9 @@ def test_no_weight_learns_from_an_engine_with_other_weights(tmp_path, monkeypatc
         return applied
 
     monkeypatch.setattr(Policy, "step", step)
-    with pytest.raises(RunFailed, match=r"step 2: the mean gap between .* trainer is .*; want at most .*The policy was not"):
+    with pytest.raises(
+        RunFailed, match=r"step 2: the mean gap between .* trainer is .*; want at most .*The policy was not"
+    ):
         train(config)
     assert len(steps) == updates
     policy, after = steps[-1]
@@ -186,9 +188,9 @@ def test_a_response_prefix_is_in_the_prompt_and_in_what_is_graded(tmp_path, monk
     graded: list[str] = []
     grade = Scorer.__call__
 
-    def spy(self, texts, answers):
+    def spy(self, texts, answers, columns):
         graded.extend(texts)
-        return grade(self, texts, answers)
+        return grade(self, texts, answers, columns)
 
     monkeypatch.setattr(Scorer, "__call__", spy)
     data = {"path": str(tmp_path / "task.jsonl"), "max_prompt_length": 9, "response_prefix": "<", "chat": True}

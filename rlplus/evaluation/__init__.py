@@ -1,19 +1,24 @@
 """pass@k: sampling, the unbiased estimate, and its intervals (bootstrap over seeds and problems)."""
 
+from rlplus.evaluation.kept import SampleRecord
 from rlplus.evaluation.results import Evaluation, join, paired_difference, pooled_pass_at, seeds_below
-from rlplus.evaluation.sample import evaluate, evaluate_model, evaluator, validator
+from rlplus.evaluation.sample import evaluate, evaluate_model, evaluator, kept_file, validator
 from rlplus.evaluation.statistics import Estimate, pass_at_k
+from rlplus.evaluation.table import result_table
 
 __all__ = [
     "Estimate",
     "Evaluation",
+    "SampleRecord",
     "evaluate",
     "evaluate_model",
     "evaluator",
     "join",
+    "kept_file",
     "paired_difference",
     "pass_at_k",
     "pooled_pass_at",
+    "result_table",
     "seeds_below",
     "validator",
 ]

@@ -4,7 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -24,7 +24,8 @@ class Evaluation:
     A sample on which the grader failed is in `statuses` only, unless reward.on_failure is "zero". `k`: the values asked
     for, at most the samples that were drawn of each problem. `mean_response_length` in tokens, the end token included.
     `truncated_share`: samples that met `max_tokens` without an end. `statuses`: number of scores by status (see
-    rlplus.reward.Score). `mean_reward`: of all graded samples; None where there is none, or of older files.
+    rlplus.reward.Score). `mean_reward`: of all graded samples; None where there is none, or of older files. `grader`:
+    names of the reward's graders. `seconds`: wall-clock time of sampling and grading.
     """
 
     name: str
@@ -38,6 +39,8 @@ class Evaluation:
     truncated_share: float
     statuses: dict[str, int]
     mean_reward: float | None = None
+    grader: str = ""
+    seconds: float = field(default=0.0, compare=False)
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # of `load`
 
@@ -105,6 +108,7 @@ def join(parts: Sequence[Evaluation], seed: int) -> Evaluation:
         truncated_share=mean([part.truncated_share for part in parts]),
         statuses=dict(sum((Counter(part.statuses) for part in parts), Counter())),
         mean_reward=_mean_reward(parts),
+        seconds=max(part.seconds for part in parts),  # they ran side by side
     )
 
 
