@@ -150,6 +150,7 @@ def test_what_needs_no_model_is_answered_without_torch(config_file, tmp_path):
         ([*train, "data.path=nowhere.jsonl"], 2, "want a data file; got data.path nowhere.jsonl: no such file"),
         ([*train, f"data.path={tmp_path}"], 2, f"got data.path {tmp_path}: it is a folder"),
         ([*train, "data.path=[task.csv]"], 2, "got data.path task.csv"),
+        ([*train, "data.path=[]"], 2, "want data.path, the prompts to train on; the configuration has none"),
         ([*train, "evaluation.data.path=nowhere.jsonl"], 2, "got evaluation.data.path nowhere.jsonl: no such file"),
         ([*train, path[0], f"{path[1]}=./nowhere"], 2, "hub name; got './nowhere': no such folder"),
         ([*train, path[0], f"{path[1]}={tmp_path}/empty"], 2, "the folder has no config.json"),
@@ -163,6 +164,11 @@ def test_what_needs_no_model_is_answered_without_torch(config_file, tmp_path):
         (["eval", str(config_file), "--output", str(tmp_path)], 2, f"want --output a file; got the folder {tmp_path}"),
         (["eval", str(config_file), "--model", "no/one"], 2, "http://127.0.0.1:9 cannot be reached (["),
         (["eval", str(config_file), "--model", "no/one"], 2, "HF_HUB_OFFLINE is set, and the cache"),
+        (
+            [*train, "evaluation.data.path=[]", "evaluation.benchmarks=[amc]"],
+            2,
+            "evaluation.benchmarks hf://lkevinzc/math",
+        ),
         (["train", "no\x1b[2Jwhere.yaml"], 2, "want a YAML file; got no\\x1b[2Jwhere.yaml: no such file"),
     ]
     hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "hub")}

@@ -103,7 +103,7 @@ class ModelConfig(Section):
         return self
 
 
-_FUNCTION = re.compile(r"[\w.]+:\w+")
+_FUNCTION = r"[\w.]+:\w+"
 MathKind = Literal["math_verify", "math_verify_strict", "oat"]
 RewardKind = Literal["exact_match", "choice", "code"] | MathKind
 _KINDS = ("exact_match", "choice", "code", *get_args(MathKind))
@@ -116,7 +116,7 @@ class RewardConfig(Section):
     """A grader that comes with rlplus. exact_match: equal texts. math_verify: equal values. math_verify_strict: of
     these only a plain value in the last box, so that 3+4 is not 7. oat: the rules of oat's grader. choice: the letter
     of multiple choice. code: a program that passes tests, in a sandbox."""
-    function: str | list[str] | dict[str, float] | None = None
+    function: Annotated[str, Field(pattern=f"^{_FUNCTION}$")] | list[str] | dict[str, float] | None = None
     """A function of your own, as "module:name", called with the response's text and the answer, and by keyword with
     each of data.columns that it has a parameter for. Also a list, or a mapping to weights, of functions and kinds: the
     reward is the weighted sum."""
@@ -160,7 +160,7 @@ class RewardConfig(Section):
         if value is not None and not (
             isinstance(names, list | dict)
             and names
-            and all(isinstance(name, str) and (name in kinds or _FUNCTION.fullmatch(name)) for name in names)
+            and all(isinstance(name, str) and (name in kinds or re.fullmatch(_FUNCTION, name)) for name in names)
             and all(type(weight) in (int, float) and isfinite(weight) for weight in weights)
         ):
             wanted = 'want "module:name", a list of these and of kinds, or a mapping of these to weights'
