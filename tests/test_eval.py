@@ -18,7 +18,9 @@ from rlplus.rollout.transformers import TransformersEngine
 
 def write_tiny(folder: Path) -> str:
     """A random model with its tokenizer."""
-    write_model(make_scratch_model(ScratchModel(hidden_size=32, layers=1), byte_tokenizer(), seed=0), str(folder))
+    tokenizer = byte_tokenizer()
+    write_model(make_scratch_model(ScratchModel(hidden_size=32, layers=1), tokenizer, seed=0), str(folder))
+    tokenizer.save_pretrained(str(folder))
     return str(folder)
 
 

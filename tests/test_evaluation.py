@@ -219,7 +219,8 @@ def test_long_responses_are_drawn_in_smaller_calls() -> None:
 
 
 def test_a_benchmark_has_its_grader_whatever_the_runs_reward(tmp_path: Path) -> None:
-    evaluation = {"data": {"path": "-", "benchmark": "source"}, "benchmarks": ["amc", "gpqa_diamond"]}
+    data = {"path": "-", "benchmark": "source", "max_prompt_length": 8}
+    evaluation = {"data": data, "benchmarks": ["amc", "gpqa_diamond"]}
     config = run_config(tmp_path, evaluation=evaluation | {"math_grader": "math_verify_strict"})
     for name, kind in {"amc": "math_verify_strict", "gpqa_diamond": "choice", "other": "exact_match"}.items():
         assert _reward(config, name).description == kind
