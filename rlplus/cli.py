@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from rlplus.plan import Plan
     from rlplus.plan.data import DataPlan
 
-LONGEST_NAME = 50  # characters of a benchmark in a file's name, which has at most 255 bytes
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; foreseen errors end in one message and exit status 2, not in a traceback.
@@ -88,10 +86,11 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--force", action="store_true", help="start although the memory planned is more than there is")
     train.set_defaults(run=_train)
 
-    evaluate = commands.add_parser("eval", help="pass@1 and pass@k of a model on a configuration's evaluation data")
-    evaluate.add_argument(
-        "--model", help="Hugging Face folder; default: output_dir/model, the run's (last stage's) result"
-    )
+    evaluate = commands.add_parser("eval", help="pass@1 and pass@k of a model on benchmarks or a configuration's data")
+    evaluate.add_argument("--model", help="Hugging Face folder; default: output_dir/model of the run or its last stage")
+    evaluate.add_argument("--benchmarks", help="names with commas, such as aime24,gpqa_diamond: evaluation.benchmarks")
+    evaluate.add_argument("--data", help="file with the problems, in place of the hub: evaluation.data.path")
+    evaluate.add_argument("--template", help="own, qwen, simplerl, prime or none: evaluation.data.template")
     evaluate.add_argument(
         "--output", help="JSON file for the result (one a benchmark); default: output_dir/evaluation.json"
     )
@@ -116,7 +115,9 @@ def _parser() -> argparse.ArgumentParser:
 
     for command in (train, plan, evaluate):
         count = "?" if command is plan else None  # --env needs none
-        command.add_argument("config", nargs=count, help="YAML file, such as configs/gsm8k-tiny.yaml")
+        what = "YAML file, such as configs/gsm8k-tiny.yaml"
+        also = "; or a model: a folder, or a name on the hub" if command is evaluate else ""
+        command.add_argument("config", nargs=count, help=what + also)
         command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as train.lr=1e-6")
 
     report = commands.add_parser("report", help="curves and tables of runs as one HTML file")
@@ -311,51 +312,46 @@ def _show_plans(plans: "Sequence[tuple[Plan, DataPlan | None]]") -> None:
 def _eval(args: argparse.Namespace) -> None:
     from rlplus.config import check_evaluation_files, check_output_folder, load_config
 
-    config = load_config(args.config, args.overrides)
+    config, model = load_config(*_evaluated(args)), args.model or _model(args)
     output = Path(args.output or Path(config.output_dir) / "evaluation.json")
     check_output_folder(output.parent, "--output" if args.output else "output_dir")
     if output.is_dir():
         raise ValueError(f"want --output a file; got the folder {output}")
-    check_evaluation_files(config, args.model)
+    check_evaluation_files(config, model)
     _quiet_imports()
-    from rich.table import Table
-
     from rlplus.data import SAMPLES
-    from rlplus.evaluation import evaluate_model
+    from rlplus.evaluation import evaluate_model, result_files, result_table
     from rlplus.terminal import Terminal, counter
 
-    with counter("problems evaluated:") as progress:
-        kept = output.parent / SAMPLES / output.stem if config.log.samples_every else None
-        results = evaluate_model(config, args.model, progress, kept)
-    table = Table("benchmark", "problems", "samples", "pass@k", "mean", "95% interval")
-    for name, result in results.items():
-        for k in result.k:
-            estimate = result.pass_at(k)
-            interval = f"[{estimate.low:.3f}, {estimate.high:.3f}]"
-            problems, samples = str(len(result.problems)), "–".join(map(str, sorted({min(result.n), max(result.n)})))
-            table.add_row(name, problems, samples, f"pass@{k}", f"{estimate.mean:.3f}", interval)
-        table.add_section()
-    terminal = Terminal()
-    terminal.print(table)  # first: it took long, and the files may not be written
-    output.parent.mkdir(parents=True, exist_ok=True)
-    paths = _result_files(output, list(results))
-    for name, path in paths.items():
-        results[name].save(path)
-    terminal.print(f"written to {', '.join(map(str, paths.values()))}")
+    rank = int(os.environ.get("RANK", 0))
+    with counter("problems evaluated:", quiet=rank != 0) as progress:
+        results = evaluate_model(config, model, progress, output.parent / SAMPLES / output.stem)
+    if rank == 0:
+        terminal = Terminal()
+        terminal.print(result_table(results))  # first: it took long, and the files may not be written
+        output.parent.mkdir(parents=True, exist_ok=True)
+        paths = result_files(output, list(results))
+        for name, path in paths.items():
+            results[name].save(path)
+        terminal.print(f"written to {', '.join(map(str, paths.values()))}")
 
 
-def _result_files(output: Path, benchmarks: Sequence[str]) -> dict[str, Path]:
-    """A file per benchmark: `output` for a single one, else files next to it, named after the benchmarks."""
-    if len(benchmarks) == 1:
-        return {benchmarks[0]: output}
-    paths: dict[str, Path] = {}
-    for name in benchmarks:
-        safe = re.sub(r"[^\w.-]", "_", name)[:LONGEST_NAME]
-        stem = f"{output.stem}-{safe}"
-        while (path := output.with_stem(stem)) in paths.values():
-            stem += "_"
-        paths[name] = path
-    return paths
+def _model(args: argparse.Namespace) -> str | None:
+    """The first argument if it is a model: a configuration's name ends in .yaml or .yml."""
+    return None if args.config.endswith((".yaml", ".yml")) else args.config
+
+
+def _evaluated(args: argparse.Namespace) -> tuple[Path, list[str]]:
+    """The configuration's file, and the overrides, including those given as options."""
+    options = {"evaluation.data.path": args.data, "evaluation.data.template": args.template}
+    if args.benchmarks is not None:
+        options["evaluation.benchmarks"] = f"[{args.benchmarks}]"
+    overrides = [f"{key}={value}" for key, value in options.items() if value is not None]
+    if (model := _model(args)) is None:
+        return Path(args.config), [*overrides, *args.overrides]
+    own = [f"model.path={model}", f"output_dir=runs/eval/{Path(model).name}"]
+    own += ["evaluation.benchmarks=[]"] if args.data else []  # all that is in the file
+    return Path(__file__).parent / "configs/eval.yaml", [*own, *overrides, *args.overrides]
 
 
 def _labels(runs: Sequence[str]) -> dict[str, Path]:

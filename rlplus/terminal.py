@@ -37,9 +37,13 @@ class Terminal(Console):
 
 
 @contextmanager
-def counter(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show (done, total), the arguments of the yielded function, on stderr: a bar, or lines if that is no terminal."""
+def counter(title: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """Show (done, total), the arguments of the yielded function, on stderr: a bar, or lines if that is no terminal.
+
+    quiet: show nothing.
+    """
     console = Terminal(stderr=True)
+    console.quiet = quiet
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=None)

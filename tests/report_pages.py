@@ -6,7 +6,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from rlplus.data import KeptSample, keeping
+from rlplus.data import KeptSample, write_kept
 from rlplus.evaluation import Evaluation
 from rlplus.report import RunData, write_report
 
@@ -90,6 +90,5 @@ def kept(**changes: Any) -> KeptSample:
 
 
 def keep(folder: Path, name: str, *samples: KeptSample) -> Path:
-    with keeping(folder / f"{name}.parquet") as write:
-        write(samples)
+    write_kept(folder / f"{name}.parquet", samples)
     return folder

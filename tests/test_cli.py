@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 from trainer_runs import environment, metrics, run_config, write_task
 
-from rlplus.cli import _result_files, main
+from rlplus.cli import main
 from rlplus.config import ScratchModel
 from rlplus.data import byte_tokenizer
+from rlplus.evaluation import result_files
 from rlplus.learner.model import make_scratch_model, write_model
 
 
@@ -104,12 +105,12 @@ def test_benchmarks_are_reported_apart(config_file, tmp_path, capsys):
 def test_every_benchmark_has_a_file(tmp_path):
     """Also if names differ only in characters that file names cannot have, or are too long for one."""
     names = ["a/b", "a_b", "a?b", "\0", "数" * 300, "数" * 301]
-    paths = _result_files(tmp_path / "evaluation.json", names)
+    paths = result_files(tmp_path / "evaluation.json", names)
     assert list(paths) == names
     for path in paths.values():
         path.touch()
     assert len(list(tmp_path.glob("evaluation-*.json"))) == len(names)
-    assert _result_files(tmp_path / "x.json", ["a/b"]) == {"a/b": tmp_path / "x.json"}
+    assert result_files(tmp_path / "x.json", ["a/b"]) == {"a/b": tmp_path / "x.json"}
 
 
 def test_a_result_that_cannot_be_written_is_shown_all_the_same(config_file, capsys):
@@ -150,6 +151,7 @@ def test_what_needs_no_model_is_answered_without_torch(config_file, tmp_path):
         ([*train, "data.path=nowhere.jsonl"], 2, "want a data file; got data.path nowhere.jsonl: no such file"),
         ([*train, f"data.path={tmp_path}"], 2, f"got data.path {tmp_path}: it is a folder"),
         ([*train, "data.path=[task.csv]"], 2, "got data.path task.csv"),
+        ([*train, "data.path=[]"], 2, "want data.path, the prompts to train on; the configuration has none"),
         ([*train, "evaluation.data.path=nowhere.jsonl"], 2, "got evaluation.data.path nowhere.jsonl: no such file"),
         ([*train, path[0], f"{path[1]}=./nowhere"], 2, "hub name; got './nowhere': no such folder"),
         ([*train, path[0], f"{path[1]}={tmp_path}/empty"], 2, "the folder has no config.json"),
@@ -163,6 +165,11 @@ def test_what_needs_no_model_is_answered_without_torch(config_file, tmp_path):
         (["eval", str(config_file), "--output", str(tmp_path)], 2, f"want --output a file; got the folder {tmp_path}"),
         (["eval", str(config_file), "--model", "no/one"], 2, "http://127.0.0.1:9 cannot be reached (["),
         (["eval", str(config_file), "--model", "no/one"], 2, "HF_HUB_OFFLINE is set, and the cache"),
+        (
+            [*train, "evaluation.data.path=[]", "evaluation.benchmarks=[amc]"],
+            2,
+            "evaluation.benchmarks hf://lkevinzc/math",
+        ),
         (["train", "no\x1b[2Jwhere.yaml"], 2, "want a YAML file; got no\\x1b[2Jwhere.yaml: no such file"),
     ]
     hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "hub")}

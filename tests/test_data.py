@@ -198,6 +198,18 @@ def test_template_that_refuses_the_messages(write: Write) -> None:
         load(tokenizer=strict, path=write([{"prompt": "hi", "answer": "x"}]), chat=True)
 
 
+@pytest.mark.parametrize("name", ["train.jsonl", "train.parquet"])
+def test_columns_for_reward_functions(write: Write, name: str) -> None:
+    rows = [{"prompt": "p", "answer": "1", "info": {"level": i, "tags": ["a"]}, "source": "s"} for i in range(2)]
+    examples, _ = load(path=write(rows, name), columns=["info.level", "info.tags", "source"])
+    assert [e.columns for e in examples] == [{"level": i, "tags": ["a"], "source": "s"} for i in range(2)]
+    with pytest.raises(ValueError, match=r"want a column 'info.kind'; got .*; nearest: info"):
+        load(path=write(rows, name), columns=["info.kind"])
+    for wrong in (["a.x", "b.x"], ["a.text"], ["answer"]):
+        with pytest.raises(ValueError, match="want columns whose last parts differ, and none text or answer"):
+            DataConfig(path="x.jsonl", columns=wrong)
+
+
 def test_response_prefix_moves_from_demonstrations_to_prompts(write: Write) -> None:
     solutions = ["<think>\na</think>7", " \n<think>\nb", "c <think>\n", "<think>\n \n", None]
     path = write([{"prompt": "p", "answer": "7", "solution": solution} for solution in solutions])

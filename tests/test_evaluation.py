@@ -5,19 +5,22 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from io import StringIO
 from math import nan
 from pathlib import Path
 from typing import Any
 
 import pytest
 from evaluations import evaluation
+from rich.console import Console
 from torch import Tensor
 from trainer_runs import run_config
 
 from rlplus.config import load_config
-from rlplus.data import Example, byte_tokenizer
-from rlplus.evaluation import Evaluation, evaluate, join
-from rlplus.evaluation.sample import _problems
+from rlplus.data import Example, byte_tokenizer, load_problems, read_kept
+from rlplus.evaluation import Evaluation, evaluate, join, result_table
+from rlplus.evaluation.kept import KeptCalls
+from rlplus.evaluation.sample import _calls, _reward, _Scorers
 from rlplus.reward import Score
 from rlplus.rollout import Completion
 
@@ -87,7 +90,7 @@ class ScriptedEngine:
         raise NotImplementedError
 
 
-def score(texts: Sequence[str], answers: Sequence[str]) -> list[Score]:
+def score(texts: Sequence[str], answers: Sequence[str], columns: object = None) -> list[Score]:
     return [
         Score(1.0, "ok") if text == answer else Score(0.5, "ok") if text == "1 9" else Score(0.0, "unparsed")
         for text, answer in zip(texts, answers, strict=True)
@@ -152,7 +155,7 @@ def test_the_problems_of_a_configuration_are_distinct(tmp_path: Path) -> None:
     rows += [{"data_source": "math", "prompt": f"p{i}", "answer": i} for i in range(5)]
     (tmp_path / "benchmarks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"path": str(tmp_path / "benchmarks.jsonl"), "benchmark": "data_source", "max_prompt_length": 8}
-    problems = _problems(run_config(tmp_path, evaluation={"data": data}), byte_tokenizer())
+    problems = load_problems(run_config(tmp_path, evaluation={"data": data}).evaluation, byte_tokenizer())
     assert [(e.index, e.benchmark, e.rows) for e in problems] == [
         *((i, "aime", 8) for i in range(3)),
         *((24 + i, "math", 1) for i in range(5)),
@@ -163,10 +166,90 @@ def test_the_problems_of_a_configuration_are_distinct(tmp_path: Path) -> None:
 def test_the_math_benchmarks_are_1560_problems() -> None:
     config = Path(__file__).parent.parent / "configs/qwen2.5-math-7b.yaml"
     overrides = [f"evaluation.data.path={BENCHMARKS}", "evaluation.data.max_prompt_length=8192"]
-    problems = _problems(load_config(config, overrides), byte_tokenizer())
+    problems = load_problems(load_config(config, overrides).evaluation, byte_tokenizer())
     assert Counter((e.benchmark, e.rows) for e in problems) == {
         ("aime", 8): 30, ("amc", 4): 83, ("math", 1): 500, ("olympiad_bench", 1): 675, ("minerva", 1): 272,
     }  # fmt: skip
+
+
+def test_a_killed_evaluation_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kept samples are not drawn again, and the result is the same; those of another evaluation are not read."""
+    monkeypatch.setattr("rlplus.evaluation.sample._COMPLETIONS_A_CALL", 8)
+    problems = [
+        Example(index=i, prompt=(right,), answer="1 9", demonstration=None) for i, right in enumerate([0, 3, 4, 1, 2])
+    ]
+    options: dict[str, Any] = {"samples": 4, "k": (1, 4), "temperature": 0.6, "max_tokens": 4, "seed": 5, "name": "toy"}
+    whole = evaluate(ScriptedEngine(), score, problems, spell, **options)
+    kept = KeptCalls(tmp_path / "new/evaluation", byte_tokenizer(), "a")
+
+    class Killed(ScriptedEngine):
+        def generate(self, *args: Any, **settings: Any) -> list[list[Completion]]:
+            if len(self.calls) == 2:
+                raise KeyboardInterrupt
+            return super().generate(*args, **settings)
+
+    def seeds(kept: KeptCalls) -> list[object]:
+        engine = ScriptedEngine()
+        assert evaluate(engine, score, problems, spell, kept=kept, **options) == whole
+        return [call["seed"] for call in engine.calls]
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(Killed(), score, problems, spell, kept=kept.of(0, 0), **options)
+    assert seeds(kept.of(0, 0)) == [9]
+    assert seeds(kept.of(0, 0)) == []
+    samples = read_kept(tmp_path / "new/evaluation-0-0-000000.parquet")
+    assert [(r.problem, r.reward, r.status, r.response) for r in samples][3:6] == [
+        (0, 0.0, "unparsed", "0 0 0 0"), (1, 1.0, "ok", "1 9"), (1, 1.0, "ok", "1 9"),
+    ]  # fmt: skip
+    assert seeds(kept.of(1, 0)) == seeds(kept.of(0, 1)) == [5, 7, 9]
+    other = replace(kept, identity="b")
+    assert seeds(other.of(0, 0)) == [5, 7, 9]
+    assert seeds(replace(other, identity=None).of(0, 0)) == [5, 7, 9]
+    assert seeds(other.of(2, 0)) == [5, 7, 9]
+    (tmp_path / "new/evaluation-x-0-0-000000.parquet").touch()
+    other.remove_others()
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    assert names == {
+        "evaluation-x-0-0-000000.parquet",
+        *(f"evaluation-2-0-00000{first}.parquet" for first in (0, 2, 4)),
+    }
+    assert "removed 9 files" in caplog.text
+
+
+def test_long_responses_are_drawn_in_smaller_calls() -> None:
+    assert [stop - start for start, stop in _calls([64] * 128, 2048)] == [64, 64]
+    assert [stop - start for start, stop in _calls([64] * 128, 8192)] == [16] * 8
+    assert list(_calls([5000] * 2, 1 << 24)) == [(0, 1), (1, 2)]
+
+
+def test_a_benchmark_has_its_grader_whatever_the_runs_reward(tmp_path: Path) -> None:
+    data = {"path": "-", "benchmark": "source", "max_prompt_length": 8}
+    evaluation = {"data": data, "benchmarks": ["amc", "gpqa_diamond"]}
+    config = run_config(tmp_path, evaluation=evaluation | {"math_grader": "math_verify_strict"})
+    for name, kind in {"amc": "math_verify_strict", "gpqa_diamond": "choice", "other": "exact_match"}.items():
+        assert _reward(config, name).description == kind
+    texts = {"amc": [r"\boxed{3+4}", r"\boxed{7}"], "gpqa_diamond": ["ANSWER: C", "**(d)**"]}
+    answers = {"amc": ["7", "7"], "gpqa_diamond": ["C", "C"]}
+    with _Scorers(config) as scorers:
+        for name in texts:
+            assert [score.value for score in scorers.of(name)(texts[name], answers[name])] == [
+                float(name != "amc"), float(name == "amc"),
+            ]  # fmt: skip
+        assert scorers.of("amc") is scorers.of("amc")
+    with pytest.raises(ValueError, match="closed"):
+        scorers.of("amc")(["x"], ["y"])
+
+
+def test_the_table_says_how_a_result_came_about() -> None:
+    one = evaluation([0, 2, 8], grader="oat", statuses={"ok": 18, "unparsed": 6}, seconds=61.2)
+    console = Console(width=200, file=StringIO(), record=True)
+    console.print(result_table({"amc": one}))
+    row = next(line for line in console.export_text().splitlines() if "pass@1" in line)
+    cells = [cell.strip() for cell in row.strip("│ ").split("│")]
+    assert cells[:5] == ["amc", "3", "8", "pass@1", "0.417"]
+    assert cells[6:] == ["oat", "25.0%", "25.0%", "4", "61 s"]
 
 
 def test_shares_of_several_ranks_join_to_the_whole() -> None:
@@ -207,7 +290,7 @@ def test_evaluate_refuses_before_it_generates() -> None:
 def test_a_sample_on_which_the_grader_failed_is_neither_right_nor_wrong(caplog: pytest.LogCaptureFixture) -> None:
     """Its status is counted; it counts as wrong only if k exceeds the number of graded samples."""
 
-    def failing(texts: Sequence[str], answers: Sequence[str]) -> list[Score]:
+    def failing(texts: Sequence[str], answers: Sequence[str], columns: object) -> list[Score]:
         scores = score(texts, answers)
         for i in (0, 6, 8, 9, 10, 11):  # of 3 problems with 4 samples each: a right one, a wrong one, all
             scores[i] = Score(nan, "timeout")

@@ -19,7 +19,16 @@ from transformers import AutoModelForCausalLM
 
 from rlplus.cli import main
 from rlplus.config import Config
-from rlplus.data import KeptSample, byte_tokenizer, drop_kept, keeping, kept_steps, read_kept, token_texts
+from rlplus.data import (
+    KeptSample,
+    byte_tokenizer,
+    drop_kept,
+    kept_facts,
+    kept_steps,
+    read_kept,
+    token_texts,
+    write_kept,
+)
 from rlplus.objective import group_advantages
 from rlplus.reward import Score
 from rlplus.trainer import provenance, train
@@ -50,27 +59,23 @@ def test_a_character_of_several_tokens_is_the_last_ones() -> None:
 def test_samples_come_back_from_a_file(tmp_path: Path) -> None:
     first = sample(reward=None, status="timeout", entropy=[0.5, 0.0], advantage=[1.0, 1.0], response="☃\x1b[2J\0")
     second = sample(step=None, benchmark="aime", exploration_weight=[0.5, None], external=[True, False])
-    with keeping(tmp_path / "a/step-000003.parquet") as write:
-        write([first])
-        assert not list(tmp_path.rglob("*.parquet")), "want the name when all is there"
-        write([second])
-    assert read_kept(tmp_path / "a/step-000003.parquet") == [first, second]
+    path = tmp_path / "a/step-000003.parquet"
+    write_kept(path, [first, second] * 200, {"identity": "ä"})
+    assert read_kept(path) == [first, second] * 200
+    assert read_kept(path, 3) == [first, second, first]
+    assert kept_facts(path)["identity"] == "ä"
 
 
 def test_a_failure_leaves_the_older_file_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "step-000003.parquet"
-    with keeping(path) as write:
-        write([sample()])
-    with pytest.raises(ZeroDivisionError), keeping(path) as write:
-        write([sample()] * (1 // 0))
+    write_kept(path, [sample()])
+    with pytest.raises(ZeroDivisionError):
+        write_kept(path, (sample(problem=1 // i) for i in (1, 0)))
     assert read_kept(path) == [sample()]
     assert list(tmp_path.iterdir()) == [path]
     (tmp_path / "file").touch()
-    with (
-        pytest.raises(OSError, match=r"could not write .*file/x\.parquet: File exists"),
-        keeping(tmp_path / "file/x.parquet"),
-    ):
-        pass
+    with pytest.raises(OSError, match=r"could not write .*file/x\.parquet: File exists"):
+        write_kept(tmp_path / "file/x.parquet", [sample()])
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1 and more", b"x" * 100])
@@ -79,16 +84,25 @@ def test_another_file_is_refused_by_name(tmp_path: Path, content: bytes) -> None
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"want a file of kept samples in .*step-000001\.parquet; got"):
         read_kept(path)
+    with pytest.raises(ValueError, match=r"want a file of kept samples in .*step-000001\.parquet; got"):
+        kept_facts(path)
 
 
 def test_later_steps_and_unfinished_files_are_dropped(tmp_path: Path) -> None:
-    names = ["step-000001", "step-000002", "step-000002-0-1", "step-000010", "step-000011-1-0", "evaluation-0-0"]
+    names = [
+        "step-000001",
+        "step-000002",
+        "step-000002-0-1-000000",
+        "step-000010",
+        "step-000011-1-0-000000",
+        "evaluation-0-0-000000",
+    ]
     for name in names:
         (tmp_path / f"{name}.parquet").touch()
     (tmp_path / "step-000002.unfinished").touch()
     drop_kept(tmp_path, after=2)
     left = sorted(path.stem for path in tmp_path.iterdir())
-    assert left == ["evaluation-0-0", "step-000001", "step-000002", "step-000002-0-1"]
+    assert left == ["evaluation-0-0-000000", "step-000001", "step-000002", "step-000002-0-1-000000"]
     assert list(kept_steps(tmp_path).values()) == [1, 2, 2]
     drop_kept(tmp_path / "none", after=0)
 
@@ -142,7 +156,7 @@ def test_a_run_keeps_what_the_policy_says_of_its_first_groups(tmp_path: Path) ->
 class Failing:
     """In place of a Scorer: it fails on every wrong response."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, columns: Sequence[str]) -> None:
         pass
 
     def __enter__(self) -> Any:
@@ -151,7 +165,7 @@ class Failing:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def __call__(self, texts: Sequence[str], answers: Sequence[str]) -> list[Score]:
+    def __call__(self, texts: Sequence[str], answers: Sequence[str], columns: object) -> list[Score]:
         right = (text == f"<{answer}>" for text, answer in zip(texts, answers, strict=True))
         return [Score(1.0, "ok") if ok else Score(nan, "timeout") for ok in right]
 
@@ -190,11 +204,11 @@ def test_evaluations_keep_all_samples(tmp_path: Path) -> None:
     path.write_text(config.to_yaml())
     assert main(["train", str(path)]) == 0
     (name,) = {path.name for path in (tmp_path / "run/samples").iterdir() if path.name.count("-") > 1}
-    assert name == "step-000003-0-0.parquet"
-    for _ in range(2):  # it replaces an earlier one's
-        assert main(["eval", str(path)]) == 0
+    assert name == "step-000003-0-0-000000.parquet"
+    assert main(["eval", str(path), "evaluation.samples=1"]) == 0
+    assert main(["eval", str(path)]) == 0  # replaces the earlier one's
     result = json.loads((tmp_path / "run/evaluation.json").read_text())
-    evaluated = read_kept(tmp_path / "run/samples/evaluation-0-0.parquet")
+    evaluated = read_kept(tmp_path / "run/samples/evaluation-0-0-000000.parquet")
     assert [one.problem for one in evaluated] == [i for i in range(6) for _ in range(2)]
     assert {(one.step, one.benchmark) for one in evaluated} == {(None, "task")}
     assert sum(one.reward == 1 for one in evaluated) == sum(result["correct"])
@@ -202,8 +216,6 @@ def test_evaluations_keep_all_samples(tmp_path: Path) -> None:
     assert not any(isnan(p) for one in evaluated for p in one.logprob)
     during = read_kept(tmp_path / "run/samples" / name)
     assert {(one.step, one.benchmark) for one in during} == {(3, "task")}
-    assert main(["eval", str(path), "log.samples_every=0", "--output", str(tmp_path / "other/x.json")]) == 0
-    assert not (tmp_path / "other/samples").exists()
 
 
 def test_each_start_of_a_run_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

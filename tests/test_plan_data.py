@@ -132,6 +132,21 @@ def test_evaluation_data_count_where_the_run_reads_them(tmp_path: Path) -> None:
     assert "100.0% of the rows would be dropped" in found.refusals[0]
 
 
+def test_benchmarks_count_as_the_run_reads_them(tmp_path: Path) -> None:
+    """In their layout on the hub; not one row may be dropped, and none may choose the best checkpoint."""
+    path = write_rows(tmp_path, [{"problem": "1+1?", "answer": ["2"]}, {"problem": "1+2=?", "answer": ["3"]}])
+    amc = {"every": 1, "samples": 1, "benchmarks": ["amc"], "data": {"path": path, "max_prompt_length": 5}}
+    found = plan_data(run_config(tmp_path, evaluation=amc))
+    assert found.summaries[1] == "evaluation.data: 2 rows, 2 kept, 0 demonstrations"
+    assert found.lengths["evaluation prompts"] == Lengths(2, 4, 4, 5, 5, 5)
+    assert found.refusals == ()
+    shorter = amc | {"data": {"path": path, "max_prompt_length": 4, "max_dropped_share": 0.9}}
+    (refused,) = plan_data(run_config(tmp_path, evaluation=shorter)).refusals
+    assert "50.0% of the rows would be dropped" in refused
+    (refused,) = plan_data(run_config(tmp_path, validation=amc)).refusals
+    assert "got amc, by which" in refused
+
+
 def test_a_run_without_demonstrations_grades_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": f"{i}=", "answer": str(i), "demonstration": "wrong"} for i in range(4)]
     config = run_config(tmp_path, data={"path": write_rows(tmp_path, rows)}, algorithm={"preset": "grpo"})

@@ -170,7 +170,7 @@ def test_what_is_replayed_is_neither_sampled_nor_graded_again(run: Run) -> None:
     assert [sample.demonstration for sample in samples] == [False] * 3 + [True]
     graded: list[str] = []
 
-    def scorer(texts: list[str], answers: list[str]) -> list[Any]:
+    def scorer(texts: list[str], answers: list[str], columns: list[Any]) -> list[Any]:
         graded.extend(texts)
         return [SimpleNamespace(value=0.0, status="ok") for _ in texts]
 

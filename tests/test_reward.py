@@ -2,9 +2,10 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import isnan
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reward_graders import linux, reward_config
@@ -17,6 +18,7 @@ from rlplus.reward.process import Worker
 
 def test_exact_match() -> None:
     cases = [("42", "42", 1.0), (" 42\n", "42", 1.0), ("42", " 42 ", 1.0), ("4 2", "42", 0.0), ("", "42", 0.0)]
+    cases += [("1,234", "1234", 1.0), ("-12345.5", "-12,345.5", 1.0), ("1,2", "12", 0.0), ("1,234,5", "12345", 0.0)]
     with Scorer(reward_config(kind="exact_match")) as scorer:
         scores = scorer([text for text, _, _ in cases], [answer for _, answer, _ in cases])
     assert [(score.value, score.status) for score in scores] == [(value, "ok") for *_, value in cases]
@@ -105,6 +107,56 @@ def test_a_hanging_power_is_a_timeout_and_the_others_are_graded() -> None:
     assert [score.value for score in scores if score.status == "ok"] == [1.0] * 7
 
 
+# Several rewards, and columns of the data
+
+OWN = """
+def starts(text, answer):
+    return float(text.startswith("<")) if text else None
+
+def level(text, answer, difficulty, *, topic="none"):
+    return difficulty * (topic == "sums") * (text == answer)
+
+def everything(text, answer, **columns):
+    return float(sorted(columns) == ["difficulty", "topic"])
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_rewards.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_rewards_add_up_with_their_weights(own: None) -> None:
+    weights = {"exact_match": 1.0, "own_rewards:starts": 0.25}
+    config = reward_config(function=weights, pattern=r"(\d+)", workers=1)
+    with Scorer(config) as scorer:
+        scores = scorer(["<7", "7", "<8", "<x", ""], ["7"] * 5)
+    assert [score.value for score in scores] == [1.25, 1.0, 0.25, 0.25, 0.0]
+    assert [score.status for score in scores] == ["ok", "ok", "ok", "unparsed", "unparsed"]
+    assert config.description == "1 exact_match + 0.25 own_rewards:starts"
+    with Scorer(reward_config(function=["exact_match", "own_rewards:starts"], workers=1)) as scorer:
+        assert [score.value for score in scorer(["<7", "7"], ["<7", "7"])] == [2.0, 1.0]
+
+
+def test_columns_are_arguments_by_name(own: None) -> None:
+    rows = [{"difficulty": 2, "topic": "sums"}, {"difficulty": 3, "topic": "sums"}, {"difficulty": 3, "topic": "x"}]
+    with Scorer(reward_config(function="own_rewards:level", workers=1), ["difficulty", "topic"]) as scorer:
+        assert [score.value for score in scorer(["a", "a", "a"], ["a"] * 3, rows)] == [2, 3, 0]
+    with Scorer(reward_config(function="own_rewards:level", workers=1), ["difficulty"]) as scorer:
+        assert [score.value for score in scorer(["a"], ["a"], rows[:1])] == [0]
+    with Scorer(reward_config(function="own_rewards:everything", workers=1), ["difficulty", "topic"]) as scorer:
+        assert [score.value for score in scorer(["a"], ["a"], rows[:1])] == [1]
+    with pytest.raises(ValueError, match=r"takes 'difficulty': want a column of that name in data.columns; got topic"):
+        Scorer(reward_config(function="own_rewards:level", workers=1), ["topic"])
+
+
+@pytest.mark.parametrize("function", ["exact_match", "a:b:c", [], {}, ["x"], {"a:b": "1"}, {"a:b": float("nan")}, 3])
+def test_what_names_no_rewards_is_refused(function: Any) -> None:
+    with pytest.raises(ValueError, match='want "module:name", a list of these and of kinds, or a mapping of these'):
+        reward_config(function=function)
+
+
 # Order, amount, awkward text
 
 
@@ -137,7 +189,7 @@ def test_short_items_share_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     grade = Worker.grade
 
-    def counted(worker: Worker, items: deque[int], *rest: Sequence[str]) -> None:
+    def counted(worker: Worker, items: deque[int], *rest: Any) -> None:
         sizes.append(len(items))
         grade(worker, items, *rest)
 

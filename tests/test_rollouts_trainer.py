@@ -186,9 +186,9 @@ def test_a_response_prefix_is_in_the_prompt_and_in_what_is_graded(tmp_path, monk
     graded: list[str] = []
     grade = Scorer.__call__
 
-    def spy(self, texts, answers):
+    def spy(self, texts, answers, columns):
         graded.extend(texts)
-        return grade(self, texts, answers)
+        return grade(self, texts, answers, columns)
 
     monkeypatch.setattr(Scorer, "__call__", spy)
     data = {"path": str(tmp_path / "task.jsonl"), "max_prompt_length": 9, "response_prefix": "<", "chat": True}

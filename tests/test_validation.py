@@ -11,7 +11,7 @@ from trainer_runs import metrics, run_config, write_task
 
 from rlplus import checkpoint
 from rlplus.cli import main
-from rlplus.config import Config, DataConfig, ValidationConfig
+from rlplus.config import BENCHMARKS, Config, DataConfig, ValidationConfig
 from rlplus.data import Example
 from rlplus.evaluation import validator
 from rlplus.evaluation.known import is_test_benchmark, known_benchmarks
@@ -151,6 +151,7 @@ def test_another_validation_chooses_anew(tmp_path: Path) -> None:
     [
         *((name, True) for name in ("aime24", "AIME_2025", "aime", "amc23", "AMC", "math-500", "MATH500_test")),
         *((name, True) for name in ("minerva", "minerva_math", "olympiad_bench", "gpqa_diamond", "MMLU-Pro", "arc_c")),
+        *((name, True) for name in BENCHMARKS),
         *((name, True) for name in ("ARC-Challenge", "HumanEval+", "LiveCodeBench-v6", "leetcode", "gsm8k/test")),
         *((name, False) for name in ("", "gsm8k_train", "validation", "amc_aime", "aime_1983_2023", "math", "numina")),
         *((name, False) for name in ("deepmath", "arc_easy", "leetcode_train", "minervas_owl", "test", "humane")),
@@ -168,6 +169,7 @@ def test_known_names(name: str, known: bool) -> None:
         ("hf://owner/gpqa/train", "AIME 2024", ["AIME 2024", "gpqa"]),
         ("data/gsm8k/test.parquet", "", ["gsm8k/test"]),
         ("data/gsm8k/train.parquet", "gsm8k", []),
+        ("hf://lkevinzc/math-eval/math", "", ["math500"]),
     ],
 )
 def test_benchmarks_are_known_by_column_file_and_folder(path: str, column: str, found: list[str]) -> None:

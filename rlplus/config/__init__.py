@@ -1,8 +1,10 @@
 """The configuration of a run: typed, frozen, checked as a whole before anything is loaded."""
 
 from rlplus.config.algorithm import AlgorithmConfig
+from rlplus.config.benchmarks import BENCHMARKS, Benchmark, benchmark_name
 from rlplus.config.data import DataConfig
 from rlplus.config.files import (
+    HUB_PREFIX,
     check_data_files,
     check_evaluation_files,
     check_model_path,
@@ -12,6 +14,7 @@ from rlplus.config.files import (
     model_problem,
     read_chat_template,
     shipped_architecture,
+    split_hub_path,
 )
 from rlplus.config.load import load_config, load_stages, merged, with_first_model
 from rlplus.config.rollout import RolloutConfig
@@ -30,8 +33,11 @@ from rlplus.config.sections import (
 from rlplus.config.train import TrainConfig
 
 __all__ = [
+    "BENCHMARKS",
+    "HUB_PREFIX",
     "TRACKERS",
     "AlgorithmConfig",
+    "Benchmark",
     "CheckpointConfig",
     "Config",
     "DataConfig",
@@ -44,6 +50,7 @@ __all__ = [
     "ScratchModel",
     "TrainConfig",
     "ValidationConfig",
+    "benchmark_name",
     "check_data_files",
     "check_evaluation_files",
     "check_model_path",
@@ -56,5 +63,6 @@ __all__ = [
     "model_problem",
     "read_chat_template",
     "shipped_architecture",
+    "split_hub_path",
     "with_first_model",
 ]

@@ -28,8 +28,9 @@ Template = Annotated[str, AfterValidator(_template)]
 class DataConfig(Section):
     """JSONL or Parquet, one prompt a row."""
 
-    path: str | list[str]
-    """A file, or a list of files that are read one after the other."""
+    path: str | list[str] = []
+    """A file, a data set on the hub as hf://owner/name/split (hf://owner/name/configuration/split, or a file in it), or
+    a list of these, read one after the other. Only evaluations may leave it out: their `benchmarks` have sources."""
     prompt: Text = "prompt"
     """Column name, as of all columns dotted for nested ones: "reward_model.ground_truth". A prompt is a string or a
     list of chat messages {role, content}."""
@@ -55,6 +56,12 @@ class DataConfig(Section):
     """Column that names the benchmark of a row: evaluations report each one by itself."""
     system_prompt: Text | None = None
     """System message, put before the prompt."""
+    template: Literal["own", "qwen", "simplerl", "prime", "none"] = "own"
+    """How a question becomes the prompt: "own" = messages by the tokenizer's chat template, text unchanged; "qwen",
+    "simplerl", "prime", "none" (the question alone) = as base models are evaluated, without the data's system
+    message."""
+    columns: list[Text] = []
+    """Further columns, passed to reward functions that have a parameter of that name."""
     chat: bool = False
     """Make a string prompt a user message, and apply the chat template."""
     response_prefix: Text | None = None
@@ -78,7 +85,7 @@ class DataConfig(Section):
     @classmethod
     def _check_path(cls, value: Any) -> str | list[str]:
         paths = value if isinstance(value, list) else [value]
-        if not paths or not all(isinstance(path, str) and path for path in paths):
+        if not all(isinstance(path, str) and path for path in paths):
             raise ValueError(f"want a path or a list of paths; got {value!r}")
         expanded = [os.path.expanduser(path) for path in paths]
         return expanded if isinstance(value, list) else expanded[0]
@@ -91,4 +98,9 @@ class DataConfig(Section):
                 raise ValueError(f"{name} is set but demonstration is not: name the column that holds them")
         if self.demonstration_choice == "likeliest" and self.behavior_logprob is None:
             raise ValueError("demonstration_choice likeliest goes by behavior_logprob: name the column that holds them")
+        if self.template != "own" and (self.chat or self.system_prompt is not None):
+            raise ValueError(f"template {self.template} is the whole prompt: leave chat and system_prompt out")
+        last = [name.rpartition(".")[2] for name in self.columns]
+        if len(set(last)) < len(last) or {"text", "answer"} & set(last):
+            raise ValueError(f"want columns whose last parts differ, and none text or answer; got {self.columns}")
         return self

@@ -7,11 +7,13 @@ import ssl
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+from rlplus.config.benchmarks import BENCHMARKS
 from rlplus.config.schema import Config
-from rlplus.config.sections import TRACKERS
+from rlplus.config.sections import TRACKERS, EvaluationConfig
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +21,8 @@ HUB_TIMEOUT_S = 10.0  # the hub's own client tries for most of a minute, file by
 
 _JINJA = re.compile(r"\{[{%]")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+HUB_PREFIX = "hf://"
+_HUB_DATA = re.compile(rf"{HUB_PREFIX}([\w-][\w.-]*/[\w-][\w.-]*)/([\w-][\w./-]*)")
 
 
 def check_training_files(config: Config, *, model: bool = True) -> None:
@@ -26,8 +30,11 @@ def check_training_files(config: Config, *, model: bool = True) -> None:
 
     model: whether there is one to start from already, which a stage makes for the next one.
     """
-    for key, data in config.data_read.items():
-        check_data_files(data.paths, f"{key}.path")
+    if not config.data.paths:
+        raise ValueError("want data.path, the prompts to train on; the configuration has none")
+    check_data_files(config.data.paths, "data.path")
+    for key, section in config.evaluations_read.items():
+        _check_problems(section, key)
     if model and config.model.path is not None:
         check_model_path(config.model.path)
     if config.model.chat_template is not None:
@@ -54,14 +61,26 @@ def check_evaluation_files(config: Config, model: str | None) -> None:
         raise ValueError(f"want a trained model in {result}, or --model with a folder; got none")
     if config.evaluation.data is None:
         raise ValueError("want evaluation.data, the problems to evaluate on; the configuration has none")
-    check_data_files(config.evaluation.data.paths, "evaluation.data.path")
+    _check_problems(config.evaluation, "evaluation")
     if config.model.chat_template is not None:
         read_chat_template(config.model.chat_template)
 
 
+def _check_problems(section: EvaluationConfig, key: str) -> None:
+    if section.data is not None and section.data.paths:
+        check_data_files(section.data.paths, f"{key}.data.path")
+    else:
+        check_data_files([BENCHMARKS[name].source for name in section.benchmarks], f"{key}.benchmarks")
+
+
 def check_data_files(paths: Sequence[str], key: str) -> None:
-    """ValueError, with the configuration's key, unless all are files of a known kind."""
-    for path in map(Path, paths):
+    """ValueError, with the configuration's key, unless all are files of a known kind, or data sets the hub may have."""
+    for source in paths:
+        if source.startswith(HUB_PREFIX):
+            name, _ = split_hub_path(source)
+            if problem := hub_problem(name, "dataset"):
+                raise ValueError(f"want a data set as {key} {source}: {problem}")
+    for path in [Path(name) for name in paths if not name.startswith(HUB_PREFIX)]:
         if not path.is_file():
             what = "it is a folder" if path.is_dir() else f"no such file (current directory: {Path.cwd()})"
             raise ValueError(f"want a data file; got {key} {path}: {what}")
@@ -93,11 +112,18 @@ def shipped_architecture(path: str) -> Path | None:
     return file if file.is_file() else None
 
 
-def hub_problem(name: str) -> str | None:
-    """Why a model of that name can be had neither from the hub nor from the cache; None where loading may be tried.
+def split_hub_path(path: str) -> tuple[str, str]:
+    """hf://owner/name/rest -> ("owner/name", "rest"); ValueError for another form."""
+    if not (match := _HUB_DATA.fullmatch(path)):
+        raise ValueError(f"want a data set of the hub as {HUB_PREFIX}owner/name/split; got {path}")
+    return match[1], match[2]
 
-    Where the hub cannot be reached but the cache has the model, says so and sets HF_HUB_OFFLINE, for huggingface_hub's
-    first import: else every file would be asked for several times.
+
+def hub_problem(name: str, kind: Literal["model", "dataset"] = "model") -> str | None:
+    """The reason why neither the hub nor the cache can provide it; None if loading may be tried.
+
+    If the hub cannot be reached but the cache has it, logs that and sets HF_HUB_OFFLINE, for huggingface_hub's first
+    import: otherwise every file would be requested several times.
     """
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     problem = "HF_HUB_OFFLINE is set" if offline else _unreachable()
@@ -106,9 +132,10 @@ def hub_problem(name: str) -> str | None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    cached = Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
-    if not any(cached.glob("*/config.json")):
-        return f"{problem}, and the cache {HF_HUB_CACHE} does not have it: download it there, or give a folder"
+    cached = Path(HF_HUB_CACHE) / f"{kind}s--{name.replace('/', '--')}" / "snapshots"
+    if not any(cached.glob("*/config.json" if kind == "model" else "*/*")):
+        instead = "a folder" if kind == "model" else "a file"
+        return f"{problem}, and the cache {HF_HUB_CACHE} does not have it: download it there, or give {instead}"
     logger.warning("%s: taking %s from the cache in %s", problem, name, cached)
     return None
 

@@ -70,11 +70,18 @@ RULES: tuple[Rule, ...] = (
         "there is no evaluation.data",
     ),
     (
-        "validation.data validation.samples validation.k validation.temperature validation.allow_test_benchmarks",
+        "validation.data",
+        lambda c: not (c.validation.every or c.validation.benchmarks),
+        "validation.every is 0",
+    ),
+    (
+        "validation.benchmarks validation.samples validation.k validation.temperature validation.allow_test_benchmarks",
         lambda c: not c.validation.every,
         "validation.every is 0",
     ),
     ("log.sample_groups", lambda c: c.log.samples_every == 0, "log.samples_every is 0, so no samples are kept"),
+    ("evaluation.math_grader", lambda c: not c.evaluation.benchmarks, "it is for evaluation.benchmarks"),
+    ("validation.math_grader", lambda c: not c.validation.benchmarks, "it is for validation.benchmarks"),
     (
         "evaluation.data.demonstration validation.data.demonstration",
         lambda c: True,

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from rlplus.config.benchmarks import BENCHMARKS
 from rlplus.config.schema import Config
 from rlplus.objective import ALGORITHMS, RECIPES, Objective, Refill, Shaping
 from rlplus.objective.presets import KL_ESTIMATORS, MISMATCH_MODES
@@ -35,6 +36,8 @@ def json_schema() -> dict[str, Any]:
     algorithm["recipe"]["properties"] |= {"name": {"enum": [*RECIPES]}}
     for name, options in (("refill", Refill), ("shaping", Shaping)):
         algorithm[name]["anyOf"] = [{"type": "object"} | _options(options), {"type": "null"}]
+    for name in ("EvaluationConfig", "ValidationConfig"):
+        schema["$defs"][name]["properties"]["benchmarks"]["items"] = {"enum": [*BENCHMARKS]}
     stage = {key: {"$ref": f"#/properties/{key}"} for key in schema["properties"] if key != "output_dir"}
     schema["properties"]["stages"] = {
         "description": "Runs that follow each other: sections that are laid over the rest of the file, one per run.",

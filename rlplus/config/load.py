@@ -210,7 +210,8 @@ def _value(parts: Sequence[str], text: str, override: str) -> Any:
     """Text for a key that holds text (a pattern such as `#### (.+)` is a comment in YAML), else YAML."""
     kinds = _kinds(parts)
     quoted = text[:1] in ("'", '"') and text[-1:] == text[:1] and len(text) > 1
-    if str in kinds and not quoted and not (list in kinds and text.startswith("[")):
+    structured = any(kind in kinds and text.startswith(sign) for kind, sign in ((list, "["), (dict, "{")))
+    if str in kinds and not quoted and not structured:
         return None if NoneType in kinds and text in ("", "null") else text
     try:
         return _parse(text)

@@ -7,9 +7,8 @@ import yaml
 from pydantic import model_validator
 
 from rlplus.config.base import MANY
-from rlplus.config.data import DataConfig
 from rlplus.config.ignored import ignored_keys
-from rlplus.config.sections import Sections
+from rlplus.config.sections import EvaluationConfig, Sections
 from rlplus.objective import Critic, Gate, Interleaved, Prefix, ProcessReward, Replay, recipe_name
 
 
@@ -22,13 +21,10 @@ class Config(Sections):
         return self.algorithm.resolve().generates or self.evaluation.every > 0 or self.validation.every > 0
 
     @property
-    def data_read(self) -> dict[str, DataConfig]:
-        """The data that a training reads, by the section's key."""
-        found = {"data": self.data}
-        for name, part in (("evaluation", self.evaluation), ("validation", self.validation)):
-            if part.every and part.data is not None:
-                found[f"{name}.data"] = part.data
-        return found
+    def evaluations_read(self) -> dict[str, EvaluationConfig]:
+        """The sections whose problems a training reads, by key."""
+        sections = {"evaluation": self.evaluation, "validation": self.validation}
+        return {key: section for key, section in sections.items() if section.every}
 
     @property
     def knows_behavior(self) -> bool:

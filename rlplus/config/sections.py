@@ -4,9 +4,11 @@ Lengths are in tokens, times in seconds. Relative paths start at the current dir
 is the home folder. Types are strict: nothing is converted except an integer where a float is wanted.
 """
 
-from typing import Annotated, Any, Literal, Self
+import re
+from math import isfinite
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlplus.config.algorithm import AlgorithmConfig
 from rlplus.config.base import (
@@ -21,6 +23,7 @@ from rlplus.config.base import (
     Temperature,
     Text,
 )
+from rlplus.config.benchmarks import BENCHMARKS
 from rlplus.config.data import DataConfig
 from rlplus.config.rollout import RolloutConfig
 from rlplus.config.train import TrainConfig
@@ -100,13 +103,23 @@ class ModelConfig(Section):
         return self
 
 
+_FUNCTION = r"[\w.]+:\w+"
+MathKind = Literal["math_verify", "math_verify_strict", "oat"]
+RewardKind = Literal["exact_match", "choice", "code"] | MathKind
+_KINDS = ("exact_match", "choice", "code", *get_args(MathKind))
+
+
 class RewardConfig(Section):
     """Grader of responses: exactly one of `kind` and `function`."""
 
-    kind: Literal["exact_match", "math_verify"] | None = None
-    """A grader that comes with rlplus."""
-    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
-    """A function of your own, as "module:name", called with the response's text and the answer."""
+    kind: RewardKind | None = None
+    """A grader that comes with rlplus. exact_match: equal texts. math_verify: equal values. math_verify_strict: of
+    these only a plain value in the last box, so that 3+4 is not 7. oat: the rules of oat's grader. choice: the letter
+    of multiple choice. code: a program that passes tests, in a sandbox."""
+    function: Annotated[str, Field(pattern=f"^{_FUNCTION}$")] | list[str] | dict[str, float] | None = None
+    """A function of your own, as "module:name", called with the response's text and the answer, and by keyword with
+    each of data.columns that it has a parameter for. Also a list, or a mapping to weights, of functions and kinds: the
+    reward is the weighted sum."""
     pattern: Pattern | None = None
     """Regular expression with one group; its last match in the text is what exact_match compares."""
     require_think: bool = False
@@ -114,18 +127,51 @@ class RewardConfig(Section):
     workers: Annotated[int, Field(ge=1, le=1024)] = 2
     """Worker processes per rank."""
     timeout_s: Seconds = 10.0
-    """CPU time that one may spend on a response, in seconds, children included; ten times that by the wall clock."""
+    """CPU time that one may spend on a response, in seconds, children included; ten times that by the wall clock.
+    A program of kind code has half of it, and is wrong beyond."""
     memory_mb: Annotated[int, Field(ge=256, le=2**40)] = 2048
     """Limit of a worker's address space."""
+    sandbox: Literal["auto", "bubblewrap", "namespaces", "limits"] = "auto"
+    """Sandbox for kind code. auto: the first of bubblewrap and namespaces that works. limits, which is opt-in: limits
+    on time, memory, processes and output, but none on files and network."""
     on_failure: Literal["mask", "zero", "error"] = "mask"
     """Answer to a grader that fails twice on a response (timeout, crash): leave it out of the loss and of its group's
     statistics ("mask"), take its reward for 0 ("zero") or end the run ("error")."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all graders: kinds, and functions as "module:name"."""
+        named = self.kind or self.function or ""
+        return [named] if isinstance(named, str) else list(named)
+
+    @property
+    def description(self) -> str:
+        """The names, with their weights where there are several."""
+        if not isinstance(self.function, dict):
+            return " + ".join(self.names)
+        return " + ".join(f"{weight:g} {name}" for name, weight in self.function.items())
+
+    @field_validator("function", mode="before")
+    @classmethod
+    def _check_function(cls, value: Any) -> Any:
+        names = [value] if isinstance(value, str) or value is None else value
+        weights = list(value.values()) if isinstance(value, dict) else []
+        kinds = () if isinstance(value, str) else _KINDS  # alone, a kind has a key of its own
+        if value is not None and not (
+            isinstance(names, list | dict)
+            and names
+            and all(isinstance(name, str) and (name in kinds or re.fullmatch(_FUNCTION, name)) for name in names)
+            and all(type(weight) in (int, float) and isfinite(weight) for weight in weights)
+        ):
+            wanted = 'want "module:name", a list of these and of kinds, or a mapping of these to weights'
+            raise ValueError(f"{wanted}; got {value!r}")
+        return dict(zip(value, map(float, weights), strict=True)) if weights else value
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.kind is None) == (self.function is None):
             raise ValueError(f"want exactly one of kind and function; got {'neither' if self.kind is None else 'both'}")
-        if self.pattern is not None and self.kind != "exact_match":
+        if self.pattern is not None and "exact_match" not in self.names:
             raise ValueError("pattern belongs to kind exact_match, and would be ignored here: leave it out")
         return self
 
@@ -147,6 +193,11 @@ class EvaluationConfig(Section):
 
     data: DataConfig | None = None
     """Problems, in files as those for training."""
+    benchmarks: list[str] = []
+    """Names of known benchmarks (rlplus/config/benchmarks.py), each with its own grader. Their problems come from the
+    hub or, with data.path, from the rows of these files that have the benchmark's name in the column data.benchmark."""
+    math_grader: MathKind = "math_verify"
+    """Grader of the mathematical benchmarks."""
     every: NonNegative = 0
     """Steps between two evaluations; 0 = none in training."""
     samples: Moderate = 32
@@ -156,12 +207,31 @@ class EvaluationConfig(Section):
     temperature: Temperature = 1.0
     """Temperature of sampling."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _benchmarks_have_data(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("benchmarks") and value.get("data") is None:
+            return value | {"data": {}}
+        return value
+
+    @field_validator("benchmarks")
+    @classmethod
+    def _check_benchmarks(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name not in BENCHMARKS:
+                raise ValueError(f"want names from {', '.join(BENCHMARKS)}; got {name!r}")
+        return names
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.k or max(self.k) > self.samples:
             raise ValueError(f"want at least one k, and none above samples; got k {self.k}, samples {self.samples}")
         if self.every and self.data is None:
-            raise ValueError(f"every is {self.every} but there is no data: give the files of problems")
+            raise ValueError(f"every is {self.every} but there is no data: give the files of problems, or benchmarks")
+        if self.data is not None and not self.data.paths and not self.benchmarks:
+            raise ValueError("data has no path: want one, or benchmarks, which have sources of their own")
+        if self.data is not None and self.data.paths and len(self.benchmarks) > 1 and self.data.benchmark is None:
+            raise ValueError("want data.benchmark, the column that names the benchmark of a row; got none")
         return self
 
 
@@ -184,8 +254,8 @@ class LogConfig(Section):
     """Samples kept to be read, and live trackers, which get the metrics beside metrics.jsonl and TensorBoard."""
 
     samples_every: NonNegative = 10
-    """Steps between two whose samples are kept in output_dir/samples, besides the first step's; 0 = none, of
-    evaluations neither."""
+    """Steps between two whose samples are kept in output_dir/samples, besides the first step's; 0 = none, nor those of
+    evaluations in the run. `rlplus eval` keeps its own in any case."""
     sample_groups: Count = 2
     """Number of groups of such a step that are kept."""
     wandb: Text | None = None

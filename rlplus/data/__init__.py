@@ -1,8 +1,9 @@
 """Prompts, answers and demonstrations from files, their order of use, and packing for the trainer."""
 
-from rlplus.data.kept import SAMPLES, KeptSample, drop_kept, keeping, kept_steps, read_kept
-from rlplus.data.load import Example, LoadReport, distinct, load_examples, read_examples
+from rlplus.data.kept import SAMPLES, KeptSample, drop_kept, kept_facts, kept_steps, read_kept, write_kept
+from rlplus.data.load import Example, LoadReport, load_examples, read_examples
 from rlplus.data.pack import MicroBatch, Sample, balance, pack, per_token
+from rlplus.data.problems import distinct, load_problems, read_problems
 from rlplus.data.sampler import PromptSampler, variants
 from rlplus.data.tokenizer import byte_tokenizer, load_tokenizer, response_text, token_texts
 
@@ -18,15 +19,18 @@ __all__ = [
     "byte_tokenizer",
     "distinct",
     "drop_kept",
-    "keeping",
+    "kept_facts",
     "kept_steps",
     "load_examples",
+    "load_problems",
     "load_tokenizer",
     "pack",
     "per_token",
     "read_examples",
     "read_kept",
+    "read_problems",
     "response_text",
     "token_texts",
     "variants",
+    "write_kept",
 ]

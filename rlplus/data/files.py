@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +11,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlplus.config import check_data_files
+from rlplus.data.hub import local_files
 from rlplus.errors import nearest
 
 Row = dict[str, Any]
 _SURROGATE = re.compile("[\ud800-\udfff]")  # json accepts "\\ud800" alone, though no valid text contains it
 
 
-def read_rows(paths: Sequence[str], columns: Sequence[str], limit: int | None) -> Iterator[tuple[str, Row]]:
+def read_rows(paths: Sequence[str], columns: Sequence[str] | None, limit: int | None) -> Iterator[tuple[str, Row]]:
     """The first `limit` rows of all files together, each with its place ("train.jsonl:12") for messages.
 
+    paths: files, or splits on the hub (rlplus.data.hub). columns: those to read from Parquet files; None = all.
     ValueError for a missing file, an unknown kind of file, a malformed line, and a column that a Parquet file lacks.
     """
     check_data_files(paths, "data.path")  # before any is read: a run must not fail at its last file after minutes
 
     def rows() -> Iterator[tuple[str, Row]]:
-        for path in map(Path, paths):
+        for path in chain.from_iterable(map(local_files, paths)):
             yield from _jsonl(path) if path.suffix == ".jsonl" else _parquet(path, columns)
 
     return islice(rows(), limit)
@@ -54,15 +56,15 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
             yield where, row
 
 
-def _parquet(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Row]]:
+def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[str, Row]]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow
-            for column in columns:
+            for column in columns or ():
                 if not _in_schema(schema, column):
                     raise missing_column(str(path), column, _schema_names(schema))
-            heads = [column if column in schema.names else column.split(".")[0] for column in columns]
+            heads = [column if column in schema.names else column.split(".")[0] for column in columns or schema.names]
             for batch in file.iter_batches(batch_size=1024, columns=list(dict.fromkeys(heads))):
                 for row in batch.to_pylist():
                     number += 1

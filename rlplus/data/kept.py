@@ -1,22 +1,24 @@
 """Samples that a run keeps to be read: prompts, responses, and what is known of each token, as Parquet files.
 
-`output_dir/samples/` has step-<step>.parquet for the groups of a step, and step-<step>-<benchmark's number>-<rank> for
-an evaluation after it. A file has its name when all of it is on the disk.
+`output_dir/samples/` has step-<step>.parquet for the groups of a step. Of an evaluation after the step it has a file
+per call of the engine: step-<step>-<the benchmark's number>-<rank>-<the first problem's number>.parquet.
 """
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 SAMPLES = "samples"  # the folder, in output_dir
 UNFINISHED = ".unfinished"
+_ROWS = 256  # converted at a time
 _STEP = re.compile(r"step-(\d+)(-.*)?\.parquet")
 
 
@@ -97,51 +99,47 @@ _SCHEMA = pa.schema(
 )
 
 
-@contextmanager
-def keeping(path: Path) -> Iterator[Callable[[Sequence[KeptSample]], None]]:
-    """Yield a function that adds samples to the file, which replaces an older one at the end.
+def write_kept(path: Path, samples: Iterable[KeptSample], facts: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Write the samples and facts about them; the file has its name, and replaces an older one, when it is complete.
 
-    An exception inside leaves no file. Raises OSError that names the file.
+    Raises OSError that names the file.
     """
     unfinished = path.with_suffix(UNFINISHED)
-    with _naming(path):
+    schema = _SCHEMA.with_metadata(dict(facts))
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = unfinished.open("wb")
-    try:
-        with file:
-            writer = pq.ParquetWriter(file, _SCHEMA, compression="zstd")
-
-            def write(samples: Sequence[KeptSample]) -> None:
-                with _naming(path):
-                    writer.write_table(pa.Table.from_pylist([vars(sample) for sample in samples], _SCHEMA))
-
-            try:
-                yield write
-            finally:
-                with _naming(path):
-                    writer.close()
-            with _naming(path):
-                file.flush()
-                os.fsync(file.fileno())
-                unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    try:
-        yield
+        with unfinished.open("wb") as file:
+            rows = (vars(sample) for sample in samples)
+            with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+                while some := list(islice(rows, _ROWS)):
+                    writer.write_table(pa.Table.from_pylist(some, schema))
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
     except OSError as error:
         raise OSError(f"could not write {path}: {error.strerror or error}") from error
+    finally:
+        if path.parent.is_dir():
+            unfinished.unlink(missing_ok=True)
+
+
+def kept_facts(path: Path) -> dict[str, str]:
+    """The facts that `write_kept` stored with the samples. ValueError for another file."""
+    with _reading(path):
+        return {key.decode(): value.decode() for key, value in (pq.read_schema(path).metadata or {}).items()}
 
 
 def read_kept(path: Path, most: int | None = None) -> list[KeptSample]:
-    """The samples of a file that `keeping` wrote, or at most so many of the first ones. ValueError for another file."""
+    """The samples that `write_kept` wrote, or at most so many of the first ones. ValueError for another file."""
+    with _reading(path), pq.ParquetFile(path) as file:
+        rows = (row for batch in file.iter_batches(batch_size=_ROWS) for row in batch.to_pylist())
+        return [KeptSample(**row) for row in islice(rows, most)]
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        with pq.ParquetFile(path) as file:
-            rows = (row for batch in file.iter_batches(batch_size=256) for row in batch.to_pylist())
-            return [KeptSample(**row) for row in islice(rows, most)]
+        yield
     except (pa.ArrowException, OSError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(f"want a file of kept samples in {path}; got {str(error).splitlines()[0]}") from error
 

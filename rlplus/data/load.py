@@ -1,21 +1,21 @@
 """Prompts, answers and demonstrations as token ids; rows that are too long or unreadable are dropped and counted."""
 
+import json
 import re
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from math import inf, nan
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlplus.config import DataConfig
 from rlplus.data.files import Row, get_column, missing_column, read_rows, row_names
+from rlplus.data.prompts import Prompt, encode_prompts, make_prompt
 
 CHUNK = 1000  # rows tokenised together, on all cores
-Prompt = str | list[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Example:
 
     benchmark: the value of the column `data.benchmark`; empty without one. rows: the number of equal rows that this one
     represents. demonstration_reward: the demonstration's grade by the run's reward; NaN before. behavior_logprob: of
-    each of the demonstration's tokens under its author; None if unknown.
+    each of the demonstration's tokens under its author; None if unknown. columns: the values of `data.columns`, by the
+    last part of their names.
     """
 
     index: int
@@ -35,6 +36,7 @@ class Example:
     rows: int = 1
     demonstration_reward: float = nan
     behavior_logprob: Sequence[float] | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -117,6 +119,7 @@ class _Parsed:
     noted: str | None  # why there is no demonstration, or a note about it: the counter in LoadReport
     benchmark: str
     behavior_logprob: Any
+    columns: Mapping[str, Any]
 
 
 def load_examples(
@@ -130,10 +133,15 @@ def load_examples(
 
 
 def read_examples(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, max_demonstration_length: int
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_demonstration_length: int,
+    layout: Callable[[Row], Row] | None = None,
 ) -> tuple[list[Example], LoadReport]:
     """Read and tokenise the data; a row with several demonstrations gives an example for each, see `variants`.
 
+    layout: converts a row of a file, with all of its columns, into one that `config` describes.
     A prompt string is tokenised with the tokenizer's default special tokens, chat messages through its template with
     the generation prompt; a demonstration without special tokens, and then eos. `response_prefix` moves from the start
     of demonstrations to the end of prompts, as tokens of its own; a demonstration without it is kept whole and counted.
@@ -145,9 +153,9 @@ def read_examples(
     examples: list[Example] = []
     # One int object for each id: long demonstrations of a large data set would fill gigabytes with copies.
     shared: dict[int, int] = {}
-    rows, last = _parse_rows(config), -1
+    rows, last = _parse_rows(config, layout), -1
     while chunk := list(islice(rows, CHUNK)):
-        prompts = _encode_prompts(chunk, tokenizer, config.response_prefix)
+        prompts = encode_prompts([(row.where, row.prompt) for row in chunk], tokenizer, config.response_prefix)
         demonstrations = _encode_demonstrations(chunk, tokenizer)
         for row, prompt, demonstration in zip(chunk, prompts, demonstrations, strict=True):
             if not prompt:
@@ -178,32 +186,21 @@ def read_examples(
                     None if demonstration is None else tuple(map(shared.setdefault, demonstration, demonstration)),
                     row.benchmark,
                     behavior_logprob=_behavior_logprob(config, row, demonstration),
+                    columns=row.columns,
                 )
             )
     return examples, report
 
 
-def distinct(examples: Sequence[Example]) -> list[Example]:
-    """The first example of each benchmark, prompt and answer, in order, with `rows` counting all of them.
-
-    Public benchmark files repeat their problems (AIME 2024 eight times, AMC four times). Counted as separate problems,
-    such rows would make an interval too narrow by the square root of that.
-    """
-    merged: dict[tuple[object, ...], Example] = {}
-    for example in examples:
-        key = (example.benchmark, example.prompt, example.answer)
-        first = merged.get(key)
-        merged[key] = example if first is None else replace(first, rows=first.rows + example.rows)
-    return list(merged.values())
-
-
-def _parse_rows(config: DataConfig) -> Iterator[_Parsed]:
+def _parse_rows(config: DataConfig, layout: Callable[[Row], Row] | None) -> Iterator[_Parsed]:
     names = (config.prompt, config.answer, config.demonstration, config.behavior_logprob, config.benchmark)
-    columns = [name for name in names if name is not None]
+    columns = [name for name in (*names, *config.columns) if name is not None]
     row: Row = {}
     demonstration_seen = config.demonstration is None
-    for index, (where, row) in enumerate(read_rows(config.paths, columns, config.limit)):
-        prompt = _prompt(config, where, _column(where, row, config.prompt))
+    for index, (where, row) in enumerate(read_rows(config.paths, None if layout else columns, config.limit)):
+        if layout is not None:
+            row = _laid_out(layout, where, row)
+        prompt = make_prompt(config, where, _column(where, row, config.prompt))
         answer = _match(config.answer_pattern, _answer(where, _column(where, row, config.answer)))
         answer = answer and answer.strip()
         benchmark = "" if config.benchmark is None else str(_column(where, row, config.benchmark))
@@ -214,13 +211,30 @@ def _parse_rows(config: DataConfig) -> Iterator[_Parsed]:
                 demonstration_seen = True
             except KeyError:  # JSONL rows may leave it out, but not all of them
                 pass
+        further = {name.rpartition(".")[2]: _json_value(where, name, row) for name in config.columns}
         texts = _demonstrations(where, value)
         for text, behavior in zip(texts, _behavior_logprobs(config, where, row, value, len(texts)), strict=True):
             demonstration, noted = _shaped(config, text, answer)
-            yield _Parsed(index, where, prompt, answer, demonstration, noted, benchmark, behavior)
+            yield _Parsed(index, where, prompt, answer, demonstration, noted, benchmark, behavior, further)
     if not demonstration_seen and row:
         assert config.demonstration is not None
         raise missing_column(", ".join(config.paths), config.demonstration, row_names(row))
+
+
+def _laid_out(layout: Callable[[Row], Row], where: str, row: Row) -> Row:
+    try:
+        return layout(row)
+    except KeyError as error:
+        raise missing_column(where, str(error.args[0]), row_names(row)) from None
+
+
+def _json_value(where: str, column: str, row: Row) -> Any:
+    """The value as reward functions get it, after a round trip through JSON: dates, for example, are text."""
+    value = _column(where, row, column)
+    try:
+        return json.loads(json.dumps(value, default=str))
+    except ValueError as error:
+        raise ValueError(f"{where}: want {column!r} as JSON can hold it; got {str(value)[:80]} ({error})") from error
 
 
 def _column(where: str, row: Row, column: str) -> Any:
@@ -325,55 +339,6 @@ def _behavior_logprob(config: DataConfig, row: _Parsed, demonstration: Sequence[
         if not isinstance(value, int | float) or isinstance(value, bool) or not -inf < value <= 0:
             raise ValueError(f"{wanted}, finite and at most 0; got {value!r} at place {place}")
     return array("f", values)
-
-
-def _prompt(config: DataConfig, where: str, value: Any) -> Prompt:
-    if isinstance(value, str) and value.strip():
-        if not config.chat:
-            if config.system_prompt is not None:
-                raise ValueError(f"{where}: data.system_prompt wants chat messages, or data.chat true; got plain text")
-            return value
-        messages = [{"role": "user", "content": value}]
-    elif isinstance(value, list) and value and all(_is_message(message) for message in value):
-        messages = [{"role": message["role"], "content": message["content"]} for message in value]
-    else:
-        raise ValueError(f"{where}: want the prompt as a string or as chat messages {{role, content}}; got {value!r}")
-    if config.system_prompt is not None:
-        if messages[0]["role"] == "system":
-            raise ValueError(f"{where}: the prompt has a system message already: leave data.system_prompt out")
-        messages.insert(0, {"role": "system", "content": config.system_prompt})
-    return messages
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
-
-
-def _encode_prompts(
-    chunk: Sequence[_Parsed], tokenizer: PreTrainedTokenizerBase, prefix: str | None
-) -> list[list[int]]:
-    plain = [row.prompt for row in chunk if isinstance(row.prompt, str)]
-    encoded = iter(tokenizer(plain).input_ids if plain else [])
-    prompts = [next(encoded) if isinstance(row.prompt, str) else _encode_chat(row, tokenizer) for row in chunk]
-    if prefix is None:
-        return prompts
-    end = tokenizer([prefix], add_special_tokens=False).input_ids[0]
-    if not end:
-        raise ValueError(f"want data.response_prefix of at least one token; got {prefix!r}")
-    # A chat template may end in the prefix itself, in any tokens, each of at least one byte.
-    longest = len(prefix.encode())
-    return [ids if not ids or tokenizer.decode(ids[-longest:]).endswith(prefix) else [*ids, *end] for ids in prompts]
-
-
-def _encode_chat(row: _Parsed, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"{row.where}: chat messages need a chat template, and the tokenizer of {tokenizer.name_or_path!r} has none"
-        )
-    try:
-        return tokenizer.apply_chat_template(row.prompt, add_generation_prompt=True, return_dict=False)
-    except TemplateError as error:
-        raise ValueError(f"{row.where}: the chat template refuses these messages: {error}") from error
 
 
 def _encode_demonstrations(chunk: Sequence[_Parsed], tokenizer: PreTrainedTokenizerBase) -> list[list[int] | None]:

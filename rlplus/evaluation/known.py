@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlplus.config import ValidationConfig
+from rlplus.config import BENCHMARKS, ValidationConfig
 from rlplus.data import Example
 
 # Of names without case and punctuation. Where one of these is part of a longer name, that is still the benchmark's.
@@ -12,13 +12,22 @@ _PART = re.compile(
     "aime(20)?2[4-9]|amc(20)?23|math500|minervamath|olympiadbench|gpqa|mmlupro|arcchallenge|humaneval|livecodebench"
     "|(gsm8k|math)test"
 )
-_WHOLE = {"aime", "amc", "minerva", "arcc", "leetcode"}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+_WHOLE = {_plain(name) for key, entry in BENCHMARKS.items() for name in (key, *entry.aliases)}
+_WHOLE -= {"math"}  # also the name of the training set
 
 
 def known_benchmarks(validation: ValidationConfig, problems: Sequence[Example]) -> list[str]:
     """The test benchmarks among the problems, by what their column, their files and the files' folders are called."""
     found = {problem.benchmark for problem in problems if is_test_benchmark(problem.benchmark)}
-    for path in map(Path, validation.data.paths if validation.data is not None else ()):
+    paths = validation.data.paths if validation.data is not None else []
+    found |= {name for name, entry in BENCHMARKS.items() if entry.source in paths}
+    for path in map(Path, paths):
         names = [name for name in (path.stem, *path.parent.parts[-2:]) if is_test_benchmark(name)]
         split = f"{path.parent.name}/{path.stem}"  # gsm8k/test
         found |= {*names} or {name for name in [split] if is_test_benchmark(name)}
@@ -26,8 +35,8 @@ def known_benchmarks(validation: ValidationConfig, problems: Sequence[Example]) 
 
 
 def is_test_benchmark(name: str) -> bool:
-    """Whether a test benchmark is called so, in whatever spelling."""
-    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    """Whether a test benchmark has that name, in any spelling: those of the registry, and other well-known ones."""
+    plain = _plain(name)
     return plain in _WHOLE or _PART.search(plain) is not None
 
 

@@ -2,9 +2,10 @@
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -15,6 +16,8 @@ from torch import Tensor
 from rlplus.evaluation.statistics import Estimate, bootstrap, pass_at_k
 from rlplus.textfiles import read_text, write_text
 
+LONGEST_NAME = 50  # characters of a benchmark in a file's name, which has at most 255 bytes
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -24,7 +27,8 @@ class Evaluation:
     A sample on which the grader failed is in `statuses` only, unless reward.on_failure is "zero". `k`: the values asked
     for, at most the samples that were drawn of each problem. `mean_response_length` in tokens, the end token included.
     `truncated_share`: samples that met `max_tokens` without an end. `statuses`: number of scores by status (see
-    rlplus.reward.Score). `mean_reward`: of all graded samples; None where there is none, or of older files.
+    rlplus.reward.Score). `mean_reward`: of all graded samples; None where there is none, or of older files. `grader`:
+    names of the reward's graders. `seconds`: wall-clock time of sampling and grading.
     """
 
     name: str
@@ -38,6 +42,8 @@ class Evaluation:
     truncated_share: float
     statuses: dict[str, int]
     mean_reward: float | None = None
+    grader: str = ""
+    seconds: float = field(default=0.0, compare=False)
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # of `load`
 
@@ -111,6 +117,7 @@ def join(parts: Sequence[Evaluation], seed: int) -> Evaluation:
         truncated_share=mean([part.truncated_share for part in parts]),
         statuses=dict(sum((Counter(part.statuses) for part in parts), Counter())),
         mean_reward=_mean_reward(parts),
+        seconds=max(part.seconds for part in parts),  # they ran side by side
     )
 
 
@@ -152,3 +159,17 @@ def _pairs(first: Sequence[Evaluation], second: Sequence[Evaluation]) -> list[tu
         if one.problems != other.problems:
             raise ValueError(f"want the same problems on both sides, got others for {one.name!r} and {other.name!r}")
     return pairs
+
+
+def result_files(output: Path, benchmarks: Sequence[str]) -> dict[str, Path]:
+    """A file per benchmark: `output` for a single one, else files next to it, named after the benchmarks."""
+    if len(benchmarks) == 1:
+        return {benchmarks[0]: output}
+    paths: dict[str, Path] = {}
+    for name in benchmarks:
+        safe = re.sub(r"[^\w.-]", "_", name)[:LONGEST_NAME]
+        stem = f"{output.stem}-{safe}"
+        while (path := output.with_stem(stem)) in paths.values():
+            stem += "_"
+        paths[name] = path
+    return paths

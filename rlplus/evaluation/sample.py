@@ -1,30 +1,37 @@
 """Sampling of every problem, grading and counting: between two steps of a run, or of a finished model."""
 
+import hashlib
 import logging
 import math
+import os
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from glob import escape
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
+
+import torch.distributed as dist
 
 from rlplus import agree
-from rlplus.config import Config, check_evaluation_files
-from rlplus.data import SAMPLES, Example, distinct, load_examples, load_tokenizer, response_text
-from rlplus.evaluation.keep import KeptFiles
+from rlplus.config import BENCHMARKS, Config, RewardConfig, check_evaluation_files
+from rlplus.data import SAMPLES, Example, load_problems, load_tokenizer, response_text
+from rlplus.evaluation.kept import Answer, Call, Graded, KeptCalls
 from rlplus.evaluation.known import known_benchmarks, refusal
 from rlplus.evaluation.results import Evaluation, join
 from rlplus.learner import prepare_model
 from rlplus.reward import Score, Scorer
 from rlplus.rollout import Completion, Respond, RolloutEngine, make_engine, make_respond, respond
 from rlplus.trainer import Evaluate, Run
+from rlplus.trainer.folder import surroundings
+from rlplus.trainer.ranks import initialize_distributed
 
 _COMPLETIONS_A_CALL = 4096  # bounds what is held as Python lists at a time
-
-Keep = Callable[[Sequence[Example], Sequence[int], Sequence[Completion], Sequence[Score]], None]
+_TOKENS_A_CALL = 1 << 23  # at most, and so what a killed evaluation loses: 1024 responses of 8192 tokens
 
 logger = logging.getLogger(__name__)
 
@@ -43,38 +50,38 @@ def evaluate(
     name: str = "",
     progress: Callable[[int], None] = lambda solved: None,
     respond: Respond = respond,
-    keep: Keep = lambda examples, n, completions, scores: None,
+    kept: KeptCalls | None = None,
 ) -> Evaluation:
     """Sample every problem `samples` times for each of its rows, score, count.
 
     `examples` are `distinct`; `decode` gives the text to grade, without special tokens. respond: what asks the
-    engine, and may give rewards. progress: called with the number of problems that are done, again and again. keep:
-    called with some problems at a time, how many samples each has, these samples, and their scores. ValueError without
-    problems, or if a k is not in 1..samples.
+    engine, and may give rewards. progress: called with the number of problems that are done, again and again. kept:
+    stores samples as they come, and provides those of an interrupted evaluation. ValueError without problems, or if a k
+    is not in 1..samples.
     """
     if not examples:
         raise ValueError("want at least one problem to evaluate on, got none")
     if not k or min(k) < 1 or max(k) > samples:
         raise ValueError(f"want every k in 1..samples={samples}, got k={list(k)}")
-    graded: list[int] = []
-    correct: list[int] = []
-    reward = 0.0
-    statuses: Counter[str] = Counter()
-    tokens = truncated = 0
+    graded, correct, statuses = list[int](), list[int](), Counter[str]()
+    tokens, truncated, reward, seconds = 0, 0, 0.0, 0.0
     counts = [samples * example.rows for example in examples]
-    for start, stop in _calls(counts):
-        part, n = examples[start:stop], counts[start:stop]
-        # Equal prompts in different calls must not get equal samples.
-        options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed + start}
-        completions = _completions(respond, engine, part, n, options)
-        tokens += sum(len(completion.tokens) for completion in completions)
-        truncated += sum(completion.truncated for completion in completions)
-        answers = [example.answer for example, count in zip(part, n, strict=True) for _ in range(count)]
-        scores = _scores(scorer, completions, answers, decode)
-        keep(part, n, completions, scores)
-        statuses.update(score.status for score in scores)
-        values = iter([score.value for score in scores])
-        for count in n:
+    for start, stop in _calls(counts, max_tokens):
+        if kept is None or (call := kept.read(start, stop)) is None:
+            began = time.monotonic()
+            # Equal prompts in different calls must not get equal samples.
+            options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed + start}
+            completions = _completions(respond, engine, examples[start:stop], counts[start:stop], options)
+            answers = _answers(examples[start:stop], completions, scorer, decode)
+            call = Call(time.monotonic() - began, [_graded(answer) for answer in answers])
+            if kept is not None:
+                kept.write(start, stop, name, call.seconds, answers)
+        seconds += call.seconds
+        tokens += sum(sample.tokens for sample in call.samples)
+        truncated += sum(sample.truncated for sample in call.samples)
+        statuses.update(sample.status for sample in call.samples)
+        values = iter([sample.reward for sample in call.samples])
+        for count in counts[start:stop]:
             known = [value for value in islice(values, count) if not math.isnan(value)]
             graded.append(len(known))
             correct.append(sum(value >= 1 for value in known))
@@ -95,39 +102,94 @@ def evaluate(
         truncated_share=truncated / total,
         statuses=dict(statuses),
         mean_reward=reward / sum(graded) if sum(graded) else None,
+        seconds=seconds,
     )
 
 
-def _scores(
-    scorer: Scorer, completions: Sequence[Completion], answers: Sequence[str], decode: Callable[[Sequence[int]], str]
-) -> list[Score]:
-    """The score of each completion: the reward that came with it, or the grader's."""
-    ungraded = [i for i, completion in enumerate(completions) if completion.reward is None]
-    scores = {i: Score(c.reward, "ok") for i, c in enumerate(completions) if c.reward is not None}
-    given = scorer([decode(completions[i].tokens) for i in ungraded], [answers[i] for i in ungraded])
-    scores |= zip(ungraded, given, strict=True)
-    return [scores[i] for i in range(len(completions))]
+def _answers(
+    examples: Sequence[Example],
+    groups: Sequence[Sequence[Completion]],
+    scorer: Scorer,
+    decode: Callable[[Sequence[int]], str],
+) -> list[Answer]:
+    """Each completion with its text and the reward that came with it, or the grader's."""
+    pairs = [(e, c) for e, group in zip(examples, groups, strict=True) for c in group]
+    texts = [decode(completion.tokens) for _, completion in pairs]
+    ungraded = [place for place, (_, completion) in enumerate(pairs) if completion.reward is None]
+    given = scorer(
+        [texts[place] for place in ungraded],
+        [pairs[place][0].answer for place in ungraded],
+        [pairs[place][0].columns for place in ungraded],
+    )
+    scores = dict(zip(ungraded, given, strict=True))
+    return [
+        Answer(*pair, text, scores[place] if pair[1].reward is None else Score(pair[1].reward, "ok"))
+        for place, (pair, text) in enumerate(zip(pairs, texts, strict=True))
+    ]
+
+
+def _graded(answer: Answer) -> Graded:
+    score, completion = answer.score, answer.completion
+    return Graded(score.value, score.status, len(completion.tokens), completion.truncated)
 
 
 def _completions(
     respond: Respond, engine: RolloutEngine, examples: Sequence[Example], n: list[int], options: dict[str, Any]
-) -> list[Completion]:
-    """The completions of all problems, in order. ValueError unless the engine returned the requested number."""
+) -> list[list[Completion]]:
+    """The completions of each problem. ValueError unless the engine returned the requested number."""
     groups = respond(engine, examples, n, **options)
     if (got := [len(group) for group in groups]) != n:
         raise ValueError(f"want {n} samples of the problems; {engine.name} gave {got}")
-    return [completion for group in groups for completion in group]
+    return groups
 
 
-def _calls(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Slices [start, stop) of the problems with at most _COMPLETIONS_A_CALL samples together, or one problem."""
+def _calls(counts: Sequence[int], max_tokens: int) -> Iterator[tuple[int, int]]:
+    """Slices [start, stop) of the problems: as many as fit into one call with their samples, and at least one."""
+    most = min(_COMPLETIONS_A_CALL, _TOKENS_A_CALL // max_tokens)
     start = held = 0
     for i, count in enumerate(counts):
-        if i > start and held + count > _COMPLETIONS_A_CALL:
+        if i > start and held + count > most:
             yield start, i
             start, held = i, 0
         held += count
     yield start, len(counts)
+
+
+class _Scorers:
+    """The scorers of an evaluation's benchmarks, started at first use. A context manager."""
+
+    def __init__(self, config: Config, run: Scorer | None = None) -> None:
+        """run: the scorer of the run's own reward, which is reused and stays open."""
+        self._config = config
+        self._stack = ExitStack()
+        self._made = {} if run is None else {_key(config.reward, config.data.columns): run}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def of(self, benchmark: str) -> Scorer:
+        assert self._config.evaluation.data is not None
+        reward = _reward(self._config, benchmark)
+        columns = self._config.evaluation.data.columns
+        if (key := _key(reward, columns)) not in self._made:
+            self._made[key] = self._stack.enter_context(Scorer(reward, columns))
+        return self._made[key]
+
+
+def _key(reward: RewardConfig, columns: Sequence[str]) -> tuple[str, ...]:
+    return reward.model_dump_json(), *columns
+
+
+def _reward(config: Config, benchmark: str) -> RewardConfig:
+    """The benchmark's own grader if the configuration names the benchmark, else the run's reward."""
+    if benchmark not in config.evaluation.benchmarks:
+        return config.reward
+    entry = BENCHMARKS[benchmark]
+    kind = config.evaluation.math_grader if entry.mathematical else entry.grader
+    return config.reward.model_copy(update={"kind": kind, "function": None, "pattern": None})
 
 
 def evaluator(config: Config) -> Evaluate | None:
@@ -139,23 +201,12 @@ def evaluator(config: Config) -> Evaluate | None:
     if not config.evaluation.every:
         return None
     tokenizer = load_tokenizer(config.model)
-    problems = _problems(config, tokenizer)
+    problems = load_problems(config.evaluation, tokenizer)
 
     def evaluate_run(run: Run) -> dict[str, float]:
         step = run.progress.step + 1  # which the weights are of
-        kept = KeptFiles(run.folder.path / SAMPLES / f"step-{step:06d}", tokenizer, run.decode, step)
-        results = _evaluate(
-            config,
-            run.engine.ask,
-            run.scorer,
-            problems,
-            run.decode,
-            run.respond,
-            kept if config.log.samples_every else None,
-            run.rank,
-            run.world,
-        )
-        return {f"{name}/pass@{k}": one.pass_at(k).mean for name, one in results.items() for k in one.k}
+        kept = KeptCalls(run.folder.path / SAMPLES / f"step-{step:06d}", tokenizer, None, step)
+        return _passed(_evaluate_run(config, run, problems, kept if config.log.samples_every else None))
 
     return evaluate_run
 
@@ -168,20 +219,30 @@ def validator(config: Config) -> Evaluate | None:
     if not config.validation.every:
         return None
     config = config.model_copy(update={"evaluation": config.validation})
-    problems = _problems(config, load_tokenizer(config.model))
+    problems = load_problems(config.validation, load_tokenizer(config.model))
     if tests := known_benchmarks(config.validation, problems):
         if not config.validation.allow_test_benchmarks:
             raise ValueError(refusal(tests))
         logger.warning("the best checkpoint will be chosen by a test benchmark: %s", ", ".join(tests))
 
     def validate(run: Run) -> dict[str, float]:
-        ask, rank, ranks = run.engine.ask, run.rank, run.world
-        results = _evaluate(config, ask, run.scorer, problems, run.decode, run.respond, None, rank, ranks)
+        results = _evaluate_run(config, run, problems, None)
         reward = join([*results.values()], seed=config.train.seed).mean_reward
-        passed = {f"{name}/pass@{k}": one.pass_at(k).mean for name, one in results.items() for k in one.k}
-        return passed if reward is None else {"reward": reward} | passed
+        return _passed(results) if reward is None else {"reward": reward} | _passed(results)
 
     return validate
+
+
+def _evaluate_run(
+    config: Config, run: Run, problems: Sequence[Example], kept: KeptCalls | None
+) -> dict[str, Evaluation]:
+    """Results of the policy that a run trains, by benchmark. Collective."""
+    with _Scorers(config, run.scorer) as scorers:
+        return _evaluate(config, run.engine.ask, scorers, problems, run.decode, run.respond, kept, run.rank, run.world)
+
+
+def _passed(results: Mapping[str, Evaluation]) -> dict[str, float]:
+    return {f"{name}/pass@{k}": one.pass_at(k).mean for name, one in results.items() for k in one.k}
 
 
 def evaluate_model(
@@ -190,21 +251,28 @@ def evaluate_model(
     progress: Callable[[int, int], None] = lambda done, total: None,
     samples: Path | None = None,
 ) -> dict[str, Evaluation]:
-    """pass@k by benchmark on `evaluation.data`, of a Hugging Face folder (None: the run's result, output_dir/model).
+    """pass@k by benchmark on `evaluation`, of a Hugging Face folder or name (None: the run's result, output_dir/model).
 
-    The same problems, samples and seed for every model. progress: called with how many problems are done, and of how
-    many. samples: what the names of the files start with that keep the samples, which -<benchmark>-0.parquet follows;
-    older ones are removed. None: none are kept. ValueError without evaluation data or model.
+    The same problems, samples and seed for every model. Under torchrun each rank, on its own device, has a share of
+    the problems, and all get the whole result. progress: called with the number of this rank's problems that are done,
+    and their total. samples: the start of the names of the files that keep the samples; the same evaluation, started
+    again, continues with them, another one replaces them. ValueError without evaluation data or model.
     """
     check_evaluation_files(config, model)
     path = Path(config.output_dir) / "model" if model is None else Path(model)
     settings = config.model.model_copy(update={"path": str(path), "scratch": None})
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        if config.rollout.tensor_parallel_size > 1:
+            raise ValueError("want one process for rollout.tensor_parallel_size > 1, which has its own; got several")
+        initialize_distributed(config.train.collective_timeout_s)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     tokenizer = load_tokenizer(settings)
-    problems = _problems(config, tokenizer)
-    progress(0, len(problems))
+    problems = load_problems(config.evaluation, tokenizer)
+    own = sum(len(examples[rank::ranks]) for examples in _by_benchmark(config, problems).values())
+    progress(0, own)
     _, model_config = prepare_model(settings, path, config.train.seed)
     respond = make_respond(config.rollout.function, tokenizer, model_config.vocab_size)
-    with TemporaryDirectory() as folder, Scorer(config.reward) as scorer:
+    with TemporaryDirectory() as folder, _Scorers(config) as scorers:
         model_config.save_pretrained(folder)
         # Nothing trains beside it, so it is always in this process and awake.
         alone = {"mode": "colocated", "server_url": None, "sleep": False}
@@ -221,53 +289,76 @@ def evaluate_model(
         )
         try:
             decode = partial(response_text, tokenizer, prefix=config.data.response_prefix)
-            for old in samples.parent.glob(f"{escape(samples.name)}-*.parquet") if samples is not None else ():
-                old.unlink()
+            kept = None
+            if samples is not None:
+                kept = KeptCalls(samples, tokenizer, _identity(config, path, problems, ranks))
+                kept.remove_others()
             return _evaluate(
                 config,
                 lambda ask: ask(engine),
-                scorer,
+                scorers,
                 problems,
                 decode,
                 respond,
-                None if samples is None else KeptFiles(samples, tokenizer, decode),
-                progress=lambda done: progress(done, len(problems)),
+                kept,
+                rank,
+                ranks,
+                progress=lambda done: progress(done, own),
             )
         finally:
             engine.close()
 
 
-def _problems(config: Config, tokenizer: Any) -> list[Example]:
-    data = config.evaluation.data
-    assert data is not None
-    return distinct(load_examples(data, tokenizer, max_demonstration_length=config.max_demonstration_length)[0])
+def _identity(config: Config, model: Path, problems: Sequence[Example], ranks: int) -> str:
+    """A hash of everything that determines the samples and their grades."""
+    settings = config.model_dump(
+        include={"model", "reward", "rollout", "evaluation"}, exclude={"evaluation": {"k", "every"}}
+    )
+    weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(model.glob("*"))]
+    asked = [(e.benchmark, e.prompt, e.answer, e.rows, dict(e.columns)) for e in problems]
+    everything = (
+        settings,
+        surroundings(config),
+        str(model),
+        weights,
+        asked,
+        config.data.response_prefix,
+        config.train.seed,
+        ranks,
+    )
+    return hashlib.sha256(repr(everything).encode(errors="surrogatepass")).hexdigest()
+
+
+def _by_benchmark(config: Config, problems: Sequence[Example]) -> dict[str, list[Example]]:
+    """Without a column that names it, the files' names together are one."""
+    assert config.evaluation.data is not None
+    files = "+".join(Path(path).stem for path in config.evaluation.data.paths)
+    benchmarks: dict[str, list[Example]] = {}
+    for problem in problems:
+        benchmarks.setdefault(problem.benchmark or files, []).append(problem)
+    return benchmarks
 
 
 def _evaluate(
     config: Config,
     ask: Callable[[Callable[[RolloutEngine], Evaluation | None]], Evaluation | None],
-    scorer: Scorer,
+    scorers: _Scorers,
     problems: Sequence[Example],
     decode: Callable[[Sequence[int]], str],
     respond: Respond,
-    kept: KeptFiles | None,
+    kept: KeptCalls | None,
     rank: int = 0,
     ranks: int = 1,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Evaluation]:
-    """Results by benchmark; without a column that names it, the files' names together are one. Collective."""
+    """Results by benchmark. Collective."""
     settings = config.evaluation
-    assert settings.data is not None
-    files = "+".join(Path(path).stem for path in settings.data.paths)
-    benchmarks: dict[str, list[Example]] = {}
-    for problem in problems:
-        benchmarks.setdefault(problem.benchmark or files, []).append(problem)
     results, before = {}, 0
-    for number, (name, examples) in enumerate(benchmarks.items()):
+    for number, (name, examples) in enumerate(_by_benchmark(config, problems).items()):
         own = examples[rank::ranks]
         question = partial(
-            evaluate,
-            scorer=scorer,
+            _sampled,
+            scorers=scorers,
             examples=own,
             decode=decode,
             samples=settings.samples,
@@ -278,14 +369,19 @@ def _evaluate(
             name=name,
             respond=respond,
             progress=partial(_advance, progress, before),
+            kept=kept and kept.of(number, rank),
         )
-        if kept is not None:
-            question = partial(kept.answer, question, name, f"-{number}-{rank}.parquet")
         before += len(own)
         part = ask(question if own else lambda _: None)
         parts = agree.gathered(part) if ranks > 1 else [part]
-        results[name] = join([part for part in parts if part is not None], seed=config.train.seed)
+        whole = join([part for part in parts if part is not None], seed=config.train.seed)
+        note = scorers.of(name).note if own else ""
+        results[name] = replace(whole, grader=_reward(config, name).description + (f" ({note})" if note else ""))
     return results
+
+
+def _sampled(engine: RolloutEngine, scorers: _Scorers, name: str, **options: Any) -> Evaluation:
+    return evaluate(engine, scorers.of(name), name=name, **options)
 
 
 def _advance(progress: Callable[[int], None], before: int, done: int) -> None:

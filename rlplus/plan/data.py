@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlplus.config import Config
-from rlplus.data import Example, LoadReport, load_tokenizer, read_examples, response_text
+from rlplus.data import Example, LoadReport, load_tokenizer, read_examples, read_problems, response_text
 from rlplus.evaluation.known import known_benchmarks, refusal
 from rlplus.reward import Scorer, Verdict
 from rlplus.trainer.prompts import Prompts, select_prompts
@@ -70,19 +70,18 @@ def plan_data(config: Config) -> DataPlan:
     """
     initialize_distributed()
     tokenizer = load_tokenizer(config.model)
-    reports: dict[str, LoadReport] = {}
-    refusals: list[str] = []
-    loaded: list[Example] = []
-    for key, data in config.data_read.items():
-        examples, report = read_examples(data, tokenizer, max_demonstration_length=config.max_demonstration_length)
-        reports[key] = report
-        loaded = examples if key == "data" else loaded
-        if why := report.refusal(data):
-            refusals.append(why)
-        tests = known_benchmarks(config.validation, examples) if key == "validation.data" else []
+    loaded, report = read_examples(config.data, tokenizer, max_demonstration_length=config.max_demonstration_length)
+    reports, reasons = {"data": report}, [report.refusal(config.data)]
+    for key, section in config.evaluations_read.items():
+        sources = read_problems(section, tokenizer)
+        reports |= {f"{key}.{source.source}": source.report for source in sources}
+        reasons += [source.refusal for source in sources]
+        problems = [example for source in sources for example in source.examples]
+        tests = known_benchmarks(config.validation, problems) if key == "validation" else []
         if tests and not config.validation.allow_test_benchmarks:
-            refusals.append(refusal(tests))
-    with Scorer(config.reward) as scorer:
+            reasons.append(refusal(tests))
+    refusals = [reason for reason in reasons if reason is not None]
+    with Scorer(config.reward, config.data.columns) as scorer:
         decode = partial(response_text, tokenizer, prefix=config.data.response_prefix)
         prompts = select_prompts(config, loaded, scorer, decode)
     graded = [] if prompts.graded is None else [prompts.graded.summary()]
@@ -97,7 +96,7 @@ def plan_data(config: Config) -> DataPlan:
 
 def _lengths(reports: dict[str, LoadReport]) -> Iterator[tuple[str, Lengths]]:
     for key, report in reports.items():
-        part = key.removesuffix("data").replace(".", " ")
+        part = [word for word in key.split(".") if word != "data"]
         for name, lengths, limit in (
             ("prompts", report.prompt_lengths, report.max_prompt_length),
             ("demonstrations", report.demonstration_lengths, report.max_demonstration_length),
@@ -105,7 +104,7 @@ def _lengths(reports: dict[str, LoadReport]) -> Iterator[tuple[str, Lengths]]:
             if lengths:
                 # Lengths that occur: the smallest ones that such a share of all does not exceed.
                 smallest, median, p95, largest = np.quantile(lengths, [0, 0.5, 0.95, 1], method="inverted_cdf").tolist()
-                yield f"{part}{name}", Lengths(len(lengths), smallest, median, p95, largest, limit)
+                yield " ".join([*part, name]), Lengths(len(lengths), smallest, median, p95, largest, limit)
 
 
 def _rendered(examples: Sequence[Example], prompts: Prompts, tokenizer: Any) -> Iterator[Rendered]:

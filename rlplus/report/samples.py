@@ -80,7 +80,7 @@ def moments(run: RunData) -> list[Moment]:
 
 def _evaluation(folder: Path) -> Iterator[tuple[str, list[KeptSample]]]:
     """Of the first problems of each benchmark of the finished model one right and one wrong response."""
-    for path in sorted(folder.glob("evaluation*.parquet")):
+    for path in sorted(folder.glob("evaluation*-0-000000.parquet")):
         samples = read_kept(path, EVALUATED)
         chosen = {(s.problem, (s.reward or 0) >= 1): s for s in reversed(samples)}
         problems = list(dict.fromkeys(s.problem for s in samples))[:PROBLEMS]

@@ -46,7 +46,8 @@ def grade_demonstrations(
     verdicts: list[Verdict] = []
     failure: Exception | None = None
     try:
-        scores = scorer([decode(e.demonstration or ()) for e in own], [e.answer for e in own])
+        texts = [decode(e.demonstration or ()) for e in own]
+        scores = scorer(texts, [e.answer for e in own], [e.columns for e in own])
         verdicts = [score.value if score.value >= 1 else score.status for score in scores]  # NaN does not pass
     except ValueError as error:
         failure = error

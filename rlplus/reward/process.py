@@ -10,10 +10,10 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal, get_args
+from typing import IO, Any, Literal, get_args
 
 from rlplus.reward.supervisor import cpu_seconds
 
@@ -77,15 +77,18 @@ class Worker:
         self.pending: deque[int] = deque()
         self.unsent = memoryview(b"")
         self.setup_error = ""
+        self.note = ""  # the grader's remark about itself, such as the kind of its sandbox
         self._broken = ""  # how, where it cannot go on
         self._partial = b""
         self._token = secrets.token_hex(16).encode()
         self._send(settings | {"token": self._token.decode()})
 
-    def grade(self, items: deque[int], texts: Sequence[str], answers: Sequence[str]) -> None:
+    def grade(
+        self, items: deque[int], texts: Sequence[str], answers: Sequence[str], columns: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Send the items with these indices."""
         self.fresh, self.pending = False, items
-        self._send([(i, texts[i], answers[i]) for i in items])
+        self._send([(i, texts[i], answers[i], columns[i]) for i in items])
 
     def _send(self, message: object) -> None:
         self.unsent = memoryview(json.dumps(message).encode() + b"\n")
@@ -135,6 +138,7 @@ class Worker:
                     return False
                 scores.append((self.pending.popleft(), Score(value, status, detail)))
             elif first == "ready":
+                (self.note,) = map(str, rest)
                 self.ready = True
             else:
                 (self.setup_error,) = rest

@@ -5,9 +5,10 @@ import math
 import selectors
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Self
+from itertools import accumulate, islice
+from typing import Any, Self
 
 from rlplus.config import RewardConfig
 from rlplus.reward.process import POLL_S, Score, Status, Worker
@@ -27,17 +28,20 @@ class GraderFailed(ValueError):
 class Scorer:
     """Grades texts against answers in `config.workers` processes. Use as a context manager, or call `close`.
 
+    columns: names of further values that come with each item, for functions that have a parameter of that name.
     The constructor raises GraderFailed when the grader cannot be set up (a broken import, a pattern without its group).
-    `counts` holds the number of scores so far by status. For one thread, which should live as long as the Scorer does:
-    Linux ends the workers with the thread that started them.
+    `counts` holds the number of scores so far by status, `note` the grader's remark about itself, such as the kind of
+    its sandbox. For one thread, which should live as long as the Scorer does: Linux ends the workers with the thread
+    that started them.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, columns: Sequence[str] = ()) -> None:
         self.config = config
         self.counts: Counter[str] = Counter()
+        self.note = ""
         self._settings: dict[str, object] = config.model_dump(
-            include={"kind", "function", "pattern", "require_think", "memory_mb"}
-        )
+            include={"kind", "function", "pattern", "require_think", "memory_mb", "timeout_s", "sandbox"}
+        ) | {"columns": list(columns)}
         self._selector = selectors.DefaultSelector()
         self._workers: set[Worker] = set()
         self._closed = False
@@ -56,14 +60,19 @@ class Scorer:
             self.close()
             raise
 
-    def __call__(self, texts: Sequence[str], answers: Sequence[str]) -> list[Score]:
+    def __call__(
+        self, texts: Sequence[str], answers: Sequence[str], columns: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[Score]:
         """Scores in the order of `texts`. An item that hangs or kills its worker costs only its own score.
+
+        columns: one mapping per item, with values that JSON can hold.
 
         Where the grader fails, by time, memory or an exception, the item is graded again in a fresh worker. If that
         fails too, reward.on_failure decides: "mask": NaN, "zero": 0, "error": this raises GraderFailed.
         """
         if len(texts) != len(answers):
             raise ValueError(f"want one answer per text, got {len(texts)} texts and {len(answers)} answers")
+        columns = [{}] * len(texts) if columns is None else columns
         if self._closed:
             raise ValueError("this Scorer is closed")
         self._queue, self._again = deque(range(len(texts))), deque()
@@ -71,7 +80,7 @@ class Scorer:
         try:
             self._collect(wait_s=0.0)  # replaces workers that died since the last call
             while len(self._scores) < len(texts):
-                self._hand_out(texts, answers)
+                self._hand_out(texts, answers, columns)
                 self._collect()
         except BaseException:
             self.close()  # the answers still under way must not reach the next call
@@ -92,14 +101,14 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _hand_out(self, texts: Sequence[str], answers: Sequence[str]) -> None:
+    def _hand_out(self, texts: Sequence[str], answers: Sequence[str], columns: Sequence[Mapping[str, Any]]) -> None:
         """Send items to idle workers; items that failed once go to a worker that has graded nothing yet."""
         idle = [worker for worker in self._workers if worker.ready and not worker.pending]
         for worker in idle:
             if self._again and worker.fresh:
-                worker.grade(deque([self._again.popleft()]), texts, answers)
+                worker.grade(deque([self._again.popleft()]), texts, answers, columns)
             elif self._queue:
-                worker.grade(self._take(texts), texts, answers)
+                worker.grade(self._take(texts, answers), texts, answers, columns)
             else:
                 continue
             self._watch(worker)
@@ -108,16 +117,13 @@ class Scorer:
         for worker in used[: max(0, len(self._again) - coming)]:
             self._stop_worker(worker)  # `_collect` starts a fresh one in its place
 
-    def _take(self, texts: Sequence[str]) -> deque[int]:
+    def _take(self, texts: Sequence[str], answers: Sequence[str]) -> deque[int]:
         """The next chunk, smaller towards the end, so that no worker has many items left while the others wait."""
         queue = self._queue
         size = min(_MAX_CHUNK, -(-len(queue) // (2 * len(self._workers))))
-        chunk = deque([queue.popleft()])
-        length = len(texts[chunk[0]])
-        while queue and len(chunk) < size and length + len(texts[queue[0]]) <= _MAX_CHUNK_LENGTH:
-            chunk.append(queue.popleft())
-            length += len(texts[chunk[-1]])
-        return chunk
+        lengths = (len(texts[i]) + len(answers[i]) for i in islice(queue, size))
+        fit = sum(total <= _MAX_CHUNK_LENGTH for total in accumulate(lengths))
+        return deque(queue.popleft() for _ in range(max(1, fit)))
 
     def _collect(self, wait_s: float = POLL_S) -> None:
         """Receive the workers' answers; replace workers that died or are late, and requeue their remaining items."""
@@ -140,6 +146,7 @@ class Scorer:
         for item, score in worker.receive():
             self._take_score(item, score)
         if worker.ready and not was_ready:
+            self.note = worker.note
             self._started, self._failed_starts, self._next_start = True, 0, 0.0
 
     def _take_score(self, item: int, score: Score) -> None:

@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 OUTPUT_LIMIT = 1 << 16  # bytes over the life of one grader
 _KILL_PAUSE_S = 0.001
@@ -42,15 +42,25 @@ def end_with_parent(signal_number: int, parent: int) -> None:
         raise SystemExit(1)
 
 
-def processes() -> dict[int, tuple[int, int]]:
-    """(parent, CPU time in clock ticks) by process id, from /proc; the time includes the children it waited for."""
+class Process(NamedTuple):
+    """A process: CPU time in clock ticks, with that of the children it waited for; state as in ps; memory in pages."""
+
+    parent: int
+    ticks: int
+    state: str
+    pages: int
+
+
+def processes() -> dict[int, Process]:
+    """All processes by id, from /proc."""
     table = {}
     for name in os.listdir("/proc"):
         if name.isdecimal():
             with contextlib.suppress(OSError):  # it has ended
                 with open(f"/proc/{name}/stat", "rb") as file:
                     fields = file.read().rpartition(b")")[2].split()
-                table[int(name)] = int(fields[1]), sum(map(int, fields[11:15]))
+                used = sum(map(int, fields[11:15]))
+                table[int(name)] = Process(int(fields[1]), used, fields[0].decode(), int(fields[21]))
     return table
 
 
@@ -58,12 +68,12 @@ def cpu_seconds(root: int) -> float:
     """CPU time that `root` and its descendants have used, in seconds; 0 if there is no such process."""
     table = processes()
     children: dict[int, list[int]] = {}
-    for process, (parent, _) in table.items():
-        children.setdefault(parent, []).append(process)
+    for process, entry in table.items():
+        children.setdefault(entry.parent, []).append(process)
     ticks, todo = 0, [root]
     while todo:
         process = todo.pop()
-        ticks += table.get(process, (0, 0))[1]
+        ticks += table[process].ticks if process in table else 0
         todo += children.get(process, [])
     return ticks / os.sysconf("SC_CLK_TCK")
 
@@ -116,8 +126,8 @@ class _Supervisor:
             if output.descriptor in readable:
                 output.pass_on()
         while self._reap():
-            for process, (parent, _) in processes().items():
-                if parent == os.getpid():
+            for process, entry in processes().items():
+                if entry.parent == os.getpid():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
             time.sleep(_KILL_PAUSE_S)

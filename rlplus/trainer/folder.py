@@ -171,6 +171,8 @@ def fingerprint(examples: Sequence[Example]) -> str:
             digest.update(array("q", [len(tokens), *tokens]).tobytes())
         digest.update(example.answer.encode() + b"\0")
         digest.update(array("f", example.behavior_logprob or ()).tobytes())
+        if example.columns:
+            digest.update(repr(example.columns).encode())
     return digest.hexdigest()
 
 
@@ -182,7 +184,8 @@ def surroundings(config: Config) -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     own = {
-        "reward.function": config.reward.function,
+        **{f"reward.function {name}": name for name in config.reward.names[1:]},
+        "reward.function": config.reward.names[0],
         "rollout.function": config.rollout.function,
         "algorithm.objective.internal": config.algorithm.resolve().objective.internal,
     }

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from rlplus import agree
-from rlplus.data import SAMPLES, KeptSample, MicroBatch, Sample, keeping
+from rlplus.data import SAMPLES, KeptSample, MicroBatch, Sample, write_kept
 from rlplus.objective import exploration_weight
 from rlplus.ops import PolicyLoss
 from rlplus.terminal import Terminal
@@ -191,8 +191,7 @@ class RunLog:
         """Write the samples of a step, before `write`: a step that is logged has them."""
         if not self.enabled:
             return
-        with keeping(self.samples / f"step-{step:06d}.parquet") as write:
-            write(samples)
+        write_kept(self.samples / f"step-{step:06d}.parquet", samples)
         texts = (f"{sample.heading}\n\n{sample.prompt}\n---\n{''.join(sample.tokens)}\n" for sample in samples)
         lines = "\n".join(texts).splitlines()
         self.board.add_text("samples", "\n".join(f"    {line}" for line in lines), step)  # as Markdown's code: as it is

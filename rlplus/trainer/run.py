@@ -78,7 +78,7 @@ class Run:
         self.tokenizer = load_tokenizer(config.model.model_copy(update={"path": model_path, "scratch": None}))
         self.pad_id = self.tokenizer.pad_token_id
         self.respond = make_respond(config.rollout.function, self.tokenizer, model_config.vocab_size)
-        self.scorer = stack.enter_context(Scorer(config.reward))
+        self.scorer = stack.enter_context(Scorer(config.reward, config.data.columns))
         agree.phase("data")
         dropped = self._load_data()
         config = self.config

@@ -82,7 +82,8 @@ def score(samples: Sequence[Sample], examples: Sequence[Example], scorer: Scorer
     scores: list[Score] = []
     failure: Exception | None = None
     try:
-        scores = scorer([decode(s.response) for s in ungraded], [examples[s.group].answer for s in ungraded])
+        rows = [examples[s.group] for s in ungraded]
+        scores = scorer([decode(s.response) for s in ungraded], [e.answer for e in rows], [e.columns for e in rows])
     except ValueError as error:
         failure = error
     if what := agree.failures(failure):

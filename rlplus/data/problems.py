@@ -1,0 +1,100 @@
+"""The problems of an evaluation: those of its data, or of the benchmarks that it names."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from rlplus.config import BENCHMARKS, DataConfig, EvaluationConfig, benchmark_name
+from rlplus.data.benchmarks import LAYOUTS
+from rlplus.data.files import Row, get_column
+from rlplus.data.load import Example, LoadReport, read_examples
+
+
+@dataclass(frozen=True)
+class Problems:
+    """The problems from one source, repeated rows included.
+
+    source: "data" for the files, else the benchmark that comes from the hub. refusal: the reason for which an
+    evaluation refuses them; None if it does not.
+    """
+
+    source: str
+    examples: list[Example]
+    report: LoadReport
+    refusal: str | None
+
+
+def load_problems(config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    """The distinct problems of an evaluation. ValueError if they are refused, see `read_problems`."""
+    sources = read_problems(config, tokenizer)
+    for source in sources:
+        if source.refusal is not None:
+            raise ValueError(source.refusal)
+    return distinct([example for source in sources for example in source.examples])
+
+
+def read_problems(config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase) -> list[Problems]:
+    """All rows of `config.data`, or those of its benchmarks, which get the registry's names.
+
+    Rows are as `data` describes them. Those of a benchmark may also be in its layout on the hub, in a file without
+    others. Refused as in `load_examples`, and if a file has no row of a benchmark or one of its rows would be dropped:
+    without it, it would be another benchmark. ValueError as in `read_examples`.
+    """
+    assert config.data is not None
+    if config.data.paths or not config.benchmarks:
+        return [_read("data", config.data, config.benchmarks, tokenizer)]
+    hub = {name: {"path": BENCHMARKS[name].source, "benchmark": None} for name in config.benchmarks}
+    return [_read(name, config.data.model_copy(update=data), [name], tokenizer) for name, data in hub.items()]
+
+
+def _read(source: str, data: DataConfig, names: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Problems:
+    """names: the benchmarks whose rows are kept; empty: all rows, as they are."""
+    if names:
+        data = data.model_copy(update={"max_dropped_share": 0.0})
+    layout = _layout(data, names[0]) if len(names) == 1 else None
+    rows, report = read_examples(data, tokenizer, max_demonstration_length=1, layout=layout)
+    refusal = report.refusal(data)
+    if not names:
+        return Problems(source, rows, report, refusal)
+    named = [replace(e, benchmark=(benchmark_name(e.benchmark) or "") if data.benchmark else names[0]) for e in rows]
+    if missing := [name for name in names if name not in {e.benchmark for e in named}]:
+        have = ", ".join(dict.fromkeys(e.benchmark for e in rows))
+        refusal = refusal or f"{', '.join(data.paths)}: want rows of {', '.join(missing)}; got {have}"
+    return Problems(source, [e for e in named if e.benchmark in names], report, refusal)
+
+
+def _layout(data: DataConfig, name: str) -> Callable[[Row], Row]:
+    """Adds the columns of `data` to rows that have the benchmark's columns on the hub instead."""
+
+    def layout(row: Row) -> Row:
+        if not (_has(row, data.prompt) and _has(row, data.answer)):
+            question, answer = LAYOUTS[BENCHMARKS[name].layout](row)
+            row = row | {data.prompt: question, data.answer: answer}
+        if data.benchmark is not None and not _has(row, data.benchmark):
+            row = row | {data.benchmark: name}
+        return row
+
+    return layout
+
+
+def _has(row: Row, column: str) -> bool:
+    try:
+        get_column(row, column)
+    except KeyError:
+        return False
+    return True
+
+
+def distinct(examples: Sequence[Example]) -> list[Example]:
+    """The first example of each benchmark, prompt and answer, in order, with `rows` counting all of them.
+
+    Public benchmark files repeat their problems (AIME 2024 eight times, AMC four times). Counted as separate problems,
+    such rows would make an interval too narrow by the square root of that.
+    """
+    merged: dict[tuple[object, ...], Example] = {}
+    for example in examples:
+        key = (example.benchmark, example.prompt, example.answer)
+        first = merged.get(key)
+        merged[key] = example if first is None else replace(first, rows=first.rows + example.rows)
+    return list(merged.values())

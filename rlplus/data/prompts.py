@@ -1,0 +1,90 @@
+"""Prompts: chat messages or text in, token ids out; and the templates with which base models are evaluated."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from rlplus.config import DataConfig
+
+Prompt = str | list[dict[str, str]]
+
+# As eval_scripts/generate_vllm.py of github.com/ElliottYan/LUFFY has them, to the letter: simplerl's braces too.
+TEMPLATES = {
+    "qwen": "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
+    "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n",
+    "simplerl": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{question}\n"
+    "Please reason step by step, and put your final answer within\\boxed{{}}.<|im_end|>\n<|im_start|>assistant\n",
+    "prime": "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The "
+    "assistant first thinks about the reasoning process in the mind and then provides the user with the answer. The "
+    "reasoning process and answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, "
+    "i.e., <think> reasoning process here </think> <answer> answer here </answer>. User: {question}\n\n"
+    "Present the answer in LaTex format: \\boxed{Your answer}. Assistant:",
+    "none": "{question}",
+}
+
+
+def make_prompt(config: DataConfig, where: str, value: Any) -> Prompt:
+    """The prompt of a row from its column's value. ValueError, with the place, if it is no prompt."""
+    if config.template != "own":
+        return TEMPLATES[config.template].replace("{question}", _question(where, value))
+    if isinstance(value, str) and value.strip():
+        if not config.chat:
+            if config.system_prompt is not None:
+                raise ValueError(f"{where}: data.system_prompt wants chat messages, or data.chat true; got plain text")
+            return value
+        messages = [{"role": "user", "content": value}]
+    elif isinstance(value, list) and value and all(_is_message(message) for message in value):
+        messages = [{"role": message["role"], "content": message["content"]} for message in value]
+    else:
+        raise ValueError(f"{where}: want the prompt as a string or as chat messages {{role, content}}; got {value!r}")
+    if config.system_prompt is not None:
+        if messages[0]["role"] == "system":
+            raise ValueError(f"{where}: the prompt has a system message already: leave data.system_prompt out")
+        messages.insert(0, {"role": "system", "content": config.system_prompt})
+    return messages
+
+
+def _question(where: str, value: Any) -> str:
+    """The text, or that of the only user message: a template replaces system messages."""
+    if isinstance(value, str) and value.strip():
+        return value
+    users = [m for m in value if _is_message(m) and m["role"] != "system"] if isinstance(value, list) else []
+    if len(users) != 1 or users[0]["role"] != "user":
+        raise ValueError(f"{where}: data.template wants a prompt that is text or has one user message; got {value!r}")
+    return users[0]["content"]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def encode_prompts(
+    prompts: Sequence[tuple[str, Prompt]], tokenizer: PreTrainedTokenizerBase, prefix: str | None
+) -> list[list[int]]:
+    """Token ids of (place, prompt), ending in the prefix. ValueError, with the place, for messages that do not fit."""
+    plain = [prompt for _, prompt in prompts if isinstance(prompt, str)]
+    texts = iter(tokenizer(plain).input_ids if plain else [])
+    encoded = [
+        next(texts) if isinstance(prompt, str) else _encode_chat(where, prompt, tokenizer) for where, prompt in prompts
+    ]
+    if prefix is None:
+        return encoded
+    end = tokenizer([prefix], add_special_tokens=False).input_ids[0]
+    if not end:
+        raise ValueError(f"want data.response_prefix of at least one token; got {prefix!r}")
+    # A chat template may end in the prefix itself, in any tokens, each of at least one byte.
+    longest = len(prefix.encode())
+    return [ids if not ids or tokenizer.decode(ids[-longest:]).endswith(prefix) else [*ids, *end] for ids in encoded]
+
+
+def _encode_chat(where: str, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{where}: chat messages need a chat template, and the tokenizer of {tokenizer.name_or_path!r} has none"
+        )
+    try:
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    except TemplateError as error:
+        raise ValueError(f"{where}: the chat template refuses these messages: {error}") from error

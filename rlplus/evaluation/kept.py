@@ -1,0 +1,118 @@
+"""The samples of an evaluation, kept to be read, and so that a killed evaluation resumes where it stopped."""
+
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import isnan, nan
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from rlplus.data import Example, KeptSample, kept_facts, read_kept, token_texts, write_kept
+from rlplus.reward import Score
+from rlplus.rollout import Completion
+
+logger = logging.getLogger(__name__)
+
+
+class Answer(NamedTuple):
+    """A sampled response to a problem. text: as it was graded."""
+
+    problem: Example
+    completion: Completion
+    text: str
+    score: Score
+
+
+class Graded(NamedTuple):
+    """What counts of a sample. reward: NaN where the grader failed. tokens: of the response, the end token included."""
+
+    reward: float
+    status: str
+    tokens: int
+    truncated: bool
+
+
+class Call(NamedTuple):
+    """Samples from one call of the engine, problem by problem. seconds: its duration."""
+
+    seconds: float
+    samples: list[Graded]
+
+
+@dataclass(frozen=True)
+class KeptCalls:
+    """A file per call of the engine, named <start>-<the first problem's number>.parquet.
+
+    identity: a hash of everything that determines the samples; the files of another evaluation are not read, and with
+    None no file is. step: of the training whose weights are evaluated.
+    """
+
+    start: Path
+    tokenizer: PreTrainedTokenizerBase
+    identity: str | None
+    step: int | None = None
+
+    def of(self, benchmark: int, rank: int) -> "KeptCalls":
+        """Those of one benchmark, by its number, and of a rank."""
+        return replace(self, start=_added(self.start, f"-{benchmark}-{rank}"))
+
+    def remove_others(self) -> None:
+        """Remove the files of other evaluations, of all benchmarks and ranks."""
+        ours = re.compile(rf"{re.escape(self.start.name)}-\d+-\d+-\d+\.parquet")
+        files = [path for path in self.start.parent.glob("*.parquet") if ours.fullmatch(path.name)]
+        same = [path for path in files if kept_facts(path).get("identity") == self.identity]
+        for path in set(files).difference(same):
+            path.unlink(missing_ok=True)
+        if others := len(files) - len(same):
+            logger.warning("removed %d files of %s-*: they are of another model, data or settings", others, self.start)
+        if same:
+            logger.info("resuming with the %d calls in %s-*", len(same), self.start)
+
+    def read(self, first: int, stop: int) -> Call | None:
+        """The samples of the problems [first, stop) if this evaluation kept them, else None."""
+        path = self._path(first)
+        if self.identity is None or not path.is_file():
+            return None
+        if not self._facts(stop).items() <= (facts := kept_facts(path)).items():
+            return None
+        return Call(
+            float(facts["seconds"]),
+            [
+                Graded(nan if kept.reward is None else kept.reward, kept.status, len(kept.tokens), kept.truncated)
+                for kept in read_kept(path)
+            ],
+        )
+
+    def write(self, first: int, stop: int, benchmark: str, seconds: float, answers: Iterable[Answer]) -> None:
+        """Keep the samples of the problems [first, stop); they are on the disk when this returns."""
+        samples = (self._kept(benchmark, answer) for answer in answers)
+        write_kept(self._path(first), samples, self._facts(stop) | {"seconds": repr(seconds)})
+
+    def _path(self, first: int) -> Path:
+        return _added(self.start, f"-{first:06d}.parquet")
+
+    def _facts(self, stop: int) -> dict[str, str]:
+        return {"identity": self.identity or "", "stop": str(stop)}
+
+    def _kept(self, benchmark: str, answer: Answer) -> KeptSample:
+        problem, completion, text, score = answer
+        return KeptSample(
+            step=self.step,
+            problem=problem.index,
+            benchmark=benchmark,
+            prompt=self.tokenizer.decode(list(problem.prompt)),
+            response=text,
+            reward=None if isnan(score.value) else score.value,
+            status=score.status,
+            truncated=completion.truncated,
+            tokens=token_texts(self.tokenizer, completion.tokens),
+            external=[False] * len(completion.tokens),
+            logprob=completion.logprob,
+        )
+
+
+def _added(path: Path, end: str) -> Path:
+    return path.with_name(path.name + end)

@@ -1,0 +1,249 @@
+"""Runs untrusted programs inside a sandbox. Started by path, by sandbox.py, with nothing of the parent's environment.
+
+    python -I -S jail.py '{"own": true, "root": FOLDER, "read": [FOLDER, ...], "packages": [FOLDER, ...],
+                           "memory": BYTES, "seconds": CPU TIME, "processes": NUMBER}' < JOB
+
+own: enter namespaces of users (unless it is root), processes, network and mounts. There FOLDER becomes the root
+directory, with the folders of `read`, read-only, and an empty, writable /program in memory. Otherwise bubblewrap has
+done that, or there are no namespaces.
+
+JOB is JSON: {"code": text, "inputs": [text, ...], "function": name or null, "secret": text or null}. The code runs once
+for each input, in a fork, and reads it from stdin; with `function`, that function gets its lines as arguments. For each
+run it writes one line: [true, output] or [false, reason]. With `secret` there is one run, which outputs the secret
+when it reaches the end of the code: code that exits earlier does not know it.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import resource
+import select
+import signal
+import sys
+from typing import Any
+
+OUTPUT_LIMIT = 1 << 20  # bytes of one run
+_FILES, _FILE_BYTES = 256, 1 << 26
+_LOOK_S = 0.01
+_NOBODY, _FIRST_USER = 65534, 1 << 20
+_NEW_USER, _NEW_REST = 0x10000000, 0x20000 | 0x4000000 | 0x8000000 | 0x20000000 | 0x40000000  # linux/sched.h
+_READ_ONLY, _NO_SETUID, _NO_DEVICES, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_DETACH, _KEPT, _RELATIME, _RELATIME_FOUND = 2, 2 | 4 | 8 | 1024 | 2048, 1 << 21, 4096  # mount(2), statvfs(3)
+_PDEATHSIG, _NO_NEW_PRIVS, _SUBREAPER = 1, 38, 36  # linux/prctl.h
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    texts = [text and text.encode() for text in (source, target, kind)]
+    _check(_libc.mount(*texts, ctypes.c_ulong(flags), data and data.encode()), f"mount {target}")
+
+
+def _enter_namespaces() -> int | None:
+    """The user to become; None in a user namespace. OSError if the machine allows neither.
+
+    Every program gets another user, since the limit of processes is per user.
+    """
+    user, group = os.getuid(), os.getgid()
+    if user == 0 and _libc.unshare(_NEW_REST) == 0:
+        return _FIRST_USER + os.getpid()
+    _check(_libc.unshare(_NEW_USER | _NEW_REST), "unshare")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{_NOBODY} {user} 1"), ("gid_map", f"{_NOBODY} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    return None
+
+
+def _make_root(root: str, read: list[str]) -> None:
+    """Make `root` the root directory: in memory, with the readable folders and the writable /program."""
+    _mount("none", "/", None, _RECURSIVE | _PRIVATE)
+    _mount("tmpfs", root, "tmpfs", _NO_SETUID | _NO_DEVICES, "mode=755")
+    for source in (*read, "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"):
+        target = root + source
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if os.path.islink(source):
+            os.symlink(os.readlink(source), target)
+            continue
+        if os.path.isdir(source):
+            os.makedirs(target, exist_ok=True)
+        else:
+            os.close(os.open(target, os.O_CREAT))
+        _mount(source, target, None, _BIND | _RECURSIVE)
+        had = os.statvfs(target).f_flag  # a user's namespace may not drop these
+        flags = had & _KEPT | (_RELATIME if had & _RELATIME_FOUND else 0)
+        _mount(source, target, None, _BIND | _REMOUNT | _READ_ONLY | _NO_SETUID | flags)
+    os.makedirs(f"{root}/proc")
+    os.makedirs(f"{root}/program")
+    _mount("tmpfs", f"{root}/program", "tmpfs", _NO_SETUID | _NO_DEVICES, f"size={_FILE_BYTES},mode=777")
+    _mount("none", root, None, _BIND | _REMOUNT | _READ_ONLY | _NO_SETUID | _NO_DEVICES)
+    with contextlib.suppress(OSError):  # some containers do not allow it: then there is no /proc
+        _mount("proc", f"{root}/proc", "proc", _NO_SETUID | _NO_DEVICES | 8)
+    os.chdir(root)
+    if number := _PIVOT_ROOT.get(platform.machine()):
+        _check(_libc.syscall(number, b".", b"."), "pivot_root")
+        _check(_libc.umount2(b".", _DETACH), "umount")
+    else:
+        os.chroot(".")
+    os.chdir("/")
+
+
+def _give_up_rights(user: int | None) -> None:
+    """Switch to that user and drop all capabilities."""
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+
+
+def _limit(settings: dict[str, Any]) -> None:
+    limits = {
+        resource.RLIMIT_AS: settings["memory"],
+        resource.RLIMIT_CPU: settings["seconds"],
+        resource.RLIMIT_NPROC: settings["processes"],
+        resource.RLIMIT_NOFILE: _FILES,
+        resource.RLIMIT_FSIZE: _FILE_BYTES,
+        resource.RLIMIT_CORE: 0,
+    }
+    for name, value in limits.items():
+        if value is None:
+            continue
+        _, hard = resource.getrlimit(name)
+        least = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(name, (least, least))
+
+
+def _run(job: dict[str, Any], given: str, end: int) -> None:
+    """Run the code, in the fork; results go to descriptor `end`."""
+    program = job["function"] is None and job["secret"] is None
+    scope: dict[str, Any] = {"__name__": "__main__" if program else "program"}
+    scope |= {"exit": sys.exit, "quit": sys.exit}  # Python's start without -S has them
+    code = compile(job["code"], "program.py", "exec")
+    sys.argv = ["program.py"]
+    sys.setrecursionlimit(100_000)
+    os.dup2(end if program else os.open(os.devnull, os.O_WRONLY), 1)
+    exec(code, scope)
+    sys.stdout.flush()
+    if program:
+        return
+    if job["secret"] is not None:
+        os.write(end, job["secret"].encode())
+        return
+    function = getattr(scope["Solution"](), job["function"]) if "Solution" in scope else scope[job["function"]]
+    with os.fdopen(end, "w") as file:
+        file.write(json.dumps(function(*map(json.loads, given.split("\n")))))
+
+
+def _one(job: dict[str, Any], given: str) -> list[Any]:
+    """[true, output] or [false, reason] of one run."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(reading)
+            os.dup2(_in_memory(given), 0)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            sys.stdin = os.fdopen(0)
+            _run(job, given, writing)
+            status = 0
+        except SystemExit as stop:  # as for a program of its own
+            sys.stdout.flush()
+            status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                os.write(writing, f"{type(error).__name__}: {error}".encode()[:500])
+        finally:
+            os._exit(status)
+    os.close(writing)
+    output = b""
+    status: int | None = None
+    while len(output) <= OUTPUT_LIMIT:
+        if select.select([reading], [], [], 0 if status is not None else _LOOK_S)[0]:
+            if not (data := os.read(reading, 1 << 16)):
+                break
+            output += data
+        elif status is not None:  # a process that it left running still has the pipe
+            break
+        else:
+            ended, found = os.waitpid(child, os.WNOHANG)
+            status = found if ended else None
+    os.close(reading)
+    if len(output) > OUTPUT_LIMIT:
+        return [False, "too much output"]
+    if status is None:
+        _, status = os.waitpid(child, 0)
+    text = output.decode(errors="replace")
+    if os.WIFSIGNALED(status):
+        return [False, f"ended by {signal.Signals(os.WTERMSIG(status)).name}"]
+    return [True, text] if os.WEXITSTATUS(status) == 0 else [False, text[-500:] or "it did not end well"]
+
+
+def _in_memory(text: str) -> int:
+    """A descriptor that gives the text."""
+    descriptor = os.memfd_create("input")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(text.encode())
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _drive() -> None:
+    job = json.load(sys.stdin)
+    replies = os.fdopen(os.dup(1), "w")
+    os.set_inheritable(replies.fileno(), False)
+    for given in job["inputs"]:
+        replies.write(json.dumps(_one(job, given)) + "\n")
+        replies.flush()
+
+
+def _first_process(settings: dict[str, Any], user: int | None) -> int:
+    """Start the driver, wait for all descendants, return the driver's status; sandbox.py kills those that stay."""
+    if settings["own"]:
+        _make_root(settings["root"], settings["read"])
+        os.chdir("/program")
+        _give_up_rights(user)
+    _check(_libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+    _check(_libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+    _check(_libc.prctl(_SUBREAPER, 1, 0, 0, 0), "prctl")
+    _limit(settings)
+    driver = os.fork()
+    if driver == 0:
+        _drive()
+        os._exit(0)
+    status = 0
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while True:
+            pid, ended = os.wait()
+            status = ended if pid == driver else status
+    return os.waitstatus_to_exitcode(status)
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    sys.path += settings["packages"]
+    user = _enter_namespaces() if settings["own"] else None
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = _first_process(settings, user)
+        except OSError as error:
+            os.write(2, f"{error.strerror}\n".encode())
+        finally:
+            os._exit(status & 255)
+    _, status = os.waitpid(child, 0)
+    os._exit(os.waitstatus_to_exitcode(status) & 255)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""The sandbox for a model's programs: no network, no files but Python's, limits on all resources.
+
+Kinds: "bubblewrap" (the command bwrap) and "namespaces" (jail.py, by Linux's user namespaces or as root). Both give a
+program only a read-only Python and an empty folder in memory, and kill everything it started. "limits" has no
+namespaces: a program has the user's files and network, and is limited in time, memory, processes and output.
+"""
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+from ..supervisor import processes  # noqa: TID252  worker.py loads the package under another name
+
+KINDS = ("bubblewrap", "namespaces", "limits")
+_PROCESSES = 64
+_LOOK_S = 0.05  # how often the processes are counted: reading /proc costs milliseconds
+_WALL_CLOCK_FACTOR = 5  # the limit of the wall clock over that of the CPU time
+_MOST_OUTPUT = 1 << 28  # bytes of all runs together
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/program", "LANG": "C.UTF-8"}
+_BWRAP = (
+    "--unshare-all",
+    "--die-with-parent",
+    "--new-session",
+    "--cap-drop",
+    "ALL",
+    "--uid",
+    "65534",
+    "--gid",
+    "65534",
+)
+_JAIL = Path(__file__).with_name("jail.py")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class Sandbox:
+    """Runs the code of jobs, see jail.py. memory: bytes, of one process and of all together. seconds: CPU time of all.
+
+    OSError where no sandbox of that kind ("auto": none but "limits") can be made.
+    """
+
+    def __init__(self, kind: str, memory: int, seconds: float) -> None:
+        self._memory, self._seconds = memory, seconds
+        reasons = []
+        for candidate in KINDS[:2] if kind == "auto" else [kind]:
+            self.kind = candidate
+            try:
+                ((works, text),) = self.run({"code": "print(6 * 7)", "inputs": [""], "function": None, "secret": None})
+            except OSError as error:
+                works, text = False, str(error)
+            if works and text == "42\n":
+                return
+            reasons.append(f"{self.kind}: {text}")
+        raise OSError(
+            f"no sandbox for programs ({'; '.join(reasons)}): want bubblewrap, or a machine that allows user "
+            'namespaces, or reward.sandbox "limits", which keeps a program from neither files nor network'
+        )
+
+    def run(self, job: dict[str, Any]) -> Generator[tuple[bool, str], None, None]:
+        """Per input whether the run succeeded, and its output or the reason of its failure.
+
+        A run that exceeds a limit is the last. Closing the generator kills all processes of the job.
+        """
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            file = stack.enter_context(tempfile.TemporaryFile("w+"))
+            json.dump(job, file)
+            file.seek(0)
+            process = subprocess.Popen(
+                self._command(folder),
+                stdin=file,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=_ENVIRONMENT,
+                cwd=folder,
+                start_new_session=True,
+            )
+            stack.callback(_end, process)
+            yield from self._results(process, len(job["inputs"]))
+
+    def _command(self, folder: str) -> list[str]:
+        python = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
+        packages = [path for path in dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib"))]
+        read = [path for path in ("/usr", "/bin", "/lib", "/lib64", sys.base_prefix, *packages) if os.path.exists(path)]
+        read = [path for path in read if not any(path.startswith(f"{other}/") for other in read)]
+        settings = {
+            "own": self.kind == "namespaces",
+            "root": folder,
+            "read": read,
+            "packages": packages,
+            "memory": self._memory,
+            "seconds": int(self._seconds) + 1,
+            "processes": None if self.kind == "limits" else _PROCESSES,
+        }
+        command = [python, "-I", "-S", str(_JAIL), json.dumps(settings)]
+        if self.kind != "bubblewrap":
+            return command
+        if (bwrap := shutil.which("bwrap")) is None:
+            raise OSError("there is no command bwrap")
+        inside = [text for path in (*read, str(_JAIL)) for text in ("--ro-bind", path, path)]
+        own = ["--tmpfs", "/program", "--chdir", "/program", "--dev", "/dev", "--proc", "/proc"]
+        return [bwrap, *_BWRAP, *inside, *own, *command]
+
+    def _results(self, process: "subprocess.Popen[bytes]", count: int) -> Generator[tuple[bool, str], None, None]:
+        assert process.stdout is not None
+        began, received, partial = time.monotonic(), 0, b""
+        look = began + _LOOK_S
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while count:
+                if selector.select(_LOOK_S):
+                    data = os.read(process.stdout.fileno(), 1 << 16)
+                    *lines, partial = (partial + data).split(b"\n")
+                    received += len(data)
+                    for line in lines[:count]:
+                        count -= 1
+                        yield _reply(line)
+                    if not data and count:
+                        yield False, _last_words(process)
+                        return
+                if (now := time.monotonic()) >= look:
+                    look = now + _LOOK_S
+                    if fault := self._fault(process.pid, now - began, received):
+                        yield False, fault
+                        return
+
+    def _fault(self, root: int, waited: float, received: int) -> str:
+        """Name the limit that is exceeded, if any."""
+        used = [entry for _, entry in _tree(root)]
+        limits = {
+            "CPU time": sum(entry.ticks for entry in used) / os.sysconf("SC_CLK_TCK") > self._seconds,
+            "time": waited > _WALL_CLOCK_FACTOR * self._seconds,
+            "processes": len(used) > _PROCESSES,
+            "memory": sum(entry.pages for entry in used) * _PAGE > self._memory,
+            "output": received > _MOST_OUTPUT,
+        }
+        return next((f"over the limit of {name}" for name, passed in limits.items() if passed), "")
+
+
+def _reply(line: bytes) -> tuple[bool, str]:
+    try:
+        ended_well, text = json.loads(line)
+        return bool(ended_well), str(text)
+    except ValueError:  # a program found a way to write here
+        return False, "wrote where it should not"
+
+
+def _last_words(process: "subprocess.Popen[bytes]") -> str:
+    assert process.stderr is not None
+    os.set_blocking(process.stderr.fileno(), False)
+    with contextlib.suppress(BlockingIOError):
+        if said := os.read(process.stderr.fileno(), 500).decode(errors="replace").strip():
+            return said
+    return "the sandbox ended early"
+
+
+def _tree(root: int) -> list[tuple[int, Any]]:
+    """`root` and its descendants, with their resources."""
+    table = processes()
+    children: dict[int, list[int]] = {}
+    for process, entry in table.items():
+        children.setdefault(entry.parent, []).append(process)
+    found, todo = [], [root]
+    while todo:
+        process = todo.pop()
+        if process in table:
+            found.append((process, table[process]))
+        todo += children.get(process, [])
+    return found
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Kill all descendants, then the process, which adopts orphans."""
+    while others := [pid for pid, entry in _tree(process.pid) if pid != process.pid and entry.state != "Z"]:
+        for pid in others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    for pipe in (process.stdout, process.stderr):
+        assert pipe is not None
+        pipe.close()

@@ -1,0 +1,87 @@
+"""`rlplus eval`: a model without a configuration, a killed evaluation, several processes."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import processes
+import pytest
+from trainer_runs import environment, run_config, write_task
+
+from rlplus.cli import main
+from rlplus.config import ScratchModel
+from rlplus.data import byte_tokenizer
+from rlplus.learner.model import make_scratch_model, write_model
+from rlplus.rollout.transformers import TransformersEngine
+
+
+def write_tiny(folder: Path) -> str:
+    """A random model with its tokenizer."""
+    tokenizer = byte_tokenizer()
+    write_model(make_scratch_model(ScratchModel(hidden_size=32, layers=1), tokenizer, seed=0), str(folder))
+    tokenizer.save_pretrained(str(folder))
+    return str(folder)
+
+
+def test_a_model_is_evaluated_without_a_configuration(tmp_path, monkeypatch, capsys):
+    """On benchmarks in a file. Samples are kept until the result is written; a killed evaluation resumes with them."""
+    write_tiny(tmp_path / "tiny")
+    rows = [{"data_source": name, "prompt": f"{i}?", "answer": "1"} for name in ("amc", "aime") for i in range(3)]
+    rows += [{"data_source": "gpqa", "prompt": "A) x", "answer": "A"}]
+    (tmp_path / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rlplus.evaluation.sample._COMPLETIONS_A_CALL", 4)
+    short = ["rollout.engine=transformers", "rollout.max_response_length=4", "evaluation.data.answer=answer"]
+    options = ["tiny", "--data", "bench.jsonl", *short, "evaluation.samples=2", "model.dtype=float32"]
+    scored, generate = [], TransformersEngine.generate
+
+    def dies(self, *args, **settings):
+        scored.append(args)
+        if len(scored) == 2:
+            raise KeyboardInterrupt
+        return generate(self, *args, **settings)
+
+    run = tmp_path / "runs/eval/tiny"
+    command = ["eval", *options, "--benchmarks", "gpqa_diamond,amc"]
+    monkeypatch.setattr(TransformersEngine, "generate", dies)
+    assert main(command) == 130
+    assert [path.name for path in run.rglob("*.*")] == ["evaluation-0-0-000000.parquet"]
+    assert main(command) == 0
+    assert len(scored) == 4
+    assert {path.name for path in run.glob("*.*")} == {"evaluation-amc.json", "evaluation-gpqa_diamond.json"}
+    out = capsys.readouterr().out
+    assert re.search(r"gpqa_diamond +│ 1 +│ 2 +│ pass@1 .*│ choice +│", out)
+    assert re.search(r"amc +│ 3 +│ 2 +│ pass@1 .*│ math_verify +│ 100.0%", out)
+    once = {name: json.loads((run / f"evaluation-{name}.json").read_text()) for name in ("amc", "gpqa_diamond")}
+    assert main([*command, "evaluation.k=[1,2]"]) == 0
+    assert len(scored) == 4, "want the samples that were kept"
+    for name, result in once.items():
+        again = json.loads((run / f"evaluation-{name}.json").read_text())
+        assert again == result | {"k": [1, 2]}
+    # The whole file, graded by the run's own reward: of the prompts three are in both benchmarks.
+    assert main(["eval", *options, "evaluation.data.benchmark=null"]) == 0
+    assert "│ 4 " in capsys.readouterr().out
+    assert main(["eval", "tiny", "--benchmarks", "amc", "--template", "qwem"]) == 2
+    assert "evaluation.data.template: want 'own', 'qwen'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_share_an_evaluation(tmp_path):
+    """Each evaluates its problems and keeps its samples, one writes the result of all."""
+    evaluation = {"data": {"path": str(write_task(tmp_path)), "max_prompt_length": 8}, "samples": 4}
+    config_file = tmp_path / "run.yaml"
+    config_file.write_text(run_config(tmp_path, evaluation=evaluation).to_yaml())
+    folder = write_tiny(tmp_path / "tiny")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    output = tmp_path / "result/both.json"
+    command = [*launch, "-m", "rlplus", "eval", str(config_file), "--model", folder, "--output", str(output)]
+    done = processes.run(command, env=environment())
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("written to") == 1
+    result = json.loads(output.read_text())
+    assert (result["problems"], result["n"]) == (list(range(6)), [4] * 6)
+    assert {path.name for path in output.parent.rglob("*.*")} == {
+        "both.json", "both-0-0-000000.parquet", "both-0-1-000000.parquet",
+    }  # fmt: skip
+    assert "of 3" in done.stderr

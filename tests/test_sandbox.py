@@ -1,0 +1,291 @@
+"""A model's programs in the sandbox: those that pass their tests, and attacks on the machine that grades them."""
+
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reward_graders import linux, reward_config
+
+from rlplus.reward import Scorer
+from rlplus.reward.graders.code import _same, code_grader, extract_code
+from rlplus.reward.graders.sandbox import Sandbox
+from rlplus.reward.supervisor import processes
+
+pytestmark = linux
+KINDS = ["namespaces", "limits", *(["bubblewrap"] if shutil.which("bwrap") else [])]
+MEMORY, SECONDS = 512 << 20, 1.0
+
+
+def make(kind: str) -> Sandbox:
+    try:
+        return Sandbox(kind, MEMORY, SECONDS)
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def sandbox(request: pytest.FixtureRequest) -> Sandbox:
+    return make(request.param)
+
+
+@pytest.fixture(scope="module")
+def closed() -> Sandbox:
+    """A sandbox that keeps files and network from programs."""
+    return make("auto")
+
+
+def run(sandbox: Sandbox, code: str, *inputs: str, **changes: Any) -> list[tuple[bool, str]]:
+    job = {"code": code, "inputs": list(inputs or [""]), "function": None, "secret": None}
+    return list(sandbox.run(job | changes))
+
+
+def block(code: str) -> str:
+    return f"Here it is.\n```python\n{code}\n```\n"
+
+
+# Programs and their tests
+
+DOUBLE = "for line in open(0):\n    print(2 * int(line))"
+
+
+def test_a_program_reads_and_writes(sandbox: Sandbox) -> None:
+    answer = json.dumps({"cases": [["1\n2\n", "2\n4\n"], ["5", "10"]]})
+    grade = code_grader(sandbox)
+    whole = "import sys\nfor n in sys.stdin.read().split():\n    print(2 * int(n))"
+    main = "if __name__ == '__main__':\n    try:\n        while True:\n            print(2 * int(input()))\n"
+    for code in (DOUBLE, whole, f"{main}    except EOFError:\n        pass"):
+        assert grade(block(code), answer, {}) == (1.0, "ok", "")
+    assert grade(block("print(2)\nprint(4)"), answer, {}) == (0.0, "ok", "test 2 of 2: another result")
+    assert grade(block("1 / 0"), answer, {}) == (0.0, "ok", "test 1 of 2: ZeroDivisionError: division by zero")
+    assert grade(block("print(2"), answer, {})[2].startswith("test 1 of 2: SyntaxError")
+    assert grade(block(DOUBLE + "\nexit(3)"), answer, {})[0] == 0
+    assert grade(block(DOUBLE + "\nexit()"), answer, {})[0] == 1
+
+
+def test_a_function_gets_the_lines(sandbox: Sandbox) -> None:
+    answer = json.dumps({"cases": [["[1, 2]\n3", "[4, 5]"], ['["a"]\n"b"', '["ab"]']], "function": "add"})
+    grade = code_grader(sandbox)
+    body = "    def add(self, xs: List[int], y: int):\n        print('noise')\n        return [x + y for x in xs]"
+    assert grade(block(f"class Solution:\n{body}"), answer, {}) == (1.0, "ok", "")
+    assert grade(block("def add(xs, y):\n    return tuple(x + y for x in xs)"), answer, {}) == (1.0, "ok", "")
+    assert grade(block("def add(xs, y):\n    return xs"), answer, {})[0] == 0
+    assert grade(block("def sub(xs, y):\n    return xs"), answer, {})[2] == "test 1 of 2: KeyError: 'add'"
+
+
+def test_tests_behind_the_code_must_be_reached(sandbox: Sandbox) -> None:
+    """Code that exits before them does not pass."""
+    before = 'from typing import List\n\ndef add(xs: List[int], y: int) -> List[int]:\n    """Add y."""\n'
+    answer = json.dumps({"before": before, "after": "def check(f):\n    assert f([1], 2) == [3]\ncheck(add)\n"})
+    grade = code_grader(sandbox)
+    right = "def add(xs: List[int], y: int) -> List[int]:\n    return [x + y for x in xs]"
+    assert grade(block(right), answer, {}) == (1.0, "ok", "")
+    assert grade(block("    return [x + y for x in xs]"), answer, {}) == (1.0, "ok", "")
+    assert grade(block(right.replace("+", "-")), answer, {})[:2] == (0.0, "ok")
+    for end in ("exit(0)", "import os; os._exit(0)", "raise SystemExit", "print('passed'); import sys; sys.exit(0)"):
+        assert grade(block(f"{right}\n{end}"), answer, {})[0] == 0
+    answer = json.dumps({"after": "my_solution = Solution()\nassert my_solution.f(1) == 2"})
+    assert grade(block("class Solution:\n    def f(self, x: Optional[int]):\n        return x + 1"), answer, {})[0] == 1
+
+
+def test_what_is_no_program_and_what_is_no_test(closed: Sandbox) -> None:
+    grade = code_grader(closed)
+    assert grade("no code", json.dumps({"after": ""}), {})[1] == "unparsed"
+    for answer in ("", "7", "{}", '{"cases": 3}', '{"cases": [["a"]]}'):
+        assert grade(block("pass"), answer, {})[1] == "bad_gold"
+
+
+def test_extract_code() -> None:
+    assert extract_code("a\n```python\ndef f(): pass\n```\nthen\n```python\nprint(1)\n```") == "def f(): pass\n"
+    assert extract_code("```python\nx = 1\n```\n```\ny\n```") == "x = 1\n"
+    assert extract_code("```\nx\n```\n```py\ny\n```") == "y\n"
+    assert extract_code("```\nx\n```") == "x\n"
+    assert extract_code("no block") is None
+
+
+@pytest.mark.parametrize(
+    ("output", "wanted", "values", "same"),
+    [
+        ("1 2\n", "1 2", False, True),
+        ("1 2 \n\n", "1 2", False, True),
+        ("1.0", "1", False, True),
+        ("1\n2", "1 2", False, False),
+        ("1 2 3", "1 2", False, False),
+        ("yes", "Yes", False, False),
+        ("[1, 2]", "[1,2]", True, True),
+        ("1.0", "1", True, True),
+        ('"1"', "1", True, False),
+        ("noise", "1", True, False),
+    ],
+)
+def test_same_output(output: str, wanted: str, values: bool, same: bool) -> None:
+    assert _same(output, wanted, values=values) is same
+
+
+def test_the_scorer_says_which_sandbox_it_has() -> None:
+    with Scorer(reward_config(kind="code", sandbox="namespaces", workers=1, memory_mb=1024)) as scorer:
+        answer = json.dumps({"cases": [["1", "2"]]})
+        scores = scorer([block(DOUBLE), block("while True: pass"), "none"], [answer] * 3)
+        assert scorer.note == "namespaces"
+    assert [(score.value, score.status) for score in scores] == [(1.0, "ok"), (0.0, "ok"), (0.0, "unparsed")]
+    assert "over the limit of CPU time" in scores[1].detail or "SIGXCPU" in scores[1].detail
+
+
+def test_no_sandbox_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("rlplus.reward.graders.sandbox._JAIL", tmp_path / "missing.py")
+    with pytest.raises(
+        OSError, match=r"no sandbox for programs \(bubblewrap: .*; namespaces: .*\): want bubblewrap, or"
+    ):
+        Sandbox("auto", MEMORY, SECONDS)
+
+
+# Attacks: each ends with its program counted as wrong, nothing left behind, and the next program graded
+
+
+def left_behind() -> list[int]:
+    """Processes below this one."""
+    own = os.getpid()
+    return [pid for pid, entry in processes().items() if entry.parent == own and entry.state != "Z"]
+
+
+ATTACKS = {
+    "fork bomb": "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
+    "threads": "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(99,)).start()",
+    "memory": "x = []\nwhile True:\n    x.append(bytearray(1 << 22))",
+    "one block": "x = bytearray(1 << 40)",
+    "endless loop": "while True: pass",
+    "sleep": "import time\ntime.sleep(600)",
+    "signal handlers": "import signal\nfor n in range(1, 65):\n    try:\n        signal.signal(n, signal.SIG_IGN)\n"
+    "    except (OSError, ValueError):\n        pass\nwhile True: pass",
+    "endless output": "while True: print('x' * 10000)",
+    "endless descriptor": "import os\nwhile True: os.write(1, b'x' * 65536)",
+    "kill everything": "import os, signal\nos.kill(-1, signal.SIGKILL)\nos.kill(os.getppid(), signal.SIGKILL)",
+    "deep recursion": "def f(n): return f(n + 1)\nf(0)",
+    "segfault": "import ctypes\nctypes.string_at(0)",
+}
+ONLY_CLOSED = {"kill everything", "fork bomb"}  # without namespaces they would hit what else the user runs
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_attack_costs_only_its_program(sandbox: Sandbox, attack: str) -> None:
+    if sandbox.kind == "limits" and attack in ONLY_CLOSED:
+        return
+    before = set(left_behind())
+    results = run(sandbox, ATTACKS[attack])
+    assert [ended_well for ended_well, _ in results] == [False]
+    assert len(results[0][1]) <= 1000
+    assert set(left_behind()) <= before
+    assert run(sandbox, "print(1)") == [(True, "1\n")]
+
+
+def test_processes_that_leave_are_ended(sandbox: Sandbox, tmp_path: Path) -> None:
+    """In their own session, orphaned, and holding the program's output."""
+    mark = f"600.{os.getpid()}{time.monotonic_ns()}"
+    code = f"""
+import os, subprocess
+subprocess.Popen(["sleep", "{mark}"], start_new_session=True)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execvp("sleep", ["sleep", "{mark}"])
+    os._exit(0)
+print("done", flush=True)
+"""
+
+    def asleep() -> list[int]:
+        found = []
+        for pid in processes():
+            try:
+                if mark in Path(f"/proc/{pid}/cmdline").read_text():
+                    found.append(pid)
+            except OSError:
+                continue
+        return found
+
+    assert run(sandbox, code) == [(True, "done\n")]
+    assert asleep() == []
+
+
+def test_a_program_sees_no_network(closed: Sandbox) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        reached: list[Any] = []
+        threading.Thread(target=lambda: reached.append(server.accept()), daemon=True).start()
+        port = server.getsockname()[1]
+        ((ended_well, said),) = run(closed, f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)")
+        assert not ended_well
+        assert "Error" in said
+        assert not reached
+    (name,) = run(closed, "import socket\nprint([i[1] for i in socket.if_nameindex()])")
+    assert name in [(True, "[]\n"), (True, "['lo']\n")]
+
+
+def test_a_program_writes_nothing_outside_its_folder(closed: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("secret")
+    places = [str(tmp_path / "new"), str(tmp_path / "mine"), "/usr/x", "/x", "/tmp/rlplus-x", os.path.expanduser("~/x")]
+    code = f"""
+import os, pathlib
+def attempt(action):
+    try:
+        action()
+        return "done"
+    except OSError:
+        return "refused"
+print([attempt(lambda: open(place, "w").write("x")) for place in {places!r}])
+print([attempt(lambda: os.chmod(place, 0o777)) for place in {places!r}], attempt(lambda: os.remove(os.__file__)))
+print(attempt(lambda: pathlib.Path({str(tmp_path / "mine")!r}).read_text()))
+print(attempt(lambda: open("here", "w").write("x")), os.getcwd(), os.listdir("."))
+"""
+    ((ended_well, said),) = run(closed, code)
+    assert ended_well
+    assert said.count("done") == 1
+    assert said.endswith("done /program ['here']\n")
+    assert (tmp_path / "mine").read_text() == "secret"
+    assert not any(Path(place).exists() for place in places if not place.endswith("mine"))
+    assert run(closed, "import os\nprint(os.listdir('.'))") == [(True, "[]\n")]
+
+
+def test_a_folder_in_memory_has_a_limit(closed: Sandbox) -> None:
+    code = "for i in range(1000):\n    with open(str(i), 'wb') as f:\n        f.write(b'x' * (1 << 20))"
+    ((ended_well, said),) = run(closed, code)
+    assert not ended_well
+    assert "No space left" in said
+
+
+def test_a_program_cannot_read_what_its_parents_have(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLPLUS_SECRET", "hunter2")
+    code = """
+import os, glob
+found = dict(os.environ).get("RLPLUS_SECRET", "")
+for path in glob.glob("/proc/[0-9]*/environ"):
+    try:
+        found += open(path).read()
+    except OSError:
+        pass
+print("hunter2" in found)
+"""
+    if sandbox.kind == "limits":  # it can, in /proc; its own environment has nothing
+        code = "import os\nprint('RLPLUS_SECRET' in os.environ)"
+    assert run(sandbox, code) == [(True, "False\n")]
+
+
+def test_a_program_cannot_gain_rights(closed: Sandbox) -> None:
+    code = """
+import os, ctypes
+libc = ctypes.CDLL(None)
+status = open("/proc/self/status").read().splitlines()
+print(os.getuid() != 0, [line.split()[1] for line in status if line.startswith(("CapEff", "NoNewP"))])
+print(libc.mount(b"none", b"/usr", None, 4096 | 32, None), libc.mount(b"none", b"/program", b"tmpfs", 0, None))
+try:
+    os.setuid(0)
+    print("root")
+except OSError:
+    print("refused")
+"""
+    ((ended_well, said),) = run(closed, code)
+    assert ended_well
+    assert said == "True ['0000000000000000', '1']\n-1 -1\nrefused\n"
