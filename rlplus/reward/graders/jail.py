@@ -148,22 +148,22 @@ def _one(job: dict[str, Any], given: str) -> list[Any]:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        status = 1
+        code = 1
         try:
             os.close(reading)
             os.dup2(_in_memory(given), 0)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             sys.stdin = os.fdopen(0)
             _run(job, given, writing)
-            status = 0
+            code = 0
         except SystemExit as stop:  # as for a program of its own
             sys.stdout.flush()
-            status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         except BaseException as error:
             with contextlib.suppress(OSError):
                 os.write(writing, f"{type(error).__name__}: {error}".encode()[:500])
         finally:
-            os._exit(status)
+            os._exit(code)
     os.close(writing)
     output = b""
     status: int | None = None
