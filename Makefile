@@ -50,7 +50,7 @@ schema: setup  ## write configs/schema.json, by which editors complete and check
 
 docs: setup  ## write the derived parts of the manual and of README.md, and build the manual in site/
 	@PYTHONPATH=. $(BIN)/python docs/generate.py
-	$(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 kernels: setup  ## compile the Triton kernels, no GPU needed; print registers, shared memory, spills
 	@PYTHONPATH=. $(BIN)/python tests/kernel_table.py
