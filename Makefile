@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-peers mutants lint schema kernels bench bench-quick clean
+.PHONY: help setup demo test test-slow test-peers mutants lint schema docs kernels bench bench-quick clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -48,6 +48,10 @@ lint: setup  ## run ruff and mypy
 schema: setup  ## write configs/schema.json, by which editors complete and check configurations
 	@$(BIN)/python -m rlplus.config.json_schema configs/schema.json
 
+docs: setup  ## write the derived parts of the manual and of README.md, and build the manual in site/
+	@PYTHONPATH=. $(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 kernels: setup  ## compile the Triton kernels, no GPU needed; print registers, shared memory, spills
 	@PYTHONPATH=. $(BIN)/python tests/kernel_table.py
 
@@ -59,7 +63,7 @@ bench-quick: setup  ## the same on small shapes; a minute
 
 clean:  ## remove the virtual environment, caches and build outputs; never a run
 	@if [ -e "$(MARK)" ]; then rm -rf "$(VENV)"; fi
-	rm -rf "$(VENV).lock" .venv-peers rlplus/_C.so build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf "$(VENV).lock" .venv-peers rlplus/_C.so build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
 force:

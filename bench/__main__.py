@@ -1,4 +1,4 @@
-"""rlplus-bench, python -m bench: measures the head's backends and their peers, or writes the README's table.
+"""rlplus-bench, python -m bench: measures the head's backends and their peers.
 
 rlplus-bench tune finds the fastest tiling of the triton backend on this machine's GPU; see rlplus-bench tune --help.
 """
@@ -19,8 +19,6 @@ from .measure import keep_memory, resident_memory, run
 from .peers import METHODS
 from .suites import SUITES
 
-ROOT = Path(__file__).resolve().parent.parent
-
 
 def say(text: str) -> None:
     sys.stdout.write(text + "\n")
@@ -36,7 +34,6 @@ def parse(arguments: list[str]) -> tuple[argparse.ArgumentParser, argparse.Names
     parser.add_argument("--repeats", type=int, metavar="N", help="rounds of every case; default: the suite's")
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="these methods and the bare GEMMs")
     parser.add_argument("--list", action="store_true", help="print the methods and end")
-    parser.add_argument("--readme", action="store_true", help="write the README's table from bench/results and end")
     parser.add_argument("--model", action="store_true", help="print what the triton backend should cost, and end")
     parser.add_argument("--memory-of", metavar="TASK", help=argparse.SUPPRESS)
     return parser, parser.parse_args(arguments)
@@ -55,8 +52,8 @@ def checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
     for name in options.only or ():
         if name not in METHODS:
             unknown(parser, name)
-    if not (options.suite or options.list or options.readme or options.model or options.memory_of):
-        parser.error("want --suite, --list, --readme or --model")
+    if not (options.suite or options.list or options.model or options.memory_of):
+        parser.error("want --suite, --list or --model")
 
 
 def unknown(parser: argparse.ArgumentParser, name: str) -> NoReturn:
@@ -130,11 +127,6 @@ def main(arguments: list[str] | None = None) -> None:
         say(model.table())
         say("")
         say(model.worth())
-    elif options.readme:
-        path = ROOT / "README.md"
-        if not path.exists():
-            parser.error(f"argument --readme: want a source tree; there is no {path}")
-        path.write_text(report.with_part(path.read_text(), report.readme_part(report.load(ROOT / "bench/results"))))
     else:
         measure(options)
 

@@ -1,4 +1,4 @@
-"""The results: a JSON file that grows with every case, tables, plots, and the README's part made from it."""
+"""The results: a JSON file that grows with every case, tables for the manual, and plots."""
 
 import json
 import os
@@ -20,7 +20,6 @@ Result = dict[str, Any]
 LOSSES = {"policy": "RL-PLUS", "other": "RL-PLUS", "grpo": "GRPO", "cross-entropy": "cross-entropy", "forward": ""}
 SIZES = ("N", "H", "V")
 OWN, PEER = "tab:blue", "tab:orange"
-BEGIN, END = "<!-- bench: what `python -m bench --readme` writes -->", "<!-- bench: end -->"
 PACKAGES = ("torch", "triton", "numpy", *sorted({m.package for m in METHODS.values()} - {"torch"}))
 
 
@@ -267,8 +266,30 @@ def side_table(result: Result) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def readme_part(results: dict[str, Result]) -> str:
-    """The README's text between the marks."""
+SHORT = ("cpp", "torch", "TRL", "verl torch", "Liger GRPO tuned", "naive torch")
+
+
+def short_table(result: Result) -> str:
+    """Some methods side by side: speed of fp32, on which CPUs differ least; memory and accuracy of bf16."""
+    cases = cases_of(result, "main")
+    single, half = cases["float32"], cases["bfloat16"]
+    rows = []
+    for name in SHORT:
+        row = row_of(half, name) or {"status": ""}
+        method = f"rlplus, `{name}`" if METHODS[name].package == "rlplus" else name
+        numbers = number(row.get("extra_mb"), ".0f"), number(row.get("logprob_error"), ".0e")
+        rows.append([method, LOSSES[METHODS[name].kind], ratio_alone(row_of(single, name)), *numbers])
+    header = ("method", "loss", "fp32, ×bare", "bf16, MB", "bf16, error of a logprob")
+    return f"{lines(header, rows)}\n\n{machine(result)}, N={half['N']}, H={half['H']}, V={half['V']}.\n"
+
+
+def ratio_alone(row: Row | None) -> str:
+    """The median, or nothing."""
+    return f"{row['ratio']['median']:.2f}" if row is not None and row["status"] == "ok" else ""
+
+
+def manual_part(results: dict[str, Result]) -> str:
+    """The manual's text about measurements."""
     processors = {name: r for name, r in results.items() if name.startswith("cpu")}
     parts = [bars_table(processors), sweep_table(processors)]
     if processors:
@@ -281,15 +302,8 @@ def readme_part(results: dict[str, Result]) -> str:
 
 
 def load(folder: Path) -> dict[str, Result]:
-    """The results that the README shows, by the name of the file."""
+    """The results that the manual shows, by the name of the file."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if path.stem != "quick"}
-
-
-def with_part(text: str, part: str) -> str:
-    """The README with its part replaced."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"want a README with one {BEGIN} and one {END}")
-    return f"{text[: text.index(BEGIN)]}{BEGIN}\n{part}{text[text.index(END) :]}"
 
 
 # ---- plots

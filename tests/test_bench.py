@@ -1,4 +1,4 @@
-"""The benchmark program: its results' form, its numbers' sanity, its errors, and the README's table."""
+"""The benchmark program: its results' form, its numbers' sanity, its errors, and the manual's tables."""
 
 import json
 import platform
@@ -272,7 +272,7 @@ def test_it_runs_from_the_source_tree() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "want --suite, --list, --readme or --model"),
+        ([], "want --suite, --list or --model"),
         (["--suite", "all"], "invalid choice: 'all'"),
         (["--suite", "cpu", "--threads", "0"], "want a number >= 1; got 0"),
         (["--suite", "cpu", "--repeats", "-1"], "want a number >= 1; got -1"),
@@ -328,19 +328,24 @@ def test_the_gpu_suite_on_small_shapes() -> None:
         assert {row["status"].split()[0] for row in rows} <= {"ok", "needs", "not"}, rows
 
 
-def test_the_readme_shows_what_the_results_say() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_committed_results_are_complete() -> None:
     results = report.load(ROOT / "bench/results")
-    assert text == report.with_part(text, report.readme_part(results)), "run python -m bench --readme"
     assert all(result["complete"] for result in results.values())
     rows = [row for result in results.values() for case in result["cases"] for row in case["rows"]]
     assert not [row for row in rows for value in row.values() if str(value).startswith("left out")]
 
 
-def test_the_readme_table_holds_every_method_with_its_number_or_its_reason() -> None:
+def test_the_short_table_has_the_numbers_of_the_results() -> None:
+    result = report.load(ROOT / "bench/results")["cpu-1"]
+    (case,) = (case for case in result["cases"] if case["name"] == "main" and case["dtype"] == "float32")
+    (row,) = (row for row in case["rows"] if row["method"] == "TRL")
+    assert f"| TRL | RL-PLUS | {row['ratio']['median']:.2f} |" in report.short_table(result)
+
+
+def test_the_main_table_holds_every_method_with_its_number_or_its_reason() -> None:
     case = measured(replace(SMALL, methods=("torch", "naive torch", "QuACK"), repeats=1))
     result = {"suite": "cpu", "device": "x", "hardware": {}, "threads": 1, "versions": {"torch": "2"}, "cases": [case]}
-    table = report.readme_part({"cpu-1": result})
+    table = report.manual_part({"cpu-1": result})
     assert "| `torch` |" in table
     assert f"{case['rows'][2]['ratio']['median']:.2f}" in table
     assert case["rows"][3]["status"] in table
@@ -365,8 +370,8 @@ def swept(ratios: dict[tuple[int, int, int], float]) -> dict[str, Any]:
 SWEPT = {(512, 448, 16_000): 1.56, (256, 448, 16_000): 1.31, (512, 224, 16_000): 1.875, (1024, 448, 16_000): 1.125}
 
 
-def test_the_readme_shows_every_shape_of_the_sweep_and_its_range() -> None:
-    text = report.readme_part({"cpu-1": swept(SWEPT)})
+def test_the_manual_shows_every_shape_of_the_sweep_and_its_range() -> None:
+    text = report.manual_part({"cpu-1": swept(SWEPT)})
     assert "1.12 to 1.88 × the bare GEMMs in bfloat16." in text
     for shape, value in SWEPT.items():
         assert f"| bfloat16 | {' | '.join(map(str, shape))} | {value:.2f}" in text
@@ -392,8 +397,3 @@ def test_a_plot_has_one_unit_an_axis_and_ours_in_another_colour_than_the_peers()
     names = [text.get_text() for text in speeds.get_yticklabels()]
     colours = {names[round(bar.get_y() + bar.get_height() / 2)]: bar.get_facecolor() for bar in speeds.patches}
     assert colours["cpp"] == colours["torch"] != colours["naive torch"] == colours["CCE"]
-
-
-def test_a_readme_without_marks_is_refused() -> None:
-    with pytest.raises(ValueError, match="want a README with one"):
-        report.with_part("nothing", "part")

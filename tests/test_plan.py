@@ -96,7 +96,7 @@ LONG = ("rollout.max_response_length=15360", "evaluation.data.max_prompt_length=
     ],
 )
 def test_responses_up_to_16384_tokens_fit_or_the_switch_is_named(overrides, peak, switches, then, host):
-    """The README's table, in GiB of 8 x A100-80G; more models than one need more than ZeRO-2."""
+    """The table of docs/trainer.md, in GiB of 8 x A100-80G; more models than one need more than ZeRO-2."""
     config = paper(*LONG, *overrides)
     assert config.max_sample_length == config.max_generation_length == 16384
     plan = make_plan(config, make_cluster(8, "a100-80g"))

@@ -88,7 +88,7 @@ def check_that_a_stopped_engine_is_noticed(server: Server, engine: Any) -> None:
 
 
 def check_what_it_guards(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but the generation, as the README says."""
+    """Nothing but the generation, as docs/rollouts.md says."""
     monkeypatch.setenv("VLLM_API_KEY", "wrong")
     with pytest.raises(RunFailed, match=r"401: .*Is VLLM_API_KEY that of the server"):
         ask(engine)

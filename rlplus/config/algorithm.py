@@ -56,7 +56,7 @@ class AlgorithmConfig(Section):
     """A preset, and this run's changes to it. Keys that are left out keep the preset's value."""
 
     preset: str = "rlplus"
-    """A published algorithm; the README says what each one is."""
+    """A published algorithm; docs/systems.md says what each one is."""
     objective: dict[Annotated[str, AfterValidator(_objective_field)], Any] = {}
     """Changes to the preset's objective: fields of rlplus.Objective."""
     reduction: Reduction | None = None

@@ -1,0 +1,284 @@
+"""Writes the parts of the manual that are derived: the keys, the presets, the measurements. `make docs` runs it.
+
+Each part stands between two comments, <!-- begin NAME --> and <!-- end NAME -->; a test compares them with the code.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from rlplus.config.benchmarks import BENCHMARKS
+from rlplus.config.json_schema import json_schema
+from rlplus.objective import ALGORITHMS, RECIPES, Algorithm, Objective, Refill, Shaping
+from rlplus.objective.recipes import recipe_name
+from rlplus.objective.surrogates import EXTERNAL
+
+ROOT = Path(__file__).parent.parent
+
+# Where each preset is published. Ablations are those of the preset that their name begins with.
+SOURCES = {
+    "rlplus": "[RL-PLUS](https://arxiv.org/abs/2508.00222)",
+    "rlplus-official": "the RL-PLUS authors' scripts",
+    "luffy": "[LUFFY](https://arxiv.org/abs/2504.14945)",
+    "exgrpo": "[ExGRPO](https://arxiv.org/abs/2510.02245)",
+    "grpo": "[DeepSeekMath](https://arxiv.org/abs/2402.03300)",
+    "grpo-official": "LUFFY's scripts; the GRPO row of the RL-PLUS paper",
+    "grpo-sft": 'LUFFY\'s scripts; the "GRPO w/ SFT loss" row',
+    "relift": "[ReLIFT](https://arxiv.org/abs/2506.07527)",
+    "hpt": "[HPT](https://arxiv.org/abs/2509.04419)",
+    "superrl": "[SuperRL](https://arxiv.org/abs/2506.01096)",
+    "uft": "[UFT](https://arxiv.org/abs/2505.16984)",
+    "chord": "[CHORD](https://arxiv.org/abs/2508.11408)",
+    "dr-grpo": "[Dr.GRPO](https://arxiv.org/abs/2503.20783), Oat-Zero",
+    "dapo": "[DAPO](https://arxiv.org/abs/2503.14476); the dual clip is in the code only",
+    "simplerl": "[SimpleRL-Zoo](https://arxiv.org/abs/2503.18892)",
+    "ppo": "[Open-Reasoner-Zero](https://arxiv.org/abs/2503.24290)",
+    "prime": "[PRIME](https://arxiv.org/abs/2502.01456)",
+    "gspo": "[GSPO](https://arxiv.org/abs/2507.18071)",
+    "cispo": "[MiniMax-M1](https://arxiv.org/abs/2506.13585), [ScaleRL](https://arxiv.org/abs/2510.13786)",
+    "sapo": "[SAPO](https://arxiv.org/abs/2511.20347)",
+    "dppo": "[DPPO](https://arxiv.org/abs/2602.04879)",
+    "sft": "maximum likelihood",
+    "dft": "[DFT](https://arxiv.org/abs/2508.05629)",
+}
+DIVISORS = {"token": "tokens", "sequence": "S · own length", "constant": "S · L", "official": "8 · L"}
+
+
+def table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    return report.lines(header, ([cell.replace("|", "\\|") for cell in row] for row in rows))
+
+
+# ---- presets
+
+
+def presets() -> str:
+    header = ("preset", "sampled tokens", "demonstrated tokens", "advantage", "divided by", "and", "source")
+    rows = (
+        (f"`{name}`", sampled(a), demonstrated(a), advantage(a), divisor(a), "; ".join(extras(a)), source(name))
+        for name, a in ALGORITHMS.items()
+    )
+    return table(header, rows)
+
+
+def source(name: str) -> str:
+    """Where it is published. KeyError for a preset without an entry in `SOURCES`."""
+    if name in SOURCES:
+        return SOURCES[name]
+    base = max((known for known in SOURCES if name.startswith(f"{known}-")), key=len)
+    return f"ablation of `{base}`"
+
+
+def sampled(algorithm: Algorithm) -> str:
+    o = algorithm.objective
+    if not algorithm.generates:
+        return ""
+    ratio = "r of the sequence" if algorithm.ratio_level == "sequence" else "r"
+    high = "" if o.clip_high == o.clip_low else f" and {o.clip_high:g}"
+    dual = "" if o.dual_clip is None else f", dual clip {o.dual_clip:g}"
+    return {
+        "ratio": ratio,
+        "clip": f"{ratio}, clipped at {o.clip_low:g}{high}{dual}",
+        "cispo": f"sg(min(r, {1 + o.clip_high:g})) · log p",
+        "sapo": f"soft gate, τ {o.tau_pos:g} and {o.tau_neg:g}",
+        "dppo": f"sg(min(r, {o.ratio_cap:g})) · log p, while p moves by at most {o.clip_low:g}",
+    }[o.internal]
+
+
+def demonstrated(algorithm: Algorithm) -> str:
+    o = algorithm.objective
+    if not algorithm.demonstrates:
+        return ""
+    surrogate = {
+        "mis": "MIS",
+        "proxy": "p / p_old",
+        "omega": "p / p_ω",
+        "bayes": "2 p / (p_old + 1)",
+        "shaped": f"w / (w + {o.kappa:g}), w = p / p_ω",
+        "nll": "log p",
+        "dft": "sg(p) · log p",
+    }[o.external]
+    factor = "" if o.external_coef == 1 else f"{o.external_coef:g} · "
+    weight = f" · (1 − p)^{o.gamma:g}" if o.gamma else ""
+    place = {"group": "", "apart": ", outside the group's statistics", "only": ""}[algorithm.demonstrations]
+    return f"{factor}{surrogate}{weight}{place}"
+
+
+def advantage(algorithm: Algorithm) -> str:
+    if not algorithm.generates and not EXTERNAL[algorithm.objective.external].weighted:
+        return "none"
+    if algorithm.recipe.learners:
+        return "per token, by the recipe"
+    return "(R − mean) / std" if algorithm.normalize_std else "R − mean"
+
+
+def divisor(algorithm: Algorithm) -> str:
+    own = DIVISORS[algorithm.reduction]
+    if not algorithm.demonstrations_apart:
+        return own
+    return f"{own}; {DIVISORS[algorithm.external_reduction or algorithm.reduction]} of the demonstrations"
+
+
+def extras(algorithm: Algorithm) -> Iterator[str]:
+    o, refill, shaping = algorithm.objective, algorithm.refill, algorithm.shaping
+    if o.entropy_coef:
+        yield f"+ {o.entropy_coef:g} · entropy"
+    if o.kl_coef:
+        yield f"− {o.kl_coef:g} · KL ({o.kl_estimator})"
+    if (name := recipe_name(algorithm.recipe)) != "plain":
+        yield f"recipe `{name}`"
+    if refill is not None:
+        yield f"refill, mean reward within {refill.low:g} and {refill.high:g}"
+    if shaping is not None:
+        yield f"a wrong answer is worth {shaping.wrong:g}, penalty on the last {shaping.overlong:.0%} of L"
+    if algorithm.skip_grad_norm:
+        yield f"skips updates of gradient norm > {algorithm.skip_grad_norm:g}"
+
+
+# ---- keys
+
+
+def keys() -> str:
+    """Every section of a configuration, with its keys."""
+    schema = json_schema()
+    kinds, parts = schema["$defs"], ["## Top level", section_table(schema["properties"], schema["$defs"], "")]
+    for name, key in schema["properties"].items():
+        if "$ref" in key:
+            parts += list(section(name, kinds[named(key)], kinds))
+    return "\n\n".join(parts)
+
+
+def section(name: str, kind: dict[str, Any], kinds: dict[str, Any]) -> Iterator[str]:
+    yield f"## {name}"
+    yield markdown(kind["description"])
+    yield section_table(kind["properties"], kinds, f"{name}.")
+    if name == "algorithm":
+        yield from options()
+    for key, value in kind["properties"].items():
+        inner = named(value)
+        if inner is not None and inner != "DataConfig":
+            yield f"### {name}.{key}"
+            yield markdown(kinds[inner]["description"])
+            yield section_table(kinds[inner]["properties"], kinds, f"{name}.{key}.")
+
+
+def section_table(properties: dict[str, Any], kinds: dict[str, Any], prefix: str) -> str:
+    rows = (
+        (f"`{prefix}{name}`", kind(key), default(key), markdown(described(key, kinds)))
+        for name, key in properties.items()
+    )
+    return table(("key", "type", "default", "meaning"), rows)
+
+
+def options() -> Iterator[str]:
+    """The dataclasses that the section algorithm changes, whose docstrings explain their fields."""
+    yield "### algorithm.objective"
+    yield docstring(Objective)
+    yield "### algorithm.recipe"
+    yield "One of these by `name`; without `name` it is the preset's."
+    for name, recipe in RECIPES.items():
+        yield f"#### {name}"
+        yield docstring(recipe)
+    for name, optional in (("refill", Refill), ("shaping", Shaping)):
+        yield f"### algorithm.{name}"
+        yield docstring(optional)
+
+
+def docstring(kind: type) -> str:
+    found = ", ".join(f"{field.name} {show(field.default)}" for field in fields(kind))
+    lines = [inspect.getdoc(kind) or "", f"Defaults: {found}." if found else "No options."]
+    return "```text\n" + "\n\n".join(lines) + "\n```"
+
+
+def named(key: dict[str, Any]) -> str | None:
+    """The section that a key holds; None for a value."""
+    for choice in (key, *key.get("anyOf", ())):
+        if "$ref" in choice:
+            return str(choice["$ref"].rpartition("/")[2])
+    return None
+
+
+def described(key: dict[str, Any], kinds: dict[str, Any]) -> str:
+    inner = named(key)
+    return str(key.get("description") or (kinds[inner]["description"] if inner else ""))
+
+
+def markdown(text: str) -> str:
+    """A documentation's text, with what is markup in Markdown escaped."""
+    return re.sub(r"(?<!`)<(?=[/\w])", "&lt;", text).replace("*", "\\*")
+
+
+def kind(key: dict[str, Any]) -> str:
+    """The type of a value, in words."""
+    if (inner := named(key)) is not None:
+        return "keys of `data`" if inner == "DataConfig" else "section"
+    if "enum" in key:
+        return ", ".join(f"`{value}`" for value in key["enum"])
+    if "anyOf" in key:
+        return " or ".join(dict.fromkeys(kind(choice) for choice in key["anyOf"] if choice.get("type") != "null"))
+    if key.get("type") == "array":
+        return f"list of {kind(key['items'])}" if "items" in key else "list"
+    return {"object": "mapping", "string": "text", "boolean": "true or false"}.get(key["type"], key["type"])
+
+
+def default(key: dict[str, Any]) -> str:
+    return f"`{show(key['default'])}`" if "default" in key else ""
+
+
+def show(value: object) -> str:
+    """A value as YAML has it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+# ---- benchmarks and measurements
+
+
+def benchmarks() -> str:
+    header = ("name", "grader", "source", "other names in files")
+    rows = ((f"`{name}`", b.grader, f"`{b.source}`", ", ".join(b.aliases)) for name, b in BENCHMARKS.items())
+    return table(header, rows)
+
+
+def measurements() -> str:
+    return report.manual_part(report.load(ROOT / "bench/results")).strip()
+
+
+def peers() -> str:
+    """The README's table: a few methods of the first processor's results."""
+    return report.short_table(report.load(ROOT / "bench/results")["cpu-1"]).strip()
+
+
+PARTS = {
+    "README.md": {"peers": peers},
+    "docs/kernels.md": {"measurements": measurements},
+    "docs/systems.md": {"presets": presets},
+    "docs/configuration.md": {"keys": keys},
+    "docs/evaluation.md": {"benchmarks": benchmarks},
+}
+
+
+def with_part(text: str, name: str, part: str) -> str:
+    """The page with the text between a part's marks replaced."""
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"want a page with one {begin} and one {end}")
+    return f"{text[: text.index(begin)]}{begin}\n\n{part}\n\n{text[text.index(end) :]}"
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """The files that have derived parts, with what they should contain."""
+    for name, parts in PARTS.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for part, make in parts.items():
+            text = with_part(text, part, make())
+        yield ROOT / name, text
+
+
+if __name__ == "__main__":
+    for path, text in pages():
+        path.write_text(text, encoding="utf-8")
