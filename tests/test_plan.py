@@ -10,7 +10,7 @@ from rich.console import Console
 from trainer_runs import run_config, write_task
 
 from rlplus.cli import main
-from rlplus.config import load_stages, with_first_model
+from rlplus.config import load_config, load_stages, with_first_model
 from rlplus.demo.base import make_model
 from rlplus.demo.task import make_tokenizer
 from rlplus.plan import GIB, GPUS, MOMENTS, Cluster, make_cluster, this_cluster
@@ -119,6 +119,23 @@ def test_every_configuration_can_be_planned(path, gpu):
         assert plan.memory.peak > 0
         assert plan.fits or plan.remedies
         assert plan.seconds["total"] == pytest.approx(sum(plan.seconds.values()) / 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "gpu", "billions", "peak"),
+    [
+        ("gsm8k-0.5b", 1, "24g", 0.49, 21.4),
+        ("qwen2.5-math-1.5b", 8, "a100-80g", 1.54, 48.0),
+        ("llama-3.1-8b-instruct", 8, "a100-80g", 8.03, 69.2),
+        ("deepseek-math-7b-instruct", 8, "a100-80g", 6.91, 65.5),
+    ],
+)
+def test_the_other_models_fit_where_their_configurations_say(name, gpus, gpu, billions, peak):
+    """The README's table, in GiB of a GPU; the parameters are the models' own."""
+    plan = make_plan(load_config(CONFIGS / f"{name}.yaml"), make_cluster(gpus, gpu))
+    assert round(plan.parameters / 1e9, 2) == billions
+    assert plan.fits
+    assert round(plan.memory.peak / GIB, 1) == peak
 
 
 def test_the_command(capsys):

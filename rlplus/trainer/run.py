@@ -20,7 +20,9 @@ from rlplus.recipe import make_recipe
 from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed, make_engine, make_respond
 from rlplus.terminal import Terminal
+from rlplus.textfiles import write_text
 from rlplus.trainer import tuning
+from rlplus.trainer.card import model_card
 from rlplus.trainer.engine import NoEngine, SyncedEngine
 from rlplus.trainer.folder import RunFolder
 from rlplus.trainer.memory import naming_phase
@@ -263,6 +265,7 @@ class Run:
         self.policy.export(str(model))
         if self.rank == 0:
             self.tokenizer.save_pretrained(str(model))
+            write_text(model / "README.md", model_card(self.config, step, self.progress.best))
             self.folder.note_result(step)
         agree.barrier()  # the next stage reads it on every rank
         idle = self.progress.idle == step

@@ -1,0 +1,13 @@
+# rlplus on vLLM's image. Not built yet: it was written on a machine without a Docker daemon.
+#   docker build -t rlplus . && docker run --gpus all --ipc host -v "$PWD":/work rlplus train run.yaml
+FROM vllm/vllm-openai:v0.32.0
+WORKDIR /opt/rlplus
+COPY pyproject.toml setup.py LICENSE README.md ./
+COPY rlplus rlplus
+COPY kernels kernels
+COPY configs configs
+COPY csrc csrc
+COPY bench bench
+RUN pip install --no-cache-dir .
+WORKDIR /work
+ENTRYPOINT ["rlplus"]
