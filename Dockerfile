@@ -1,5 +1,5 @@
-# rlplus on vLLM's image. Not built yet: it was written on a machine without a Docker daemon.
-#   docker build -t rlplus . && docker run --gpus all --ipc host -v "$PWD":/work rlplus train run.yaml
+# rlplus on the image of vLLM. Not built or tried yet.
+#   docker build -t rlplus . && docker run --gpus all --ipc host -v "$PWD":/workspace rlplus train run.yaml
 FROM vllm/vllm-openai:v0.32.0
 WORKDIR /opt/rlplus
 COPY pyproject.toml setup.py LICENSE README.md ./
@@ -9,5 +9,5 @@ COPY configs configs
 COPY csrc csrc
 COPY bench bench
 RUN pip install --no-cache-dir .
-WORKDIR /work
+WORKDIR /workspace
 ENTRYPOINT ["rlplus"]
