@@ -203,6 +203,16 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(
     assert [(r.problem, r.reward, r.status, r.response) for r in samples][3:6] == [
         (0, 0.0, "unparsed", "0 0 0 0"), (1, 1.0, "ok", "1 9"), (1, 1.0, "ok", "1 9"),
     ]  # fmt: skip
+    damaged = tmp_path / "new/evaluation-0-0-000002.parquet"
+    content = damaged.read_bytes()
+    for damage in (content[:100], content[:4] + bytes(200) + content[204:]):  # no footer; a footer without its data
+        damaged.write_bytes(damage)
+        assert seeds(kept.of(0, 0)) == [7]
+    damaged.write_bytes(content[:100])
+    kept.remove_others()
+    assert not damaged.exists()
+    assert seeds(kept.of(0, 0)) == [7]
+    caplog.clear()
     assert seeds(kept.of(1, 0)) == seeds(kept.of(0, 1)) == [5, 7, 9]
     other = replace(kept, identity="b")
     assert seeds(other.of(0, 0)) == [5, 7, 9]

@@ -60,14 +60,16 @@ class KeptCalls:
         return replace(self, start=_added(self.start, f"-{benchmark}-{rank}"))
 
     def remove_others(self) -> None:
-        """Remove the files of other evaluations, of all benchmarks and ranks."""
+        """Remove the files of other evaluations and damaged ones, of all benchmarks and ranks. For one rank to call."""
         ours = re.compile(rf"{re.escape(self.start.name)}-\d+-\d+-\d+\.parquet")
         files = [path for path in self.start.parent.glob("*.parquet") if ours.fullmatch(path.name)]
-        same = [path for path in files if kept_facts(path).get("identity") == self.identity]
+        same = [path for path in files if _facts_of(path).get("identity") == self.identity]
         for path in set(files).difference(same):
             path.unlink(missing_ok=True)
         if others := len(files) - len(same):
-            logger.warning("removed %d files of %s-*: they are of another model, data or settings", others, self.start)
+            logger.warning(
+                "removed %d files of %s-*: they are damaged, or of another model, data or settings", others, self.start
+            )
         if same:
             logger.info("resuming with the %d calls in %s-*", len(same), self.start)
 
@@ -76,13 +78,18 @@ class KeptCalls:
         path = self._path(first)
         if self.identity is None or not path.is_file():
             return None
-        if not self._facts(stop).items() <= (facts := kept_facts(path)).items():
+        if not self._facts(stop).items() <= (facts := _facts_of(path)).items():
+            return None
+        try:
+            samples = read_kept(path)
+        except ValueError as error:
+            logger.warning("its samples are drawn again: %s", error)
             return None
         return Call(
             float(facts["seconds"]),
             [
                 Graded(nan if kept.reward is None else kept.reward, kept.status, len(kept.tokens), kept.truncated)
-                for kept in read_kept(path)
+                for kept in samples
             ],
         )
 
@@ -112,6 +119,14 @@ class KeptCalls:
             external=[False] * len(completion.tokens),
             logprob=completion.logprob,
         )
+
+
+def _facts_of(path: Path) -> dict[str, str]:
+    """The facts of a file; none of a damaged one."""
+    try:
+        return kept_facts(path)
+    except ValueError:
+        return {}
 
 
 def _added(path: Path, end: str) -> Path:

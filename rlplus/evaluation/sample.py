@@ -293,7 +293,10 @@ def evaluate_model(
             kept = None
             if samples is not None:
                 kept = KeptCalls(samples, tokenizer, _identity(config, path, problems, ranks))
-                kept.remove_others()
+                if rank == 0:
+                    kept.remove_others()
+                if ranks > 1:
+                    agree.barrier()  # a file may not vanish while another rank reads it, or be one it has just written
             return _evaluate(
                 config,
                 lambda ask: ask(engine),
