@@ -62,6 +62,13 @@ def test_a_model_is_evaluated_without_a_configuration(tmp_path, monkeypatch, cap
     # The whole file, graded by the run's own reward: of the prompts three are in both benchmarks.
     assert main(["eval", *options, "evaluation.data.benchmark=null"]) == 0
     assert "│ 4 " in capsys.readouterr().out
+    # What tells runs' models apart is the name of the run.
+    for name in ("a", "b"):
+        write_tiny(tmp_path / name / "model")
+        assert main(["eval", f"{name}/model", *options[1:], "--benchmarks", "gpqa_diamond"]) == 0
+    assert {path.name for path in (tmp_path / "runs/eval").iterdir()} == {"tiny", "a-model", "b-model"}
+    assert main(["report", "runs/eval/a-model", "--show", "1"]) == 0
+    assert "gpqa_diamond, problem 6" in capsys.readouterr().out
     assert main(["eval", "tiny", "--benchmarks", "amc", "--template", "qwem"]) == 2
     assert "evaluation.data.template: want 'own', 'qwen'" in capsys.readouterr().err
 

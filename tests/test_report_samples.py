@@ -72,6 +72,12 @@ def test_the_newest_samples_in_the_terminal(tmp_path: Path, capsys: pytest.Captu
     assert "old" in capsys.readouterr().out
     assert main(["report", str(tmp_path / "run"), "--show", "0"]) == 2
     assert "want --show at least 1; got 0" in capsys.readouterr().err
+    for name in ("config.yaml", "metrics.jsonl"):  # as in a folder of `rlplus eval MODEL`
+        (tmp_path / "run" / name).unlink()
+    keep(tmp_path / "run/samples", "evaluation-0-0-000000", kept(step=None, benchmark="amc"))
+    assert main(["report", str(tmp_path / "run"), "--show", "2"]) == 0
+    out, _ = capsys.readouterr()
+    assert out.index("amc, problem 7") < out.index("step 10, problem 7")
     for path in (tmp_path / "run/samples").iterdir():
         path.unlink()
     assert main(["report", str(tmp_path / "run"), "--show", "1"]) == 2
