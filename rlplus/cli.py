@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="curves and tables of runs as one HTML file")
     report.add_argument("runs", nargs="+", metavar="RUN", help="output folders of runs")
     report.add_argument("-o", "--output", default="report.html", help="default: report.html")
-    report.add_argument("--show", type=int, metavar="N", help="print each run's N newest samples, write no file")
+    report.add_argument("--show", type=int, metavar="N", help="print the N newest samples of each, write no file")
     report.set_defaults(run=_report)
 
     demo = commands.add_parser("demo", help="train a small model with GRPO and RL-PLUS and compare them")
@@ -347,7 +347,9 @@ def _evaluated(args: argparse.Namespace) -> tuple[Path, list[str]]:
     overrides = [f"{key}={value}" for key, value in options.items() if value is not None]
     if (model := _model(args)) is None:
         return Path(args.config), [*overrides, *args.overrides]
-    own = [f"model.path={model}", f"output_dir=runs/eval/{Path(model).name}"]
+    path = Path(model).resolve()
+    name = f"{path.parent.name}-model" if path.name == "model" else path.name  # every run's is called model
+    own = [f"model.path={model}", f"output_dir=runs/eval/{name}"]
     own += ["evaluation.benchmarks=[]"] if args.data else []  # all that is in the file
     return Path(__file__).parent / "configs/eval.yaml", [*own, *overrides, *args.overrides]
 
@@ -367,16 +369,17 @@ def _report(args: argparse.Namespace) -> None:
         raise ValueError(f"want --show at least 1; got {args.show}")
     check_output_folder(Path(args.output).parent, "--output")
     _quiet_imports()
+    from rlplus.data import SAMPLES
     from rlplus.evaluation import Evaluation
     from rlplus.report import load_run, show_samples, write_report
     from rlplus.terminal import Terminal
 
     labels = _labels(args.runs)
-    runs = {label: load_run(folder) for label, folder in labels.items()}
-    if args.show is not None:
-        for run in runs.values():
-            show_samples(run, args.show, Terminal())
+    if args.show is not None:  # also what `rlplus eval` alone wrote, which is no run
+        for folder in labels.values():
+            show_samples(folder / SAMPLES, args.show, Terminal())
         return
+    runs = {label: load_run(folder) for label, folder in labels.items()}
     results: dict[str, dict[str, Evaluation]] = {}
     for label, folder in labels.items():
         for path in sorted(folder.glob("evaluation*.json")):

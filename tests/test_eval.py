@@ -46,7 +46,7 @@ def test_a_model_is_evaluated_without_a_configuration(tmp_path, monkeypatch, cap
     command = ["eval", *options, "--benchmarks", "gpqa_diamond,amc"]
     monkeypatch.setattr(TransformersEngine, "generate", dies)
     assert main(command) == 130
-    assert [path.name for path in run.rglob("*.*")] == ["evaluation-0-0-000000.parquet"]
+    assert [path.name for path in run.rglob("*.*")] == ["evaluation-amc-0-000000.parquet"]
     assert main(command) == 0
     assert len(scored) == 4
     assert {path.name for path in run.glob("*.*")} == {"evaluation-amc.json", "evaluation-gpqa_diamond.json"}
@@ -59,9 +59,19 @@ def test_a_model_is_evaluated_without_a_configuration(tmp_path, monkeypatch, cap
     for name, result in once.items():
         again = json.loads((run / f"evaluation-{name}.json").read_text())
         assert again == result | {"k": [1, 2]}
+    for benchmark in ("amc", "gpqa_diamond"):  # each by itself, from the same samples
+        assert main(["eval", *options, "--benchmarks", benchmark]) == 0
+    assert len(scored) == 4
     # The whole file, graded by the run's own reward: of the prompts three are in both benchmarks.
     assert main(["eval", *options, "evaluation.data.benchmark=null"]) == 0
     assert "│ 4 " in capsys.readouterr().out
+    # What tells runs' models apart is the name of the run.
+    for name in ("a", "b"):
+        write_tiny(tmp_path / name / "model")
+        assert main(["eval", f"{name}/model", *options[1:], "--benchmarks", "gpqa_diamond"]) == 0
+    assert {path.name for path in (tmp_path / "runs/eval").iterdir()} == {"tiny", "a-model", "b-model"}
+    assert main(["report", "runs/eval/a-model", "--show", "1"]) == 0
+    assert "gpqa_diamond, problem 6" in capsys.readouterr().out
     assert main(["eval", "tiny", "--benchmarks", "amc", "--template", "qwem"]) == 2
     assert "evaluation.data.template: want 'own', 'qwen'" in capsys.readouterr().err
 
@@ -82,6 +92,6 @@ def test_two_processes_share_an_evaluation(tmp_path):
     result = json.loads(output.read_text())
     assert (result["problems"], result["n"]) == (list(range(6)), [4] * 6)
     assert {path.name for path in output.parent.rglob("*.*")} == {
-        "both.json", "both-0-0-000000.parquet", "both-0-1-000000.parquet",
+        "both.json", "both-task-0-000000.parquet", "both-task-1-000000.parquet",
     }  # fmt: skip
     assert "of 3" in done.stderr

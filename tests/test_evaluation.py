@@ -20,7 +20,8 @@ from rlplus.config import load_config
 from rlplus.data import Example, byte_tokenizer, load_problems, read_kept
 from rlplus.evaluation import Evaluation, evaluate, join, result_table
 from rlplus.evaluation.kept import KeptCalls
-from rlplus.evaluation.sample import _calls, _reward, _Scorers
+from rlplus.evaluation.sample import _calls
+from rlplus.evaluation.scorers import Scorers, reward_of
 from rlplus.reward import Score
 from rlplus.rollout import Completion
 
@@ -182,7 +183,7 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(
     ]
     options: dict[str, Any] = {"samples": 4, "k": (1, 4), "temperature": 0.6, "max_tokens": 4, "seed": 5, "name": "toy"}
     whole = evaluate(ScriptedEngine(), score, problems, spell, **options)
-    kept = KeptCalls(tmp_path / "new/evaluation", byte_tokenizer(), "a")
+    kept = KeptCalls(tmp_path / "new/evaluation-toy", 0, byte_tokenizer(), "a")
 
     class Killed(ScriptedEngine):
         def generate(self, *args: Any, **settings: Any) -> list[list[Completion]]:
@@ -196,26 +197,33 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(
         return [call["seed"] for call in engine.calls]
 
     with pytest.raises(KeyboardInterrupt):
-        evaluate(Killed(), score, problems, spell, kept=kept.of(0, 0), **options)
-    assert seeds(kept.of(0, 0)) == [9]
-    assert seeds(kept.of(0, 0)) == []
-    samples = read_kept(tmp_path / "new/evaluation-0-0-000000.parquet")
+        evaluate(Killed(), score, problems, spell, kept=kept, **options)
+    assert seeds(kept) == [9]
+    assert seeds(kept) == []
+    samples = read_kept(tmp_path / "new/evaluation-toy-0-000000.parquet")
     assert [(r.problem, r.reward, r.status, r.response) for r in samples][3:6] == [
         (0, 0.0, "unparsed", "0 0 0 0"), (1, 1.0, "ok", "1 9"), (1, 1.0, "ok", "1 9"),
     ]  # fmt: skip
-    assert seeds(kept.of(1, 0)) == seeds(kept.of(0, 1)) == [5, 7, 9]
+    damaged = tmp_path / "new/evaluation-toy-0-000002.parquet"
+    content = damaged.read_bytes()
+    for damage in (content[:100], content[:4] + bytes(200) + content[204:]):  # no footer; a footer without its data
+        damaged.write_bytes(damage)
+        assert seeds(kept) == [7]
+    damaged.write_bytes(content[:100])
+    kept.remove_others()
+    assert not damaged.exists()
+    assert seeds(kept) == [7]
+    caplog.clear()
+    assert seeds(replace(kept, rank=1)) == [5, 7, 9]
     other = replace(kept, identity="b")
-    assert seeds(other.of(0, 0)) == [5, 7, 9]
-    assert seeds(replace(other, identity=None).of(0, 0)) == [5, 7, 9]
-    assert seeds(other.of(2, 0)) == [5, 7, 9]
-    (tmp_path / "new/evaluation-x-0-0-000000.parquet").touch()
+    assert seeds(other) == [5, 7, 9]
+    assert seeds(replace(other, identity=None)) == [5, 7, 9]
+    assert seeds(replace(other, rank=2)) == [5, 7, 9]
+    (tmp_path / "new/evaluation-toy-2-0-000000.parquet").touch()  # of a benchmark toy-2
     other.remove_others()
-    names = {path.name for path in (tmp_path / "new").iterdir()}
-    assert names == {
-        "evaluation-x-0-0-000000.parquet",
-        *(f"evaluation-2-0-00000{first}.parquet" for first in (0, 2, 4)),
-    }
-    assert "removed 9 files" in caplog.text
+    left = {path.stem for path in (tmp_path / "new").iterdir()}
+    assert left == {"evaluation-toy-2-0-000000", *(f"evaluation-toy-2-00000{first}" for first in (0, 2, 4))}
+    assert "removed 6 files" in caplog.text
 
 
 def test_long_responses_are_drawn_in_smaller_calls() -> None:
@@ -229,10 +237,10 @@ def test_a_benchmark_has_its_grader_whatever_the_runs_reward(tmp_path: Path) -> 
     evaluation = {"data": data, "benchmarks": ["amc", "gpqa_diamond"]}
     config = run_config(tmp_path, evaluation=evaluation | {"math_grader": "math_verify_strict"})
     for name, kind in {"amc": "math_verify_strict", "gpqa_diamond": "choice", "other": "exact_match"}.items():
-        assert _reward(config, name).description == kind
+        assert reward_of(config, name).description == kind
     texts = {"amc": [r"\boxed{3+4}", r"\boxed{7}"], "gpqa_diamond": ["ANSWER: C", "**(d)**"]}
     answers = {"amc": ["7", "7"], "gpqa_diamond": ["C", "C"]}
-    with _Scorers(config) as scorers:
+    with Scorers(config) as scorers:
         for name in texts:
             assert [score.value for score in scorers.of(name)(texts[name], answers[name])] == [
                 float(name != "amc"), float(name == "amc"),

@@ -92,17 +92,17 @@ def test_later_steps_and_unfinished_files_are_dropped(tmp_path: Path) -> None:
     names = [
         "step-000001",
         "step-000002",
-        "step-000002-0-1-000000",
+        "step-000002-amc-1-000000",
         "step-000010",
-        "step-000011-1-0-000000",
-        "evaluation-0-0-000000",
+        "step-000011-amc-0-000000",
+        "evaluation-amc-0-000000",
     ]
     for name in names:
         (tmp_path / f"{name}.parquet").touch()
     (tmp_path / "step-000002.unfinished").touch()
     drop_kept(tmp_path, after=2)
     left = sorted(path.stem for path in tmp_path.iterdir())
-    assert left == ["evaluation-0-0-000000", "step-000001", "step-000002", "step-000002-0-1-000000"]
+    assert left == ["evaluation-amc-0-000000", "step-000001", "step-000002", "step-000002-amc-1-000000"]
     assert list(kept_steps(tmp_path).values()) == [1, 2, 2]
     drop_kept(tmp_path / "none", after=0)
 
@@ -204,11 +204,11 @@ def test_evaluations_keep_all_samples(tmp_path: Path) -> None:
     path.write_text(config.to_yaml())
     assert main(["train", str(path)]) == 0
     (name,) = {path.name for path in (tmp_path / "run/samples").iterdir() if path.name.count("-") > 1}
-    assert name == "step-000003-0-0-000000.parquet"
+    assert name == "step-000003-task-0-000000.parquet"
     assert main(["eval", str(path), "evaluation.samples=1"]) == 0
     assert main(["eval", str(path)]) == 0  # replaces the earlier one's
     result = json.loads((tmp_path / "run/evaluation.json").read_text())
-    evaluated = read_kept(tmp_path / "run/samples/evaluation-0-0-000000.parquet")
+    evaluated = read_kept(tmp_path / "run/samples/evaluation-task-0-000000.parquet")
     assert [one.problem for one in evaluated] == [i for i in range(6) for _ in range(2)]
     assert {(one.step, one.benchmark) for one in evaluated} == {(None, "task")}
     assert sum(one.reward == 1 for one in evaluated) == sum(result["correct"])

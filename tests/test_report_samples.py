@@ -32,7 +32,7 @@ def test_the_samples_of_a_page_are_few_and_long_ones_are_cut_in_the_middle(tmp_p
     length = HEAD + TAIL + 5
     long = kept(step=40, tokens=[f"{i} " for i in range(length)], logprob=[-0.1] * length, external=[False] * length)
     keep(tmp_path, "step-000040", replace(long, entropy=None, advantage=None, exploration_weight=None))
-    keep(tmp_path, "step-000040-0-0-000000", *[kept(step=40)] * 9)  # an evaluation between steps
+    keep(tmp_path, "step-000040-amc-0-000000", *[kept(step=40)] * 9)  # an evaluation between steps
     found = moments(run(samples=tmp_path))
     assert [moment.name for moment in found][0::5] == ["step 1", "step 40"]
     assert len(found) == MOST_STEPS == count(found)
@@ -45,7 +45,7 @@ def test_the_samples_of_a_page_are_few_and_long_ones_are_cut_in_the_middle(tmp_p
 
 def test_samples_of_an_evaluation_are_right_and_wrong_ones(tmp_path: Path) -> None:
     samples = [kept(step=None, benchmark="aime", problem=i // 8, reward=float(i % 8 == 5)) for i in range(80)]
-    keep(tmp_path, "evaluation-0-0-000000", *samples)
+    keep(tmp_path, "evaluation-amc-0-000000", *samples)
     (moment,) = moments(run(samples=tmp_path))
     assert moment.name == "evaluation on aime"
     assert [(group.problem, [one.verdict for one in group.members]) for group in moment.groups] == [
@@ -72,6 +72,12 @@ def test_the_newest_samples_in_the_terminal(tmp_path: Path, capsys: pytest.Captu
     assert "old" in capsys.readouterr().out
     assert main(["report", str(tmp_path / "run"), "--show", "0"]) == 2
     assert "want --show at least 1; got 0" in capsys.readouterr().err
+    for name in ("config.yaml", "metrics.jsonl"):  # as in a folder of `rlplus eval MODEL`
+        (tmp_path / "run" / name).unlink()
+    keep(tmp_path / "run/samples", "evaluation-amc-0-000000", kept(step=None, benchmark="amc"))
+    assert main(["report", str(tmp_path / "run"), "--show", "2"]) == 0
+    out, _ = capsys.readouterr()
+    assert out.index("amc, problem 7") < out.index("step 10, problem 7")
     for path in (tmp_path / "run/samples").iterdir():
         path.unlink()
     assert main(["report", str(tmp_path / "run"), "--show", "1"]) == 2

@@ -116,6 +116,9 @@ def starts(text, answer):
 def level(text, answer, difficulty, *, topic="none"):
     return difficulty * (topic == "sums") * (text == answer)
 
+def same(text, answer):
+    return text == answer
+
 def everything(text, answer, **columns):
     return float(sorted(columns) == ["difficulty", "topic"])
 """
@@ -137,6 +140,9 @@ def test_rewards_add_up_with_their_weights(own: None) -> None:
     assert config.description == "1 exact_match + 0.25 own_rewards:starts"
     with Scorer(reward_config(function=["exact_match", "own_rewards:starts"], workers=1)) as scorer:
         assert [score.value for score in scorer(["<7", "7"], ["<7", "7"])] == [2.0, 1.0]
+    parts = {"exact_match": 0.6, "own_rewards:starts": 0.3, "own_rewards:same": 0.1}
+    with Scorer(reward_config(function=parts, workers=1)) as scorer:
+        assert scorer(["<7"], ["<7"])[0].value == 1, "want 1 or more, as a right response has"
 
 
 def test_columns_are_arguments_by_name(own: None) -> None:

@@ -96,7 +96,7 @@ def test_tests_behind_the_code_must_be_reached(sandbox: Sandbox) -> None:
 def test_what_is_no_program_and_what_is_no_test(closed: Sandbox) -> None:
     grade = code_grader(closed)
     assert grade("no code", json.dumps({"after": ""}), {})[1] == "unparsed"
-    for answer in ("", "7", "{}", '{"cases": 3}', '{"cases": [["a"]]}'):
+    for answer in ("", "7", "{}", '{"cases": 3}', '{"cases": [["a"]]}', '{"cases": []}'):
         assert grade(block("pass"), answer, {})[1] == "bad_gold"
 
 
@@ -105,6 +105,10 @@ def test_extract_code() -> None:
     assert extract_code("```python\nx = 1\n```\n```\ny\n```") == "x = 1\n"
     assert extract_code("```\nx\n```\n```py\ny\n```") == "y\n"
     assert extract_code("```\nx\n```") == "x\n"
+    assert extract_code("```python3\nx\n```\nThen:\n```\ny\n```") == "x\n"
+    assert extract_code("```Python title=a\nx\n```") == "x\n"
+    assert extract_code("```bash\npip\n```\nprose\n```\nx\n```") == "x\n", "want no text between two blocks"
+    assert extract_code("```cpp\nint x;\n```") is None
     assert extract_code("no block") is None
 
 
@@ -196,11 +200,12 @@ def test_processes_that_leave_are_ended(sandbox: Sandbox, tmp_path: Path) -> Non
     code = f"""
 import os, subprocess
 subprocess.Popen(["sleep", "{mark}"], start_new_session=True)
-if os.fork() == 0:
-    os.setsid()
+for _ in range(6):  # some still fork when the first are killed
     if os.fork() == 0:
-        os.execvp("sleep", ["sleep", "{mark}"])
-    os._exit(0)
+        os.setsid()
+        if os.fork() == 0:
+            os.execvp("sleep", ["sleep", "{mark}"])
+        os._exit(0)
 print("done", flush=True)
 """
 
@@ -261,6 +266,31 @@ def test_a_folder_in_memory_has_a_limit(closed: Sandbox) -> None:
     ((ended_well, said),) = run(closed, code)
     assert not ended_well
     assert "No space left" in said
+
+
+UNCOUNTED = {
+    "memfd": "import os\nf = os.memfd_create('a')\nwhile True: os.write(f, bytes(1 << 20))",
+    "segments": """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.shmget(0, 1 << 20, 0o1600) >= 0, ctypes.get_errno()
+""",
+    "queues": "import ctypes\nassert ctypes.CDLL(None).msgget(0, 0o1600) >= 0",
+    "shared mapping": "import mmap\nx = mmap.mmap(-1, 1 << 20)",
+    "zero": "import mmap\nwith open('/dev/zero', 'r+b') as f: x = mmap.mmap(f.fileno(), 1 << 20)",
+}
+
+
+@pytest.mark.parametrize("way", UNCOUNTED)
+def test_memory_of_no_process_is_refused(sandbox: Sandbox, way: str) -> None:
+    """What belongs to no process is in no sum over processes, and outlives each of them."""
+    if way == "zero" and sandbox.kind != "namespaces":
+        return
+    ((ended_well, said),) = run(sandbox, UNCOUNTED[way])
+    assert not ended_well
+    assert said.startswith(("PermissionError", "AssertionError", "FileNotFoundError"))
+    private = "import mmap\nx = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE)\nprint(input(), len(x))"
+    assert run(sandbox, private, "a", "b") == [(True, "a 1048576\n"), (True, "b 1048576\n")]
 
 
 def test_a_program_cannot_read_what_its_parents_have(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Samples that a run keeps to be read: prompts, responses, and what is known of each token, as Parquet files.
 
 `output_dir/samples/` has step-<step>.parquet for the groups of a step. Of an evaluation after the step it has a file
-per call of the engine: step-<step>-<the benchmark's number>-<rank>-<the first problem's number>.parquet.
+per call of the engine: step-<step>-<benchmark>-<rank>-<the first problem's number>.parquet.
 """
 
 import os

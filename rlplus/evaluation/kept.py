@@ -1,18 +1,22 @@
 """The samples of an evaluation, kept to be read, and so that a killed evaluation resumes where it stopped."""
 
+import hashlib
 import logging
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import isnan, nan
 from pathlib import Path
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from rlplus.config import Config
 from rlplus.data import Example, KeptSample, kept_facts, read_kept, token_texts, write_kept
+from rlplus.evaluation.scorers import reward_of
 from rlplus.reward import Score
 from rlplus.rollout import Completion
+from rlplus.trainer.folder import surroundings
 
 logger = logging.getLogger(__name__)
 
@@ -44,30 +48,29 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptCalls:
-    """A file per call of the engine, named <start>-<the first problem's number>.parquet.
+    """The samples of a benchmark: a file per call of the engine, <start>-<rank>-<the first problem's number>.parquet.
 
     identity: a hash of everything that determines the samples; the files of another evaluation are not read, and with
     None no file is. step: of the training whose weights are evaluated.
     """
 
     start: Path
+    rank: int
     tokenizer: PreTrainedTokenizerBase
     identity: str | None
     step: int | None = None
 
-    def of(self, benchmark: int, rank: int) -> "KeptCalls":
-        """Those of one benchmark, by its number, and of a rank."""
-        return replace(self, start=_added(self.start, f"-{benchmark}-{rank}"))
-
     def remove_others(self) -> None:
-        """Remove the files of other evaluations, of all benchmarks and ranks."""
-        ours = re.compile(rf"{re.escape(self.start.name)}-\d+-\d+-\d+\.parquet")
+        """Remove the files of other evaluations and damaged ones, of all ranks. For one rank to call."""
+        ours = re.compile(rf"{re.escape(self.start.name)}-\d+-\d+\.parquet")
         files = [path for path in self.start.parent.glob("*.parquet") if ours.fullmatch(path.name)]
-        same = [path for path in files if kept_facts(path).get("identity") == self.identity]
+        same = [path for path in files if _facts_of(path).get("identity") == self.identity]
         for path in set(files).difference(same):
             path.unlink(missing_ok=True)
         if others := len(files) - len(same):
-            logger.warning("removed %d files of %s-*: they are of another model, data or settings", others, self.start)
+            logger.warning(
+                "removed %d files of %s-*: they are damaged, or of another model, data or settings", others, self.start
+            )
         if same:
             logger.info("resuming with the %d calls in %s-*", len(same), self.start)
 
@@ -76,13 +79,18 @@ class KeptCalls:
         path = self._path(first)
         if self.identity is None or not path.is_file():
             return None
-        if not self._facts(stop).items() <= (facts := kept_facts(path)).items():
+        if not self._facts(stop).items() <= (facts := _facts_of(path)).items():
+            return None
+        try:
+            samples = read_kept(path)
+        except ValueError as error:
+            logger.warning("its samples are drawn again: %s", error)
             return None
         return Call(
             float(facts["seconds"]),
             [
                 Graded(nan if kept.reward is None else kept.reward, kept.status, len(kept.tokens), kept.truncated)
-                for kept in read_kept(path)
+                for kept in samples
             ],
         )
 
@@ -92,7 +100,7 @@ class KeptCalls:
         write_kept(self._path(first), samples, self._facts(stop) | {"seconds": repr(seconds)})
 
     def _path(self, first: int) -> Path:
-        return _added(self.start, f"-{first:06d}.parquet")
+        return self.start.with_name(f"{self.start.name}-{self.rank}-{first:06d}.parquet")
 
     def _facts(self, stop: int) -> dict[str, str]:
         return {"identity": self.identity or "", "stop": str(stop)}
@@ -114,5 +122,35 @@ class KeptCalls:
         )
 
 
-def _added(path: Path, end: str) -> Path:
+def _facts_of(path: Path) -> dict[str, str]:
+    """The facts of a file; none of a damaged one."""
+    try:
+        return kept_facts(path)
+    except ValueError:
+        return {}
+
+
+def added(path: Path, end: str) -> Path:
+    """The path with something behind its name."""
     return path.with_name(path.name + end)
+
+
+def identity(config: Config, model: Path, benchmark: str, problems: Sequence[Example], ranks: int) -> str:
+    """A hash of everything that determines the samples of a benchmark and their grades."""
+    settings = config.model_dump(
+        include={"model", "rollout", "evaluation"}, exclude={"evaluation": {"k", "every", "benchmarks"}}
+    )
+    weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(model.glob("*"))]
+    asked = [(benchmark, e.prompt, e.answer, e.rows, dict(e.columns)) for e in problems]
+    everything = (
+        settings,
+        reward_of(config, benchmark),
+        surroundings(config),
+        str(model),
+        weights,
+        asked,
+        config.data.response_prefix,
+        config.train.seed,
+        ranks,
+    )
+    return hashlib.sha256(repr(everything).encode(errors="surrogatepass")).hexdigest()

@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -165,11 +165,15 @@ def result_files(output: Path, benchmarks: Sequence[str]) -> dict[str, Path]:
     """A file per benchmark: `output` for a single one, else files next to it, named after the benchmarks."""
     if len(benchmarks) == 1:
         return {benchmarks[0]: output}
-    paths: dict[str, Path] = {}
+    return {name: output.with_stem(f"{output.stem}-{part}") for name, part in file_parts(benchmarks).items()}
+
+
+def file_parts(benchmarks: Iterable[str]) -> dict[str, str]:
+    """What each benchmark is called in names of files: no two the same."""
+    parts: dict[str, str] = {}
     for name in benchmarks:
-        safe = re.sub(r"[^\w.-]", "_", name)[:LONGEST_NAME]
-        stem = f"{output.stem}-{safe}"
-        while (path := output.with_stem(stem)) in paths.values():
-            stem += "_"
-        paths[name] = path
-    return paths
+        part = re.sub(r"[^\w.-]", "_", name)[:LONGEST_NAME]
+        while part in parts.values():
+            part += "_"
+        parts[name] = part
+    return parts

@@ -1,37 +1,39 @@
 """Sampling of every problem, grading and counting: between two steps of a run, or of a finished model."""
 
-import hashlib
 import logging
 import math
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import Any
 
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from rlplus import agree
-from rlplus.config import BENCHMARKS, Config, RewardConfig, check_evaluation_files
+from rlplus.config import Config, check_evaluation_files
 from rlplus.data import SAMPLES, Example, load_problems, load_tokenizer, response_text
-from rlplus.evaluation.kept import Answer, Call, Graded, KeptCalls
+from rlplus.evaluation.kept import Answer, Call, Graded, KeptCalls, added, identity
 from rlplus.evaluation.known import known_benchmarks, refusal
-from rlplus.evaluation.results import Evaluation, join
+from rlplus.evaluation.results import Evaluation, file_parts, join
+from rlplus.evaluation.scorers import Scorers, reward_of
 from rlplus.learner import prepare_model
 from rlplus.reward import Score, Scorer
 from rlplus.rollout import Completion, Respond, RolloutEngine, make_engine, make_respond, respond
 from rlplus.trainer import Evaluate, Run
-from rlplus.trainer.folder import surroundings
 from rlplus.trainer.ranks import initialize_distributed
 
 _COMPLETIONS_A_CALL = 4096  # bounds what is held as Python lists at a time
 _TOKENS_A_CALL = 1 << 23  # at most, and so what a killed evaluation loses: 1024 responses of 8192 tokens
+
+# Where to keep the samples of a benchmark, given its name, what it is called in names of files, and its problems.
+Keep = Callable[[str, str, Sequence[Example]], KeptCalls]
 
 logger = logging.getLogger(__name__)
 
@@ -156,43 +158,6 @@ def _calls(counts: Sequence[int], max_tokens: int) -> Iterator[tuple[int, int]]:
     yield start, len(counts)
 
 
-class _Scorers:
-    """The scorers of an evaluation's benchmarks, started at first use. A context manager."""
-
-    def __init__(self, config: Config, run: Scorer | None = None) -> None:
-        """run: the scorer of the run's own reward, which is reused and stays open."""
-        self._config = config
-        self._stack = ExitStack()
-        self._made = {} if run is None else {_key(config.reward, config.data.columns): run}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def of(self, benchmark: str) -> Scorer:
-        assert self._config.evaluation.data is not None
-        reward = _reward(self._config, benchmark)
-        columns = self._config.evaluation.data.columns
-        if (key := _key(reward, columns)) not in self._made:
-            self._made[key] = self._stack.enter_context(Scorer(reward, columns))
-        return self._made[key]
-
-
-def _key(reward: RewardConfig, columns: Sequence[str]) -> tuple[str, ...]:
-    return reward.model_dump_json(), *columns
-
-
-def _reward(config: Config, benchmark: str) -> RewardConfig:
-    """The benchmark's own grader if the configuration names the benchmark, else the run's reward."""
-    if benchmark not in config.evaluation.benchmarks:
-        return config.reward
-    entry = BENCHMARKS[benchmark]
-    kind = config.evaluation.math_grader if entry.mathematical else entry.grader
-    return config.reward.model_copy(update={"kind": kind, "function": None, "pattern": None})
-
-
 def evaluator(config: Config) -> Evaluate | None:
     """The function that `train` calls every `evaluation.every` steps: pass@k by benchmark, as <benchmark>/pass@<k>.
 
@@ -206,8 +171,12 @@ def evaluator(config: Config) -> Evaluate | None:
 
     def evaluate_run(run: Run) -> dict[str, float]:
         step = run.progress.step + 1  # which the weights are of
-        kept = KeptCalls(run.folder.path / SAMPLES / f"step-{step:06d}", tokenizer, None, step)
-        return _passed(_evaluate_run(config, run, problems, kept if config.log.samples_every else None))
+        start = run.folder.path / SAMPLES / f"step-{step:06d}"
+
+        def keep(_: str, part: str, __: Sequence[Example]) -> KeptCalls:
+            return KeptCalls(added(start, f"-{part}"), run.rank, tokenizer, None, step)
+
+        return _passed(_evaluate_run(config, run, problems, keep if config.log.samples_every else None))
 
     return evaluate_run
 
@@ -234,12 +203,10 @@ def validator(config: Config) -> Evaluate | None:
     return validate
 
 
-def _evaluate_run(
-    config: Config, run: Run, problems: Sequence[Example], kept: KeptCalls | None
-) -> dict[str, Evaluation]:
+def _evaluate_run(config: Config, run: Run, problems: Sequence[Example], keep: Keep | None) -> dict[str, Evaluation]:
     """Results of the policy that a run trains, by benchmark. Collective."""
-    with _Scorers(config, run.scorer) as scorers:
-        return _evaluate(config, run.engine.ask, scorers, problems, run.decode, run.respond, kept, run.rank, run.world)
+    with Scorers(config, run.scorer) as scorers:
+        return _evaluate(config, run.engine.ask, scorers, problems, run.decode, run.respond, keep, run.rank, run.world)
 
 
 def _passed(results: Mapping[str, Evaluation]) -> dict[str, float]:
@@ -271,9 +238,10 @@ def evaluate_model(
     problems = load_problems(config.evaluation, tokenizer)
     own = sum(len(examples[rank::ranks]) for examples in _by_benchmark(config, problems).values())
     progress(0, own)
+    keep = None if samples is None else partial(_kept_before, config, path, samples, tokenizer, rank, ranks)
     _, model_config = prepare_model(settings, path, config.train.seed)
     respond = make_respond(config.rollout.function, tokenizer, model_config.vocab_size)
-    with TemporaryDirectory() as folder, _Scorers(config) as scorers:
+    with TemporaryDirectory() as folder, Scorers(config) as scorers:
         model_config.save_pretrained(folder)
         # Nothing trains beside it, so it is always in this process and awake.
         alone = {"mode": "colocated", "server_url": None, "sleep": False}
@@ -290,10 +258,6 @@ def evaluate_model(
         )
         try:
             decode = partial(response_text, tokenizer, prefix=config.data.response_prefix)
-            kept = None
-            if samples is not None:
-                kept = KeptCalls(samples, tokenizer, _identity(config, path, problems, ranks))
-                kept.remove_others()
             return _evaluate(
                 config,
                 lambda ask: ask(engine),
@@ -301,7 +265,7 @@ def evaluate_model(
                 problems,
                 decode,
                 respond,
-                kept,
+                keep,
                 rank,
                 ranks,
                 progress=lambda done: progress(done, own),
@@ -310,24 +274,24 @@ def evaluate_model(
             engine.close()
 
 
-def _identity(config: Config, model: Path, problems: Sequence[Example], ranks: int) -> str:
-    """A hash of everything that determines the samples and their grades."""
-    settings = config.model_dump(
-        include={"model", "reward", "rollout", "evaluation"}, exclude={"evaluation": {"k", "every"}}
-    )
-    weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(model.glob("*"))]
-    asked = [(e.benchmark, e.prompt, e.answer, e.rows, dict(e.columns)) for e in problems]
-    everything = (
-        settings,
-        surroundings(config),
-        str(model),
-        weights,
-        asked,
-        config.data.response_prefix,
-        config.train.seed,
-        ranks,
-    )
-    return hashlib.sha256(repr(everything).encode(errors="surrogatepass")).hexdigest()
+def _kept_before(
+    config: Config,
+    model: Path,
+    samples: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    rank: int,
+    ranks: int,
+    name: str,
+    part: str,
+    examples: Sequence[Example],
+) -> KeptCalls:
+    """Where `evaluate_model` keeps a benchmark's samples, without those of another evaluation. Collective."""
+    kept = KeptCalls(added(samples, f"-{part}"), rank, tokenizer, identity(config, model, name, examples, ranks))
+    if rank == 0:
+        kept.remove_others()
+    if ranks > 1:
+        agree.barrier()  # a file may not vanish while another rank reads it, or be one it has just written
+    return kept
 
 
 def _by_benchmark(config: Config, problems: Sequence[Example]) -> dict[str, list[Example]]:
@@ -343,11 +307,11 @@ def _by_benchmark(config: Config, problems: Sequence[Example]) -> dict[str, list
 def _evaluate(
     config: Config,
     ask: Callable[[Callable[[RolloutEngine], Evaluation | None]], Evaluation | None],
-    scorers: _Scorers,
+    scorers: Scorers,
     problems: Sequence[Example],
     decode: Callable[[Sequence[int]], str],
     respond: Respond,
-    kept: KeptCalls | None,
+    keep: Keep | None,
     rank: int = 0,
     ranks: int = 1,
     progress: Callable[[int], None] = lambda done: None,
@@ -355,7 +319,8 @@ def _evaluate(
     """Results by benchmark. Collective."""
     settings = config.evaluation
     results, before = {}, 0
-    for number, (name, examples) in enumerate(_by_benchmark(config, problems).items()):
+    benchmarks = _by_benchmark(config, problems)
+    for (name, examples), part in zip(benchmarks.items(), file_parts(benchmarks).values(), strict=True):
         own = examples[rank::ranks]
         question = partial(
             _sampled,
@@ -370,18 +335,18 @@ def _evaluate(
             name=name,
             respond=respond,
             progress=partial(_advance, progress, before),
-            kept=kept and kept.of(number, rank),
+            kept=keep and keep(name, part, examples),
         )
         before += len(own)
-        part = ask(question if own else lambda _: None)
-        parts = agree.gathered(part) if ranks > 1 else [part]
-        whole = join([part for part in parts if part is not None], seed=config.train.seed)
+        share = ask(question if own else lambda _: None)
+        shares = agree.gathered(share) if ranks > 1 else [share]
+        whole = join([share for share in shares if share is not None], seed=config.train.seed)
         note = scorers.of(name).note if own else ""
-        results[name] = replace(whole, grader=_reward(config, name).description + (f" ({note})" if note else ""))
+        results[name] = replace(whole, grader=reward_of(config, name).description + (f" ({note})" if note else ""))
     return results
 
 
-def _sampled(engine: RolloutEngine, scorers: _Scorers, name: str, **options: Any) -> Evaluation:
+def _sampled(engine: RolloutEngine, scorers: Scorers, name: str, **options: Any) -> Evaluation:
     return evaluate(engine, scorers.of(name), name=name, **options)
 
 

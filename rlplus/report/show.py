@@ -1,25 +1,25 @@
 """Kept samples in the terminal."""
 
-from math import exp
+from math import exp, inf
+from pathlib import Path
 
 from rich.text import Text
 
 from rlplus.data import KeptSample, kept_steps, read_kept
 from rlplus.errors import printable
-from rlplus.report.runs import RunData
 from rlplus.terminal import Terminal
 
 UNLIKELY, SURPRISING = 0.5, 0.1  # probabilities below which a token is set apart
 
 
-def show_samples(run: RunData, most: int, terminal: Terminal) -> None:
-    """Print the samples of the newest steps that have any, so many at most, and the tokens that were unlikely.
+def show_samples(folder: Path, most: int, terminal: Terminal) -> None:
+    """Print the newest samples in a run's `samples/`, so many at most, and the tokens that were unlikely.
 
-    ValueError where the run kept none.
+    Those of the finished model's evaluation are newer than all steps. ValueError where the run kept none.
     """
-    steps = kept_steps(run.samples) if run.samples is not None else {}
+    steps = kept_steps(folder)
     left = most
-    for path in sorted(steps, key=lambda path: -steps[path]):
+    for path in sorted(folder.glob("*.parquet"), key=lambda path: (-steps.get(path, inf), path)):
         for sample in read_kept(path, left):
             terminal.print(f"{sample.heading}", style="bold")
             terminal.print(sample.prompt, style="dim")
@@ -28,7 +28,7 @@ def show_samples(run: RunData, most: int, terminal: Terminal) -> None:
         if not left:
             break
     if left == most:
-        raise ValueError(f"want a run that kept samples, as log.samples_every says; {run.samples} has none")
+        raise ValueError(f"want a run that kept samples, as log.samples_every says; {folder} has none")
     terminal.print(f"yellow: p < {UNLIKELY:g}, red: p < {SURPRISING:g}", style="dim")
 
 

@@ -26,7 +26,8 @@ def _weighted(graders: Sequence[tuple[Grader, float]]) -> Grader:
     def grade(text: str, answer: str, row: Mapping[str, Any]) -> Verdict:
         """The weighted sum, with the first status that is not "ok"."""
         verdicts = [grader(text, answer, row) for grader, _ in graders]
-        value = sum(weight * value for (_, weight), (value, _, _) in zip(graders, verdicts, strict=True))
+        # exactly rounded: 0.6 + 0.3 + 0.1 is below 1, which would make a right response wrong
+        value = math.fsum(weight * value for (_, weight), (value, _, _) in zip(graders, verdicts, strict=True))
         _, status, detail = next((verdict for verdict in verdicts if verdict[1] != "ok"), verdicts[0])
         return value, status, detail
 

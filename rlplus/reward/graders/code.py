@@ -15,8 +15,8 @@ from typing import Any
 from .base import Grader, Verdict
 from .sandbox import Sandbox
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-_PYTHON_BLOCK = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)  # the language, and what follows it; the code
+_PYTHON = ("python", "python3", "py", "py3")
 # Names that solutions rely on, as on the sites from which the problems are.
 _IMPORTS = (
     "import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys\n"
@@ -32,6 +32,8 @@ def code_grader(sandbox: Sandbox) -> Grader:
         try:
             tests = json.loads(answer)
             cases = None if "after" in tests else [(str(given), str(wanted)) for given, wanted in tests["cases"]]
+            if cases == []:
+                raise ValueError("no case")  # any code would pass
         except (ValueError, TypeError, KeyError) as error:
             return 0.0, "bad_gold", f'want {{"after": ...}} or {{"cases": ...}} as JSON, got {answer[:80]!r} ({error})'
         code = extract_code(text)
@@ -66,8 +68,11 @@ def _judge(sandbox: Sandbox, job: dict[str, Any], wanted: list[str]) -> Verdict:
 
 
 def extract_code(text: str) -> str | None:
-    """The last code block with a definition, else the last block; blocks marked as Python are preferred."""
-    blocks = _PYTHON_BLOCK.findall(text) or _BLOCK.findall(text)
+    """The last code block with a definition, else the last block: of those in Python, else of those in no language."""
+    found = [((marks.lower().split() or [""])[0], code) for marks, code in _BLOCK.findall(text)]
+    blocks = [code for language, code in found if language in _PYTHON] or [
+        code for language, code in found if not language
+    ]
     return next((block for block in reversed(blocks) if re.search(r"^\s*(?:def|class) ", block, re.M)), None) or (
         blocks[-1] if blocks else None
     )

@@ -1,0 +1,45 @@
+"""The grader of each benchmark."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Self
+
+from rlplus.config import BENCHMARKS, Config, RewardConfig
+from rlplus.reward import Scorer
+
+
+class Scorers:
+    """The scorers of an evaluation's benchmarks, started at first use. A context manager."""
+
+    def __init__(self, config: Config, run: Scorer | None = None) -> None:
+        """run: the scorer of the run's own reward, which is reused and stays open."""
+        self._config = config
+        self._stack = ExitStack()
+        self._made = {} if run is None else {_key(config.reward, config.data.columns): run}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def of(self, benchmark: str) -> Scorer:
+        assert self._config.evaluation.data is not None
+        reward = reward_of(self._config, benchmark)
+        columns = self._config.evaluation.data.columns
+        if (key := _key(reward, columns)) not in self._made:
+            self._made[key] = self._stack.enter_context(Scorer(reward, columns))
+        return self._made[key]
+
+
+def _key(reward: RewardConfig, columns: Sequence[str]) -> tuple[str, ...]:
+    return reward.model_dump_json(), *columns
+
+
+def reward_of(config: Config, benchmark: str) -> RewardConfig:
+    """The benchmark's own grader if the configuration names the benchmark, else the run's reward."""
+    if benchmark not in config.evaluation.benchmarks:
+        return config.reward
+    entry = BENCHMARKS[benchmark]
+    kind = config.evaluation.math_grader if entry.mathematical else entry.grader
+    return config.reward.model_copy(update={"kind": kind, "function": None, "pattern": None})
