@@ -91,9 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--benchmarks", help="names with commas, such as aime24,gpqa_diamond: evaluation.benchmarks")
     evaluate.add_argument("--data", help="file with the problems, in place of the hub: evaluation.data.path")
     evaluate.add_argument("--template", help="own, qwen, simplerl, prime or none: evaluation.data.template")
-    evaluate.add_argument(
-        "--output", help="JSON file for the result (one a benchmark); default: output_dir/evaluation.json"
-    )
+    evaluate.add_argument("--output", help="JSON file, or one a benchmark; default: output_dir/evaluation.json")
     evaluate.set_defaults(run=_eval)
 
     plan = commands.add_parser("plan", help="memory of each GPU by part, and a rough time, before a run")

@@ -1,12 +1,15 @@
-"""One training step on packed rows of a long context, as a separate process; prints its measurements as JSON.
+"""One training step on packed rows of a long context, as a separate process; prints the ranks' measurements as JSON.
 
-    python tests/long_context.py FOLDER {fused,naive} TOKENS [SEQUENCES]
+    python tests/long_context.py FOLDER write TOKENS
+    python tests/long_context.py FOLDER {fused,naive} TOKENS SEQUENCES PRESET
 
-fused: the trainer's own path, `Policy` on `make_micro_batches`: DeepSpeed, packed rows, the fused head. naive:
-the same model and batch with whole logits, as `log_softmax(lm_head(hidden))`. RSS is the process's high-water mark.
+write: the model, once, before the others. fused: the trainer's own path, `Policy` on `make_micro_batches`: DeepSpeed,
+packed rows, the fused head; under torchrun with ZeRO-3 and sequence parallelism over all ranks. naive: the same model
+and batch with whole logits, as `log_softmax(lm_head(hidden))`. RSS is the process's high-water mark.
 """
 
 import json
+import math
 import resource
 import sys
 import time
@@ -14,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
+from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import MicroBatch, Sample, byte_tokenizer
 from rlplus.learner import make_micro_batches
@@ -26,43 +31,55 @@ VOCABULARY = 151_936  # Qwen2.5-Math-7B's
 
 
 def write_model(folder: Path, tokens: int) -> None:
-    """A Qwen2 that is thin and has the real vocabulary."""
+    """A Qwen2 that is thin and has the real vocabulary. Its attention is far from uniform."""
     torch.manual_seed(0)
     model = Qwen2Config(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         max_position_embeddings=tokens,
         rope_parameters={"rope_type": "default", "rope_theta": 40000.0},
+        initializer_range=0.3,
         tie_word_embeddings=False,
     )
     Qwen2ForCausalLM(model).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
 
 
-def make_config(folder: Path, tokens: int) -> Config:
+def make_config(folder: Path, tokens: int, preset: str) -> Config:
+    ranks = dist.get_world_size()
+    stage = 3 if ranks > 1 else 1
+    shared = {"sequence_parallel": ranks, "zero_stage": stage, "tokens_per_micro_batch": tokens // ranks}
     return Config.model_validate(
         {
             "output_dir": str(folder / "run"),
             "model": {"path": str(folder), "dtype": "float32", "gradient_checkpointing": True},
-            "data": {"path": "-", "demonstration": "demonstration", "max_prompt_length": 8},
+            "data": {"path": "-", "demonstration": "d", "behavior_logprob": "b", "max_prompt_length": 8},
             "reward": {"kind": "exact_match"},
             "rollout": {"engine": "transformers", "max_response_length": tokens - 8},
-            "train": {"steps": 1, "prompts_per_step": 1, "tokens_per_micro_batch": tokens, "lr": 1e-3},
+            "algorithm": {"preset": preset},
+            "train": {"steps": 1, "prompts_per_step": 1, "lr": 1e-3} | shared,
         }
     )
 
 
-def make_samples(tokens: int, sequences: int) -> list[Sample]:
-    """Sequences that fill one row, of random tokens."""
+def make_samples(tokens: int, sequences: int, demonstrates: bool) -> list[Sample]:
+    """Sequences that fill one row, of random tokens and advantages.
+
+    demonstrates: whether the first half of the first one is demonstrated. Its author's probabilities are uniform: with
+    larger ones, such as those of the estimate, the importance weights of random tokens would be almost 0.
+    """
     generator = torch.Generator().manual_seed(1)
-    samples = []
+    length, samples = tokens // sequences - 8, []
     for i in range(sequences):
-        response = torch.randint(VOCABULARY, (tokens // sequences - 8,), generator=generator).tolist()
-        samples.append(Sample([1] * 8, response, 0, i == 0, False, None, advantage=1.0 if i % 2 else -1.0))
+        response = torch.randint(VOCABULARY, (length,), generator=generator).tolist()
+        external = [demonstrates and i == 0 and j < length // 2 for j in range(length)]
+        advantage = torch.randn(length, generator=generator).tolist()
+        samples.append(Sample([1] * 8, response, 0, external, False, None, advantage=advantage))
+        samples[-1].behavior_logprob = [-math.log(VOCABULARY)] * length
     return samples
 
 
@@ -78,32 +95,34 @@ def naive_update(policy: Policy, batch: MicroBatch) -> None:
 
 
 def main() -> None:
-    folder, kind, tokens = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    sequences = int(sys.argv[4]) if len(sys.argv) > 4 else 1
-    config = make_config(folder, tokens)
+    folder, kind, tokens, sequences, preset = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5]), sys.argv[5]
     initialize_distributed()
-    objective = config.algorithm.resolve().objective
-    policy = Policy(config, str(folder), AutoConfig.from_pretrained(folder))
+    config = make_config(folder, tokens, preset)
     algorithm = config.algorithm.resolve()
-    (batch,) = make_micro_batches(make_samples(tokens, sequences), algorithm, config, 0, policy.device)
+    policy = Policy(config, str(folder), AutoConfig.from_pretrained(folder))
+    samples = make_samples(tokens, sequences, algorithm.demonstrates)
+    (batch,) = make_micro_batches(samples if dist.get_rank() == 0 else [], algorithm, config, 0, policy.device)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    start = time.perf_counter()
+    start, result = time.perf_counter(), dict[str, float]()
     if kind == "fused":
-        policy.accumulate([batch], objective)
+        (out,) = policy.accumulate([batch], algorithm.objective)
         applied = policy.step()
         assert applied
+        result = {"loss": float(out.loss), "logprob": float(out.logprob.double().sum())}
     else:
         naive_update(policy, batch)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    result = {
+    result |= {
         "tokens": batch.tokens,
         "rows": len(batch.target),
         "seconds": time.perf_counter() - start,
         "step_bytes": peak - before,
         "peak_rss": peak,
-        "grad_norm": policy.grad_norm,
+        "grad_norm": policy.grad_norm or 0.0,
     }
-    sys.stdout.write(json.dumps(result) + "\n")
+    ranks = agree.gathered(result)
+    if dist.get_rank() == 0:
+        sys.stdout.write(json.dumps(ranks) + "\n")
 
 
 if __name__ == "__main__":

@@ -335,9 +335,9 @@ def statistics_by_sample(folder: Path, name: str) -> list[Tensor]:
     return by_sample(all_samples()[:7], statistics, config, 256, policy.device)
 
 
-def refilled_run(folder: Path) -> list[dict[str, float]]:
+def refilled_run(folder: Path, name: str) -> list[dict[str, float]]:
     """The metrics of a few steps of DAPO, in which each rank leaves out groups of its own."""
-    config = run_config(folder, "refilled", algorithm={"preset": "dapo"}, train={"steps": 4, "prompts_per_update": 2})
+    config = run_config(folder, name, algorithm={"preset": "dapo"}, train={"steps": 4, "prompts_per_update": 2})
     agree.barrier()  # the ranks write the same file of prompts
 
     def draw_rewards(samples: list[Sample], *_: Any) -> None:
@@ -385,7 +385,7 @@ def main() -> None:
     results["agreed backends"] = agreed_backends()
     results["skipped updates"] = skipped_updates(Path(folder))
     results["by sample"] = statistics_by_sample(Path(folder), "tied, sequences")
-    results["refilled run"] = refilled_run(Path(folder))
+    results["refilled run"] = refilled_run(Path(folder), f"{output} refilled")
     results["agreed tunings"] = agreed_tunings(Path(folder))
     if dist.get_rank() == 0:
         torch.save(results, Path(folder) / f"{output}.pt")

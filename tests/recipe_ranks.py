@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "hpt": {"preset": "hpt"},
     "uft": {"preset": "uft", "recipe": {"steps": 4}},
     "exgrpo": {"preset": "exgrpo", "recipe": {"start": 0.0}},
+    "prime": {"preset": "prime", "recipe": {"update": "before", "lr": 1e-3}},
 }
 
 

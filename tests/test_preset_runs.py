@@ -43,8 +43,8 @@ def test_each_part_of_a_presets_loss_is_there_and_resumes_bit_for_bit(
         "clip_fraction_high": algorithm.objective.internal == "clip",
     }
     for name, wanted in parts.items():
-        assert any(row[f"actor/{name}"] for row in rows) == bool(wanted), name
-    assert all(row["reward/external"] == 1 for row in rows) or not algorithm.demonstrates
+        assert any(row.get(f"actor/{name}") for row in rows) == bool(wanted), name
+    assert not algorithm.demonstrates or all(row["reward/external"] == 1 for row in rows)
     run("parts", 10)
     resumed = run("parts", 20, resume=True)
     assert same(whole, resumed)

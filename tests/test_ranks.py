@@ -175,7 +175,7 @@ def test_refilled_steps_have_as_many_groups_on_each_rank(quick: Results) -> None
 
 
 def test_one_rank_keeps_samples_of_its_own(folder: Path, quick: Results) -> None:
-    samples = read_kept(folder / "refilled/samples/step-000001.parquet")
+    samples = read_kept(folder / "quick refilled/samples/step-000001.parquet")
     assert len(quick["refilled run"]) > 1  # the other rank has waited for no one
     groups = [list(group) for _, group in groupby(samples, lambda sample: sample.problem)]
     assert [len(group) for group in groups] == [4, 4]

@@ -8,7 +8,13 @@ import pytest
 from recipe_ranks import CASES, train_all
 from trainer_runs import environment, metrics
 
-OWN = {"relift": "sft/updates", "hpt": "gate/demonstrated", "uft": "prefix/share", "exgrpo": "replay/share"}
+OWN = {
+    "relift": "sft/updates",
+    "hpt": "gate/demonstrated",
+    "uft": "prefix/share",
+    "exgrpo": "replay/share",
+    "prime": "process/score",
+}
 
 
 @pytest.fixture(scope="module")

@@ -136,6 +136,13 @@ def test_the_scorer_says_which_sandbox_it_has() -> None:
     assert "over the limit of CPU time" in scores[1].detail or "SIGXCPU" in scores[1].detail
 
 
+def test_a_late_supervisor_leaves_the_limit_of_cpu_time_to_the_kernel(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlplus.reward.graders.sandbox._LOOK_S", 600.0)
+    assert run(sandbox, "while True: pass") == [(False, "ended by SIGXCPU")]
+
+
 def test_no_sandbox_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("rlplus.reward.graders.sandbox._JAIL", tmp_path / "missing.py")
     with pytest.raises(

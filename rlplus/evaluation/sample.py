@@ -58,6 +58,8 @@ def evaluate(
     engine, and may give rewards. progress: called with the number of problems that are done, again and again. kept:
     stores samples as they come, and provides those of an interrupted evaluation. ValueError without problems, or if a k
     is not in 1..samples.
+
+    Each call of the engine has its own seed, so that equal prompts in different calls do not get equal samples.
     """
     if not examples:
         raise ValueError("want at least one problem to evaluate on, got none")
@@ -69,7 +71,6 @@ def evaluate(
     for start, stop in _calls(counts, max_tokens):
         if kept is None or (call := kept.read(start, stop)) is None:
             began = time.monotonic()
-            # Equal prompts in different calls must not get equal samples.
             options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed + start}
             completions = _completions(respond, engine, examples[start:stop], counts[start:stop], options)
             answers = _answers(examples[start:stop], completions, scorer, decode)

@@ -117,9 +117,11 @@ def _limit(settings: dict[str, Any]) -> None:
     for name, value in limits.items():
         if value is None:
             continue
-        _, hard = resource.getrlimit(name)
-        least = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(name, (least, least))
+        _, ceiling = resource.getrlimit(name)
+        room = 1 if name == resource.RLIMIT_CPU else 0  # with equal limits SIGKILL takes the place of SIGXCPU
+        most = sys.maxsize if ceiling == resource.RLIM_INFINITY else ceiling
+        soft, hard = min(value, most), min(value + room, most)
+        resource.setrlimit(name, (soft, hard))
 
 
 def _run(job: dict[str, Any], given: str, end: int) -> None:
