@@ -335,6 +335,16 @@ def test_names_in_the_text_exist(path: Path) -> None:
                 assert hasattr(rlplus, name[1]) or (ROOT / "rlplus" / name[1]).exists(), word
 
 
+def test_quoted_messages_are_those_of_the_code() -> None:
+    """Messages in the page on troubleshooting, without the numbers and names in them."""
+    text = re.sub(r'"\s*\n\s*f?"', "", SOURCE)  # literals that continue on the next line
+    spans = re.findall(r"`([^`]+)`", " ".join(prose(ROOT / "docs/troubleshooting.md").split()))
+    messages = [span for span in spans if len(span.split()) > 3 and not span.startswith(("rlplus ", "pip "))]
+    assert len(messages) >= 6
+    for part in (part.strip() for message in messages for part in re.split(r"…|\d+|'\w+'|; ", message)):
+        assert len(part) < 12 or part in text or re.sub(r" policy ", " {model} ", part) in text, part
+
+
 def test_an_unknown_key_is_noticed() -> None:
     assert is_key("train.lr")
     assert is_key("stages.2.train.lr")
