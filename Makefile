@@ -35,8 +35,8 @@ test: setup  ## run the quick tests, in up to four processes
 test-slow: setup  ## run the slow tests
 	@$(BIN)/python -m pytest -m slow
 
-test-peers: .venv-peers/.ready  ## compare the losses with TRL's and verl's, in an environment of their own, .venv-peers
-	@PYTHONPATH=. .venv-peers/bin/python -m pytest -m peers tests/test_peers.py
+test-peers: .venv-peers/.ready  ## compare losses and trainers with TRL's and verl's, in an environment of their own, .venv-peers
+	@PYTHONPATH=. .venv-peers/bin/python -m pytest -m peers tests/test_peers*.py
 
 mutants: setup  ## make known mistakes in copies of the tree, one at a time; the tests must notice each
 	@$(BIN)/python tests/mutants.py

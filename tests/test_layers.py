@@ -16,6 +16,7 @@ ALLOWED = {name: LAYERS[:i] for i, name in enumerate(LAYERS)}
 ALLOWED["__init__"] = ["lazy", "objective", "ops"]  # importing rlplus stays cheap
 ALLOWED["bench"] = ["errors", "kernels", "objective", "ops"]  # runs where torch and triton are and nothing else
 ALLOWED["bench"].append("config")  # for `tune` with a configuration
+ALLOWED["integrations"] = ["errors", "objective", "ops"]  # and nothing imports it
 ALLOWED["cli"].append("__version__")
 
 

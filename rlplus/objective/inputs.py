@@ -1,5 +1,7 @@
 """Checks of the per-token inputs, shared by every operation."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ def check_tensor(
 WEIGHTS = ("advantage", "token_weight", "entropy_weight")  # may also be integers or bools
 
 
-def _advantage(value: object, shape: torch.Size) -> object:
+def expand_advantage(value: Any, shape: torch.Size) -> Any:
     """Expand an advantage per sequence, (..., 1) or (...) without the last axis, to the sequence's tokens."""
     if isinstance(value, Tensor) and value.shape != shape and value.shape in (shape[:-1], (*shape[:-1], 1)):
         return value.reshape(*shape[:-1], 1).expand(shape)
@@ -51,7 +53,7 @@ def check_constants(
 ) -> TokenConstants:
     """Per-token inputs of one shape (...) -> flat constants (N,) in `dtype`; ValueError says what was wanted.
 
-    advantage may be one per sequence, see `_advantage`.
+    advantage may be one per sequence, see `expand_advantage`.
     """
     if not isinstance(objective, Objective):
         raise ValueError(f"want objective an rlplus.Objective; got {type(objective).__name__}")
@@ -64,7 +66,7 @@ def check_constants(
             flat[name] = None
             continue
         if name == "advantage":
-            value = _advantage(value, shape)
+            value = expand_advantage(value, shape)
         kind, value = torch.bool if name == "external" else None, _number(name, value, dtype)
         flat[name] = check_tensor(name, value, (shape, device), dtype=kind).detach().reshape(-1).to(kind or dtype)
     return TokenConstants(**flat)  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ def head_of(model: nn.Module) -> HeadArguments:
     ValueError for a head that is not a plain `nn.Linear` (LoRA, quantized), for one sharded by ZeRO-3, and for a class
     that does anything else to hidden states or logits than `LogitTransform`.
     """
-    model = _without_peft(model)
+    model = without_peft(model)
     transform, head = logit_transform(model), _linear(model)
     shape = (head.out_features, head.in_features)
     if head.weight.shape != shape:
@@ -63,7 +63,18 @@ def head_of(model: nn.Module) -> HeadArguments:
 
 def logit_transform(model: nn.Module) -> LogitTransform:
     """The step from W hidden + b to the model's logits, found without reading W and b. ValueError as `head_of`."""
-    model = _without_peft(model)
+    before, after = head_transforms(model)
+    if before != 1 and _linear(without_peft(model)).bias is not None:
+        raise ValueError(f"want no bias in a head whose hidden states are scaled; {_kind(without_peft(model))} has one")
+    return after._replace(scale=before * after.scale)
+
+
+def head_transforms(model: nn.Module) -> tuple[float, LogitTransform]:
+    """The factor on the hidden states before the head, and the step from its output to the model's logits.
+
+    ValueError as `head_of`.
+    """
+    model = without_peft(model)
     head = _linear(model)
     hidden = _ramps(head.in_features)
     z = LARGEST * _ramps(head.out_features) ** 3  # many small ones, on which a small softcap shows the scale
@@ -78,9 +89,7 @@ def logit_transform(model: nn.Module) -> LogitTransform:
             f"want logits softcap * tanh(scale * z / softcap) of z = W hidden + b, scale in {scales}, softcap in "
             f"{softcaps}; {_kind(model)} computes others, {_difference(logits, z)}"
         )
-    if before.scale != 1 and head.bias is not None:
-        raise ValueError(f"want no bias in a head whose hidden states are scaled; {_kind(model)} has one")
-    return after._replace(scale=before.scale * after.scale)
+    return before.scale, after
 
 
 def _ramps(n: int) -> Tensor:
@@ -89,7 +98,8 @@ def _ramps(n: int) -> Tensor:
     return torch.stack([ramp, -ramp / 2])[None]
 
 
-def _without_peft(model: Any) -> Any:
+def without_peft(model: Any) -> Any:
+    """The transformers model inside a peft model; other models as they are."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
