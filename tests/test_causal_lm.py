@@ -14,7 +14,6 @@ from rlplus import head_of
 from rlplus.ops.causal_lm import LogitTransform, logit_transform
 
 
-
 @pytest.mark.parametrize(
     ("family", "changes", "want"), FAMILIES, ids=[f"{i}-{name}" for i, (name, *_) in enumerate(FAMILIES)]
 )
