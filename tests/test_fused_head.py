@@ -1,10 +1,8 @@
 """`fuse_head` against the models' own logits and autograd: values, gradients, and the wrappers of a real training."""
 
 import copy
-import re
 from collections.abc import Callable, Iterator
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,15 +196,6 @@ def test_logits_to_keep_and_a_batch_without_targets() -> None:
     assert not out.entropy.any()
     out.logprob.sum().backward()
     assert not any(g.any() for g in gradients(model).values())
-
-
-def test_the_example_in_the_readme_runs() -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    (example,) = re.findall(r"```python\n(from rlplus.integrations.transformers .*?)```", readme, re.DOTALL)
-    model, weight = make("Llama", {}), ON.double()
-    names: dict[str, Any] = {"lm": model, "input_ids": IDS, "mask": torch.ones_like(IDS), "targets": TARGETS}
-    exec(example, names | {"weight": weight, "advantage": weight, "objective": Objective()})
-    assert model.lm_head.weight.grad.any()
 
 
 # ---- dtypes
