@@ -100,8 +100,28 @@ def test_what_is_no_program_and_what_is_no_test(closed: Sandbox) -> None:
         assert grade(block("pass"), answer, {})[1] == "bad_gold"
 
 
+def test_the_tests_say_which_block_counts(closed: Sandbox) -> None:
+    """A script behind a draft for a program that reads and writes; a function's definition before its example."""
+    grade = code_grader(closed)
+    draft, example = block("def add(x):\n    return x + 2"), block("print(add(1))")
+    helper = block("def show(x):\n    print(x)\n\ndef check(f):\n    pass")
+    script = block("print(int(input()) + 2)")
+    assert grade(draft + script, json.dumps({"cases": [["1", "3"]]}), {})[0] == 1
+    for answer in (
+        {"cases": [["1", "3"]], "function": "add"},
+        {"after": "def check(f):\n    assert f(1) == 3\ncheck(add)\n"},
+    ):
+        assert grade(draft + example + helper, json.dumps(answer), {})[0] == 1
+
+
 def test_extract_code() -> None:
-    assert extract_code("a\n```python\ndef f(): pass\n```\nthen\n```python\nprint(1)\n```") == "def f(): pass\n"
+    draft_and_script = "a\n```python\ndef f(): pass\n```\nthen\n```python\nprint(1)\n```"
+    assert extract_code(draft_and_script) == "print(1)\n"
+    assert extract_code(draft_and_script, {"f"}) == "def f(): pass\n"
+    assert extract_code(draft_and_script, {"g"}) == "print(1)\n"
+    assert extract_code("```py\nclass S:\n  def f(self): pass\n```\n```py\ndef g(): f()\n```", {"f"}).startswith(
+        "class"
+    )
     assert extract_code("```python\nx = 1\n```\n```\ny\n```") == "x = 1\n"
     assert extract_code("```\nx\n```\n```py\ny\n```") == "y\n"
     assert extract_code("```\nx\n```") == "x\n"
