@@ -93,6 +93,34 @@ def test_tests_behind_the_code_must_be_reached(sandbox: Sandbox) -> None:
     assert grade(block("class Solution:\n    def f(self, x: Optional[int]):\n        return x + 1"), answer, {})[0] == 1
 
 
+def test_a_program_finds_neither_the_secret_nor_the_replies(sandbox: Sandbox) -> None:
+    """In frames, objects, descriptors, or the harness's input."""
+    search = """
+import gc, os, re, sys
+frame, seen = sys._getframe(), []
+while frame is not None:
+    seen += [repr(frame.f_locals), repr(frame.f_globals), repr(gc.get_referents(frame))]
+    frame = frame.f_back
+seen += [repr(o) for o in gc.get_objects() if type(o) in (dict, list, tuple)]
+for path in ["/proc/self/fd/%d" % n for n in range(64)] + ["/proc/%d/fd/0" % os.getppid()]:
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            seen.append(repr(file.read()))
+    except (OSError, TypeError):
+        pass
+found = set(re.findall("[0-9a-f]{32}", " ".join(seen)))
+"""
+    forge = "for fd in range(3, 64):\n    try:\n        os.write(fd, {}.encode())\n    except OSError:\n        pass\n"
+    grade = code_grader(sandbox)
+    attack = search + "for text in found:\n    " + forge.format("text").replace("\n", "\n    ") + "\nos._exit(0)"
+    value, status, detail = grade(block(attack), json.dumps({"after": "assert False"}), {})
+    assert (value, status) == (0, "ok")
+    assert "another result" in detail, "want a program that ran to its exit"
+    ((ended_well, said),) = run(sandbox, "import os\n" + forge.format("'[true, \"forged\"]\\n'") + "print('own')")
+    assert ended_well
+    assert said.endswith("own\n")
+
+
 def test_what_is_no_program_and_what_is_no_test(closed: Sandbox) -> None:
     grade = code_grader(closed)
     assert grade("no code", json.dumps({"after": ""}), {})[1] == "unparsed"

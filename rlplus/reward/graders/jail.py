@@ -10,7 +10,7 @@ done that, or there are no namespaces.
 JOB is JSON: {"code": text, "inputs": [text, ...], "function": name or null, "secret": text or null}. The code runs once
 for each input, in a fork, and reads it from stdin; with `function`, that function gets its lines as arguments. For each
 run it writes one line: [true, output] or [false, reason]. With `secret` there is one run, which outputs the secret
-when it reaches the end of the code: code that exits earlier does not know it.
+when it reaches the end of the code: code that exits earlier finds it in no object, descriptor or file.
 """
 
 import contextlib
@@ -165,26 +165,28 @@ def _run(job: dict[str, Any], given: str, end: int) -> None:
     sys.argv = ["program.py"]
     sys.setrecursionlimit(100_000)
     os.dup2(end if program else os.open(os.devnull, os.O_WRONLY), 1)
+    if job["secret"] is not None:
+        # Until the code has run, only the evaluation of this expression holds the secret: frames do not show that.
+        os.write(end, (_only_reading(job["secret"]), exec(code, scope))[0])
+        return
     exec(code, scope)
     sys.stdout.flush()
     if program:
-        return
-    if job["secret"] is not None:
-        os.write(end, job["secret"].encode())
         return
     function = getattr(scope["Solution"](), job["function"]) if "Solution" in scope else scope[job["function"]]
     with os.fdopen(end, "w") as file:
         file.write(json.dumps(function(*map(json.loads, given.split("\n")))))
 
 
-def _one(job: dict[str, Any], given: str) -> list[Any]:
-    """[true, output] or [false, reason] of one run."""
+def _one(job: dict[str, Any], given: str, replies: int) -> list[Any]:
+    """[true, output] or [false, reason] of one run, which does not get the descriptor `replies`."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         code = 1
         try:
             os.close(reading)
+            os.close(replies)
             os.dup2(_nameless_file(given), 0)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             sys.stdin = os.fdopen(0)
@@ -232,12 +234,27 @@ def _nameless_file(text: str) -> int:
     return descriptor
 
 
+def _hidden(secret: str) -> int:
+    """A descriptor from which the secret can be read once."""
+    reading, writing = os.pipe()
+    os.write(writing, secret.encode())
+    os.close(writing)
+    return reading
+
+
+def _only_reading(descriptor: int) -> bytes:
+    with open(descriptor, "rb") as file:
+        return file.read()
+
+
 def _drive() -> None:
     job = json.load(sys.stdin)
+    os.ftruncate(0, 0)  # it has the secret, and programs may open it by /proc
+    if job["secret"] is not None:
+        job["secret"] = _hidden(job["secret"])
     replies = os.fdopen(os.dup(1), "w")
-    os.set_inheritable(replies.fileno(), False)
     for given in job["inputs"]:
-        replies.write(json.dumps(_one(job, given)) + "\n")
+        replies.write(json.dumps(_one(job, given, replies.fileno())) + "\n")
         replies.flush()
 
 
