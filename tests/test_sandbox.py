@@ -13,7 +13,7 @@ import pytest
 from reward_graders import linux, reward_config
 
 from rlplus.reward import Scorer
-from rlplus.reward.graders.code import _same, code_grader, extract_code
+from rlplus.reward.graders.code import code_grader
 from rlplus.reward.graders.sandbox import Sandbox
 from rlplus.reward.supervisor import processes
 
@@ -140,43 +140,6 @@ def test_the_tests_say_which_block_counts(closed: Sandbox) -> None:
         {"after": "def check(f):\n    assert f(1) == 3\ncheck(add)\n"},
     ):
         assert grade(draft + example + helper, json.dumps(answer), {})[0] == 1
-
-
-def test_extract_code() -> None:
-    draft_and_script = "a\n```python\ndef f(): pass\n```\nthen\n```python\nprint(1)\n```"
-    assert extract_code(draft_and_script) == "print(1)\n"
-    assert extract_code(draft_and_script, {"f"}) == "def f(): pass\n"
-    assert extract_code(draft_and_script, {"g"}) == "print(1)\n"
-    assert extract_code("```py\nclass S:\n  def f(self): pass\n```\n```py\ndef g(): f()\n```", {"f"}).startswith(
-        "class"
-    )
-    assert extract_code("```python\nx = 1\n```\n```\ny\n```") == "x = 1\n"
-    assert extract_code("```\nx\n```\n```py\ny\n```") == "y\n"
-    assert extract_code("```\nx\n```") == "x\n"
-    assert extract_code("```python3\nx\n```\nThen:\n```\ny\n```") == "x\n"
-    assert extract_code("```Python title=a\nx\n```") == "x\n"
-    assert extract_code("```bash\npip\n```\nprose\n```\nx\n```") == "x\n", "want no text between two blocks"
-    assert extract_code("```cpp\nint x;\n```") is None
-    assert extract_code("no block") is None
-
-
-@pytest.mark.parametrize(
-    ("output", "wanted", "values", "same"),
-    [
-        ("1 2\n", "1 2", False, True),
-        ("1 2 \n\n", "1 2", False, True),
-        ("1.0", "1", False, True),
-        ("1\n2", "1 2", False, False),
-        ("1 2 3", "1 2", False, False),
-        ("yes", "Yes", False, False),
-        ("[1, 2]", "[1,2]", True, True),
-        ("1.0", "1", True, True),
-        ('"1"', "1", True, False),
-        ("noise", "1", True, False),
-    ],
-)
-def test_same_output(output: str, wanted: str, values: bool, same: bool) -> None:
-    assert _same(output, wanted, values=values) is same
 
 
 def test_the_scorer_says_which_sandbox_it_has() -> None:
@@ -309,11 +272,41 @@ print(attempt(lambda: open("here", "w").write("x")), os.getcwd(), os.listdir("."
     assert run(closed, "import os\nprint(os.listdir('.'))") == [(True, "[]\n")]
 
 
-def test_a_folder_in_memory_has_a_limit(closed: Sandbox) -> None:
+def test_a_folder_in_memory_has_a_limit(sandbox: Sandbox) -> None:
+    """The others are read-only, /dev/shm too."""
+    if sandbox.kind == "limits":
+        return
     code = "for i in range(1000):\n    with open(str(i), 'wb') as f:\n        f.write(b'x' * (1 << 20))"
-    ((ended_well, said),) = run(closed, code)
+    ((ended_well, said),) = run(sandbox, code)
     assert not ended_well
     assert "No space left" in said
+    for folder in ("/", "/dev", "/dev/shm"):
+        ((ended_well, said),) = run(sandbox, f"open('{folder}/new', 'w')")
+        assert not ended_well
+        assert said.startswith(("OSError: [Errno 30] Read-only", "PermissionError", "FileNotFoundError")), folder
+
+
+def test_bubblewrap_limits_what_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without running it: --size is of the mount that follows; what is remounted comes before."""
+    commands: list[list[str]] = []
+
+    def record(command: list[str], **options: object) -> None:
+        commands.append(command)
+        raise OSError("recorded")
+
+    monkeypatch.setattr("rlplus.reward.graders.sandbox.shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("rlplus.reward.graders.sandbox.subprocess.Popen", record)
+    with pytest.raises(OSError, match="no sandbox"):
+        Sandbox("bubblewrap", MEMORY, SECONDS)
+    (command,) = commands
+    text = " ".join(command)
+    assert text.startswith("/usr/bin/bwrap --unshare-all ")
+    assert command.count("--tmpfs") == 1
+    assert f"--size {1 << 26} --tmpfs /program " in text
+    places = [
+        text.index(part) for part in ("--tmpfs", "--dev /dev", "--remount-ro /dev ", "--remount-ro / ", " -I -S ")
+    ]
+    assert places == sorted(places)
 
 
 UNCOUNTED = {

@@ -26,7 +26,8 @@ import sys
 from typing import Any
 
 OUTPUT_LIMIT = 1 << 20  # bytes of one run
-_FILES, _FILE_BYTES = 256, 1 << 26
+FILE_BYTES = 1 << 26  # of one file, and of all in /program
+_FILES = 256
 _LOOK_S = 0.01
 _INPUT = ".input"
 _NOBODY, _FIRST_USER = 65534, 1 << 20
@@ -90,7 +91,7 @@ def _make_root(root: str, read: list[str]) -> None:
         _mount(source, target, None, _BIND | _REMOUNT | _READ_ONLY | _NO_SETUID | flags)
     os.makedirs(f"{root}/proc")
     os.makedirs(f"{root}/program")
-    _mount("tmpfs", f"{root}/program", "tmpfs", _NO_SETUID | _NO_DEVICES, f"size={_FILE_BYTES},mode=777")
+    _mount("tmpfs", f"{root}/program", "tmpfs", _NO_SETUID | _NO_DEVICES, f"size={FILE_BYTES},mode=777")
     _mount("none", root, None, _BIND | _REMOUNT | _READ_ONLY | _NO_SETUID | _NO_DEVICES)
     with contextlib.suppress(OSError):  # some containers do not allow it: then there is no /proc
         _mount("proc", f"{root}/proc", "proc", _NO_SETUID | _NO_DEVICES | 8)
@@ -143,7 +144,7 @@ def _limit(settings: dict[str, Any]) -> None:
         resource.RLIMIT_CPU: settings["seconds"],
         resource.RLIMIT_NPROC: settings["processes"],
         resource.RLIMIT_NOFILE: _FILES,
-        resource.RLIMIT_FSIZE: _FILE_BYTES,
+        resource.RLIMIT_FSIZE: FILE_BYTES,
         resource.RLIMIT_CORE: 0,
     }
     for name, value in limits.items():

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..supervisor import processes  # noqa: TID252  worker.py loads the package under another name
+from .jail import FILE_BYTES
 
 KINDS = ("bubblewrap", "namespaces", "limits")
 _PROCESSES = 64
@@ -108,8 +109,9 @@ class Sandbox:
         if (bwrap := shutil.which("bwrap")) is None:
             raise OSError("there is no command bwrap")
         inside = [text for path in (*read, str(_JAIL)) for text in ("--ro-bind", path, path)]
-        own = ["--tmpfs", "/program", "--chdir", "/program", "--dev", "/dev", "--proc", "/proc"]
-        return [bwrap, *_BWRAP, *inside, *own, *command]
+        memory = ["--size", str(FILE_BYTES), "--tmpfs", "/program", "--chdir", "/program"]
+        own = ["--dev", "/dev", "--proc", "/proc", "--remount-ro", "/dev", "--remount-ro", "/"]
+        return [bwrap, *_BWRAP, *inside, *memory, *own, *command]
 
     def _results(self, process: "subprocess.Popen[bytes]", count: int) -> Generator[tuple[bool, str], None, None]:
         assert process.stdout is not None
