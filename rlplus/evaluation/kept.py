@@ -136,7 +136,10 @@ def added(path: Path, end: str) -> Path:
 
 
 def identity(config: Config, model: Path, benchmark: str, problems: Sequence[Example], ranks: int) -> str:
-    """A hash of everything that determines the samples of a benchmark and their grades."""
+    """A hash of everything that determines the samples of a benchmark and their grades.
+
+    model: a folder, or a name on the hub whose config.json is in the cache.
+    """
     settings = config.model_dump(
         include={"model", "rollout", "evaluation"}, exclude={"evaluation": {"k", "every", "benchmarks"}}
     )
@@ -147,10 +150,18 @@ def identity(config: Config, model: Path, benchmark: str, problems: Sequence[Exa
         reward_of(config, benchmark),
         surroundings(config),
         str(model),
-        weights,
+        weights if model.is_dir() else _cached_revision(str(model)),
         asked,
         config.data.response_prefix,
         config.train.seed,
         ranks,
     )
     return hashlib.sha256(repr(everything).encode(errors="surrogatepass")).hexdigest()
+
+
+def _cached_revision(name: str) -> str | None:
+    """The commit of the hub's model that the cache has as its newest; None without any."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(name, "config.json")
+    return Path(path).parent.name if isinstance(path, str) else None
