@@ -220,10 +220,14 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(
     assert seeds(other) == [5, 7, 9]
     assert seeds(replace(other, identity=None)) == [5, 7, 9]
     assert seeds(replace(other, rank=2)) == [5, 7, 9]
-    (tmp_path / "new/evaluation-toy-2-0-000000.parquet").touch()  # of a benchmark toy-2
+    for name in ("2-0-000000.parquet", "2-0-000000.unfinished", "0-000099.unfinished"):  # two of a benchmark toy-2
+        (tmp_path / f"new/evaluation-toy-{name}").touch()
     other.remove_others()
-    left = {path.stem for path in (tmp_path / "new").iterdir()}
-    assert left == {"evaluation-toy-2-0-000000", *(f"evaluation-toy-2-00000{first}" for first in (0, 2, 4))}
+    left = {path.name for path in (tmp_path / "new").iterdir()}
+    assert left == {
+        "evaluation-toy-2-0-000000.parquet", "evaluation-toy-2-0-000000.unfinished",
+        *(f"evaluation-toy-2-00000{first}.parquet" for first in (0, 2, 4)),
+    }  # fmt: skip
     assert "removed 6 files" in caplog.text
 
 

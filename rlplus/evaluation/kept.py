@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlplus.config import Config
 from rlplus.data import Example, KeptSample, kept_facts, read_kept, token_texts, write_kept
+from rlplus.data.kept import UNFINISHED
 from rlplus.evaluation.scorers import reward_of
 from rlplus.reward import Score
 from rlplus.rollout import Completion
@@ -61,10 +62,13 @@ class KeptCalls:
     step: int | None = None
 
     def remove_others(self) -> None:
-        """Remove the files of other evaluations and damaged ones, of all ranks. For one rank to call."""
-        ours = re.compile(rf"{re.escape(self.start.name)}-\d+-\d+\.parquet")
-        files = [path for path in self.start.parent.glob("*.parquet") if ours.fullmatch(path.name)]
+        """Remove the files of other evaluations, damaged and unfinished ones, of all ranks. For one rank to call."""
+        ours = re.compile(rf"{re.escape(self.start.name)}-\d+-\d+")
+        files = [path for path in self.start.parent.glob("*.parquet") if ours.fullmatch(path.stem)]
         same = [path for path in files if _facts_of(path).get("identity") == self.identity]
+        for path in self.start.parent.glob(f"*{UNFINISHED}"):
+            if ours.fullmatch(path.stem):
+                path.unlink(missing_ok=True)
         for path in set(files).difference(same):
             path.unlink(missing_ok=True)
         if others := len(files) - len(same):
