@@ -167,8 +167,8 @@ def _run(job: dict[str, Any], given: str, end: int) -> None:
     sys.setrecursionlimit(100_000)
     os.dup2(end if program else os.open(os.devnull, os.O_WRONLY), 1)
     if job["secret"] is not None:
-        # Until the code has run, only the evaluation of this expression holds the secret: frames do not show that.
-        os.write(end, (_only_reading(job["secret"]), exec(code, scope))[0])
+        # Until the code has run, only the evaluation of this expression holds the secret, which frames do not show.
+        os.write(end, (_only_reading(job["secret"]), eval(code, scope))[0])
         return
     exec(code, scope)
     sys.stdout.flush()
