@@ -8,14 +8,15 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from reward_graders import linux, reward_config
 
 from rlplus.reward import Scorer
 from rlplus.reward.graders.code import code_grader
-from rlplus.reward.graders.sandbox import Sandbox
-from rlplus.reward.supervisor import processes
+from rlplus.reward.graders.sandbox import Sandbox, _end
+from rlplus.reward.supervisor import Process, processes
 
 pytestmark = linux
 KINDS = ["namespaces", "limits", *(["bubblewrap"] if shutil.which("bwrap") else [])]
@@ -232,6 +233,18 @@ print("done", flush=True)
 
     assert run(sandbox, code) == [(True, "done\n")]
     assert asleep() == []
+
+
+def test_a_process_that_one_look_misses_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([[1, 2], [1], [1, 3], [1], [1]])  # process 3 is being adopted during the second
+    killed: list[int] = []
+    entry = Process(parent=1, ticks=0, state="S", pages=0)
+    monkeypatch.setattr("rlplus.reward.graders.sandbox._tree", lambda root: [(pid, entry) for pid in next(looks)])
+    monkeypatch.setattr("rlplus.reward.graders.sandbox.os.kill", lambda pid, number: killed.append(pid))
+    process = MagicMock(pid=1)
+    _end(process)
+    assert killed == [2, 3]
+    process.kill.assert_called_once_with()
 
 
 def test_a_program_sees_no_network(closed: Sandbox) -> None:

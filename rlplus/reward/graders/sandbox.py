@@ -182,8 +182,14 @@ def _tree(root: int) -> list[tuple[int, Any]]:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill all descendants, then the process, which adopts orphans."""
-    while others := [pid for pid, entry in _tree(process.pid) if pid != process.pid and entry.state != "Z"]:
+    """Kill all descendants, then the process, which adopts orphans.
+
+    One look may miss an orphan that is adopted while it reads /proc, so two in a row have to find none.
+    """
+    quiet = 0
+    while quiet < 2:
+        others = [pid for pid, entry in _tree(process.pid) if pid != process.pid and entry.state != "Z"]
+        quiet = 0 if others else quiet + 1
         for pid in others:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
