@@ -132,6 +132,29 @@ def test_a_row_without_the_benchmarks_columns_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"x.jsonl:1: want a column 'answer'; got question"):
         load_problems(evaluation(tmp_path / "x.jsonl", ["amc"]), byte_tokenizer())
 
+    row = {"question": "q", **verl_row("gpqa", "q", "B")}
+    (tmp_path / "x.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match=r"x.jsonl:1: want a column 'quest'; got .*; nearest: question"):
+        load_problems(evaluation(tmp_path / "x.jsonl", ["gpqa_diamond"], prompt="quest"), byte_tokenizer())
+
+
+def test_rows_of_other_benchmarks_count_for_nothing(tmp_path: Path) -> None:
+    """They may be too long, and do not hide that the benchmark has none."""
+    rows = [verl_row("gpqa", "q" * 99, "B"), verl_row("amc", "r", "1")]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "all.parquet")
+
+    def load(*names: str) -> list[str]:
+        config = evaluation(tmp_path / "all.parquet", [*names], max_prompt_length=64)
+        return [example.answer for example in load_problems(config, byte_tokenizer())]
+
+    assert load("amc") == ["1"]
+    with pytest.raises(ValueError, match=r"all.parquet: want rows of arc_c; got gpqa, amc"):
+        load("arc_c")
+    with pytest.raises(ValueError, match=r"all.parquet: want rows of arc_c; got gpqa, amc"):
+        load("arc_c", "gpqa_diamond")
+    with pytest.raises(ValueError, match=r"100.0% of the rows would be dropped"):
+        load("gpqa_diamond")
+
 
 # Templates
 

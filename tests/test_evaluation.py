@@ -10,6 +10,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 from evaluations import evaluation
 from rich.console import Console
@@ -19,7 +20,7 @@ from trainer_runs import run_config
 from rlplus.config import load_config
 from rlplus.data import Example, byte_tokenizer, load_problems, read_kept
 from rlplus.evaluation import Evaluation, evaluate, join, result_table
-from rlplus.evaluation.kept import KeptCalls
+from rlplus.evaluation.kept import KeptCalls, identity
 from rlplus.evaluation.sample import _calls
 from rlplus.evaluation.scorers import Scorers, reward_of
 from rlplus.reward import Score
@@ -219,11 +220,33 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(
     assert seeds(other) == [5, 7, 9]
     assert seeds(replace(other, identity=None)) == [5, 7, 9]
     assert seeds(replace(other, rank=2)) == [5, 7, 9]
-    (tmp_path / "new/evaluation-toy-2-0-000000.parquet").touch()  # of a benchmark toy-2
+    for name in ("2-0-000000.parquet", "2-0-000000.unfinished", "0-000099.unfinished"):  # two of a benchmark toy-2
+        (tmp_path / f"new/evaluation-toy-{name}").touch()
     other.remove_others()
-    left = {path.stem for path in (tmp_path / "new").iterdir()}
-    assert left == {"evaluation-toy-2-0-000000", *(f"evaluation-toy-2-00000{first}" for first in (0, 2, 4))}
+    left = {path.name for path in (tmp_path / "new").iterdir()}
+    assert left == {
+        "evaluation-toy-2-0-000000.parquet", "evaluation-toy-2-0-000000.unfinished",
+        *(f"evaluation-toy-2-00000{first}.parquet" for first in (0, 2, 4)),
+    }  # fmt: skip
     assert "removed 6 files" in caplog.text
+
+
+def test_samples_of_another_revision_on_the_hub_are_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--owner--name"
+    (cached / "refs").mkdir(parents=True)
+
+    def identity_at(revision: str) -> str:
+        (cached / "snapshots" / revision).mkdir(parents=True, exist_ok=True)
+        (cached / "snapshots" / revision / "config.json").touch()
+        (cached / "refs/main").write_text(revision)
+        return identity(run_config(tmp_path), Path("owner/name"), "toy", [], 1)
+
+    first, second = "0" * 40, "1" * 40
+    assert identity_at(first) != identity_at(second)
+    assert identity_at(first) == identity_at(first)
 
 
 def test_long_responses_are_drawn_in_smaller_calls() -> None:

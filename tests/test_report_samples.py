@@ -54,6 +54,19 @@ def test_samples_of_an_evaluation_are_right_and_wrong_ones(tmp_path: Path) -> No
     assert moments(run()) == []
 
 
+def test_a_damaged_file_is_left_out_of_the_page(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("step-000001", "step-000002", "evaluation-amc-0-000000", "evaluation-math-0-000000"):
+        keep(tmp_path, name, kept(benchmark=name.split("-")[1]))
+    damaged = ["step-000001", "evaluation-amc-0-000000"]
+    for name in damaged:
+        path = tmp_path / f"{name}.parquet"
+        path.write_bytes(path.read_bytes()[:100])
+    assert [moment.name for moment in moments(run(samples=tmp_path))] == ["step 2", "evaluation on math"]
+    for name, record in zip(damaged, caplog.records, strict=True):
+        assert record.levelname == "WARNING"
+        assert f"{name}.parquet" in record.getMessage()
+
+
 def test_the_newest_samples_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As text: neither markup nor commands to the terminal."""
     strange = "[red]x[/red]\x1b[2J"

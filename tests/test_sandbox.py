@@ -8,14 +8,15 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from reward_graders import linux, reward_config
 
 from rlplus.reward import Scorer
-from rlplus.reward.graders.code import _same, code_grader, extract_code
-from rlplus.reward.graders.sandbox import Sandbox
-from rlplus.reward.supervisor import processes
+from rlplus.reward.graders.code import code_grader
+from rlplus.reward.graders.sandbox import Sandbox, _end
+from rlplus.reward.supervisor import Process, processes
 
 pytestmark = linux
 KINDS = ["namespaces", "limits", *(["bubblewrap"] if shutil.which("bwrap") else [])]
@@ -93,6 +94,34 @@ def test_tests_behind_the_code_must_be_reached(sandbox: Sandbox) -> None:
     assert grade(block("class Solution:\n    def f(self, x: Optional[int]):\n        return x + 1"), answer, {})[0] == 1
 
 
+def test_a_program_finds_neither_the_secret_nor_the_replies(sandbox: Sandbox) -> None:
+    """In frames, objects, descriptors, or the harness's input."""
+    search = """
+import gc, os, re, sys
+frame, seen = sys._getframe(), []
+while frame is not None:
+    seen += [repr(frame.f_locals), repr(frame.f_globals), repr(gc.get_referents(frame))]
+    frame = frame.f_back
+seen += [repr(o) for o in gc.get_objects() if type(o) in (dict, list, tuple)]
+for path in ["/proc/self/fd/%d" % n for n in range(64)] + ["/proc/%d/fd/0" % os.getppid()]:
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            seen.append(repr(file.read()))
+    except (OSError, TypeError):
+        pass
+found = set(re.findall("[0-9a-f]{32}", " ".join(seen)))
+"""
+    forge = "for fd in range(3, 64):\n    try:\n        os.write(fd, {}.encode())\n    except OSError:\n        pass\n"
+    grade = code_grader(sandbox)
+    attack = search + "for text in found:\n    " + forge.format("text").replace("\n", "\n    ") + "\nos._exit(0)"
+    value, status, detail = grade(block(attack), json.dumps({"after": "assert False"}), {})
+    assert (value, status) == (0, "ok")
+    assert "another result" in detail, "want a program that ran to its exit"
+    ((ended_well, said),) = run(sandbox, "import os\n" + forge.format("'[true, \"forged\"]\\n'") + "print('own')")
+    assert ended_well
+    assert said.endswith("own\n")
+
+
 def test_what_is_no_program_and_what_is_no_test(closed: Sandbox) -> None:
     grade = code_grader(closed)
     assert grade("no code", json.dumps({"after": ""}), {})[1] == "unparsed"
@@ -100,35 +129,18 @@ def test_what_is_no_program_and_what_is_no_test(closed: Sandbox) -> None:
         assert grade(block("pass"), answer, {})[1] == "bad_gold"
 
 
-def test_extract_code() -> None:
-    assert extract_code("a\n```python\ndef f(): pass\n```\nthen\n```python\nprint(1)\n```") == "def f(): pass\n"
-    assert extract_code("```python\nx = 1\n```\n```\ny\n```") == "x = 1\n"
-    assert extract_code("```\nx\n```\n```py\ny\n```") == "y\n"
-    assert extract_code("```\nx\n```") == "x\n"
-    assert extract_code("```python3\nx\n```\nThen:\n```\ny\n```") == "x\n"
-    assert extract_code("```Python title=a\nx\n```") == "x\n"
-    assert extract_code("```bash\npip\n```\nprose\n```\nx\n```") == "x\n", "want no text between two blocks"
-    assert extract_code("```cpp\nint x;\n```") is None
-    assert extract_code("no block") is None
-
-
-@pytest.mark.parametrize(
-    ("output", "wanted", "values", "same"),
-    [
-        ("1 2\n", "1 2", False, True),
-        ("1 2 \n\n", "1 2", False, True),
-        ("1.0", "1", False, True),
-        ("1\n2", "1 2", False, False),
-        ("1 2 3", "1 2", False, False),
-        ("yes", "Yes", False, False),
-        ("[1, 2]", "[1,2]", True, True),
-        ("1.0", "1", True, True),
-        ('"1"', "1", True, False),
-        ("noise", "1", True, False),
-    ],
-)
-def test_same_output(output: str, wanted: str, values: bool, same: bool) -> None:
-    assert _same(output, wanted, values=values) is same
+def test_the_tests_say_which_block_counts(closed: Sandbox) -> None:
+    """A script behind a draft for a program that reads and writes; a function's definition before its example."""
+    grade = code_grader(closed)
+    draft, example = block("def add(x):\n    return x + 2"), block("print(add(1))")
+    helper = block("def show(x):\n    print(x)\n\ndef check(f):\n    pass")
+    script = block("print(int(input()) + 2)")
+    assert grade(draft + script, json.dumps({"cases": [["1", "3"]]}), {})[0] == 1
+    for answer in (
+        {"cases": [["1", "3"]], "function": "add"},
+        {"after": "def check(f):\n    assert f(1) == 3\ncheck(add)\n"},
+    ):
+        assert grade(draft + example + helper, json.dumps(answer), {})[0] == 1
 
 
 def test_the_scorer_says_which_sandbox_it_has() -> None:
@@ -223,6 +235,18 @@ print("done", flush=True)
     assert asleep() == []
 
 
+def test_a_process_that_one_look_misses_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([[1, 2], [1], [1, 3], [1], [1]])  # process 3 is being adopted during the second
+    killed: list[int] = []
+    entry = Process(parent=1, ticks=0, state="S", pages=0)
+    monkeypatch.setattr("rlplus.reward.graders.sandbox._tree", lambda root: [(pid, entry) for pid in next(looks)])
+    monkeypatch.setattr("rlplus.reward.graders.sandbox.os.kill", lambda pid, number: killed.append(pid))
+    process = MagicMock(pid=1)
+    _end(process)
+    assert killed == [2, 3]
+    process.kill.assert_called_once_with()
+
+
 def test_a_program_sees_no_network(closed: Sandbox) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         reached: list[Any] = []
@@ -261,11 +285,41 @@ print(attempt(lambda: open("here", "w").write("x")), os.getcwd(), os.listdir("."
     assert run(closed, "import os\nprint(os.listdir('.'))") == [(True, "[]\n")]
 
 
-def test_a_folder_in_memory_has_a_limit(closed: Sandbox) -> None:
+def test_a_folder_in_memory_has_a_limit(sandbox: Sandbox) -> None:
+    """The others are read-only, /dev/shm too."""
+    if sandbox.kind == "limits":
+        return
     code = "for i in range(1000):\n    with open(str(i), 'wb') as f:\n        f.write(b'x' * (1 << 20))"
-    ((ended_well, said),) = run(closed, code)
+    ((ended_well, said),) = run(sandbox, code)
     assert not ended_well
     assert "No space left" in said
+    for folder in ("/", "/dev", "/dev/shm"):
+        ((ended_well, said),) = run(sandbox, f"open('{folder}/new', 'w')")
+        assert not ended_well
+        assert said.startswith(("OSError: [Errno 30] Read-only", "PermissionError", "FileNotFoundError")), folder
+
+
+def test_bubblewrap_limits_what_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without running it: --size is of the mount that follows; what is remounted comes before."""
+    commands: list[list[str]] = []
+
+    def record(command: list[str], **options: object) -> None:
+        commands.append(command)
+        raise OSError("recorded")
+
+    monkeypatch.setattr("rlplus.reward.graders.sandbox.shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("rlplus.reward.graders.sandbox.subprocess.Popen", record)
+    with pytest.raises(OSError, match="no sandbox"):
+        Sandbox("bubblewrap", MEMORY, SECONDS)
+    (command,) = commands
+    text = " ".join(command)
+    assert text.startswith("/usr/bin/bwrap --unshare-all ")
+    assert command.count("--tmpfs") == 1
+    assert f"--size {1 << 26} --tmpfs /program " in text
+    places = [
+        text.index(part) for part in ("--tmpfs", "--dev /dev", "--remount-ro /dev ", "--remount-ro / ", " -I -S ")
+    ]
+    assert places == sorted(places)
 
 
 UNCOUNTED = {

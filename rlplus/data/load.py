@@ -138,10 +138,12 @@ def read_examples(
     *,
     max_demonstration_length: int,
     layout: Callable[[Row], Row] | None = None,
+    wanted: Callable[[str], bool] = lambda benchmark: True,
 ) -> tuple[list[Example], LoadReport]:
     """Read and tokenise the data; a row with several demonstrations gives an example for each, see `variants`.
 
-    layout: converts a row of a file, with all of its columns, into one that `config` describes.
+    layout: converts a row of a file, with all of its columns, into one that `config` describes. wanted: whether to read
+    the rows of a benchmark; the others count for nothing.
     A prompt string is tokenised with the tokenizer's default special tokens, chat messages through its template with
     the generation prompt; a demonstration without special tokens, and then eos. `response_prefix` moves from the start
     of demonstrations to the end of prompts, as tokens of its own; a demonstration without it is kept whole and counted.
@@ -153,7 +155,7 @@ def read_examples(
     examples: list[Example] = []
     # One int object for each id: long demonstrations of a large data set would fill gigabytes with copies.
     shared: dict[int, int] = {}
-    rows, last = _parse_rows(config, layout), -1
+    rows, last = _parse_rows(config, layout, wanted), -1
     while chunk := list(islice(rows, CHUNK)):
         prompts = encode_prompts([(row.where, row.prompt) for row in chunk], tokenizer, config.response_prefix)
         demonstrations = _encode_demonstrations(chunk, tokenizer)
@@ -192,7 +194,9 @@ def read_examples(
     return examples, report
 
 
-def _parse_rows(config: DataConfig, layout: Callable[[Row], Row] | None) -> Iterator[_Parsed]:
+def _parse_rows(
+    config: DataConfig, layout: Callable[[Row], Row] | None, wanted: Callable[[str], bool]
+) -> Iterator[_Parsed]:
     names = (config.prompt, config.answer, config.demonstration, config.behavior_logprob, config.benchmark)
     columns = [name for name in (*names, *config.columns) if name is not None]
     row: Row = {}
@@ -200,10 +204,12 @@ def _parse_rows(config: DataConfig, layout: Callable[[Row], Row] | None) -> Iter
     for index, (where, row) in enumerate(read_rows(config.paths, None if layout else columns, config.limit)):
         if layout is not None:
             row = _laid_out(layout, where, row)
+        benchmark = "" if config.benchmark is None else str(_column(where, row, config.benchmark))
+        if not wanted(benchmark):
+            continue
         prompt = make_prompt(config, where, _column(where, row, config.prompt))
         answer = _match(config.answer_pattern, _answer(where, _column(where, row, config.answer)))
         answer = answer and answer.strip()
-        benchmark = "" if config.benchmark is None else str(_column(where, row, config.benchmark))
         value = None
         if config.demonstration is not None:
             try:

@@ -39,7 +39,7 @@ def read_problems(config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase) 
 
     Rows are as `data` describes them. Those of a benchmark may also be in its layout on the hub, in a file without
     others. Refused as in `load_examples`, and if a file has no row of a benchmark or one of its rows would be dropped:
-    without it, it would be another benchmark. ValueError as in `read_examples`.
+    without it, it would be another benchmark. Rows of other benchmarks are not read. ValueError as in `read_examples`.
     """
     assert config.data is not None
     if config.data.paths or not config.benchmarks:
@@ -50,18 +50,22 @@ def read_problems(config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase) 
 
 def _read(source: str, data: DataConfig, names: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Problems:
     """names: the benchmarks whose rows are kept; empty: all rows, as they are."""
-    if names:
-        data = data.model_copy(update={"max_dropped_share": 0.0})
-    layout = _layout(data, names[0]) if len(names) == 1 else None
-    rows, report = read_examples(data, tokenizer, max_demonstration_length=1, layout=layout)
-    refusal = report.refusal(data)
     if not names:
-        return Problems(source, rows, report, refusal)
-    named = [replace(e, benchmark=(benchmark_name(e.benchmark) or "") if data.benchmark else names[0]) for e in rows]
-    if missing := [name for name in names if name not in {e.benchmark for e in named}]:
-        have = ", ".join(dict.fromkeys(e.benchmark for e in rows))
-        refusal = refusal or f"{', '.join(data.paths)}: want rows of {', '.join(missing)}; got {have}"
-    return Problems(source, [e for e in named if e.benchmark in names], report, refusal)
+        rows, report = read_examples(data, tokenizer, max_demonstration_length=1)
+        return Problems(source, rows, report, report.refusal(data))
+    data = data.model_copy(update={"max_dropped_share": 0.0})
+    found: dict[str, str] = {}  # of all rows, the benchmark as the data call it: as the registry does
+
+    def wanted(benchmark: str) -> bool:
+        found[benchmark] = (benchmark_name(benchmark) or "") if data.benchmark else names[0]
+        return found[benchmark] in names
+
+    layout = _layout(data, names[0]) if len(names) == 1 else None
+    rows, report = read_examples(data, tokenizer, max_demonstration_length=1, layout=layout, wanted=wanted)
+    refusal = report.refusal(data)
+    if missing := [name for name in names if name not in found.values()]:
+        refusal = f"{', '.join(data.paths)}: want rows of {', '.join(missing)}; got {', '.join(found) or 'none'}"
+    return Problems(source, [replace(e, benchmark=found[e.benchmark]) for e in rows], report, refusal)
 
 
 def _layout(data: DataConfig, name: str) -> Callable[[Row], Row]:
@@ -69,7 +73,11 @@ def _layout(data: DataConfig, name: str) -> Callable[[Row], Row]:
 
     def layout(row: Row) -> Row:
         if not (_has(row, data.prompt) and _has(row, data.answer)):
-            question, answer = LAYOUTS[BENCHMARKS[name].layout](row)
+            try:
+                question, answer = LAYOUTS[BENCHMARKS[name].layout](row)
+            except KeyError as error:  # of a row with only one of the columns of `data` the other is missing
+                lacking = [column for column in (data.prompt, data.answer) if not _has(row, column)]
+                raise KeyError(lacking[0] if len(lacking) == 1 else error.args[0]) from error
             row = row | {data.prompt: question, data.answer: answer}
         if data.benchmark is not None and not _has(row, data.benchmark):
             row = row | {data.benchmark: name}

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlplus.config import Config
 from rlplus.data import Example, KeptSample, kept_facts, read_kept, token_texts, write_kept
+from rlplus.data.kept import UNFINISHED
 from rlplus.evaluation.scorers import reward_of
 from rlplus.reward import Score
 from rlplus.rollout import Completion
@@ -61,10 +62,13 @@ class KeptCalls:
     step: int | None = None
 
     def remove_others(self) -> None:
-        """Remove the files of other evaluations and damaged ones, of all ranks. For one rank to call."""
-        ours = re.compile(rf"{re.escape(self.start.name)}-\d+-\d+\.parquet")
-        files = [path for path in self.start.parent.glob("*.parquet") if ours.fullmatch(path.name)]
+        """Remove the files of other evaluations, damaged and unfinished ones, of all ranks. For one rank to call."""
+        ours = re.compile(rf"{re.escape(self.start.name)}-\d+-\d+")
+        files = [path for path in self.start.parent.glob("*.parquet") if ours.fullmatch(path.stem)]
         same = [path for path in files if _facts_of(path).get("identity") == self.identity]
+        for path in self.start.parent.glob(f"*{UNFINISHED}"):
+            if ours.fullmatch(path.stem):
+                path.unlink(missing_ok=True)
         for path in set(files).difference(same):
             path.unlink(missing_ok=True)
         if others := len(files) - len(same):
@@ -136,7 +140,10 @@ def added(path: Path, end: str) -> Path:
 
 
 def identity(config: Config, model: Path, benchmark: str, problems: Sequence[Example], ranks: int) -> str:
-    """A hash of everything that determines the samples of a benchmark and their grades."""
+    """A hash of everything that determines the samples of a benchmark and their grades.
+
+    model: a folder, or a name on the hub whose config.json is in the cache.
+    """
     settings = config.model_dump(
         include={"model", "rollout", "evaluation"}, exclude={"evaluation": {"k", "every", "benchmarks"}}
     )
@@ -147,10 +154,18 @@ def identity(config: Config, model: Path, benchmark: str, problems: Sequence[Exa
         reward_of(config, benchmark),
         surroundings(config),
         str(model),
-        weights,
+        weights if model.is_dir() else _cached_revision(str(model)),
         asked,
         config.data.response_prefix,
         config.train.seed,
         ranks,
     )
     return hashlib.sha256(repr(everything).encode(errors="surrogatepass")).hexdigest()
+
+
+def _cached_revision(name: str) -> str | None:
+    """The commit of the hub's model that the cache has as its newest; None without any."""
+    from huggingface_hub import try_to_load_from_cache
+
+    path = try_to_load_from_cache(name, "config.json")
+    return Path(path).parent.name if isinstance(path, str) else None

@@ -236,10 +236,10 @@ def evaluate_model(
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     tokenizer = load_tokenizer(settings)
     problems = load_problems(config.evaluation, tokenizer)
+    _, model_config = prepare_model(settings, path, config.train.seed)
     own = sum(len(examples[rank::ranks]) for examples in _by_benchmark(config, problems).values())
     progress(0, own)
     keep = None if samples is None else partial(_kept_before, config, path, samples, tokenizer, rank, ranks)
-    _, model_config = prepare_model(settings, path, config.train.seed)
     respond = make_respond(config.rollout.function, tokenizer, model_config.vocab_size)
     with TemporaryDirectory() as folder, Scorers(config) as scorers:
         model_config.save_pretrained(folder)

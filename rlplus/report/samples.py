@@ -1,5 +1,6 @@
 """The kept samples that a page shows: a few groups of a few steps, each token with its shades."""
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -15,6 +16,8 @@ PROBLEMS = 4  # of an evaluation, two responses each
 HEAD, TAIL = 800, 200  # tokens of a longer response
 SHADES = 10
 EVALUATED = 512  # samples of an evaluation among which to choose
+
+logger = logging.getLogger(__name__)
 
 
 class Token(NamedTuple):
@@ -71,7 +74,7 @@ def moments(run: RunData) -> list[Moment]:
     files = [path for path in steps if path.stem.count("-") == 1]
     found = []
     for path in _spread(files, MOST_STEPS):
-        samples = read_kept(path)
+        samples = _read(path)
         first = [s for s in samples if samples and (s.problem, s.prompt) == (samples[0].problem, samples[0].prompt)]
         if first:
             found.append(Moment(f"step {steps[path]}", _groups(first)))
@@ -81,12 +84,21 @@ def moments(run: RunData) -> list[Moment]:
 def _evaluation(folder: Path) -> Iterator[tuple[str, list[KeptSample]]]:
     """Of the first problems of each benchmark of the finished model one right and one wrong response."""
     for path in sorted(folder.glob("evaluation*-0-000000.parquet")):
-        samples = read_kept(path, EVALUATED)
+        samples = _read(path, EVALUATED)
         chosen = {(s.problem, (s.reward or 0) >= 1): s for s in reversed(samples)}
         problems = list(dict.fromkeys(s.problem for s in samples))[:PROBLEMS]
         found = [chosen[key] for problem in problems for key in ((problem, True), (problem, False)) if key in chosen]
         if found:
             yield f"evaluation{f' on {found[0].benchmark}' if found[0].benchmark else ''}", found
+
+
+def _read(path: Path, most: int | None = None) -> list[KeptSample]:
+    """As `read_kept`; none of a damaged file, which is logged."""
+    try:
+        return read_kept(path, most)
+    except ValueError as error:
+        logger.warning("the page leaves these samples out: %s", error)
+        return []
 
 
 def _spread(files: Sequence[Path], most: int) -> list[Path]:

@@ -8,7 +8,7 @@ or, with {"function": name}, a function, whose arguments are the input's lines a
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -16,6 +16,7 @@ from .base import Grader, Verdict
 from .sandbox import Sandbox
 
 _BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)  # the language, and what follows it; the code
+_DEFINED = re.compile(r"^[ \t]*(?:async )?(?:def|class) +(\w+)", re.MULTILINE)
 _PYTHON = ("python", "python3", "py", "py3")
 # Names that solutions rely on, as on the sites from which the problems are.
 _IMPORTS = (
@@ -36,7 +37,7 @@ def code_grader(sandbox: Sandbox) -> Grader:
                 raise ValueError("no case")  # any code would pass
         except (ValueError, TypeError, KeyError) as error:
             return 0.0, "bad_gold", f'want {{"after": ...}} or {{"cases": ...}} as JSON, got {answer[:80]!r} ({error})'
-        code = extract_code(text)
+        code = extract_code(text, _wanted_names(tests))
         if code is None:
             return 0.0, "unparsed", "there is no code block"
         if cases is None:
@@ -67,15 +68,25 @@ def _judge(sandbox: Sandbox, job: dict[str, Any], wanted: list[str]) -> Verdict:
         results.close()
 
 
-def extract_code(text: str) -> str | None:
-    """The last code block with a definition, else the last block: of those in Python, else of those in no language."""
+def extract_code(text: str, wanted: Container[str] = ()) -> str | None:
+    """The last code block that defines a function or class of a wanted name, else the last block.
+
+    Of the blocks in Python, or without any, of those in no language.
+    """
     found = [((marks.lower().split() or [""])[0], code) for marks, code in _BLOCK.findall(text)]
     blocks = [code for language, code in found if language in _PYTHON] or [
         code for language, code in found if not language
     ]
-    return next((block for block in reversed(blocks) if re.search(r"^\s*(?:def|class) ", block, re.M)), None) or (
-        blocks[-1] if blocks else None
-    )
+    blocks = [code for code in blocks if any(name in wanted for name in _DEFINED.findall(code))] or blocks
+    return blocks[-1] if blocks else None
+
+
+def _wanted_names(tests: Mapping[str, Any]) -> set[str]:
+    """What the tests call; none for a program that reads and writes."""
+    if "after" in tests:
+        after = str(tests["after"])
+        return set(re.findall(r"\w+", after)).difference(_DEFINED.findall(after))
+    return {tests["function"]} if tests.get("function") else set()
 
 
 def _same(output: str, wanted: str, *, values: bool) -> bool:

@@ -10,7 +10,7 @@ done that, or there are no namespaces.
 JOB is JSON: {"code": text, "inputs": [text, ...], "function": name or null, "secret": text or null}. The code runs once
 for each input, in a fork, and reads it from stdin; with `function`, that function gets its lines as arguments. For each
 run it writes one line: [true, output] or [false, reason]. With `secret` there is one run, which outputs the secret
-when it reaches the end of the code: code that exits earlier does not know it.
+when it reaches the end of the code: code that exits earlier finds it in no object, descriptor or file.
 """
 
 import contextlib
@@ -26,7 +26,8 @@ import sys
 from typing import Any
 
 OUTPUT_LIMIT = 1 << 20  # bytes of one run
-_FILES, _FILE_BYTES = 256, 1 << 26
+FILE_BYTES = 1 << 26  # of one file, and of all in /program
+_FILES = 256
 _LOOK_S = 0.01
 _INPUT = ".input"
 _NOBODY, _FIRST_USER = 65534, 1 << 20
@@ -90,7 +91,7 @@ def _make_root(root: str, read: list[str]) -> None:
         _mount(source, target, None, _BIND | _REMOUNT | _READ_ONLY | _NO_SETUID | flags)
     os.makedirs(f"{root}/proc")
     os.makedirs(f"{root}/program")
-    _mount("tmpfs", f"{root}/program", "tmpfs", _NO_SETUID | _NO_DEVICES, f"size={_FILE_BYTES},mode=777")
+    _mount("tmpfs", f"{root}/program", "tmpfs", _NO_SETUID | _NO_DEVICES, f"size={FILE_BYTES},mode=777")
     _mount("none", root, None, _BIND | _REMOUNT | _READ_ONLY | _NO_SETUID | _NO_DEVICES)
     with contextlib.suppress(OSError):  # some containers do not allow it: then there is no /proc
         _mount("proc", f"{root}/proc", "proc", _NO_SETUID | _NO_DEVICES | 8)
@@ -143,7 +144,7 @@ def _limit(settings: dict[str, Any]) -> None:
         resource.RLIMIT_CPU: settings["seconds"],
         resource.RLIMIT_NPROC: settings["processes"],
         resource.RLIMIT_NOFILE: _FILES,
-        resource.RLIMIT_FSIZE: _FILE_BYTES,
+        resource.RLIMIT_FSIZE: FILE_BYTES,
         resource.RLIMIT_CORE: 0,
     }
     for name, value in limits.items():
@@ -165,26 +166,28 @@ def _run(job: dict[str, Any], given: str, end: int) -> None:
     sys.argv = ["program.py"]
     sys.setrecursionlimit(100_000)
     os.dup2(end if program else os.open(os.devnull, os.O_WRONLY), 1)
+    if job["secret"] is not None:
+        # Until the code has run, only the evaluation of this expression holds the secret, which frames do not show.
+        os.write(end, (_only_reading(job["secret"]), eval(code, scope))[0])
+        return
     exec(code, scope)
     sys.stdout.flush()
     if program:
-        return
-    if job["secret"] is not None:
-        os.write(end, job["secret"].encode())
         return
     function = getattr(scope["Solution"](), job["function"]) if "Solution" in scope else scope[job["function"]]
     with os.fdopen(end, "w") as file:
         file.write(json.dumps(function(*map(json.loads, given.split("\n")))))
 
 
-def _one(job: dict[str, Any], given: str) -> list[Any]:
-    """[true, output] or [false, reason] of one run."""
+def _one(job: dict[str, Any], given: str, replies: int) -> list[Any]:
+    """[true, output] or [false, reason] of one run, which does not get the descriptor `replies`."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         code = 1
         try:
             os.close(reading)
+            os.close(replies)
             os.dup2(_nameless_file(given), 0)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             sys.stdin = os.fdopen(0)
@@ -232,12 +235,27 @@ def _nameless_file(text: str) -> int:
     return descriptor
 
 
+def _hidden(secret: str) -> int:
+    """A descriptor from which the secret can be read once."""
+    reading, writing = os.pipe()
+    os.write(writing, secret.encode())
+    os.close(writing)
+    return reading
+
+
+def _only_reading(descriptor: int) -> bytes:
+    with open(descriptor, "rb") as file:
+        return file.read()
+
+
 def _drive() -> None:
     job = json.load(sys.stdin)
+    os.ftruncate(0, 0)  # it has the secret, and programs may open it by /proc
+    if job["secret"] is not None:
+        job["secret"] = _hidden(job["secret"])
     replies = os.fdopen(os.dup(1), "w")
-    os.set_inheritable(replies.fileno(), False)
     for given in job["inputs"]:
-        replies.write(json.dumps(_one(job, given)) + "\n")
+        replies.write(json.dumps(_one(job, given, replies.fileno())) + "\n")
         replies.flush()
 
 

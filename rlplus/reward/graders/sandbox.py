@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..supervisor import processes  # noqa: TID252  worker.py loads the package under another name
+from .jail import FILE_BYTES
 
 KINDS = ("bubblewrap", "namespaces", "limits")
 _PROCESSES = 64
@@ -108,8 +109,9 @@ class Sandbox:
         if (bwrap := shutil.which("bwrap")) is None:
             raise OSError("there is no command bwrap")
         inside = [text for path in (*read, str(_JAIL)) for text in ("--ro-bind", path, path)]
-        own = ["--tmpfs", "/program", "--chdir", "/program", "--dev", "/dev", "--proc", "/proc"]
-        return [bwrap, *_BWRAP, *inside, *own, *command]
+        memory = ["--size", str(FILE_BYTES), "--tmpfs", "/program", "--chdir", "/program"]
+        own = ["--dev", "/dev", "--proc", "/proc", "--remount-ro", "/dev", "--remount-ro", "/"]
+        return [bwrap, *_BWRAP, *inside, *memory, *own, *command]
 
     def _results(self, process: "subprocess.Popen[bytes]", count: int) -> Generator[tuple[bool, str], None, None]:
         assert process.stdout is not None
@@ -180,8 +182,14 @@ def _tree(root: int) -> list[tuple[int, Any]]:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill all descendants, then the process, which adopts orphans."""
-    while others := [pid for pid, entry in _tree(process.pid) if pid != process.pid and entry.state != "Z"]:
+    """Kill all descendants, then the process, which adopts orphans.
+
+    One look may miss an orphan that is adopted while it reads /proc, so two in a row have to find none.
+    """
+    quiet = 0
+    while quiet < 2:
+        others = [pid for pid, entry in _tree(process.pid) if pid != process.pid and entry.state != "Z"]
+        quiet = 0 if others else quiet + 1
         for pid in others:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
