@@ -1,6 +1,8 @@
 """The reward's verdicts, the order of its scores, and set-ups that fail."""
 
 import logging
+import os
+import signal
 from collections import deque
 from collections.abc import Callable
 from math import isnan
@@ -207,6 +209,21 @@ def test_short_items_share_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[:4] == [32] * 4
     assert len(sizes) <= 4 + 2 * 8
+
+
+@linux
+def test_a_worker_may_end_by_itself_as_it_is_told_to(
+    grader: Callable[..., Scorer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer = grader(workers=1)
+    (worker,) = scorer._workers
+    os.kill(worker.process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_ended", lambda: False)  # as it was a moment ago
+        worker.end()
+    scorer.close()
+    assert worker.process.returncode == -signal.SIGKILL
 
 
 # Set-up that fails

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
@@ -181,7 +182,7 @@ class Worker:
     def end(self) -> None:
         """Tell the supervisor to kill the grader and all that it started; `stop` waits for that."""
         if not self._ended():
-            self.process.terminate()
+            os.kill(self.process.pid, signal.SIGTERM)  # Popen.terminate would reap one that has ended just now
 
     def stop(self) -> int | None:
         """End it; returns its exit status (negative: the signal that ended it), None if it does not end."""
