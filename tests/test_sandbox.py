@@ -236,10 +236,15 @@ print("done", flush=True)
 
 
 def test_a_process_that_one_look_misses_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = iter([[1, 2], [1], [1, 3], [1], [1]])  # process 3 is being adopted during the second
+    # Parents by process. 3 is being adopted in the looks after the first: 2, its parent, has just ended; once 3 itself is
+    # not seen at all.
+    looks = iter([{1: 0, 2: 1}, {1: 0, 3: 2}, {1: 0}, {1: 0, 3: 2}, {1: 0}, {1: 0, 3: 1}, {1: 0}, {1: 0}])
+
+    def look() -> dict[int, Process]:
+        return {pid: Process(parent=parent, ticks=0, state="S", pages=0) for pid, parent in next(looks).items()}
+
     killed: list[int] = []
-    entry = Process(parent=1, ticks=0, state="S", pages=0)
-    monkeypatch.setattr("rlplus.reward.graders.sandbox._tree", lambda root: [(pid, entry) for pid in next(looks)])
+    monkeypatch.setattr("rlplus.reward.graders.sandbox.processes", look)
     monkeypatch.setattr("rlplus.reward.graders.sandbox.os.kill", lambda pid, number: killed.append(pid))
     process = MagicMock(pid=1)
     _end(process)

@@ -138,7 +138,7 @@ class Sandbox:
 
     def _fault(self, root: int, waited: float, received: int) -> str:
         """Name the limit that is exceeded, if any."""
-        used = [entry for _, entry in _tree(root)]
+        used = [entry for _, entry in _tree(root, processes())]
         limits = {
             "CPU time": sum(entry.ticks for entry in used) / os.sysconf("SC_CLK_TCK") > self._seconds,
             "time": waited > _WALL_CLOCK_FACTOR * self._seconds,
@@ -166,9 +166,8 @@ def _last_words(process: "subprocess.Popen[bytes]") -> str:
     return "the sandbox ended early"
 
 
-def _tree(root: int) -> list[tuple[int, Any]]:
-    """`root` and its descendants, with their resources."""
-    table = processes()
+def _tree(root: int, table: dict[int, Any]) -> list[tuple[int, Any]]:
+    """`root` and its descendants in a table of all processes."""
     children: dict[int, list[int]] = {}
     for process, entry in table.items():
         children.setdefault(entry.parent, []).append(process)
@@ -184,12 +183,15 @@ def _tree(root: int) -> list[tuple[int, Any]]:
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """Kill all descendants, then the process, which adopts orphans.
 
-    One look may miss an orphan that is adopted while it reads /proc, so two in a row have to find none.
+    One look may miss an orphan that is adopted while it reads /proc, so two in a row have to find none, and no process
+    whose parent ended meanwhile.
     """
     quiet = 0
     while quiet < 2:
-        others = [pid for pid, entry in _tree(process.pid) if pid != process.pid and entry.state != "Z"]
-        quiet = 0 if others else quiet + 1
+        table = processes()
+        others = [pid for pid, entry in _tree(process.pid, table) if pid != process.pid and entry.state != "Z"]
+        torn = any(entry.parent and entry.parent not in table for entry in table.values())
+        quiet = 0 if others or torn else quiet + 1
         for pid in others:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
