@@ -236,8 +236,8 @@ print("done", flush=True)
 
 
 def test_a_process_that_one_look_misses_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Parents by process. 3 is being adopted in the looks after the first: 2, its parent, has just ended; once 3 itself is
-    # not seen at all.
+    # Parents by process. After the first look 3 is being adopted: 2, its parent, has just ended. Once 3 itself is not
+    # seen at all.
     looks = iter([{1: 0, 2: 1}, {1: 0, 3: 2}, {1: 0}, {1: 0, 3: 2}, {1: 0}, {1: 0, 3: 1}, {1: 0}, {1: 0}])
 
     def look() -> dict[int, Process]:
