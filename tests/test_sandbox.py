@@ -250,6 +250,9 @@ def test_a_process_that_one_look_misses_is_ended(monkeypatch: pytest.MonkeyPatch
     _end(process)
     assert killed == [2, 3]
     process.kill.assert_called_once_with()
+    looks = iter([{1: 0, 9: 7}] * 3)  # 7 is hidden
+    _end(process)
+    assert killed == [2, 3]
 
 
 def test_a_program_sees_no_network(closed: Sandbox) -> None:

@@ -183,15 +183,16 @@ def _tree(root: int, table: dict[int, Any]) -> list[tuple[int, Any]]:
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """Kill all descendants, then the process, which adopts orphans.
 
-    One look may miss an orphan that is adopted while it reads /proc, so two in a row have to find none, and no process
-    whose parent ended meanwhile.
+    One look may miss an orphan that is adopted while it reads /proc, so two in a row have to find none, and the same
+    processes without a visible parent: hidepid hides some for good.
     """
-    quiet = 0
+    quiet, before = 0, None
     while quiet < 2:
         table = processes()
         others = [pid for pid, entry in _tree(process.pid, table) if pid != process.pid and entry.state != "Z"]
-        torn = any(entry.parent and entry.parent not in table for entry in table.values())
-        quiet = 0 if others or torn else quiet + 1
+        orphans = {pid for pid, entry in table.items() if entry.parent not in table}
+        quiet = 0 if others or orphans != before else quiet + 1
+        before = orphans
         for pid in others:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
