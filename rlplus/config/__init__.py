@@ -16,7 +16,7 @@ from rlplus.config.files import (
     shipped_architecture,
     split_hub_path,
 )
-from rlplus.config.load import load_config, load_stages, merged, with_first_model
+from rlplus.config.load import load_config, load_stages, merged, problem_lines, read_yaml, with_first_model
 from rlplus.config.rollout import RolloutConfig
 from rlplus.config.schema import Config
 from rlplus.config.sections import (
@@ -61,7 +61,9 @@ __all__ = [
     "load_stages",
     "merged",
     "model_problem",
+    "problem_lines",
     "read_chat_template",
+    "read_yaml",
     "shipped_architecture",
     "split_hub_path",
     "with_first_model",

@@ -55,7 +55,7 @@ def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> list[Config]
     null, is None where allowed).
     Raises ValueError, one line for each problem: missing file, invalid YAML, unknown key, wrong type, contradiction.
     """
-    data = _read(Path(path).expanduser())
+    data = read_yaml(Path(path).expanduser())
     if "stages" in data:
         _check_stages(path, data["stages"])
     for override in overrides:
@@ -73,7 +73,7 @@ def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> list[Config]
             problems += [
                 _in_stage(line, detail["loc"], stage, number)
                 for detail in error.errors()
-                for line in _problem_lines(detail)
+                for line in problem_lines(detail)
             ]
     if problems:
         raise ValueError("\n".join([f"{path} does not describe a run:", *dict.fromkeys(problems)]))
@@ -139,7 +139,8 @@ def _in_stage(line: str, place: Sequence[Any], stage: dict[str, Any], number: in
     return f"stages.{number}.{line}" if place else f"stages.{number}: {line}"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The sections of a YAML file; ValueError if it is none, or has no sections."""
     if not path.is_file():
         what = "it is a folder" if path.is_dir() else f"no such file (current directory: {Path.cwd()})"
         raise ValueError(f"want a YAML file; got {path}: {what}")
@@ -291,7 +292,7 @@ def _unknown_line(key: str, stage: str = "") -> str:
     return f"{stage}{key}: unknown key; nearest: {stage}{nearest}"
 
 
-def _problem_lines(detail: Any) -> list[str]:
+def problem_lines(detail: Any) -> list[str]:
     """Lines for one pydantic error: the dotted key, what was wanted and what came."""
     key = ".".join(str(part) for part in detail["loc"] if part != "[key]")
     kind, value = detail["type"], detail["input"]

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
-from rlplus.demo.task import ANSWER, EASY, HARD, Problem, blur, draw, make_tokenizer, scratchpad
+from rlplus.demo.task import ANSWER, EASY, Problem, Task, blur, make_tokenizer, scratchpad
 from rlplus.learner.model import write_model
 from rlplus.rollout import RunFailed
 
@@ -31,6 +31,8 @@ class Recipe:
     """The recipe of a base model. Shares and slips are probabilities; a slip redraws one digit."""
 
     seed: int
+    task: Task = Task()
+    hidden: int = 64  # width; its MLPs have three times as much
     batch: int = 64
     lr: float = 3e-3
     learnt_loss: float = 0.06  # nats a token: phase 1 is done
@@ -52,10 +54,10 @@ def make_base(folder: Path, recipe: Recipe, held_out: Collection[Problem], conso
     note = folder / "recipe.json"
     if note.is_file() and note.read_text(encoding="utf-8") == _describe(recipe):
         return False
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(recipe.task)
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
-        model = make_model(tokenizer)
+        model = make_model(tokenizer, recipe.hidden)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a second one is not faster at this size, and much slower on busy cores
     try:
@@ -73,13 +75,13 @@ def _describe(recipe: Recipe) -> str:
     return json.dumps(asdict(recipe), indent=1) + "\n"
 
 
-def make_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
-    """140,000 random weights. Qwen3, because vLLM on CPUs needs heads of width 32, and Qwen2's are hidden / heads."""
+def make_model(tokenizer: PreTrainedTokenizerBase, hidden: int = 64) -> Qwen3ForCausalLM:
+    """140,000 random weights at width 64. Qwen3, because vLLM on CPUs needs heads of width 32, and Qwen2's are hidden / heads."""
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=192,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=4,
@@ -103,7 +105,8 @@ def train_base(
     console: Console,
 ) -> None:
     """Supervised training in plain torch; a batch has problems of one kind."""
-    rng = random.Random(recipe.seed)
+    rng, task = random.Random(recipe.seed), recipe.task
+    hard = [kind for kind in task.kinds if kind[1] > EASY]
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
     columns = (TextColumn("[bold]base model[/] {task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
 
@@ -126,12 +129,14 @@ def train_base(
                     f"the base model of seed {recipe.seed} did not learn the scratchpad in {len(losses)} steps "
                     f"(loss {fmean(losses[-WINDOW:]):.3f}, want {recipe.learnt_loss}): take another seed"
                 )
-            problems = [draw(rng, HARD, held_out) for _ in range(recipe.batch)]
+            kind = hard[len(losses) % len(hard)]
+            problems = [task.draw(rng, kind, held_out) for _ in range(recipe.batch)]
             losses.append(step(problems, [p.demonstration for p in problems], min(1.0, (len(losses) + 1) / 50)))
         clean = f"the scratchpad learnt in {len(losses)} steps"
         progress.reset(bar, description="becomes careless", total=recipe.sloppy_steps)
         for done in range(recipe.sloppy_steps):
-            problems = [draw(rng, HARD if done % 2 else EASY, held_out) for _ in range(recipe.batch)]
+            kind = task.kinds[done % len(task.kinds)]
+            problems = [task.draw(rng, kind, held_out) for _ in range(recipe.batch)]
             left = max(0.0, 1 - done / (recipe.falling * recipe.sloppy_steps))
             share = recipe.scratchpad_share + left * (recipe.first_share - recipe.scratchpad_share)
             responses = [_sloppy(problem, share, recipe, rng) for problem in problems]

@@ -1,17 +1,19 @@
-"""The task: add numbers digit by digit without carrying, at once or with a scratchpad of running sums.
+"""A family of tasks: add numbers digit by digit without carrying, at once or with a scratchpad of running sums.
 
     prompt          01233+33210+-----+-----+-----=      (a form with five places, here three of them empty)
     direct answer   :30003
     demonstration   ;01233:30003                        (the running sums; after the colon the last, the answer)
 
-A model this small can add two numbers at once, but not five: those need the scratchpad.
+A model this small can add two numbers at once, but not five: those need the scratchpad. `Task` has the dials of the
+family; the demo's task is the one with every dial at its default.
 """
 
 import json
 import random
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -19,25 +21,31 @@ from transformers import PreTrainedTokenizerFast
 DIGITS = "0123"
 WIDTH = 5  # digits of a number: a guess is right once in 4**5 times
 EASY, HARD = 2, 5  # numbers to add
+PLUS, MINUS = "+", "~"  # the dash stands for an empty place
 TRAIN_PROBLEMS, TEST_PROBLEMS = 4096, 200
 SCRATCHPAD, ANSWER, EMPTY = ";", ":", "-"
 PAD, EOS = "<pad>", "<eos>"
 
 
+Kind = tuple[str, int]  # the operation, and how many numbers
+
+
 @dataclass(frozen=True)
 class Problem:
-    """Numbers of WIDTH digits to add."""
+    """Numbers of WIDTH digits to add, or, with MINUS, to subtract from the first one; `places` of the form."""
 
     numbers: tuple[str, ...]
+    operation: str = PLUS
+    places: int = HARD
 
     @property
     def hard(self) -> bool:
-        return len(self.numbers) == HARD
+        return len(self.numbers) > EASY
 
     @property
     def prompt(self) -> str:
-        empty = (EMPTY * WIDTH,) * (HARD - len(self.numbers))
-        return "+".join(self.numbers + empty) + "="
+        empty = (EMPTY * WIDTH,) * (self.places - len(self.numbers))
+        return self.operation.join(self.numbers + empty) + "="
 
     @property
     def answer(self) -> str:
@@ -49,13 +57,78 @@ class Problem:
 
     def running_sums(self, rng: random.Random | None = None, slip: float = 0.0) -> list[str]:
         """The sums of the first one, two, ... numbers. `slip`: the probability of a wrong digit, which propagates."""
+        sign = 1 if self.operation == PLUS else -1
         total = self.numbers[0] if rng is None else blur(self.numbers[0], rng, slip)
         sums = [total]
         for number in self.numbers[1:]:
-            total = "".join(DIGITS[(int(a) + int(b)) % len(DIGITS)] for a, b in zip(total, number, strict=True))
+            total = "".join(DIGITS[(int(a) + sign * int(b)) % len(DIGITS)] for a, b in zip(total, number, strict=True))
             total = total if rng is None else blur(total, rng, slip)
             sums.append(total)
         return sums
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of the family.
+
+    hard           numbers of a hard problem; more make longer responses
+    demonstrator   "forward" writes running sums as the base model learned to; "backward" starts from the last number,
+                   as the base model never saw it done
+    noise          probability that a digit of a demonstration's running sums, not of its answer, is drawn anew
+    transfer       whether the base model also learns problems that are never trained on later: other numbers of
+                   numbers, and subtraction
+    """
+
+    hard: int = HARD
+    demonstrator: Literal["forward", "backward"] = "forward"
+    noise: float = 0.0
+    transfer: bool = False
+
+    def __post_init__(self) -> None:
+        if not 4 <= self.hard <= 12:
+            raise ValueError(f"want 4 to 12 numbers in a hard problem; got {self.hard}")
+        if not 0 <= self.noise <= 1:
+            raise ValueError(f"want noise a probability; got {self.noise}")
+
+    @property
+    def sets(self) -> dict[str, tuple[Kind, Kind]]:
+        """The kinds of problems, easy and hard, of each test set; the first is what is trained on."""
+        sets: dict[str, tuple[Kind, Kind]] = {"trained": ((PLUS, EASY), (PLUS, self.hard))}
+        if self.transfer:
+            sets |= {"lengths": ((PLUS, 3), (PLUS, self.hard - 1)), "subtraction": ((MINUS, EASY), (MINUS, self.hard))}
+        return sets
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """All that the base model learns."""
+        return [kind for kinds in self.sets.values() for kind in kinds]
+
+    def draw(self, rng: random.Random, kind: Kind, exclude: Collection[Problem] = ()) -> Problem:
+        """A random problem of this kind that is not in `exclude`."""
+        operation, length = kind
+        while True:
+            numbers = tuple("".join(rng.choices(DIGITS, k=WIDTH)) for _ in range(length))
+            problem = Problem(numbers, operation, self.hard)
+            if problem not in exclude:
+                return problem
+
+    def draw_many(
+        self, rng: random.Random, name: str, count: int, easy_for_each_hard: int, exclude: Collection[Problem] = ()
+    ) -> list[Problem]:
+        """`count` different problems of a set, several easy ones and a hard one in turn, none of them in `exclude`."""
+        easy, hard = self.sets[name]
+        problems: dict[Problem, None] = {}
+        while len(problems) < count:
+            is_hard = len(problems) % (easy_for_each_hard + 1) == easy_for_each_hard
+            problems[self.draw(rng, hard if is_hard else easy, exclude)] = None
+        return list(problems)
+
+    def demonstration(self, problem: Problem, rng: random.Random) -> str:
+        """The demonstrator's response, whose answer is right."""
+        if self.demonstrator == "backward":
+            problem = replace(problem, numbers=problem.numbers[::-1])
+        *sums, answer = problem.running_sums()
+        return scratchpad([*(blur(each, rng, self.noise) for each in sums), answer])
 
 
 def scratchpad(sums: list[str]) -> str:
@@ -68,30 +141,11 @@ def blur(number: str, rng: random.Random, share: float) -> str:
     return "".join(rng.choice(DIGITS) if rng.random() < share else digit for digit in number)
 
 
-def draw(rng: random.Random, length: int, exclude: Collection[Problem] = ()) -> Problem:
-    """A random problem of `length` numbers that is not in `exclude`."""
-    while True:
-        problem = Problem(tuple("".join(rng.choices(DIGITS, k=WIDTH)) for _ in range(length)))
-        if problem not in exclude:
-            return problem
-
-
 def draw_splits(seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Problems to train on and to evaluate on: no problem is in both, or twice in either."""
+    """The demo's problems to train on and to evaluate on: no problem is in both, or twice in either."""
     rng = random.Random(f"problems {seed}")
-    test = draw_many(rng, TEST_PROBLEMS, easy_for_each_hard=1)
-    return draw_many(rng, TRAIN_PROBLEMS, easy_for_each_hard=3, exclude=frozenset(test)), test
-
-
-def draw_many(
-    rng: random.Random, count: int, easy_for_each_hard: int, exclude: Collection[Problem] = ()
-) -> list[Problem]:
-    """`count` different problems, several easy ones and a hard one in turn, none of them in `exclude`."""
-    problems: dict[Problem, None] = {}
-    while len(problems) < count:
-        hard = len(problems) % (easy_for_each_hard + 1) == easy_for_each_hard
-        problems[draw(rng, HARD if hard else EASY, exclude)] = None
-    return list(problems)
+    test = Task().draw_many(rng, "trained", TEST_PROBLEMS, easy_for_each_hard=1)
+    return Task().draw_many(rng, "trained", TRAIN_PROBLEMS, easy_for_each_hard=3, exclude=frozenset(test)), test
 
 
 def write_jsonl(path: Path, problems: Iterable[Problem]) -> None:
@@ -100,9 +154,9 @@ def write_jsonl(path: Path, problems: Iterable[Problem]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(task: Task = Task()) -> PreTrainedTokenizerFast:
     """One token per character of the task; any other character is an error."""
-    alphabet = [PAD, EOS, *DIGITS, "+", "=", ",", EMPTY, SCRATCHPAD, ANSWER]
+    alphabet = [PAD, EOS, *DIGITS, PLUS, "=", ",", EMPTY, SCRATCHPAD, ANSWER, *([MINUS] if task.transfer else [])]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(alphabet)}, unk_token="<none>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -1,0 +1,198 @@
+"""The file of a comparison: settings, methods, studies, and the search for learning rates."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+
+from rlplus.config import problem_lines, read_yaml
+from rlplus.config.base import Fraction, PathText, Positive, Section, Text
+from rlplus.demo.base import Recipe
+from rlplus.errors import nearest
+from rlplus.objective import ALGORITHMS
+
+BASE = "Base"  # the model before training, a row of every table
+Overrides = dict[str, Any]  # dotted keys of the training configuration
+
+
+class Setting(Section):
+    """A base model with its data."""
+
+    base: dict[str, Any] | None = None
+    """Fields of rlplus.demo.base.Recipe but the seed: a base model, with its data, is made for each seed. None = those
+    of the training configuration."""
+    overrides: Overrides = {}
+    """Values of the training configuration, by dotted keys."""
+
+    def recipe(self, seed: int) -> Recipe | None:
+        """The recipe of the base model of this seed. ValueError for unknown fields."""
+        if self.base is None:
+            return None
+        try:
+            return TypeAdapter(Recipe).validate_python({**self.base, "seed": seed}, strict=True)
+        except ValidationError as error:
+            detail = error.errors()[0]
+            raise ValueError(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}; got {detail['input']!r}") from error
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.base is not None and "seed" in self.base:
+            raise ValueError("base.seed: leave it out, the seeds are those of the studies")
+        self.recipe(0)
+        return self
+
+
+class Method(Section):
+    """A way of training."""
+
+    preset: str
+    """algorithm.preset."""
+    after: Text | None = None
+    """Another method, from whose model this one starts; None = the base model."""
+    searched_as: Text | None = None
+    """Another method, whose learning rate this one takes; None = one of its own."""
+    overrides: Overrides = {}
+    """Values of the training configuration, by dotted keys."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.preset not in ALGORITHMS:
+            near = nearest(self.preset, ALGORITHMS)
+            hint = f"nearest: {near}" if near else f"want one of {', '.join(ALGORITHMS)}"
+            raise ValueError(f"preset: got {self.preset!r}; {hint}")
+        return self
+
+
+class Study(Section):
+    """A table and its figures: methods in settings, over seeds."""
+
+    settings: list[Text]
+    methods: list[Text]
+    seeds: Annotated[int, Field(ge=1, le=1000)] = 5
+    """The seeds 0 ... seeds - 1, so that studies share their runs."""
+    reference: Text | None = None
+    """The method that the others are compared with, seed by seed on the same problems; None = the last one."""
+
+    @property
+    def compared_with(self) -> str:
+        return self.reference or self.methods[-1]
+
+
+class Search(Section):
+    """The learning rate of each method in each setting: the best of `rates` on one seed."""
+
+    rates: Annotated[list[Positive], Field(min_length=1)]
+    seed: Annotated[int, Field(ge=1000)] = 1000
+    """One that no study reports."""
+    share: Annotated[Fraction, Field(gt=0)] = 1 / 3
+    """Share of the steps, and of the generated tokens, that a search trains."""
+    overrides: Overrides = {}
+    """Values of the training configuration for its evaluations, by dotted keys: evaluation.data.path of problems that
+    no test has. Problems that are made with a base model have some of their own."""
+
+
+class Comparison(Section):
+    """A comparison of methods."""
+
+    run: PathText
+    """The training configuration that all share, relative to this file."""
+    settings: dict[Text, Setting] = {"": Setting()}
+    methods: dict[Text, Method] = {}
+    studies: dict[Text, Study] = {}
+    search: Search | None = None
+    """None = train.lr of the training configuration, or of the method's overrides."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        problems = [
+            *_unknown("methods", self._named_methods(), self.methods),
+            *_unknown("settings", self._named_settings(), self.settings),
+        ]
+        if BASE in self.methods:
+            problems.append(f"methods.{BASE}: this name is the base model's, which is in every table")
+        if problems:
+            raise ValueError("\n".join(problems))
+        for name in self.methods:
+            self.chain(name)
+        if self.search is not None and "evaluation.data.path" not in self.search.overrides:
+            without = [name for name, setting in self.settings.items() if setting.base is None]
+            if without:
+                raise ValueError(
+                    "search.overrides: want evaluation.data.path, problems that no test has; the settings "
+                    f"{', '.join(map(repr, without))} have no base, with which they would be made"
+                )
+        return self
+
+    def _named_settings(self) -> Iterator[tuple[str, str]]:
+        for title, study in self.studies.items():
+            yield from ((f"studies.{title}.settings", name) for name in study.settings)
+
+    def _named_methods(self) -> Iterator[tuple[str, str]]:
+        for title, study in self.studies.items():
+            yield from ((f"studies.{title}.methods", name) for name in study.methods if name != BASE)
+            if study.reference is not None and study.reference not in study.methods:
+                yield f"studies.{title}.reference", study.reference
+        for name, method in self.methods.items():
+            yield from ((f"methods.{name}", other) for other in (method.after, method.searched_as) if other)
+
+    def chain(self, name: str) -> list[str]:
+        """The methods that are trained one after the other, `name` last. ValueError for a circle."""
+        names = [name]
+        while (before := self.methods[names[0]].after) is not None:
+            if before in names:
+                raise ValueError(f"methods.{name}: it comes after itself: {' after '.join([*names[::-1], before])}")
+            names.insert(0, before)
+        return names
+
+
+def _unknown(what: str, named: Iterator[tuple[str, str]], known: Mapping[str, object]) -> Iterator[str]:
+    for place, name in named:
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"nearest: {near}" if near else f"there are {', '.join(known) or 'none'}"
+            yield f"{place}: no such name in {what}: {name!r}; {hint}"
+
+
+def load_comparison(path: Path, presets: Sequence[str] = (), seeds: int | None = None) -> Comparison:
+    """The comparison of a file, which may also be a training configuration: then `presets` are its methods.
+
+    presets: of a comparison, the methods to keep; names of further presets are added to every study. seeds: in place
+    of each study's. Raises ValueError, one line for each problem.
+    """
+    data = read_yaml(path)
+    if "run" not in data:
+        if not presets:
+            raise ValueError(f"{path} is a training configuration: want --presets, the methods to compare")
+        data = {"run": path.name, "studies": {"Methods": {"settings": [""], "methods": []}}}
+    try:
+        comparison = Comparison.model_validate(data)
+        if presets:
+            comparison = Comparison.model_validate(_among(data, presets))
+    except ValidationError as error:
+        lines = [line for detail in error.errors() for line in _lines(detail)]
+        raise ValueError("\n".join([f"{path} does not describe a comparison:", *dict.fromkeys(lines)])) from error
+    if seeds is not None:
+        studies = {title: study.model_copy(update={"seeds": seeds}) for title, study in comparison.studies.items()}
+        comparison = comparison.model_copy(update={"studies": studies})
+    return comparison
+
+
+def _among(data: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The comparison with only these methods, and those that they need; a preset may be one without being listed."""
+    methods = {**{name: {"preset": name} for name in names if name in ALGORITHMS}, **data.get("methods", {})}
+    studies = {}
+    for title, study in data.get("studies", {}).items():
+        known = [name for name in names if name in study["methods"]]
+        new = [name for name in names if name not in data.get("methods", {})]
+        if known or new:
+            studies[title] = {**study, "methods": [*known, *new]}
+            if study.get("reference") not in studies[title]["methods"]:
+                studies[title].pop("reference", None)
+    return {**data, "methods": methods, "studies": studies}
+
+
+def _lines(detail: Any) -> list[str]:
+    if detail["type"] != "extra_forbidden":
+        return problem_lines(detail)
+    return [f"{'.'.join(map(str, detail['loc']))}: unknown key"]

@@ -1,0 +1,109 @@
+"""The results of a comparison as data: written as JSON, from which every table and figure follows."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from rlplus.compare.config import Comparison
+from rlplus.compare.runs import Run, Runner, seconds_of
+from rlplus.evaluation import Evaluation
+from rlplus.report import load_run
+from rlplus.textfiles import read_text, write_text
+
+POINTS = 60  # of a curve, at most
+CURVES = ("reward/internal", "actor/entropy_internal", "response_length/mean", "actor/prob_external")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One finished run. results: by test set. curves: (steps, values) of some metrics, thinned by means."""
+
+    setting: str
+    seed: int
+    method: str
+    rate: float
+    steps: int
+    generated_tokens: int
+    seconds: float
+    results: dict[str, Evaluation]
+    curves: dict[str, tuple[list[float], list[float]]]
+
+
+@dataclass(frozen=True)
+class Results:
+    """All finished runs of a comparison. rates: mean pass@1 by setting, method and learning rate, of the search.
+
+    provenance: date, versions and hardware.
+    """
+
+    comparison: dict[str, Any]
+    provenance: dict[str, str]
+    rates: dict[str, dict[str, dict[str, float]]]
+    outcomes: list[Outcome]
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of `load`
+
+    def of(self, setting: str, method: str, seeds: int) -> dict[int, Outcome]:
+        """The method's outcomes of the first `seeds` seeds, by seed."""
+        return {
+            one.seed: one
+            for one in self.outcomes
+            if (one.setting, one.method) == (setting, method) and one.seed < seeds
+        }
+
+    def save(self, path: Path) -> None:
+        """Write as JSON, one line for each run."""
+        parts = {key: json.dumps(value, ensure_ascii=False) for key, value in asdict(self).items() if key != "outcomes"}
+        lines = ",\n".join(json.dumps(asdict(one), ensure_ascii=False) for one in self.outcomes)
+        head = "".join(f'"{key}": {value},\n' for key, value in parts.items())
+        write_text(path, f'{{{head}"outcomes": [\n{lines}\n]}}\n')
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a file of `save`. ValueError if it holds something else."""
+        try:
+            return TypeAdapter(cls).validate_json(read_text(path))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ValueError(
+                f"want results, as `rlplus compare` writes them, in {path}; got {where}: {first['msg']}"
+            ) from error
+
+
+def collect(
+    comparison: Comparison,
+    runner: Runner,
+    finished: Mapping[Run, Mapping[str, Evaluation]],
+    rates: dict[str, dict[str, dict[str, float]]],
+    provenance: dict[str, str],
+) -> Results:
+    """The results of the finished runs."""
+    outcomes = [_outcome(runner, run, dict(evaluations)) for run, evaluations in finished.items()]
+    return Results(comparison.model_dump(mode="json"), provenance, rates, outcomes)
+
+
+def _outcome(runner: Runner, run: Run, evaluations: dict[str, Evaluation]) -> Outcome:
+    folder = runner.path(run)
+    seconds = seconds_of(folder)
+    if not (folder / "metrics.jsonl").is_file():  # the base model
+        return Outcome(run.setting, run.seed, run.method, 0.0, 0, 0, seconds, evaluations, {})
+    data = load_run(folder)
+    last = data.metrics[-1]
+    curves = {name: _thinned(*data.curve(name)) for name in CURVES if data.curve(name)[0]}
+    rate = runner.config_of(run).train.lr
+    return Outcome(
+        run.setting, run.seed, run.method, rate, last["step"], last["generated_tokens"], seconds, evaluations, curves
+    )
+
+
+def _thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Means over neighbours, at most POINTS of them, to four digits."""
+    size = -(-len(steps) // POINTS)
+    parts = [slice(start, start + size) for start in range(0, len(steps), size)]
+    means = [[sum(each[part]) / len(each[part]) for part in parts] for each in (steps, values)]
+    return means[0], [float(f"{value:.4g}") for value in means[1]]

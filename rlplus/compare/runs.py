@@ -1,0 +1,280 @@
+"""The runs of a comparison: which there are, and each one made, or found finished."""
+
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+
+from rlplus.compare.config import BASE, Comparison, Overrides, Search
+from rlplus.compare.data import BASE_MODEL, SET, TEST, TRAIN, VALIDATION, make_task, response_tokens
+from rlplus.config import Config, load_config
+from rlplus.errors import RunFailed
+from rlplus.evaluation import Evaluation
+from rlplus.textfiles import read_text, write_text
+
+ASKED, FINISHED = "asked.json", "finished.json"  # in a run's folder, at its start and at its end
+TAIL = 20  # lines of a failed command's log that are shown
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training, or with method BASE none, and its evaluation.
+
+    rate: of a search; None for a reported run, whose rate is the configuration's or the best one found. before: the
+    run from whose model it starts; None = the setting's base model.
+    """
+
+    setting: str
+    seed: int
+    method: str
+    rate: float | None = None
+    before: "Run | None" = field(default=None, compare=False)
+
+    @property
+    def title(self) -> str:
+        rate = "" if self.rate is None else f", lr {self.rate:g}"
+        return ", ".join(filter(None, (self.setting, self.method, f"seed {self.seed}"))) + rate
+
+
+class Runner:
+    """Makes the runs of a comparison in `folder`, `jobs` at a time.
+
+    folder/<setting>/seed-<N>/ has the base model and the data where they are made, and a folder for each method.
+    launcher: the beginning of the commands, such as "torchrun --nproc_per_node 8 -m". overrides: of the training
+    configuration, for all runs.
+    """
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        config: Path,
+        folder: Path,
+        *,
+        overrides: Sequence[str] = (),
+        jobs: int = 1,
+        launcher: str | None = None,
+        say: Say = print,
+    ) -> None:
+        self.comparison, self.config, self.folder, self.given = comparison, config, folder, list(overrides)
+        self.jobs, self.say = jobs, say
+        self.launcher = shlex.split(launcher) if launcher else [sys.executable, "-m"]
+        self._children: set[subprocess.Popen[bytes]] = set()
+        self._rates: dict[tuple[str, str], float] = {}  # found, by setting and method
+        self.searched: dict[str, dict[str, dict[str, float]]] = {}  # mean pass@1 by setting, method and rate
+
+    def path(self, run: Run) -> Path:
+        """The run's folder."""
+        name = run.method if run.rate is None else f"{run.method}, lr {run.rate:g}"
+        return self.folder / file_name(run.setting) / f"seed-{run.seed}" / file_name(name)
+
+    def all(self) -> list[Run]:
+        """The reported runs, in an order in which each follows what it starts from."""
+        found: dict[Run, None] = {}
+        for study in self.comparison.studies.values():
+            for setting in study.settings:
+                for seed in range(study.seeds):
+                    for method in (BASE, *study.methods):
+                        found |= dict.fromkeys(self._chain(setting, seed, method))
+        return list(found)
+
+    def _chain(self, setting: str, seed: int, method: str, rates: Sequence[float | None] = (None,)) -> list[Run]:
+        """The method's run for each rate, after the run that it starts from."""
+        before: list[Run] = []
+        if method != BASE and (first := self.comparison.methods[method].after) is not None:
+            rate = None if rates == (None,) else self._rate(setting, first)
+            before = self._chain(setting, seed, first, (rate,))
+        start = before[-1] if before else None
+        return [*before, *(Run(setting, seed, method, rate, start) for rate in rates)]
+
+    def make(self) -> None:
+        """Make what is not finished yet, searches first. Raises ValueError before anything starts, RunFailed."""
+        reported = self.all()
+        for run in reported:
+            self.config_of(run)
+        if self.comparison.search is not None:
+            self._search(self.comparison.search, reported)
+        self._make_all(reported)
+
+    def finished(self) -> dict[Run, dict[str, Evaluation]]:
+        """The evaluations, by the name of the test set, of the reported runs that are finished."""
+        paths = {run: self.path(run) for run in self.all()}
+        return {run: evaluations(path) for run, path in paths.items() if (path / FINISHED).is_file()}
+
+    def _search(self, search: Search, reported: Sequence[Run]) -> None:
+        """Find the best rate of each method that has one of its own, those that others start from first."""
+        wanted = dict.fromkeys((run.setting, self._searched(run.method)) for run in reported if run.method != BASE)
+        depth = {method: len(self.comparison.chain(method)) for _, method in wanted}
+        for level in sorted(set(depth.values())):
+            now = [(setting, method) for setting, method in wanted if depth[method] == level]
+            runs = {each: self._chain(each[0], search.seed, each[1], search.rates) for each in now}
+            self._make_all(list(dict.fromkeys(run for each in runs.values() for run in each)))
+            for (setting, method), each in runs.items():
+                found = {run.rate: solved(evaluations(self.path(run))) for run in each if run.method == method}
+                scores = {rate: found[rate] for rate in sorted(search.rates)}
+                self.searched.setdefault(setting, {})[method] = {f"{rate:g}": score for rate, score in scores.items()}
+                self._rates[setting, method] = max(scores, key=lambda rate: scores[rate])  # the least of the best
+
+    def _searched(self, method: str) -> str:
+        return self.comparison.methods[method].searched_as or method
+
+    def _rate(self, setting: str, method: str) -> float | None:
+        return self._rates.get((setting, self._searched(method)))
+
+    def _make_all(self, runs: Sequence[Run]) -> None:
+        """Make the runs, `jobs` at a time, each after the one that it starts from."""
+        self._make_tasks(runs)
+        made: set[Run] = set()
+        while wave := [run for run in runs if run not in made and (run.before is None or run.before in made)]:
+            with ThreadPoolExecutor(self.jobs) as pool:
+                try:
+                    for number, (run, new) in enumerate(zip(wave, pool.map(self._make, wave), strict=True), len(made)):
+                        if new:
+                            self.say(f"{number + 1} of {len(runs)}: {run.title}")
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    for child in list(self._children):
+                        child.terminate()
+                    raise
+            made.update(wave)
+
+    def _make_tasks(self, runs: Sequence[Run]) -> None:
+        """Make the base models and their data."""
+        recipes = {self.path(run).parent: self.comparison.settings[run.setting].recipe(run.seed) for run in runs}
+        with ProcessPoolExecutor(self.jobs, get_context("spawn")) as pool:
+            made = {folder: recipe for folder, recipe in recipes.items() if recipe is not None}
+            list(pool.map(make_task, made.keys(), made.values()))
+
+    def _make(self, run: Run) -> bool:
+        """Train and evaluate; False if that was done before. What was asked for otherwise is deleted."""
+        folder, asked = self.path(run), self._asked(run)
+        if (folder / ASKED).is_file() and read_text(folder / ASKED) == asked:
+            if (folder / FINISHED).is_file():
+                return False
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / ASKED, asked)
+        overrides, began = self.overrides(run), time.monotonic()
+        if run.method != BASE:
+            self._command(run, "train", ["--resume=auto"], overrides)
+        model = folder / "model" if run.method != BASE else self._start(run)
+        self._command(run, "eval", ["--model", str(model), "--output", str(folder / "evaluation.json")], overrides)
+        write_text(folder / FINISHED, json.dumps({"seconds": round(time.monotonic() - began, 1)}) + "\n")
+        return True
+
+    def config_of(self, run: Run) -> Config:
+        """The run's training configuration. ValueError, with the run's name, if it is none."""
+        try:
+            return load_config(self.config, self.overrides(run))
+        except ValueError as error:
+            raise ValueError(f"{run.title}: {error}") from error
+
+    def _asked(self, run: Run) -> str:
+        """What makes the run another one, as text: all that it and those before it are made of, wherever they are."""
+        setting = self.comparison.settings[run.setting]
+        config = self.config_of(run).model_dump(mode="json", exclude={"output_dir"})
+        asked = {
+            "config": json.loads(json.dumps(config).replace(json.dumps(str(self.folder))[1:-1], "")),
+            "recipe": None if (recipe := setting.recipe(run.seed)) is None else asdict(recipe),
+            "before": None if run.before is None else json.loads(self._asked(run.before)),
+        }
+        return json.dumps(asked, indent=1) + "\n"
+
+    def overrides(self, run: Run) -> list[str]:
+        """Changes to the training configuration, later ones first in force last."""
+        setting, task = self.comparison.settings[run.setting], self.path(run).parent
+        values: Overrides = {"train.seed": run.seed, "output_dir": str(self.path(run))}
+        if (recipe := setting.recipe(run.seed)) is not None:
+            values |= {
+                "data.path": str(task / TRAIN),
+                "evaluation.data.path": str(task / TEST),
+                "evaluation.data.benchmark": SET,
+                "rollout.max_response_length": response_tokens(recipe.task),
+                "data.max_prompt_length": 6 * recipe.task.hard,
+                "evaluation.data.max_prompt_length": 6 * recipe.task.hard,
+            }
+        values |= setting.overrides
+        if run.method != BASE:
+            method = self.comparison.methods[run.method]
+            values |= {"algorithm.preset": method.preset} | method.overrides
+        if (start := self._start(run)) is not None:
+            values["model.path"] = str(start)
+        if (rate := run.rate or self._rate(run.setting, run.method)) is not None:
+            values["train.lr"] = rate
+        if run.rate is not None:
+            values |= self._search_overrides(run, values)
+        return [*_settings(values), *self.given]
+
+    def _start(self, run: Run) -> Path | None:
+        """The model that the run starts from; None = the training configuration's."""
+        if run.before is not None:
+            return self.path(run.before) / "model"
+        made = self.comparison.settings[run.setting].base is not None
+        return self.path(run).parent / BASE_MODEL if made else None
+
+    def _search_overrides(self, run: Run, values: Overrides) -> Overrides:
+        """Fewer steps, and other problems to evaluate on."""
+        assert self.comparison.search is not None
+        search = self.comparison.search
+        train = load_config(self.config, [*_settings(values), *self.given]).train
+        if train.steps is None:
+            raise ValueError(f"{run.title}: a search trains a share of train.steps: want these, not epochs")
+        shorter = {"train.steps": train.steps, "train.generated_tokens": train.generated_tokens}
+        found = {key: math.ceil(search.share * value) for key, value in shorter.items() if value is not None}
+        if self.comparison.settings[run.setting].base is not None:
+            found["evaluation.data.path"] = str(self.path(run).parent / VALIDATION)
+        return found | search.overrides
+
+    def _command(self, run: Run, command: str, options: Sequence[str], overrides: Sequence[str]) -> None:
+        """Run an rlplus command with its output in a file; RunFailed with the end of it."""
+        log = self.path(run) / f"{command}.log"
+        arguments = [*self.launcher, "rlplus", command, *options, str(self.config), *overrides]
+        environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.jobs)), **os.environ}
+        with log.open("wb") as file:
+            child = subprocess.Popen(arguments, stdout=file, stderr=file, env=environment)
+            self._children.add(child)
+            status = child.wait()
+            self._children.discard(child)
+        if status:
+            tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:])
+            raise RunFailed(f"{run.title}: rlplus {command} failed with exit status {status}; from {log}:\n{tail}")
+
+
+def _settings(values: Overrides) -> list[str]:
+    """As overrides of the command line."""
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+
+
+def evaluations(folder: Path) -> dict[str, Evaluation]:
+    """The evaluations in a run's folder, by the name of the test set."""
+    found = [Evaluation.load(path) for path in sorted(folder.glob("evaluation*.json"))]
+    return {one.name: one for one in found}
+
+
+def seconds_of(folder: Path) -> float:
+    """Wall-clock time of a finished run and its evaluation."""
+    return float(json.loads(read_text(folder / FINISHED))["seconds"])
+
+
+def solved(results: Mapping[str, Evaluation]) -> float:
+    """Mean pass@1 over the test sets."""
+    return fmean(one.pass_at(1).mean for one in results.values())
+
+
+def file_name(name: str) -> str:
+    """The name as that of a file; names that differ only in other characters get different ones by a checksum."""
+    plain = re.sub(r"[^\w.,+=-]+", "-", name) or "-"
+    return plain if plain == name else f"{plain}-{zlib.crc32(name.encode()):08x}"
