@@ -124,6 +124,17 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--show", type=int, metavar="N", help="print the N newest samples of each, write no file")
     report.set_defaults(run=_report)
 
+    compare = commands.add_parser("compare", help="train several methods from one base, over seeds, and compare them")
+    compare.add_argument("config", help="a comparison, such as configs/compare.yaml, or a training configuration")
+    compare.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="of the training configuration")
+    compare.add_argument("--presets", help="names with commas: of the comparison's methods, or of any presets")
+    compare.add_argument("--seeds", type=int, help="how many, from 0 on; default: as the comparison says, or 5")
+    compare.add_argument("--output", help="default: runs/compare/<name of the file>")
+    compare.add_argument("--jobs", type=int, default=1, help="runs at a time; default 1")
+    compare.add_argument("--launcher", help='in place of "python -m", such as "torchrun --nproc_per_node 8 -m"')
+    compare.add_argument("--report", action="store_true", help="only write the report, from the runs that are finished")
+    compare.set_defaults(run=_compare)
+
     demo = commands.add_parser("demo", help="train a small model with GRPO and RL-PLUS and compare them")
     demo.add_argument("--seeds", type=int, default=1, help="how many seeds, from 0 on; default 1")
     demo.add_argument("--output", default="runs/demo", help="default: runs/demo")
@@ -395,3 +406,22 @@ def _demo(args: argparse.Namespace) -> None:
     from rlplus.demo import run_demo
 
     run_demo(args.output, seeds=args.seeds)
+
+
+def _compare(args: argparse.Namespace) -> None:
+    for name, value in (("--seeds", args.seeds), ("--jobs", args.jobs)):
+        if value is not None and value < 1:
+            raise ValueError(f"want {name} at least 1; got {value}")
+    _quiet_imports()
+    from rlplus.compare import run_comparison
+
+    run_comparison(
+        Path(args.config),
+        Path(args.output or f"runs/compare/{Path(args.config).stem}"),
+        presets=[name.strip() for name in args.presets.split(",")] if args.presets else [],
+        seeds=args.seeds,
+        overrides=args.overrides,
+        jobs=args.jobs,
+        launcher=args.launcher,
+        only_report=args.report,
+    )

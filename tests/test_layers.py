@@ -8,7 +8,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "rlplus"
 ORDER = "errors < lazy < textfiles < terminal < kernels < objective < ops < agree < config < data < reward < rollout"
-ORDER += " < checkpoint < learner < recipe < trainer < evaluation < report < plan < demo < cli < __main__"
+ORDER += " < checkpoint < learner < recipe < trainer < evaluation < report < plan < demo < compare < cli < __main__"
 LAYERS = ORDER.split(" < ")
 LINKS = (PACKAGE / "kernels", PACKAGE / "bench")  # rglob does not follow links
 MODULES = sorted(path for folder in (PACKAGE, *LINKS) for path in folder.rglob("*.py"))

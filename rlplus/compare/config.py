@@ -1,14 +1,16 @@
 """The file of a comparison: settings, methods, studies, and the search for learning rates."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from rlplus.config import problem_lines, read_yaml
 from rlplus.config.base import Fraction, PathText, Positive, Section, Text
 from rlplus.demo.base import Recipe
+from rlplus.demo.task import Demonstrator
 from rlplus.errors import nearest
 from rlplus.objective import ALGORITHMS
 
@@ -22,25 +24,40 @@ class Setting(Section):
     base: dict[str, Any] | None = None
     """Fields of rlplus.demo.base.Recipe but the seed: a base model, with its data, is made for each seed. None = those
     of the training configuration."""
+    demonstrator: dict[str, Any] = {}
+    """Fields of rlplus.demo.task.Demonstrator, of the data made with a base."""
     overrides: Overrides = {}
     """Values of the training configuration, by dotted keys."""
 
     def recipe(self, seed: int) -> Recipe | None:
         """The recipe of the base model of this seed. ValueError for unknown fields."""
-        if self.base is None:
-            return None
-        try:
-            return TypeAdapter(Recipe).validate_python({**self.base, "seed": seed}, strict=True)
-        except ValidationError as error:
-            detail = error.errors()[0]
-            raise ValueError(f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}; got {detail['input']!r}") from error
+        return None if self.base is None else _dataclass(Recipe, self.base | {"seed": seed})
+
+    @property
+    def author(self) -> Demonstrator:
+        """The author of the demonstrations. ValueError for unknown fields."""
+        return _dataclass(Demonstrator, self.demonstrator)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.base is not None and "seed" in self.base:
             raise ValueError("base.seed: leave it out, the seeds are those of the studies")
-        self.recipe(0)
+        if self.base is None and self.demonstrator:
+            raise ValueError("demonstrator is for data that are made with a base: want both, or neither")
+        self.recipe(0), self.author
         return self
+
+
+Fields = TypeVar("Fields", Recipe, Demonstrator)
+
+
+def _dataclass(kind: type[Fields], values: dict[str, Any]) -> Fields:
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        detail = error.errors()[0]
+        place = ".".join(map(str, detail["loc"]))
+        raise ValueError(f"{place}: {detail['msg']}; got {detail['input']!r}") from error
 
 
 class Method(Section):
@@ -67,7 +84,7 @@ class Method(Section):
 class Study(Section):
     """A table and its figures: methods in settings, over seeds."""
 
-    settings: list[Text]
+    settings: list[str]
     methods: list[Text]
     seeds: Annotated[int, Field(ge=1, le=1000)] = 5
     """The seeds 0 ... seeds - 1, so that studies share their runs."""
@@ -97,7 +114,9 @@ class Comparison(Section):
 
     run: PathText
     """The training configuration that all share, relative to this file."""
-    settings: dict[Text, Setting] = {"": Setting()}
+    overrides: Overrides = {}
+    """Values of the training configuration for all runs, by dotted keys."""
+    settings: dict[str, Setting] = {"": Setting()}
     methods: dict[Text, Method] = {}
     studies: dict[Text, Study] = {}
     search: Search | None = None

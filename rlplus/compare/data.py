@@ -2,43 +2,60 @@
 
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 
 from rlplus.demo.base import Recipe, make_base
-from rlplus.demo.task import Problem, Task
-from rlplus.textfiles import write_text
+from rlplus.demo.task import WIDTH, Demonstrator, Problem, Task
+from rlplus.textfiles import read_text, write_text
 
-BASE_MODEL, TRAIN, VALIDATION, TEST = "base", "train.jsonl", "validation.jsonl", "test.jsonl"
+TRAIN, VALIDATION, TEST = "train.jsonl", "validation.jsonl", "test.jsonl"
+NOTE = "data.json"  # in the folder of finished files: what they are of
 SET = "set"  # the column with the name of a test set
 TRAIN_PROBLEMS, VALIDATION_PROBLEMS, TEST_PROBLEMS, TRANSFER_PROBLEMS = 4096, 64, 100, 50
 
 
-def make_task(folder: Path, recipe: Recipe) -> None:
-    """Write the model and the files, or leave them as they are if they are of this recipe.
+def make_base_model(folder: Path, recipe: Recipe) -> None:
+    """Train the base model, or leave it as it is if it is of this recipe; it sees no problem of the other files."""
+    tests, validation = _held_out(recipe)
+    shown = frozenset(problem for problems in (*tests.values(), validation) for problem in problems)
+    make_base(folder, recipe, shown, Console(quiet=True))
 
-    Problems to train on: three easy ones for each hard one, with demonstrations. Of the others half are hard; no
-    problem occurs twice, nor in the base model's training.
+
+def write_data(folder: Path, recipe: Recipe, demonstrator: Demonstrator) -> None:
+    """Write the files, unless they are there: problems to train on, with demonstrations, for validation and tests.
+
+    To train on there are three easy problems for each hard one; of the others half are hard. No problem occurs twice.
     """
+    note = json.dumps({"recipe": asdict(recipe), "demonstrator": asdict(demonstrator)}, indent=1) + "\n"
+    if (folder / NOTE).is_file() and read_text(folder / NOTE) == note:
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    task, rng = recipe.task, random.Random(f"problems {recipe.seed}")
+    task, rng = recipe.task, random.Random(f"train {recipe.seed}")
+    tests, validation = _held_out(recipe)
+    held_out = frozenset(problem for problems in (*tests.values(), validation) for problem in problems)
+    train = task.draw_many(rng, next(iter(tests)), TRAIN_PROBLEMS, easy_for_each_hard=3, exclude=held_out)
+    _write(folder / TRAIN, [_row(each) | {"demonstration": demonstrator.response(each, rng)} for each in train])
+    _write(folder / VALIDATION, [_row(problem) | {SET: next(iter(tests))} for problem in validation])
+    _write(folder / TEST, [_row(problem) | {SET: name} for name, problems in tests.items() for problem in problems])
+    write_text(folder / NOTE, note)  # last: without it the files are incomplete
+
+
+def _held_out(recipe: Recipe) -> tuple[dict[str, list[Problem]], list[Problem]]:
+    """The test sets by name, and the problems for validation, which are like the first of them."""
+    task, rng = recipe.task, random.Random(f"test {recipe.seed}")
     name, *further = task.sets
     tests = {name: task.draw_many(rng, name, TEST_PROBLEMS, easy_for_each_hard=1)}
     tests |= {other: task.draw_many(rng, other, TRANSFER_PROBLEMS, easy_for_each_hard=1) for other in further}
-    held_out = frozenset(problem for problems in tests.values() for problem in problems)
-    validation = task.draw_many(rng, name, VALIDATION_PROBLEMS, easy_for_each_hard=1, exclude=held_out)
-    held_out |= frozenset(validation)
-    train = task.draw_many(rng, name, TRAIN_PROBLEMS, easy_for_each_hard=3, exclude=held_out)
-    _write(folder / TRAIN, [_row(problem) | {"demonstration": task.demonstration(problem, rng)} for problem in train])
-    _write(folder / VALIDATION, [_row(problem) | {SET: name} for problem in validation])
-    _write(folder / TEST, [_row(problem) | {SET: name} for name, problems in tests.items() for problem in problems])
-    make_base(folder / BASE_MODEL, recipe, held_out, Console(quiet=True))
+    validation = task.draw_many(rng, name, VALIDATION_PROBLEMS, easy_for_each_hard=1, exclude=frozenset(tests[name]))
+    return tests, validation
 
 
 def response_tokens(task: Task) -> int:
-    """Tokens of a demonstration with its end: as many numbers as the problem has, each with its sign before it."""
-    return len(task.demonstration(task.draw(random.Random(0), task.kinds[1]), random.Random(0))) + 1
+    """Tokens of a demonstration of a hard problem, and its end: each number with a sign before it."""
+    return task.hard * (WIDTH + 1) + 1
 
 
 def _row(problem: Problem) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The results of a comparison as data: written as JSON, from which every table and figure follows."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -75,16 +75,10 @@ class Results:
             ) from error
 
 
-def collect(
-    comparison: Comparison,
-    runner: Runner,
-    finished: Mapping[Run, Mapping[str, Evaluation]],
-    rates: dict[str, dict[str, dict[str, float]]],
-    provenance: dict[str, str],
-) -> Results:
+def collect(comparison: Comparison, runner: Runner, provenance: dict[str, str]) -> Results:
     """The results of the finished runs."""
-    outcomes = [_outcome(runner, run, dict(evaluations)) for run, evaluations in finished.items()]
-    return Results(comparison.model_dump(mode="json"), provenance, rates, outcomes)
+    outcomes = [_outcome(runner, run, evaluations) for run, evaluations in runner.finished().items()]
+    return Results(comparison.model_dump(mode="json"), provenance, runner.searched, outcomes)
 
 
 def _outcome(runner: Runner, run: Run, evaluations: dict[str, Evaluation]) -> Outcome:

@@ -17,9 +17,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 
-from rlplus.compare.config import BASE, Comparison, Overrides, Search
-from rlplus.compare.data import BASE_MODEL, SET, TEST, TRAIN, VALIDATION, make_task, response_tokens
+from rlplus.compare.config import BASE, Comparison, Overrides
+from rlplus.compare.data import SET, TEST, TRAIN, VALIDATION, make_base_model, response_tokens, write_data
 from rlplus.config import Config, load_config
+from rlplus.demo.base import Recipe, is_made
 from rlplus.errors import RunFailed
 from rlplus.evaluation import Evaluation
 from rlplus.textfiles import read_text, write_text
@@ -52,7 +53,8 @@ class Run:
 class Runner:
     """Makes the runs of a comparison in `folder`, `jobs` at a time.
 
-    folder/<setting>/seed-<N>/ has the base model and the data where they are made, and a folder for each method.
+    folder/<setting>/seed-<N>/ has the data, where they are made, and a folder for each method; folder/bases/ the base
+    models.
     launcher: the beginning of the commands, such as "torchrun --nproc_per_node 8 -m". overrides: of the training
     configuration, for all runs.
     """
@@ -78,7 +80,11 @@ class Runner:
     def path(self, run: Run) -> Path:
         """The run's folder."""
         name = run.method if run.rate is None else f"{run.method}, lr {run.rate:g}"
-        return self.folder / file_name(run.setting) / f"seed-{run.seed}" / file_name(name)
+        return self.data(run.setting, run.seed) / file_name(name)
+
+    def data(self, setting: str, seed: int) -> Path:
+        """The folder with the data of a setting, where they are made, and with its runs."""
+        return self.folder / file_name(setting) / f"seed-{seed}"
 
     def all(self) -> list[Run]:
         """The reported runs, in an order in which each follows what it starts from."""
@@ -87,15 +93,15 @@ class Runner:
             for setting in study.settings:
                 for seed in range(study.seeds):
                     for method in (BASE, *study.methods):
-                        found |= dict.fromkeys(self._chain(setting, seed, method))
+                        found |= dict.fromkeys(self.chain(setting, seed, method))
         return list(found)
 
-    def _chain(self, setting: str, seed: int, method: str, rates: Sequence[float | None] = (None,)) -> list[Run]:
+    def chain(self, setting: str, seed: int, method: str, rates: Sequence[float | None] = (None,)) -> list[Run]:
         """The method's run for each rate, after the run that it starts from."""
         before: list[Run] = []
         if method != BASE and (first := self.comparison.methods[method].after) is not None:
             rate = None if rates == (None,) else self._rate(setting, first)
-            before = self._chain(setting, seed, first, (rate,))
+            before = self.chain(setting, seed, first, (rate,))
         start = before[-1] if before else None
         return [*before, *(Run(setting, seed, method, rate, start) for rate in rates)]
 
@@ -104,38 +110,45 @@ class Runner:
         reported = self.all()
         for run in reported:
             self.config_of(run)
-        if self.comparison.search is not None:
-            self._search(self.comparison.search, reported)
+        self._search(reported, self._make_all)
         self._make_all(reported)
 
     def finished(self) -> dict[Run, dict[str, Evaluation]]:
         """The evaluations, by the name of the test set, of the reported runs that are finished."""
-        paths = {run: self.path(run) for run in self.all()}
-        return {run: evaluations(path) for run, path in paths.items() if (path / FINISHED).is_file()}
+        reported = self.all()
+        self._search(reported, lambda runs: None)
+        return {run: evaluations(self.path(run)) for run in reported if self._is_finished(run)}
 
-    def _search(self, search: Search, reported: Sequence[Run]) -> None:
+    def _search(self, reported: Sequence[Run], make: Callable[[Sequence[Run]], None]) -> None:
         """Find the best rate of each method that has one of its own, those that others start from first."""
+        if (search := self.comparison.search) is None:
+            return
         wanted = dict.fromkeys((run.setting, self._searched(run.method)) for run in reported if run.method != BASE)
         depth = {method: len(self.comparison.chain(method)) for _, method in wanted}
         for level in sorted(set(depth.values())):
             now = [(setting, method) for setting, method in wanted if depth[method] == level]
-            runs = {each: self._chain(each[0], search.seed, each[1], search.rates) for each in now}
-            self._make_all(list(dict.fromkeys(run for each in runs.values() for run in each)))
+            runs = {each: self.chain(each[0], search.seed, each[1], search.rates) for each in now}
+            make(list(dict.fromkeys(run for each in runs.values() for run in each)))
             for (setting, method), each in runs.items():
-                found = {run.rate: solved(evaluations(self.path(run))) for run in each if run.method == method}
-                scores = {rate: found[rate] for rate in sorted(search.rates)}
-                self.searched.setdefault(setting, {})[method] = {f"{rate:g}": score for rate, score in scores.items()}
-                self._rates[setting, method] = max(scores, key=lambda rate: scores[rate])  # the least of the best
+                tried = {run.rate: self.path(run) for run in each if run.method == method and self._is_finished(run)}
+                if len(tried) == len(search.rates):
+                    self._choose(
+                        setting, method, {rate: solved(evaluations(tried[rate])) for rate in sorted(search.rates)}
+                    )
+
+    def _choose(self, setting: str, method: str, scores: dict[float, float]) -> None:
+        self.searched.setdefault(setting, {})[method] = {f"{rate:g}": score for rate, score in scores.items()}
+        self._rates[setting, method] = max(scores, key=lambda rate: scores[rate])  # the least of the best
 
     def _searched(self, method: str) -> str:
-        return self.comparison.methods[method].searched_as or method
+        return method if method == BASE else self.comparison.methods[method].searched_as or method
 
     def _rate(self, setting: str, method: str) -> float | None:
         return self._rates.get((setting, self._searched(method)))
 
     def _make_all(self, runs: Sequence[Run]) -> None:
         """Make the runs, `jobs` at a time, each after the one that it starts from."""
-        self._make_tasks(runs)
+        self._prepare(runs)
         made: set[Run] = set()
         while wave := [run for run in runs if run not in made and (run.before is None or run.before in made)]:
             with ThreadPoolExecutor(self.jobs) as pool:
@@ -150,23 +163,32 @@ class Runner:
                     raise
             made.update(wave)
 
-    def _make_tasks(self, runs: Sequence[Run]) -> None:
-        """Make the base models and their data."""
-        recipes = {self.path(run).parent: self.comparison.settings[run.setting].recipe(run.seed) for run in runs}
+    def _prepare(self, runs: Sequence[Run]) -> None:
+        """Make the base models and the data of these runs."""
+        bases: dict[Path, Recipe] = {}
+        for name, seed in dict.fromkeys((run.setting, run.seed) for run in runs):
+            setting = self.comparison.settings[name]
+            if (recipe := setting.recipe(seed)) is not None:
+                bases[self.base(recipe)] = recipe
+                write_data(self.data(name, seed), recipe, setting.author)
+        missing = {folder: recipe for folder, recipe in bases.items() if not is_made(folder, recipe)}
         with ProcessPoolExecutor(self.jobs, get_context("spawn")) as pool:
-            made = {folder: recipe for folder, recipe in recipes.items() if recipe is not None}
-            list(pool.map(make_task, made.keys(), made.values()))
+            for number, recipe in enumerate(pool.map(_make_base, missing.items()), 1):
+                self.say(f"base model {number} of {len(missing)}: seed {recipe.seed}")
+
+    def base(self, recipe: Recipe) -> Path:
+        """The folder of the base model, which settings share if it is the same."""
+        return self.folder / "bases" / f"{zlib.crc32(repr(recipe).encode()):08x}-seed-{recipe.seed}"
 
     def _make(self, run: Run) -> bool:
         """Train and evaluate; False if that was done before. What was asked for otherwise is deleted."""
-        folder, asked = self.path(run), self._asked(run)
-        if (folder / ASKED).is_file() and read_text(folder / ASKED) == asked:
-            if (folder / FINISHED).is_file():
-                return False
-        else:
+        if self._is_finished(run):
+            return False
+        folder = self.path(run)
+        if not self._is_asked(run):
             shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / ASKED, asked)
+        write_text(folder / ASKED, self._asked(run))
         overrides, began = self.overrides(run), time.monotonic()
         if run.method != BASE:
             self._command(run, "train", ["--resume=auto"], overrides)
@@ -174,6 +196,14 @@ class Runner:
         self._command(run, "eval", ["--model", str(model), "--output", str(folder / "evaluation.json")], overrides)
         write_text(folder / FINISHED, json.dumps({"seconds": round(time.monotonic() - began, 1)}) + "\n")
         return True
+
+    def _is_asked(self, run: Run) -> bool:
+        """Whether the run in the folder, finished or not, is the one asked for now."""
+        asked = self.path(run) / ASKED
+        return asked.is_file() and read_text(asked) == self._asked(run)
+
+    def _is_finished(self, run: Run) -> bool:
+        return (self.path(run) / FINISHED).is_file() and self._is_asked(run)
 
     def config_of(self, run: Run) -> Config:
         """The run's training configuration. ValueError, with the run's name, if it is none."""
@@ -189,24 +219,25 @@ class Runner:
         asked = {
             "config": json.loads(json.dumps(config).replace(json.dumps(str(self.folder))[1:-1], "")),
             "recipe": None if (recipe := setting.recipe(run.seed)) is None else asdict(recipe),
+            "demonstrator": asdict(setting.author),
             "before": None if run.before is None else json.loads(self._asked(run.before)),
         }
         return json.dumps(asked, indent=1) + "\n"
 
     def overrides(self, run: Run) -> list[str]:
         """Changes to the training configuration, later ones first in force last."""
-        setting, task = self.comparison.settings[run.setting], self.path(run).parent
+        setting, data = self.comparison.settings[run.setting], self.path(run).parent
         values: Overrides = {"train.seed": run.seed, "output_dir": str(self.path(run))}
         if (recipe := setting.recipe(run.seed)) is not None:
             values |= {
-                "data.path": str(task / TRAIN),
-                "evaluation.data.path": str(task / TEST),
+                "data.path": str(data / TRAIN),
+                "evaluation.data.path": str(data / TEST),
                 "evaluation.data.benchmark": SET,
                 "rollout.max_response_length": response_tokens(recipe.task),
                 "data.max_prompt_length": 6 * recipe.task.hard,
                 "evaluation.data.max_prompt_length": 6 * recipe.task.hard,
             }
-        values |= setting.overrides
+        values |= self.comparison.overrides | setting.overrides
         if run.method != BASE:
             method = self.comparison.methods[run.method]
             values |= {"algorithm.preset": method.preset} | method.overrides
@@ -222,8 +253,8 @@ class Runner:
         """The model that the run starts from; None = the training configuration's."""
         if run.before is not None:
             return self.path(run.before) / "model"
-        made = self.comparison.settings[run.setting].base is not None
-        return self.path(run).parent / BASE_MODEL if made else None
+        recipe = self.comparison.settings[run.setting].recipe(run.seed)
+        return None if recipe is None else self.base(recipe)
 
     def _search_overrides(self, run: Run, values: Overrides) -> Overrides:
         """Fewer steps, and other problems to evaluate on."""
@@ -233,9 +264,9 @@ class Runner:
         if train.steps is None:
             raise ValueError(f"{run.title}: a search trains a share of train.steps: want these, not epochs")
         shorter = {"train.steps": train.steps, "train.generated_tokens": train.generated_tokens}
-        found = {key: math.ceil(search.share * value) for key, value in shorter.items() if value is not None}
+        found: Overrides = {key: math.ceil(search.share * value) for key, value in shorter.items() if value is not None}
         if self.comparison.settings[run.setting].base is not None:
-            found["evaluation.data.path"] = str(self.path(run).parent / VALIDATION)
+            return found | {"evaluation.data.path": str(self.path(run).parent / VALIDATION)} | search.overrides
         return found | search.overrides
 
     def _command(self, run: Run, command: str, options: Sequence[str], overrides: Sequence[str]) -> None:
@@ -251,6 +282,13 @@ class Runner:
         if status:
             tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:])
             raise RunFailed(f"{run.title}: rlplus {command} failed with exit status {status}; from {log}:\n{tail}")
+
+
+def _make_base(wanted: tuple[Path, Recipe]) -> Recipe:
+    """In a process of its own."""
+    folder, recipe = wanted
+    make_base_model(folder, recipe)
+    return recipe
 
 
 def _settings(values: Overrides) -> list[str]:

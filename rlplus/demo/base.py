@@ -9,11 +9,12 @@ import json
 import random
 import shutil
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 
 import torch
+from pydantic import ConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
@@ -23,6 +24,7 @@ from rlplus.demo.task import ANSWER, EASY, Problem, Task, blur, make_tokenizer, 
 from rlplus.learner.model import write_model
 from rlplus.rollout import RunFailed
 
+NOTE = "recipe.json"  # in a finished base model's folder
 WINDOW = 8  # batches of hard problems over which the loss of phase 1 is averaged
 
 
@@ -31,7 +33,7 @@ class Recipe:
     """The recipe of a base model. Shares and slips are probabilities; a slip redraws one digit."""
 
     seed: int
-    task: Task = Task()
+    task: Task = field(default_factory=Task)
     hidden: int = 64  # width; its MLPs have three times as much
     batch: int = 64
     lr: float = 3e-3
@@ -44,6 +46,8 @@ class Recipe:
     scratchpad_slip: float = 0.15
     answer_slip: float = 0.05
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
 
 def make_base(folder: Path, recipe: Recipe, held_out: Collection[Problem], console: Console) -> bool:
     """Create the model and its tokenizer in `folder` (Hugging Face format), without training on `held_out` problems.
@@ -51,8 +55,7 @@ def make_base(folder: Path, recipe: Recipe, held_out: Collection[Problem], conso
     Returns False if `folder` already has the base of this recipe, which is then kept. Raises RunFailed if the skill was
     not learned within `max_clean_steps`.
     """
-    note = folder / "recipe.json"
-    if note.is_file() and note.read_text(encoding="utf-8") == _describe(recipe):
+    if is_made(folder, recipe):
         return False
     tokenizer = make_tokenizer(recipe.task)
     with torch.random.fork_rng():
@@ -67,8 +70,14 @@ def make_base(folder: Path, recipe: Recipe, held_out: Collection[Problem], conso
     shutil.rmtree(folder, ignore_errors=True)
     write_model(model, str(folder))
     tokenizer.save_pretrained(folder)
-    note.write_text(_describe(recipe), encoding="utf-8")  # last: a folder without it is incomplete
+    (folder / NOTE).write_text(_describe(recipe), encoding="utf-8")  # last: a folder without it is incomplete
     return True
+
+
+def is_made(folder: Path, recipe: Recipe) -> bool:
+    """Whether the folder has the finished base model of this recipe."""
+    note = folder / NOTE
+    return note.is_file() and note.read_text(encoding="utf-8") == _describe(recipe)
 
 
 def _describe(recipe: Recipe) -> str:
@@ -76,7 +85,10 @@ def _describe(recipe: Recipe) -> str:
 
 
 def make_model(tokenizer: PreTrainedTokenizerBase, hidden: int = 64) -> Qwen3ForCausalLM:
-    """140,000 random weights at width 64. Qwen3, because vLLM on CPUs needs heads of width 32, and Qwen2's are hidden / heads."""
+    """Random weights, 140,000 at width 64.
+
+    Qwen3, because vLLM on CPUs needs heads of width 32, and Qwen2's are hidden / heads.
+    """
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),

@@ -4,8 +4,8 @@
     direct answer   :30003
     demonstration   ;01233:30003                        (the running sums; after the colon the last, the answer)
 
-A model this small can add two numbers at once, but not five: those need the scratchpad. `Task` has the dials of the
-family; the demo's task is the one with every dial at its default.
+A model this small can add two numbers at once, but not five: those need the scratchpad. `Task` and
+`Demonstrator` have the dials of the family; in the demo every dial is at its default.
 """
 
 import json
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from pydantic import ConfigDict
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -69,26 +70,21 @@ class Problem:
 
 @dataclass(frozen=True)
 class Task:
-    """A task of the family.
+    """A task of the family, as far as the base model learns it.
 
-    hard           numbers of a hard problem; more make longer responses
-    demonstrator   "forward" writes running sums as the base model learned to; "backward" starts from the last number,
-                   as the base model never saw it done
-    noise          probability that a digit of a demonstration's running sums, not of its answer, is drawn anew
-    transfer       whether the base model also learns problems that are never trained on later: other numbers of
-                   numbers, and subtraction
+    hard       numbers of a hard problem; more make longer responses
+    transfer   whether the base model also learns problems that are never trained on later: other numbers of numbers,
+               and subtraction
     """
 
     hard: int = HARD
-    demonstrator: Literal["forward", "backward"] = "forward"
-    noise: float = 0.0
     transfer: bool = False
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     def __post_init__(self) -> None:
         if not 4 <= self.hard <= 12:
             raise ValueError(f"want 4 to 12 numbers in a hard problem; got {self.hard}")
-        if not 0 <= self.noise <= 1:
-            raise ValueError(f"want noise a probability; got {self.noise}")
 
     @property
     def sets(self) -> dict[str, tuple[Kind, Kind]]:
@@ -123,11 +119,29 @@ class Task:
             problems[self.draw(rng, hard if is_hard else easy, exclude)] = None
         return list(problems)
 
-    def demonstration(self, problem: Problem, rng: random.Random) -> str:
-        """The demonstrator's response, whose answer is right."""
-        if self.demonstrator == "backward":
-            problem = replace(problem, numbers=problem.numbers[::-1])
-        *sums, answer = problem.running_sums()
+
+@dataclass(frozen=True)
+class Demonstrator:
+    """The author of demonstrations, whose answers are always right.
+
+    order   "forward" writes running sums as the base model learned to; "backward" starts from the last number, which
+            the base model never saw
+    noise   probability that a digit of the running sums, not of the answer, is drawn anew
+    """
+
+    order: Literal["forward", "backward"] = "forward"
+    noise: float = 0.0
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.noise <= 1:
+            raise ValueError(f"want noise a probability; got {self.noise}")
+
+    def response(self, problem: Problem, rng: random.Random) -> str:
+        """A response to a problem of addition."""
+        shown = replace(problem, numbers=problem.numbers[::-1]) if self.order == "backward" else problem
+        *sums, answer = shown.running_sums()
         return scratchpad([*(blur(each, rng, self.noise) for each in sums), answer])
 
 

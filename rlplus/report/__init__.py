@@ -6,8 +6,9 @@ from hashlib import sha256
 from importlib.resources import files
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from rlplus.evaluation import Evaluation
@@ -18,7 +19,7 @@ from rlplus.report.show import show_samples
 from rlplus.report.tables import seeds_line
 from rlplus.textfiles import write_text
 
-__all__ = ["RunData", "load_run", "seeds_line", "show_samples", "write_report"]
+__all__ = ["RunData", "load_run", "render", "seeds_line", "show_samples", "write_report"]
 
 ACCENT = "accent"
 Runs = Mapping[str, RunData | Sequence[RunData]]  # by label; a sequence holds one run per seed
@@ -53,12 +54,9 @@ def write_report(
         ("What the demonstrations do", charts.DEMONSTRATIONS),
         ("Updates, engine and grader", charts.UPDATES),
     ]
-    script = _source("page.js")
-    page = _template().render(
+    page = render(
+        "page.html",
         title=title,
-        script=Markup(script),
-        script_hash=b64encode(sha256(script.encode()).digest()).decode(),
-        style=Markup(_source("page.css")),
         notes=notes,
         headline=tables.headline(trained, tested, accent),
         warnings=_warnings(trained),
@@ -120,12 +118,19 @@ def _source(name: str) -> str:
     return files(__name__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _template() -> Template:
+def render(template: str, package: str = __name__, **values: Any) -> str:
+    """A page by a template of this or another package, with the style and the script of all pages."""
     environment = Environment(
-        loader=PackageLoader(__name__, ""),
+        loader=ChoiceLoader([PackageLoader(name, "") for name in dict.fromkeys((package, __name__))]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html")
+    script = _source("page.js")
+    return environment.get_template(template).render(
+        script=Markup(script),
+        script_hash=b64encode(sha256(script.encode()).digest()).decode(),
+        style=Markup(_source("page.css")),
+        **values,
+    )

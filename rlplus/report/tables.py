@@ -47,12 +47,13 @@ class Table:
         self.rows.append([Cell(cell) if isinstance(cell, str) else cell for cell in cells])
 
 
-def _interval(estimate: Estimate, sign: str = "", *, strong: bool = False) -> Cell:
-    mean, low, high = (_percent(value, sign) for value in (estimate.mean, estimate.low, estimate.high))
+def interval(estimate: Estimate, sign: str = "", *, strong: bool = False) -> Cell:
+    """The mean in percent, with the limits of its interval as the detail."""
+    mean, low, high = (percent(value, sign) for value in (estimate.mean, estimate.low, estimate.high))
     return Cell(mean, f"{low} to {high}", strong)
 
 
-def _percent(share: float, sign: str = "") -> str:
+def percent(share: float, sign: str = "") -> str:
     """With one digit; what is a tie but for the last bits is rounded as one."""
     return f"{round(100 * share, 6):{sign}.1f}".replace("-", "−")
 
@@ -85,8 +86,8 @@ def overview_table(benchmarks: Mapping[str, Tested]) -> Table | None:
             for name, tested in benchmarks.items()
         ]
         known = [mean for mean in means if mean is not None]
-        whole = _percent(_mean(known)) if len(known) == len(means) else ""
-        table.add(label, *("" if mean is None else _percent(mean) for mean in means), whole)
+        whole = percent(_mean(known)) if len(known) == len(means) else ""
+        table.add(label, *("" if mean is None else percent(mean) for mean in means), whole)
     return table
 
 
@@ -104,7 +105,7 @@ def evaluation_table(tested: Tested, benchmark: str) -> Table:
                     unread[status] = unread.get(status, 0) + count
         table.add(
             label,
-            *(_interval(pooled_pass_at(evaluations, k)) if _reaches(evaluations, k) else "" for k in ks),
+            *(interval(pooled_pass_at(evaluations, k)) if _reaches(evaluations, k) else "" for k in ks),
             f"{_span(problems)} × {_span(samples)}",
             str(len(evaluations)),
             f"{_mean([one.mean_response_length for one in evaluations]):.1f}",
@@ -146,7 +147,7 @@ def difference_table(tested: Tested) -> Table | None:
                 row.append("")
                 continue
             estimate = paired_difference(one, other, k)
-            row.append(_interval(estimate, "+", strong=estimate.low > 0 or estimate.high < 0))
+            row.append(interval(estimate, "+", strong=estimate.low > 0 or estimate.high < 0))
         table.add(*row)
     if apart:
         table.note = f"Not comparable, since problems or seeds differ: {', '.join(apart)}."
@@ -164,7 +165,7 @@ def seed_table(tested: Tested) -> Table | None:
     title = f"Seed by seed: {' / '.join(f'pass@{k}' for k in shown)}, %"
     table = Table(["seed", *tested], title=title, note=seeds_line(tested, ks[-1]))
     for seed in zip(*tested.values(), strict=True):
-        cells = (" / ".join(_percent(one.values(k).mean().item()) for k in shown) for one in seed)
+        cells = (" / ".join(percent(one.values(k).mean().item()) for k in shown) for one in seed)
         table.add(str(seed[0].seed), *cells)
     return table
 
@@ -191,12 +192,12 @@ def headline(trained: Trained, benchmarks: Mapping[str, Tested], first: str) -> 
     best = [pooled_pass_at(evaluations, k) for k in shown]
     problems = _span({len(one.problems) for one in evaluations})
     low, high = (f"{100 * limit:.0f}" for limit in (best[0].low, best[0].high))
-    text = f"{ordered[0]} solves {_percent(best[0].mean)}% of {problems} problems with {_samples(shown[0])} "
+    text = f"{ordered[0]} solves {percent(best[0].mean)}% of {problems} problems with {_samples(shown[0])} "
     text += f"(95% interval {low} to {high})"
-    text += "".join(f" and {_percent(e.mean)}% with {k}" for e, k in zip(best[1:], shown[1:], strict=True))
+    text += "".join(f" and {percent(e.mean)}% with {k}" for e, k in zip(best[1:], shown[1:], strict=True))
     others = []
     for label in ordered[1:]:
-        each = [f"{_percent(pooled_pass_at(tested[label], k).mean)}%" for k in shown if _reaches(tested[label], k)]
+        each = [f"{percent(pooled_pass_at(tested[label], k).mean)}%" for k in shown if _reaches(tested[label], k)]
         others.append(f"{label} {' and '.join(each)}")
     return f"{'; '.join([text, *others])}."
 
@@ -207,7 +208,7 @@ def _average(benchmarks: Mapping[str, Tested], labels: Sequence[str]) -> str:
     for label in labels:
         if all(label in tested for tested in benchmarks.values()):
             means = [pooled_pass_at(tested[label], _asked(tested)[0]).mean for tested in benchmarks.values()]
-            parts.append(f"{label} {'solves ' if not parts else ''}{_percent(_mean(means))}%")
+            parts.append(f"{label} {'solves ' if not parts else ''}{percent(_mean(means))}%")
     ks = {_asked(tested)[0] for tested in benchmarks.values()}
     each = f" with {_samples(min(ks))}" if len(ks) == 1 else ""
     if not parts:

@@ -35,7 +35,7 @@ def note_start(path: Path, step: int, surroundings: Mapping[str, str], devices: 
             "commits": commits(),
             "hardware": {
                 "ranks": ", ".join(f"{count} × {name}" for name, count in Counter(devices).items()),
-                "processor": _processor(),
+                "processor": processor_name(),
                 "cores": len(os.sched_getaffinity(0)),
                 "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
             },
@@ -76,7 +76,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """This machine's processor."""
     try:
         lines = read_text(Path("/proc/cpuinfo")).splitlines()
     except (OSError, ValueError):

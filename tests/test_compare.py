@@ -1,0 +1,228 @@
+"""`rlplus compare`: its file, its task, which runs there are, how they resume, and the numbers of its tables."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlplus.compare import BASE, MARK, Results, Runner, load_comparison, run_comparison
+from rlplus.compare.data import SET, TEST, TRAIN, VALIDATION, make_base_model, response_tokens, write_data
+from rlplus.demo.base import Recipe
+from rlplus.demo.task import Demonstrator, Problem, Task, make_tokenizer
+from rlplus.errors import RunFailed
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+# In place of `python -m rlplus`: writes what a run writes. A model's quality is in a file, and rises by the learning
+# rate, up to 3e-3; every call adds a line to calls.txt.
+COMMAND = """
+import json, sys
+from pathlib import Path
+
+_, _, command, *arguments = sys.argv
+with open(Path(__file__).parent / "calls.txt", "a") as calls:
+    calls.write(command + "\\n")
+values = dict(argument.split("=", 1) for argument in arguments if "=" in argument and argument[0] != "-")
+values = {key: json.loads(value) for key, value in values.items()}
+rate, first = values.get("train.lr"), 0
+if rate == 0.666:
+    sys.exit("no such luck")
+if command == "train":
+    folder, start = Path(values["output_dir"]), Path(values["model.path"]) / "quality"
+    (folder / "model").mkdir(parents=True)
+    before = int(start.read_text()) if start.exists() else 0
+    (folder / "model/quality").write_text(str(before + (8 if rate == 3e-3 else 4)))
+    (folder / "config.yaml").write_text("{}")
+    (folder / "metrics.jsonl").write_text('{"step": 7, "generated_tokens": 70, "reward/internal": 0.5}\\n')
+else:
+    options = dict(zip(arguments[::2], arguments[1::2]))
+    quality, output = Path(options["--model"]) / "quality", Path(options["--output"])
+    right = int(quality.read_text()) if quality.exists() else 1
+    for name in ("trained", "lengths"):
+        result = dict(name=name, problems=list(range(first, first + 4)), n=[32] * 4, k=[1, 32], temperature=1.0, seed=0)
+        result |= dict(correct=[right + i for i in range(4)], statuses={"ok": 128})
+        result |= dict(mean_response_length=5.0, truncated_share=0.0)
+        output.with_stem(f"{output.stem}-{name}").write_text(json.dumps(result))
+        first += 4
+"""
+FILE = {
+    "run": str(CONFIGS / "demo.yaml"),
+    "overrides": {"rollout.engine": "transformers"},
+    "settings": {"one": {"base": {"batch": 1, "learnt_loss": 100.0, "sloppy_steps": 1}}},
+    "methods": {
+        "SFT": {"preset": "sft", "overrides": {"train.generated_tokens": None, "train.steps": 30}},
+        "GRPO": {"preset": "grpo-official"},
+        "SFT+GRPO": {"preset": "grpo-official", "after": "SFT"},
+        "GRPO, long": {"preset": "grpo-official", "searched_as": "GRPO", "overrides": {"train.generated_tokens": 900}},
+    },
+    "studies": {"Methods": {"settings": ["one"], "methods": ["SFT", "GRPO", "SFT+GRPO", "GRPO, long"], "seeds": 2}},
+    "search": {"rates": [1e-3, 3e-3, 1e-2]},
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return written(tmp_path, FILE)
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> str:
+    script = tmp_path / "command.py"
+    script.write_text(COMMAND)
+    return f"{sys.executable} {script}"
+
+
+def written(folder: Path, data: object) -> Path:
+    path = folder / "compare.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """The folder of a comparison whose base models are there already."""
+    folder = tmp_path / "out"
+    runner = Runner(load_comparison(written(tmp_path, FILE)), CONFIGS / "demo.yaml", folder)
+    for seed in (0, 1, 1000):
+        recipe = runner.comparison.settings["one"].recipe(seed)
+        assert recipe is not None
+        make_base_model(runner.base(recipe), recipe)
+    (folder / MARK).touch()
+    return folder
+
+
+def calls(folder: Path) -> list[str]:
+    return (folder / "calls.txt").read_text().split()
+
+
+def test_runs_searches_resumes_and_reports(tmp_path: Path, path: Path, output: Path, launcher: str) -> None:
+    page = run_comparison(path, output, jobs=2, launcher=launcher)
+    results = Results.load(output / "results.json")
+    # Searched: SFT, GRPO and SFT+GRPO at three rates; GRPO, long takes GRPO's. Reported: the base and four, two seeds.
+    assert sorted(calls(tmp_path)) == ["eval"] * (9 + 10) + ["train"] * (9 + 8)
+    assert list(results.rates["one"]) == ["SFT", "GRPO", "SFT+GRPO"]
+    assert {one.rate for one in results.outcomes if one.method != BASE} == {3e-3}  # the least of the two best is 1e-3
+    quality = {(one.method, one.seed): one.results["trained"].correct[0] for one in results.outcomes}
+    assert quality == {
+        (method, seed): right
+        for seed in (0, 1)
+        for method, right in ((BASE, 1), ("SFT", 8), ("GRPO", 8), ("SFT+GRPO", 16), ("GRPO, long", 8))
+    }
+    text = page.read_text()
+    assert all(f">{method}<" in text for method in FILE["methods"])
+    assert "Difference from GRPO, long" in text
+
+    run_comparison(path, output, jobs=2, launcher=launcher)
+    assert len(calls(tmp_path)) == 36, "a finished comparison runs nothing again"
+
+    changed = json.loads(json.dumps(FILE))
+    changed["methods"]["GRPO"]["overrides"] = {"algorithm.objective.entropy_coef": 0.01}
+    run_comparison(written(tmp_path, changed), output, jobs=2, launcher=launcher)
+    assert len(calls(tmp_path)) == 36 + 2 * (3 + 2), "what is another run now is made again, and nothing else"
+
+
+def test_an_interrupted_comparison_keeps_what_is_finished(tmp_path: Path, output: Path, launcher: str) -> None:
+    data = json.loads(json.dumps(FILE)) | {"search": None}
+    data["methods"]["GRPO"]["overrides"] = {"train.lr": 0.666}  # at which the command fails
+    with pytest.raises(RunFailed, match=r"one, GRPO, seed 0: rlplus train failed with exit status 1; from .*train.log"):
+        run_comparison(written(tmp_path, data), output, launcher=launcher)
+    results = Results.load(output / "results.json")
+    assert (BASE, 0) in {(one.method, one.seed) for one in results.outcomes}
+    before = calls(tmp_path)
+    page = run_comparison(tmp_path / "compare.yaml", output, launcher=launcher, only_report=True)
+    assert calls(tmp_path) == before
+    assert "No method of this study has finished on all of its seeds yet." in page.read_text()
+
+
+def test_a_training_configuration_is_compared_by_its_presets(tmp_path: Path, launcher: str) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text((CONFIGS / "demo.yaml").read_text().replace("generated_tokens: 200000", "generated_tokens: 60"))
+    comparison = load_comparison(config, ["grpo", "dr-grpo"], seeds=3)
+    assert [*comparison.methods] == ["grpo", "dr-grpo"]
+    (study,) = comparison.studies.values()
+    assert (study.settings, study.methods, study.seeds) == ([""], ["grpo", "dr-grpo"], 3)
+    with pytest.raises(ValueError, match="want --presets, the methods to compare"):
+        load_comparison(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"methods.GRPO.preset": "grop"}, "methods.GRPO: preset: got 'grop'; nearest: grpo"),
+        ({"methods.SFT.after": "SFT+GRPO"}, "comes after itself: SFT after SFT+GRPO after SFT|comes after itself"),
+        ({"studies.Methods.methods": ["GRPPO"]}, "studies.Methods.methods: no such name in methods: 'GRPPO'"),
+        ({"studies.Methods.settings": ["onne"]}, "studies.Methods.settings: no such name in settings: 'onne'; nearest"),
+        ({"settings.one.base.task": {"hrad": 3}}, "settings.one: .*hrad"),
+        ({"settings.one.base.seed": 3}, "base.seed: leave it out"),
+        ({"settings.one": {"demonstrator": {"noise": 0.1}}}, "want both, or neither"),
+        ({"settings.two": {}}, "want evaluation.data.path, problems that no test has"),
+        ({"serach": {}}, "serach: unknown key"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    data = json.loads(json.dumps(FILE))
+    for key, value in change.items():
+        *parents, last = key.split(".")
+        section = data
+        for part in parents:
+            section = section[part]
+        section[last] = value
+    with pytest.raises(ValueError, match=message):
+        load_comparison(written(tmp_path, data))
+
+
+def test_a_wrong_override_is_refused_before_anything_runs(tmp_path: Path, path: Path, launcher: str) -> None:
+    with pytest.raises(ValueError, match=r"train\.lrr: unknown key; nearest: train\.lr"):
+        run_comparison(path, tmp_path / "out", overrides=["train.lrr=1"], launcher=launcher)
+    assert not (tmp_path / "calls.txt").exists()
+
+
+def test_a_search_trains_a_share_and_looks_at_no_test(path: Path, tmp_path: Path) -> None:
+    comparison = load_comparison(path)
+    runner = Runner(comparison, CONFIGS / "demo.yaml", tmp_path)
+    (run,) = runner.chain("one", 1000, "GRPO", [1e-3])
+    config = runner.config_of(run)
+    assert (config.train.steps, config.train.generated_tokens, config.train.lr) == (334, 66667, 1e-3)
+    assert config.evaluation.data is not None
+    assert config.evaluation.data.path == str(tmp_path / "one" / "seed-1000" / VALIDATION)
+
+
+def test_settings_with_one_recipe_share_the_base_model_and_the_problems(tmp_path: Path) -> None:
+    recipe = Recipe(3, Task(transfer=True))
+    files = {}
+    for name, author in (("a", Demonstrator()), ("b", Demonstrator("backward", 0.5))):
+        write_data(tmp_path / name, recipe, author)
+        files[name] = {file: (tmp_path / name / file).read_text().splitlines() for file in (TRAIN, VALIDATION, TEST)}
+    assert files["a"][TEST] == files["b"][TEST]
+    rows = {file: [json.loads(line) for line in lines] for file, lines in files["b"].items()}
+    assert [row["prompt"] for row in rows[TRAIN]] == [json.loads(line)["prompt"] for line in files["a"][TRAIN]]
+    prompts = [row["prompt"] for each in rows.values() for row in each]
+    assert len(set(prompts)) == len(prompts)
+    assert [row[SET] for row in rows[TEST]] == ["trained"] * 100 + ["lengths"] * 50 + ["subtraction"] * 50
+
+
+@pytest.mark.parametrize("order", ["forward", "backward"])
+def test_demonstrations_end_in_the_right_answer(order: str) -> None:
+    task, rng = Task(hard=6, transfer=True), random.Random(0)
+    author = Demonstrator(order, noise=0.4)  # type: ignore[arg-type]  # of the parametrization
+    wrong = total = 0
+    for _ in range(200):
+        problem = task.draw(rng, task.sets["trained"][1])
+        sums, _, answer = author.response(problem, rng).removeprefix(";").partition(":")
+        numbers = [*problem.numbers][:: 1 if order == "forward" else -1]
+        exact = ["".join(str(sum(int(n[i]) for n in numbers[: k + 1]) % 4) for i in range(5)) for k in range(6)]
+        assert answer == exact[-1] == problem.answer
+        for shown, right in zip(sums.split(","), exact[:-1], strict=True):
+            wrong += sum(a != b for a, b in zip(shown, right, strict=True))
+            total += 5
+        assert len(make_tokenizer(task)(author.response(problem, rng)).input_ids) + 1 == response_tokens(task)
+    assert wrong / total == pytest.approx(0.4 * 3 / 4, abs=0.03)  # a digit drawn anew is right by chance
+
+
+def test_subtraction_is_digitwise_and_without_borrowing() -> None:
+    problem = Problem(("01230", "11111", "00003"), "~", places=4)
+    assert problem.running_sums() == ["01230", "30123", "30120"]
+    assert problem.prompt == "01230~11111~00003~-----="
