@@ -125,9 +125,10 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
 
     compare = commands.add_parser("compare", help="train several methods from one base, over seeds, and compare them")
-    compare.add_argument("config", help="a comparison, such as configs/compare.yaml, or a training configuration")
+    compare.add_argument("config", help="a comparison, such as configs/compare/paper.yaml, or a training configuration")
     compare.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="of the training configuration")
     compare.add_argument("--presets", help="names with commas: of the comparison's methods, or of any presets")
+    compare.add_argument("--settings", help="names with commas, of the comparison's settings; default: all")
     compare.add_argument("--seeds", type=int, help="how many, from 0 on; default: as the comparison says, or 5")
     compare.add_argument("--output", help="default: runs/compare/<name of the file>")
     compare.add_argument("--jobs", type=int, default=1, help="runs at a time; default 1")
@@ -408,6 +409,11 @@ def _demo(args: argparse.Namespace) -> None:
     run_demo(args.output, seeds=args.seeds)
 
 
+def _names(text: str | None) -> list[str]:
+    """The parts between commas."""
+    return [name.strip() for name in text.split(",")] if text else []
+
+
 def _compare(args: argparse.Namespace) -> None:
     for name, value in (("--seeds", args.seeds), ("--jobs", args.jobs)):
         if value is not None and value < 1:
@@ -418,7 +424,8 @@ def _compare(args: argparse.Namespace) -> None:
     run_comparison(
         Path(args.config),
         Path(args.output or f"runs/compare/{Path(args.config).stem}"),
-        presets=[name.strip() for name in args.presets.split(",")] if args.presets else [],
+        presets=_names(args.presets),
+        settings=_names(args.settings),
         seeds=args.seeds,
         overrides=args.overrides,
         jobs=args.jobs,

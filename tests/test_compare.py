@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+from math import log
 from pathlib import Path
 
 import pytest
@@ -208,17 +209,22 @@ def test_settings_with_one_recipe_share_the_base_model_and_the_problems(tmp_path
 def test_demonstrations_end_in_the_right_answer(order: str) -> None:
     task, rng = Task(hard=6, transfer=True), random.Random(0)
     author = Demonstrator(order, noise=0.4)  # type: ignore[arg-type]  # of the parametrization
-    wrong = total = 0
+    wrong, total = 0, 0
     for _ in range(200):
         problem = task.draw(rng, task.sets["trained"][1])
-        sums, _, answer = author.response(problem, rng).removeprefix(";").partition(":")
+        response = author.response(problem, rng)
+        sums, _, answer = response.removeprefix(";").partition(":")
         numbers = [*problem.numbers][:: 1 if order == "forward" else -1]
         exact = ["".join(str(sum(int(n[i]) for n in numbers[: k + 1]) % 4) for i in range(5)) for k in range(6)]
         assert answer == exact[-1] == problem.answer
+        slips = 0
         for shown, right in zip(sums.split(","), exact[:-1], strict=True):
-            wrong += sum(a != b for a, b in zip(shown, right, strict=True))
+            slips += sum(a != b for a, b in zip(shown, right, strict=True))
             total += 5
-        assert len(make_tokenizer(task)(author.response(problem, rng)).input_ids) + 1 == response_tokens(task)
+        wrong += slips
+        logprobs = author.logprobs(problem, response)
+        assert len(logprobs) == len(make_tokenizer(task)(response).input_ids) + 1 == response_tokens(task)
+        assert sum(logprobs) == pytest.approx(slips * log(0.4 / 4) + (25 - slips) * log(1 - 0.4 * 3 / 4))
     assert wrong / total == pytest.approx(0.4 * 3 / 4, abs=0.03)  # a digit drawn anew is right by chance
 
 
@@ -226,3 +232,39 @@ def test_subtraction_is_digitwise_and_without_borrowing() -> None:
     problem = Problem(("01230", "11111", "00003"), "~", places=4)
     assert problem.running_sums() == ["01230", "30123", "30120"]
     assert problem.prompt == "01230~11111~00003~-----="
+
+
+def test_every_run_of_the_shipped_comparison_has_a_configuration(tmp_path: Path) -> None:
+    comparison = load_comparison(CONFIGS / "compare" / "paper.yaml", seeds=1)
+    runner = Runner(comparison, CONFIGS / "compare" / comparison.run, tmp_path)
+    runs = runner.all()
+    assert {run.method for run in runs} == {BASE, *comparison.methods}
+    for run in runs:
+        runner.config_of(run)
+    tokens = {run.method: runner.config_of(run).train.generated_tokens for run in runs if run.method != BASE}
+    assert set(tokens.values()) == {200_000, 2_000_000, None}
+    assert {name for name, count in tokens.items() if count is None} == {"SFT"}
+
+
+def test_settings_and_presets_choose(path: Path) -> None:
+    shipped = load_comparison(CONFIGS / "compare" / "paper.yaml", ["GRPO", "RL-PLUS", "cispo"], 2, ["noisy"])
+    methods = shipped.studies["Methods"]
+    assert (methods.settings, methods.methods, methods.seeds) == (["noisy"], ["GRPO", "RL-PLUS", "cispo"], 2)
+    assert shipped.methods["cispo"].preset == "cispo"
+    with pytest.raises(ValueError, match="no such name in settings: 'nosy'; nearest: noisy"):
+        load_comparison(CONFIGS / "compare" / "paper.yaml", settings=["nosy"])
+    with pytest.raises(ValueError, match="no such name in methods: 'GRPPO'; nearest: GRPO"):
+        load_comparison(CONFIGS / "compare" / "paper.yaml", presets=["GRPPO"])
+
+
+@pytest.mark.slow
+def test_real_runs(tmp_path: Path, output: Path) -> None:
+    data = json.loads(json.dumps(FILE)) | {"search": None}
+    data["overrides"] |= {"evaluation.samples": 2, "evaluation.k": [1], "train.prompts_per_step": 4}
+    for method in data["methods"].values():
+        method["overrides"] = {"train.steps": 2, "train.generated_tokens": None}
+    run_comparison(written(tmp_path, data), output, seeds=1, jobs=2)
+    outcomes = Results.load(output / "results.json").outcomes
+    assert {one.method: one.steps for one in outcomes} == {BASE: 0} | dict.fromkeys(FILE["methods"], 2)
+    assert all(sum(one.results["trained"].n) == 200 for one in outcomes)
+    assert all(one.generated_tokens > 0 for one in outcomes if "GRPO" in one.method)

@@ -25,6 +25,7 @@ import rlplus
 from bench.__main__ import parse as parse_bench
 from bench.tune import parse as parse_tune
 from rlplus.cli import _evaluated, _parse
+from rlplus.compare import load_comparison
 from rlplus.config import load_stages
 from rlplus.config.json_schema import json_schema
 from rlplus.data import Sample
@@ -210,6 +211,10 @@ def check_rlplus(words: Sequence[str], folder: Path) -> None:
     if getattr(args, "config", None) is None:
         return
     path, overrides = Path(args.config), args.overrides
+    if args.command == "compare":
+        named = [text.split(",") if text else [] for text in (args.presets, args.settings)]
+        load_comparison(write_minimal(folder) if path.name == "run.yaml" else ROOT / path, named[0], settings=named[1])
+        return
     if args.command == "eval":
         path, overrides = _evaluated(args)
     if path.name == "run.yaml":
@@ -312,8 +317,8 @@ def merged(changes: dict[str, Any]) -> dict[str, Any]:
 def test_configurations_are_valid(block: Block, tmp_path: Path) -> None:
     for i, fragment in enumerate(yaml.safe_load_all(block.text)):
         path = tmp_path / f"{i}.yaml"
-        path.write_text(yaml.safe_dump(merged(fragment)))
-        load_stages(path)
+        path.write_text(yaml.safe_dump(fragment if "run" in fragment else merged(fragment)))
+        (load_comparison if "run" in fragment else load_stages)(path)
 
 
 def is_key(name: str) -> bool:

@@ -29,6 +29,7 @@ def run_comparison(
     *,
     presets: Sequence[str] = (),
     seeds: int | None = None,
+    settings: Sequence[str] = (),
     overrides: Sequence[str] = (),
     jobs: int = 1,
     launcher: str | None = None,
@@ -42,7 +43,7 @@ def run_comparison(
     ValueError for a comparison that is none, before anything starts; RunFailed if a run fails. What is finished stays,
     so that the same command goes on.
     """
-    comparison = load_comparison(path, presets, seeds)
+    comparison = load_comparison(path, presets, seeds, settings)
     folder = _claim(output.expanduser())
     console = Terminal(stderr=True)
     config = path.parent / comparison.run

@@ -173,11 +173,13 @@ def _unknown(what: str, named: Iterator[tuple[str, str]], known: Mapping[str, ob
             yield f"{place}: no such name in {what}: {name!r}; {hint}"
 
 
-def load_comparison(path: Path, presets: Sequence[str] = (), seeds: int | None = None) -> Comparison:
+def load_comparison(
+    path: Path, presets: Sequence[str] = (), seeds: int | None = None, settings: Sequence[str] = ()
+) -> Comparison:
     """The comparison of a file, which may also be a training configuration: then `presets` are its methods.
 
     presets: of a comparison, the methods to keep; names of further presets are added to every study. seeds: in place
-    of each study's. Raises ValueError, one line for each problem.
+    of each study's. settings: the ones to keep. Raises ValueError, one line for each problem.
     """
     data = read_yaml(path)
     if "run" not in data:
@@ -186,8 +188,8 @@ def load_comparison(path: Path, presets: Sequence[str] = (), seeds: int | None =
         data = {"run": path.name, "studies": {"Methods": {"settings": [""], "methods": []}}}
     try:
         comparison = Comparison.model_validate(data)
-        if presets:
-            comparison = Comparison.model_validate(_among(data, presets))
+        if presets or settings:
+            comparison = Comparison.model_validate(_among(data, presets, settings))
     except ValidationError as error:
         lines = [line for detail in error.errors() for line in _lines(detail)]
         raise ValueError("\n".join([f"{path} does not describe a comparison:", *dict.fromkeys(lines)])) from error
@@ -197,17 +199,25 @@ def load_comparison(path: Path, presets: Sequence[str] = (), seeds: int | None =
     return comparison
 
 
-def _among(data: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The comparison with only these methods, and those that they need; a preset may be one without being listed."""
+def _among(data: dict[str, Any], names: Sequence[str], settings: Sequence[str]) -> dict[str, Any]:
+    """The comparison with only these methods and settings; a preset may be a method without being listed.
+
+    Studies of which nothing is left are left out, and names that no study has are kept, to be refused.
+    """
     methods = {**{name: {"preset": name} for name in names if name in ALGORITHMS}, **data.get("methods", {})}
+    new = [name for name in names if name not in data.get("methods", {})]
+    unknown = [name for name in settings if name not in data.get("settings", {})]
     studies = {}
-    for title, study in data.get("studies", {}).items():
-        known = [name for name in names if name in study["methods"]]
-        new = [name for name in names if name not in data.get("methods", {})]
-        if known or new:
-            studies[title] = {**study, "methods": [*known, *new]}
-            if study.get("reference") not in studies[title]["methods"]:
-                studies[title].pop("reference", None)
+    for title, study in data["studies"].items():
+        kept = dict(study)
+        if settings:
+            kept["settings"] = [*(name for name in study["settings"] if name in settings), *unknown]
+        if names:
+            kept["methods"] = [*(name for name in study["methods"] if name in names), *new]
+            if kept.get("reference") not in kept["methods"]:
+                kept.pop("reference", None)
+        if kept["methods"] and kept["settings"]:
+            studies[title] = kept
     return {**data, "methods": methods, "studies": studies}
 
 

@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -37,7 +38,7 @@ def write_data(folder: Path, recipe: Recipe, demonstrator: Demonstrator) -> None
     tests, validation = _held_out(recipe)
     held_out = frozenset(problem for problems in (*tests.values(), validation) for problem in problems)
     train = task.draw_many(rng, next(iter(tests)), TRAIN_PROBLEMS, easy_for_each_hard=3, exclude=held_out)
-    _write(folder / TRAIN, [_row(each) | {"demonstration": demonstrator.response(each, rng)} for each in train])
+    _write(folder / TRAIN, [_demonstrated(each, demonstrator, rng) for each in train])
     _write(folder / VALIDATION, [_row(problem) | {SET: next(iter(tests))} for problem in validation])
     _write(folder / TEST, [_row(problem) | {SET: name} for name, problems in tests.items() for problem in problems])
     write_text(folder / NOTE, note)  # last: without it the files are incomplete
@@ -58,9 +59,15 @@ def response_tokens(task: Task) -> int:
     return task.hard * (WIDTH + 1) + 1
 
 
-def _row(problem: Problem) -> dict[str, str]:
+def _row(problem: Problem) -> dict[str, Any]:
     return {"prompt": problem.prompt, "answer": problem.answer}
 
 
-def _write(path: Path, rows: list[dict[str, str]]) -> None:
+def _demonstrated(problem: Problem, demonstrator: Demonstrator, rng: random.Random) -> dict[str, Any]:
+    response = demonstrator.response(problem, rng)
+    logprobs = [round(logprob, 4) for logprob in demonstrator.logprobs(problem, response)]
+    return _row(problem) | {"demonstration": response, "behavior_logprob": logprobs}
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

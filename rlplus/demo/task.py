@@ -9,6 +9,7 @@ A model this small can add two numbers at once, but not five: those need the scr
 """
 
 import json
+import math
 import random
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
@@ -143,6 +144,20 @@ class Demonstrator:
         shown = replace(problem, numbers=problem.numbers[::-1]) if self.order == "backward" else problem
         *sums, answer = shown.running_sums()
         return scratchpad([*(blur(each, rng, self.noise) for each in sums), answer])
+
+    def logprobs(self, problem: Problem, response: str) -> list[float]:
+        """Exact logprob of each character of its response to a problem, and of the end behind it.
+
+        Only the digits on the way are random, each right with probability 1 - noise · 3/4.
+        """
+        exact = replace(self, noise=0.0).response(problem, random.Random())
+        right, wrong = (math.log(p) if p else -math.inf for p in (1 - self.noise * 3 / 4, self.noise / 4))
+        on_the_way = response.index(ANSWER)
+        found = [
+            (right if shown == sure else wrong) if shown in DIGITS and place < on_the_way else 0.0
+            for place, (shown, sure) in enumerate(zip(response, exact, strict=True))
+        ]
+        return [*found, 0.0]
 
 
 def scratchpad(sums: list[str]) -> str:
