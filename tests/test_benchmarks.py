@@ -62,7 +62,7 @@ def test_layouts() -> None:
     assert f"\n{answer}) right" in question
     assert question.startswith("Answer the following multiple choice question. The last line")
     assert json.loads(asked["humaneval"][1]) == {
-        "before": "def f(x):\n", "after": "def check(f):\n    assert f(1) == 1\ncheck(f)\n",
+        "before": "def f(x):\n", "after": "def check(f):\n    assert f(1) == 1\ncheck(f)\n", "function": "f",
     }  # fmt: skip
     assert json.loads(asked["leetcode"][1]) == {"after": "assert Solution().f(1) == 2"}
     assert json.loads(asked["livecodebench"][1]) == {"cases": [["1", "2"], ["3", "4"]], "function": None}
