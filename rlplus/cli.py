@@ -91,7 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--benchmarks", help="names with commas, such as aime24,gpqa_diamond: evaluation.benchmarks")
     evaluate.add_argument("--data", help="file with the problems, in place of the hub: evaluation.data.path")
     evaluate.add_argument("--template", help="own, qwen, simplerl, prime or none: evaluation.data.template")
-    evaluate.add_argument("--output", help="JSON file, or one a benchmark; default: output_dir/evaluation.json")
+    evaluate.add_argument(
+        "--output", metavar="FOLDER", help="for evaluation-BENCHMARK.json and samples/; default: output_dir"
+    )
     evaluate.set_defaults(run=_eval)
 
     plan = commands.add_parser("plan", help="memory of each GPU by part, and a rough time, before a run")
@@ -118,10 +120,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("config", nargs=count, help=what + also)
         command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as train.lr=1e-6")
 
-    report = commands.add_parser("report", help="curves and tables of runs as one HTML file")
-    report.add_argument("runs", nargs="+", metavar="RUN", help="output folders of runs")
+    report = commands.add_parser("report", help="curves, results and samples of runs and evaluations as one HTML file")
+    report.add_argument("runs", nargs="+", metavar="FOLDER", help="output folders of runs or evaluations")
     report.add_argument("-o", "--output", default="report.html", help="default: report.html")
     report.add_argument("--show", type=int, metavar="N", help="print the N newest samples of each, write no file")
+    report.add_argument("--step", type=int, help="with --show: those of the kept step nearest to this one")
     report.set_defaults(run=_report)
 
     demo = commands.add_parser("demo", help="train a small model with GRPO and RL-PLUS and compare them")
@@ -311,27 +314,23 @@ def _eval(args: argparse.Namespace) -> None:
     from rlplus.config import check_evaluation_files, check_output_folder, load_config
 
     config, model = load_config(*_evaluated(args)), args.model or _model(args)
-    output = Path(args.output or Path(config.output_dir) / "evaluation.json")
-    check_output_folder(output.parent, "--output" if args.output else "output_dir")
-    if output.is_dir():
-        raise ValueError(f"want --output a file; got the folder {output}")
+    output = Path(args.output or config.output_dir)
+    if output.suffix == ".json":
+        raise ValueError(f"want --output a folder, which gets a file for each benchmark; got {output}")
+    check_output_folder(output, "--output" if args.output else "output_dir")
     check_evaluation_files(config, model)
     _quiet_imports()
     from rlplus.data import SAMPLES
-    from rlplus.evaluation import evaluate_model, result_files, result_table
+    from rlplus.evaluation import RESULTS, evaluate_model, result_table, save_results
     from rlplus.terminal import Terminal, counter
 
     rank = int(os.environ.get("RANK", 0))
     with counter("problems evaluated:", quiet=rank != 0) as progress:
-        results = evaluate_model(config, model, progress, output.parent / SAMPLES / output.stem)
+        results = evaluate_model(config, model, progress, output / SAMPLES / RESULTS)
     if rank == 0:
         terminal = Terminal()
         terminal.print(result_table(results))  # first: it took long, and the files may not be written
-        output.parent.mkdir(parents=True, exist_ok=True)
-        paths = result_files(output, list(results))
-        for name, path in paths.items():
-            results[name].save(path)
-        terminal.print(f"written to {', '.join(map(str, paths.values()))}")
+        terminal.print(f"written to {', '.join(map(str, save_results(output, results)))}")
 
 
 def _model(args: argparse.Namespace) -> str | None:
@@ -367,26 +366,32 @@ def _report(args: argparse.Namespace) -> None:
 
     if args.show is not None and args.show < 1:
         raise ValueError(f"want --show at least 1; got {args.show}")
+    if args.step is not None and args.show is None:
+        raise ValueError("want --show with --step, such as --show 8 --step 40")
     check_output_folder(Path(args.output).parent, "--output")
     _quiet_imports()
     from rlplus.data import SAMPLES
-    from rlplus.evaluation import Evaluation
-    from rlplus.report import load_run, show_samples, write_report
+    from rlplus.evaluation import Evaluation, load_results
+    from rlplus.report import is_run, load_run, show_samples, write_report
     from rlplus.terminal import Terminal
 
     labels = _labels(args.runs)
     if args.show is not None:  # also what `rlplus eval` alone wrote, which is no run
         for folder in labels.values():
-            show_samples(folder / SAMPLES, args.show, Terminal())
+            show_samples(folder / SAMPLES, args.show, Terminal(), args.step)
         return
-    runs = {label: load_run(folder) for label, folder in labels.items()}
     results: dict[str, dict[str, Evaluation]] = {}
+    runs, samples = {}, {}
     for label, folder in labels.items():
-        for path in sorted(folder.glob("evaluation*.json")):
-            result = Evaluation.load(path)
-            results.setdefault(result.name, {})[label] = result
+        found = load_results(folder)
+        for name, result in found.items():
+            results.setdefault(name, {})[label] = result
+        if found and not is_run(folder):
+            samples[label] = folder / SAMPLES
+        else:
+            runs[label] = load_run(folder)
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    write_report(Path(args.output), runs, results, title=", ".join(labels))
+    write_report(Path(args.output), runs, results, title=", ".join(labels), samples=samples)
     Terminal().print(f"written to {args.output}")
 
 
