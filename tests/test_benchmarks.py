@@ -4,7 +4,9 @@ import base64
 import json
 import pickle
 import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any, get_args
 
 import huggingface_hub.constants
@@ -62,7 +64,7 @@ def test_layouts() -> None:
     assert f"\n{answer}) right" in question
     assert question.startswith("Answer the following multiple choice question. The last line")
     assert json.loads(asked["humaneval"][1]) == {
-        "before": "def f(x):\n", "after": "def check(f):\n    assert f(1) == 1\ncheck(f)\n",
+        "before": "def f(x):\n", "after": "def check(f):\n    assert f(1) == 1\ncheck(f)\n", "function": "f",
     }  # fmt: skip
     assert json.loads(asked["leetcode"][1]) == {"after": "assert Solution().f(1) == 2"}
     assert json.loads(asked["livecodebench"][1]) == {"cases": [["1", "2"], ["3", "4"]], "function": None}
@@ -243,6 +245,52 @@ def test_a_split_of_the_hub_is_read_from_its_cache(cache: Path) -> None:
     assert prompts(["hf://some/set/train", "hf://some/set/test"])[0] == "default/train/0000.parquet"
     cached(cache, "other/set", "data/x.jsonl", [{"prompt": "file", "answer": "1"}])
     assert prompts("hf://other/set/data/x.jsonl") == ["file"]
+
+
+def test_a_split_is_downloaded_from_the_hub_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the hub's own client, from a server that answers as the hub does: a branch's commit, its files, each file."""
+    commit, asked = "0123456789abcdef0123456789abcdef01234567", list[str]()
+    rows = {name: json.dumps({"prompt": name, "answer": "1"}) + "\n" for name in ("data/x.jsonl", "data/y.jsonl")}
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            file = path.removeprefix(f"/datasets/some/set/resolve/{commit}/")
+            answers: dict[str, Any] = {
+                "/api/datasets/some/set/revision/main": {"id": "some/set", "sha": commit, "siblings": []},
+                f"/api/datasets/some/set/tree/{commit}": [
+                    {"type": "file", "path": name, "size": len(row), "oid": name} for name, row in rows.items()
+                ],
+            }
+            body = (rows[file] if file in rows else json.dumps(answers.get(path, {}))).encode()
+            self.send_response(200 if file in rows or path in answers else 404)
+            for name, value in (("Content-Length", len(body)), ("ETag", '"e"'), ("X-Repo-Commit", commit)):
+                self.send_header(name, str(value))
+            self.end_headers()
+            if self.command == "GET":
+                asked.append(file)
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint := f"http://127.0.0.1:{server.server_port}")
+        template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        for _ in range(2):
+            assert prompts("hf://some/set/data/x.jsonl") == ["data/x.jsonl"]
+        with pytest.raises(ValueError, match=r"want hf://no/set/test; no/set could not be loaded from the hub: .*404"):
+            prompts("hf://no/set/test")
+        server.shutdown()
+    assert asked.count("data/x.jsonl") == 1
+    assert "data/y.jsonl" not in asked
 
 
 def test_what_the_hub_cannot_give_is_said_in_one_line(cache: Path) -> None:

@@ -12,12 +12,13 @@ import processes
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from report_pages import Page, evaluation
 from trainer_runs import environment, metrics, run_config, write_task
 
 from rlplus.cli import main
 from rlplus.config import ScratchModel
 from rlplus.data import byte_tokenizer
-from rlplus.evaluation import result_files
+from rlplus.evaluation import load_results, save_results
 from rlplus.learner.model import make_scratch_model, write_model
 
 
@@ -69,20 +70,31 @@ def test_train_evaluate_report(config_file, tmp_path, capsys):
     out, err = capsys.readouterr()
     for line, pattern in zip(err.splitlines(), LINES, strict=True):  # no other line, no bar, one line a step
         assert re.fullmatch(pattern.format(run=re.escape(str(run))), line), line
-    result = json.loads((run / "evaluation.json").read_text())
+    result = json.loads((run / "evaluation-task.json").read_text())
     assert len(result["problems"]) == 6
     assert result["n"] == [4] * 6
     assert "pass@4" in out
-    assert f"written to {run}/evaluation.json\n" in out
-    assert (
-        main(["eval", str(config_file), "--model", str(run / "scratch"), "--output", str(tmp_path / "base.json")]) == 0
-    )
+    assert f"written to {run}/evaluation-task.json\n" in out
+    base = tmp_path / "base"
+    evaluate = ["eval", str(config_file), "--model", str(run / "scratch"), "--output"]
+    assert main([*evaluate, str(tmp_path / "base.json")]) == 2
+    assert "want --output a folder, which gets a file for each benchmark; got" in capsys.readouterr().err
+    assert main([*evaluate, str(base)]) == 0
+    assert json.loads((base / "evaluation-task.json").read_text())["model"].startswith(f"{run}/scratch@")
     report = tmp_path / "report.html"
     assert main(["report", str(run), "-o", str(report)]) == 0
     assert f"written to {report}\n" in capsys.readouterr().out
     page = report.read_text()
     assert "pass@4" in page
     assert "<svg" in page
+    # The evaluation alone, and beside the run.
+    for folders in ([base], [run, base]):
+        assert main(["report", *map(str, folders), "-o", str(report)]) == 0
+        shown = Page(report)
+        assert shown.titles[0] == "task"
+        assert "base, evaluation on task" in shown.text
+        assert "pass@1, % pass@4, % problems × samples" in shown.text
+        assert ("Entropy" in shown.titles) is (run in folders)
 
 
 def test_benchmarks_are_reported_apart(config_file, tmp_path, capsys):
@@ -105,19 +117,28 @@ def test_benchmarks_are_reported_apart(config_file, tmp_path, capsys):
 def test_every_benchmark_has_a_file(tmp_path):
     """Also if names differ only in characters that file names cannot have, or are too long for one."""
     names = ["a/b", "a_b", "a?b", "\0", "数" * 300, "数" * 301]
-    paths = result_files(tmp_path / "evaluation.json", names)
-    assert list(paths) == names
-    for path in paths.values():
-        path.touch()
-    assert len(list(tmp_path.glob("evaluation-*.json"))) == len(names)
-    assert result_files(tmp_path / "x.json", ["a/b"]) == {"a/b": tmp_path / "x.json"}
+    results = {name: evaluation((i,), name) for i, name in enumerate(names)}
+    assert len(set(save_results(tmp_path / "new", results))) == len(names)
+    assert load_results(tmp_path / "new") == results
 
 
-def test_a_result_that_cannot_be_written_is_shown_all_the_same(config_file, capsys):
+def test_no_result_of_an_earlier_evaluation_mixes_in(tmp_path):
+    """One file per benchmark, which the next evaluation replaces; that of 0.1.0 counts only alone."""
+    old = evaluation((1, 2), "amc")
+    old.save(tmp_path / "evaluation.json")
+    assert load_results(tmp_path) == {"amc": old}
+    save_results(tmp_path, {"amc": evaluation((3, 4), "amc")})
+    save_results(tmp_path, {"amc": evaluation((5, 6), "amc"), "aime": evaluation((7,), "aime")})
+    assert {name: one.correct for name, one in load_results(tmp_path).items()} == {"amc": (5, 6), "aime": (7,)}
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_result_that_cannot_be_written_is_shown_all_the_same(config_file, tmp_path, capsys):
     assert main(["train", str(config_file), "train.steps=1"]) == 0
-    assert main(["eval", str(config_file), "--output", "/dev/full"]) == 2
+    (result := tmp_path / "run/evaluation-task.json").symlink_to("/dev/full")
+    assert main(["eval", str(config_file)]) == 2
     out, err = capsys.readouterr()
-    assert "could not write /dev/full: No space left on device" in err
+    assert f"could not write {result}: No space left on device" in err
     assert "pass@4" in out
 
 
@@ -161,8 +182,8 @@ def test_what_needs_no_model_is_answered_without_torch(config_file, tmp_path):
         (["plan", str(config_file), path[0], f"{path[1]}=a/b/c"], 2, "hub name; got 'a/b/c': no such folder"),
         (["eval", str(config_file)], 2, f"want a trained model in {run}/model"),
         (["eval", str(config_file), "--model", f"{tmp_path}/no"], 2, "want --model a Hugging Face folder or hub name"),
-        (["eval", str(config_file), "--output", f"{tmp_path}/file/x.json"], 2, "want --output a folder"),
-        (["eval", str(config_file), "--output", str(tmp_path)], 2, f"want --output a file; got the folder {tmp_path}"),
+        (["eval", str(config_file), "--output", f"{tmp_path}/file"], 2, "want --output a folder"),
+        (["eval", str(config_file), "--output", "x.json"], 2, "want --output a folder, which gets a file for each"),
         (["eval", str(config_file), "--model", "no/one"], 2, "http://127.0.0.1:9 cannot be reached (["),
         (["eval", str(config_file), "--model", "no/one"], 2, "HF_HUB_OFFLINE is set, and the cache"),
         (
@@ -287,8 +308,9 @@ def test_reports_that_cannot_be_written_or_read_name_the_file(config_file, tmp_p
     assert complaint("-o", "/dev/full") == "rlplus report: could not write /dev/full: No space left on device\n"
     assert complaint("-o", tmp_path) == f"rlplus report: could not write {tmp_path}: Is a directory\n"
     assert complaint("-o", config_file / "x.html").startswith("rlplus report: want --output a folder; got")
-    (run / "evaluation.json").write_bytes(b'{\n"name": "\xff"}')
-    assert f"{run}/evaluation.json, line 2: want UTF-8 text; got" in complaint("-o", tmp_path / "a/b.html")
+    (run / "evaluation-x.json").write_bytes(b'{\n"name": "\xff"}')
+    assert f"{run}/evaluation-x.json, line 2: want UTF-8 text; got" in complaint("-o", tmp_path / "a/b.html")
+    (run / "evaluation-x.json").unlink()
     (run / "metrics.jsonl").write_bytes(b"\n\n\xff\n")
     assert f"{run}/metrics.jsonl, line 3: want UTF-8 text; got" in complaint()
 
@@ -380,4 +402,4 @@ def test_train_with_vllm_in_a_process_of_its_own(config_file, tmp_path):
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert max(row["mismatch/max"] for row in rows if "mismatch/max" in row) < 1e-4
     rlplus("eval", str(config_file), *options)
-    assert (tmp_path / "run/evaluation.json").exists()
+    assert (tmp_path / "run/evaluation-task.json").exists()

@@ -46,7 +46,7 @@ else:
         result = dict(name=name, problems=list(range(first, first + 4)), n=[32] * 4, k=[1, 32], temperature=1.0, seed=0)
         result |= dict(correct=[right + i for i in range(4)], statuses={"ok": 128})
         result |= dict(mean_response_length=5.0, truncated_share=0.0)
-        output.with_stem(f"{output.stem}-{name}").write_text(json.dumps(result))
+        (output / f"evaluation-{name}.json").write_text(json.dumps(result))
         first += 4
 """
 FILE = {

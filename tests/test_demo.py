@@ -20,7 +20,7 @@ from rlplus.data import load_examples, load_tokenizer
 from rlplus.demo import base as demo_base
 from rlplus.demo.base import Recipe, make_base, make_model, response_loss
 from rlplus.demo.task import EASY, HARD, Problem, draw, draw_splits, make_tokenizer, read_jsonl, scratchpad, write_jsonl
-from rlplus.evaluation import Estimate, Evaluation
+from rlplus.evaluation import Estimate, Evaluation, save_results
 from rlplus.report import seeds_line
 from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed
@@ -228,7 +228,7 @@ def fake_runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
             (folder / "config.yaml").write_text("model: {}\n")
             (folder / "metrics.jsonl").write_text('{"step": 1, "generated_tokens": 10, "reward/internal": 0.5}\n')
         else:
-            evaluation([1, 2] * 100).save(Path(command[command.index("--output") + 1]))
+            save_results(Path(command[command.index("--output") + 1]), {"test": evaluation([1, 2] * 100)})
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(demo.subprocess, "run", run)

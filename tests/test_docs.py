@@ -24,7 +24,8 @@ from torch.distributed.run import get_args_parser
 import rlplus
 from bench.__main__ import parse as parse_bench
 from bench.tune import parse as parse_tune
-from rlplus.cli import _evaluated, _parse
+from rlplus.cli import parse
+from rlplus.cli.evaluate import evaluated
 from rlplus.compare import load_comparison
 from rlplus.config import load_stages
 from rlplus.config.json_schema import json_schema
@@ -207,7 +208,7 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 def check_rlplus(words: Sequence[str], folder: Path) -> None:
     """The arguments are the command's, and its configuration is valid with the overrides."""
-    args = _parse(words)
+    args = parse(words)
     if getattr(args, "config", None) is None:
         return
     path, overrides = Path(args.config), args.overrides
@@ -216,7 +217,7 @@ def check_rlplus(words: Sequence[str], folder: Path) -> None:
         load_comparison(write_minimal(folder) if path.name == "run.yaml" else ROOT / path, named[0], settings=named[1])
         return
     if args.command == "eval":
-        path, overrides = _evaluated(args)
+        path, overrides = evaluated(args)
     if path.name == "run.yaml":
         path = write_minimal(folder)
         if any(word.startswith("data.behavior_logprob") for word in overrides):

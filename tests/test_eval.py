@@ -84,14 +84,14 @@ def test_two_processes_share_an_evaluation(tmp_path):
     config_file.write_text(run_config(tmp_path, evaluation=evaluation).to_yaml())
     folder = write_tiny(tmp_path / "tiny")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    output = tmp_path / "result/both.json"
+    output = tmp_path / "result"
     command = [*launch, "-m", "rlplus", "eval", str(config_file), "--model", folder, "--output", str(output)]
     done = processes.run(command, env=environment())
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("written to") == 1
-    result = json.loads(output.read_text())
+    result = json.loads((output / "evaluation-task.json").read_text())
     assert (result["problems"], result["n"]) == (list(range(6)), [4] * 6)
-    assert {path.name for path in output.parent.rglob("*.*")} == {
-        "both.json", "both-task-0-000000.parquet", "both-task-1-000000.parquet",
+    assert {path.name for path in output.rglob("*.*")} == {
+        "evaluation-task.json", "evaluation-task-0-000000.parquet", "evaluation-task-1-000000.parquet",
     }  # fmt: skip
     assert "of 3" in done.stderr

@@ -207,7 +207,7 @@ def test_evaluations_keep_all_samples(tmp_path: Path) -> None:
     assert name == "step-000003-task-0-000000.parquet"
     assert main(["eval", str(path), "evaluation.samples=1"]) == 0
     assert main(["eval", str(path)]) == 0  # replaces the earlier one's
-    result = json.loads((tmp_path / "run/evaluation.json").read_text())
+    result = json.loads((tmp_path / "run/evaluation-task.json").read_text())
     evaluated = read_kept(tmp_path / "run/samples/evaluation-task-0-000000.parquet")
     assert [one.problem for one in evaluated] == [i for i in range(6) for _ in range(2)]
     assert {(one.step, one.benchmark) for one in evaluated} == {(None, "task")}

@@ -86,6 +86,18 @@ def test_several_benchmarks_have_a_table_of_all(tmp_path: Path) -> None:
     assert "% aime, pass@1 math, pass@1 mean base 25.0 25.0 25.0 run 75.0 75.0 75.0 new 100.0" in page.text
 
 
+def test_results_of_different_models_under_one_name_are_pointed_out(tmp_path: Path) -> None:
+    """A model that was trained anew, and evaluated on one of the benchmarks only."""
+    old, new = evaluation((1, 2), model="runs/a/model@1"), evaluation((1, 2), model="runs/a/model@2", grader="choice")
+    page = written(tmp_path, {}, {"aime": {"a": old, "b": old}, "math": {"a": new, "b": evaluation((1, 2))}})
+    (warning,) = re.findall(r'<p class="warning">(.*?)</p>', page.html)
+    assert warning == (
+        "a: results of different models: aime of runs/a/model@1, math of runs/a/model@2. "
+        "Evaluate all with the same one."
+    )
+    assert "3 timeout choice" in page.text
+
+
 def test_a_difference_is_bold_only_where_zero_is_outside(tmp_path: Path) -> None:
     base = evaluation((1, 2, 3, 4, 2, 3))
     others = {"up": evaluation((4, 5, 6, 7, 5, 6)), "like": evaluation((2, 1, 4, 3, 2, 3))}

@@ -1,9 +1,12 @@
 """The samples of a report, on its page and in the terminal."""
 
+import re
 from dataclasses import replace
 from math import log
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from report_pages import keep, kept, run, written
 
@@ -33,8 +36,8 @@ def test_the_samples_of_a_page_are_few_and_long_ones_are_cut_in_the_middle(tmp_p
     long = kept(step=40, tokens=[f"{i} " for i in range(length)], logprob=[-0.1] * length, external=[False] * length)
     keep(tmp_path, "step-000040", replace(long, entropy=None, advantage=None, exploration_weight=None))
     keep(tmp_path, "step-000040-amc-0-000000", *[kept(step=40)] * 9)  # an evaluation between steps
-    found = moments(run(samples=tmp_path))
-    assert [moment.name for moment in found][0::5] == ["step 1", "step 40"]
+    found = moments(tmp_path, [])
+    assert [(moment.name, moment.step) for moment in found][0::11] == [("step 1", 1), ("step 40", 40)]
     assert len(found) == MOST_STEPS == count(found)
     (shown,) = found[-1].groups[0].members
     assert (len(shown.head), len(shown.tail), shown.left_out) == (HEAD, TAIL, 5)
@@ -46,25 +49,71 @@ def test_the_samples_of_a_page_are_few_and_long_ones_are_cut_in_the_middle(tmp_p
 def test_samples_of_an_evaluation_are_right_and_wrong_ones(tmp_path: Path) -> None:
     samples = [kept(step=None, benchmark="aime", problem=i // 8, reward=float(i % 8 == 5)) for i in range(80)]
     keep(tmp_path, "evaluation-amc-0-000000", *samples)
-    (moment,) = moments(run(samples=tmp_path))
+    (moment,) = moments(tmp_path, [])
     assert moment.name == "evaluation on aime"
     assert [(group.problem, [one.verdict for one in group.members]) for group in moment.groups] == [
         (i, ["right", "wrong"]) for i in range(4)
     ]
-    assert moments(run()) == []
+    assert moments(tmp_path / "none", []) == []
 
 
-def test_a_damaged_file_is_left_out_of_the_page(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def damage(path: Path, how: str) -> None:
+    if how == "foreign":
+        pq.write_table(pa.table({"step": ["one"], "prompt": [1]}), path)
+    else:
+        path.write_bytes(path.read_bytes()[: {"truncated": 100, "empty": 0}[how]])
+
+
+DAMAGES = ["truncated", "empty", "foreign"]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_file_is_left_out_of_the_page_which_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
     for name in ("step-000001", "step-000002", "evaluation-amc-0-000000", "evaluation-math-0-000000"):
         keep(tmp_path, name, kept(benchmark=name.split("-")[1]))
     damaged = ["step-000001", "evaluation-amc-0-000000"]
     for name in damaged:
-        path = tmp_path / f"{name}.parquet"
-        path.write_bytes(path.read_bytes()[:100])
-    assert [moment.name for moment in moments(run(samples=tmp_path))] == ["step 2", "evaluation on math"]
+        damage(tmp_path / f"{name}.parquet", how)
+    page = written(tmp_path, {"A": run(samples=tmp_path)}, {})
+    assert "A, step 2" in page.text
+    assert "A, evaluation on math" in page.text
+    assert "A, step 1" not in page.text
     for name, record in zip(damaged, caplog.records, strict=True):
         assert record.levelname == "WARNING"
-        assert f"{name}.parquet" in record.getMessage()
+        assert f"want a file of kept samples in {tmp_path}/{name}.parquet; got" in record.getMessage()
+        assert f"A: {' '.join(record.getMessage().split())}" in page.text
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_file_does_not_hide_the_others_in_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    for step in (1, 2, 3):
+        keep(tmp_path / "samples", f"step-{step:06d}", kept(step=step))
+    damage(tmp_path / "samples/step-000002.parquet", how)
+    assert main(["report", str(tmp_path), "--show", "3"]) == 0
+    out, _ = capsys.readouterr()
+    assert re.findall(r"step \d", out) == ["step 3", "step 1"]
+    (record,) = caplog.records
+    assert "step-000002.parquet; got" in record.getMessage()
+    for step in (1, 3):
+        damage(tmp_path / f"samples/step-00000{step}.parquet", how)
+    assert main(["report", str(tmp_path), "--show", "3"]) == 2
+    assert "want samples that can be read; got 3 damaged or empty files in" in capsys.readouterr().err
+
+
+def test_the_samples_of_a_step_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (10, 20, 30):
+        keep(tmp_path / "samples", f"step-{step:06d}", kept(step=step))
+    keep(tmp_path / "samples", "step-000020-amc-0-000000", kept(step=20, benchmark="amc"))
+    keep(tmp_path / "samples", "evaluation-amc-0-000000", kept(step=None, benchmark="amc"))
+    assert main(["report", str(tmp_path), "--show", "5", "--step", "22"]) == 0
+    out, _ = capsys.readouterr()
+    assert re.findall(r"step .*?, problem|^amc", out) == ["step 20, problem", "step 20, amc, problem"]
+    assert main(["report", str(tmp_path), "--step", "22"]) == 2
+    assert "want --show with --step, such as --show 8 --step 40" in capsys.readouterr().err
 
 
 def test_the_newest_samples_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

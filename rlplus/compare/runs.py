@@ -22,7 +22,7 @@ from rlplus.compare.data import SET, TEST, TRAIN, VALIDATION, make_base_model, r
 from rlplus.config import Config, load_config
 from rlplus.demo.base import Recipe, is_made
 from rlplus.errors import RunFailed
-from rlplus.evaluation import Evaluation
+from rlplus.evaluation import Evaluation, load_results
 from rlplus.textfiles import read_text, write_text
 
 ASKED, FINISHED = "asked.json", "finished.json"  # in a run's folder, at its start and at its end
@@ -117,7 +117,7 @@ class Runner:
         """The evaluations, by the name of the test set, of the reported runs that are finished."""
         reported = self.all()
         self._search(reported, lambda runs: None)
-        return {run: evaluations(self.path(run)) for run in reported if self._is_finished(run)}
+        return {run: load_results(self.path(run)) for run in reported if self._is_finished(run)}
 
     def _search(self, reported: Sequence[Run], make: Callable[[Sequence[Run]], None]) -> None:
         """Find the best rate of each method that has one of its own, those that others start from first."""
@@ -133,7 +133,7 @@ class Runner:
                 tried = {run.rate: self.path(run) for run in each if run.method == method and self._is_finished(run)}
                 if len(tried) == len(search.rates):
                     self._choose(
-                        setting, method, {rate: solved(evaluations(tried[rate])) for rate in sorted(search.rates)}
+                        setting, method, {rate: solved(load_results(tried[rate])) for rate in sorted(search.rates)}
                     )
 
     def _choose(self, setting: str, method: str, scores: dict[float, float]) -> None:
@@ -193,7 +193,7 @@ class Runner:
         if run.method != BASE:
             self._command(run, "train", ["--resume=auto"], overrides)
         model = folder / "model" if run.method != BASE else self._start(run)
-        self._command(run, "eval", ["--model", str(model), "--output", str(folder / "evaluation.json")], overrides)
+        self._command(run, "eval", ["--model", str(model), "--output", str(folder)], overrides)
         write_text(folder / FINISHED, json.dumps({"seconds": round(time.monotonic() - began, 1)}) + "\n")
         return True
 
@@ -294,12 +294,6 @@ def _make_base(wanted: tuple[Path, Recipe]) -> Recipe:
 def _settings(values: Overrides) -> list[str]:
     """As overrides of the command line."""
     return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
-
-
-def evaluations(folder: Path) -> dict[str, Evaluation]:
-    """The evaluations in a run's folder, by the name of the test set."""
-    found = [Evaluation.load(path) for path in sorted(folder.glob("evaluation*.json"))]
-    return {one.name: one for one in found}
 
 
 def seconds_of(folder: Path) -> float:

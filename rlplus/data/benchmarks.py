@@ -48,7 +48,9 @@ def _mmlu_pro(row: Row) -> tuple[str, str]:
 
 def _humaneval(row: Row) -> tuple[str, str]:
     question = f"Complete this Python function.\n\n```python\n{row['prompt'].rstrip()}\n```{_ASK_CODE}"
-    return question, json.dumps({"before": row["prompt"], "after": f"{row['test']}\ncheck({row['entry_point']})\n"})
+    name = row["entry_point"]
+    tests = {"before": row["prompt"], "after": f"{row['test']}\ncheck({name})\n", "function": name}
+    return question, json.dumps(tests)
 
 
 def _leetcode(row: Row) -> tuple[str, str]:

@@ -132,6 +132,8 @@ def kept_facts(path: Path) -> dict[str, str]:
 def read_kept(path: Path, most: int | None = None) -> list[KeptSample]:
     """The samples that `write_kept` wrote, or at most so many of the first ones. ValueError for another file."""
     with _reading(path), pq.ParquetFile(path) as file:
+        if not (schema := file.schema_arrow).equals(_SCHEMA):
+            raise TypeError(f"the columns {', '.join(schema.names)[:200]}, in other types or with others than a run's")
         rows = (row for batch in file.iter_batches(batch_size=_ROWS) for row in batch.to_pylist())
         return [KeptSample(**row) for row in islice(rows, most)]
 

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from rlplus.demo.base import Recipe, make_base
 from rlplus.demo.task import EASY, HARD, draw_splits, read_jsonl, write_jsonl
-from rlplus.evaluation import Estimate, Evaluation, paired_difference, pooled_pass_at
+from rlplus.evaluation import Estimate, Evaluation, load_results, paired_difference, pooled_pass_at
 from rlplus.report import load_run, seeds_line, write_report
 from rlplus.rollout import RunFailed
 from rlplus.terminal import Terminal
@@ -127,16 +127,17 @@ def _run_seed(folder: Path, seed: int, config: Path, overrides: Sequence[str], c
         _command(f"{label}: training", ["train", str(config), *settings], folder / f"{preset}-train.log", console)
     models = {BASE: base, **{label: folder / preset / "model" for label, preset in RUNS.items()}}
     for label, model in models.items():
-        command = ["eval", str(config), "--model", str(model), "--output", str(_result_path(folder, label)), *common]
+        command = ["eval", str(config), "--model", str(model), "--output", str(_result_folder(folder, label)), *common]
         _command(f"{label}: evaluation", command, folder / f"{label.lower()}-eval.log", console)
 
 
-def _result_path(folder: Path, label: str) -> Path:
-    return folder / RUNS.get(label, label) / "evaluation.json"
+def _result_folder(folder: Path, label: str) -> Path:
+    return folder / RUNS.get(label, label)
 
 
 def _evaluation(folder: Path, seed: int, label: str) -> Evaluation:
-    return replace(Evaluation.load(_result_path(folder / f"seed{seed}", label)), name=f"{label}, seed {seed}")
+    (result,) = load_results(_result_folder(folder / f"seed{seed}", label)).values()
+    return replace(result, name=f"{label}, seed {seed}")
 
 
 def _command(title: str, arguments: Sequence[str], log: Path, console: Console) -> None:

@@ -147,20 +147,26 @@ def identity(config: Config, model: Path, benchmark: str, problems: Sequence[Exa
     settings = config.model_dump(
         include={"model", "rollout", "evaluation"}, exclude={"evaluation": {"k", "every", "benchmarks"}}
     )
-    weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(model.glob("*"))]
     asked = [(benchmark, e.prompt, e.answer, e.rows, dict(e.columns)) for e in problems]
     everything = (
         settings,
         reward_of(config, benchmark),
         surroundings(config),
-        str(model),
-        weights if model.is_dir() else _cached_revision(str(model)),
+        model_identity(model),
         asked,
         config.data.response_prefix,
         config.train.seed,
         ranks,
     )
     return hashlib.sha256(repr(everything).encode(errors="surrogatepass")).hexdigest()
+
+
+def model_identity(model: Path) -> str:
+    """The folder with a hash of its files' names, sizes and dates, or the hub's name with the commit."""
+    if not model.is_dir():
+        return f"{model}@{_cached_revision(str(model))}"
+    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(model.glob("*"))]
+    return f"{model}@{hashlib.sha256(repr(files).encode()).hexdigest()[:12]}"
 
 
 def _cached_revision(name: str) -> str | None:

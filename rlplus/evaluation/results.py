@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -16,6 +16,7 @@ from torch import Tensor
 from rlplus.evaluation.statistics import Estimate, bootstrap, pass_at_k
 from rlplus.textfiles import read_text, write_text
 
+RESULTS = "evaluation"  # how the files of results and samples of an evaluation begin
 LONGEST_NAME = 50  # characters of a benchmark in a file's name, which has at most 255 bytes
 
 
@@ -28,7 +29,8 @@ class Evaluation:
     for, at most the samples that were drawn of each problem. `mean_response_length` in tokens, the end token included.
     `truncated_share`: samples that met `max_tokens` without an end. `statuses`: number of scores by status (see
     rlplus.reward.Score). `mean_reward`: of all graded samples; None where there is none, or of older files. `grader`:
-    names of the reward's graders. `seconds`: wall-clock time of sampling and grading.
+    names of the reward's graders. `model`: see `model_identity`; empty where unknown, as in older files. `seconds`:
+    wall-clock time of sampling and grading.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Evaluation:
     statuses: dict[str, int]
     mean_reward: float | None = None
     grader: str = ""
+    model: str = ""
     seconds: float = field(default=0.0, compare=False)
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # of `load`
@@ -161,11 +164,22 @@ def _pairs(first: Sequence[Evaluation], second: Sequence[Evaluation]) -> list[tu
     return pairs
 
 
-def result_files(output: Path, benchmarks: Sequence[str]) -> dict[str, Path]:
-    """A file per benchmark: `output` for a single one, else files next to it, named after the benchmarks."""
-    if len(benchmarks) == 1:
-        return {benchmarks[0]: output}
-    return {name: output.with_stem(f"{output.stem}-{part}") for name, part in file_parts(benchmarks).items()}
+def save_results(folder: Path, results: Mapping[str, Evaluation]) -> list[Path]:
+    """Write evaluation-<benchmark>.json for each benchmark, in place of an earlier one; the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{RESULTS}-{part}.json" for part in file_parts(results).values()]
+    for path, result in zip(paths, results.values(), strict=True):
+        result.save(path)
+    return paths
+
+
+def load_results(folder: Path) -> dict[str, Evaluation]:
+    """The results in a folder, by benchmark. ValueError for a damaged file.
+
+    evaluation.json, the name of a single benchmark's result in 0.1.0, counts only where there is no newer file.
+    """
+    paths = sorted(folder.glob(f"{RESULTS}-*.json")) or sorted(folder.glob(f"{RESULTS}.json"))
+    return {result.name: result for result in map(Evaluation.load, paths)}
 
 
 def file_parts(benchmarks: Iterable[str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from rlplus import agree
 from rlplus.config import Config, check_evaluation_files
 from rlplus.data import SAMPLES, Example, load_problems, load_tokenizer, response_text
-from rlplus.evaluation.kept import Answer, Call, Graded, KeptCalls, added, identity
+from rlplus.evaluation.kept import Answer, Call, Graded, KeptCalls, added, identity, model_identity
 from rlplus.evaluation.known import known_benchmarks, refusal
 from rlplus.evaluation.results import Evaluation, file_parts, join
 from rlplus.evaluation.scorers import Scorers, reward_of
@@ -258,7 +258,7 @@ def evaluate_model(
         )
         try:
             decode = partial(response_text, tokenizer, prefix=config.data.response_prefix)
-            return _evaluate(
+            results = _evaluate(
                 config,
                 lambda ask: ask(engine),
                 scorers,
@@ -270,6 +270,7 @@ def evaluate_model(
                 ranks,
                 progress=lambda done: progress(done, own),
             )
+            return {name: replace(result, model=model_identity(path)) for name, result in results.items()}
         finally:
             engine.close()
 

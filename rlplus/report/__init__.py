@@ -6,6 +6,7 @@ from hashlib import sha256
 from importlib.resources import files
 from itertools import cycle
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
@@ -13,13 +14,13 @@ from markupsafe import Markup
 
 from rlplus.evaluation import Evaluation
 from rlplus.report import charts, tables
-from rlplus.report.runs import RunData, load_run
-from rlplus.report.samples import moments
+from rlplus.report.runs import RunData, is_run, load_run
+from rlplus.report.samples import Moment, moments
 from rlplus.report.show import show_samples
 from rlplus.report.tables import seeds_line
 from rlplus.textfiles import write_text
 
-__all__ = ["RunData", "load_run", "render", "seeds_line", "show_samples", "write_report"]
+__all__ = ["RunData", "is_run", "load_run", "render", "seeds_line", "show_samples", "write_report"]
 
 ACCENT = "accent"
 Runs = Mapping[str, RunData | Sequence[RunData]]  # by label; a sequence holds one run per seed
@@ -33,12 +34,14 @@ def write_report(
     title: str = "Report",
     notes: Sequence[str] = (),
     kinds: Mapping[str, Collection[int]] | None = None,
+    samples: Mapping[str, Path] = MappingProxyType({}),
 ) -> None:
     """Write the report. The same label means the same colour; one of a run of RL-PLUS has the accent.
 
     evaluations: by benchmark, which may be "" where there is one. With several seeds under a label, curves show each of
     them, evaluations are pooled, and samples are the first one's.
     kinds: parts of the problems, by name, whose pass@k is drawn by itself, too.
+    samples: folders of the samples of what was evaluated but not trained, by label. A run knows its own.
     """
     if not runs and not evaluations:
         raise ValueError("want at least one run or evaluation to report on, got none")
@@ -54,19 +57,22 @@ def write_report(
         ("What the demonstrations do", charts.DEMONSTRATIONS),
         ("Updates, engine and grader", charts.UPDATES),
     ]
+    warnings = _warnings(trained, tested)
+    folders = {label: each[0].samples for label, each in trained.items()} | dict(samples)
+    shown = {label: _moments(label, folder, warnings) for label, folder in folders.items() if folder is not None}
     page = render(
         "page.html",
         title=title,
         notes=notes,
         headline=tables.headline(trained, tested, accent),
-        warnings=_warnings(trained),
+        warnings=warnings,
         styles=styles,
         pass_charts=_pass_charts(tested, styles, kinds or {}),
         result_tables=tables.result_tables(tested),
         result_note=tables.evaluation_note(tested),
         curves=[(name, *charts.curve_charts(trained, styles, curves)) for name, curves in sections if trained],
         seeds=any(len(each) > 1 for each in trained.values()),
-        samples={label: found for label, each in trained.items() if (found := moments(each[0]))},
+        samples={label: found for label, found in shown.items() if found},
         run_tables=[table for table in (tables.run_table(trained), tables.phase_table(trained)) if table and trained],
         provenance=tables.provenance_table(trained),
         differences=tables.configuration_table(trained),
@@ -93,12 +99,21 @@ def _is_rlplus(run: RunData) -> bool:
     return str(run.settings.get("algorithm.preset", "")).startswith("rlplus")
 
 
-def _warnings(trained: Mapping[str, Sequence[RunData]]) -> list[str]:
-    return [
+def _warnings(trained: tables.Trained, tested: Mapping[str, tables.Tested]) -> list[str]:
+    found = [
         f"{label}: {warning}"
         for label, runs in trained.items()
         for warning in sorted({warning for run in runs for warning in run.warnings})
     ]
+    return found + tables.model_warnings(tested)
+
+
+def _moments(label: str, folder: Path, warnings: list[str]) -> list[Moment]:
+    """Those of the folder; its damaged files are added to the warnings."""
+    damaged: list[str] = []
+    found = moments(folder, damaged)
+    warnings += [f"{label}: {warning}" for warning in damaged]
+    return found
 
 
 def _pass_charts(

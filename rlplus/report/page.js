@@ -33,14 +33,17 @@
       }
     }
   }
+  let showSamples = () => {};  // of the kept step nearest to one
   for (const { svg, from, to, left, right } of charts) {
-    svg.addEventListener("pointermove", (event) => {
+    const stepAt = ({ clientX }) => {
       const box = svg.getBoundingClientRect();
-      const at = ((event.clientX - box.left) / box.width) * svg.viewBox.baseVal.width;
+      const at = ((clientX - box.left) / box.width) * svg.viewBox.baseVal.width;
       const step = Math.round(from + ((at - left) / (right - left)) * (to - from));
-      read(Math.min(to, Math.max(from, step)));
-    });
+      return Math.min(to, Math.max(from, step));
+    };
+    svg.addEventListener("pointermove", (event) => read(stepAt(event)));
     svg.addEventListener("pointerleave", () => read(null));
+    svg.addEventListener("click", (event) => showSamples(stepAt(event)));
   }
 
   // Samples: one moment of one run at a time, and what shades their tokens.
@@ -77,6 +80,17 @@
       moments.forEach((m) => m.classList.toggle("on", m === moment));
     }
     choose(buttons.at(-1), moments.at(-1));
+    const steps = moments.filter((m) => m.dataset.step);
+    if (steps.length) {
+      showSamples = (step) => {  // of the run that is shown, if it has any
+        const shown = moments.find((m) => m.classList.contains("on")).dataset.run;
+        const own = steps.filter((m) => m.dataset.run === shown);
+        const among = own.length ? own : steps;
+        const moment = among[nearest(among.map((m) => Number(m.dataset.step)), step)];
+        choose(buttons[moments.indexOf(moment)], moment);
+        section.scrollIntoView();
+      };
+    }
     const names = ["p", "entropy", "exploration weight", "advantage"];
     section.addEventListener("pointerover", ({ target }) => {
       const facts = (target.dataset.f ?? "").split(";").map((fact, i) => fact && `${names[i]} ${fact}`);
@@ -84,6 +98,9 @@
     });
   }
 
-  // On paper nothing is folded.
-  addEventListener("beforeprint", () => all("details").forEach((details) => { details.open = true; }));
+  // On paper nothing is folded, and nothing is pointed at.
+  addEventListener("beforeprint", () => {
+    read(null);
+    all("details").forEach((details) => { details.open = true; });
+  });
 }

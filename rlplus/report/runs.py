@@ -10,6 +10,8 @@ import yaml
 from rlplus.data import SAMPLES
 from rlplus.textfiles import read_text
 
+_OF_RUNS = ("config.yaml", "metrics.jsonl")
+
 
 @dataclass(frozen=True)
 class RunData:
@@ -36,6 +38,11 @@ class RunData:
         return dict(_flat("", yaml.safe_load(self.config)))
 
 
+def is_run(folder: Path) -> bool:
+    """Whether training wrote to the folder; `rlplus eval` alone leaves results and samples only."""
+    return any((folder / name).is_file() for name in _OF_RUNS)
+
+
 def load_run(folder: Path) -> RunData:
     """Read the folder of a run. A last line of metrics without its end (a killed run) is left out and noted.
 
@@ -43,9 +50,12 @@ def load_run(folder: Path) -> RunData:
     with "step" and "generated_tokens".
     """
     texts = []
-    for name in ("config.yaml", "metrics.jsonl"):
+    for name in _OF_RUNS:
         if not (folder / name).is_file():
-            raise ValueError(f"want the folder of a run, with config.yaml and metrics.jsonl; {folder} has no {name}")
+            raise ValueError(
+                "want the folder of a run, with config.yaml and metrics.jsonl, or of an evaluation, with "
+                f"evaluation-BENCHMARK.json; {folder} has no {name}"
+            )
         texts.append(read_text(folder / name))
     config, lines = texts
     try:

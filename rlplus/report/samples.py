@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlplus.data import KeptSample, kept_steps, read_kept
-from rlplus.report.runs import RunData
 
-MOST_STEPS = 6  # of a run
+MOST_STEPS = 12  # of a run
 PROBLEMS = 4  # of an evaluation, two responses each
 HEAD, TAIL = 800, 200  # tokens of a longer response
 SHADES = 10
@@ -60,31 +59,33 @@ class Group:
 
 @dataclass(frozen=True)
 class Moment:
-    """A step of a run, or its evaluation, with some of its groups."""
+    """A step of a run, or the evaluation of the finished model (step None), with some of its groups."""
 
     name: str
     groups: list[Group]
+    step: int | None = None
 
 
-def moments(run: RunData) -> list[Moment]:
-    """The first and the last of the kept steps and some between them, one group of each, and of the last evaluation."""
-    if run.samples is None or not run.samples.is_dir():
-        return []
-    steps = kept_steps(run.samples)
+def moments(folder: Path, damaged: list[str]) -> list[Moment]:
+    """The first and the last of the kept steps and some between them, one group of each, and of the last evaluation.
+
+    What is wrong with a file that cannot be read is added to `damaged`.
+    """
+    steps = kept_steps(folder)
     files = [path for path in steps if path.stem.count("-") == 1]
     found = []
     for path in _spread(files, MOST_STEPS):
-        samples = _read(path)
+        samples = _read(path, damaged)
         first = [s for s in samples if samples and (s.problem, s.prompt) == (samples[0].problem, samples[0].prompt)]
         if first:
-            found.append(Moment(f"step {steps[path]}", _groups(first)))
-    return found + [Moment(name, _groups(samples)) for name, samples in _evaluation(run.samples)]
+            found.append(Moment(f"step {steps[path]}", _groups(first), steps[path]))
+    return found + [Moment(name, _groups(samples)) for name, samples in _evaluation(folder, damaged)]
 
 
-def _evaluation(folder: Path) -> Iterator[tuple[str, list[KeptSample]]]:
+def _evaluation(folder: Path, damaged: list[str]) -> Iterator[tuple[str, list[KeptSample]]]:
     """Of the first problems of each benchmark of the finished model one right and one wrong response."""
     for path in sorted(folder.glob("evaluation*-0-000000.parquet")):
-        samples = _read(path, EVALUATED)
+        samples = _read(path, damaged, EVALUATED)
         chosen = {(s.problem, (s.reward or 0) >= 1): s for s in reversed(samples)}
         problems = list(dict.fromkeys(s.problem for s in samples))[:PROBLEMS]
         found = [chosen[key] for problem in problems for key in ((problem, True), (problem, False)) if key in chosen]
@@ -92,12 +93,13 @@ def _evaluation(folder: Path) -> Iterator[tuple[str, list[KeptSample]]]:
             yield f"evaluation{f' on {found[0].benchmark}' if found[0].benchmark else ''}", found
 
 
-def _read(path: Path, most: int | None = None) -> list[KeptSample]:
+def _read(path: Path, damaged: list[str], most: int | None = None) -> list[KeptSample]:
     """As `read_kept`; none of a damaged file, which is logged."""
     try:
         return read_kept(path, most)
     except ValueError as error:
-        logger.warning("the page leaves these samples out: %s", error)
+        damaged.append(f"these samples are left out: {error}")
+        logger.warning(damaged[-1])
         return []
 
 

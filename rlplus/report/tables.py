@@ -94,7 +94,7 @@ def overview_table(benchmarks: Mapping[str, Tested]) -> Table | None:
 def evaluation_table(tested: Tested, benchmark: str) -> Table:
     ks = _asked(tested)
     header = ["model", *(f"pass@{k}, %" for k in ks), "problems × samples", "seeds", "length", "cut off", "unread"]
-    table = Table(header, title=benchmark)
+    table = Table([*header, "graded by"], title=benchmark)
     for label, evaluations in tested.items():
         problems = {len(one.problems) for one in evaluations}
         samples = {n for one in evaluations for n in one.n}
@@ -111,6 +111,7 @@ def evaluation_table(tested: Tested, benchmark: str) -> Table:
             f"{_mean([one.mean_response_length for one in evaluations]):.1f}",
             f"{_mean([one.truncated_share for one in evaluations]):.1%}",
             ", ".join(f"{count:,} {status}" for status, count in sorted(unread.items())) or "none",
+            ", ".join(dict.fromkeys(one.grader for one in evaluations)),
         )
     return table
 
@@ -128,6 +129,19 @@ def evaluation_note(benchmarks: Mapping[str, Tested]) -> str:
     if any(1 < len(evaluations) < _FEW_SEEDS for tested in benchmarks.values() for evaluations in tested.values()):
         text += f" With fewer than {_FEW_SEEDS} seeds an interval is too narrow to speak for further seeds."
     return text
+
+
+def model_warnings(benchmarks: Mapping[str, Tested]) -> list[str]:
+    """A sentence for each label whose results, of one seed, are of several models: files of an earlier one are left."""
+    warnings = []
+    for label in dict.fromkeys(label for tested in benchmarks.values() for label in tested):
+        by_benchmark = [(name, tested[label]) for name, tested in benchmarks.items() if label in tested]
+        for seed in range(min(len(evaluations) for _, evaluations in by_benchmark)):
+            models = {name: evaluations[seed].model for name, evaluations in by_benchmark if evaluations[seed].model}
+            if len(set(models.values())) > 1:
+                each = ", ".join(f"{name} of {model}" for name, model in models.items())
+                warnings.append(f"{label}: results of different models: {each}. Evaluate all with the same one.")
+    return warnings
 
 
 def difference_table(tested: Tested) -> Table | None:

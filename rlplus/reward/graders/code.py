@@ -1,13 +1,13 @@
 """Programs: the code in a response, run in a sandbox against tests that it does not see.
 
-The answer is JSON. {"after": tests}, also with {"before": text}: the code between these is a program that must reach
-its end, as in HumanEval and DeepSeek's LeetCode. {"cases": [[input, output], ...]}: a program that reads and writes,
-or, with {"function": name}, a function, whose arguments are the input's lines and whose result the output, in JSON.
+The answer is JSON. {"after": tests}: Python that must reach its end, using what the code defines, as in DeepSeek's
+LeetCode; also with {"before": text, "function": name}: the code goes on behind this text, which the tests see too, and
+defines this name, as in HumanEval. {"cases": [[input, output], ...]}: a program that reads and writes, or, with
+{"function": name}, a function, whose arguments are the input's lines and whose result the output, in JSON.
 """
 
 import json
 import re
-import secrets
 from collections.abc import Container, Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -35,34 +35,32 @@ def code_grader(sandbox: Sandbox) -> Grader:
             cases = None if "after" in tests else [(str(given), str(wanted)) for given, wanted in tests["cases"]]
             if cases == []:
                 raise ValueError("no case")  # any code would pass
-        except (ValueError, TypeError, KeyError) as error:
+            if cases is None:
+                for part in (tests.get("before", ""), tests["after"]):
+                    compile(part, "tests.py", "exec")
+        except (ValueError, TypeError, KeyError, SyntaxError) as error:
             return 0.0, "bad_gold", f'want {{"after": ...}} or {{"cases": ...}} as JSON, got {answer[:80]!r} ({error})'
         code = extract_code(text, _wanted_names(tests))
         if code is None:
             return 0.0, "unparsed", "there is no code block"
-        if cases is None:
-            secret = secrets.token_hex(16)
-            program = f"{_IMPORTS}{tests.get('before', '')}{code}\n{tests['after']}"
-            job = {"code": program, "inputs": [""], "function": None, "secret": secret}
-            wanted = [secret]
-        else:
-            job = {"code": _IMPORTS + code, "inputs": [given for given, _ in cases]}
-            job |= {"function": tests.get("function"), "secret": None}
-            wanted = [wanted for _, wanted in cases]
-        return _judge(sandbox, job, wanted)
+        if cases is not None:
+            return _judge_cases(sandbox, _IMPORTS + code, cases, tests.get("function"))
+        before = _IMPORTS + tests.get("before", "")
+        passed, reason = sandbox.test(before + code, before, tests["after"], tests.get("function"))
+        return (1.0, "ok", "") if passed else (0.0, "ok", reason)
 
     grade.note = sandbox.kind  # type: ignore[attr-defined]
     return grade
 
 
-def _judge(sandbox: Sandbox, job: dict[str, Any], wanted: list[str]) -> Verdict:
-    results = sandbox.run(job)
+def _judge_cases(sandbox: Sandbox, code: str, cases: list[tuple[str, str]], function: str | None) -> Verdict:
+    results = sandbox.run(code, [given for given, _ in cases], function)
     try:
         for number, (ended_well, output) in enumerate(results):
             if not ended_well:
-                return 0.0, "ok", f"test {number + 1} of {len(wanted)}: {output}"
-            if not _same(output, wanted[number], values=job["function"] is not None):
-                return 0.0, "ok", f"test {number + 1} of {len(wanted)}: another result"
+                return 0.0, "ok", f"test {number + 1} of {len(cases)}: {output}"
+            if not _same(output, cases[number][1], values=function is not None):
+                return 0.0, "ok", f"test {number + 1} of {len(cases)}: another result"
         return 1.0, "ok", ""
     finally:
         results.close()
@@ -83,10 +81,10 @@ def extract_code(text: str, wanted: Container[str] = ()) -> str | None:
 
 def _wanted_names(tests: Mapping[str, Any]) -> set[str]:
     """What the tests call; none for a program that reads and writes."""
-    if "after" in tests:
-        after = str(tests["after"])
-        return set(re.findall(r"\w+", after)).difference(_DEFINED.findall(after))
-    return {tests["function"]} if tests.get("function") else set()
+    if tests.get("function"):
+        return {tests["function"]}
+    after = tests.get("after", "")
+    return set(re.findall(r"\w+", after)).difference(_DEFINED.findall(after))
 
 
 def _same(output: str, wanted: str, *, values: bool) -> bool:

@@ -7,38 +7,51 @@ own: enter namespaces of users (unless it is root), processes, network and mount
 directory, with the folders of `read`, read-only, and an empty, writable /program in memory. Otherwise bubblewrap has
 done that, or there are no namespaces.
 
-JOB is JSON: {"code": text, "inputs": [text, ...], "function": name or null, "secret": text or null}. The code runs once
-for each input, in a fork, and reads it from stdin; with `function`, that function gets its lines as arguments. For each
-run it writes one line: [true, output] or [false, reason]. With `secret` there is one run, which outputs the secret
-when it reaches the end of the code: code that exits earlier finds it in no object, descriptor or file.
+JOB is JSON: {"code": text, "inputs": [text, ...], "function": name or null, "link": descriptor or null, "tests": text
+or null}. The code runs once for each input, in a fork, and reads it from stdin; with `function`, that function gets its
+lines as arguments. For each run it writes one line: [true, output] or [false, reason].
+
+A link connects two sandboxes, so that code shares no process with the tests that judge it. In the one without `tests`
+the code runs and answers; in the other the tests run behind their own code, and that one's [true, ""] is the verdict.
+What they use of the answering one (`function`, which their own code may have begun, and names that are only there) they
+get by value if it is a number, a text or a collection of these. Anything else is a proxy (`_Remote`), which is equal to
+nothing but itself: no `__eq__` of the code is ever asked.
 """
 
+import builtins
 import contextlib
 import ctypes
 import json
+import numbers
 import os
 import platform
+import re
 import resource
 import select
 import signal
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any
 
 OUTPUT_LIMIT = 1 << 20  # bytes of one run
 FILE_BYTES = 1 << 26  # of one file, and of all in /program
-_FILES = 256
+_FILES = 64
 _LOOK_S = 0.01
 _INPUT = ".input"
 _NOBODY, _FIRST_USER = 65534, 1 << 20
 _NEW_USER, _NEW_REST = 0x10000000, 0x20000 | 0x4000000 | 0x8000000 | 0x20000000 | 0x40000000  # linux/sched.h
 _READ_ONLY, _NO_SETUID, _NO_DEVICES, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _DETACH, _KEPT, _RELATIME, _RELATIME_FOUND = 2, 2 | 4 | 8 | 1024 | 2048, 1 << 21, 4096  # mount(2), statvfs(3)
-_PDEATHSIG, _NO_NEW_PRIVS, _SUBREAPER = 1, 38, 36  # linux/prctl.h
+_PDEATHSIG, _DUMPABLE, _NO_NEW_PRIVS, _SUBREAPER = 1, 4, 38, 36  # linux/prctl.h
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-# Memory of no process, which nothing counts: memfd_create, memfd_secret, shmget, msgget; with mmap if it is shared and
-# anonymous. By machine: AUDIT_ARCH, mmap, the others.
-_UNCOUNTED = {"x86_64": (0xC000003E, 9, (319, 447, 29, 68)), "aarch64": (0xC00000B7, 222, (279, 447, 194, 186))}
+# Memory of no process, which nothing counts: memfd_create, memfd_secret, shmget, msgget, files in memory that a
+# namespace of its own lets a program mount (unshare, mount, fsopen); with mmap if it is shared and anonymous. By
+# machine: AUDIT_ARCH, mmap, the others.
+_UNCOUNTED = {
+    "x86_64": (0xC000003E, 9, (319, 447, 29, 68, 272, 165, 430)),
+    "aarch64": (0xC00000B7, 222, (279, 447, 194, 186, 97, 40, 430)),
+}
 _SHARED_ANONYMOUS, _X32 = 0x21, 0x40000000  # flags of mmap; the first number of another ABI of x86-64
 _SET_SECCOMP, _FILTER, _ALLOW, _REFUSE = 22, 2, 0x7FFF0000, 0x50001  # linux/seccomp.h; EPERM
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06  # linux/bpf_common.h
@@ -159,24 +172,121 @@ def _limit(settings: dict[str, Any]) -> None:
 
 def _run(job: dict[str, Any], given: str, end: int) -> None:
     """Run the code, in the fork; results go to descriptor `end`."""
-    program = job["function"] is None and job["secret"] is None
+    program = job["function"] is None and job["link"] is None
     scope: dict[str, Any] = {"__name__": "__main__" if program else "program"}
     scope |= {"exit": sys.exit, "quit": sys.exit}  # Python's start without -S has them
     code = compile(job["code"], "program.py", "exec")
     sys.argv = ["program.py"]
     sys.setrecursionlimit(100_000)
     os.dup2(end if program else os.open(os.devnull, os.O_WRONLY), 1)
-    if job["secret"] is not None:
-        # Until the code has run, only the evaluation of this expression holds the secret, which frames do not show.
-        os.write(end, (_only_reading(job["secret"]), eval(code, scope))[0])
-        return
     exec(code, scope)
+    if job["tests"] is not None:
+        scope.pop(job["function"], None)
+        _test(scope, job["tests"], job["link"])
+    elif job["link"] is not None:
+        _serve(scope, job["link"])
     sys.stdout.flush()
-    if program:
+    if program or job["link"] is not None:
         return
     function = getattr(scope["Solution"](), job["function"]) if "Solution" in scope else scope[job["function"]]
     with os.fdopen(end, "w") as file:
         file.write(json.dumps(function(*map(json.loads, given.split("\n")))))
+
+
+# What crosses a link: JSON, with a collection as a list behind its type's name.
+_COLLECTIONS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, set, frozenset, bytes, bytearray, dict)}
+
+
+def _encode(value: Any, number: Callable[[Any], int]) -> Any:
+    """number: of an object that stays in the code's process."""
+    if value is None or isinstance(value, bool | str | float):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    for name, kind in _COLLECTIONS.items():
+        if isinstance(value, kind):
+            return [name, *(_encode(part, number) for part in (value.items() if kind is dict else value))]
+    return ["object", number(value)]
+
+
+def _decode(data: Any, found: Callable[[int], Any]) -> Any:
+    """found: the object of a number, or its proxy."""
+    if not isinstance(data, list):
+        return data
+    kind, *parts = data
+    if kind == "object":
+        return found(*parts)
+    return _COLLECTIONS[kind]([_decode(part, found) for part in parts])
+
+
+def _serve(scope: dict[str, Any], link: int) -> None:
+    """Answer the tests' process until it ends: names of the code, attributes, calls."""
+    objects: list[Any] = []
+    sys.set_int_max_str_digits(0)
+
+    def number(value: Any) -> int:
+        objects.append(value)
+        return len(objects) - 1
+
+    operations: dict[str, Callable[..., Any]] = {
+        "names": lambda *names: {name: scope[name] for name in names if name in scope},
+        "attribute": getattr,
+        "call": lambda function, positional, named: function(*positional, **named),
+    }
+    with os.fdopen(link) as requests, os.fdopen(os.dup(link), "w") as replies:
+        for line in requests:
+            try:
+                operation, *arguments = (_decode(part, objects.__getitem__) for part in json.loads(line))
+                reply = [True, _encode(operations[operation](*arguments), number)]
+            except Exception as error:
+                reply = [False, [type(error).__name__, str(error)]]
+            replies.write(json.dumps(reply) + "\n")
+            replies.flush()
+
+
+class _Remote:
+    """Proxy of an object in the code's process."""
+
+    def __init__(self, number: int, ask: Callable[..., Any]) -> None:
+        self._number, self._ask = number, ask
+
+    def __getattr__(self, name: str) -> Any:
+        return self._ask("attribute", self, name)
+
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        return self._ask("call", self, positional, named)
+
+
+def _test(scope: dict[str, Any], tests: str, link: int) -> None:
+    """Run the tests, with proxies of what they use and `scope` does not have."""
+    requests, replies = os.fdopen(link, "w"), os.fdopen(os.dup(link))
+    sys.set_int_max_str_digits(0)
+
+    def number(value: Any) -> int:
+        if not isinstance(value, _Remote):
+            raise TypeError(f"want plain values and the code's own objects as arguments; got a {type(value).__name__}")
+        return value._number
+
+    def ask(*request: Any) -> Any:
+        line = ""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            requests.write(json.dumps([_encode(part, number) for part in request]) + "\n")
+            requests.flush()
+            line = replies.readline()
+        if not line:
+            raise EOFError("the code ended before its tests")
+        well, answer = json.loads(line)
+        if well:
+            return _decode(answer, lambda number: _Remote(number, ask))
+        name, text = answer
+        kind = getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            raise kind(text)
+        raise RuntimeError(f"{name}: {text}")
+
+    own = scope.keys() | vars(builtins).keys()
+    scope |= ask("names", *sorted(set(re.findall(r"\w+", tests)) - own))
+    exec(compile(tests, "tests.py", "exec"), scope)
 
 
 def _one(job: dict[str, Any], given: str, replies: int) -> list[Any]:
@@ -235,24 +345,8 @@ def _nameless_file(text: str) -> int:
     return descriptor
 
 
-def _hidden(secret: str) -> int:
-    """A descriptor from which the secret can be read once."""
-    reading, writing = os.pipe()
-    os.write(writing, secret.encode())
-    os.close(writing)
-    return reading
-
-
-def _only_reading(descriptor: int) -> bytes:
-    with open(descriptor, "rb") as file:
-        return file.read()
-
-
 def _drive() -> None:
     job = json.load(sys.stdin)
-    os.ftruncate(0, 0)  # it has the secret, and programs may open it by /proc
-    if job["secret"] is not None:
-        job["secret"] = _hidden(job["secret"])
     replies = os.fdopen(os.dup(1), "w")
     for given in job["inputs"]:
         replies.write(json.dumps(_one(job, given, replies.fileno())) + "\n")
@@ -288,6 +382,7 @@ def main() -> None:
     user = _enter_namespaces() if settings["own"] else None
     # sandbox.py ends this process last: what was started while the others were being killed is still found below it.
     _check(_libc.prctl(_SUBREAPER, 1, 0, 0, 0), "prctl")
+    _check(_libc.prctl(_DUMPABLE, 0, 0, 0, 0), "prctl")  # no program looks into this process, or its forks
     child = os.fork()
     if child == 0:
         status = 1

@@ -2,14 +2,13 @@ r"""Math-Verify: equality of mathematical values by sympy, and a strict reading 
 
 If a text has one box and nothing that Math-Verify would read before it, the verdict depends only on the box and the
 answer, and is cached for the next response with that box. Two whole numbers are compared as numbers, and texts that
-Math-Verify normalises to the same text are equal: neither needs its parser, which takes tens of milliseconds.
-tests/test_math_grading.py compares both ways.
+Math-Verify normalises to the same text are equal: neither needs its parser. tests/test_math_grading.py compares both.
 """
 
 import logging
 import re
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from .base import Grader, Verdict, boxes, last_box
@@ -19,6 +18,33 @@ _WHOLE = re.compile(r"(-?\d{1,9})(?:\.0+)?")
 _READ_FIRST = re.compile("final answer", re.IGNORECASE)  # Math-Verify reads what follows it first, or too
 _PERCENT = re.compile("%|percent|pct", re.IGNORECASE)  # behind the box it is part of the number
 _FORMULA_MARKS = ("$", "[", "]", "\n", "\\(", "\\)")  # inside the box: a formula could end there
+
+
+@cache
+def load_math_verify() -> Any:
+    """The package, quiet and with a faster parser.
+
+    ANTLR's SLL prediction is tried first. It either builds the tree of LL prediction, the default, or reports an error
+    (documentation of PredictionMode.SLL), and does without lookahead in full context, which no cache spares.
+    """
+    import math_verify
+    from antlr4 import PredictionMode
+    from latex2sympy2_extended import latex2sympy2
+
+    class TwoStageParser(latex2sympy2.PSParser):
+        def math(self) -> Any:
+            self._interp.predictionMode = PredictionMode.SLL
+            try:
+                return super().math()
+            except Exception:  # what its error listener raises has no class of its own
+                self.reset()
+                self._interp.predictionMode = PredictionMode.LL
+                return super().math()
+
+    latex2sympy2.PSParser = TwoStageParser
+    # math-verify's own timeouts are signals, swallowed as "not equal"; here the parent kills and counts instead.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
+    return math_verify
 
 
 def math_verify(*, strict: bool) -> Grader:
@@ -31,9 +57,7 @@ class _Values:
     """Math-Verify, which the constructor imports, with caches of parsed texts and verdicts."""
 
     def __init__(self) -> None:
-        # math-verify's own timeouts are signals, swallowed as "not equal"; here the parent kills and counts instead.
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
-        import math_verify
+        math_verify = load_math_verify()
         from latex2sympy2_extended.latex2sympy2 import normalize_latex
 
         self._normalize, self._normalization = normalize_latex, math_verify.LatexExtractionConfig().normalization_config

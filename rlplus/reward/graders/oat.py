@@ -6,13 +6,13 @@ LaTeX becomes text without pylatexenc, and only units of measure are removed; oa
 be variables.
 """
 
-import logging
 import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from .base import Verdict, last_box
+from .math import load_math_verify
 
 _UNITS = (
     "degree|deg|mile|mph|kmph|kmh|ft|foot|feet|inch|inche|yard|cm|mm|dm|km|kg|gm|lb|ounce|meter|metre|centimeter|liter|litre|"
@@ -133,16 +133,14 @@ def _sympy_equal(given: str, gold: str) -> bool:
 
 
 def _math_verify_equal(given: str, gold: str) -> bool:
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-
-    targets = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+    library = load_math_verify()
+    targets = (library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig())
 
     def read(text: str) -> list[Any]:
         text = text if "$" in text else f"${text}$"
-        return list(parse(text, targets, "no_fallback", "first_match", parsing_timeout=None))
+        return list(library.parse(text, targets, "no_fallback", "first_match", parsing_timeout=None))
 
-    return bool(verify(read(gold), read(given), timeout_seconds=None))
+    return bool(library.verify(read(gold), read(given), timeout_seconds=None))
 
 
 def _plain_text(latex: str) -> str:

@@ -11,12 +11,13 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ _BWRAP = (
     "--unshare-all",
     "--die-with-parent",
     "--new-session",
+    "--as-pid-1",
     "--cap-drop",
     "ALL",
     "--uid",
@@ -45,7 +47,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Sandbox:
-    """Runs the code of jobs, see jail.py. memory: bytes, of one process and of all together. seconds: CPU time of all.
+    """Runs code, see jail.py. memory: bytes, of one process and of all together. seconds: CPU time of all.
 
     OSError where no sandbox of that kind ("auto": none but "limits") can be made.
     """
@@ -56,7 +58,7 @@ class Sandbox:
         for candidate in KINDS[:2] if kind == "auto" else [kind]:
             self.kind = candidate
             try:
-                ((works, text),) = self.run({"code": "print(6 * 7)", "inputs": [""], "function": None, "secret": None})
+                ((works, text),) = self.run("print(6 * 7)", [""])
             except OSError as error:
                 works, text = False, str(error)
             if works and text == "42\n":
@@ -67,15 +69,41 @@ class Sandbox:
             'namespaces, or reward.sandbox "limits", which keeps a program from neither files nor network'
         )
 
-    def run(self, job: dict[str, Any]) -> Generator[tuple[bool, str], None, None]:
+    def run(
+        self, code: str, inputs: Sequence[str], function: str | None = None
+    ) -> Generator[tuple[bool, str], None, None]:
         """Per input whether the run succeeded, and its output or the reason of its failure.
 
-        A run that exceeds a limit is the last. Closing the generator kills all processes of the job.
+        function: which gets each input's lines as arguments, in JSON, instead of the program its standard input. A run
+        that exceeds a limit is the last. Closing the generator kills all processes.
         """
         with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            file = stack.enter_context(tempfile.TemporaryFile("w+"))
-            json.dump(job, file)
+            process = self._start(stack, {"code": code, "inputs": list(inputs), "function": function})
+            yield from self._results([process], len(inputs))
+
+    def test(self, code: str, before: str, tests: str, function: str | None = None) -> tuple[bool, str]:
+        """Whether the code passes the tests, and the reason if not.
+
+        The tests run behind `before` in a sandbox of their own and reach the code through a link: the code finds
+        neither them nor the verdict in its process, see jail.py. function: what the code has to define, also where
+        `before` has begun it.
+        """
+        with contextlib.ExitStack() as stack:
+            links = [stack.enter_context(end) for end in socket.socketpair()]
+            both = {"inputs": [""], "function": function}
+            judge = self._start(stack, both | {"code": before, "tests": tests}, links[0])
+            tested = self._start(stack, both | {"code": code}, links[1])
+            for link in links:
+                link.close()  # the tests wait no longer when the other side has ended
+            return next(self._results([judge, tested], 1))
+
+    def _start(
+        self, stack: contextlib.ExitStack, job: dict[str, Any], link: socket.socket | None = None
+    ) -> "subprocess.Popen[bytes]":
+        """A process of jail.py that does the job; it and its descendants end with the stack."""
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        with tempfile.TemporaryFile("w+") as file:
+            json.dump({"tests": None, "link": link and link.fileno()} | job, file)
             file.seek(0)
             process = subprocess.Popen(
                 self._command(folder),
@@ -85,9 +113,10 @@ class Sandbox:
                 env=_ENVIRONMENT,
                 cwd=folder,
                 start_new_session=True,
+                pass_fds=[] if link is None else [link.fileno()],
             )
-            stack.callback(_end, process)
-            yield from self._results(process, len(job["inputs"]))
+        stack.callback(_end, process)
+        return process
 
     def _command(self, folder: str) -> list[str]:
         python = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
@@ -113,7 +142,11 @@ class Sandbox:
         own = ["--dev", "/dev", "--proc", "/proc", "--remount-ro", "/dev", "--remount-ro", "/"]
         return [bwrap, *_BWRAP, *inside, *memory, *own, *command]
 
-    def _results(self, process: "subprocess.Popen[bytes]", count: int) -> Generator[tuple[bool, str], None, None]:
+    def _results(
+        self, sandboxes: Sequence["subprocess.Popen[bytes]"], count: int
+    ) -> Generator[tuple[bool, str], None, None]:
+        """The replies of the first sandbox. The limits are those of all together."""
+        process = sandboxes[0]
         assert process.stdout is not None
         began, received, partial = time.monotonic(), 0, b""
         look = began + _LOOK_S
@@ -132,13 +165,14 @@ class Sandbox:
                         return
                 if (now := time.monotonic()) >= look:
                     look = now + _LOOK_S
-                    if fault := self._fault(process.pid, now - began, received):
+                    if fault := self._fault([each.pid for each in sandboxes], now - began, received):
                         yield False, fault
                         return
 
-    def _fault(self, root: int, waited: float, received: int) -> str:
+    def _fault(self, roots: Sequence[int], waited: float, received: int) -> str:
         """Name the limit that is exceeded, if any."""
-        used = [entry for _, entry in _tree(root, processes())]
+        table = processes()
+        used = [entry for root in roots for _, entry in _tree(root, table)]
         limits = {
             "CPU time": sum(entry.ticks for entry in used) / os.sysconf("SC_CLK_TCK") > self._seconds,
             "time": waited > _WALL_CLOCK_FACTOR * self._seconds,
@@ -153,7 +187,7 @@ def _reply(line: bytes) -> tuple[bool, str]:
     try:
         ended_well, text = json.loads(line)
         return bool(ended_well), str(text)
-    except ValueError:  # a program found a way to write here
+    except (ValueError, TypeError, RecursionError):  # a program found a way to write here
         return False, "wrote where it should not"
 
 

@@ -1,0 +1,71 @@
+"""The command line: rlplus train | eval | plan | report | compare | demo."""
+
+import argparse
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+
+from rlplus import __version__
+from rlplus.cli import evaluate, plan, results, train
+from rlplus.errors import RunFailed, log_to_stderr, printable
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; foreseen errors end in one message and exit status 2, not in a traceback.
+
+    A run that a signal ended exits with 128 + its number, as the shell would have it: 130 for Ctrl-C, 143 for SIGTERM.
+    """
+    args = parse(argv)
+    log_to_stderr()
+    try:
+        return int(args.run(args) or 0)
+    except (ValueError, OSError, RunFailed) as error:
+        _complain(f"rlplus {args.command}: {error}")
+        return 2
+    except KeyboardInterrupt as stop:
+        _complain(f"rlplus {args.command}: {str(stop) or 'interrupted'}")
+        return 128 + int(getattr(stop, "signal", signal.SIGINT))
+
+
+def _complain(message: str) -> None:
+    """Write to stderr, unless its reader is gone: Ctrl-C also ends `tee`. The exit status reports it anyway."""
+    try:
+        print(printable(message), file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the interpreter flushes once more
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    args, rest = parser.parse_known_args(_resume_joined(sys.argv[1:] if argv is None else argv))
+    # argparse gives a list of positionals only one stretch: the overrides behind an option are left over.
+    more = [text for text in rest if hasattr(args, "overrides") and not text.startswith("-")]
+    if len(more) < len(rest):
+        parser.error(f"unrecognized arguments: {' '.join(text for text in rest if text not in more)}")
+    if more:
+        args.overrides = [*args.overrides, *more]
+    return args
+
+
+def _resume_joined(argv: Sequence[str]) -> list[str]:
+    """Join --resume and its value into one argument, so that a bare one does not swallow the configuration."""
+    joined: list[str] = []
+    for text in argv:
+        if joined[-1:] == ["--resume=newest"] and re.fullmatch(r"auto|step-\d+", text):
+            joined[-1] = f"--resume={text}"
+        else:
+            joined.append("--resume=newest" if text == "--resume" else text)
+    return joined
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rlplus", description="RL-PLUS for language models, with fused losses.")
+    parser.add_argument("--version", action="version", version=f"rlplus {__version__}")
+    # The `deepspeed` launcher puts it in front of the command, and sets LOCAL_RANK, which is what counts, too.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for add in (train.add, evaluate.add, plan.add, results.add_report, results.add_compare, results.add_demo):
+        add(commands)
+    return parser

@@ -1,0 +1,54 @@
+"""Parts of several commands."""
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rlplus.errors import RunFailed
+
+if TYPE_CHECKING:
+    from rlplus.config import Config
+
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+YAML = "YAML file, such as configs/gsm8k-tiny.yaml"
+
+
+def add_configuration(command: argparse.ArgumentParser, what: str = YAML, *, optional: bool = False) -> None:
+    """Add the arguments config and overrides."""
+    command.add_argument("config", nargs="?" if optional else None, help=what)
+    command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as train.lr=1e-6")
+
+
+def quiet_imports() -> None:
+    """Import the slow libraries, without their banners and warnings, about which a user can do nothing.
+
+    Called when the arguments and the configuration are known to be right: what is wrong with them is said at once. A
+    variable of the environment that is set already stays, so TORCH_CPP_LOG_LEVEL=INFO, say, brings torch's back.
+    """
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY", "DEEPSPEED_LOG_LEVEL"):
+        os.environ.setdefault(name, "error")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # vLLM's lines about NUMA are torch's C++ warnings
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed searches for others
+
+
+@contextmanager
+def naming_stage(number: int, stages: "Sequence[Config]") -> Iterator[None]:
+    """Make errors inside name the stage, if there are several."""
+    try:
+        yield
+    except (ValueError, RunFailed) as error:
+        if len(stages) == 1:
+            raise
+        kind = ValueError if isinstance(error, ValueError) else RunFailed
+        raise kind(f"stage {number}: {error}") from error

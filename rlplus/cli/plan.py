@@ -1,0 +1,102 @@
+"""`rlplus plan`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rlplus.cli.common import add_configuration, naming_stage, quiet_imports
+from rlplus.errors import RunFailed
+
+if TYPE_CHECKING:
+    from rlplus.cli.common import Commands
+    from rlplus.config import Config
+    from rlplus.plan import Plan
+    from rlplus.plan.data import DataPlan
+
+
+def add(commands: "Commands") -> None:
+    """Add the command's arguments."""
+    plan = commands.add_parser("plan", help="memory of each GPU by part, and a rough time, before a run")
+    plan.add_argument("--gpus", type=int, help="how many; default: this machine's, or 8")
+    known = "a100-40g, a100-80g, h100, h200, or a size of memory such as 24g"
+    plan.add_argument("--gpu", help=f"{known}; default: this machine's, or a100-80g")
+    plan.add_argument(
+        "--data",
+        action="store_true",
+        help="also load the data, grade the demonstrations and show three prompts as the model will see them",
+    )
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes and seconds")
+    plan.add_argument(
+        "--env",
+        action="store_true",
+        help="print this machine's versions, devices and backends of the head as JSON, for bug reports",
+    )
+    plan.set_defaults(run=run)
+    add_configuration(plan, optional=True)  # --env needs none
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan; exit status 1 if the run does not fit, or would refuse its data."""
+    if args.env:
+        from rlplus.ops.environment import environment
+
+        sys.stdout.write(json.dumps(environment(), indent=2) + "\n")
+        return 0
+    if args.config is None:
+        raise ValueError("want a configuration, such as configs/gsm8k-tiny.yaml, or --env")
+    from rlplus.config import (
+        check_model_path,
+        check_training_files,
+        load_stages,
+        shipped_architecture,
+        with_first_model,
+    )
+
+    stages = load_stages(args.config, args.overrides)
+    path = stages[0].model.path
+    if args.data:
+        for number, config in enumerate(stages, 1):
+            with naming_stage(number, stages):
+                check_training_files(config, model=number == 1)
+    elif path is not None and shipped_architecture(path) is None:
+        check_model_path(path)
+    quiet_imports()
+    from rlplus.plan import make_cluster, make_plan
+
+    cluster = make_cluster(args.gpus, args.gpu)
+    plans = []
+    for number, config in enumerate(with_first_model(stages), 1):
+        with naming_stage(number, stages):
+            data = _plan_data(config) if args.data else None
+            if data is not None and data.prompts:
+                config = config.with_steps(data.prompts)  # those of its epochs
+            try:
+                plans.append((make_plan(config, cluster), data))
+            except RuntimeError as error:
+                raise RunFailed(f"no plan of the memory: {error}") from error
+    if args.json:
+        found = [plan.to_json() | ({"data": data.to_json()} if data is not None else {}) for plan, data in plans]
+        sys.stdout.write(json.dumps(found[0] if len(found) == 1 else {"stages": found}, indent=2) + "\n")
+    else:
+        _show_plans(plans)
+    return 0 if all(plan.fits and (data is None or not data.refusals) for plan, data in plans) else 1
+
+
+def _plan_data(config: "Config") -> "DataPlan":
+    from rlplus.plan.data import plan_data  # with the trainer, which a plan of the memory does without
+
+    return plan_data(config)
+
+
+def _show_plans(plans: "Sequence[tuple[Plan, DataPlan | None]]") -> None:
+    from rlplus.plan.show import show, show_data
+    from rlplus.terminal import Terminal
+
+    for number, (plan, data) in enumerate(plans, 1):
+        if len(plans) > 1:
+            Terminal().print(f"Stage {number}")
+        show(plan, Terminal())
+        if data is not None:
+            show_data(data, Terminal())

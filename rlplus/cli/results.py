@@ -1,0 +1,118 @@
+"""`rlplus report`, `rlplus compare` and `rlplus demo`."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlplus.cli.common import quiet_imports
+
+if TYPE_CHECKING:
+    from rlplus.cli.common import Commands
+
+
+def add_report(commands: "Commands") -> None:
+    """Add the arguments of `rlplus report`."""
+    report = commands.add_parser("report", help="curves, results and samples of runs and evaluations as one HTML file")
+    report.add_argument("runs", nargs="+", metavar="FOLDER", help="output folders of runs or evaluations")
+    report.add_argument("-o", "--output", default="report.html", help="default: report.html")
+    report.add_argument("--show", type=int, metavar="N", help="print the N newest samples of each, write no file")
+    report.add_argument("--step", type=int, help="with --show: those of the kept step nearest to this one")
+    report.set_defaults(run=_report)
+
+
+def add_compare(commands: "Commands") -> None:
+    """Add the arguments of `rlplus compare`."""
+    compare = commands.add_parser("compare", help="train several methods from one base, over seeds, and compare them")
+    compare.add_argument("config", help="a comparison, such as configs/compare/paper.yaml, or a training configuration")
+    compare.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="of the training configuration")
+    compare.add_argument("--presets", help="names with commas: of the comparison's methods, or of any presets")
+    compare.add_argument("--settings", help="names with commas, of the comparison's settings; default: all")
+    compare.add_argument("--seeds", type=int, help="how many, from 0 on; default: as the comparison says, or 5")
+    compare.add_argument("--output", help="default: runs/compare/<name of the file>")
+    compare.add_argument("--jobs", type=int, default=1, help="runs at a time; default 1")
+    compare.add_argument("--launcher", help='in place of "python -m", such as "torchrun --nproc_per_node 8 -m"')
+    compare.add_argument("--report", action="store_true", help="only write the report, from the runs that are finished")
+    compare.set_defaults(run=_compare)
+
+
+def add_demo(commands: "Commands") -> None:
+    """Add the arguments of `rlplus demo`."""
+    demo = commands.add_parser("demo", help="train a small model with GRPO and RL-PLUS and compare them")
+    demo.add_argument("--seeds", type=int, default=1, help="how many seeds, from 0 on; default 1")
+    demo.add_argument("--output", default="runs/demo", help="default: runs/demo")
+    demo.set_defaults(run=_demo)
+
+
+def _report(args: argparse.Namespace) -> None:
+    from rlplus.config import check_output_folder
+
+    if args.show is not None and args.show < 1:
+        raise ValueError(f"want --show at least 1; got {args.show}")
+    if args.step is not None and args.show is None:
+        raise ValueError("want --show with --step, such as --show 8 --step 40")
+    check_output_folder(Path(args.output).parent, "--output")
+    quiet_imports()
+    from rlplus.data import SAMPLES
+    from rlplus.evaluation import Evaluation, load_results
+    from rlplus.report import is_run, load_run, show_samples, write_report
+    from rlplus.terminal import Terminal
+
+    labels = _labels(args.runs)
+    if args.show is not None:  # also what `rlplus eval` alone wrote, which is no run
+        for folder in labels.values():
+            show_samples(folder / SAMPLES, args.show, Terminal(), args.step)
+        return
+    results: dict[str, dict[str, Evaluation]] = {}
+    runs, samples = {}, {}
+    for label, folder in labels.items():
+        found = load_results(folder)
+        for name, result in found.items():
+            results.setdefault(name, {})[label] = result
+        if found and not is_run(folder):
+            samples[label] = folder / SAMPLES
+        else:
+            runs[label] = load_run(folder)
+    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+    write_report(Path(args.output), runs, results, title=", ".join(labels), samples=samples)
+    Terminal().print(f"written to {args.output}")
+
+
+def _labels(runs: Sequence[str]) -> dict[str, Path]:
+    """The folders by their names, or by their paths where names are the same."""
+    folders = [Path(run) for run in runs]
+    names = [folder.resolve().name for folder in folders]
+    same = len(set(names)) < len(names)
+    return dict(zip(map(str, folders) if same else names, folders, strict=True))
+
+
+def _compare(args: argparse.Namespace) -> None:
+    for name, value in (("--seeds", args.seeds), ("--jobs", args.jobs)):
+        if value is not None and value < 1:
+            raise ValueError(f"want {name} at least 1; got {value}")
+    quiet_imports()
+    from rlplus.compare import run_comparison
+
+    run_comparison(
+        Path(args.config),
+        Path(args.output or f"runs/compare/{Path(args.config).stem}"),
+        presets=_names(args.presets),
+        settings=_names(args.settings),
+        seeds=args.seeds,
+        overrides=args.overrides,
+        jobs=args.jobs,
+        launcher=args.launcher,
+        only_report=args.report,
+    )
+
+
+def _names(text: str | None) -> list[str]:
+    """The parts between commas."""
+    return [name.strip() for name in text.split(",")] if text else []
+
+
+def _demo(args: argparse.Namespace) -> None:
+    quiet_imports()
+    from rlplus.demo import run_demo
+
+    run_demo(args.output, seeds=args.seeds)
