@@ -5,6 +5,7 @@ import json
 import random
 import re
 import subprocess
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,12 +20,28 @@ from rlplus.config import load_config
 from rlplus.data import load_examples, load_tokenizer
 from rlplus.demo import base as demo_base
 from rlplus.demo.base import Recipe, make_base, make_model, response_loss
-from rlplus.demo.task import EASY, HARD, Problem, draw, draw_splits, make_tokenizer, read_jsonl, scratchpad, write_jsonl
+from rlplus.demo.task import (
+    EASY,
+    HARD,
+    PLUS,
+    Problem,
+    Task,
+    draw_splits,
+    make_tokenizer,
+    read_jsonl,
+    scratchpad,
+    write_jsonl,
+)
 from rlplus.evaluation import Estimate, Evaluation, save_results
 from rlplus.report import seeds_line
 from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed
 from rlplus.terminal import Terminal
+
+
+def draw(rng: random.Random, length: int, exclude: Collection[Problem] = ()) -> Problem:
+    return Task().draw(rng, (PLUS, length), exclude)
+
 
 CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
 QUICK = Recipe(0, batch=2, learnt_loss=100.0, sloppy_steps=2)  # any loss will do: two phases, no skill
