@@ -57,9 +57,9 @@ FILE = {
         "SFT": {"preset": "sft", "overrides": {"train.generated_tokens": None, "train.steps": 30}},
         "GRPO": {"preset": "grpo-official"},
         "SFT+GRPO": {"preset": "grpo-official", "after": "SFT"},
-        "GRPO, long": {"preset": "grpo-official", "searched_as": "GRPO", "overrides": {"train.generated_tokens": 900}},
+        "GRPO long": {"preset": "grpo-official", "searched_as": "GRPO", "overrides": {"train.generated_tokens": 900}},
     },
-    "studies": {"Methods": {"settings": ["one"], "methods": ["SFT", "GRPO", "SFT+GRPO", "GRPO, long"], "seeds": 2}},
+    "studies": {"Methods": {"settings": ["one"], "methods": ["SFT", "GRPO", "SFT+GRPO", "GRPO long"], "seeds": 2}},
     "search": {"rates": [1e-3, 3e-3, 1e-2]},
 }
 
@@ -102,7 +102,7 @@ def calls(folder: Path) -> list[str]:
 def test_runs_searches_resumes_and_reports(tmp_path: Path, path: Path, output: Path, launcher: str) -> None:
     page = run_comparison(path, output, jobs=2, launcher=launcher)
     results = Results.load(output / "results.json")
-    # Searched: SFT, GRPO and SFT+GRPO at three rates; GRPO, long takes GRPO's. Reported: the base and four, two seeds.
+    # Searched: SFT, GRPO and SFT+GRPO at three rates; GRPO long takes GRPO's. Reported: the base and four, two seeds.
     assert sorted(calls(tmp_path)) == ["eval"] * (9 + 10) + ["train"] * (9 + 8)
     assert list(results.rates["one"]) == ["SFT", "GRPO", "SFT+GRPO"]
     assert {one.rate for one in results.outcomes if one.method != BASE} == {3e-3}  # the least of the two best is 1e-3
@@ -110,11 +110,11 @@ def test_runs_searches_resumes_and_reports(tmp_path: Path, path: Path, output: P
     assert quality == {
         (method, seed): right
         for seed in (0, 1)
-        for method, right in ((BASE, 1), ("SFT", 8), ("GRPO", 8), ("SFT+GRPO", 16), ("GRPO, long", 8))
+        for method, right in ((BASE, 1), ("SFT", 8), ("GRPO", 8), ("SFT+GRPO", 16), ("GRPO long", 8))
     }
     text = page.read_text()
     assert all(f">{method}<" in text for method in FILE["methods"])
-    assert "Difference from GRPO, long" in text
+    assert "Difference from GRPO long" in text
 
     run_comparison(path, output, jobs=2, launcher=launcher)
     assert len(calls(tmp_path)) == 36, "a finished comparison runs nothing again"

@@ -118,7 +118,7 @@ class Comparison(Section):
     """Values of the training configuration for all runs, by dotted keys."""
     settings: dict[str, Setting] = {"": Setting()}
     methods: dict[Text, Method] = {}
-    studies: dict[Text, Study] = {}
+    studies: Annotated[dict[Text, Study], Field(min_length=1)]
     search: Search | None = None
     """None = train.lr of the training configuration, or of the method's overrides."""
 
@@ -128,6 +128,7 @@ class Comparison(Section):
             *_unknown("methods", self._named_methods(), self.methods),
             *_unknown("settings", self._named_settings(), self.settings),
         ]
+        problems += [f"methods.{name}: want a name without a comma" for name in self.methods if "," in name]
         if BASE in self.methods:
             problems.append(f"methods.{BASE}: this name is the base model's, which is in every table")
         if problems:
@@ -208,7 +209,7 @@ def _among(data: dict[str, Any], names: Sequence[str], settings: Sequence[str]) 
     new = [name for name in names if name not in data.get("methods", {})]
     unknown = [name for name in settings if name not in data.get("settings", {})]
     studies = {}
-    for title, study in data["studies"].items():
+    for title, study in data.get("studies", {}).items():
         kept = dict(study)
         if settings:
             kept["settings"] = [*(name for name in study["settings"] if name in settings), *unknown]
