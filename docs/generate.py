@@ -1,4 +1,4 @@
-"""Writes the parts of the manual that are derived: the keys, the presets, the measurements. `make docs` runs it.
+"""Writes the parts of the manual that are derived: keys, presets, measurements, theory. `make docs` runs it.
 
 Each part stands between two comments, <!-- begin NAME --> and <!-- end NAME -->; a test compares them with the code.
 """
@@ -8,10 +8,12 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench import report
+from bench.theory import __main__ as theory
 from rlplus.config.benchmarks import BENCHMARKS
 from rlplus.config.json_schema import json_schema
 from rlplus.objective import ALGORITHMS, RECIPES, Algorithm, Objective, Refill, Shaping
@@ -259,6 +261,7 @@ PARTS = {
     "docs/systems.md": {"presets": presets},
     "docs/configuration.md": {"keys": keys},
     "docs/evaluation.md": {"benchmarks": benchmarks},
+    "docs/paper.md": {name: partial(theory.table, rows) for name, rows in theory.TABLES.items()},
 }
 
 
