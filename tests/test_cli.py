@@ -351,14 +351,6 @@ def test_the_value_of_resume_may_follow_it(config_file, tmp_path, capsys, option
     assert "resumed at step 1" in capsys.readouterr().err
 
 
-def test_a_plan_wants_a_configuration_or_the_environment(capsys):
-    assert main(["plan"]) == 2
-    assert "want a configuration, such as configs/gsm8k-tiny.yaml, or --env\n" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["train"])
-    assert "the following arguments are required: config\n" in capsys.readouterr().err
-
-
 def test_a_key_without_effect_is_one_message(config_file, capsys):
     assert main(["train", str(config_file), "rollout.push_folder=/x"]) == 2
     assert "rollout.push_folder would have no effect, leave it out: a colocated engine" in capsys.readouterr().err

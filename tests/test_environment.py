@@ -56,3 +56,6 @@ def test_a_backend_that_does_not_fit_is_said_per_device(monkeypatch: pytest.Monk
 def test_a_plan_needs_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan"]) == 2
     assert "want a configuration, such as configs/gsm8k-tiny.yaml, or --env" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train"])
+    assert "the following arguments are required: config\n" in capsys.readouterr().err
