@@ -82,7 +82,7 @@ def moments(run: RunData) -> list[Moment]:
 
 
 def _evaluation(folder: Path) -> Iterator[tuple[str, list[KeptSample]]]:
-    """Of the first problems of each benchmark of the finished model one right and one wrong response."""
+    """One right and one wrong response to the first problems of each benchmark, by the finished model."""
     for path in sorted(folder.glob("evaluation*-0-000000.parquet")):
         samples = _read(path, EVALUATED)
         chosen = {(s.problem, (s.reward or 0) >= 1): s for s in reversed(samples)}
