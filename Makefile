@@ -35,7 +35,7 @@ test: setup  ## run the quick tests, in up to four processes
 test-slow: setup  ## run the slow tests
 	@$(BIN)/python -m pytest -m slow
 
-test-peers: .venv-peers/.ready  ## compare losses and trainers with TRL's and verl's, in an environment of their own, .venv-peers
+test-peers: .venv-peers/.ready  ## compare with TRL, verl and OpenRLHF, in an environment of their own, .venv-peers
 	@PYTHONPATH=. .venv-peers/bin/python -m pytest -m peers tests/test_peers*.py
 
 mutants: setup  ## make known mistakes in copies of the tree, one at a time; the tests must notice each
@@ -69,11 +69,12 @@ clean:  ## remove the virtual environment, caches and build outputs; never a run
 force:
 
 .venv-peers/.ready: tests/peers.txt
-	@echo "Installing TRL and verl into .venv-peers, some minutes."
+	@echo "Installing TRL, verl and OpenRLHF into .venv-peers, some minutes."
 	$(or $(PYTHON),python3) -m venv --clear .venv-peers
 	install=".venv-peers/bin/python -m pip install --quiet --disable-pip-version-check"
 	$$install "torch==2.13.0+cpu" 2> /dev/null || $$install --extra-index-url "$(TORCH_CPU_INDEX)" "torch==2.13.0+cpu"
 	$$install -r tests/peers.txt
+	$$install --no-deps openrlhf==0.11.2  # flash-attn, which it wants, needs CUDA
 	touch "$@"
 
 $(STAMP): pyproject.toml setup.py csrc/rows.cpp Makefile $(FORCE)

@@ -76,7 +76,7 @@ class Work:
         return found
 
     def fault(self, operation: str, tiling: Tiling) -> str:
-        """What is wrong with the operation's results, empty if nothing. Gradients are compared with the default's."""
+        """The fault in the operation's results, empty if there is none. Gradients are compared with the default's."""
         if operation not in self.of_default:
             self.of_default[operation] = self.results(operation, DEFAULT)
         plain = self.of_default[operation]

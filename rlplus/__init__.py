@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     )
     from rlplus.ops import PolicyLoss, RLPlusLoss, head_of, linear_logprob, linear_policy_loss, use_tuning
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ALGORITHMS",

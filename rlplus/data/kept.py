@@ -63,7 +63,7 @@ class KeptSample:
 
     @property
     def facts(self) -> str:
-        """What it is and what came of it, in one line."""
+        """Kind, reward, status and length of the sample, in one line."""
         parts = ["demonstration" if self.demonstration else "response"]
         parts.append("not graded" if self.reward is None else f"reward {self.reward:g}")
         parts += [self.status] if self.status != "ok" else []

@@ -32,7 +32,7 @@ class Answer(NamedTuple):
 
 
 class Graded(NamedTuple):
-    """What counts of a sample. reward: NaN where the grader failed. tokens: of the response, the end token included."""
+    """The numbers of a sample that count. reward: NaN where the grader failed. tokens: of the response and its end."""
 
     reward: float
     status: str

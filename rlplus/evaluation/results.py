@@ -183,7 +183,7 @@ def load_results(folder: Path) -> dict[str, Evaluation]:
 
 
 def file_parts(benchmarks: Iterable[str]) -> dict[str, str]:
-    """What each benchmark is called in names of files: no two the same."""
+    """A part of a file's name for each benchmark, by its name: no two the same."""
     parts: dict[str, str] = {}
     for name in benchmarks:
         part = re.sub(r"[^\w.-]", "_", name)[:LONGEST_NAME]

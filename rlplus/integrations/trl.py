@@ -250,7 +250,7 @@ class RLPlusGRPOTrainer(GRPOTrainer):
         }
 
     def _weights(self, inputs: dict[str, Any], mask: Tensor) -> Tensor:
-        """What loss_type multiplies a token's loss with, before gradients are accumulated; (B, C)."""
+        """Factor of each token's loss under loss_type, before gradients are accumulated; (B, C)."""
         if self.loss_type in ("grpo", "sapo"):
             return mask / (mask.sum(-1, keepdim=True).clamp(min=1.0) * len(mask))
         if self.loss_type == "bnpo":

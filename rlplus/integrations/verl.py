@@ -14,7 +14,6 @@ import sys
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial, wraps
-from inspect import signature
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from verl.trainer.ppo import core_algos
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from verl.workers.utils import losses
 
+from rlplus.integrations.interface import check_interface
 from rlplus.integrations.transformers import as_autocast
 from rlplus.objective import ALGORITHMS, Objective, policy_loss
 from rlplus.ops import linear_logprob
@@ -97,13 +97,7 @@ def _ppo_loss(own: Any, config: Any, model_output: Any, data: Any, dp_group: Any
 
 def _install() -> None:
     """Once per process, at the import of this module. ImportError unless verl is as this module expects it."""
-    for function, want in INTERFACE.items():
-        got = tuple(signature(function).parameters)
-        if got != want:
-            raise ImportError(
-                f"want verl 0.9, whose {function.__qualname__} takes ({', '.join(want)}); got verl {verl.__version__}, "
-                f"where it takes ({', '.join(got)})"
-            )
+    check_interface("verl 0.9", verl.__version__, INTERFACE)
     for name, algorithm in ALGORITHMS.items():
         objective = replace(algorithm.objective, kl_coef=0.0, entropy_coef=0.0)
         if objective.external != "none" and name not in core_algos.POLICY_LOSS_REGISTRY:

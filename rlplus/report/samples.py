@@ -83,7 +83,7 @@ def moments(folder: Path, damaged: list[str]) -> list[Moment]:
 
 
 def _evaluation(folder: Path, damaged: list[str]) -> Iterator[tuple[str, list[KeptSample]]]:
-    """Of the first problems of each benchmark of the finished model one right and one wrong response."""
+    """One right and one wrong response to the first problems of each benchmark, by the finished model."""
     for path in sorted(folder.glob("evaluation*-0-000000.parquet")):
         samples = _read(path, damaged, EVALUATED)
         chosen = {(s.problem, (s.reward or 0) >= 1): s for s in reversed(samples)}

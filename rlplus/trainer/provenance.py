@@ -65,7 +65,7 @@ def _commit(folder: Path) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints; None where it fails or there is none."""
+    """Output of git; None where it fails or is not installed."""
     command = ["git", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(

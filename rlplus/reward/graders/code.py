@@ -80,7 +80,7 @@ def extract_code(text: str, wanted: Container[str] = ()) -> str | None:
 
 
 def _wanted_names(tests: Mapping[str, Any]) -> set[str]:
-    """What the tests call; none for a program that reads and writes."""
+    """Names that the tests call; none for a program that reads and writes."""
     if tests.get("function"):
         return {tests["function"]}
     after = tests.get("after", "")
