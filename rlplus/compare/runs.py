@@ -79,7 +79,7 @@ class Runner:
 
     def path(self, run: Run) -> Path:
         """The run's folder."""
-        name = run.method if run.rate is None else f"{run.method}, lr {run.rate:g}"
+        name = run.method if run.rate is None else f"{run.method}-lr-{run.rate:g}"
         return self.data(run.setting, run.seed) / file_name(name)
 
     def data(self, setting: str, seed: int) -> Path:
