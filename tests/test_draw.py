@@ -9,40 +9,45 @@ from rollout_models import PROMPTS, save, start, tiny_model
 from torch import Tensor
 
 from rlplus.rollout import RunFailed
-from rlplus.rollout.transformers import _Draw
-
-NO_TOKENS = torch.empty(0, 0, dtype=torch.long)
+from rlplus.rollout.transformers import BLOCK, draw
 
 
-def draw(logits: Tensor, uniform: Tensor, monkeypatch: pytest.MonkeyPatch, temperature: float = 1.0) -> Tensor:
+def drawn(logits: Tensor, uniform: Tensor, monkeypatch: pytest.MonkeyPatch, temperature: float = 1.0) -> Tensor:
     """Tokens (B,) of logits (B, V) where the generator gives uniform (B,), fp64."""
     monkeypatch.setattr(torch, "rand", lambda *shape, **options: uniform.view(*shape))
-    return _Draw(temperature)(NO_TOKENS, logits).argmax(-1)
+    return draw(logits, temperature)[0]
 
 
-def test_every_token_has_its_share_of_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("vocabulary", [8, 2 * BLOCK, 4 * BLOCK - 1])
+def test_every_token_has_its_share_of_the_numbers(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For evenly spaced numbers each token is drawn in proportion to its probability, to within one."""
     draws, temperature = 20_000, 0.7
     logits = torch.tensor([-math.inf, 1.0, -2.0, 3.0, -math.inf, 2.9, -8.0, -math.inf])
+    if vocabulary > len(logits):
+        logits = torch.cat([logits, torch.randn(vocabulary - 8, generator=torch.Generator().manual_seed(0))])
+        logits[BLOCK : 2 * BLOCK - 2] = -math.inf
     uniform = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
-    counts = draw(logits.expand(draws, -1), uniform, monkeypatch, temperature).bincount(minlength=len(logits))
+    counts = drawn(logits.expand(draws, -1), uniform, monkeypatch, temperature).bincount(minlength=len(logits))
     expected = (logits.double() / temperature).softmax(0) * draws
     assert (counts - expected).abs().max() <= 1.01
     assert not counts[logits == -math.inf].any()
 
 
+@pytest.mark.parametrize("vocabulary", [40, 3 * BLOCK - 10])
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
-def test_no_number_draws_a_token_of_probability_0(uniform: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_number_draws_a_token_of_probability_0(
+    uniform: float, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither forbidden nor underflown ones, first, last and between, whatever the probabilities add up to."""
     g = torch.Generator().manual_seed(0)
-    logits = 4 * torch.randn(3000, 40, generator=g)
+    logits = 4 * torch.randn(3000, vocabulary, generator=g)
     forbidden = torch.rand(logits.shape, generator=g) < 0.5
     forbidden[:, [0, -1]], forbidden[:, 20] = True, False
     logits[forbidden] = -math.inf
     logits[::2][forbidden[::2]] = -120.0
-    tokens = draw(logits, torch.full((len(logits),), uniform, dtype=torch.float64), monkeypatch)
+    tokens = drawn(logits, torch.full((len(logits),), uniform, dtype=torch.float64), monkeypatch)
     allowed = (~forbidden).int()
-    expected = allowed.argmax(1) if uniform == 0 else 39 - allowed.flip(1).argmax(1)
+    expected = allowed.argmax(1) if uniform == 0 else vocabulary - 1 - allowed.flip(1).argmax(1)
     assert torch.equal(tokens, expected)
 
 
@@ -51,7 +56,7 @@ def test_tokens_of_a_long_tail_can_all_be_drawn(monkeypatch: pytest.MonkeyPatch)
     tail = 100_000
     logits = torch.tensor([math.log(1 - 1e-8 * tail), *[math.log(1e-8)] * tail])
     uniform = 0.9995 + 1e-8 * torch.arange(50, dtype=torch.float64)
-    tokens = draw(logits.expand(50, -1), uniform, monkeypatch)
+    tokens = drawn(logits.expand(50, -1), uniform, monkeypatch)
     assert tokens.diff().min() >= 0
     assert len(tokens.unique()) >= 49  # their probability is rounded, so that one may get two
     assert tokens[-1] - tokens[0] == 49
@@ -63,7 +68,7 @@ def test_greedy_takes_the_largest_logit() -> None:
     logits = torch.stack([largest.nextafter(torch.tensor(0.0)), largest, torch.tensor(-3.0)])[None]
     for order in ([0, 1, 2], [1, 0, 2]):
         assert logits[:, order].softmax(1)[0, :2].diff() == 0
-        assert _Draw(0.0)(NO_TOKENS, logits[:, order]).argmax(-1).item() == order.index(1)
+        assert draw(logits[:, order], 0.0)[0].item() == order.index(1)
 
 
 def test_logits_that_are_no_numbers_are_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from causal_lms import FAMILIES, make
 from rollout_models import (
     EOS,
     MAX_MODEL_LEN,
@@ -339,9 +340,41 @@ def test_transformers_batches_are_bounded_by_the_cache(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(engine, "_generate_batch", counted)
     groups = engine.generate(PROMPTS, [40, 41, 42], temperature=1.0, max_tokens=16, seed=0)
-    # 2 (keys, values) * 2 layers * 1 head * 32 * 4 bytes a token, 25 tokens at most, and 21 bytes of each of 48 logits.
-    limit = 2**20 // (25 * 512 + 21 * 48)
+    # 2 (keys, values) * 2 layers * 1 head * 32 * 4 bytes a token, 25 tokens at most, and 16 bytes of each of 48 logits.
+    limit = 2**20 // (25 * 512 + 16 * 48)
     assert max(sizes) == limit
     assert sum(sizes) == 123
     assert [len(group) for group in groups] == [40, 41, 42]
     assert gap(model, groups, PROMPTS, 1.0) <= 1e-4
+
+
+def test_transformers_processes_a_prompt_once_and_ended_responses_no_more(tmp_path: Path) -> None:
+    model = tiny_model(tied=False)
+    save(model, tmp_path)
+    engine = start("transformers", tmp_path)
+    shapes: list[tuple[int, ...]] = []
+    layer = engine._model.model.embed_tokens  # type: ignore[attr-defined]
+    layer.register_forward_pre_hook(lambda module, arguments: shapes.append(tuple(arguments[0].shape)))
+    groups = engine.generate([*PROMPTS, PROMPTS[0]], [3, 1, 2, 2], temperature=1.0, max_tokens=12, seed=0)
+    lengths = [len(completion.tokens) for group in groups for completion in group]
+    assert min(lengths) < 12, "a seed with a response that ends early"
+    going = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
+    assert shapes == [(len(PROMPTS), max(map(len, PROMPTS)))] + [(n, 1) for n in going]
+
+
+@pytest.mark.parametrize(
+    ("family", "prompts"),
+    [("GPT2LMHeadModel", PROMPTS), ("Gemma2", PROMPTS), ("Bloom", PROMPTS), ("FalconH1", [PROMPTS[0], [7, 3, 2]])],
+)
+def test_transformers_generates_with_other_models(family: str, prompts: list[list[int]], tmp_path: Path) -> None:
+    """Learned positions, sliding windows, no positions; a state, whose rows can neither be copied nor leave."""
+    changes = next(changes for name, changes, _ in FAMILIES if name == family)
+    model = make(family, changes | ({"sliding_window": 8} if family == "Gemma2" else {})).float()
+    model.save_pretrained(tmp_path)
+    engine = start("transformers", tmp_path)
+    n = [3, 4, 2][: len(prompts)]
+    stop = tuple(range(10, 20))
+    groups = engine.generate(prompts, n, temperature=0.8, max_tokens=20, seed=0, stop=stop)
+    assert [len(group) for group in groups] == n
+    assert len({len(completion.tokens) for group in groups for completion in group}) > 1, "responses that end early"
+    assert gap(model, groups, prompts, 0.8) <= 1e-4

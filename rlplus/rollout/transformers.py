@@ -3,20 +3,13 @@
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import LongTensor, Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PretrainedConfig,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from rlplus.config import RolloutConfig
@@ -24,42 +17,37 @@ from rlplus.rollout.clock import Clock
 from rlplus.rollout.protocol import DEFAULT_CACHE_MB, Completion, check_logprobs, check_request, whole_model
 from rlplus.rollout.push import watched
 
-STRETCH = 8  # tokens that are generated before sequences that have ended leave the batch
+BLOCK = 256  # probabilities that are added up before one of them is looked for
 
 
-class _Draw(LogitsProcessor):
-    """Draws each row's token by inversion: the first whose cumulative probability exceeds a uniform number.
+def draw(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """A token of each row of logits (B, V) fp32 and its logprob: (B,) each. At temperature 0 the likeliest token.
 
-    fp32 logits (B, V) -> scores (B, V) whose argmax, which `generate` takes, is that token; at temperature 0 the logits
-    themselves. The probabilities are kept until the next step so that `_Recorder` can read them. Their sums are fp64:
-    a token in a long tail keeps its probability. One of probability 0 adds nothing and is never the first.
+    By inversion: the first whose cumulative probability exceeds a uniform number. The sums are fp64: a token in a long
+    tail keeps its probability. One of probability 0 adds nothing and is never the first.
     """
-
-    def __init__(self, temperature: float) -> None:
-        self.temperature = temperature
-        self.probability = torch.empty(0)
-
-    def __call__(self, input_ids: LongTensor, scores: Any) -> Any:
-        self.probability = (scores / (self.temperature or 1.0)).softmax(dim=-1)
-        if not self.temperature:
-            return scores
-        sums = self.probability.cumsum(dim=-1, dtype=torch.float64)
-        # Below the whole sum whatever that rounds to, for the number is below 1.
-        bound = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
-        return (sums > bound).view(torch.uint8)  # argmax takes no bool, and gives the first of equals
+    probability = (logits / (temperature or 1.0)).softmax(dim=-1)
+    token = _invert(probability) if temperature else logits.argmax(dim=-1, keepdim=True)
+    return token[:, 0], probability.gather(1, token)[:, 0].log()
 
 
-class _Recorder(StoppingCriteria):
-    """Never stops: `generate` asks it right after a draw, when the logprob can be read and the (B, V) dropped."""
+def _invert(probability: Tensor) -> Tensor:
+    """(B, V) -> (B, 1): the block of tokens in which the sum first exceeds the bound, then the token in it."""
+    blocks = F.pad(probability, (0, -probability.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    sums = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    # Below the whole sum whatever that rounds to, for the number is below 1.
+    bound = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
+    block = _first_above(sums, bound)
+    bound = bound - F.pad(sums, (1, 0)).gather(1, block)
+    inner = blocks.take_along_dim(block[:, :, None], 1)[:, 0].cumsum(dim=-1, dtype=torch.float64)
+    # Below the block's sum as added up here, which may be rounded otherwise.
+    bound = bound.minimum(inner[:, -1:].nextafter(torch.zeros_like(bound)))
+    return (block * BLOCK + _first_above(inner, bound)).clamp(max=probability.shape[1] - 1)
 
-    def __init__(self, draw: _Draw, clock: Clock) -> None:
-        self.draw, self.clock = draw, clock
-        self.logprob: list[Tensor] = []
 
-    def __call__(self, input_ids: LongTensor, scores: Any, **kwargs: Any) -> Any:
-        self.clock.at("the next token")
-        self.logprob.append(self.draw.probability.gather(1, input_ids[:, -1:]).log())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+def _first_above(sums: Tensor, bound: Tensor) -> Tensor:
+    """Where ascending sums (B, K) first exceed bound (B, 1): (B, 1). The last place if they are NaN."""
+    return torch.searchsorted(sums, bound, right=True).clamp(max=sums.shape[1] - 1)
 
 
 class TransformersEngine:
@@ -119,12 +107,12 @@ class TransformersEngine:
             vocabulary=self._vocabulary,
             stop=stop,
         )
-        stops = torch.tensor([self._eos, *stop], device=self._device)
+        stops = [self._eos, *stop]
         # Prompts of like length together: less padding.
         owners = [i for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])) for _ in range(n[i])]
         longest = max((len(prompts[i]) for i in owners), default=0) + max((limits[i] for i in owners), default=0)
-        # A sequence's keys and values; of each logit the model's and its fp32 copy, and what `_Draw` makes of it.
-        bytes_per_sequence = longest * self._bytes_per_token + (4 + 4 + 4 + 8 + 1) * self._vocabulary
+        # A sequence's keys and values; of each logit the model's, its fp32 copy, and what `draw` makes of it.
+        bytes_per_sequence = longest * self._bytes_per_token + (4 + 4 + 4 + 4) * self._vocabulary
         size = max(1, self._cache_bytes // bytes_per_sequence)
         completions: list[list[Completion]] = [[] for _ in prompts]
         with self._forked_rng(), torch.no_grad(), self.clock.running("the first token"):
@@ -139,59 +127,69 @@ class TransformersEngine:
         return check_logprobs(completions)
 
     def _generate_batch(
-        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], temperature: float, stops: Tensor
+        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], temperature: float, stops: Sequence[int]
     ) -> list[Completion]:
-        """Generate in stretches of tokens; after each, finished sequences leave the batch."""
+        """A response to each prompt. Equal prompts are processed once."""
+        keys: list[Any] = [tuple(prompt) for prompt in prompts]
+        if self._model._is_stateful:  # a state instead of keys and values (Mamba's) cannot be copied to other rows
+            keys = list(range(len(prompts)))
+        distinct = dict(zip(keys, prompts, strict=True))
+        place = {key: i for i, key in enumerate(distinct)}
         width = max(map(len, prompts))
-        ids = torch.tensor([[self._pad] * (width - len(p)) + list(p) for p in prompts], device=self._device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._device)
-        left = torch.tensor(limits, device=self._device)
-        tokens: list[list[int]] = [[] for _ in prompts]
-        logprobs: list[list[float]] = [[] for _ in prompts]
-        rows, cache = list(range(len(prompts))), None
-        while rows:
-            # A state instead of keys and values (Mamba's) neither goes on where it was nor gives up rows.
-            stretch = int(left.max()) if self._model._is_stateful else min(STRETCH, int(left.min()))
-            output, logprob = self._generate_stretch(ids, mask, cache, stretch, temperature, stops)
-            drawn = output.sequences[:, ids.shape[1] :]
-            new, new_logprob = drawn.tolist(), logprob.tolist()
-            for i, row in enumerate(rows):
-                tokens[row] += new[i]
-                logprobs[row] += new_logprob[i]
-            left = left - stretch
-            going = (~torch.isin(drawn, stops).any(dim=1) & (left > 0)).nonzero()[:, 0]
-            cache = output.past_key_values
-            if 0 < len(going) < len(rows):
-                cache.batch_select_indices(going)
-            ids, left = output.sequences[going], left[going]
-            mask = torch.cat([mask[going], mask.new_ones(len(going), drawn.shape[1])], dim=1)
-            rows = [rows[i] for i in going.tolist()]
-        ends = set(stops.tolist())
-        return [_cut(*row, ends) for row in zip(tokens, logprobs, limits, strict=True)]
-
-    def _generate_stretch(
-        self, ids: Tensor, mask: Tensor, cache: Any, tokens: int, temperature: float, stops: Tensor
-    ) -> tuple[Any, Tensor]:
-        """`generate`'s output for so many tokens after ids (B, T), and the logprobs (B, tokens or fewer) of them."""
-        draw = _Draw(temperature)
-        recorder = _Recorder(draw, self.clock)
-        output = self._model.generate(
-            ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            generation_config=GenerationConfig(
-                max_new_tokens=tokens,
-                eos_token_id=stops.tolist(),
-                pad_token_id=self._pad,
-                use_cache=True,
-                do_sample=False,  # the processor draws
-                return_dict_in_generate=True,
+        ids = [[self._pad] * (width - len(p)) + list(p) for p in distinct.values()]
+        mask = [[0] * (width - len(p)) + [1] * len(p) for p in distinct.values()]
+        completions: list[Completion] = self._model.generate(
+            torch.tensor(ids, device=self._device),
+            attention_mask=torch.tensor(mask, device=self._device),
+            generation_config=GenerationConfig(max_new_tokens=max(limits), pad_token_id=self._pad, use_cache=True),
+            custom_generate=partial(
+                self._decode, copies=[place[key] for key in keys], limits=limits, temperature=temperature, stops=stops
             ),
-            logits_processor=LogitsProcessorList([draw]),
-            stopping_criteria=StoppingCriteriaList([recorder]),
-            synced_gpus=False,  # ranks generate on their own, also while the trainer's own model is in shards
         )
-        return output, torch.cat(recorder.logprob, dim=1)
+        return completions
+
+    def _decode(
+        self,
+        model: Any,
+        ids: Tensor,
+        *,
+        copies: list[int],
+        limits: Sequence[int],
+        temperature: float,
+        stops: Sequence[int],
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **inputs: Any,
+    ) -> list[Completion]:
+        """The loop of `generate`, which calls it: a completion of each of `copies`, rows of the prompts ids (P, T).
+
+        A sequence that has ended leaves the batch.
+        """
+        tokens: list[list[int]] = [[] for _ in copies]
+        logprobs: list[list[float]] = [[] for _ in copies]
+        rows, live = list(range(len(copies))), set(range(len(copies)))  # in the batch, and of these not ended
+        logits = _forward(model, ids, None, inputs)
+        if copies != rows:
+            ids, logits = ids[copies], logits[copies]
+            _select(copies, inputs, ids.device)
+        while True:
+            token, logprob = draw(logits, temperature)
+            self.clock.at("the next token")
+            for row, new, new_logprob in zip(rows, token.tolist(), logprob.tolist(), strict=True):
+                if row in live:
+                    tokens[row].append(new)
+                    logprobs[row].append(new_logprob)
+                    if new in stops or len(tokens[row]) == limits[row]:
+                        live.remove(row)
+            if not live:
+                return [Completion(t, p, truncated=t[-1] not in stops) for t, p in zip(tokens, logprobs, strict=True)]
+            ids = torch.cat([ids, token[:, None]], dim=1)
+            if len(live) < len(rows) and not model._is_stateful:
+                going = [i for i, row in enumerate(rows) if row in live]
+                ids, rows = ids[going], [rows[i] for i in going]
+                _select(going, inputs, ids.device)
+            logits = _forward(model, ids, 1, inputs)
 
     def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         if self._model is None:
@@ -218,11 +216,24 @@ class TransformersEngine:
         return torch.random.fork_rng([self._device] if self._device.type == "cuda" else [])
 
 
-def _cut(tokens: list[int], logprob: list[float], limit: int, ends: set[int]) -> Completion:
-    """The response up to its stop token or its limit; later tokens were generated for others in the batch."""
-    last = next((i for i, token in enumerate(tokens[:limit]) if token in ends), None)
-    length = limit if last is None else last + 1
-    return Completion(tokens[:length], logprob[:length], truncated=last is None)
+def _forward(model: Any, ids: Tensor, last: int | None, inputs: dict[str, Any]) -> Tensor:
+    """fp32 logits (B, V) after ids (B, T), whose `last` tokens are not in the cache; None: none is. Updates inputs."""
+    arguments = model.prepare_inputs_for_generation(
+        ids, next_sequence_length=last, is_first_iteration=last is None, **inputs
+    )
+    outputs = model(**arguments, return_dict=True)
+    inputs.update(model._update_model_kwargs_for_generation(outputs, inputs))
+    logits: Tensor = outputs.logits[:, -1].float()
+    return logits
+
+
+def _select(rows: list[int], inputs: dict[str, Any], device: torch.device) -> None:
+    """Keep these rows of the cache, or copies of them, and of what else has a row per sequence."""
+    index = torch.tensor(rows, device=device)
+    inputs["past_key_values"].batch_select_indices(index)
+    for name in ("attention_mask", "position_ids"):
+        if inputs.get(name) is not None:
+            inputs[name] = inputs[name].index_select(-2, index)
 
 
 def _cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
