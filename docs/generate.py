@@ -14,6 +14,8 @@ from typing import Any
 
 from bench import report
 from bench.theory import __main__ as theory
+from rlplus.compare import Comparison, Results
+from rlplus.compare.page import setting_tables
 from rlplus.config.benchmarks import BENCHMARKS
 from rlplus.config.json_schema import json_schema
 from rlplus.objective import ALGORITHMS, RECIPES, Algorithm, Objective, Refill, Shaping
@@ -255,13 +257,27 @@ def peers() -> str:
     return report.short_table(report.load(ROOT / "bench/results")["cpu-1"]).strip()
 
 
+def comparison() -> str:
+    """The tables of the first study of `rlplus compare` in a setting, of the methods that have run."""
+    results = Results.load(ROOT / "bench/results/compare/rare-2-seeds.json")
+    study = Comparison.model_validate(results.comparison).studies["Methods"]
+    tables = setting_tables(results, study, "rare")
+    rows = ([(row[0].text, *(f"{c.text} ({c.detail})" for c in row[1:])) for row in each.rows] for each in tables)
+    return "\n\n".join(
+        f"{each.title}:\n\n{table(tuple(each.header), iter(cells))}" for each, cells in zip(tables, rows, strict=True)
+    )
+
+
 PARTS = {
     "README.md": {"peers": peers},
     "docs/kernels.md": {"measurements": measurements},
     "docs/systems.md": {"presets": presets},
     "docs/configuration.md": {"keys": keys},
     "docs/evaluation.md": {"benchmarks": benchmarks},
-    "docs/paper.md": {name: partial(theory.table, rows) for name, rows in theory.TABLES.items()},
+    "docs/paper.md": {
+        "comparison": comparison,
+        **{name: partial(theory.table, rows) for name, rows in theory.TABLES.items()},
+    },
 }
 
 

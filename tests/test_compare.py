@@ -251,6 +251,10 @@ def test_settings_and_presets_choose(path: Path) -> None:
     methods = shipped.studies["Methods"]
     assert (methods.settings, methods.methods, methods.seeds) == (["noisy"], ["GRPO", "RL-PLUS", "cispo"], 2)
     assert shipped.methods["cispo"].preset == "cispo"
+    assert list(load_comparison(CONFIGS / "compare" / "paper.yaml", ["GRPO", "RL-PLUS"]).studies) == [
+        "Methods",
+        "Model sizes",
+    ]
     with pytest.raises(ValueError, match="no such name in settings: 'nosy'; nearest: noisy"):
         load_comparison(CONFIGS / "compare" / "paper.yaml", settings=["nosy"])
     with pytest.raises(ValueError, match="no such name in methods: 'GRPPO'; nearest: GRPO"):

@@ -203,7 +203,7 @@ def load_comparison(
 def _among(data: dict[str, Any], names: Sequence[str], settings: Sequence[str]) -> dict[str, Any]:
     """The comparison with only these methods and settings; a preset may be a method without being listed.
 
-    Studies of which nothing is left are left out, and names that no study has are kept, to be refused.
+    Studies that compare nothing any more are left out; names that no study has are kept, to be refused.
     """
     methods = {**{name: {"preset": name} for name in names if name in ALGORITHMS}, **data.get("methods", {})}
     new = [name for name in names if name not in data.get("methods", {})]
@@ -217,7 +217,7 @@ def _among(data: dict[str, Any], names: Sequence[str], settings: Sequence[str]) 
             kept["methods"] = [*(name for name in study["methods"] if name in names), *new]
             if kept.get("reference") not in kept["methods"]:
                 kept.pop("reference", None)
-        if kept["methods"] and kept["settings"]:
+        if kept["settings"] and len(kept["methods"]) >= (min(2, len(names)) if names else 1):
             studies[title] = kept
     return {**data, "methods": methods, "studies": studies}
 

@@ -100,7 +100,7 @@ def terminal_tables(results: Results, comparison: Comparison) -> Iterator[Termin
         for table in _summary(results, study):
             yield _for_terminal(table, name)
         for setting in study.settings:
-            for table in _setting_tables(_tested(results, study, setting), study):
+            for table in setting_tables(results, study, setting):
                 yield _for_terminal(table, " · ".join(filter(None, (name, setting, table.title))))
 
 
@@ -137,8 +137,9 @@ def _joined(sets: Mapping[str, Sequence[Evaluation]]) -> list[Evaluation]:
     return [join(list(seed), seed=seed[0].seed) for seed in zip(*sets.values(), strict=True)]
 
 
-def _setting_tables(tested: Tested, study: Study) -> list[Table]:
-    """pass@k of each method on each test set, and the differences from the reference."""
+def setting_tables(results: Results, study: Study, setting: str) -> list[Table]:
+    """pass@k of each finished method on each test set, and the differences from the reference."""
+    tested = _tested(results, study, setting)
     if not tested:
         return []
     first = next(iter(tested.values()))
@@ -188,7 +189,10 @@ def _part(results: Results, study: Study, setting: str) -> Part | None:
         for name in next(iter(tested.values()))
     ]
     return Part(
-        setting, bars, [*charts, *_dynamics(results, study, setting, lines, styles)], _setting_tables(tested, study)
+        setting,
+        bars,
+        [*charts, *_dynamics(results, study, setting, lines, styles)],
+        setting_tables(results, study, setting),
     )
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -76,8 +76,11 @@ class Results:
 
 
 def collect(comparison: Comparison, runner: Runner, provenance: dict[str, str]) -> Results:
-    """The results of the finished runs."""
-    outcomes = [_outcome(runner, run, evaluations) for run, evaluations in runner.finished().items()]
+    """The results of the finished runs, without paths of this machine."""
+    outcomes = [
+        _outcome(runner, run, {name: replace(one, model="") for name, one in evaluations.items()})
+        for run, evaluations in runner.finished().items()
+    ]
     return Results(comparison.model_dump(mode="json"), provenance, runner.searched, outcomes)
 
 
