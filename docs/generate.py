@@ -6,7 +6,7 @@ Each part stands between two comments, <!-- begin NAME --> and <!-- end NAME -->
 import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -268,7 +268,7 @@ def comparison() -> str:
     )
 
 
-PARTS = {
+PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"peers": peers},
     "docs/kernels.md": {"measurements": measurements},
     "docs/systems.md": {"presets": presets},

@@ -1,5 +1,6 @@
 """`rlplus compare`: its file, its task, which runs there are, how they resume, and the numbers of its tables."""
 
+import fcntl
 import json
 import random
 import sys
@@ -7,13 +8,16 @@ from math import log
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from rlplus.compare import BASE, MARK, Results, Runner, load_comparison, run_comparison
 from rlplus.compare.data import SET, TEST, TRAIN, VALIDATION, make_base_model, response_tokens, write_data
+from rlplus.compare.runs import file_name
 from rlplus.demo.base import Recipe
 from rlplus.demo.task import Demonstrator, Problem, Task, make_tokenizer
 from rlplus.errors import RunFailed
+from rlplus.evaluation.statistics import bootstrap
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -32,14 +36,16 @@ rate, first = values.get("train.lr"), 0
 if rate == 0.666:
     sys.exit("no such luck")
 if command == "train":
-    folder, start = Path(values["output_dir"]), Path(values["model.path"]) / "quality"
-    (folder / "model").mkdir(parents=True)
+    folder, start = Path(values["output_dir"]), Path(values.get("model.path", "")) / "quality"
+    (folder / "model").mkdir(parents=True, exist_ok=True)
     before = int(start.read_text()) if start.exists() else 0
     (folder / "model/quality").write_text(str(before + (8 if rate == 3e-3 else 4)))
     (folder / "config.yaml").write_text("{}")
     (folder / "metrics.jsonl").write_text('{"step": 7, "generated_tokens": 70, "reward/internal": 0.5}\\n')
 else:
     options = dict(zip(arguments[::2], arguments[1::2]))
+    with open(Path(__file__).parent / "models.txt", "a") as models:
+        models.write(options["--model"] + "\\n")
     quality, output = Path(options["--model"]) / "quality", Path(options["--output"])
     right = int(quality.read_text()) if quality.exists() else 1
     for name in ("trained", "lengths"):
@@ -140,13 +146,60 @@ def test_an_interrupted_comparison_keeps_what_is_finished(tmp_path: Path, output
 
 def test_a_training_configuration_is_compared_by_its_presets(tmp_path: Path, launcher: str) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text((CONFIGS / "demo.yaml").read_text().replace("generated_tokens: 200000", "generated_tokens: 60"))
-    comparison = load_comparison(config, ["grpo", "dr-grpo"], seeds=3)
-    assert [*comparison.methods] == ["grpo", "dr-grpo"]
-    (study,) = comparison.studies.values()
-    assert (study.settings, study.methods, study.seeds) == ([""], ["grpo", "dr-grpo"], 3)
+    config.write_text((CONFIGS / "demo.yaml").read_text())
+    page = run_comparison(config, tmp_path / "out", presets=["grpo", "dr-grpo"], seeds=2, launcher=launcher)
+    assert sorted(calls(tmp_path)) == ["eval"] * 6 + ["train"] * 4
+    asked = (tmp_path / "models.txt").read_text().split()
+    assert asked.count("runs/demo/seed0/base") == 2, "the configuration's own model is the base"
+    assert "Difference from dr-grpo" in page.read_text()
     with pytest.raises(ValueError, match="want --presets, the methods to compare"):
         load_comparison(config)
+
+
+def test_seeds_on_the_same_problems_are_no_further_problems() -> None:
+    values = (torch.arange(200) % 5 == 0).double()
+    alone = bootstrap([values])
+    together = bootstrap([values] * 5, same_problems=True)
+    assert together.high - together.low == pytest.approx(alone.high - alone.low, rel=0.1)
+    apart = bootstrap([values] * 5)
+    assert apart.high - apart.low < 0.6 * (together.high - together.low)
+
+
+def test_a_changed_evaluation_costs_no_training(tmp_path: Path, output: Path, launcher: str) -> None:
+    data = json.loads(json.dumps(FILE)) | {"search": None}
+    path = written(tmp_path, data)
+    run_comparison(path, output, presets=["GRPO", "SFT"], seeds=1, launcher=launcher)
+    before = calls(tmp_path)
+    run_comparison(path, output, presets=["GRPO", "SFT"], seeds=1, overrides=["reward.workers=2"], launcher=launcher)
+    assert calls(tmp_path) == before
+    again = ["evaluation.temperature=0.5"]
+    run_comparison(path, output, presets=["GRPO", "SFT"], seeds=1, overrides=again, launcher=launcher)
+    assert calls(tmp_path).count("eval") == 2 * before.count("eval")
+    # The stand-in for the command trains whenever it is asked; the real one leaves a finished run as it is.
+    assert (output / "runs/one/seed-0/GRPO/model/quality").read_text() == "4"
+
+
+def test_two_processes_do_not_share_a_folder(path: Path, output: Path, launcher: str) -> None:
+    with (output / MARK).open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another rlplus compare makes runs in"):
+            run_comparison(path, output, launcher=launcher)
+
+
+def test_names_of_folders_stay_inside(tmp_path: Path) -> None:
+    names = ["a", "a/b", "a b", "..", ".", "SFT+GRPO", "γ = 0"]
+    files = [file_name(name) for name in names]
+    assert len(set(files)) == len(names)
+    assert not {".", "..", ""} & set(files)
+    assert all((tmp_path / name).parent == tmp_path for name in files)
+
+
+def test_a_search_of_what_a_method_starts_from_comes_first(tmp_path: Path, output: Path, launcher: str) -> None:
+    data = json.loads(json.dumps(FILE))
+    data["methods"]["late"] = {"preset": "grpo-official", "searched_as": "SFT+GRPO"}
+    data["studies"]["Methods"]["methods"] = ["late"]
+    run_comparison(written(tmp_path, data), output, seeds=1, launcher=launcher)
+    assert list(Results.load(output / "results.json").rates["one"]) == ["SFT", "SFT+GRPO"]
 
 
 @pytest.mark.parametrize(
@@ -161,6 +214,16 @@ def test_a_training_configuration_is_compared_by_its_presets(tmp_path: Path, lau
         ({"settings.one": {"demonstrator": {"noise": 0.1}}}, "want both, or neither"),
         ({"settings.two": {}}, "want evaluation.data.path, problems that no test has"),
         ({"serach": {}}, "serach: unknown key"),
+        ({"search.rates": [1e-3, 1e-3]}, "want rates that differ"),
+        ({"overrides": {"train.seed": 1}}, "overrides: train.seed is the comparison's"),
+        ({"methods.GRPO.overrides": {"train.lr": 1}}, "methods.GRPO.overrides: train.lr is the comparison's"),
+        (
+            {"studies.Methods.reference": "PPO"},
+            "reference: want one of its methods, or Base; got 'PPO'",
+        ),
+        ({"studies.Methods.methods": []}, "studies.Methods.methods: "),
+        ({"methods.SFT.searched_as": "GRPO long"}, "GRPO long itself takes its rate from another method"),
+        ({"settings.one.base.scratchpad_share": 15}, "want scratchpad_share a probability; got 15"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -178,6 +241,8 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, change: dict[str, objec
 def test_a_wrong_override_is_refused_before_anything_runs(tmp_path: Path, path: Path, launcher: str) -> None:
     with pytest.raises(ValueError, match=r"train\.lrr: unknown key; nearest: train\.lr"):
         run_comparison(path, tmp_path / "out", overrides=["train.lrr=1"], launcher=launcher)
+    with pytest.raises(ValueError, match=r"train\.lr: the comparison gives each run its own, want no override"):
+        run_comparison(path, tmp_path / "out", overrides=["train.lr=1"], launcher=launcher)
     assert not (tmp_path / "calls.txt").exists()
 
 
@@ -188,7 +253,7 @@ def test_a_search_trains_a_share_and_looks_at_no_test(path: Path, tmp_path: Path
     config = runner.config_of(run)
     assert (config.train.steps, config.train.generated_tokens, config.train.lr) == (334, 66667, 1e-3)
     assert config.evaluation.data is not None
-    assert config.evaluation.data.path == str(tmp_path / "one" / "seed-1000" / VALIDATION)
+    assert config.evaluation.data.path == str(tmp_path / "data" / "one" / "seed-1000" / VALIDATION)
 
 
 def test_settings_with_one_recipe_share_the_base_model_and_the_problems(tmp_path: Path) -> None:
@@ -244,12 +309,19 @@ def test_every_run_of_the_shipped_comparison_has_a_configuration(tmp_path: Path)
     tokens = {run.method: runner.config_of(run).train.generated_tokens for run in runs if run.method != BASE}
     assert set(tokens.values()) == {200_000, 2_000_000, None}
     assert {name for name, count in tokens.items() if count is None} == {"SFT"}
+    steps = {run.method: runner.config_of(run).train.steps for run in runs if "× 10" in run.method}
+    assert all(256 * 7 * count > 2_000_000 for count in steps.values()), (
+        "tokens end a run, also of the shortest responses"
+    )
+    sizes = [comparison.settings[name] for name in comparison.studies["Model sizes"].settings]
+    assert len({json.dumps((one.base or {}) | {"hidden": 0}, sort_keys=True) for one in sizes}) == 1
+    assert len({json.dumps(one.demonstrator) for one in sizes}) == 1
 
 
 def test_settings_and_presets_choose(path: Path) -> None:
     shipped = load_comparison(CONFIGS / "compare" / "paper.yaml", ["GRPO", "RL-PLUS", "cispo"], 2, ["noisy"])
     methods = shipped.studies["Methods"]
-    assert (methods.settings, methods.methods, methods.seeds) == (["noisy"], ["GRPO", "RL-PLUS", "cispo"], 2)
+    assert (methods.settings, methods.methods, methods.seeds) == (["noisy"], ["cispo", "GRPO", "RL-PLUS"], 2)
     assert shipped.methods["cispo"].preset == "cispo"
     assert list(load_comparison(CONFIGS / "compare" / "paper.yaml", ["GRPO", "RL-PLUS"]).studies) == [
         "Methods",
@@ -257,7 +329,7 @@ def test_settings_and_presets_choose(path: Path) -> None:
     ]
     with pytest.raises(ValueError, match="no such name in settings: 'nosy'; nearest: noisy"):
         load_comparison(CONFIGS / "compare" / "paper.yaml", settings=["nosy"])
-    with pytest.raises(ValueError, match="no such name in methods: 'GRPPO'; nearest: GRPO"):
+    with pytest.raises(ValueError, match="no such name in methods and presets: 'GRPPO'; nearest: "):
         load_comparison(CONFIGS / "compare" / "paper.yaml", presets=["GRPPO"])
 
 

@@ -1,22 +1,20 @@
 """`rlplus compare`: several methods from the same base model, over seeds, in one table."""
 
+import fcntl
 import os
 import platform
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from importlib.metadata import distributions
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
-from rlplus.compare.config import BASE, Comparison, load_comparison
+from rlplus.compare.config import BASE, Comparison, load_comparison, owned
 from rlplus.compare.page import terminal_tables, write_page
 from rlplus.compare.results import Outcome, Results, collect
 from rlplus.compare.runs import Runner
+from rlplus.demo import claimed, terminated_as_exit
 from rlplus.terminal import Terminal
-from rlplus.trainer import commits, processor_name
+from rlplus.trainer import processor_name
 
 __all__ = ["BASE", "MARK", "Comparison", "Outcome", "Results", "Runner", "load_comparison", "run_comparison"]
 
@@ -40,19 +38,19 @@ def run_comparison(
     path: the comparison, or a training configuration, with `presets` as its methods; see `load_comparison`. output/
     receives the runs, results.json and index.html. jobs: runs at a time. launcher: the beginning of the commands, in
     place of "python -m". only_report: from what is finished.
-    ValueError for a comparison that is none, before anything starts; RunFailed if a run fails. What is finished stays,
-    so that the same command goes on.
+    ValueError for an invalid comparison, before anything starts; RunFailed if a run fails. What is finished stays, so
+    that the same command goes on.
     """
     comparison = load_comparison(path, presets, seeds, settings)
-    folder = _claim(output.expanduser())
+    if wrong := owned([override.partition("=")[0] for override in overrides], comparison):
+        raise ValueError(f"{', '.join(wrong)}: the comparison gives each run its own, want no override")
+    folder = claimed(output.expanduser(), MARK, "comparison")
     console = Terminal(stderr=True)
     config = path.parent / comparison.run
-    runner = Runner(
-        comparison, config, folder, overrides=overrides, jobs=jobs, launcher=launcher, say=console.print
-    )  # fmt: skip
+    runner = Runner(comparison, config, folder, overrides=overrides, jobs=jobs, launcher=launcher, say=console.print)
     try:
         if not only_report:
-            with _terminated_as_exit():
+            with terminated_as_exit(), _alone(folder):
                 runner.make()
     finally:
         results = collect(comparison, runner, _provenance())
@@ -64,38 +62,22 @@ def run_comparison(
     return page
 
 
-def _claim(folder: Path) -> Path:
-    """The folder, created if needed. An earlier comparison's files may be replaced, others may not."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"want a folder as output; got the file {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / MARK).exists() and any(folder.iterdir()):
-        raise ValueError(f"want an empty folder, or an earlier comparison's, as output; got {folder}, which is neither")
-    (folder / MARK).touch()
-    return folder
-
-
 @contextmanager
-def _terminated_as_exit() -> Iterator[None]:
-    """Let SIGTERM end the comparison like an exception, so that the running commands are ended too."""
-
-    def leave(number: int, _: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep the folder for this process. ValueError while another one makes runs in it."""
+    with (folder / MARK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another rlplus compare makes runs in {folder}: wait for its end, or choose another --output"
+            ) from None
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _provenance() -> dict[str, str]:
-    installed = {distribution.name: distribution.version for distribution in distributions()}
-    packages = [name for name in ("rlplus", "torch", "transformers", "deepspeed", "vllm") if name in installed]
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": ", ".join(f"{name} {installed[name]}" for name in packages),
-        "commits": ", ".join(f"{place} {commit}" for place, commit in commits().items()),
         "python": platform.python_version(),
         "processor": processor_name(),
         "cores": str(len(os.sched_getaffinity(0))),

@@ -1,7 +1,7 @@
 """The file of a comparison: settings, methods, studies, and the search for learning rates."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
@@ -16,6 +16,12 @@ from rlplus.objective import ALGORITHMS
 
 BASE = "Base"  # the model before training, a row of every table
 Overrides = dict[str, Any]  # dotted keys of the training configuration
+OWNED = (
+    "train.seed",
+    "output_dir",
+    "model.path",
+    "algorithm.preset",
+)  # keys of which the comparison gives each run its own
 
 
 class Setting(Section):
@@ -84,8 +90,8 @@ class Method(Section):
 class Study(Section):
     """A table and its figures: methods in settings, over seeds."""
 
-    settings: list[str]
-    methods: list[Text]
+    settings: Annotated[list[str], Field(min_length=1)]
+    methods: Annotated[list[Text], Field(min_length=1)]
     seeds: Annotated[int, Field(ge=1, le=1000)] = 5
     """The seeds 0 ... seeds - 1, so that studies share their runs."""
     reference: Text | None = None
@@ -99,7 +105,7 @@ class Study(Section):
 class Search(Section):
     """The learning rate of each method in each setting: the best of `rates` on one seed."""
 
-    rates: Annotated[list[Positive], Field(min_length=1)]
+    rates: Annotated[list[Positive], Field(min_length=2)]
     seed: Annotated[int, Field(ge=1000)] = 1000
     """One that no study reports."""
     share: Annotated[Fraction, Field(gt=0)] = 1 / 3
@@ -107,6 +113,12 @@ class Search(Section):
     overrides: Overrides = {}
     """Values of the training configuration for its evaluations, by dotted keys: evaluation.data.path of problems that
     no test has. Problems that are made with a base model have some of their own."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(set(self.rates)) < len(self.rates):
+            raise ValueError(f"want rates that differ; got {self.rates}")
+        return self
 
 
 class Comparison(Section):
@@ -124,25 +136,44 @@ class Comparison(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        problems = [
-            *_unknown("methods", self._named_methods(), self.methods),
-            *_unknown("settings", self._named_settings(), self.settings),
-        ]
-        problems += [f"methods.{name}: want a name without a comma" for name in self.methods if "," in name]
-        if BASE in self.methods:
-            problems.append(f"methods.{BASE}: this name is the base model's, which is in every table")
-        if problems:
+        if problems := list(self._problems()):
             raise ValueError("\n".join(problems))
         for name in self.methods:
             self.chain(name)
-        if self.search is not None and "evaluation.data.path" not in self.search.overrides:
-            without = [name for name, setting in self.settings.items() if setting.base is None]
-            if without:
-                raise ValueError(
-                    "search.overrides: want evaluation.data.path, problems that no test has; the settings "
-                    f"{', '.join(map(repr, without))} have no base, with which they would be made"
-                )
         return self
+
+    def _problems(self) -> Iterator[str]:
+        yield from _unknown("methods", self._named_methods(), self.methods)
+        yield from _unknown("settings", self._named_settings(), self.settings)
+        yield from self._odd_names()
+        yield from self._owned_keys()
+        for title, study in self.studies.items():
+            if study.reference not in (None, BASE, *study.methods):
+                yield f"studies.{title}.reference: want one of its methods, or {BASE}; got {study.reference!r}"
+        for name, method in self.methods.items():
+            other = self.methods.get(method.searched_as or "")
+            if other is not None and other.searched_as is not None:
+                yield f"methods.{name}.searched_as: {method.searched_as} itself takes its rate from another method"
+        without = [name for name, setting in self.settings.items() if setting.base is None]
+        if self.search is not None and without and "evaluation.data.path" not in self.search.overrides:
+            yield (
+                "search.overrides: want evaluation.data.path, problems that no test has; the settings "
+                f"{', '.join(map(repr, without))} have no base, with which they would be made"
+            )
+
+    def _odd_names(self) -> Iterator[str]:
+        for what, names in (("methods", self.methods), ("settings", self.settings)):
+            yield from (f"{what}.{name}: want a name without a comma" for name in names if "," in name)
+        if BASE in self.methods:
+            yield f"methods.{BASE}: this name is the base model's, which is in every table"
+
+    def _owned_keys(self) -> Iterator[str]:
+        sections = [("overrides", self.overrides)]
+        sections += [(f"settings.{name}.overrides", each.overrides) for name, each in self.settings.items()]
+        sections += [(f"methods.{name}.overrides", each.overrides) for name, each in self.methods.items()]
+        for place, overrides in sections:
+            for key in owned(overrides, self):
+                yield f"{place}: {key} is the comparison's, which gives each run its own: leave it out"
 
     def _named_settings(self) -> Iterator[tuple[str, str]]:
         for title, study in self.studies.items():
@@ -151,8 +182,6 @@ class Comparison(Section):
     def _named_methods(self) -> Iterator[tuple[str, str]]:
         for title, study in self.studies.items():
             yield from ((f"studies.{title}.methods", name) for name in study.methods if name != BASE)
-            if study.reference is not None and study.reference not in study.methods:
-                yield f"studies.{title}.reference", study.reference
         for name, method in self.methods.items():
             yield from ((f"methods.{name}", other) for other in (method.after, method.searched_as) if other)
 
@@ -164,6 +193,13 @@ class Comparison(Section):
                 raise ValueError(f"methods.{name}: it comes after itself: {' after '.join([*names[::-1], before])}")
             names.insert(0, before)
         return names
+
+
+def owned(keys: Collection[str], comparison: Comparison) -> list[str]:
+    """Those keys that an override must not have, since each run has its own."""
+    made = any(setting.base is not None for setting in comparison.settings.values())
+    found = [key for key in keys if key in OWNED and (key != "model.path" or made)]
+    return [*found, *(key for key in keys if key == "train.lr" and comparison.search is not None)]
 
 
 def _unknown(what: str, named: Iterator[tuple[str, str]], known: Mapping[str, object]) -> Iterator[str]:
@@ -186,40 +222,46 @@ def load_comparison(
     if "run" not in data:
         if not presets:
             raise ValueError(f"{path} is a training configuration: want --presets, the methods to compare")
-        data = {"run": path.name, "studies": {"Methods": {"settings": [""], "methods": []}}}
+        data = {"run": path.name, "studies": {"Methods": {"settings": [""], "methods": list(presets)}}}
+        data["methods"] = {name: {"preset": name} for name in presets}
     try:
         comparison = Comparison.model_validate(data)
-        if presets or settings:
-            comparison = Comparison.model_validate(_among(data, presets, settings))
+        if presets or settings or seeds is not None:
+            comparison = Comparison.model_validate(_among(data, presets, settings, seeds))
     except ValidationError as error:
         lines = [line for detail in error.errors() for line in _lines(detail)]
         raise ValueError("\n".join([f"{path} does not describe a comparison:", *dict.fromkeys(lines)])) from error
-    if seeds is not None:
-        studies = {title: study.model_copy(update={"seeds": seeds}) for title, study in comparison.studies.items()}
-        comparison = comparison.model_copy(update={"studies": studies})
     return comparison
 
 
-def _among(data: dict[str, Any], names: Sequence[str], settings: Sequence[str]) -> dict[str, Any]:
-    """The comparison with only these methods and settings; a preset may be a method without being listed.
+def _among(data: dict[str, Any], names: Sequence[str], settings: Sequence[str], seeds: int | None) -> dict[str, Any]:
+    """The file's content with only these methods and settings.
 
-    Studies that compare nothing any more are left out; names that no study has are kept, to be refused.
+    A preset that is no method becomes one of the first study. Studies that compare nothing any more are left out.
     """
-    methods = {**{name: {"preset": name} for name in names if name in ALGORITHMS}, **data.get("methods", {})}
-    new = [name for name in names if name not in data.get("methods", {})]
-    unknown = [name for name in settings if name not in data.get("settings", {})]
+    methods = data.get("methods", {})
+    new = [name for name in names if name not in methods]
+    problems = [
+        *_unknown("methods and presets", (("--presets", name) for name in new), {**methods, **ALGORITHMS}),
+        *_unknown("settings", (("--settings", name) for name in settings), data.get("settings", {})),
+    ]
+    if problems:
+        raise ValueError("\n".join(problems))
     studies = {}
-    for title, study in data.get("studies", {}).items():
-        kept = dict(study)
+    for title, study in data["studies"].items():
+        kept = dict(study) if seeds is None else study | {"seeds": seeds}
         if settings:
-            kept["settings"] = [*(name for name in study["settings"] if name in settings), *unknown]
+            kept["settings"] = [name for name in study["settings"] if name in settings]
         if names:
-            kept["methods"] = [*(name for name in study["methods"] if name in names), *new]
+            first = title == next(iter(data["studies"]))
+            kept["methods"] = [*(new if first else []), *(name for name in study["methods"] if name in names)]
             if kept.get("reference") not in kept["methods"]:
                 kept.pop("reference", None)
         if kept["settings"] and len(kept["methods"]) >= (min(2, len(names)) if names else 1):
             studies[title] = kept
-    return {**data, "methods": methods, "studies": studies}
+    if not studies:
+        raise ValueError("want methods and settings that one study of the file has; no study has these together")
+    return {**data, "methods": {**{name: {"preset": name} for name in new}, **methods}, "studies": studies}
 
 
 def _lines(detail: Any) -> list[str]:

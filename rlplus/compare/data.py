@@ -13,7 +13,7 @@ from rlplus.demo.task import WIDTH, Demonstrator, Problem, Task
 from rlplus.textfiles import read_text, write_text
 
 TRAIN, VALIDATION, TEST = "train.jsonl", "validation.jsonl", "test.jsonl"
-NOTE = "data.json"  # in the folder of finished files: what they are of
+NOTE = "data.json"  # in the folder of finished files: the recipe that they were made from
 SET = "set"  # the column with the name of a test set
 TRAIN_PROBLEMS, VALIDATION_PROBLEMS, TEST_PROBLEMS, TRANSFER_PROBLEMS = 4096, 64, 100, 50
 
@@ -34,6 +34,7 @@ def write_data(folder: Path, recipe: Recipe, demonstrator: Demonstrator) -> None
     if (folder / NOTE).is_file() and read_text(folder / NOTE) == note:
         return
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / NOTE).unlink(missing_ok=True)
     task, rng = recipe.task, random.Random(f"train {recipe.seed}")
     tests, validation = _held_out(recipe)
     held_out = frozenset(problem for problems in (*tests.values(), validation) for problem in problems)

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from statistics import fmean
 
 from rich.table import Table as TerminalTable
 
 from rlplus.compare.config import BASE, Comparison, Study
-from rlplus.compare.results import CURVES, Outcome, Results
+from rlplus.compare.results import CURVES, Results
 from rlplus.evaluation import Estimate, Evaluation, join, paired_difference, pooled_pass_at
 from rlplus.report import ACCENT, render
 from rlplus.report.charts import Chart, Curve, Series, pass_chart, step_chart
@@ -28,7 +29,40 @@ NOTE = (
     "Methods are shown once they have finished on all seeds."
 )
 
-Tested = dict[str, dict[str, list[Evaluation]]]  # by method, then by test set; one evaluation per seed
+
+@dataclass(frozen=True)
+class Tested:
+    """The evaluations of a setting, by method, then by test set; one per seed.
+
+    same_problems: the seeds have the same ones, as where data are not made for each seed.
+    """
+
+    methods: dict[str, dict[str, list[Evaluation]]]
+    same_problems: bool
+
+    @property
+    def sets(self) -> list[str]:
+        """The test sets, in the order of their problems."""
+        return list(next(iter(self.methods.values()), {}))
+
+    def estimate(self, method: str, k: int, name: str | None = None) -> Estimate:
+        """Mean pass@k on a test set, or on the problems of all of them."""
+        return pooled_pass_at(self.of(method, name), k, same_problems=self.same_problems)
+
+    def difference(self, first: str, second: str, k: int, name: str) -> Estimate:
+        """pass@k of `second` minus that of `first` on a test set."""
+        return paired_difference(self.of(first, name), self.of(second, name), k, same_problems=self.same_problems)
+
+    def of(self, method: str, name: str | None = None) -> list[Evaluation]:
+        """A method's evaluation of each seed, on a test set or on the problems of all of them."""
+        sets = self.methods[method]
+        if name is not None:
+            return sets[name]
+        return [join(list(seed), seed=seed[0].seed) for seed in zip(*sets.values(), strict=True)]
+
+    def mean(self, method: str) -> float:
+        """Mean pass@1 over the problems of all test sets."""
+        return fmean(one.values(1).mean().item() for one in self.of(method))
 
 
 @dataclass(frozen=True)
@@ -80,15 +114,12 @@ def headline(results: Results, comparison: Comparison) -> str:
     sentences = []
     for setting in study.settings:
         tested = _tested(results, study, setting)
-        if not tested:
-            continue
-        means = {method: _estimate(each, 1).mean for method, each in tested.items()}
-        ranked = sorted(means, key=lambda method: -means[method])
-        first = study.compared_with if study.compared_with in means else ranked[0]
-        others = [method for method in ranked if method not in (first, BASE)][:2]
-        shown = [f"{first} {percent(means[first])}%", *(f"{method} {percent(means[method])}%" for method in others)]
-        base = [f"the base {percent(means[BASE])}%"] if BASE in means else []
-        sentences.append(f"{setting + ': ' if setting else ''}{', '.join([*shown, *base])}")
+        means = {method: tested.mean(method) for method in tested.methods if method != BASE}
+        ranked = sorted(means, key=lambda method: (method != study.compared_with, -means[method]))
+        shown = [f"{method} {percent(means[method])}%" for method in ranked[:3]]
+        if shown:
+            base = f"the base model {percent(tested.mean(BASE))}%"
+            sentences.append(f"{setting + ': ' if setting else ''}{', '.join([*shown, base])}")
     if not sentences:
         return "No method has finished yet."
     return f"Problems solved with one sample. {'; '.join(sentences)}."
@@ -98,7 +129,7 @@ def terminal_tables(results: Results, comparison: Comparison) -> Iterator[Termin
     """Every study's tables for the terminal."""
     for name, study in comparison.studies.items():
         for table in _summary(results, study):
-            yield _for_terminal(table, name)
+            yield _for_terminal(table, f"{name} · {table.title}")
         for setting in study.settings:
             for table in setting_tables(results, study, setting):
                 yield _for_terminal(table, " · ".join(filter(None, (name, setting, table.title))))
@@ -113,55 +144,37 @@ def _for_terminal(table: Table, title: str) -> TerminalTable:
 
 def _tested(results: Results, study: Study, setting: str) -> Tested:
     """The evaluations of the methods that are finished on every seed of the study, the base first."""
-    found: Tested = {}
+    found = {}
     for method in dict.fromkeys((BASE, *study.methods)):
         outcomes = results.of(setting, method, study.seeds)
         if len(outcomes) == study.seeds:
-            seeds = [outcomes[seed] for seed in range(study.seeds)]
-            found[method] = {name: [one.results[name] for one in seeds] for name in _sets(seeds[0])}
-    return found
-
-
-def _sets(outcome: Outcome) -> list[str]:
-    """The test sets, in the order of their problems."""
-    return sorted(outcome.results, key=lambda name: outcome.results[name].problems[0])
-
-
-def _estimate(sets: Mapping[str, Sequence[Evaluation]], k: int) -> Estimate:
-    """Mean pass@k over all test sets' problems together."""
-    return pooled_pass_at(_joined(sets), k)
-
-
-def _joined(sets: Mapping[str, Sequence[Evaluation]]) -> list[Evaluation]:
-    """All test sets' problems as one evaluation per seed."""
-    return [join(list(seed), seed=seed[0].seed) for seed in zip(*sets.values(), strict=True)]
+            seeds = [outcomes[seed].results for seed in range(study.seeds)]
+            names = sorted(seeds[0], key=lambda name: seeds[0][name].problems[0])
+            found[method] = {name: [each[name] for each in seeds] for name in names}
+    return Tested(found, same_problems=results.comparison["settings"][setting]["base"] is None)
 
 
 def setting_tables(results: Results, study: Study, setting: str) -> list[Table]:
     """pass@k of each finished method on each test set, and the differences from the reference."""
     tested = _tested(results, study, setting)
-    if not tested:
+    if not tested.methods:
         return []
-    first = next(iter(tested.values()))
-    ks = sorted({k for each in first.values() for one in each for k in one.k})
-    columns = [(name, k) for name in first for k in (ks if name == next(iter(first)) else ks[:1])]
+    first = tested.of(BASE, tested.sets[0])
+    ks = sorted({k for one in first for k in one.k})
+    columns = [(name, k) for name in tested.sets for k in (ks if name == tested.sets[0] else ks[:1])]
     header = [f"{name}, pass@{k}" if name else f"pass@{k}" for name, k in columns]
     solved = Table(["method", *header], title="Problems solved, %")
-    for method, sets in tested.items():
-        solved.add(method, *(interval(pooled_pass_at(sets[name], k)) for name, k in columns))
+    for method in tested.methods:
+        solved.add(method, *(interval(tested.estimate(method, k, name)) for name, k in columns))
     reference = study.compared_with
-    if reference not in tested or len(tested) == 1:
+    others = [method for method in tested.methods if method != reference]
+    if reference not in tested.methods or not others:
         return [solved]
-    apart = Table(["method", *header], title=f"Difference from {reference}, points")
-    for method, sets in tested.items():
-        if method != reference:
-            apart.add(method, *(_difference(tested[reference][name], sets[name], k) for name, k in columns))
-    return [solved, apart]
-
-
-def _difference(first: Sequence[Evaluation], second: Sequence[Evaluation], k: int) -> Cell:
-    estimate = paired_difference(first, second, k)
-    return interval(estimate, "+", strong=estimate.low > 0 or estimate.high < 0)
+    differences = Table(["method", *header], title=f"Difference from {reference}, points")
+    for method in others:
+        estimates = [tested.difference(reference, method, k, name) for name, k in columns]
+        differences.add(method, *(interval(e, "+", strong=e.low > 0 or e.high < 0) for e in estimates))
+    return [solved, differences]
 
 
 def _summary(results: Results, study: Study) -> list[Table]:
@@ -171,46 +184,46 @@ def _summary(results: Results, study: Study) -> list[Table]:
     each = {setting: _tested(results, study, setting) for setting in study.settings}
     table = Table(["method", *study.settings], title="All settings: problems solved with one sample, %")
     for method in dict.fromkeys((BASE, *study.methods)):
-        if any(method in tested for tested in each.values()):
-            cells = (interval(_estimate(tested[method], 1)) if method in tested else "" for tested in each.values())
-            table.add(method, *cells)
+        if any(method in tested.methods for tested in each.values()):
+            done = (tested.estimate(method, 1) if method in tested.methods else None for tested in each.values())
+            table.add(method, *("" if estimate is None else interval(estimate) for estimate in done))
     return [table]
 
 
 def _part(results: Results, study: Study, setting: str) -> Part | None:
     tested = _tested(results, study, setting)
-    if not tested:
+    if not tested.methods:
         return None
-    styles = _styles(tested, study)
-    bars = [Bar(method, styles[method], _estimate(sets, 1)) for method, sets in tested.items()]
     lines = _chosen(tested, study)
+    styles = _styles(tested, study, lines)
+    bars = [Bar(method, styles[method], tested.estimate(method, 1)) for method in tested.methods]
     charts = [
-        pass_chart({method: tested[method][name] for method in lines}, styles, name or "All problems")
-        for name in next(iter(tested.values()))
+        pass_chart(
+            {method: tested.of(method, name) for method in lines},
+            styles,
+            name or "All problems",
+            same_problems=tested.same_problems,
+        )
+        for name in tested.sets
     ]
-    return Part(
-        setting,
-        bars,
-        [*charts, *_dynamics(results, study, setting, lines, styles)],
-        setting_tables(results, study, setting),
-    )
+    charts += _dynamics(results, study, setting, lines, styles)
+    return Part(setting, bars, charts, setting_tables(results, study, setting))
 
 
 def _chosen(tested: Tested, study: Study) -> list[str]:
     """The methods that are drawn as lines: the base, the reference, and the best of the others."""
-    means = {method: _estimate(sets, 1).mean for method, sets in tested.items()}
-    fixed = [method for method in (BASE, study.compared_with) if method in tested]
-    others = sorted((method for method in tested if method not in fixed), key=lambda method: -means[method])
+    fixed = [method for method in (BASE, study.compared_with) if method in tested.methods]
+    others = sorted((method for method in tested.methods if method not in fixed), key=lambda m: -tested.mean(m))
     chosen = {*fixed, *others[: MOST_LINES - len(fixed)]}
-    return [method for method in tested if method in chosen]
+    return [method for method in tested.methods if method in chosen]
 
 
-def _styles(tested: Tested, study: Study) -> dict[str, str]:
+def _styles(tested: Tested, study: Study, lines: Sequence[str]) -> dict[str, str]:
+    """Of each method; `plain` for those that are no lines."""
     others = cycle(f"other{i}" for i in range(1, 6))
-    styles = {BASE: "plain", study.compared_with: ACCENT}
-    drawn = [method for method in _chosen(tested, study) if method not in styles]
-    styles |= {method: next(others) for method in drawn}
-    return {method: styles.get(method, "plain") for method in tested}
+    fixed = {BASE: "plain", study.compared_with: ACCENT}
+    drawn = {method: fixed.get(method) or next(others) for method in lines}
+    return {method: drawn.get(method, "plain") for method in tested.methods}
 
 
 def _dynamics(
@@ -234,10 +247,15 @@ def _search_tables(results: Results) -> list[Table]:
     for setting, methods in results.rates.items():
         rates = sorted({rate for each in methods.values() for rate in each}, key=float)
         table = Table(["method", *rates], title=setting)
+        at_an_end = []
         for method, each in methods.items():
             best = max(each.values())
-            chosen = next(rate for rate, value in each.items() if value == best)
+            chosen = next(rate for rate in rates if each[rate] == best)
+            if chosen in (rates[0], rates[-1]):
+                at_an_end.append(method)
             table.add(method, *(Cell(percent(each[rate]), strong=rate == chosen) for rate in rates))
+        if at_an_end:
+            table.note = f"At an end of the range, beyond which another may be better: {', '.join(at_an_end)}."
         tables.append(table)
     return tables
 

@@ -9,9 +9,9 @@ from typing import Any, Self
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rlplus.compare.config import Comparison
-from rlplus.compare.runs import Run, Runner, seconds_of
+from rlplus.compare.runs import Run, Runner
 from rlplus.evaluation import Evaluation
-from rlplus.report import load_run
+from rlplus.report import RunData, load_run
 from rlplus.textfiles import read_text, write_text
 
 POINTS = 60  # of a curve, at most
@@ -20,7 +20,11 @@ CURVES = ("reward/internal", "actor/entropy_internal", "response_length/mean", "
 
 @dataclass(frozen=True)
 class Outcome:
-    """One finished run. results: by test set. curves: (steps, values) of some metrics, thinned by means."""
+    """One finished run.
+
+    seconds: of its steps and its evaluation. versions: of the packages that it ran with, and its commit. results: by
+    test set. curves: (steps, values) of some metrics, thinned by means.
+    """
 
     setting: str
     seed: int
@@ -29,6 +33,7 @@ class Outcome:
     steps: int
     generated_tokens: int
     seconds: float
+    versions: str
     results: dict[str, Evaluation]
     curves: dict[str, tuple[list[float], list[float]]]
 
@@ -37,7 +42,7 @@ class Outcome:
 class Results:
     """All finished runs of a comparison. rates: mean pass@1 by setting, method and learning rate, of the search.
 
-    provenance: date, versions and hardware.
+    provenance: date and hardware.
     """
 
     comparison: dict[str, Any]
@@ -86,16 +91,32 @@ def collect(comparison: Comparison, runner: Runner, provenance: dict[str, str]) 
 
 def _outcome(runner: Runner, run: Run, evaluations: dict[str, Evaluation]) -> Outcome:
     folder = runner.path(run)
-    seconds = seconds_of(folder)
+    seconds = sum(one.seconds for one in evaluations.values())
     if not (folder / "metrics.jsonl").is_file():  # the base model
-        return Outcome(run.setting, run.seed, run.method, 0.0, 0, 0, seconds, evaluations, {})
+        return Outcome(run.setting, run.seed, run.method, 0.0, 0, 0, seconds, "", evaluations, {})
     data = load_run(folder)
     last = data.metrics[-1]
-    curves = {name: _thinned(*data.curve(name)) for name in CURVES if data.curve(name)[0]}
-    rate = runner.config_of(run).train.lr
     return Outcome(
-        run.setting, run.seed, run.method, rate, last["step"], last["generated_tokens"], seconds, evaluations, curves
+        run.setting,
+        run.seed,
+        run.method,
+        rate=runner.config_of(run).train.lr,
+        steps=last["step"],
+        generated_tokens=last["generated_tokens"],
+        seconds=round(seconds + sum(step.get("time/step", 0.0) for step in data.metrics), 1),
+        versions=_versions(data),
+        results=evaluations,
+        curves={name: _thinned(*data.curve(name)) for name in CURVES if data.curve(name)[0]},
     )
+
+
+def _versions(data: RunData) -> str:
+    """Of the run's last start."""
+    if not data.starts:
+        return ""
+    start = data.starts[-1]
+    packages = [f"{name} {version}" for name, version in start.get("versions", {}).items()]
+    return ", ".join([*packages, *(f"commit {commit}" for commit in start.get("commits", {}).values())])
 
 
 def _thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:

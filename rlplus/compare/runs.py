@@ -8,24 +8,26 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
+from typing import Any
+
+from pydantic import ValidationError
 
 from rlplus.compare.config import BASE, Comparison, Overrides
 from rlplus.compare.data import SET, TEST, TRAIN, VALIDATION, make_base_model, response_tokens, write_data
-from rlplus.config import Config, load_config
+from rlplus.config import CheckpointConfig, Config, EvaluationConfig, LogConfig, load_config
 from rlplus.demo.base import Recipe, is_made
 from rlplus.errors import RunFailed
 from rlplus.evaluation import Evaluation, load_results
 from rlplus.textfiles import read_text, write_text
 
-ASKED, FINISHED = "asked.json", "finished.json"  # in a run's folder, at its start and at its end
+ASKED, FINISHED = "asked.json", "finished"  # in a run's folder, at its start and at its end
 TAIL = 20  # lines of a failed command's log that are shown
 Say = Callable[[str], None]
 
@@ -53,8 +55,8 @@ class Run:
 class Runner:
     """Makes the runs of a comparison in `folder`, `jobs` at a time.
 
-    folder/<setting>/seed-<N>/ has the data, where they are made, and a folder for each method; folder/bases/ the base
-    models.
+    folder/runs/<setting>/seed-<N>/ has a folder for each method; folder/data/ and folder/bases/ have the data and the
+    base models where they are made.
     launcher: the beginning of the commands, such as "torchrun --nproc_per_node 8 -m". overrides: of the training
     configuration, for all runs.
     """
@@ -74,17 +76,23 @@ class Runner:
         self.jobs, self.say = jobs, say
         self.launcher = shlex.split(launcher) if launcher else [sys.executable, "-m"]
         self._children: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
         self._rates: dict[tuple[str, str], float] = {}  # found, by setting and method
         self.searched: dict[str, dict[str, dict[str, float]]] = {}  # mean pass@1 by setting, method and rate
 
-    def path(self, run: Run) -> Path:
-        """The run's folder."""
+    def path(self, run: Run, root: Path | None = None) -> Path:
+        """The run's folder; root: in place of the comparison's."""
         name = run.method if run.rate is None else f"{run.method}-lr-{run.rate:g}"
-        return self.data(run.setting, run.seed) / file_name(name)
+        return (root or self.folder) / "runs" / file_name(run.setting) / f"seed-{run.seed}" / file_name(name)
 
-    def data(self, setting: str, seed: int) -> Path:
-        """The folder with the data of a setting, where they are made, and with its runs."""
-        return self.folder / file_name(setting) / f"seed-{seed}"
+    def data(self, setting: str, seed: int, root: Path | None = None) -> Path:
+        """The folder with the data of a setting and seed, where they are made."""
+        return (root or self.folder) / "data" / file_name(setting) / f"seed-{seed}"
+
+    def base(self, recipe: Recipe, root: Path | None = None) -> Path:
+        """The folder of the base model, which settings share if it is the same."""
+        name = f"{zlib.crc32(repr(recipe).encode()):08x}-seed-{recipe.seed}"
+        return (root or self.folder) / "bases" / name
 
     def all(self) -> list[Run]:
         """The reported runs, in an order in which each follows what it starts from."""
@@ -100,7 +108,7 @@ class Runner:
         """The method's run for each rate, after the run that it starts from."""
         before: list[Run] = []
         if method != BASE and (first := self.comparison.methods[method].after) is not None:
-            rate = None if rates == (None,) else self._rate(setting, first)
+            rate = None if rates == (None,) else self._rates.get((setting, self._searched(first)))
             before = self.chain(setting, seed, first, (rate,))
         start = before[-1] if before else None
         return [*before, *(Run(setting, seed, method, rate, start) for rate in rates)]
@@ -117,51 +125,55 @@ class Runner:
         """The evaluations, by the name of the test set, of the reported runs that are finished."""
         reported = self.all()
         self._search(reported, lambda runs: None)
-        return {run: load_results(self.path(run)) for run in reported if self._is_finished(run)}
+        known = [run for run in reported if self.comparison.search is None or run.method == BASE or self._rate(run)]
+        return {run: load_results(self.path(run)) for run in known if self._is_finished(run)}
 
     def _search(self, reported: Sequence[Run], make: Callable[[Sequence[Run]], None]) -> None:
         """Find the best rate of each method that has one of its own, those that others start from first."""
         if (search := self.comparison.search) is None:
             return
-        wanted = dict.fromkeys((run.setting, self._searched(run.method)) for run in reported if run.method != BASE)
-        depth = {method: len(self.comparison.chain(method)) for _, method in wanted}
+        methods = dict.fromkeys((run.setting, self._searched(run.method)) for run in reported if run.method != BASE)
+        depth = {
+            (setting, self._searched(part)): len(self.comparison.chain(part))
+            for setting, method in methods
+            for part in self.comparison.chain(method)
+        }
         for level in sorted(set(depth.values())):
-            now = [(setting, method) for setting, method in wanted if depth[method] == level]
+            now = [each for each in depth if depth[each] == level]
             runs = {each: self.chain(each[0], search.seed, each[1], search.rates) for each in now}
             make(list(dict.fromkeys(run for each in runs.values() for run in each)))
             for (setting, method), each in runs.items():
                 tried = {run.rate: self.path(run) for run in each if run.method == method and self._is_finished(run)}
                 if len(tried) == len(search.rates):
-                    self._choose(
-                        setting, method, {rate: solved(load_results(tried[rate])) for rate in sorted(search.rates)}
-                    )
-
-    def _choose(self, setting: str, method: str, scores: dict[float, float]) -> None:
-        self.searched.setdefault(setting, {})[method] = {f"{rate:g}": score for rate, score in scores.items()}
-        self._rates[setting, method] = max(scores, key=lambda rate: scores[rate])  # the least of the best
+                    scores = {rate: solved(load_results(tried[rate])) for rate in sorted(search.rates)}
+                    self.searched.setdefault(setting, {})[method] = {f"{rate:g}": each for rate, each in scores.items()}
+                    self._rates[setting, method] = max(scores, key=lambda rate: scores[rate])  # the least of the best
 
     def _searched(self, method: str) -> str:
         return method if method == BASE else self.comparison.methods[method].searched_as or method
 
-    def _rate(self, setting: str, method: str) -> float | None:
-        return self._rates.get((setting, self._searched(method)))
+    def _rate(self, run: Run) -> float | None:
+        """The run's learning rate, if it is not the configuration's."""
+        return run.rate or self._rates.get((run.setting, self._searched(run.method)))
 
     def _make_all(self, runs: Sequence[Run]) -> None:
-        """Make the runs, `jobs` at a time, each after the one that it starts from."""
+        """Make the runs, `jobs` at a time, each after the one that it starts from. The first failure ends all."""
         self._prepare(runs)
         made: set[Run] = set()
         while wave := [run for run in runs if run not in made and (run.before is None or run.before in made)]:
             with ThreadPoolExecutor(self.jobs) as pool:
+                work = {pool.submit(self._make, run): run for run in wave}
                 try:
-                    for number, (run, new) in enumerate(zip(wave, pool.map(self._make, wave), strict=True), len(made)):
-                        if new:
-                            self.say(f"{number + 1} of {len(runs)}: {run.title}")
+                    for done in as_completed(work):
+                        made.add(work[done])
+                        if done.result():
+                            self.say(f"{len(made)} of {len(runs)}: {work[done].title}")
                 except BaseException:
+                    self._stopped = True
                     pool.shutdown(wait=False, cancel_futures=True)
                     for child in list(self._children):
                         child.terminate()
                     raise
-            made.update(wave)
 
     def _prepare(self, runs: Sequence[Run]) -> None:
         """Make the base models and the data of these runs."""
@@ -176,34 +188,31 @@ class Runner:
             for number, recipe in enumerate(pool.map(_make_base, missing.items()), 1):
                 self.say(f"base model {number} of {len(missing)}: seed {recipe.seed}")
 
-    def base(self, recipe: Recipe) -> Path:
-        """The folder of the base model, which settings share if it is the same."""
-        return self.folder / "bases" / f"{zlib.crc32(repr(recipe).encode()):08x}-seed-{recipe.seed}"
-
     def _make(self, run: Run) -> bool:
-        """Train and evaluate; False if that was done before. What was asked for otherwise is deleted."""
+        """Train and evaluate; False if that was done before.
+
+        A run with another configuration is deleted; if only its evaluation differs, this is made again.
+        """
         if self._is_finished(run):
             return False
-        folder = self.path(run)
-        if not self._is_asked(run):
-            shutil.rmtree(folder, ignore_errors=True)
+        folder, asked = self.path(run), self._asked(run)
+        if folder.exists() and ((was := _read_asked(folder)) is None or _trained(was) != _trained(asked)):
+            self.say(f"{run.title}: made again, since its configuration has changed")
+            shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / ASKED, self._asked(run))
-        overrides, began = self.overrides(run), time.monotonic()
+        (folder / FINISHED).unlink(missing_ok=True)
+        write_text(folder / ASKED, json.dumps(asked, indent=1, default=lambda config: config.model_dump()) + "\n")
+        overrides = self.overrides(run)
         if run.method != BASE:
             self._command(run, "train", ["--resume=auto"], overrides)
-        model = folder / "model" if run.method != BASE else self._start(run)
+        model = folder / "model" if run.method != BASE else self._start(run) or self.config_of(run).model.path
         self._command(run, "eval", ["--model", str(model), "--output", str(folder)], overrides)
-        write_text(folder / FINISHED, json.dumps({"seconds": round(time.monotonic() - began, 1)}) + "\n")
+        (folder / FINISHED).touch()
         return True
 
-    def _is_asked(self, run: Run) -> bool:
-        """Whether the run in the folder, finished or not, is the one asked for now."""
-        asked = self.path(run) / ASKED
-        return asked.is_file() and read_text(asked) == self._asked(run)
-
     def _is_finished(self, run: Run) -> bool:
-        return (self.path(run) / FINISHED).is_file() and self._is_asked(run)
+        folder = self.path(run)
+        return (folder / FINISHED).is_file() and _read_asked(folder) == self._asked(run)
 
     def config_of(self, run: Run) -> Config:
         """The run's training configuration. ValueError, with the run's name, if it is none."""
@@ -212,22 +221,20 @@ class Runner:
         except ValueError as error:
             raise ValueError(f"{run.title}: {error}") from error
 
-    def _asked(self, run: Run) -> str:
-        """What makes the run another one, as text: all that it and those before it are made of, wherever they are."""
+    def _asked(self, run: Run) -> dict[str, Any]:
+        """The run's identity: its configuration, data and predecessors, wherever the folder is."""
         setting = self.comparison.settings[run.setting]
-        config = self.config_of(run).model_dump(mode="json", exclude={"output_dir"})
-        asked = {
-            "config": json.loads(json.dumps(config).replace(json.dumps(str(self.folder))[1:-1], "")),
+        return {
+            "config": _without_own(load_config(self.config, self.overrides(run, Path("comparison")))),
             "recipe": None if (recipe := setting.recipe(run.seed)) is None else asdict(recipe),
             "demonstrator": asdict(setting.author),
-            "before": None if run.before is None else json.loads(self._asked(run.before)),
+            "before": None if run.before is None else self._asked(run.before),
         }
-        return json.dumps(asked, indent=1) + "\n"
 
-    def overrides(self, run: Run) -> list[str]:
-        """Changes to the training configuration, later ones first in force last."""
-        setting, data = self.comparison.settings[run.setting], self.path(run).parent
-        values: Overrides = {"train.seed": run.seed, "output_dir": str(self.path(run))}
+    def overrides(self, run: Run, root: Path | None = None) -> list[str]:
+        """Changes to the training configuration; later ones win. root: in place of the comparison's folder."""
+        setting, data = self.comparison.settings[run.setting], self.data(run.setting, run.seed, root)
+        values: Overrides = {}
         if (recipe := setting.recipe(run.seed)) is not None:
             values |= {
                 "data.path": str(data / TRAIN),
@@ -238,39 +245,43 @@ class Runner:
                 "evaluation.data.max_prompt_length": 6 * recipe.task.hard,
             }
         values |= self.comparison.overrides | setting.overrides
+        own: Overrides = {"train.seed": run.seed, "output_dir": str(self.path(run, root))}
         if run.method != BASE:
             method = self.comparison.methods[run.method]
-            values |= {"algorithm.preset": method.preset} | method.overrides
-        if (start := self._start(run)) is not None:
-            values["model.path"] = str(start)
-        if (rate := run.rate or self._rate(run.setting, run.method)) is not None:
-            values["train.lr"] = rate
+            values |= method.overrides
+            own["algorithm.preset"] = method.preset
+        if (start := self._start(run, root)) is not None:
+            own["model.path"] = str(start)
+        if (rate := self._rate(run)) is not None:
+            own["train.lr"] = rate
         if run.rate is not None:
-            values |= self._search_overrides(run, values)
-        return [*_settings(values), *self.given]
+            own |= self._search_overrides(run, [*_settings(values), *self.given, *_settings(own)], data)
+        return [*_settings(values), *self.given, *_settings(own)]
 
-    def _start(self, run: Run) -> Path | None:
+    def _start(self, run: Run, root: Path | None = None) -> Path | None:
         """The model that the run starts from; None = the training configuration's."""
         if run.before is not None:
-            return self.path(run.before) / "model"
+            return self.path(run.before, root) / "model"
         recipe = self.comparison.settings[run.setting].recipe(run.seed)
-        return None if recipe is None else self.base(recipe)
+        return None if recipe is None else self.base(recipe, root)
 
-    def _search_overrides(self, run: Run, values: Overrides) -> Overrides:
-        """Fewer steps, and other problems to evaluate on."""
+    def _search_overrides(self, run: Run, overrides: Sequence[str], data: Path) -> Overrides:
+        """A share of the steps that `overrides` ask for, and other problems to evaluate on."""
         assert self.comparison.search is not None
         search = self.comparison.search
-        train = load_config(self.config, [*_settings(values), *self.given]).train
+        train = load_config(self.config, overrides).train
         if train.steps is None:
             raise ValueError(f"{run.title}: a search trains a share of train.steps: want these, not epochs")
         shorter = {"train.steps": train.steps, "train.generated_tokens": train.generated_tokens}
         found: Overrides = {key: math.ceil(search.share * value) for key, value in shorter.items() if value is not None}
         if self.comparison.settings[run.setting].base is not None:
-            return found | {"evaluation.data.path": str(self.path(run).parent / VALIDATION)} | search.overrides
+            found["evaluation.data.path"] = str(data / VALIDATION)
         return found | search.overrides
 
     def _command(self, run: Run, command: str, options: Sequence[str], overrides: Sequence[str]) -> None:
         """Run an rlplus command with its output in a file; RunFailed with the end of it."""
+        if self._stopped:
+            raise RunFailed(f"{run.title}: stopped with another run")
         log = self.path(run) / f"{command}.log"
         arguments = [*self.launcher, "rlplus", command, *options, str(self.config), *overrides]
         environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.jobs)), **os.environ}
@@ -296,9 +307,34 @@ def _settings(values: Overrides) -> list[str]:
     return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
 
 
-def seconds_of(folder: Path) -> float:
-    """Wall-clock time of a finished run and its evaluation."""
-    return float(json.loads(read_text(folder / FINISHED))["seconds"])
+def _read_asked(folder: Path) -> dict[str, Any] | None:
+    """The identity of the run in a folder, as `Runner._asked` gives it; None where there is none of this version."""
+    if not (folder / ASKED).is_file():
+        return None
+    asked = json.loads(read_text(folder / ASKED))
+    try:
+        return _validated(asked)
+    except ValidationError:
+        return None
+
+
+def _validated(asked: dict[str, Any]) -> dict[str, Any]:
+    """With the configuration as a value, in which keys that are newer than the file have their defaults."""
+    before = None if asked["before"] is None else _validated(asked["before"])
+    return asked | {"config": Config.model_validate(asked["config"]), "before": before}
+
+
+def _trained(asked: dict[str, Any]) -> dict[str, Any]:
+    """The identity of a run's model."""
+    config = asked["config"].model_copy(update={"evaluation": EvaluationConfig()})
+    return asked | {"config": config, "before": asked["before"] and _trained(asked["before"])}
+
+
+def _without_own(config: Config) -> Config:
+    """The configuration without what changes no result: the places of samples, checkpoints and workers."""
+    plain = {"log": LogConfig(), "checkpoint": CheckpointConfig()}
+    reward = config.reward.model_copy(update={"workers": 1})
+    return config.model_copy(update=plain | {"reward": reward})
 
 
 def solved(results: Mapping[str, Evaluation]) -> float:
@@ -307,6 +343,6 @@ def solved(results: Mapping[str, Evaluation]) -> float:
 
 
 def file_name(name: str) -> str:
-    """The name as that of a file; names that differ only in other characters get different ones by a checksum."""
-    plain = re.sub(r"[^\w.,+=-]+", "-", name) or "-"
-    return plain if plain == name else f"{plain}-{zlib.crc32(name.encode()):08x}"
+    """The name as that of a file; one with other characters, or only of dots, gets a checksum."""
+    plain = re.sub(r"[^\w.,+=-]+", "-", name)
+    return plain if plain == name and plain.strip(".") else f"{plain.strip('.')}-{zlib.crc32(name.encode()):08x}"

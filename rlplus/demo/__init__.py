@@ -54,10 +54,10 @@ def run_demo(output: str | Path, *, seeds: int = 1, overrides: Sequence[str] = (
     """
     if seeds < 1:
         raise ValueError(f"want at least one seed; got {seeds}")
-    folder = _claim(Path(output).expanduser())
+    folder = claimed(Path(output).expanduser(), MARK, "demo")
     console = Terminal(stderr=True)
     started = time.monotonic()
-    with as_file(files("rlplus") / "configs" / "demo.yaml") as config, _terminated_as_exit():
+    with as_file(files("rlplus") / "configs" / "demo.yaml") as config, terminated_as_exit():
         for seed in range(seeds):
             _run_seed(folder / f"seed{seed}", seed, config, overrides, console)
     evaluations = {label: [_evaluation(folder, seed, label) for seed in range(seeds)] for label in (BASE, *RUNS)}
@@ -75,20 +75,20 @@ def run_demo(output: str | Path, *, seeds: int = 1, overrides: Sequence[str] = (
     return report
 
 
-def _claim(folder: Path) -> Path:
-    """The folder, created if needed. An earlier demo's files may be replaced, others may not."""
+def claimed(folder: Path, mark: str, what: str) -> Path:
+    """The folder, created if needed. Files of an earlier one with this mark may be replaced, others may not."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"want a folder as output; got the file {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / MARK).exists() and any(folder.iterdir()):
-        raise ValueError(f"want an empty folder, or an earlier demo's, as output; got {folder}, which is neither")
-    (folder / MARK).touch()
+    if not (folder / mark).exists() and any(folder.iterdir()):
+        raise ValueError(f"want an empty folder, or an earlier {what}'s, as output; got {folder}, which is neither")
+    (folder / mark).touch()
     return folder
 
 
 @contextmanager
-def _terminated_as_exit() -> Iterator[None]:
-    """Let SIGTERM end the demo like an exception, so that the running command is ended too."""
+def terminated_as_exit() -> Iterator[None]:
+    """Let SIGTERM end the program like an exception, so that running commands are ended too."""
 
     def leave(number: int, _: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

@@ -48,6 +48,14 @@ class Recipe:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
+    def __post_init__(self) -> None:
+        for name in ("first_share", "scratchpad_share", "scratchpad_slip", "answer_slip"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"want {name} a probability; got {getattr(self, name)}")
+        for name in ("hidden", "batch", "lr", "max_clean_steps", "sloppy_steps", "falling"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"want {name} above 0; got {getattr(self, name)}")
+
 
 def make_base(folder: Path, recipe: Recipe, held_out: Collection[Problem], console: Console) -> bool:
     """Create the model and its tokenizer in `folder` (Hugging Face format), without training on `held_out` problems.

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 DIGITS = "0123"
 WIDTH = 5  # digits of a number: a guess is right once in 4**5 times
 EASY, HARD = 2, 5  # numbers to add
+MOST = 10  # numbers for which the base model has positions
 PLUS, MINUS = "+", "~"  # the dash stands for an empty place
 TRAIN_PROBLEMS, TEST_PROBLEMS = 4096, 200
 SCRATCHPAD, ANSWER, EMPTY = ";", ":", "-"
@@ -84,8 +85,8 @@ class Task:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     def __post_init__(self) -> None:
-        if not 4 <= self.hard <= 12:
-            raise ValueError(f"want 4 to 12 numbers in a hard problem; got {self.hard}")
+        if not 4 <= self.hard <= MOST:
+            raise ValueError(f"want 4 to {MOST} numbers in a hard problem; got {self.hard}")
 
     @property
     def sets(self) -> dict[str, tuple[Kind, Kind]]:

@@ -36,10 +36,11 @@ class Estimate:
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def bootstrap(seeds: Sequence[Tensor], least: float = 0.0) -> Estimate:
+def bootstrap(seeds: Sequence[Tensor], least: float = 0.0, *, same_problems: bool = False) -> Estimate:
     """95% interval of the mean over seeds of the means over problems; each value is in [least, 1].
 
-    Percentiles over resampled seeds and, within each, resampled problems. Where all problems are solved, or none is (or
+    Percentiles over resampled seeds and, within each, resampled problems; with same_problems, where every seed has the
+    same ones in the same order, these are resampled once for all seeds. Where all problems are solved, or none is (or
     no difference is seen), resampling shows no spread. The interval is then exact (Clopper and Pearson 1934): n of n
     problems are like these, so at least a share of 0.025^(1/n) of all are, and the others can be anything in
     [least, 1]. n is the number of problems of one seed, since further seeds add no problems.
@@ -51,6 +52,14 @@ def bootstrap(seeds: Sequence[Tensor], least: float = 0.0) -> Estimate:
         unlike = 1 - _TAIL ** (1 / min(map(len, seeds)))
         return Estimate(value, value - unlike * (value - least), value + unlike * (1 - value))
     generator = torch.Generator().manual_seed(0)
+    means = (_of_same_problems if same_problems else _of_own_problems)(seeds, generator)
+    low, high = means.quantile(torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist()
+    mean = torch.stack([values.mean() for values in seeds]).mean().item()
+    return Estimate(mean, min(low, mean), max(mean, high))  # rounding may put a limit an ulp beyond the mean
+
+
+def _of_own_problems(seeds: Sequence[Tensor], generator: torch.Generator) -> Tensor:
+    """Means (replicates,) over resampled seeds and, in each, resampled problems of its own."""
     chosen = torch.randint(len(seeds), (_REPLICATES, len(seeds)), generator=generator)
     means = torch.empty(_REPLICATES, len(seeds), dtype=torch.float64)
     for seed, values in enumerate(seeds):
@@ -58,6 +67,19 @@ def bootstrap(seeds: Sequence[Tensor], least: float = 0.0) -> Estimate:
         for part in places.split(max(1, _INDICES_AT_ONCE // len(values))):
             problems = torch.randint(len(values), (len(part), len(values)), generator=generator)
             means[part[:, 0], part[:, 1]] = values[problems].mean(1)
-    low, high = means.mean(1).quantile(torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist()
-    mean = torch.stack([values.mean() for values in seeds]).mean().item()
-    return Estimate(mean, min(low, mean), max(mean, high))  # rounding may put a limit an ulp beyond the mean
+    return means.mean(1)
+
+
+def _of_same_problems(seeds: Sequence[Tensor], generator: torch.Generator) -> Tensor:
+    """Means (replicates,) over resampled seeds and resampled problems, the same in all seeds."""
+    values = torch.stack(list(seeds))
+    seed_shares, problem_shares = (_shares(size, generator) for size in values.shape)
+    return (seed_shares @ values * problem_shares).sum(1)
+
+
+def _shares(size: int, generator: torch.Generator) -> Tensor:
+    """(replicates, size): each item's share of a resample of `size` items."""
+    drawn = torch.randint(size, (_REPLICATES, size), generator=generator)
+    return torch.zeros(_REPLICATES, size, dtype=torch.float64).scatter_add_(
+        1, drawn, torch.full(drawn.shape, 1 / size, dtype=torch.float64)
+    )

@@ -158,8 +158,10 @@ def validation_curves(trained: Mapping[str, Sequence[RunData]]) -> list[Curve]:
     return [Curve(name, name.removeprefix("val/"), "%") for name in names if name.startswith("val/")]
 
 
-def pass_chart(tested: Mapping[str, Sequence[Evaluation]], styles: Mapping[str, str], title: str) -> Chart:
-    """pass@k over k, on a logarithmic axis, with the band of the 95% interval."""
+def pass_chart(
+    tested: Mapping[str, Sequence[Evaluation]], styles: Mapping[str, str], title: str, *, same_problems: bool = False
+) -> Chart:
+    """pass@k over k, on a logarithmic axis, with the band of the 95% interval; same_problems as in `pooled_pass_at`."""
     series: list[Series] = []
     ticks: set[int] = set()
     for label, evaluations in tested.items():
@@ -167,7 +169,7 @@ def pass_chart(tested: Mapping[str, Sequence[Evaluation]], styles: Mapping[str, 
         asked = {k for one in evaluations for k in one.k if k <= most}
         ks = sorted({2**i for i in range(most.bit_length())} | asked)
         ticks |= set(ks)
-        estimates = [pooled_pass_at(evaluations, k) for k in ks]
+        estimates = [pooled_pass_at(evaluations, k, same_problems=same_problems) for k in ks]
         limits = [e.low for e in estimates], [e.high for e in estimates]
         series.append(Series(label, [math.log2(k) for k in ks], [e.mean for e in estimates], *limits))
     marks = {math.log2(k): str(k) for k in sorted(ticks)}

@@ -2,8 +2,8 @@
 
 from rlplus.trainer.loop import Evaluate, train
 from rlplus.trainer.memory import OutOfMemory, phase_out_of_memory
-from rlplus.trainer.provenance import commits, processor_name
+from rlplus.trainer.provenance import processor_name
 from rlplus.trainer.run import Run
 from rlplus.trainer.stop import Interrupted
 
-__all__ = ["Evaluate", "Interrupted", "OutOfMemory", "Run", "commits", "phase_out_of_memory", "processor_name", "train"]
+__all__ = ["Evaluate", "Interrupted", "OutOfMemory", "Run", "phase_out_of_memory", "processor_name", "train"]
