@@ -253,6 +253,7 @@ print(*(row["page_faults"] for row in measurement.rows))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc")
 def test_no_timed_call_pays_for_fresh_pages() -> None:
     """One buffer of logits, 41 MB, would be 10,000 pages."""

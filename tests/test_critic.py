@@ -202,7 +202,7 @@ def check_resume(folder: Path, monkeypatch: pytest.MonkeyPatch, steps: int, **tr
 def test_a_critic_learns_the_values_of_prompts_and_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = check_resume(tmp_path, monkeypatch, 12)
+    rows = check_resume(tmp_path, monkeypatch, 16)
     names = ("value", "explained_variance", "loss", "nonfinite", "lr", "grad_norm")
     assert all(f"critic/{name}" in row for row in rows for name in names)
     assert rows[0]["critic/lr"] == pytest.approx(1e-2 * (0.5 + 1 + 1) / 3)

@@ -107,6 +107,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_share_the_demonstrations_and_agree_on_every_verdict(tmp_path: Path) -> None:
     script = tmp_path / "two_ranks.py"
     script.write_text(RANKS)

@@ -12,7 +12,7 @@ from run_files import MINIMAL, write_minimal
 
 from rlplus.config import load_config
 from rlplus.config.json_schema import json_schema
-from rlplus.config.load import _read
+from rlplus.config.load import read_yaml
 from rlplus.objective import ALGORITHMS, RECIPES
 
 FOLDER = Path(__file__).parent.parent / "configs"
@@ -31,7 +31,7 @@ def test_the_committed_schema_is_that_of_the_types() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_shipped_configurations_are_valid_and_name_the_schema(path: Path) -> None:
-    assert problems(_read(path)) == []
+    assert problems(read_yaml(path)) == []
     assert path.read_text().startswith("# yaml-language-server: $schema=schema.json\n")
 
 

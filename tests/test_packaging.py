@@ -78,6 +78,7 @@ def test_command_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     assert "train" in run("-m", "rlplus", "--help", cwd=tmp_path, path=installed)
 
 
+@pytest.mark.slow
 def test_bench_runs_from_the_wheel_and_installs_no_package_of_its_name(installed: Path, tmp_path: Path) -> None:
     assert not (installed / "bench").exists()
     assert "naive torch" in run(installed / "bin/rlplus-bench", "--list", cwd=tmp_path, path=installed)
@@ -190,6 +191,7 @@ print(is_kernels_available(), getattr(sys.modules.get("kernels"), "__file__", No
 """
 
 
+@pytest.mark.slow
 def test_hugging_face_kernels_is_not_shadowed(tmp_path: Path) -> None:
     """transformers imports Hugging Face's ``kernels`` where it is installed; our folder must not stand in its way."""
     module = tmp_path / "kernels/__init__.py"

@@ -186,6 +186,7 @@ with push.watched(weights(), shapes, version=3, timeout_s=0.2) as checked:
 """
 
 
+@pytest.mark.slow
 def test_where_no_exception_can_be_raised_the_process_ends() -> None:
     environment = os.environ | {"RANK": "5"}
     done = processes.run([sys.executable, "-c", STUCK], env=environment)
