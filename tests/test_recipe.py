@@ -158,7 +158,8 @@ def test_a_recipe_with_updates_and_a_state_of_its_own_resumes_bit_for_bit(
     """Also if the third step is given up after the recipe has changed its state."""
     made: list[Interleaved] = []
     monkeypatch.setattr("rlplus.trainer.run.make_recipe", lambda config: made.append(Interleaved(config)) or made[-1])
-    sections: dict[str, Any] = {"algorithm": {"preset": "grpo"}, "train": {"steps": 4, "prompts_per_step": 6, "seed": 1}}
+    steps = {"steps": 4, "prompts_per_step": 6, "seed": 1}
+    sections: dict[str, Any] = {"algorithm": {"preset": "grpo"}, "train": steps}
     whole = train(run_config(tmp_path, "whole", **sections))
     algorithms = [algorithm for algorithm, _ in made[0].seen]
     assert algorithms.count(ALGORITHMS["sft"]) == 4
