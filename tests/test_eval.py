@@ -24,6 +24,7 @@ def write_tiny(folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_a_model_is_evaluated_without_a_configuration(tmp_path, monkeypatch, capsys):
     """On benchmarks in a file. Samples are kept until the result is written; a killed evaluation resumes with them."""
     write_tiny(tmp_path / "tiny")

@@ -200,6 +200,7 @@ def test_hugging_face_kernels_is_not_shadowed(tmp_path: Path) -> None:
     assert run("-c", USE_QWEN2, tmp_path, cwd=ROOT).strip() == f"True {module}"
 
 
+@pytest.mark.slow
 def test_our_folder_is_not_taken_for_hugging_face_kernels() -> None:
     if any(distribution.name == "kernels" for distribution in distributions()):
         pytest.skip("Hugging Face's kernels is installed")

@@ -257,6 +257,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_leaves_no_engine_and_no_weights(tmp_path: Path, hanging: Path) -> None:
     """Nor a child of the engine, which keeps the interpreter's lock and is stopped."""
     save(tiny_model(tied=False), tmp_path)

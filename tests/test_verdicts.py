@@ -122,6 +122,7 @@ def test_the_child_imports_what_this_process_does(tmp_path: Path, monkeypatch: p
     assert run_check(python(f"import only_here; {SAY}")) == PASSED
 
 
+@pytest.mark.slow
 def test_the_real_command_answers_and_survives_a_broken_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = run_check([*verdicts.COMMAND, "no-such-device", "float32"])
     assert verdict.status == "unchecked"
