@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 LAUNCH = {"BLOCK_N": 128, "num_warps": 4}
-LOG_2 = tl.constexpr(0.6931471805599453)
 
 # Columns of `values`, as in linear_logprob.py, and of `constants` (n, CONSTANTS).
 LOGPROB, ENTROPY, DLOGPROB, DENTROPY, WIDTH = (
@@ -28,6 +27,7 @@ class Coefficients(NamedTuple):
 
     external_coef: float
     gamma: float
+    mixture_share: float
     kappa: float
     clip_low: float
     clip_high: float
@@ -146,12 +146,14 @@ def _dppo(logprob, old, A, c):
 
 @triton.jit
 def _mis(logprob, old, behavior, c, BEHAVIOR: tl.constexpr):
+    s = c.mixture_share
     if BEHAVIOR:
-        apart = tl.where(behavior == old, 0.0, -tl.abs(behavior - old))
-        logaddexp = tl.where(behavior > old, behavior, old) + tl.log(1.0 + tl.exp(apart))
-        g = tl.exp(logprob + LOG_2 - logaddexp)
+        one, other = behavior + tl.log(s), old + tl.log(1.0 - s)
+        apart = tl.where(one == other, 0.0, -tl.abs(one - other))
+        logaddexp = tl.where(one > other, one, other) + tl.log(1.0 + tl.exp(apart))
+        g = tl.exp(logprob - logaddexp)
     else:
-        g = 4.0 * tl.exp(logprob) / (3.0 * tl.exp(old) + 1.0)
+        g = tl.exp(logprob) / (0.5 * s + (1.0 - 0.5 * s) * tl.exp(old))
     return g, g
 
 

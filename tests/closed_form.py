@@ -33,6 +33,11 @@ def _dppo(t: SimpleNamespace) -> Tensor:
     return 0 * t.l if dropped else -min(t.r.item(), t.o.ratio_cap) * t.A * t.l
 
 
+def _mixture(t: SimpleNamespace) -> Tensor:
+    share = t.o.mixture_share
+    return share * (t.estimate if t.p_omega is None else t.p_omega) + (1 - share) * t.p_old
+
+
 # What one token loses, by surrogate; demonstrated tokens have the exploration weight beside it.
 INTERNAL: dict[str, Callable[[SimpleNamespace], Tensor]] = {
     "ratio": lambda t: -t.A * t.r,
@@ -43,7 +48,7 @@ INTERNAL: dict[str, Callable[[SimpleNamespace], Tensor]] = {
     "dppo": _dppo,
 }
 EXTERNAL: dict[str, Callable[[SimpleNamespace], Tensor]] = {
-    "mis": lambda t: -t.A * 2 * t.p / ((t.estimate if t.p_omega is None else t.p_omega) + t.p_old),
+    "mis": lambda t: -t.A * t.p / _mixture(t),
     "proxy": lambda t: -t.A * t.r,  # not p / p_old, where both may be too small for a number
     "omega": lambda t: -t.A * t.p / (1.0 if t.p_omega is None else t.p_omega),
     "bayes": lambda t: -t.A * t.p / t.estimate,
@@ -57,7 +62,7 @@ FEATURES: dict[str, dict[str, Any]] = {  # fields of the objective, one combinat
     "no-gamma": {"gamma": 0.0},
     "asymmetric-dual": {
         **{"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5, "ratio_cap": 1.6},
-        **{"tau_pos": 2.0, "tau_neg": 0.7, "kappa": 0.3, "external_coef": 0.6},
+        **{"tau_pos": 2.0, "tau_neg": 0.7, "kappa": 0.3, "external_coef": 0.6, "mixture_share": 0.125},
     },
     "kl": {"kl_coef": 0.7},
     "kl-k2": {"kl_coef": 0.7, "kl_estimator": "k2"},

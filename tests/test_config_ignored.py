@@ -79,6 +79,7 @@ IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("algorithm.mismatch_level=sequence", [], ["algorithm.objective.mismatch_cap=5"]),
     ("algorithm.top_entropy=0.2", ["algorithm.preset=sft"], []),
     ("algorithm.objective.kappa=1", [], ["algorithm.preset=luffy"]),
+    ("algorithm.objective.mixture_share=0.125", ["algorithm.preset=luffy"], []),
     ("algorithm.objective.clip_low=0.1", [], CLIPPED),
     ("algorithm.objective.clip_high=0.1", ["algorithm.preset=grpo"], CLIPPED),
     (

@@ -51,6 +51,7 @@ def test_presets_say_what_the_papers_say(name: str) -> None:
     plain = {"internal": "ratio", "external": "none", "gamma": 0.0, "kappa": 0.1, "clip_low": 0.2, "clip_high": 0.2}
     plain |= {"dual_clip": None, "kl_coef": 0.0, "entropy_coef": 0.0, "mismatch_cap": None}
     plain |= {"external_coef": 1.0, "ratio_cap": 20.0, "tau_pos": 1.0, "tau_neg": 1.05, "kl_estimator": "k3"}
+    plain |= {"mixture_share": 0.5}
     plain |= {"mismatch_low": 0.0, "mismatch_mode": "truncate"}
     fields, reduction, normalize_std, demonstrations = PRESETS[name]
     algorithm = ALGORITHMS[name]
@@ -138,6 +139,8 @@ def test_objective_is_frozen_and_replaceable() -> None:
         (lambda: Objective(internal="ratios"), "internal surrogate .*got 'ratios'.*'ratio'"),
         (lambda: Objective(external="shape"), "external surrogate .*got 'shape'.*'shaped'"),
         (lambda: Objective(gamma=-0.5), "want gamma a finite number >= 0; got -0.5"),
+        (lambda: Objective(mixture_share=0.0), "want mixture_share a finite number > 0; got 0.0"),
+        (lambda: Objective(mixture_share=1.0), "want mixture_share < 1; got 1.0"),
         (lambda: Objective(kappa=0.0), "want kappa a finite number > 0; got 0.0"),
         (lambda: Objective(dual_clip=1.0), "want dual_clip a finite number > 1; got 1.0"),
         (lambda: Objective(external_coef=0.0), "want external_coef a finite number > 0; got 0.0"),

@@ -16,12 +16,8 @@ from rlplus.objective import ALGORITHMS
 
 BASE = "Base"  # the model before training, a row of every table
 Overrides = dict[str, Any]  # dotted keys of the training configuration
-OWNED = (
-    "train.seed",
-    "output_dir",
-    "model.path",
-    "algorithm.preset",
-)  # keys of which the comparison gives each run its own
+# Keys of the training configuration of which the comparison gives each run its own value.
+OWNED = ("train.seed", "output_dir", "model.path", "algorithm.preset")
 
 
 class Setting(Section):
@@ -62,8 +58,8 @@ def _dataclass(kind: type[Fields], values: dict[str, Any]) -> Fields:
         return TypeAdapter(kind).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         detail = error.errors()[0]
-        place = ".".join(map(str, detail["loc"]))
-        raise ValueError(f"{place}: {detail['msg']}; got {detail['input']!r}") from error
+        place = "".join(f"{part}: " for part in [".".join(map(str, detail["loc"]))] if part)
+        raise ValueError(f"{place}{detail['msg']}; got {detail['input']!r}") from error
 
 
 class Method(Section):
@@ -215,7 +211,7 @@ def load_comparison(
 ) -> Comparison:
     """The comparison of a file, which may also be a training configuration: then `presets` are its methods.
 
-    presets: of a comparison, the methods to keep; names of further presets are added to every study. seeds: in place
+    presets: of a comparison, the methods to keep; further presets become methods of its first study. seeds: in place
     of each study's. settings: the ones to keep. Raises ValueError, one line for each problem.
     """
     data = read_yaml(path)

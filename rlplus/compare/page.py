@@ -12,17 +12,11 @@ from rlplus.compare.config import BASE, Comparison, Study
 from rlplus.compare.results import CURVES, Results
 from rlplus.evaluation import Estimate, Evaluation, join, paired_difference, pooled_pass_at
 from rlplus.report import ACCENT, render
-from rlplus.report.charts import Chart, Curve, Series, pass_chart, step_chart
+from rlplus.report.charts import Chart, Series, pass_chart, step_chart
 from rlplus.report.tables import Cell, Table, interval, percent
 from rlplus.textfiles import write_text
 
 MOST_LINES = 6  # of a chart
-TITLES = {
-    "reward/internal": Curve("reward/internal", "Training reward", "mean of own responses"),
-    "actor/entropy_internal": Curve("actor/entropy_internal", "Entropy", "nats, own responses"),
-    "response_length/mean": Curve("response_length/mean", "Response length", "tokens"),
-    "actor/prob_external": Curve("actor/prob_external", "Probability", "mean p of demonstrated tokens"),
-}
 NOTE = (
     "pass@k: the share of problems of which at least one of k samples is right, with 95% bootstrap intervals over "
     "seeds and problems. Differences are on the same problems of the same seeds; bold where 0 is outside the interval. "
@@ -219,7 +213,7 @@ def _chosen(tested: Tested, study: Study) -> list[str]:
 
 
 def _styles(tested: Tested, study: Study, lines: Sequence[str]) -> dict[str, str]:
-    """Of each method; `plain` for those that are no lines."""
+    """The style of each method; `plain` for those that are no lines."""
     others = cycle(f"other{i}" for i in range(1, 6))
     fixed = {BASE: "plain", study.compared_with: ACCENT}
     drawn = {method: fixed.get(method) or next(others) for method in lines}
@@ -233,11 +227,11 @@ def _dynamics(
     charts = []
     outcomes = {method: results.of(setting, method, study.seeds).values() for method in methods if method != BASE}
     last = max((one.steps for each in outcomes.values() for one in each), default=0)
-    for metric in CURVES:
-        logged = [(method, one) for method, each in outcomes.items() for one in each if metric in one.curves]
-        series = [Series(method, *one.curves[metric]) for method, one in logged]
+    for curve in CURVES:
+        logged = [(method, one) for method, each in outcomes.items() for one in each if curve.metric in one.curves]
+        series = [Series(method, *one.curves[curve.metric]) for method, one in logged]
         if series:
-            charts.append(step_chart(series, styles, TITLES[metric], list(outcomes), last))
+            charts.append(step_chart(series, styles, curve, list(outcomes), last))
     return charts
 
 
@@ -266,7 +260,7 @@ def _run_tables(results: Results, comparison: Comparison) -> list[Table]:
     for setting in comparison.settings:
         table = Table(["method", "runs", "learning rate", "steps", "generated tokens", "minutes"], title=setting)
         for method in dict.fromkeys(one.method for one in results.outcomes if one.setting == setting):
-            runs = list(results.of(setting, method, 1000).values())
+            runs = list(results.of(setting, method).values())
             table.add(
                 method,
                 str(len(runs)),

@@ -12,10 +12,11 @@ from rlplus.compare.config import Comparison
 from rlplus.compare.runs import Run, Runner
 from rlplus.evaluation import Evaluation
 from rlplus.report import RunData, load_run
+from rlplus.report.charts import DEMONSTRATIONS, DYNAMICS
 from rlplus.textfiles import read_text, write_text
 
 POINTS = 60  # of a curve, at most
-CURVES = ("reward/internal", "actor/entropy_internal", "response_length/mean", "actor/prob_external")
+CURVES = (*DYNAMICS[:3], DEMONSTRATIONS[0])  # reward, entropy, response length; p of demonstrated tokens
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,12 @@ class Results:
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # of `load`
 
-    def of(self, setting: str, method: str, seeds: int) -> dict[int, Outcome]:
-        """The method's outcomes of the first `seeds` seeds, by seed."""
+    def of(self, setting: str, method: str, seeds: int | None = None) -> dict[int, Outcome]:
+        """The method's outcomes by seed; seeds: of the first so many."""
         return {
             one.seed: one
             for one in self.outcomes
-            if (one.setting, one.method) == (setting, method) and one.seed < seeds
+            if (one.setting, one.method) == (setting, method) and (seeds is None or one.seed < seeds)
         }
 
     def save(self, path: Path) -> None:
@@ -106,12 +107,12 @@ def _outcome(runner: Runner, run: Run, evaluations: dict[str, Evaluation]) -> Ou
         seconds=round(seconds + sum(step.get("time/step", 0.0) for step in data.metrics), 1),
         versions=_versions(data),
         results=evaluations,
-        curves={name: _thinned(*data.curve(name)) for name in CURVES if data.curve(name)[0]},
+        curves={one.metric: _thinned(*data.curve(one.metric)) for one in CURVES if data.curve(one.metric)[0]},
     )
 
 
 def _versions(data: RunData) -> str:
-    """Of the run's last start."""
+    """What the run's last start ran with: packages with their versions, and the commit."""
     if not data.starts:
         return ""
     start = data.starts[-1]

@@ -331,7 +331,7 @@ def _trained(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_own(config: Config) -> Config:
-    """The configuration without what changes no result: the places of samples, checkpoints and workers."""
+    """The configuration without what changes no result: logs, checkpoints and the number of reward workers."""
     plain = {"log": LogConfig(), "checkpoint": CheckpointConfig()}
     reward = config.reward.model_copy(update={"workers": 1})
     return config.model_copy(update=plain | {"reward": reward})

@@ -50,6 +50,7 @@ class Objective:
                    "none"; the supervised ones ignore the advantage
     external_coef  factor of the external loss
     gamma          exponent of the exploration weight (1 - p)^gamma on external tokens (RL-PLUS eq. 6); 0 = off
+    mixture_share  share of demonstrations in the mixture of "mis", between 0 and 1; 1/2 in the paper
     kappa          LUFFY's shaping constant, for "shaped"
     clip_low, clip_high   "clip": the ratio is clipped to [1 - clip_low, 1 + clip_high]; "cispo": the detached ratio is
                    at most 1 + clip_high; "dppo": a token whose probability rose by more than clip_high, or fell by more
@@ -71,6 +72,7 @@ class Objective:
     external: str = "mis"
     external_coef: float = 1.0
     gamma: float = 0.5
+    mixture_share: float = 0.5
     kappa: float = 0.1
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -98,6 +100,7 @@ class Objective:
         for field, low, strict in (
             ("external_coef", 0.0, True),
             ("gamma", 0.0, False),
+            ("mixture_share", 0.0, True),
             ("kappa", 0.0, True),
             ("clip_low", 0.0, False),
             ("clip_high", 0.0, False),
@@ -116,6 +119,8 @@ class Objective:
             if not is_number(value) or (low is not None and (value <= low if strict else value < low)):
                 bound = "" if low is None else f" {'>' if strict else '>='} {low:g}"
                 raise ValueError(f"want {field} a finite number{bound}; got {value!r}")
+        if self.mixture_share >= 1:
+            raise ValueError(f"want mixture_share < 1; got {self.mixture_share!r}")
         if self.mismatch_cap is not None and self.mismatch_low >= self.mismatch_cap:
             raise ValueError(f"want mismatch_low < mismatch_cap; got {self.mismatch_low:g} and {self.mismatch_cap:g}")
 

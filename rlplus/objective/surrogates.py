@@ -12,7 +12,7 @@ Imports no torch, so that settings are checked without it: a formula calls metho
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import log
+from math import log, log1p
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -119,12 +119,15 @@ INTERNAL = {
 
 
 def _mis(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor]:
-    """2 p / (p_omega + p_old) (RL-PLUS eq. 4); an unknown p_omega is estimated as the Bayes-optimal (p_old + 1) / 2."""
-    old = _old(logprob, c)
+    """p / (s p_omega + (1 - s) p_old), s = 1/2 in the paper: 2 p / (p_omega + p_old) (RL-PLUS eq. 4).
+
+    An unknown p_omega is estimated as the Bayes-optimal (p_old + 1) / 2.
+    """
+    old, s = _old(logprob, c), o.mixture_share
     if c.behavior_logprob is None:
-        g = 4 * logprob.exp() / (3 * old.exp() + 1)
+        g = logprob.exp() / (s / 2 + (1 - s / 2) * old.exp())
     else:
-        g = (log(2) + logprob - c.behavior_logprob.logaddexp(old)).exp()
+        g = (logprob - (log(s) + c.behavior_logprob).logaddexp(log1p(-s) + old)).exp()
     return g, g
 
 
@@ -165,7 +168,7 @@ def _dft(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tens
 
 
 EXTERNAL = {
-    "mis": External(_mis),
+    "mis": External(_mis, reads=("mixture_share",)),
     "proxy": External(_proxy),
     "omega": External(_omega),
     "bayes": External(_bayes),
