@@ -318,6 +318,17 @@ def test_every_run_of_the_shipped_comparison_has_a_configuration(tmp_path: Path)
     assert len({json.dumps(one.demonstrator) for one in sizes}) == 1
 
 
+def test_every_search_of_the_comparison_for_a_gpu_has_a_configuration(tmp_path: Path) -> None:
+    comparison = load_comparison(CONFIGS / "compare" / "gsm8k.yaml")
+    runner, search = Runner(comparison, CONFIGS / "compare" / comparison.run, tmp_path), comparison.search
+    assert search is not None
+    for method in comparison.methods:
+        *_, searched = runner.chain("", search.seed, method, search.rates)
+        config, reported = (runner.config_of(run) for run in (searched, runner.chain("", 0, method)[-1]))
+        assert (config.train.lr, config.train.steps, reported.train.steps) == (1e-5, 100, 300)
+        assert config.evaluation.data.path != reported.evaluation.data.path
+
+
 def test_settings_and_presets_choose(path: Path) -> None:
     shipped = load_comparison(CONFIGS / "compare" / "paper.yaml", ["GRPO", "RL-PLUS", "cispo"], 2, ["noisy"])
     methods = shipped.studies["Methods"]
