@@ -14,13 +14,15 @@ from typing import Any
 
 from bench import report
 from bench.theory import __main__ as theory
-from rlplus.compare import Comparison, Results
-from rlplus.compare.page import setting_tables
+from rlplus.compare import BASE, Comparison, Results
+from rlplus.compare.config import Study
+from rlplus.compare.page import Tested, tested_in
 from rlplus.config.benchmarks import BENCHMARKS
 from rlplus.config.json_schema import json_schema
 from rlplus.objective import ALGORITHMS, RECIPES, Algorithm, Objective, Refill, Shaping
 from rlplus.objective.recipes import recipe_name
 from rlplus.objective.surrogates import EXTERNAL
+from rlplus.report.tables import interval, percent
 
 ROOT = Path(__file__).parent.parent
 
@@ -257,15 +259,45 @@ def peers() -> str:
     return report.short_table(report.load(ROOT / "bench/results")["cpu-1"]).strip()
 
 
-def comparison() -> str:
-    """The tables of the first study of `rlplus compare` in a setting, of the methods that have run."""
-    results = Results.load(ROOT / "bench/results/compare/rare-2-seeds.json")
-    study = Comparison.model_validate(results.comparison).studies["Methods"]
-    tables = setting_tables(results, study, "rare")
-    rows = ([(row[0].text, *(f"{c.text} ({c.detail})" for c in row[1:])) for row in each.rows] for each in tables)
-    return "\n\n".join(
-        f"{each.title}:\n\n{table(tuple(each.header), iter(cells))}" for each, cells in zip(tables, rows, strict=True)
-    )
+def comparisons() -> str:
+    """A table for each setting that `rlplus compare` has results of."""
+    found = []
+    for path in sorted((ROOT / "bench/results/compare").glob("*.json")):
+        results = Results.load(path)
+        studies = Comparison.model_validate(results.comparison).studies
+        for setting in dict.fromkeys(one.setting for one in results.outcomes):
+            here = {name: study for name, study in studies.items() if setting in study.settings}
+            seeds = max(study.seeds for study in here.values())
+            found.append(f"`{setting}`, {seeds} seeds:\n\n{setting_table(results, here, setting)}")
+    return "\n\n".join(found)
+
+
+def setting_table(results: Results, studies: dict[str, Study], setting: str) -> str:
+    """% solved by each method that has finished on all seeds, in the order of the studies, and its difference."""
+    rows: dict[str, tuple[str, ...]] = {}
+    header: tuple[str, ...] = ()
+    for name, study in studies.items():
+        tested = tested_in(results, study, setting)
+        new = [method for method in tested.methods if method not in rows]
+        if not new:
+            continue
+        first, *others = tested.sets
+        ks = sorted({k for one in tested.of(BASE, first) for k in one.k})
+        columns = [*((first, k) for k in ks), *((other, ks[0]) for other in others), (None, ks[0])]
+        header = ("method", *(f"{which or 'all'}, pass@{k}" for which, k in columns), "difference")
+        rows |= {name: (f"**{name}**", *("" for _ in header[1:]))} if rows else {}
+        for method in new:
+            means = (percent(tested.estimate(method, k, which).mean) for which, k in columns)
+            rows[method] = (method, *means, difference(tested, study.compared_with, method))
+    return table(header, iter(rows.values()))
+
+
+def difference(tested: Tested, reference: str, method: str) -> str:
+    """From the reference, in points of pass@1 on all problems."""
+    if method == reference or reference not in tested.methods:
+        return ""
+    cell = interval(tested.difference(reference, method, 1), "+")
+    return f"{cell.text} ({cell.detail})"
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
@@ -275,7 +307,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/configuration.md": {"keys": keys},
     "docs/evaluation.md": {"benchmarks": benchmarks},
     "docs/paper.md": {
-        "comparison": comparison,
+        "comparisons": comparisons,
         **{name: partial(theory.table, rows) for name, rows in theory.TABLES.items()},
     },
 }

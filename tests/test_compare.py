@@ -144,6 +144,21 @@ def test_an_interrupted_comparison_keeps_what_is_finished(tmp_path: Path, output
     assert "No method of this study has finished on all of its seeds yet." in page.read_text()
 
 
+def test_an_interruption_ends_the_making_of_base_models(tmp_path: Path) -> None:
+    data = json.loads(json.dumps(FILE)) | {"search": None}
+    quick = data["settings"]["one"]["base"]
+    data["settings"]["endless"] = {"base": quick | {"sloppy_steps": 10**9}}
+    data["studies"]["Methods"] |= {"settings": ["one", "endless"], "seeds": 1}
+
+    def interrupt(message: str) -> None:
+        raise KeyboardInterrupt(message)
+
+    comparison = load_comparison(written(tmp_path, data))
+    runner = Runner(comparison, CONFIGS / "demo.yaml", tmp_path / "out", jobs=2, say=interrupt)
+    with pytest.raises(KeyboardInterrupt, match="base model 1 of 2: seed 0"):
+        runner.make()
+
+
 def test_a_training_configuration_is_compared_by_its_presets(tmp_path: Path, launcher: str) -> None:
     config = tmp_path / "run.yaml"
     config.write_text((CONFIGS / "demo.yaml").read_text())

@@ -43,8 +43,8 @@ class Tested:
         """Mean pass@k on a test set, or on the problems of all of them."""
         return pooled_pass_at(self.of(method, name), k, same_problems=self.same_problems)
 
-    def difference(self, first: str, second: str, k: int, name: str) -> Estimate:
-        """pass@k of `second` minus that of `first` on a test set."""
+    def difference(self, first: str, second: str, k: int, name: str | None = None) -> Estimate:
+        """pass@k of `second` minus that of `first` on a test set, or on the problems of all of them."""
         return paired_difference(self.of(first, name), self.of(second, name), k, same_problems=self.same_problems)
 
     def of(self, method: str, name: str | None = None) -> list[Evaluation]:
@@ -107,7 +107,7 @@ def headline(results: Results, comparison: Comparison) -> str:
     study = next(iter(comparison.studies.values()))
     sentences = []
     for setting in study.settings:
-        tested = _tested(results, study, setting)
+        tested = tested_in(results, study, setting)
         means = {method: tested.mean(method) for method in tested.methods if method != BASE}
         ranked = sorted(means, key=lambda method: (method != study.compared_with, -means[method]))
         shown = [f"{method} {percent(means[method])}%" for method in ranked[:3]]
@@ -136,7 +136,7 @@ def _for_terminal(table: Table, title: str) -> TerminalTable:
     return shown
 
 
-def _tested(results: Results, study: Study, setting: str) -> Tested:
+def tested_in(results: Results, study: Study, setting: str) -> Tested:
     """The evaluations of the methods that are finished on every seed of the study, the base first."""
     found = {}
     for method in dict.fromkeys((BASE, *study.methods)):
@@ -150,7 +150,7 @@ def _tested(results: Results, study: Study, setting: str) -> Tested:
 
 def setting_tables(results: Results, study: Study, setting: str) -> list[Table]:
     """pass@k of each finished method on each test set, and the differences from the reference."""
-    tested = _tested(results, study, setting)
+    tested = tested_in(results, study, setting)
     if not tested.methods:
         return []
     first = tested.of(BASE, tested.sets[0])
@@ -175,7 +175,7 @@ def _summary(results: Results, study: Study) -> list[Table]:
     """All settings side by side, where there are several: pass@1 over all test sets."""
     if len(study.settings) < 2:
         return []
-    each = {setting: _tested(results, study, setting) for setting in study.settings}
+    each = {setting: tested_in(results, study, setting) for setting in study.settings}
     table = Table(["method", *study.settings], title="All settings: problems solved with one sample, %")
     for method in dict.fromkeys((BASE, *study.methods)):
         if any(method in tested.methods for tested in each.values()):
@@ -185,7 +185,7 @@ def _summary(results: Results, study: Study) -> list[Table]:
 
 
 def _part(results: Results, study: Study, setting: str) -> Part | None:
-    tested = _tested(results, study, setting)
+    tested = tested_in(results, study, setting)
     if not tested.methods:
         return None
     lines = _chosen(tested, study)

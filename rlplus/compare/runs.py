@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -185,8 +185,14 @@ class Runner:
                 write_data(self.data(name, seed), recipe, setting.author)
         missing = {folder: recipe for folder, recipe in bases.items() if not is_made(folder, recipe)}
         with ProcessPoolExecutor(self.jobs, get_context("spawn")) as pool:
-            for number, recipe in enumerate(pool.map(_make_base, missing.items()), 1):
-                self.say(f"base model {number} of {len(missing)}: seed {recipe.seed}")
+            try:
+                for number, recipe in enumerate(pool.map(_make_base, missing.items()), 1):
+                    self.say(f"base model {number} of {len(missing)}: seed {recipe.seed}")
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for child in active_children():
+                    child.terminate()
+                raise
 
     def _make(self, run: Run) -> bool:
         """Train and evaluate; False if that was done before.
