@@ -185,7 +185,7 @@ def sweep_table(results: dict[str, Result]) -> str:
     ]
     head = f"`{method}` by shape: {'; '.join(ranges)}."
     header = ("dtype", *SIZES, *(f"×bare, {name}" for name in columns), "MB")
-    foot = "MB: peak beyond inputs, dhidden and dW, where there is one with an fp32 accumulator of dW."
+    foot = "MB: peak beyond inputs, dhidden and dW. In bf16 it includes an fp32 accumulator of dW, 4 V H bytes."
     return f"{head}\n\n{lines(header, rows)}\n\n{foot}\n"
 
 
@@ -243,7 +243,9 @@ def main_table(result: Result) -> str:
     head = f"{machine(result)}, N={any_case['N']}, H={any_case['H']}, V={any_case['V']}:"
     foot = (
         f"MB: peak beyond inputs, dhidden and dW; an fp32 accumulator of dW alone would be {accumulator:.0f}. "
-        "Errors are those against fp64: the greatest of a logprob; dW's relative to its norm."
+        "Errors are those against fp64: the greatest of a logprob; dW's relative to its norm. `cpp` with `into` adds "
+        "dW to a given fp32 buffer, `entropy` has an entropy bonus, `filter` drops the least gradients, `least` takes "
+        "the least memory; `none` is a cross-entropy without reduction, under the RL-PLUS loss."
     )
     return f"{head}\n\n{lines(header, rows)}\n\n{foot}\n"
 
@@ -278,14 +280,10 @@ def short_table(result: Result) -> str:
         row = row_of(half, name) or {"status": ""}
         method = f"rlplus, `{name}`" if METHODS[name].package == "rlplus" else name
         numbers = number(row.get("extra_mb"), ".0f"), number(row.get("logprob_error"), ".0e")
-        rows.append([method, LOSSES[METHODS[name].kind], ratio_alone(row_of(single, name)), *numbers])
+        time = ratio(fp32) if (fp32 := row_of(single, name)) else ""
+        rows.append([method, LOSSES[METHODS[name].kind], time, *numbers])
     header = ("method", "loss", "fp32, ×bare", "bf16, MB", "bf16, error of a logprob")
     return f"{lines(header, rows)}\n\n{machine(result)}, N={half['N']}, H={half['H']}, V={half['V']}.\n"
-
-
-def ratio_alone(row: Row | None) -> str:
-    """The median, or nothing."""
-    return f"{row['ratio']['median']:.2f}" if row is not None and row["status"] == "ok" else ""
 
 
 def manual_part(results: dict[str, Result]) -> str:

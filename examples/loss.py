@@ -1,7 +1,7 @@
 """The RL-PLUS loss of a batch, without a trainer: `python examples/loss.py`, some seconds on a CPU.
 
 The policy is a small random Qwen2. The batch has four prompts with eight responses each, of which the last one is a
-correct demonstration by somebody else. The loss and the gradients of all weights come straight from the hidden states;
+correct demonstration by another author. The loss and the gradients of all weights come straight from the hidden states;
 the logits are never stored whole. The example compares them with a computation that does store them.
 """
 

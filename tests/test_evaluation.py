@@ -167,8 +167,9 @@ def test_the_problems_of_a_configuration_are_distinct(tmp_path: Path) -> None:
 @pytest.mark.skipif(not BENCHMARKS.is_file(), reason="no data/math_benchmarks.parquet (or in the folder $RLPLUS_DATA)")
 def test_the_math_benchmarks_are_1560_problems() -> None:
     config = Path(__file__).parent.parent / "configs/qwen2.5-math-7b.yaml"
-    overrides = [f"evaluation.data.path={BENCHMARKS}", "evaluation.data.max_prompt_length=8192"]
-    problems = load_problems(load_config(config, overrides).evaluation, byte_tokenizer())
+    data = {"path": str(BENCHMARKS), "answer": "reward_model.ground_truth", "benchmark": "data_source", "chat": False}
+    overrides = [f"evaluation.data.{key}={value}" for key, value in (data | {"max_prompt_length": 8192}).items()]
+    problems = load_problems(load_config(config, ["evaluation.benchmarks=[]", *overrides]).evaluation, byte_tokenizer())
     assert Counter((e.benchmark, e.rows) for e in problems) == {
         ("aime", 8): 30, ("amc", 4): 83, ("math", 1): 500, ("olympiad_bench", 1): 675, ("minerva", 1): 272,
     }  # fmt: skip

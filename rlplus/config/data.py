@@ -26,7 +26,7 @@ Template = Annotated[str, AfterValidator(_template)]
 
 
 class DataConfig(Section):
-    """JSONL or Parquet, one prompt a row."""
+    """JSONL or Parquet, one prompt per row."""
 
     path: str | list[str] = []
     """A file, a data set on the hub as hf://owner/name/split (hf://owner/name/configuration/split, or a file in it), or

@@ -27,7 +27,7 @@ class TrainConfig(Section):
     algorithm.refill that is so many passes over the prompts (sft, dft: over those with an accepted demonstration), the
     last step filled from the next pass."""
     generated_tokens: Count | None = None
-    """Tokens that are generated at most: the run also ends once there are so many."""
+    """The run also ends with the first step after which so many tokens have been generated."""
     prompts_per_step: Count = 128
     """Groups per step."""
     prompts_per_update: Count | None = None

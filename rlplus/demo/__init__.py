@@ -36,8 +36,8 @@ NOTES = (
     "which the base model mostly adds at once; half have five, where its direct answers are guesses and only writing "
     "down the running sums helps. It was taught to do that, and then to do it seldom and carelessly. The "
     "demonstrations do it always and without a slip. A quarter of the problems to train on have five numbers.",
-    "GRPO and RL-PLUS start from the same base, with the same learning rate, and stop at the same number of generated "
-    "tokens. No problem of the evaluation occurs in the base model's training or in theirs.",
+    "GRPO and RL-PLUS start from the same base, with the same learning rate, and stop with the step that reaches the "
+    "same number of generated tokens. No problem of the evaluation occurs in the base model's training or in theirs.",
     "The setting was chosen on other seeds, after several in which GRPO solved the hard problems too. How GRPO fares "
     "depends on the learning rate and on the seed: the tables say what happened on the seeds of this report and no "
     "more, and one seed is one draw. Several seeds (rlplus demo --seeds N) have a table of their own.",
@@ -159,7 +159,7 @@ def results_table(evaluations: Mapping[str, Sequence[Evaluation]], hard: Sequenc
     """pass@k of each model over all problems and over each kind. `hard`: the kind of each problem by its number."""
     first = evaluations[BASE][0]
     seeds = f", {len(evaluations[BASE])} seeds" if len(evaluations[BASE]) > 1 else ""
-    title = f"% of {len(first.problems)} unseen problems solved with k samples (95% intervals{seeds})"
+    title = f"% of {len(first.problems)} unseen problems solved with k samples (95% intervals, rounded outwards{seeds})"
     caption = f"easy: {EASY} numbers to add, hard: {HARD}"
     table = Table("problems", "model", *(f"pass@{k}" for k in first.k), title=title, caption=caption)
     for kind, problems in (("all", range(len(hard))), ("easy", _numbers(hard, False)), ("hard", _numbers(hard, True))):

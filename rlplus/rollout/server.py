@@ -42,7 +42,7 @@ NO_LOGPROB = -9999.0  # what the server writes for NaN and for -inf
 
 
 class ServerEngine:
-    """One server for all ranks. ValueError: it is not there, or not started so that tokens and logprobs are exact."""
+    """One server for all ranks. ValueError if none answers, or if it was not started so that logprobs are exact."""
 
     def __init__(
         self,
