@@ -15,8 +15,9 @@ import pytest
 from report_pages import Page, evaluation
 from trainer_runs import environment, metrics, run_config, write_task
 
-from rlplus.cli import main
-from rlplus.config import ScratchModel
+from rlplus.cli import main, parse
+from rlplus.cli.evaluate import evaluated
+from rlplus.config import ScratchModel, load_config
 from rlplus.data import byte_tokenizer
 from rlplus.evaluation import load_results, save_results
 from rlplus.learner.model import make_scratch_model, write_model
@@ -108,7 +109,7 @@ def test_benchmarks_are_reported_apart(config_file, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert re.search(r"bench/1\[/red\]\\x1b\[2J *│ *3 *│ *4–8 *│", out)
     assert "\x1b" not in out + err
-    result = json.loads((tmp_path / "run/evaluation-bench_1__red___2J.json").read_text())
+    result = json.loads((tmp_path / "run/evaluation-bench-1-red-2J-41472683.json").read_text())
     assert (result["problems"], result["n"]) == ([1, 3, 5], [8, 4, 4])
     assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html")]) == 0
     assert "bench/0, pass@1" in (tmp_path / "report.html").read_text()
@@ -163,6 +164,8 @@ def test_what_needs_no_model_is_answered_without_torch(config_file, tmp_path):
     train, run = ["train", str(config_file)], tmp_path / "run"
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
+    (tmp_path / "trained/model").mkdir(parents=True)
+    (tmp_path / "trained/model/config.json").touch()
     path = ["model.scratch=null", "model.path"]
     cases = [
         (["--help"], 0, "usage: rlplus"),
@@ -191,11 +194,35 @@ def test_what_needs_no_model_is_answered_without_torch(config_file, tmp_path):
             2,
             "evaluation.benchmarks hf://lkevinzc/math",
         ),
+        (["eval"], 2, "the following arguments are required: model-or-configuration"),
+        (
+            ["eval", "no/one", "--benchmarks", "amc,gpqa-diamond"],
+            2,
+            "rlplus eval: --benchmarks: want names from aime24, ",
+        ),
+        (
+            ["eval", "no/one", "--template", "foo"],
+            2,
+            "rlplus eval: --template: want own, qwen, simplerl, prime, none; got",
+        ),
+        (["eval", "no/one", "--data", "nowhere.jsonl"], 2, "want a data file; got --data nowhere.jsonl: no such file"),
+        (["eval", f"{tmp_path}/trained"], 2, "want as the first argument a Hugging Face folder or hub name; got"),
+        (["eval", f"{tmp_path}/trained"], 2, f"the folder has no config.json; {tmp_path}/trained/model has one"),
+        (["eval", str(config_file), "output_dir=x"], 2, "in x/model, or --model with a folder; got none (current dir"),
+        (["eval", "no/one", "evaluation.temperature=0"], 2, "eval: want other settings:\nevaluation: temperature 0 is"),
         (["train", "no\x1b[2Jwhere.yaml"], 2, "want a YAML file; got no\\x1b[2Jwhere.yaml: no such file"),
     ]
     hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "hub")}
     done = processes.run([sys.executable, "-c", QUICK, json.dumps(cases)], env=environment() | hub)
     assert done.returncode == 0, done.stderr
+
+
+def test_options_of_an_evaluation_take_what_the_manual_names():
+    """Other names of benchmarks, and a function in place of the default grader."""
+    options = ["--benchmarks", "aime, gpqa,amc", "--template", "qwen", "reward.function=graders:mine"]
+    config = load_config(*evaluated(parse(["eval", "owner/name", *options])))
+    assert config.evaluation.benchmarks == ["aime24", "gpqa_diamond", "amc"]
+    assert (config.reward.kind, config.reward.function) == (None, "graders:mine")
 
 
 @pytest.mark.parametrize(
