@@ -168,8 +168,8 @@ def read_examples(
             counted, last = row.index == last, row.index
             if not counted:
                 report.rows += 1
-                report.plain += isinstance(row.prompt, str)
                 report.prompt_lengths.append(len(prompt))
+                report.plain += isinstance(row.prompt, str)
             dropped = "answers_missing" if row.answer is None else "prompts_too_long"
             if row.answer is None or len(prompt) > config.max_prompt_length:
                 if not counted:

@@ -57,5 +57,6 @@ def _asked_at(path: Path) -> Asked | None:
         result = Evaluation.load(path)
     except ValueError:
         return None
-    known = {"benchmark": result.name, "temperature": str(result.temperature), "seed": str(result.seed)}
-    return result.asked or (known | ({"model": result.model} if result.model else {}))
+    settings = {"evaluation.temperature": str(result.temperature), "train.seed": str(result.seed)}
+    known = {"benchmark": result.name} | settings | ({"model": result.model} if result.model else {})
+    return result.asked or known
