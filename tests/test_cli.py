@@ -12,14 +12,12 @@ import processes
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from report_pages import Page, evaluation
+from report_pages import Page
 from trainer_runs import environment, metrics, run_config, write_task
 
-from rlplus.cli import main, parse
-from rlplus.cli.evaluate import evaluated
-from rlplus.config import ScratchModel, load_config
+from rlplus.cli import main
+from rlplus.config import ScratchModel
 from rlplus.data import byte_tokenizer
-from rlplus.evaluation import load_results, save_results
 from rlplus.learner.model import make_scratch_model, write_model
 
 
@@ -115,25 +113,6 @@ def test_benchmarks_are_reported_apart(config_file, tmp_path, capsys):
     assert "bench/0, pass@1" in (tmp_path / "report.html").read_text()
 
 
-def test_every_benchmark_has_a_file(tmp_path):
-    """Also if names differ only in characters that file names cannot have, or are too long for one."""
-    names = ["a/b", "a_b", "a?b", "\0", "数" * 300, "数" * 301]
-    results = {name: evaluation((i,), name) for i, name in enumerate(names)}
-    assert len(set(save_results(tmp_path / "new", results))) == len(names)
-    assert load_results(tmp_path / "new") == results
-
-
-def test_no_result_of_an_earlier_evaluation_mixes_in(tmp_path):
-    """One file per benchmark, which the next evaluation replaces; that of 0.1.0 counts only alone."""
-    old = evaluation((1, 2), "amc")
-    old.save(tmp_path / "evaluation.json")
-    assert load_results(tmp_path) == {"amc": old}
-    save_results(tmp_path, {"amc": evaluation((3, 4), "amc")})
-    save_results(tmp_path, {"amc": evaluation((5, 6), "amc"), "aime": evaluation((7,), "aime")})
-    assert {name: one.correct for name, one in load_results(tmp_path).items()} == {"amc": (5, 6), "aime": (7,)}
-    assert len(list(tmp_path.iterdir())) == 3
-
-
 def test_a_result_that_cannot_be_written_is_shown_all_the_same(config_file, tmp_path, capsys):
     assert main(["train", str(config_file), "train.steps=1"]) == 0
     (result := tmp_path / "run/evaluation-task.json").symlink_to("/dev/full")
@@ -215,14 +194,6 @@ def test_what_needs_no_model_is_answered_without_torch(config_file, tmp_path):
     hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "hub")}
     done = processes.run([sys.executable, "-c", QUICK, json.dumps(cases)], env=environment() | hub)
     assert done.returncode == 0, done.stderr
-
-
-def test_options_of_an_evaluation_take_what_the_manual_names():
-    """Other names of benchmarks, and a function in place of the default grader."""
-    options = ["--benchmarks", "aime, gpqa,amc", "--template", "qwen", "reward.function=graders:mine"]
-    config = load_config(*evaluated(parse(["eval", "owner/name", *options])))
-    assert config.evaluation.benchmarks == ["aime24", "gpqa_diamond", "amc"]
-    assert (config.reward.kind, config.reward.function) == (None, "graders:mine")
 
 
 @pytest.mark.parametrize(

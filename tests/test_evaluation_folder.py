@@ -11,8 +11,11 @@ import pytest
 from evaluations import evaluation
 from trainer_runs import run_config
 
+from rlplus.cli import parse
+from rlplus.cli.evaluate import evaluated
+from rlplus.config import load_config
 from rlplus.data import Example
-from rlplus.evaluation import Evaluation, save_results
+from rlplus.evaluation import Evaluation, load_results, save_results
 from rlplus.evaluation.asked import asked_of, differences, model_identity
 from rlplus.evaluation.folder import check_folder, others_in
 
@@ -101,3 +104,30 @@ def test_a_file_is_called_by_the_benchmark_alone(tmp_path: Path) -> None:
     assert together["amc"].name == "evaluation-amc.json"
     for name, result in results.items():
         assert save_results(tmp_path, {name: result}) == [together[name]]
+
+
+def test_every_benchmark_has_a_file(tmp_path: Path) -> None:
+    """Also if names differ only in characters that file names cannot have, or are too long for one."""
+    names = ["a/b", "a_b", "a?b", "\0", "数" * 300, "数" * 301]
+    results = {name: evaluation((i,), name=name) for i, name in enumerate(names)}
+    assert len(set(save_results(tmp_path / "new", results))) == len(names)
+    assert load_results(tmp_path / "new") == results
+
+
+def test_no_result_of_an_earlier_evaluation_mixes_in(tmp_path: Path) -> None:
+    """One file per benchmark, which the next evaluation replaces; that of 0.1.0 counts only alone."""
+    old = evaluation((1, 2), name="amc")
+    old.save(tmp_path / "evaluation.json")
+    assert load_results(tmp_path) == {"amc": old}
+    save_results(tmp_path, {"amc": evaluation((3, 4), name="amc")})
+    save_results(tmp_path, {"amc": evaluation((5, 6), name="amc"), "aime": evaluation((7,), name="aime")})
+    assert {name: one.correct for name, one in load_results(tmp_path).items()} == {"amc": (5, 6), "aime": (7,)}
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_options_of_an_evaluation_take_what_the_manual_names() -> None:
+    """Other names of benchmarks, and a function in place of the default grader."""
+    options = ["--benchmarks", "aime, gpqa,amc", "--template", "qwen", "reward.function=graders:mine"]
+    config = load_config(*evaluated(parse(["eval", "owner/name", *options])))
+    assert config.evaluation.benchmarks == ["aime24", "gpqa_diamond", "amc"]
+    assert (config.reward.kind, config.reward.function) == (None, "graders:mine")

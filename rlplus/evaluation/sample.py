@@ -230,8 +230,7 @@ def evaluate_model(
     the problems, and all get the whole result. progress: called with the number of this rank's problems that are done,
     and their total. output: the folder for the results, whose samples/ keeps the samples; the same evaluation, started
     again, continues with them, and `say` is told. ValueError without evaluation data or model, and if there are results
-    or samples of another model, data or settings in `output`; overwrite: remove these instead. chat_expected: see
-    `rlplus.data.load_problems`.
+    or samples of another evaluation in `output`; overwrite: remove these. chat_expected: as in `load_problems`.
     """
     check_evaluation_files(config, model)
     path = Path(config.output_dir) / "model" if model is None else Path(model)
@@ -279,9 +278,7 @@ def evaluate_model(
                 ranks,
                 progress=lambda done: progress(done, own),
             )
-            return {
-                name: replace(result, model=asked[name]["model"], asked=asked[name]) for name, result in results.items()
-            }
+            return {name: replace(one, model=asked[name]["model"], asked=asked[name]) for name, one in results.items()}
         finally:
             engine.close()
 
