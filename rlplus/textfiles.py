@@ -1,5 +1,7 @@
-"""Text files whose errors name them."""
+"""Text files whose errors name them, and names of files."""
 
+import re
+import zlib
 from pathlib import Path
 
 
@@ -19,3 +21,11 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OSError(f"could not write {path}: {error.strerror or error}") from error
+
+
+def file_name(name: str, longest: int | None = None) -> str:
+    """The name as that of a file. One with other characters, only of dots or beyond `longest` gets a checksum."""
+    plain = re.sub(r"[^\w.,+=-]+", "-", name)[:longest]
+    if plain == name and plain.strip("."):
+        return plain
+    return f"{plain.strip('.')}-{zlib.crc32(name.encode(errors='surrogatepass')):08x}"

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlplus.config import BENCHMARKS, DataConfig, EvaluationConfig, benchmark_name
-from rlplus.data import byte_tokenizer, load_examples, load_problems
+from rlplus.config import BENCHMARKS, DataConfig, EvaluationConfig, ValidationConfig, benchmark_name
+from rlplus.data import byte_tokenizer, found_columns, load_examples, load_problems
 from rlplus.data.benchmarks import LAYOUTS
 from rlplus.data.prompts import TEMPLATES
 from rlplus.reward.graders.choice import choice
@@ -138,6 +138,45 @@ def test_a_row_without_the_benchmarks_columns_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text(json.dumps(row))
     with pytest.raises(ValueError, match=r"x.jsonl:1: want a column 'quest'; got .*; nearest: question"):
         load_problems(evaluation(tmp_path / "x.jsonl", ["gpqa_diamond"], prompt="quest"), byte_tokenizer())
+
+
+def test_the_key_of_a_column_that_is_missing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "q", "answer": "1"}')
+    data = {"path": str(tmp_path / "x.jsonl"), "answer": "reward_model.ground_truth"}
+    for section, kind in {"evaluation": EvaluationConfig, "validation": ValidationConfig}.items():
+        config = kind.model_validate({"data": data})
+        with pytest.raises(ValueError, match=rf"got prompt, answer .*\({section}\.data\.answer names it\)"):
+            load_problems(config, byte_tokenizer())
+
+
+def test_a_file_of_prompts_and_answers_needs_no_keys(tmp_path: Path) -> None:
+    """In place of verl's columns, where the file does not have these."""
+    path = tmp_path / "x.jsonl"
+    verl = DataConfig.model_validate(
+        {"path": str(path), "answer": "reward_model.ground_truth", "benchmark": "data_source"}
+    )
+    cases: list[tuple[dict[str, Any], dict[str, str]]] = [
+        ({"prompt": "q", "answer": "1"}, {"answer": "answer", "benchmark": "null"}),
+        ({"prompt": "q", "answer": "1", "data_source": "x"}, {"answer": "answer"}),
+        (verl_row("gpqa", "q", "B") | {"answer": "1"}, {}),
+    ]
+    for row, found in cases:
+        path.write_text(json.dumps(row))
+        assert found_columns(verl, several=False) == found
+    path.write_text('{"prompt": "q", "answer": "1"}')
+    assert found_columns(verl, several=True) == {"answer": "answer"}
+
+
+def test_text_for_a_model_that_chats_is_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "x.jsonl").write_text('{"prompt": "q", "answer": "1"}\n' * 3)
+    for data, expected in [({}, True), ({"chat": True}, False), ({"template": "none"}, False)]:
+        config = EvaluationConfig.model_validate({"data": {"path": str(tmp_path / "x.jsonl")} | data})
+        for chat_expected in (False, True):
+            caplog.clear()
+            load_problems(config, byte_tokenizer(), chat_expected=chat_expected)
+            noted = "3 prompts are text, given to the model as it is" in caplog.text
+            assert noted == (expected and chat_expected)
+            assert not noted or "evaluation.data.chat=true" in caplog.text
 
 
 def test_rows_of_other_benchmarks_count_for_nothing(tmp_path: Path) -> None:

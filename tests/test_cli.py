@@ -12,13 +12,12 @@ import processes
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from report_pages import Page, evaluation
+from report_pages import Page
 from trainer_runs import environment, metrics, run_config, write_task
 
 from rlplus.cli import main
 from rlplus.config import ScratchModel
 from rlplus.data import byte_tokenizer
-from rlplus.evaluation import load_results, save_results
 from rlplus.learner.model import make_scratch_model, write_model
 
 
@@ -108,29 +107,10 @@ def test_benchmarks_are_reported_apart(config_file, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert re.search(r"bench/1\[/red\]\\x1b\[2J *│ *3 *│ *4–8 *│", out)
     assert "\x1b" not in out + err
-    result = json.loads((tmp_path / "run/evaluation-bench_1__red___2J.json").read_text())
+    result = json.loads((tmp_path / "run/evaluation-bench-1-red-2J-41472683.json").read_text())
     assert (result["problems"], result["n"]) == ([1, 3, 5], [8, 4, 4])
     assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html")]) == 0
     assert "bench/0, pass@1" in (tmp_path / "report.html").read_text()
-
-
-def test_every_benchmark_has_a_file(tmp_path):
-    """Also if names differ only in characters that file names cannot have, or are too long for one."""
-    names = ["a/b", "a_b", "a?b", "\0", "数" * 300, "数" * 301]
-    results = {name: evaluation((i,), name) for i, name in enumerate(names)}
-    assert len(set(save_results(tmp_path / "new", results))) == len(names)
-    assert load_results(tmp_path / "new") == results
-
-
-def test_no_result_of_an_earlier_evaluation_mixes_in(tmp_path):
-    """One file per benchmark, which the next evaluation replaces; that of 0.1.0 counts only alone."""
-    old = evaluation((1, 2), "amc")
-    old.save(tmp_path / "evaluation.json")
-    assert load_results(tmp_path) == {"amc": old}
-    save_results(tmp_path, {"amc": evaluation((3, 4), "amc")})
-    save_results(tmp_path, {"amc": evaluation((5, 6), "amc"), "aime": evaluation((7,), "aime")})
-    assert {name: one.correct for name, one in load_results(tmp_path).items()} == {"amc": (5, 6), "aime": (7,)}
-    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_a_result_that_cannot_be_written_is_shown_all_the_same(config_file, tmp_path, capsys):
@@ -163,6 +143,8 @@ def test_what_needs_no_model_is_answered_without_torch(config_file, tmp_path):
     train, run = ["train", str(config_file)], tmp_path / "run"
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
+    (tmp_path / "trained/model").mkdir(parents=True)
+    (tmp_path / "trained/model/config.json").touch()
     path = ["model.scratch=null", "model.path"]
     cases = [
         (["--help"], 0, "usage: rlplus"),
@@ -191,6 +173,22 @@ def test_what_needs_no_model_is_answered_without_torch(config_file, tmp_path):
             2,
             "evaluation.benchmarks hf://lkevinzc/math",
         ),
+        (["eval"], 2, "the following arguments are required: model-or-configuration"),
+        (
+            ["eval", "no/one", "--benchmarks", "amc,gpqa-diamond"],
+            2,
+            "rlplus eval: --benchmarks: want names from aime24, ",
+        ),
+        (
+            ["eval", "no/one", "--template", "foo"],
+            2,
+            "rlplus eval: --template: want own, qwen, simplerl, prime, none; got",
+        ),
+        (["eval", "no/one", "--data", "nowhere.jsonl"], 2, "want a data file; got --data nowhere.jsonl: no such file"),
+        (["eval", f"{tmp_path}/trained"], 2, "want as the first argument a Hugging Face folder or hub name; got"),
+        (["eval", f"{tmp_path}/trained"], 2, f"the folder has no config.json; {tmp_path}/trained/model has one"),
+        (["eval", str(config_file), "output_dir=x"], 2, "in x/model, or --model with a folder; got none (current dir"),
+        (["eval", "no/one", "evaluation.temperature=0"], 2, "eval: want other settings:\nevaluation: temperature 0 is"),
         (["train", "no\x1b[2Jwhere.yaml"], 2, "want a YAML file; got no\\x1b[2Jwhere.yaml: no such file"),
     ]
     hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "hub")}

@@ -13,11 +13,11 @@ import yaml
 
 from rlplus.compare import BASE, MARK, Results, Runner, load_comparison, run_comparison
 from rlplus.compare.data import SET, TEST, TRAIN, VALIDATION, make_base_model, response_tokens, write_data
-from rlplus.compare.runs import file_name
 from rlplus.demo.base import Recipe
 from rlplus.demo.task import Demonstrator, Problem, Task, make_tokenizer
 from rlplus.errors import RunFailed
 from rlplus.evaluation.statistics import bootstrap
+from rlplus.textfiles import file_name
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

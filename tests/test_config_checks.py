@@ -124,6 +124,8 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
         (["reward.on_failure=skip"], "^reward.on_failure: .*mask.*zero.*error"),
         (["reward.kind=math_verify", "reward.pattern=(x)"], "^reward: pattern belongs to kind exact_match"),
         (["evaluation.k=[1, 33]"], "^evaluation: want at least one k, and none above samples"),
+        (["evaluation.temperature=0"], "^evaluation: temperature 0 is greedy.*: want samples 1; got 32$"),
+        (["evaluation.temperature=0.001"], r"^evaluation.temperature: want 0 \(greedy\) or at least 0.01; got 0.001$"),
         (["evaluation.every=5"], "^evaluation: every is 5 but there is no data"),
         (["validation.every=5"], "^validation: every is 5 but there is no data"),
         (

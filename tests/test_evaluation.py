@@ -20,7 +20,8 @@ from trainer_runs import run_config
 from rlplus.config import load_config
 from rlplus.data import Example, byte_tokenizer, load_problems, read_kept
 from rlplus.evaluation import Evaluation, evaluate, join, result_table
-from rlplus.evaluation.kept import KeptCalls, identity
+from rlplus.evaluation.asked import model_identity
+from rlplus.evaluation.kept import KeptCalls
 from rlplus.evaluation.sample import _calls
 from rlplus.evaluation.scorers import Scorers, reward_of
 from rlplus.reward import Score
@@ -185,7 +186,7 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(
     ]
     options: dict[str, Any] = {"samples": 4, "k": (1, 4), "temperature": 0.6, "max_tokens": 4, "seed": 5, "name": "toy"}
     whole = evaluate(ScriptedEngine(), score, problems, spell, **options)
-    kept = KeptCalls(tmp_path / "new/evaluation-toy", 0, byte_tokenizer(), "a")
+    kept = KeptCalls(tmp_path / "new/evaluation-toy", 0, byte_tokenizer(), {"model": "here@a"})
 
     class Killed(ScriptedEngine):
         def generate(self, *args: Any, **settings: Any) -> list[list[Completion]]:
@@ -212,24 +213,26 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(
         damaged.write_bytes(damage)
         assert seeds(kept) == [7]
     damaged.write_bytes(content[:100])
-    kept.remove_others()
+    kept.remove_damaged()
     assert not damaged.exists()
+    assert "removed 1 files" in caplog.text
     assert seeds(kept) == [7]
+    assert kept.problems() == 5
+    assert seeds(replace(kept, asked={"model": "elsewhere@a"})) == []
     caplog.clear()
     assert seeds(replace(kept, rank=1)) == [5, 7, 9]
-    other = replace(kept, identity="b")
+    other = replace(kept, asked={"model": "here@b"})
     assert seeds(other) == [5, 7, 9]
-    assert seeds(replace(other, identity=None)) == [5, 7, 9]
+    assert seeds(replace(other, asked=None)) == [5, 7, 9]
     assert seeds(replace(other, rank=2)) == [5, 7, 9]
     for name in ("2-0-000000.parquet", "2-0-000000.unfinished", "0-000099.unfinished"):  # two of a benchmark toy-2
         (tmp_path / f"new/evaluation-toy-{name}").touch()
-    other.remove_others()
+    other.remove_damaged()
     left = {path.name for path in (tmp_path / "new").iterdir()}
     assert left == {
         "evaluation-toy-2-0-000000.parquet", "evaluation-toy-2-0-000000.unfinished",
-        *(f"evaluation-toy-2-00000{first}.parquet" for first in (0, 2, 4)),
+        *(f"evaluation-toy-{rank}-00000{first}.parquet" for rank in range(3) for first in (0, 2, 4)),
     }  # fmt: skip
-    assert "removed 6 files" in caplog.text
 
 
 def test_samples_of_another_revision_on_the_hub_are_not_resumed(
@@ -243,7 +246,7 @@ def test_samples_of_another_revision_on_the_hub_are_not_resumed(
         (cached / "snapshots" / revision).mkdir(parents=True, exist_ok=True)
         (cached / "snapshots" / revision / "config.json").touch()
         (cached / "refs/main").write_text(revision)
-        return identity(run_config(tmp_path), Path("owner/name"), "toy", [], 1)
+        return model_identity(Path("owner/name"))
 
     first, second = "0" * 40, "1" * 40
     assert identity_at(first) != identity_at(second)
@@ -275,13 +278,13 @@ def test_a_benchmark_has_its_grader_whatever_the_runs_reward(tmp_path: Path) -> 
 
 
 def test_the_table_says_how_a_result_came_about() -> None:
-    one = evaluation([0, 2, 8], grader="oat", statuses={"ok": 18, "unparsed": 6}, seconds=61.2)
+    one = evaluation([0, 2, 8], grader="oat", statuses={"ok": 17, "unparsed": 5, "bad_gold": 2}, seconds=61.2)
     console = Console(width=200, file=StringIO(), record=True)
     console.print(result_table({"amc": one}))
     row = next(line for line in console.export_text().splitlines() if "pass@1" in line)
     cells = [cell.strip() for cell in row.strip("│ ").split("│")]
     assert cells[:5] == ["amc", "3", "8", "pass@1", "0.417"]
-    assert cells[6:] == ["oat", "25.0%", "25.0%", "4", "61 s"]
+    assert cells[6:] == ["oat", "2 bad_gold, 5 unparsed", "25.0%", "4", "61 s"]
 
 
 def test_shares_of_several_ranks_join_to_the_whole() -> None:

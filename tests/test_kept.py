@@ -197,7 +197,12 @@ def test_a_resumed_run_keeps_each_sample_once(tmp_path: Path) -> None:
     assert len(whole) == 3
 
 
-def test_evaluations_keep_all_samples(tmp_path: Path) -> None:
+def task_without_letters(folder: Path) -> Path:
+    (path := folder / "book.jsonl").write_text('{"prompt": "1?", "answer": "see the book"}\n' * 2)
+    return path
+
+
+def test_evaluations_keep_all_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = {"path": str(tmp_path / "task.jsonl"), "max_prompt_length": 8}
     config = config_of(tmp_path, evaluation={"data": data, "every": 3, "samples": 2, "k": [1]})
     path = tmp_path / "run.yaml"
@@ -206,7 +211,16 @@ def test_evaluations_keep_all_samples(tmp_path: Path) -> None:
     (name,) = {path.name for path in (tmp_path / "run/samples").iterdir() if path.name.count("-") > 1}
     assert name == "step-000003-task-0-000000.parquet"
     assert main(["eval", str(path), "evaluation.samples=1"]) == 0
-    assert main(["eval", str(path)]) == 0  # replaces the earlier one's
+    kept = {file: file.read_bytes() for file in (tmp_path / "run").rglob("evaluation-*.*")}
+    capsys.readouterr()
+    assert main(["eval", str(path)]) == 2
+    refusal = "2 files are of another model, data or settings. evaluation-task.json: evaluation.samples 1 (asked: 2)"
+    assert refusal in capsys.readouterr().err
+    assert {file: file.read_bytes() for file in kept} == kept
+    assert main(["eval", str(path), "--overwrite"]) == 0
+    assert "problems from the samples kept" not in capsys.readouterr().err
+    assert main(["eval", str(path), "--overwrite"]) == 0
+    assert f"6 of 6 problems from the samples kept in {tmp_path}/run/samples" in capsys.readouterr().err
     result = json.loads((tmp_path / "run/evaluation-task.json").read_text())
     evaluated = read_kept(tmp_path / "run/samples/evaluation-task-0-000000.parquet")
     assert [one.problem for one in evaluated] == [i for i in range(6) for _ in range(2)]
@@ -214,6 +228,12 @@ def test_evaluations_keep_all_samples(tmp_path: Path) -> None:
     assert sum(one.reward == 1 for one in evaluated) == sum(result["correct"])
     assert all(len(one.tokens) == len(one.logprob) for one in evaluated)
     assert not any(isnan(p) for one in evaluated for p in one.logprob)
+    letters = ["reward.kind=choice", "reward.pattern=null", "--output", str(tmp_path / "letters")]
+    assert main(["eval", str(path), *letters, f"evaluation.data.path={task_without_letters(tmp_path)}"]) == 2
+    out, err = capsys.readouterr()
+    assert "choice │ 4 bad_gold" in " ".join(out.split())
+    assert "want reference answers that the grader reads; got none in book (choice)" in err
+    assert not [*(tmp_path / "letters").glob("*.json")]
     during = read_kept(tmp_path / "run/samples" / name)
     assert {(one.step, one.benchmark) for one in during} == {(3, "task")}
 

@@ -124,6 +124,16 @@ def test_strict_reads_the_last_box_alone() -> None:
     assert STRICT(r"\boxed{7}", " ", {})[1] == "bad_gold"
 
 
+@pytest.mark.parametrize("grade", [GRADE, STRICT])
+def test_prose_is_no_reference(grade: Any) -> None:
+    """Where Math-Verify would compare a product of letters; no reward changes."""
+    for text in (r"\boxed{x}", "no idea", r"\boxed{7}"):
+        assert grade(text, "see the book", {})[:2] == (0.0, "bad_gold")
+    assert grade(r"\boxed{no solution}", "no solution", {})[:2] == (1.0, "ok")
+    for answer in ("5 and 6", r"\text{no solution}", "x and y", "A, B", "Evelyn", "sin x", "2 cm long", r"x \in S"):
+        assert grade(r"\boxed{8}", answer, {})[1] == "ok", answer
+
+
 OAT = [  # verdicts derived by reading oat's boxed_reward_fn(text, answer, fast=False), which was not run
     (r"so \boxed{72}", "72", True),
     (r"so \boxed{73}", "72", False),

@@ -3,12 +3,13 @@
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from rlplus.cli.common import YAML, add_configuration, quiet_imports
 
 if TYPE_CHECKING:
     from rlplus.cli.common import Commands
+    from rlplus.config import Config
 
 SHIPPED = Path(__file__).parents[1] / "configs"
 
@@ -23,32 +24,64 @@ def add(commands: "Commands") -> None:
     evaluate.add_argument(
         "--output", metavar="FOLDER", help="for evaluation-BENCHMARK.json and samples/; default: output_dir"
     )
+    evaluate.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="remove results and samples of another model, data or settings from that folder, which are else refused",
+    )
     evaluate.set_defaults(run=run)
-    add_configuration(evaluate, f"{YAML}; or a model: a folder, or a name on the hub")
+    add_configuration(evaluate, f"{YAML}; or a model: a folder, or a name on the hub", name="model-or-configuration")
 
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate, print the table and write the results."""
-    from rlplus.config import check_evaluation_files, check_output_folder, load_config
+    from rlplus.config import check_data_files, check_evaluation_files, check_output_folder
 
-    config, model = load_config(*evaluated(args)), args.model or _model(args)
+    (path, overrides), model = evaluated(args), args.model or _model(args)
+    config = _load(args, path, overrides)
     output = Path(args.output or config.output_dir)
     if output.suffix == ".json":
         raise ValueError(f"want --output a folder, which gets a file for each benchmark; got {output}")
     check_output_folder(output, "--output" if args.output else "output_dir")
-    check_evaluation_files(config, model)
+    if args.data:
+        check_data_files([args.data], "--data")
+    check_evaluation_files(config, model, "--model" if args.model else "as the first argument")
     quiet_imports()
-    from rlplus.data import SAMPLES
-    from rlplus.evaluation import RESULTS, evaluate_model, result_table, save_results
+    from rlplus.data import found_columns
+    from rlplus.evaluation import evaluate_model, result_table, save_results
     from rlplus.terminal import Terminal, counter
 
+    own = _model(args) is not None
+    if own and config.evaluation.data is not None and config.evaluation.data.paths:
+        found = found_columns(config.evaluation.data, several=len(config.evaluation.benchmarks) > 1)
+        config = _load(args, path, [*(f"evaluation.data.{key}={value}" for key, value in found.items()), *overrides])
     rank = int(os.environ.get("RANK", 0))
     with counter("problems evaluated:", quiet=rank != 0) as progress:
-        results = evaluate_model(config, model, progress, output / SAMPLES / RESULTS)
+        say = Terminal(stderr=True).print
+        results = evaluate_model(config, model, progress, output, overwrite=args.overwrite, say=say, chat_expected=own)
     if rank == 0:
         terminal = Terminal()
         terminal.print(result_table(results))  # first: it took long, and the files may not be written
-        terminal.print(f"written to {', '.join(map(str, save_results(output, results)))}")
+        graded = {name: result for name, result in results.items() if not result.without_references}
+        if graded:
+            terminal.print(f"written to {', '.join(map(str, save_results(output, graded)))}")
+        if unread := [f"{name} ({result.grader})" for name, result in results.items() if name not in graded]:
+            raise ValueError(
+                f"want reference answers that the grader reads; got none in {', '.join(unread)}: see "
+                "evaluation.data.answer, evaluation.data.answer_pattern and reward.kind"
+            )
+
+
+def _load(args: argparse.Namespace, path: Path, overrides: list[str]) -> "Config":
+    """The configuration. ValueError does not name the file of defaults, which the user did not give."""
+    from rlplus.config import load_config
+
+    try:
+        return load_config(path, overrides)
+    except ValueError as error:
+        if _model(args) is None:
+            raise
+        raise ValueError(str(error).replace(f"{path} does not describe a run:", "want other settings:")) from error
 
 
 def _model(args: argparse.Namespace) -> str | None:
@@ -57,10 +90,10 @@ def _model(args: argparse.Namespace) -> str | None:
 
 
 def evaluated(args: argparse.Namespace) -> tuple[Path, list[str]]:
-    """The configuration's file, and the overrides, including those given as options."""
-    options = {"evaluation.data.path": args.data, "evaluation.data.template": args.template}
+    """The configuration's file, and the overrides, including those given as options. ValueError names the option."""
+    options = {"evaluation.data.path": args.data, "evaluation.data.template": _template(args.template)}
     if args.benchmarks is not None:
-        options["evaluation.benchmarks"] = f"[{args.benchmarks}]"
+        options["evaluation.benchmarks"] = f"[{', '.join(_benchmarks(args.benchmarks))}]"
     overrides = [f"{key}={value}" for key, value in options.items() if value is not None]
     if (model := _model(args)) is None:
         return Path(args.config), [*overrides, *args.overrides]
@@ -68,4 +101,29 @@ def evaluated(args: argparse.Namespace) -> tuple[Path, list[str]]:
     name = f"{path.parent.name}-model" if path.name == "model" else path.name  # every run's is called model
     own = [f"model.path={model}", f"output_dir=runs/eval/{name}"]
     own += ["evaluation.benchmarks=[]"] if args.data else []  # all that is in the file
+    if any(override.startswith("reward.function=") for override in args.overrides):
+        own.append("reward.kind=null")  # the default, which the function replaces
     return SHIPPED / "eval.yaml", [*own, *overrides, *args.overrides]
+
+
+def _benchmarks(text: str) -> list[str]:
+    """Names of the registry for those of --benchmarks, where they may be other ones in files."""
+    from rlplus.config import BENCHMARKS, benchmark_name
+    from rlplus.errors import nearest
+
+    names = []
+    for given in filter(None, map(str.strip, text.split(","))):
+        if (name := benchmark_name(given)) is None:
+            near = f"; nearest: {found}" if (found := nearest(given, BENCHMARKS)) else ""
+            raise ValueError(f"--benchmarks: want names from {', '.join(BENCHMARKS)}; got {given!r}{near}")
+        names.append(name)
+    return names
+
+
+def _template(name: str | None) -> str | None:
+    from rlplus.config import DataConfig
+
+    known = get_args(DataConfig.model_fields["template"].annotation)
+    if name is not None and name not in known:
+        raise ValueError(f"--template: want {', '.join(known)}; got {name!r}")
+    return name

@@ -97,6 +97,6 @@ def _show_plans(plans: "Sequence[tuple[Plan, DataPlan | None]]") -> None:
     for number, (plan, data) in enumerate(plans, 1):
         if len(plans) > 1:
             Terminal().print(f"Stage {number}")
-        show(plan, Terminal())
-        if data is not None:
+        if data is not None:  # first, since it was asked for
             show_data(data, Terminal())
+        show(plan, Terminal())

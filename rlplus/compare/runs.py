@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -25,7 +24,7 @@ from rlplus.config import CheckpointConfig, Config, EvaluationConfig, LogConfig,
 from rlplus.demo.base import Recipe, is_made
 from rlplus.errors import RunFailed
 from rlplus.evaluation import Evaluation, load_results
-from rlplus.textfiles import read_text, write_text
+from rlplus.textfiles import file_name, read_text, write_text
 
 ASKED, FINISHED = "asked.json", "finished"  # in a run's folder, at its start and at its end
 TAIL = 20  # lines of a failed command's log that are shown
@@ -212,7 +211,7 @@ class Runner:
         if run.method != BASE:
             self._command(run, "train", ["--resume=auto"], overrides)
         model = folder / "model" if run.method != BASE else self._start(run) or self.config_of(run).model.path
-        self._command(run, "eval", ["--model", str(model), "--output", str(folder)], overrides)
+        self._command(run, "eval", ["--model", str(model), "--output", str(folder), "--overwrite"], overrides)
         (folder / FINISHED).touch()
         return True
 
@@ -346,9 +345,3 @@ def _without_own(config: Config) -> Config:
 def solved(results: Mapping[str, Evaluation]) -> float:
     """Mean pass@1 over the test sets."""
     return fmean(one.pass_at(1).mean for one in results.values())
-
-
-def file_name(name: str) -> str:
-    """The name as that of a file; one with other characters, or only of dots, gets a checksum."""
-    plain = re.sub(r"[^\w.,+=-]+", "-", name)
-    return plain if plain == name and plain.strip(".") else f"{plain.strip('.')}-{zlib.crc32(name.encode()):08x}"

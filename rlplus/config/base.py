@@ -1,5 +1,6 @@
 """The types that sections of a configuration are made of."""
 
+import math
 import os
 import re
 from typing import Annotated
@@ -26,10 +27,20 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=2e6, allow_inf_nan=False)]  # timers overflow at 2^31 ms, 24 days
 MIN_TEMPERATURE = 0.01  # vLLM raises a lower temperature to this one, and the logprobs would be those of another policy
 Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, allow_inf_nan=False)]
+GREEDY = 0.0  # a temperature of evaluations: the likeliest token
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
 Pattern = Annotated[str, AfterValidator(_one_group)]
 PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
+
+
+def _greedy_or_more(temperature: float) -> float:
+    if temperature != GREEDY and not MIN_TEMPERATURE <= temperature < math.inf:
+        raise ValueError(f"want 0 (greedy) or at least {MIN_TEMPERATURE}; got {temperature:g}")
+    return temperature
+
+
+TemperatureOrGreedy = Annotated[float, AfterValidator(_greedy_or_more)]
 
 
 class Section(BaseModel):

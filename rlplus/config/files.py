@@ -52,13 +52,17 @@ def check_trackers(config: Config) -> None:
                 raise ValueError(f'log.{name} needs the package {name}: pip install "rlplus[{name}]"')
 
 
-def check_evaluation_files(config: Config, model: str | None) -> None:
-    """ValueError for problems or a model that `eval` could not read; model None: the run's result."""
+def check_evaluation_files(config: Config, model: str | None, key: str = "--model") -> None:
+    """ValueError for problems or a model that `eval` could not read.
+
+    model: None = the run's result. key: what messages call the model.
+    """
     result = Path(config.output_dir) / "model"
     if model is not None:
-        check_model_path(model, "--model")
+        check_model_path(model, key)
     elif not (result / "config.json").is_file():
-        raise ValueError(f"want a trained model in {result}, or --model with a folder; got none")
+        here = "" if result.is_absolute() else f" (current directory: {Path.cwd()})"
+        raise ValueError(f"want a trained model in {result}, or --model with a folder; got none{here}")
     if config.evaluation.data is None:
         raise ValueError("want evaluation.data, the problems to evaluate on; the configuration has none")
     _check_problems(config.evaluation, "evaluation")
@@ -97,7 +101,11 @@ def check_model_path(path: str, key: str = "model.path") -> None:
 def model_problem(path: str) -> str | None:
     """The reason why a model cannot be loaded: a folder without one, or neither a folder nor a possible hub name."""
     if Path(path).is_dir():
-        return None if (Path(path) / "config.json").is_file() else "the folder has no config.json"
+        if (Path(path) / "config.json").is_file():
+            return None
+        inner = Path(path) / "model"  # of a run
+        hint = f"; {inner} has one" if (inner / "config.json").is_file() else ""
+        return f"the folder has no config.json{hint}"
     if Path(path).exists():
         return "it is a file"
     if not _HUB_NAME.fullmatch(path):

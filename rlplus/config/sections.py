@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlplus.config.algorithm import AlgorithmConfig
 from rlplus.config.base import (
+    GREEDY,
     Count,
     Moderate,
     NonNegative,
@@ -20,7 +21,7 @@ from rlplus.config.base import (
     Positive,
     Seconds,
     Section,
-    Temperature,
+    TemperatureOrGreedy,
     Text,
 )
 from rlplus.config.benchmarks import BENCHMARKS
@@ -204,8 +205,8 @@ class EvaluationConfig(Section):
     """Samples per row."""
     k: list[Count] = [1]
     """Each k of pass@k."""
-    temperature: Temperature = 1.0
-    """Temperature of sampling."""
+    temperature: TemperatureOrGreedy = 1.0
+    """Temperature of sampling, at least 0.01; or 0 for greedy decoding, with samples 1."""
 
     @model_validator(mode="before")
     @classmethod
@@ -226,6 +227,8 @@ class EvaluationConfig(Section):
     def _check(self) -> Self:
         if not self.k or max(self.k) > self.samples:
             raise ValueError(f"want at least one k, and none above samples; got k {self.k}, samples {self.samples}")
+        if self.temperature == GREEDY and self.samples != 1:
+            raise ValueError(f"temperature 0 is greedy, all samples would be equal: want samples 1; got {self.samples}")
         if self.every and self.data is None:
             raise ValueError(f"every is {self.every} but there is no data: give the files of problems, or benchmarks")
         if self.data is not None and not self.data.paths and not self.benchmarks:

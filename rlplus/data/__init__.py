@@ -3,7 +3,7 @@
 from rlplus.data.kept import SAMPLES, KeptSample, drop_kept, kept_facts, kept_steps, read_kept, write_kept
 from rlplus.data.load import Example, LoadReport, load_examples, read_examples
 from rlplus.data.pack import MicroBatch, Sample, balance, pack, per_token
-from rlplus.data.problems import distinct, load_problems, read_problems
+from rlplus.data.problems import distinct, found_columns, load_problems, read_problems
 from rlplus.data.sampler import PromptSampler, variants
 from rlplus.data.tokenizer import byte_tokenizer, load_tokenizer, response_text, token_texts
 
@@ -19,6 +19,7 @@ __all__ = [
     "byte_tokenizer",
     "distinct",
     "drop_kept",
+    "found_columns",
     "kept_facts",
     "kept_steps",
     "load_examples",

@@ -63,7 +63,7 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Iterator[tuple[str, R
             schema = file.schema_arrow
             for column in columns or ():
                 if not _in_schema(schema, column):
-                    raise missing_column(str(path), column, _schema_names(schema))
+                    raise MissingColumn(str(path), column, _schema_names(schema))
             heads = [column if column in schema.names else column.split(".")[0] for column in columns or schema.names]
             for batch in file.iter_batches(batch_size=1024, columns=list(dict.fromkeys(heads))):
                 for row in batch.to_pylist():
@@ -120,6 +120,10 @@ def get_column(row: Row, column: str) -> Any:
     return value
 
 
-def missing_column(where: str, column: str, names: Sequence[str]) -> ValueError:
-    hint = f"; nearest: {near}" if (near := nearest(column, names)) else ""
-    return ValueError(f"{where}: want a column {column!r}; got {', '.join(names) or 'none'}{hint}")
+class MissingColumn(ValueError):
+    """A row or a file without the column."""
+
+    def __init__(self, where: str, column: str, names: Sequence[str]) -> None:
+        hint = f"; nearest: {near}" if (near := nearest(column, names)) else ""
+        super().__init__(f"{where}: want a column {column!r}; got {', '.join(names) or 'none'}{hint}")
+        self.column = column

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlplus.config import DataConfig
-from rlplus.data.files import Row, get_column, missing_column, read_rows, row_names
+from rlplus.data.files import MissingColumn, Row, get_column, read_rows, row_names
 from rlplus.data.prompts import Prompt, encode_prompts, make_prompt
 
 CHUNK = 1000  # rows tokenised together, on all cores
@@ -43,6 +43,7 @@ class Example:
 class LoadReport:
     """Counts of what was kept and dropped. `first` names the first place of each kind of loss.
 
+    plain: rows whose prompt is text, not chat messages.
     prompt_lengths, demonstration_lengths: tokens of each, also of those that are dropped for their length.
     """
 
@@ -50,6 +51,7 @@ class LoadReport:
     max_demonstration_length: int
     rows: int = 0
     kept: int = 0
+    plain: int = 0
     prompts_too_long: int = 0
     answers_missing: int = 0
     demonstrations: int = 0
@@ -139,11 +141,12 @@ def read_examples(
     max_demonstration_length: int,
     layout: Callable[[Row], Row] | None = None,
     wanted: Callable[[str], bool] = lambda benchmark: True,
+    section: str = "data",
 ) -> tuple[list[Example], LoadReport]:
     """Read and tokenise the data; a row with several demonstrations gives an example for each, see `variants`.
 
     layout: converts a row of a file, with all of its columns, into one that `config` describes. wanted: whether to read
-    the rows of a benchmark; the others count for nothing.
+    the rows of a benchmark; the others count for nothing. section: name of `config` in messages.
     A prompt string is tokenised with the tokenizer's default special tokens, chat messages through its template with
     the generation prompt; a demonstration without special tokens, and then eos. `response_prefix` moves from the start
     of demonstrations to the end of prompts, as tokens of its own; a demonstration without it is kept whole and counted.
@@ -155,7 +158,7 @@ def read_examples(
     examples: list[Example] = []
     # One int object for each id: long demonstrations of a large data set would fill gigabytes with copies.
     shared: dict[int, int] = {}
-    rows, last = _parse_rows(config, layout, wanted), -1
+    rows, last = _naming_key(_parse_rows(config, layout, wanted), config, section), -1
     while chunk := list(islice(rows, CHUNK)):
         prompts = encode_prompts([(row.where, row.prompt) for row in chunk], tokenizer, config.response_prefix)
         demonstrations = _encode_demonstrations(chunk, tokenizer)
@@ -166,6 +169,7 @@ def read_examples(
             if not counted:
                 report.rows += 1
                 report.prompt_lengths.append(len(prompt))
+                report.plain += isinstance(row.prompt, str)
             dropped = "answers_missing" if row.answer is None else "prompts_too_long"
             if row.answer is None or len(prompt) > config.max_prompt_length:
                 if not counted:
@@ -192,6 +196,15 @@ def read_examples(
                 )
             )
     return examples, report
+
+
+def _naming_key(rows: Iterator[_Parsed], config: DataConfig, section: str) -> Iterator[_Parsed]:
+    """The rows; the error for a missing column names the key that asks for it."""
+    try:
+        yield from rows
+    except MissingColumn as error:
+        keys = [f"{section}.{key}" for key, value in config if value == error.column]
+        raise ValueError(f"{error}{f' ({keys[0]} names it)' if keys else ''}") from error
 
 
 def _parse_rows(
@@ -224,14 +237,14 @@ def _parse_rows(
             yield _Parsed(index, where, prompt, answer, demonstration, noted, benchmark, behavior, further)
     if not demonstration_seen and row:
         assert config.demonstration is not None
-        raise missing_column(", ".join(config.paths), config.demonstration, row_names(row))
+        raise MissingColumn(", ".join(config.paths), config.demonstration, row_names(row))
 
 
 def _laid_out(layout: Callable[[Row], Row], where: str, row: Row) -> Row:
     try:
         return layout(row)
     except KeyError as error:
-        raise missing_column(where, str(error.args[0]), row_names(row)) from None
+        raise MissingColumn(where, str(error.args[0]), row_names(row)) from None
 
 
 def _json_value(where: str, column: str, row: Row) -> Any:
@@ -247,7 +260,7 @@ def _column(where: str, row: Row, column: str) -> Any:
     try:
         return get_column(row, column)
     except KeyError:
-        raise missing_column(where, column, row_names(row)) from None
+        raise MissingColumn(where, column, row_names(row)) from None
 
 
 def _match(pattern: str | None, text: str | None) -> str | None:

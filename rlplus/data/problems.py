@@ -1,14 +1,17 @@
 """The problems of an evaluation: those of its data, or of the benchmarks that it names."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from rlplus.config import BENCHMARKS, DataConfig, EvaluationConfig, benchmark_name
+from rlplus.config import BENCHMARKS, DataConfig, EvaluationConfig, ValidationConfig, benchmark_name
 from rlplus.data.benchmarks import LAYOUTS
-from rlplus.data.files import Row, get_column
+from rlplus.data.files import Row, get_column, read_rows, row_names
 from rlplus.data.load import Example, LoadReport, read_examples
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -25,9 +28,22 @@ class Problems:
     refusal: str | None
 
 
-def load_problems(config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
-    """The distinct problems of an evaluation. ValueError if they are refused, see `read_problems`."""
+def load_problems(
+    config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, *, chat_expected: bool = False
+) -> list[Example]:
+    """The distinct problems of an evaluation. ValueError if they are refused, see `read_problems`.
+
+    chat_expected: warn if prompts are plain text though the tokenizer has a chat template.
+    """
     sources = read_problems(config, tokenizer)
+    assert config.data is not None
+    plain = sum(source.report.plain for source in sources)
+    if chat_expected and plain and tokenizer.chat_template is not None and config.data.template == "own":
+        logger.warning(
+            "%d prompts are text, given to the model as it is, without its chat template: evaluation.data.chat=true "
+            "makes them user messages, --template none says that it is meant",
+            plain,
+        )
     for source in sources:
         if source.refusal is not None:
             raise ValueError(source.refusal)
@@ -42,16 +58,19 @@ def read_problems(config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase) 
     without it, it would be another benchmark. Rows of other benchmarks are not read. ValueError as in `read_examples`.
     """
     assert config.data is not None
+    section = f"{'validation' if isinstance(config, ValidationConfig) else 'evaluation'}.data"
     if config.data.paths or not config.benchmarks:
-        return [_read("data", config.data, config.benchmarks, tokenizer)]
+        return [_read("data", config.data, config.benchmarks, tokenizer, section)]
     hub = {name: {"path": BENCHMARKS[name].source, "benchmark": None} for name in config.benchmarks}
-    return [_read(name, config.data.model_copy(update=data), [name], tokenizer) for name, data in hub.items()]
+    return [_read(name, config.data.model_copy(update=data), [name], tokenizer, section) for name, data in hub.items()]
 
 
-def _read(source: str, data: DataConfig, names: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Problems:
+def _read(
+    source: str, data: DataConfig, names: Sequence[str], tokenizer: PreTrainedTokenizerBase, section: str
+) -> Problems:
     """names: the benchmarks whose rows are kept; empty: all rows, as they are."""
     if not names:
-        rows, report = read_examples(data, tokenizer, max_demonstration_length=1)
+        rows, report = read_examples(data, tokenizer, max_demonstration_length=1, section=section)
         return Problems(source, rows, report, report.refusal(data))
     data = data.model_copy(update={"max_dropped_share": 0.0})
     found: dict[str, str] = {}  # of all rows, the benchmark as the data call it: as the registry does
@@ -61,7 +80,9 @@ def _read(source: str, data: DataConfig, names: Sequence[str], tokenizer: PreTra
         return found[benchmark] in names
 
     layout = _layout(data, names[0]) if len(names) == 1 else None
-    rows, report = read_examples(data, tokenizer, max_demonstration_length=1, layout=layout, wanted=wanted)
+    rows, report = read_examples(
+        data, tokenizer, max_demonstration_length=1, layout=layout, wanted=wanted, section=section
+    )
     refusal = report.refusal(data)
     if missing := [name for name in names if name not in found.values()]:
         refusal = f"{', '.join(data.paths)}: want rows of {', '.join(missing)}; got {', '.join(found) or 'none'}"
@@ -106,3 +127,17 @@ def distinct(examples: Sequence[Example]) -> list[Example]:
         first = merged.get(key)
         merged[key] = example if first is None else replace(first, rows=first.rows + example.rows)
     return list(merged.values())
+
+
+def found_columns(data: DataConfig, *, several: bool) -> dict[str, str]:
+    """Overrides of `data`, whose columns are verl's, for files that have `answer` instead or name no benchmark.
+
+    several: there are benchmarks to be told apart, which takes their column.
+    """
+    names = next((row_names(row) for _, row in read_rows(data.paths, None, 1)), [])
+    found: dict[str, str] = {}
+    if names and data.answer not in names and "answer" in names:
+        found["answer"] = "answer"
+    if names and data.benchmark is not None and data.benchmark not in names and not several:
+        found["benchmark"] = "null"
+    return found

@@ -127,7 +127,8 @@ def _run_seed(folder: Path, seed: int, config: Path, overrides: Sequence[str], c
         _command(f"{label}: training", ["train", str(config), *settings], folder / f"{preset}-train.log", console)
     models = {BASE: base, **{label: folder / preset / "model" for label, preset in RUNS.items()}}
     for label, model in models.items():
-        command = ["eval", str(config), "--model", str(model), "--output", str(_result_folder(folder, label)), *common]
+        output = ["--output", str(_result_folder(folder, label)), "--overwrite"]
+        command = ["eval", str(config), "--model", str(model), *output, *common]
         _command(f"{label}: evaluation", command, folder / f"{label.lower()}-eval.log", console)
 
 

@@ -1,9 +1,9 @@
 """The samples of an evaluation, kept to be read, and so that a killed evaluation resumes where it stopped."""
 
-import hashlib
+import json
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isnan, nan
 from pathlib import Path
@@ -11,13 +11,11 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from rlplus.config import Config
 from rlplus.data import Example, KeptSample, kept_facts, read_kept, token_texts, write_kept
 from rlplus.data.kept import UNFINISHED
-from rlplus.evaluation.scorers import reward_of
+from rlplus.evaluation.asked import Asked, comparable
 from rlplus.reward import Score
 from rlplus.rollout import Completion
-from rlplus.trainer.folder import surroundings
 
 logger = logging.getLogger(__name__)
 
@@ -51,39 +49,45 @@ class Call(NamedTuple):
 class KeptCalls:
     """The samples of a benchmark: a file per call of the engine, <start>-<rank>-<the first problem's number>.parquet.
 
-    identity: a hash of everything that determines the samples; the files of another evaluation are not read, and with
-    None no file is. step: of the training whose weights are evaluated.
+    asked: what determines the samples; the files of another evaluation are not read, and with None no file is. step: of
+    the training whose weights are evaluated.
     """
 
     start: Path
     rank: int
     tokenizer: PreTrainedTokenizerBase
-    identity: str | None
+    asked: Asked | None
     step: int | None = None
 
-    def remove_others(self) -> None:
-        """Remove the files of other evaluations, damaged and unfinished ones, of all ranks. For one rank to call."""
-        ours = re.compile(rf"{re.escape(self.start.name)}-\d+-\d+")
-        files = [path for path in self.start.parent.glob("*.parquet") if ours.fullmatch(path.stem)]
-        same = [path for path in files if _facts_of(path).get("identity") == self.identity]
-        for path in self.start.parent.glob(f"*{UNFINISHED}"):
-            if ours.fullmatch(path.stem):
-                path.unlink(missing_ok=True)
-        for path in set(files).difference(same):
+    def remove_damaged(self) -> None:
+        """Remove damaged and unfinished files, of all ranks. For one rank to call."""
+        for path in self._files(UNFINISHED):
             path.unlink(missing_ok=True)
-        if others := len(files) - len(same):
-            logger.warning(
-                "removed %d files of %s-*: they are damaged, or of another model, data or settings", others, self.start
-            )
-        if same:
-            logger.info("resuming with the %d calls in %s-*", len(same), self.start)
+        damaged = [path for path in self._files(".parquet") if facts_of(path) is None]
+        for path in damaged:
+            path.unlink(missing_ok=True)
+        if damaged:
+            logger.warning("removed %d files of %s-*: they are damaged", len(damaged), self.start)
+
+    def problems(self) -> int:
+        """The number of problems whose samples this evaluation has kept, of all ranks."""
+        facts = {path: facts_of(path) or {} for path in self._files(".parquet")}
+        return sum(int(f["stop"]) - int(path.stem.rpartition("-")[2]) for path, f in facts.items() if self._is_own(f))
+
+    def _files(self, suffix: str) -> list[Path]:
+        ours = re.compile(rf"{re.escape(self.start.name)}-\d+-\d+")
+        return [path for path in self.start.parent.glob(f"*{suffix}") if ours.fullmatch(path.stem)]
+
+    def _is_own(self, facts: Mapping[str, str]) -> bool:
+        return self.asked is not None and comparable(asked_in(facts)) == comparable(self.asked)
 
     def read(self, first: int, stop: int) -> Call | None:
         """The samples of the problems [first, stop) if this evaluation kept them, else None."""
         path = self._path(first)
-        if self.identity is None or not path.is_file():
+        if self.asked is None or not path.is_file():
             return None
-        if not self._facts(stop).items() <= (facts := _facts_of(path)).items():
+        facts = facts_of(path) or {}
+        if not self._is_own(facts) or facts["stop"] != str(stop):
             return None
         try:
             samples = read_kept(path)
@@ -107,7 +111,7 @@ class KeptCalls:
         return self.start.with_name(f"{self.start.name}-{self.rank}-{first:06d}.parquet")
 
     def _facts(self, stop: int) -> dict[str, str]:
-        return {"identity": self.identity or "", "stop": str(stop)}
+        return {"asked": json.dumps(self.asked), "stop": str(stop)}
 
     def _kept(self, benchmark: str, answer: Answer) -> KeptSample:
         problem, completion, text, score = answer
@@ -126,52 +130,19 @@ class KeptCalls:
         )
 
 
-def _facts_of(path: Path) -> dict[str, str]:
-    """The facts of a file; none of a damaged one."""
+def facts_of(path: Path) -> dict[str, str] | None:
+    """The facts of a file; None of a damaged one."""
     try:
         return kept_facts(path)
     except ValueError:
-        return {}
+        return None
+
+
+def asked_in(facts: Mapping[str, str]) -> Asked:
+    """What determined the samples of a file; empty where unknown, as in files of older versions."""
+    return json.loads(facts.get("asked", "null")) or {}
 
 
 def added(path: Path, end: str) -> Path:
     """The path with something behind its name."""
     return path.with_name(path.name + end)
-
-
-def identity(config: Config, model: Path, benchmark: str, problems: Sequence[Example], ranks: int) -> str:
-    """A hash of everything that determines the samples of a benchmark and their grades.
-
-    model: a folder, or a name on the hub whose config.json is in the cache.
-    """
-    settings = config.model_dump(
-        include={"model", "rollout", "evaluation"}, exclude={"evaluation": {"k", "every", "benchmarks"}}
-    )
-    asked = [(benchmark, e.prompt, e.answer, e.rows, dict(e.columns)) for e in problems]
-    everything = (
-        settings,
-        reward_of(config, benchmark),
-        surroundings(config),
-        model_identity(model),
-        asked,
-        config.data.response_prefix,
-        config.train.seed,
-        ranks,
-    )
-    return hashlib.sha256(repr(everything).encode(errors="surrogatepass")).hexdigest()
-
-
-def model_identity(model: Path) -> str:
-    """The folder with a hash of its files' names, sizes and dates, or the hub's name with the commit."""
-    if not model.is_dir():
-        return f"{model}@{_cached_revision(str(model))}"
-    files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(model.glob("*"))]
-    return f"{model}@{hashlib.sha256(repr(files).encode()).hexdigest()[:12]}"
-
-
-def _cached_revision(name: str) -> str | None:
-    """The commit of the hub's model that the cache has as its newest; None without any."""
-    from huggingface_hub import try_to_load_from_cache
-
-    path = try_to_load_from_cache(name, "config.json")
-    return Path(path).parent.name if isinstance(path, str) else None

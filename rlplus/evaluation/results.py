@@ -2,9 +2,8 @@
 
 import json
 import math
-import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -14,7 +13,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
 from rlplus.evaluation.statistics import Estimate, bootstrap, pass_at_k
-from rlplus.textfiles import read_text, write_text
+from rlplus.textfiles import file_name, read_text, write_text
 
 RESULTS = "evaluation"  # how the files of results and samples of an evaluation begin
 LONGEST_NAME = 50  # characters of a benchmark in a file's name, which has at most 255 bytes
@@ -29,8 +28,9 @@ class Evaluation:
     for, at most the samples that were drawn of each problem. `mean_response_length` in tokens, the end token included.
     `truncated_share`: samples that met `max_tokens` without an end. `statuses`: number of scores by status (see
     rlplus.reward.Score). `mean_reward`: of all graded samples; None where there is none, or of older files. `grader`:
-    names of the reward's graders. `model`: see `model_identity`; empty where unknown, as in older files. `seconds`:
-    wall-clock time of sampling and grading.
+    names of the reward's graders. `model`: see `model_identity`; empty where unknown, as in older files. `asked`: what
+    determined the samples, see rlplus.evaluation.asked; empty likewise. `seconds`: wall-clock time of sampling and
+    grading.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Evaluation:
     mean_reward: float | None = None
     grader: str = ""
     model: str = ""
+    asked: dict[str, str] = field(default_factory=dict)
     seconds: float = field(default=0.0, compare=False)
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # of `load`
@@ -83,6 +84,17 @@ class Evaluation:
     def largest_k(self) -> int:
         """The largest k such that every problem had k samples, graded or not."""
         return max(min(self.n), *self.k)
+
+    @property
+    def not_graded(self) -> str:
+        """The number of samples by each status other than "ok", or "none"."""
+        counts = sorted((status, count) for status, count in self.statuses.items() if status != "ok" and count)
+        return ", ".join(f"{count:,} {status}" for status, count in counts) or "none"
+
+    @property
+    def without_references(self) -> bool:
+        """Whether the grader could not read the reference answer of any sample."""
+        return set(self.statuses) == {"bad_gold"}
 
     def save(self, path: Path) -> None:
         """Write as JSON."""
@@ -172,7 +184,7 @@ def _pairs(first: Sequence[Evaluation], second: Sequence[Evaluation]) -> list[tu
 def save_results(folder: Path, results: Mapping[str, Evaluation]) -> list[Path]:
     """Write evaluation-<benchmark>.json for each benchmark, in place of an earlier one; the paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{RESULTS}-{part}.json" for part in file_parts(results).values()]
+    paths = [folder / f"{RESULTS}-{file_part(name)}.json" for name in results]
     for path, result in zip(paths, results.values(), strict=True):
         result.save(path)
     return paths
@@ -187,12 +199,6 @@ def load_results(folder: Path) -> dict[str, Evaluation]:
     return {result.name: result for result in map(Evaluation.load, paths)}
 
 
-def file_parts(benchmarks: Iterable[str]) -> dict[str, str]:
-    """A part of a file's name for each benchmark, by its name: no two the same."""
-    parts: dict[str, str] = {}
-    for name in benchmarks:
-        part = re.sub(r"[^\w.-]", "_", name)[:LONGEST_NAME]
-        while part in parts.values():
-            part += "_"
-        parts[name] = part
-    return parts
+def file_part(benchmark: str) -> str:
+    """The benchmark's name as part of a file's name: the same in every evaluation, and no two the same."""
+    return file_name(benchmark, LONGEST_NAME)

@@ -19,9 +19,11 @@ from transformers import PreTrainedTokenizerBase
 from rlplus import agree
 from rlplus.config import Config, check_evaluation_files
 from rlplus.data import SAMPLES, Example, load_problems, load_tokenizer, response_text
-from rlplus.evaluation.kept import Answer, Call, Graded, KeptCalls, added, identity, model_identity
+from rlplus.evaluation.asked import Asked, asked_of
+from rlplus.evaluation.folder import check_folder, others_in
+from rlplus.evaluation.kept import Answer, Call, Graded, KeptCalls, added
 from rlplus.evaluation.known import known_benchmarks, refusal
-from rlplus.evaluation.results import Evaluation, file_parts, join
+from rlplus.evaluation.results import RESULTS, Evaluation, file_part, join
 from rlplus.evaluation.scorers import Scorers, reward_of
 from rlplus.learner import prepare_model
 from rlplus.reward import Score, Scorer
@@ -32,8 +34,7 @@ from rlplus.trainer.ranks import initialize_distributed
 _COMPLETIONS_A_CALL = 4096  # bounds what is held as Python lists at a time
 _TOKENS_A_CALL = 1 << 23  # at most, and so what a killed evaluation loses: 1024 responses of 8192 tokens
 
-# Where to keep the samples of a benchmark, given its name, what it is called in names of files, and its problems.
-Keep = Callable[[str, str, Sequence[Example]], KeptCalls]
+Keep = Callable[[str], KeptCalls]  # where to keep the samples of a benchmark, given its name
 
 logger = logging.getLogger(__name__)
 
@@ -173,8 +174,8 @@ def evaluator(config: Config) -> Evaluate | None:
         step = run.progress.step + 1  # which the weights are of
         start = run.folder.path / SAMPLES / f"step-{step:06d}"
 
-        def keep(_: str, part: str, __: Sequence[Example]) -> KeptCalls:
-            return KeptCalls(added(start, f"-{part}"), run.rank, tokenizer, None, step)
+        def keep(benchmark: str) -> KeptCalls:
+            return KeptCalls(added(start, f"-{file_part(benchmark)}"), run.rank, tokenizer, None, step)
 
         return _passed(_evaluate_run(config, run, problems, keep if config.log.samples_every else None))
 
@@ -217,14 +218,19 @@ def evaluate_model(
     config: Config,
     model: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    samples: Path | None = None,
+    output: Path | None = None,
+    *,
+    overwrite: bool = False,
+    say: Callable[[str], None] = logger.info,
+    chat_expected: bool = False,
 ) -> dict[str, Evaluation]:
     """pass@k by benchmark on `evaluation`, of a Hugging Face folder or name (None: the run's result, output_dir/model).
 
     The same problems, samples and seed for every model. Under torchrun each rank, on its own device, has a share of
     the problems, and all get the whole result. progress: called with the number of this rank's problems that are done,
-    and their total. samples: the start of the names of the files that keep the samples; the same evaluation, started
-    again, continues with them, another one replaces them. ValueError without evaluation data or model.
+    and their total. output: the folder for the results, whose samples/ keeps the samples; the same evaluation, started
+    again, continues with them, and `say` is told. ValueError without evaluation data or model, and if there are results
+    or samples of another evaluation in `output`; overwrite: remove these. chat_expected: as in `load_problems`.
     """
     check_evaluation_files(config, model)
     path = Path(config.output_dir) / "model" if model is None else Path(model)
@@ -235,11 +241,13 @@ def evaluate_model(
         initialize_distributed(config.train.collective_timeout_s)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     tokenizer = load_tokenizer(settings)
-    problems = load_problems(config.evaluation, tokenizer)
+    problems = load_problems(config.evaluation, tokenizer, chat_expected=chat_expected and rank == 0)
+    benchmarks = _by_benchmark(config, problems)
+    asked = {name: asked_of(config, path, name, examples, ranks) for name, examples in benchmarks.items()}
+    keep = None if output is None else _keep_in(output, asked, tokenizer, len(problems), overwrite, say, rank, ranks)
     _, model_config = prepare_model(settings, path, config.train.seed)
-    own = sum(len(examples[rank::ranks]) for examples in _by_benchmark(config, problems).values())
+    own = sum(len(examples[rank::ranks]) for examples in benchmarks.values())
     progress(0, own)
-    keep = None if samples is None else partial(_kept_before, config, path, samples, tokenizer, rank, ranks)
     respond = make_respond(config.rollout.function, tokenizer, model_config.vocab_size)
     with TemporaryDirectory() as folder, Scorers(config) as scorers:
         model_config.save_pretrained(folder)
@@ -270,29 +278,39 @@ def evaluate_model(
                 ranks,
                 progress=lambda done: progress(done, own),
             )
-            return {name: replace(result, model=model_identity(path)) for name, result in results.items()}
+            return {name: replace(one, model=asked[name]["model"], asked=asked[name]) for name, one in results.items()}
         finally:
             engine.close()
 
 
-def _kept_before(
-    config: Config,
-    model: Path,
-    samples: Path,
+def _keep_in(
+    output: Path,
+    asked: Mapping[str, Asked],
     tokenizer: PreTrainedTokenizerBase,
+    problems: int,
+    overwrite: bool,
+    say: Callable[[str], None],
     rank: int,
     ranks: int,
-    name: str,
-    part: str,
-    examples: Sequence[Example],
-) -> KeptCalls:
-    """Where `evaluate_model` keeps a benchmark's samples, without those of another evaluation. Collective."""
-    kept = KeptCalls(added(samples, f"-{part}"), rank, tokenizer, identity(config, model, name, examples, ranks))
+) -> Keep:
+    """Where to keep samples, without damaged files and, with `overwrite`, those of other evaluations. Collective.
+
+    ValueError if there are any of others, without `overwrite`.
+    """
+    if not overwrite:
+        check_folder(output, asked)
+    start = output / SAMPLES / RESULTS
+    kept = {name: KeptCalls(added(start, f"-{file_part(name)}"), rank, tokenizer, asked[name]) for name in asked}
     if rank == 0:
-        kept.remove_others()
+        for path in others_in(output, asked) if overwrite else ():
+            path.unlink(missing_ok=True)
+        for calls in kept.values():
+            calls.remove_damaged()
+        if before := sum(calls.problems() for calls in kept.values()):
+            say(f"{before} of {problems} problems from the samples kept in {output / SAMPLES}")
     if ranks > 1:
         agree.barrier()  # a file may not vanish while another rank reads it, or be one it has just written
-    return kept
+    return kept.__getitem__
 
 
 def _by_benchmark(config: Config, problems: Sequence[Example]) -> dict[str, list[Example]]:
@@ -320,8 +338,7 @@ def _evaluate(
     """Results by benchmark. Collective."""
     settings = config.evaluation
     results, before = {}, 0
-    benchmarks = _by_benchmark(config, problems)
-    for (name, examples), part in zip(benchmarks.items(), file_parts(benchmarks).values(), strict=True):
+    for name, examples in _by_benchmark(config, problems).items():
         own = examples[rank::ranks]
         question = partial(
             _sampled,
@@ -336,7 +353,7 @@ def _evaluate(
             name=name,
             respond=respond,
             progress=partial(_advance, progress, before),
-            kept=keep and keep(name, part, examples),
+            kept=keep and keep(name),
         )
         before += len(own)
         share = ask(question if own else lambda _: None)

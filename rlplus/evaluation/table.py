@@ -7,7 +7,7 @@ from rich.table import Table
 from rlplus.evaluation.results import Evaluation
 
 _COLUMNS = (
-    "benchmark", "problems", "samples", "pass@k", "mean", "95% interval", "graded by", "no answer", "truncated",
+    "benchmark", "problems", "samples", "pass@k", "mean", "95% interval", "graded by", "not graded", "truncated",
     "tokens", "time",
 )  # fmt: skip
 
@@ -15,15 +15,14 @@ _COLUMNS = (
 def result_table(results: Mapping[str, Evaluation]) -> Table:
     """One row per benchmark and k.
 
-    no answer: share of the samples in which the grader found none. truncated: share of the responses that reached the
-    limit of tokens. tokens: mean length of a response.
+    not graded: number of samples by status, see `rlplus.reward.Score`. truncated: share of the responses that reached
+    the limit of tokens. tokens: mean length of a response.
     """
     table = Table(*_COLUMNS)
     for name, result in results.items():
-        samples = sum(result.statuses.values())
         further = (
             result.grader,
-            f"{result.statuses.get('unparsed', 0) / samples:.1%}",
+            result.not_graded,
             f"{result.truncated_share:.1%}",
             f"{result.mean_response_length:.0f}",
             f"{result.seconds:.0f} s",

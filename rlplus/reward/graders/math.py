@@ -17,6 +17,9 @@ _KEPT = 4096  # answers and verdicts
 _WHOLE = re.compile(r"(-?\d{1,9})(?:\.0+)?")
 _READ_FIRST = re.compile("final answer", re.IGNORECASE)  # Math-Verify reads what follows it first, or too
 _PERCENT = re.compile("%|percent|pct", re.IGNORECASE)  # behind the box it is part of the number
+# Nothing but letters and punctuation, as in "see the book": Math-Verify reads a product of one-letter variables.
+_PROSE = re.compile(r"[^\W\d_]+(?:[\s,;:.?!'\"()-]+[^\W\d_]+)+[\s.?!)]*")
+_WORD = re.compile(r"[^\W\d_]{2,}")
 _FORMULA_MARKS = ("$", "[", "]", "\n", "\\(", "\\)")  # inside the box: a formula could end there
 
 
@@ -50,7 +53,24 @@ def load_math_verify() -> Any:
 def math_verify(*, strict: bool) -> Grader:
     r"""strict: only the last box counts, and only a plain value in it: `\boxed{3+4}` is not 7."""
     values = _Values()
-    return values.grade_strictly if strict else values.grade
+    grade = values.grade_strictly if strict else values.grade
+
+    def verdict(text: str, answer: str, row: Mapping[str, Any]) -> Verdict:
+        value, status, detail = grade(text, answer, row)
+        if not value and status != "bad_gold" and is_prose(answer):  # equal texts are right all the same
+            return (
+                0.0,
+                "bad_gold",
+                f"the reference {answer!r} is prose: math-verify reads a product of letters",
+            )
+        return value, status, detail
+
+    return verdict
+
+
+def is_prose(answer: str) -> bool:
+    """Whether it is two words or more, with no sign of mathematics."""
+    return len(_WORD.findall(answer)) > 1 and _PROSE.fullmatch(answer.strip()) is not None
 
 
 class _Values:
