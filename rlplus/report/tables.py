@@ -138,7 +138,7 @@ def model_warnings(benchmarks: Mapping[str, Tested]) -> list[str]:
         by_benchmark = [(name, tested[label]) for name, tested in benchmarks.items() if label in tested]
         for seed in range(min(len(evaluations) for _, evaluations in by_benchmark)):
             models = {name: evaluations[seed].model for name, evaluations in by_benchmark if evaluations[seed].model}
-            if len(set(models.values())) > 1:
+            if len({model.rpartition("@")[2] for model in models.values()}) > 1:  # wherever their folders are
                 each = ", ".join(f"{name} of {model}" for name, model in models.items())
                 warnings.append(f"{label}: results of different models: {each}. Evaluate all with the same one.")
     return warnings
