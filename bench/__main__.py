@@ -127,6 +127,8 @@ def main(arguments: list[str] | None = None) -> None:
         say(model.table())
         say("")
         say(model.worth())
+        say("")
+        say(model.paths())
     else:
         measure(options)
 

@@ -87,7 +87,8 @@ for name in "${steps[@]}"; do
             ;;
         tests)
             files=(tests/test_gpu.py tests/test_gemm_kernel.py)
-            [ -n "$cpu" ] || files+=(tests/test_kernels.py tests/test_token_kernel.py tests/test_buffer_kernels.py)
+            more=(tests/test_kernels.py tests/test_exponentials.py tests/test_token_kernel.py tests/test_buffer_kernels.py)
+            [ -n "$cpu" ] || files+=("${more[@]}")
             if "$python" -c 'import xdist' 2> /dev/null; then workers=(-n 6); else workers=(); fi
             step tests 520 tests.log "${pytest[@]}" "${workers[@]}" --junitxml="$out/tests.xml" "${files[@]}"
             ;;

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlplus.kernels.tiling import DEFAULT
+from rlplus.kernels.tiling import DEFAULT, TILES, Tiling
 from rlplus.ops import cost
 from rlplus.ops.head import Head
 from rlplus.ops.triton import plan
@@ -25,17 +25,33 @@ CHANGES: dict[str, dict[str, Any]] = {
     "the bookkeeping of a chunk's rows in one kernel": {"launches": cost.Launches(chunk=23)},
 }
 
+# Ways to the logits, for bf16 inputs; the last two with the tile that stores, if it is as fast as the vendor's GEMM.
+PATHS = {
+    "the vendor's GEMM, fp32 logits": cost.VENDOR,
+    "our GEMM, fp32 logits": cost.OWN,
+    "our GEMM, two-byte exponentials": cost.EXPONENTIALS,
+}
+
 
 def bare(machine: cost.Machine, shape: cost.Shape = SHAPE) -> float:
     """Seconds of the three GEMMs' multiplications."""
     return 6 * shape.N * shape.H * shape.V / machine.half
 
 
-def sizes(mb: float, machine: cost.Machine, shape: cost.Shape = SHAPE) -> tuple[int, int]:
+def sizes(
+    mb: float, machine: cost.Machine, shape: cost.Shape = SHAPE, path: cost.Path = cost.VENDOR
+) -> tuple[int, int]:
     """Rows of a chunk and of the gradient buffer, as the backend chooses them for bf16 on that machine."""
     hidden, weight = (torch.empty(n, shape.H, dtype=torch.bfloat16, device="meta") for n in (shape.N, shape.V))
     target = torch.empty(shape.N, dtype=torch.int64, device="meta")
-    return plan(Head(hidden, weight, None, target, 1.0), mb * 1e6, gradient=True, tiling=DEFAULT, machine=machine)
+    tile = TILES[8 if machine.half == cost.A100.half else 9][1]
+    tilings = {
+        cost.VENDOR: DEFAULT,
+        cost.OWN: Tiling(loss=tile),
+        cost.EXPONENTIALS: Tiling(loss=tile, exponentials=tile),
+    }
+    tiling = tilings[path]
+    return plan(Head(hidden, weight, None, target, 1.0), mb * 1e6, gradient=True, tiling=tiling, machine=machine)
 
 
 def ratio(machine: cost.Machine, rows: int, capacity: int, waves: bool = False, **options: Any) -> float:
@@ -73,4 +89,19 @@ def worth() -> str:
                 now = sizes(mb, machine)
                 cells.append(ratio(machine, *now, exposed=0.0, **before) - ratio(machine, *now, exposed=0.0))
         lines.append((change, *(f"{100 * cell:.1f}" for cell in cells)))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def paths() -> str:
+    """The way to the logits: rows of a chunk and of the gradient buffer, and the ratio from floor to half."""
+    head = ("logits", *(f"{name}, {mb} MB" for name in MACHINES for mb in SCRATCH_MB[:2]))
+    lines = [head, tuple("---" for _ in head)]
+    for name, path in PATHS.items():
+        cells = []
+        for machine in MACHINES.values():
+            for mb in SCRATCH_MB[:2]:
+                rows, capacity = sizes(mb, machine, path=path)
+                floor, half = (ratio(machine, rows, capacity, exposed=x, path=path) for x in (0.0, 0.5))
+                cells.append(f"{rows}, {capacity}: {floor:.2f}–{half:.2f}")
+        lines.append((name, *cells))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -131,6 +131,12 @@ def sizes_of_buffers(work: Work, best: Tiling) -> Iterable[Tiling]:
     return (best._replace(buffers=Buffers(*size, scratch)) for size in ranked[:BUFFERS])
 
 
+def tiles_of_exponentials(work: Work, best: Tiling) -> Iterable[Tiling]:
+    """Last: they do not use the sizes of the buffers, which losses with an entropy bonus keep."""
+    tiles = kernels.tiles(work.hidden)[1:] if work.hidden.dtype == torch.bfloat16 else ()
+    return (best._replace(exponentials=tile) for tile in tiles)
+
+
 class Part(NamedTuple):
     """operation: the method of `Work` whose results are checked; step: makes the function that is timed."""
 
@@ -154,6 +160,7 @@ PARTS = (
         best._replace(loss=tile) for tile in kernels.tiles(work.hidden)[1:]  # the first would spill registers
     )),
     Part("rows of the buffers", "loss", loss, sizes_of_buffers),
+    Part("two-byte exponentials", "loss", loss, tiles_of_exponentials),
 )  # fmt: skip
 
 

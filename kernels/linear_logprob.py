@@ -8,8 +8,9 @@
 
 The definition is `rlplus.ops.reference.logprob_and_entropy`. fp32 arithmetic, results in nats. Three ways to the
 statistics of the rows: `row_statistics` reads logits that a GEMM left, `add_statistics` those of one block of the
-vocabulary after another; `linear_statistics` is that GEMM, with the statistics in its epilogue, and stores the logits
-only on request. `row_gradient` reads the logits once and writes only rows with a slot.
+vocabulary after another; `linear_statistics` is that GEMM, with the statistics in its epilogue, and stores the logits,
+or their exponentials (exponentials.py), only on request. `row_gradient` reads the logits once and writes only rows with
+a slot.
 
 Logits and their gradient are (n, W), W >= V: rows of a multiple of 16 elements keep loads and stores 16 bytes wide
 whatever the size V of the vocabulary. The columns past V hold anything and get anything.
@@ -32,6 +33,7 @@ ROWS, VECTOR = tl.constexpr(8), tl.constexpr(4)
 LOGPROB, ENTROPY, MAX, LOGSUM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 DLOGPROB, DENTROPY, WIDTH = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 PARTIALS = tl.constexpr(3)  # of a part of a row: max z, sum of e^(z - max), sum of e^(z - max) (z - max)
+E_SCALE = tl.constexpr(2.0**15)  # of the exponentials: fp16 then has its 11 bits from there down to 2^-14
 COMBINE = {"BLOCK_N": 16, "BLOCK_T": 64, "num_warps": 4, **FUSION}
 
 
@@ -136,16 +138,20 @@ def _tma_reads(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
-def _check(values: Tensor, logits: Tensor | None, V: int, target: Tensor, row_temperature: Tensor | None) -> None:
+def _check(
+    values: Tensor, logits: Tensor | None, V: int, target: Tensor, row_temperature: Tensor | None,
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,),
+) -> None:  # fmt: skip
     n, own = len(target), row_temperature
     if own is not None and (own.shape != (n,) or own.dtype != torch.float32 or not own.is_contiguous()):
         raise ValueError(f"want row_temperature ({n},) fp32, contiguous; got {own.dtype} {tuple(own.shape)}")
     if logits is not None and (
         logits.ndim != 2 or len(logits) != n or logits.shape[1] < V or logits.stride(1) != 1
-        or logits.dtype != torch.float32
+        or logits.dtype not in dtypes
     ):  # fmt: skip
         got = f"{logits.dtype} {tuple(logits.shape)} with strides {logits.stride()}"
-        raise ValueError(f"want logits ({n}, W) fp32, W >= {V}, contiguous in W; got {got}")
+        kinds = "fp32" if len(dtypes) == 1 else "fp32 or fp16"
+        raise ValueError(f"want logits ({n}, W) {kinds}, W >= {V}, contiguous in W; got {got}")
     if values.shape != (n, WIDTH.value) or not values.is_contiguous() or not target.is_contiguous():
         got = f"{tuple(values.shape)} and {tuple(target.shape)} with strides {values.stride()}, {target.stride()}"
         raise ValueError(f"want values ({n}, {WIDTH.value}) and target (n,), contiguous; got {got}")
@@ -154,23 +160,25 @@ def _check(values: Tensor, logits: Tensor | None, V: int, target: Tensor, row_te
 def linear_statistics(
     values: Tensor, logits: Tensor | None, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
     temperature: float, softcap: float | None = None, row_temperature: Tensor | None = None, tile: Tile | None = None,
-) -> None:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Fill the columns LOGPROB, ENTROPY, MAX and LOGSUM of values (n, WIDTH) fp32, as `row_statistics` does.
 
+    -> tops (ceil(V / BLOCK_V), n) fp32, the largest z of each row in each tile; at least LOWEST.
+
     hidden (n, H), weight (V, H): bf16, fp16 or fp32, contiguous in H; slow, but right, where their rows are not a
-    multiple of 16 bytes apart. logits (n, W) fp32 or None: hidden weight^T goes there. The others as there. Allocates
-    12 ceil(V / BLOCK_V) n bytes.
+    multiple of 16 bytes apart. logits (n, W) or None: fp32 gets hidden weight^T, fp16 gets E_SCALE e^(z - top). The
+    others as there. Allocates 12 ceil(V / BLOCK_V) n bytes, which tops keeps.
     """
     (n, H), V = hidden.shape, len(weight)
-    _check(values, logits, V, target, row_temperature)
+    _check(values, logits, V, target, row_temperature, (torch.float32, torch.float16))
     if hidden.shape[1] != weight.shape[1] or not hidden.stride(1) == weight.stride(1) == 1:
         got = ", ".join(f"{x.dtype} {tuple(x.shape)} with strides {x.stride()}" for x in (hidden, weight))
         raise ValueError(f"want hidden (n, H) and weight (V, H), contiguous in H; got {got}")
-    if not n:
-        return
     tile = tile or default_tile(hidden, logits is not None or bias is not None)
     columns = triton.cdiv(V, tile.BLOCK_V)
     partial = torch.empty(columns, PARTIALS.value, n, dtype=torch.float32, device=hidden.device)
+    if not n:
+        return partial[:, 0]
     sides, strides = (hidden, weight), (hidden.stride(0), weight.stride(0))
     if tile.tma and all(map(_tma_reads, sides)):
         shapes = ((tile.BLOCK_M, tile.BLOCK_H), (tile.BLOCK_V, tile.BLOCK_H))
@@ -180,9 +188,11 @@ def linear_statistics(
         values, partial, logits, *sides, target, bias, (n, V, H, V if logits is None else logits.shape[1]),
         (*strides, 0 if logits is None else logits.stride(0)), 1 / temperature, softcap, row_temperature,
         tile.BLOCK_M, tile.BLOCK_V, tile.BLOCK_H, tile.GROUP_M, sides[0] is not hidden,
+        logits is not None and logits.dtype == torch.float16,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **FUSION,
     )  # fmt: skip
     finish_statistics(values, partial, V, target)
+    return partial[:, 0]
 
 
 @triton.jit
@@ -285,6 +295,7 @@ def _gradient_kernel(
 def _tile_kernel(
     values, partial, logits, hidden, weight, target, bias, sizes, strides, inv_temperature, softcap, row_temperature,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr,
+    EXPONENTIALS: tl.constexpr,
 ):  # fmt: skip
     n, V, H, W = sizes
     stride_hidden, stride_weight, stride_logits = strides
@@ -314,7 +325,9 @@ def _tile_kernel(
 
     if logits is not None:
         to = logits + m.to(tl.int64)[:, None] * stride_logits + v[None, :]
-        tl.store(to, acc, here[:, None] & (v < W)[None, :])
+        stored = here[:, None] & (v < W)[None, :]
+        if not EXPONENTIALS:
+            tl.store(to, acc, stored)
     inv_temperature, softcap = _at_rows(inv_temperature, softcap, row_temperature, m[:, None], here[:, None])
     z = _z(acc, v[None, :], (v < V)[None, :], bias, inv_temperature, softcap)
     z = tl.where((v < V)[None, :], z, -float("inf"))
@@ -325,6 +338,8 @@ def _tile_kernel(
     top = tl.maximum(tl.max(z, 1), LOWEST)
     d = _floor(z - top[:, None])
     e = _exp(d)
+    if EXPONENTIALS:
+        tl.store(to, (e * E_SCALE).to(tl.float16), stored)
     out = partial + (tile_v * PARTIALS).to(tl.int64) * n + m
     tl.store(out, top, here)
     tl.store(out + n, tl.sum(e, 1), here)

@@ -42,6 +42,9 @@ class Tiling(NamedTuple):
     forward, loss          the tile of our own first GEMM, for logprobs alone and with logits kept for a gradient;
                            None: the vendor's GEMM
     buffers                None, or timed with another scratch: the sizes of `rlplus.ops.cost`
+    exponentials           the tile of our first GEMM that keeps exponentials of two bytes in the place of logits, for
+                           losses of bf16 inputs without a gradient of the entropy, in the place of `loss` and
+                           `buffers`; None: never
     """
 
     statistics: Block = Block(4096, 4)
@@ -50,6 +53,7 @@ class Tiling(NamedTuple):
     forward: Tile | None = None
     loss: Tile | None = None
     buffers: Buffers | None = None
+    exponentials: Tile | None = None
 
 
 DEFAULT = Tiling()

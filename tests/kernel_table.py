@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from rlplus.kernels import active_rows, linear_logprob, policy_loss, scale
+from rlplus.kernels import active_rows, exponentials, linear_logprob, policy_loss, scale
 from rlplus.kernels.tiling import DEFAULT, FP32_TILE, GRADIENT, STATISTICS, TILES, Tiling
 from rlplus.objective.presets import KL_ESTIMATORS
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
@@ -39,7 +39,8 @@ from rlplus.objective.surrogates import EXTERNAL, INTERNAL
 KB = 1024
 SHARED_LIMIT = {80: 163 * KB, 90: 227 * KB, 100: 227 * KB, 120: 99 * KB}  # bytes a block may have
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-MOST_INSTRUCTIONS = {"_statistics_kernel": 13, "_gradient_kernel": 20}  # an element, without bias or softcap
+# An element, without bias or softcap.
+MOST_INSTRUCTIONS = {"_statistics_kernel": 13, "_gradient_kernel": 20, "_exponential_gradient_kernel": 15}
 
 
 class NoDevice:
@@ -136,6 +137,23 @@ def candidate_launches(arch: int) -> Iterator[Launch]:
         yield f"{where}, to try{', stores' * stores}", True, start
 
 
+def exponential_launches(arch: int) -> Iterator[Launch]:
+    """The tiles that `rlplus-bench tune` tries for exponentials; the gradient from them, with every block."""
+    V, W = 4097, 4160
+    hidden, weight = (torch.empty(n, 128, dtype=torch.bfloat16) for n in (200, V))
+    values, target, stored = torch.empty(200, 6), torch.zeros(200, dtype=torch.int64), torch.empty(200, W).half()
+    for tile in dict.fromkeys(TILES[arch // 10][1:]):
+        rest = (hidden, weight, target, None, 1.0)
+        where = f"bfloat16, {tile.BLOCK_M}x{tile.BLOCK_V}x{tile.BLOCK_H} w{tile.num_warps} s{tile.num_stages}"
+        start = partial(linear_logprob.linear_statistics, values, stored, *rest, tile=tile)
+        yield f"{where}, stores exponentials", True, start
+    out = torch.empty(200, W, dtype=torch.bfloat16)
+    for block, columns in product(GRADIENT, sorted({tile.BLOCK_V for tile in TILES[arch // 10]})):
+        args = (stored, torch.empty(-(-V // columns), 200), columns, V, target, 1.0, block)
+        where = f"bfloat16, exponentials of tiles of {columns}, {block.BLOCK_V} w{block.num_warps}"
+        yield where, True, partial(exponentials.row_gradient, out, target, values, *args)
+
+
 def token_launches() -> Iterator[Launch]:
     numbers = policy_loss.Coefficients(*(0.5 for _ in policy_loss.Coefficients._fields))
     names = [(internal, "mis", "k3", "truncate") for internal in INTERNAL]
@@ -179,8 +197,8 @@ def compile_all(arch: int, variants: list[str] | None) -> Iterator[dict[str, Any
     driver.set_active(NoDevice(arch))
     JITFunction.run = compile_only
     try:
-        launches = (row_launches(), gemm_launches(arch), candidate_launches(arch), token_launches(), other_launches())
-        for variant, aligned, start in chain(*launches):
+        launches = (row_launches(), gemm_launches(arch), candidate_launches(arch), exponential_launches(arch))
+        for variant, aligned, start in chain(*launches, token_launches(), other_launches()):
             if variants is None or variant in variants:
                 start()
             while compiled:

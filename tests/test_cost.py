@@ -56,6 +56,25 @@ def test_the_parts_are_those_that_a_count_by_hand_gives() -> None:
     assert got["scaling"] == 0
 
 
+def test_two_byte_exponentials_are_written_once_and_read_once() -> None:
+    machine = cost.H200._replace(processors=0)
+    got, usual = (cost.one_pass(machine, model.SHAPE, 768, 2304, path=p) for p in (cost.EXPONENTIALS, cost.VENDOR))
+    logits = 2.489319424  # 10^9 elements
+    assert got["statistics"] == 0
+    assert got["gradient"] == pytest.approx(4 * logits / 4200, rel=1e-6)
+    assert usual["logits"] - got["logits"] == pytest.approx(0.5 * 2 * logits / 4200, rel=1e-3)
+    assert all(got[part] == usual[part] for part in usual if part not in ("logits", "statistics", "gradient"))
+
+
+def test_each_way_to_the_logits_is_at_most_as_slow_as_the_one_before() -> None:
+    assert model.paths().count("\n") == 1 + len(model.PATHS)
+    for machine in model.MACHINES.values():
+        sizes = [model.sizes(1250, machine, path=path) for path in model.PATHS.values()]
+        ratios = [model.ratio(machine, *s, path=path) for s, path in zip(sizes, model.PATHS.values(), strict=True)]
+        assert ratios == sorted(ratios, reverse=True)
+        assert ratios[0] - ratios[2] > 0.06
+
+
 def dweight_and_dhidden_of_256_rows(part: str) -> float:
     """For 16,384 - 7 * 2304 = 256 rows: the amount by which max(c, m) + min(c, m) / 2 exceeds c + m / 2."""
     compute = 2 * 256 * H * V / 750e12

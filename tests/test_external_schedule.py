@@ -19,7 +19,7 @@ from rlplus.config import AlgorithmConfig, load_config
 from rlplus.learner import Policy
 from rlplus.objective import ALGORITHMS, ExternalSchedule, Objective
 from rlplus.objective.schedule import external_share
-from rlplus.ops.triton import _coefficients
+from rlplus.ops.token_arguments import coefficients
 from rlplus.recipe import set_advantages
 from rlplus.trainer import Run, train
 
@@ -157,7 +157,7 @@ def test_a_run_follows_the_gradients_and_resumes_bit_for_bit(tmp_path: Path) -> 
 def test_a_schedule_compiles_no_kernels() -> None:
     """Coefficients are numbers to Triton, not constants of the program: one program for all steps."""
     objectives = [replace(Objective(), external_coef=value) for value in (1.0, 0.5, 16.0, 1e-3)]
-    kinds = [native_specialize_impl(CUDABackend, _coefficients(o), False, True, True) for o in objectives]
+    kinds = [native_specialize_impl(CUDABackend, coefficients(o), False, True, True) for o in objectives]
     assert kinds == kinds[:1] * 4
     assert native_specialize_impl(CUDABackend, (1,), False, True, True) != native_specialize_impl(
         CUDABackend, (2,), False, True, True

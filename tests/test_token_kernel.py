@@ -10,7 +10,7 @@ from torch import Tensor
 from rlplus import Objective
 from rlplus.kernels import policy_loss as token_kernels
 from rlplus.objective import MISMATCH_STATS, STATS, TokenConstants, surrogates, token_loss
-from rlplus.ops import triton as backend
+from rlplus.ops import token_arguments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = torch.finfo(torch.float32).eps
@@ -25,12 +25,13 @@ def token_constants(n: int, absent: tuple[str, ...] = ()) -> TokenConstants:
 
 def run_token_loss(logprob: Tensor, entropy: Tensor, c: TokenConstants, o: Objective) -> dict[str, Tensor]:
     values = torch.stack([logprob, entropy, *[torch.full_like(logprob, math.nan)] * 4], 1)
-    columns, given = backend._columns(c)
-    arguments = (values, columns, backend._coefficients(o), given, backend._choices(o))
+    columns, given = token_arguments.columns(c)
+    arguments = (values, columns, token_arguments.coefficients(o), given, token_arguments.choices(o))
     stats = dict(zip(STATS + MISMATCH_STATS, token_kernels.token_loss(*arguments).sum(0), strict=True))
     if c.engine_logprob is None:
         stats = {name: stats[name] for name in STATS}
-    return stats | {"dlogprob": values[:, backend.DLOGPROB], "dentropy": values[:, backend.DENTROPY]}
+    dlogprob, dentropy = (values[:, i.value] for i in (token_kernels.DLOGPROB, token_kernels.DENTROPY))
+    return stats | {"dlogprob": dlogprob, "dentropy": dentropy}
 
 
 def test_every_surrogate_has_a_kernel_and_a_closed_form() -> None:

@@ -14,8 +14,9 @@ from trainer_runs import run_config
 from rlplus.bench import tune
 from rlplus.bench.__main__ import main
 from rlplus.bench.cases import Case
+from rlplus.kernels import exponentials
 from rlplus.kernels import linear_logprob as kernels
-from rlplus.kernels.tiling import DEFAULT, Tiling
+from rlplus.kernels.tiling import DEFAULT, Buffers, Tiling
 from rlplus.ops import triton as backend
 from rlplus.ops import tuning
 
@@ -156,6 +157,7 @@ def test_the_search_tries_every_part_on_the_real_operations(work: tune.Work, mon
     assert list(dict.fromkeys(row["part"] for row in rows)) == [part.name for part in tune.PARTS]
     assert (best.statistics, best.gradient) == (tune.STATISTICS[1], tune.GRADIENT[1])
     assert best.forward == best.loss == kernels.tiles(work.hidden)[1]
+    assert best.exponentials is None  # the inputs are fp32
     assert best.buffers is not None
     row, gradient_row = backend.row_bytes(work.head, True, best)
     rows_of_chunk, chunks, scratch = best.buffers
@@ -179,6 +181,37 @@ def test_a_wrong_gemm_is_not_timed(work: tune.Work, monkeypatch: pytest.MonkeyPa
     assert all(status.startswith("wrong: the error of logprob is ") for status in found)
 
 
+def in_bf16() -> tune.Work:
+    return tune.Work(Case("tune", N=4, H=8, V=70, dtype="bfloat16", methods=()), DEVICE, 1)
+
+
+@pytest.mark.usefixtures("work")
+def test_exponentials_are_tried_for_bf16_and_leave_the_rest_of_the_tiling() -> None:
+    before = DEFAULT._replace(buffers=Buffers(2, 1, 10**6))
+    assert not list(tune.tiles_of_exponentials(tune.Work(Case("", 4, 8, 20, "float16", ()), DEVICE, 1), before))
+    work = in_bf16()
+    candidates = list(tune.tiles_of_exponentials(work, before))
+    assert candidates == [before._replace(exponentials=tile) for tile in kernels.tiles(work.hidden)[1:]]
+    times = iter([1.0, 0.5, 0.6, 0.7])
+    best, rows = tune.search(work, lambda step: (step(), next(times))[1], lambda text: None, parts=tune.PARTS[-1:])
+    assert {row["status"] for row in rows} == {"ok"}
+    assert best == DEFAULT._replace(exponentials=kernels.tiles(work.hidden)[1])
+
+
+@pytest.mark.usefixtures("work")
+def test_wrong_exponentials_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = exponentials.row_gradient
+
+    def wrong(dlogits: torch.Tensor, *rest: Any, **options: Any) -> None:
+        original(dlogits, *rest, **options)
+        dlogits[0] *= 1.1
+
+    monkeypatch.setattr(exponentials, "row_gradient", wrong)
+    best, rows = tune.search(in_bf16(), lambda step: 1.0, lambda text: None, parts=tune.PARTS[-1:])
+    assert best == DEFAULT
+    assert all(row["status"].startswith("wrong: the error of d") for row in rows if row["tiling"] != "as before")
+
+
 def test_every_result_of_a_candidate_is_compared(work: tune.Work, monkeypatch: pytest.MonkeyPatch) -> None:
     results = work.loss()
     wrong = ""
@@ -198,7 +231,7 @@ def test_the_command_writes_a_file_that_can_be_used(
     monkeypatch.setattr(tune, "this_device", lambda dtype: DEVICE)
     monkeypatch.setattr(tune, "elapsed", lambda step, cuda: (step(), 1.0)[1])
     monkeypatch.setenv("RLPLUS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tune, "search", partial(tune.search, parts=(tune.PARTS[1], tune.PARTS[-1])))
+    monkeypatch.setattr(tune, "search", partial(tune.search, parts=(tune.PARTS[1], tune.PARTS[4])))
     size = ["--head", "20", "8", "--dtype", "float32", "--tokens", "4", "--max-scratch-mb", "1"]
     main(["tune", *size])
     path = tuning.cached_file(work.kind)

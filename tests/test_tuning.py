@@ -27,7 +27,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 V, H = 70, 16
 TILED = Tiling(
     statistics=STATISTICS[1], gradient=GRADIENT[2], programs=PROGRAMS[2], forward=TILES[8][2], loss=TILES[9][0],
-    buffers=Buffers(128, 3, 10**9),
+    buffers=Buffers(128, 3, 10**9), exponentials=TILES[9][1],
 )  # fmt: skip
 
 
@@ -90,6 +90,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "warps": (put("tiling", "gradient", "num_warps", value="8"), "num_warps='8'.*none of"),
     "programs": (put("tiling", "programs", value=10**9), "1000000000, which is none of"),
     "a tile": (put("tiling", "forward", "num_stages", value=9), "num_stages=9.*none of"),
+    "another tile": (put("tiling", "exponentials", "BLOCK_V", value=96), "BLOCK_V=96.*none of"),
     "no rows": (put("tiling", "buffers", "rows", value=0), "rows=0.*want whole numbers > 0"),
     "half a row": (put("tiling", "buffers", "rows", value=12.5), "rows=12.5.*want whole numbers > 0"),
     "chunks": (put("tiling", "buffers", "chunks", value=17), "chunks=17.*at most 16 chunks"),

@@ -39,6 +39,13 @@ class Shape(NamedTuple):
     wide: int = 4
 
 
+class Path(NamedTuple):
+    """Bytes of a stored logit; whether a kernel reads it for the statistics, or they are in the GEMM's epilogue."""
+
+    stored: int = 4
+    read: bool = True
+
+
 class Launches(NamedTuple):
     """Numbers of launches per chunk of logits and per emptying of the gradient buffer, copies included."""
 
@@ -47,6 +54,7 @@ class Launches(NamedTuple):
 
 
 NOW = Launches()
+VENDOR, OWN, EXPONENTIALS = Path(), Path(read=False), Path(stored=2, read=False)
 
 
 def gemm(machine: Machine, shape: Shape, size: tuple[int, int, int], traffic: float, exposed: float) -> float:
@@ -75,11 +83,13 @@ def one_pass(
     exposed: float = 0.5,
     launches: Launches = NOW,
     scaling: int = 0,
+    path: Path = VENDOR,
 ) -> dict[str, float]:
     """Seconds of loss and gradients with memory="fast", by part.
 
     rows: of a chunk of logits; capacity: rows of the gradient buffer; share: of the rows that have a gradient; scaling:
-    bytes moved per element of dweight by the factor of the backward pass.
+    bytes moved per element of dweight by the factor of the backward pass; path: of the logits; our own GEMM is taken to
+    multiply as fast as the vendor's.
     """
     N, H, V, narrow, wide = shape
     active = round(share * N)
@@ -97,7 +107,7 @@ def one_pass(
     beginning = max(emptyings, default=0)
     seconds = {
         "logits": sum(
-            k * gemm(machine, shape, (n, V, H), weight + n * (V * wide + H * narrow), exposed)
+            k * gemm(machine, shape, (n, V, H), weight + n * (V * path.stored + H * narrow), exposed)
             for n, k in chunks.items()
         ),
         "dhidden": sum(k * product(n, (n, H, V), weight + n * H * wide) for n, k in emptyings.items()),
@@ -106,8 +116,8 @@ def one_pass(
     if count:
         seconds["dweight"] += product(beginning, (V, H, beginning), first + beginning * H * narrow) - dweight[beginning]
     bytes_moved = {
-        "statistics": N * V * wide,
-        "gradient": active * V * (wide + narrow),
+        "statistics": N * V * path.stored * path.read,
+        "gradient": active * V * (path.stored + narrow),
         "rounding": V * H * (wide + narrow) if count > 1 and narrow != wide else 0,
         "scaling": scaling * V * H,
         "rows": active * H * (wide + 5 * narrow),  # of hidden: gathered, rounded, scattered

@@ -5,8 +5,9 @@ in the dtype of the inputs, for the rows that have one. These rows of all chunks
 chunk might not fit, two GEMMs compute its contributions to dhidden and dweight.
 
 The first GEMM is the vendor's, and a kernel reads its logits; or, with a tiling that says so, it is our own with the
-statistics in its epilogue: one read of the logits less, and for logprobs alone no logits at all. The others are the
-vendor's.
+statistics in its epilogue: one read of the logits less, and for logprobs alone no logits at all. For bf16 inputs and a
+loss without an entropy bonus it may store exponentials in two bytes instead (`rlplus.kernels.exponentials`): 6 bytes of
+traffic per logit, where fp32 logits take 14 with the vendor's GEMM and 10 with ours. The other GEMMs are the vendor's.
 
 The host must know the number of active rows to size these GEMMs. The count is copied to the host after each chunk and
 awaited only when the GEMM of the next chunk is queued, so the device does not idle.
@@ -26,11 +27,12 @@ import torch
 from torch import Tensor
 
 from rlplus.kernels import active_rows as gathering
+from rlplus.kernels import exponentials as exponential_kernels
 from rlplus.kernels import linear_logprob as row_kernels
 from rlplus.kernels import policy_loss as token_kernels
 from rlplus.kernels.tiling import Block, Tile, Tiling
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
-from rlplus.ops import cost, tuning
+from rlplus.ops import cost, token_arguments, tuning
 from rlplus.ops.head import (
     Gradients,
     Head,
@@ -64,22 +66,24 @@ def policy_loss(
 
     With `weight_grad` (V, H) fp32, the gradient of weight is added there.
     """
-    tiling, gradient = tuning.tiling_of(head), any(needs) or weight_grad is not None
-    columns, given = _columns(constants)
-    surrogates = (_coefficients(objective), given, _choices(objective))
+    gradient = any(needs) or weight_grad is not None
+    tiling = _tiling(head, exponentials=gradient and not objective.entropy_coef)
+    columns, given = token_arguments.columns(constants)
+    surrogates = (token_arguments.coefficients(objective), given, token_arguments.choices(objective))
     values = head.hidden.new_empty(len(head.target), WIDTH, dtype=head.dtype)
     sums = [values.new_zeros(1, token_kernels.SUMS.value)]
     with _on(head.hidden.device):
         rows, capacity = plan(head, scratch_bytes, gradient, tiling)
-        buffer = GradientBuffer(head, needs, capacity, fp16_weights(constants, objective), weight_grad)
-        for chunk, logits in _chunks(head, rows, stored=gradient or _tile(head, gradient, tiling) is None):
+        buffer = GradientBuffer(head, tiling, needs, capacity, fp16_weights(constants, objective), weight_grad)
+        for chunk, logits in _chunks(head, rows, _stored(head, gradient, tiling)):
             value = values[chunk]
-            _statistics(head, chunk, value, logits, gradient, tiling)
+            tops = _statistics(head, chunk, value, logits, gradient, tiling)
             sums.append(token_kernels.token_loss(value, columns[chunk], *surrogates))
             if gradient:
                 if grad_filter:
                     value[:, DLOGPROB] = drop_smallest(value[:, DLOGPROB], value[:, LOGPROB], grad_filter)
-                buffer.add(chunk, value, logits)
+                buffer.add(chunk, value, logits, tops)
+            del tops  # before the next chunk's
         grads = buffer.finish()
     stats = torch.cat(sums).sum(0)
     loss = stats[STATS.index("loss_internal") : STATS.index("loss_entropy") + 1].sum()
@@ -89,11 +93,11 @@ def policy_loss(
 
 def logprob(head: Head, scratch_bytes: float) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), entropy (N,)."""
-    tiling = tuning.tiling_of(head)
+    tiling = _tiling(head)
     values = head.hidden.new_empty(len(head.target), WIDTH, dtype=head.dtype)
     with _on(head.hidden.device):
         rows, _ = plan(head, scratch_bytes, False, tiling)
-        for chunk, logits in _chunks(head, rows, stored=_tile(head, False, tiling) is None):
+        for chunk, logits in _chunks(head, rows, _stored(head, False, tiling)):
             _statistics(head, chunk, values[chunk], logits, False, tiling)
     return values[:, LOGPROB].clone(), values[:, ENTROPY].clone()
 
@@ -107,13 +111,13 @@ def logprob_backward(
     weight_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`; recomputes the logits."""
-    tiling = tuning.tiling_of(head)
+    tiling = _tiling(head)
     values = head.hidden.new_empty(len(head.target), WIDTH, dtype=head.dtype)
     values[:, DLOGPROB], values[:, DENTROPY] = dlogprob, dentropy
     with _on(head.hidden.device):
         rows, capacity = plan(head, scratch_bytes, True, tiling)
-        buffer = GradientBuffer(head, needs, capacity, [dlogprob, dentropy], weight_grad)
-        for chunk, logits in _chunks(head, rows):
+        buffer = GradientBuffer(head, tiling, needs, capacity, [dlogprob, dentropy], weight_grad)
+        for chunk, logits in _chunks(head, rows, head.dtype):
             _statistics(head, chunk, values[chunk], logits, True, tiling)
             buffer.add(chunk, values[chunk], logits)
         return buffer.finish()
@@ -188,8 +192,8 @@ def plan(
 def row_bytes(head: Head, gradient: bool, tiling: Tiling) -> tuple[int, int]:
     """Scratch of a row of logits, with or without a `gradient`, and of one of the gradient buffer."""
     (V, H), W, tile = head.weight.shape, _width(head), _tile(head, gradient, tiling)
-    wide, narrow = head.dtype.itemsize, head.hidden.dtype.itemsize
-    row = W * wide if gradient or tile is None else 0
+    wide, narrow, stored = head.dtype.itemsize, head.hidden.dtype.itemsize, _stored(head, gradient, tiling)
+    row = W * stored.itemsize if stored is not None else 0
     if tile is not None:
         row += 12 * -(-V // tile.BLOCK_V)
     return row, W * _gradient_dtype(head).itemsize + H * (2 * narrow + wide)
@@ -214,13 +218,13 @@ class GradientBuffer:
     def __init__(
         self,
         head: Head,
+        tiling: Tiling,
         needs: list[bool],
         capacity: int,
         weights: list[Tensor],
         weight_grad: Tensor | None = None,
     ) -> None:
-        self.head, self.capacity, device = head, capacity, head.hidden.device
-        self.block = tuning.tiling_of(head).gradient
+        self.head, self.tiling, self.capacity, device = head, tiling, capacity, head.hidden.device
         # The first emptying writes the weight's gradient: zeros would be written and read once more.
         self.weight_grad, self.dweight = weight_grad, weight_grad
         self.needs_weight = needs[1] or weight_grad is not None
@@ -239,9 +243,10 @@ class GradientBuffer:
         elif device.type == "cuda":
             self.seen, self.event = torch.zeros(1, dtype=torch.int64, pin_memory=True), torch.cuda.Event()
 
-    def add(self, chunk: slice, values: Tensor, logits: Tensor | None) -> None:
+    def add(self, chunk: slice, values: Tensor, logits: Tensor | None, tops: Tensor | None = None) -> None:
         """Add the rows of a chunk that have a gradient; their slopes may be scaled in `values`.
 
+        With tops, logits are the exponentials of `rlplus.kernels.exponentials`.
         The host waits here, so the computation of the logits should be queued before.
         """
         assert logits is not None
@@ -251,8 +256,13 @@ class GradientBuffer:
         slot = torch.empty(len(values), dtype=torch.int64, device=values.device)
         active = None if self.active is None else self.active[chunk]
         gathering.active_rows(slot, self.token, self.filled, values, chunk.start, self.scale, active)
-        rest = _rest(self.head.rows(chunk))
-        row_kernels.row_gradient(self.dlogits, slot, values, logits, len(self.head.weight), *rest, block=self.block)
+        rows, V, block = self.head.rows(chunk), len(self.head.weight), self.tiling.gradient
+        tile, rest = self.tiling.exponentials, _rest(rows)
+        if tops is not None and tile is not None:
+            kept, last = (logits, tops, tile.BLOCK_V), (V, rest[0], rows.temperature)
+            exponential_kernels.row_gradient(self.dlogits, slot, values, *kept, *last, block=block)
+        else:
+            row_kernels.row_gradient(self.dlogits, slot, values, logits, V, *rest, block=block)
         if self.fixed:
             self.seen += len(values)
         elif self.event is not None:
@@ -318,6 +328,23 @@ def _on(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def _tiling(head: Head, exponentials: bool = False) -> Tiling:
+    """The head's tiling; its `exponentials` are also its `loss`, or None where they are not wanted or not possible."""
+    tiling = tuning.tiling_of(head)
+    if tiling.exponentials is None or not exponentials:
+        return tiling._replace(exponentials=None)
+    if head.hidden.dtype != torch.bfloat16 or head.weight.stride(1) != 1:
+        return tiling._replace(exponentials=None)
+    return tiling._replace(loss=tiling.exponentials, buffers=None)
+
+
+def _stored(head: Head, gradient: bool, tiling: Tiling) -> torch.dtype | None:
+    """The dtype of the stored logits, fp16 of their exponentials; None if none are stored."""
+    if gradient and tiling.exponentials is not None:
+        return torch.float16
+    return head.dtype if gradient or _tile(head, gradient, tiling) is None else None
+
+
 def _tile(head: Head, gradient: bool, tiling: Tiling) -> Tile | None:
     """The tile of our first GEMM. None: the vendor's, also for a transposed weight, which ours would have to copy."""
     tile = tiling.loss if gradient else tiling.forward
@@ -328,10 +355,10 @@ def _width(head: Head) -> int:
     return -(-len(head.weight) // LINE) * LINE
 
 
-def _chunks(head: Head, rows: int, stored: bool = True) -> Iterator[tuple[slice, Tensor | None]]:
-    """Chunks, each with a buffer for its logits, which all share; None unless `stored`."""
+def _chunks(head: Head, rows: int, stored: torch.dtype | None) -> Iterator[tuple[slice, Tensor | None]]:
+    """Chunks, each with a buffer of that dtype for its logits, which all share."""
     N = len(head.target)
-    logits = head.hidden.new_empty(rows, _width(head), dtype=head.dtype) if stored else None
+    logits = None if stored is None else head.hidden.new_empty(rows, _width(head), dtype=stored)
     for start in range(0, N, rows):
         chunk = slice(start, min(start + rows, N))
         yield chunk, None if logits is None else logits[: chunk.stop - start]
@@ -339,50 +366,29 @@ def _chunks(head: Head, rows: int, stored: bool = True) -> Iterator[tuple[slice,
 
 def _statistics(
     head: Head, chunk: slice, values: Tensor, logits: Tensor | None, gradient: bool, tiling: Tiling
-) -> None:
-    """Fill the columns of `values` that depend on the logits, and logits (n, W) unless they are None."""
+) -> Tensor | None:
+    """Fill the columns of `values` that depend on the logits, and logits (n, W) unless they are None.
+
+    -> the tops of exponentials, if they are what `logits` has.
+    """
     head, tile = head.rows(chunk), _tile(head, gradient, tiling)
     V, rest = len(head.weight), _rest(head)
     if tile is not None:
         hidden, weight = head.hidden, head.weight
         if not hidden.is_cuda:  # the interpreter's bf16 is wrong
             hidden, weight = hidden.to(head.dtype), weight.to(head.dtype)
-        row_kernels.linear_statistics(values, logits, hidden.contiguous(), weight, *rest, tile=tile)
-        return
+        tops = row_kernels.linear_statistics(values, logits, hidden.contiguous(), weight, *rest, tile=tile)
+        return tops if gradient and tiling.exponentials is not None else None
     assert logits is not None
     if head.mixed:
         torch.mm(head.hidden, head.weight.t(), out_dtype=head.dtype, out=logits[:, :V])
     else:
         logits_into(head, logits[:, :V])
     row_kernels.row_statistics(values, logits, V, *rest, tiling=tiling)
+    return None
 
 
 def _rest(head: Head) -> tuple[Tensor, Tensor | None, float, float | None, Tensor | None]:
     """The last arguments of the row kernels."""
     bias, own = (None if x is None else x.contiguous() for x in (head.bias, head.row_temperature))
     return head.target.contiguous(), bias, head.temperature, head.softcap, own
-
-
-def _columns(c: TokenConstants) -> tuple[Tensor, token_kernels.Given]:
-    """The per-token constants as one (N, 8) tensor, and which of the optional ones are given."""
-    given = token_kernels.Given(c.old_logprob is not None, c.behavior_logprob is not None, c.engine_logprob is not None)
-    filled = c._replace(
-        external=c.external.to(c.advantage.dtype),
-        entropy_weight=c.token_weight if c.entropy_weight is None else c.entropy_weight,
-    )
-    absent = torch.zeros_like(c.advantage)
-    return torch.stack([absent if x is None else x for x in filled], 1), given
-
-
-def _choices(objective: Objective) -> token_kernels.Choices:
-    if objective.internal not in token_kernels.INTERNAL:
-        raise ValueError(
-            "backend 'triton' has built-in token losses only: want backend reference, torch or cpp for the registered "
-            f"one; got internal {objective.internal!r}"
-        )
-    return token_kernels.Choices(*(getattr(objective, name) for name in token_kernels.Choices._fields))
-
-
-def _coefficients(objective: Objective) -> token_kernels.Coefficients:
-    values = (getattr(objective, name) for name in token_kernels.Coefficients._fields)
-    return token_kernels.Coefficients(*(float("inf") if v is None else float(v) for v in values))

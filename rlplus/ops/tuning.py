@@ -122,16 +122,20 @@ def _damage_in(source: str) -> Iterator[None]:
         raise ValueError(f"want a tuning by {MAKER} in {source}; got {got}") from None
 
 
-def _parsed(*, statistics: Any, gradient: Any, programs: Any, forward: Any, loss: Any, buffers: Any) -> Tiling:
+def _parsed(
+    *, statistics: Any, gradient: Any, programs: Any, forward: Any, loss: Any, buffers: Any, exponentials: Any
+) -> Tiling:
     """The inverse of `plain`; every part must be a candidate of the table."""
     known = (*chain.from_iterable(table.TILES.values()), table.FP32_TILE)
+    own = [None if tile is None else _one_of(known, Tile(**tile)) for tile in (forward, loss, exponentials)]
     return Tiling(
         _one_of(table.STATISTICS, Block(**statistics)),
         _one_of(table.GRADIENT, Block(**gradient)),
         _one_of(table.PROGRAMS, programs),
-        None if forward is None else _one_of(known, Tile(**forward)),
-        None if loss is None else _one_of(known, Tile(**loss)),
+        own[0],
+        own[1],
         None if buffers is None else _buffers(Buffers(**buffers)),
+        own[2],
     )
 
 
