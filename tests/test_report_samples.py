@@ -163,7 +163,7 @@ def test_each_problem_has_a_right_and_a_wrong_response(tmp_path: Path, capsys: p
     samples = []
     for problem in range(4):
         asked = {"step": None, "benchmark": "amc", "problem": problem, "prompt": f"ask {problem}", "answer": "42"}
-        rewards = [1.0, 0.0, None, 0.0] if problem % 2 else [1.0, 1.0]
+        rewards = [1.0, None, 0.0, 0.0] if problem % 2 else [1.0, 1.0]
         samples += [
             kept(reward=reward, tokens=[f"r{i}", "."], detail="" if reward else "no box", **asked)
             for i, reward in enumerate(rewards)
@@ -175,7 +175,7 @@ def test_each_problem_has_a_right_and_a_wrong_response(tmp_path: Path, capsys: p
         "response, reward 1, 2 tokens; graded: right\nr0. \n"
         "amc, row 2 of the data, right 1 of 4, not graded 1\nask 1\nexpected: 42\n"
         "response, reward 1, 2 tokens; graded: right\nr0. \n"
-        "response, reward 0, 2 tokens; graded: wrong (no box)\nr1. \n"
+        "response, reward 0, 2 tokens; graded: wrong (no box)\nr2. \n"
         "yellow"
     )
     out = shown_in_terminal(tmp_path, capsys, "2", "--wrong")
