@@ -306,9 +306,10 @@ def test_reports_that_cannot_be_written_or_read_name_the_file(config_file, tmp_p
     assert complaint("-o", "/dev/full") == "rlplus report: could not write /dev/full: No space left on device\n"
     assert complaint("-o", tmp_path) == f"rlplus report: could not write {tmp_path}: Is a directory\n"
     assert complaint("-o", config_file / "x.html").startswith("rlplus report: want --output a folder; got")
-    (run / "evaluation-x.json").write_bytes(b'{\n"name": "\xff"}')
-    assert f"{run}/evaluation-x.json, line 2: want UTF-8 text; got" in complaint("-o", tmp_path / "a/b.html")
-    (run / "evaluation-x.json").unlink()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/evaluation-x.json").write_bytes(b'{\n"name": "\xff"}')
+    assert main(["report", str(tmp_path / "a"), "-o", str(tmp_path / "a/b.html")]) == 2
+    assert f"{tmp_path}/a/evaluation-x.json, line 2: want UTF-8 text; got" in capsys.readouterr().err
     (run / "metrics.jsonl").write_bytes(b"\n\n\xff\n")
     assert f"{run}/metrics.jsonl, line 3: want UTF-8 text; got" in complaint()
 

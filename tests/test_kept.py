@@ -9,6 +9,7 @@ from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -58,12 +59,32 @@ def test_a_character_of_several_tokens_is_the_last_ones() -> None:
 
 def test_samples_come_back_from_a_file(tmp_path: Path) -> None:
     first = sample(reward=None, status="timeout", entropy=[0.5, 0.0], advantage=[1.0, 1.0], response="☃\x1b[2J\0")
+    first = replace(first, answer="☃ 4", detail="10 s", grade=0.5)
     second = sample(step=None, benchmark="aime", exploration_weight=[0.5, None], external=[True, False])
     path = tmp_path / "a/step-000003.parquet"
     write_kept(path, [first, second] * 200, {"identity": "ä"})
     assert read_kept(path) == [first, second] * 200
     assert read_kept(path, 3) == [first, second, first]
     assert kept_facts(path)["identity"] == "ä"
+    write_kept(path, [sample(detail="\ud800")])  # a user's grader may say anything
+    assert [one.detail for one in read_kept(path)] == ["\\ud800"]
+
+
+def test_files_without_the_newer_columns_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "step-000003.parquet"
+    write_kept(path, [sample(answer="4", detail="why", grade=1.0)] * 2)
+    pq.write_table(pq.read_table(path).drop_columns(["answer", "detail", "grade"]), path)
+    assert read_kept(path) == [sample()] * 2
+    pq.write_table(pq.read_table(path).drop_columns(["reward"]), path)
+    with pytest.raises(ValueError, match="in other types or with others than a run's"):
+        read_kept(path)
+
+
+def test_right_is_what_the_grader_found_before_the_reward_was_shaped() -> None:
+    overlong = sample(reward=0.5, grade=1.0)
+    assert (overlong.right, overlong.graded) == (True, "right")
+    assert sample(reward=0.5, detail="near").graded == "wrong (near)"
+    assert sample(reward=None, detail="10 s").graded == "no (10 s)"
 
 
 def test_a_failure_leaves_the_older_file_and_no_other(tmp_path: Path) -> None:
@@ -125,6 +146,7 @@ def test_a_run_keeps_what_the_policy_says_of_its_first_groups(tmp_path: Path) ->
     for i, one in enumerate(samples):
         assert (one.step, one.benchmark, one.demonstration) == (1, "", i % 4 == 3)
         assert one.prompt == f"{one.problem}+{one.problem % 3}="
+        assert one.answer == f"{one.problem + one.problem % 3}"
         if one.demonstration:
             assert one.tokens == [*one.response, "<|endoftext|>"]
             assert one.reward == 1.0
@@ -167,7 +189,7 @@ class Failing:
 
     def __call__(self, texts: Sequence[str], answers: Sequence[str], columns: object) -> list[Score]:
         right = (text == f"<{answer}>" for text, answer in zip(texts, answers, strict=True))
-        return [Score(1.0, "ok") if ok else Score(nan, "timeout") for ok in right]
+        return [Score(1.0, "ok") if ok else Score(nan, "timeout", "after 5 s") for ok in right]
 
 
 def test_responses_on_which_the_grader_failed_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +200,7 @@ def test_responses_on_which_the_grader_failed_are_kept(tmp_path: Path, monkeypat
     assert len(samples) - len(failed) == 2  # the demonstrations of two groups
     assert len(failed) == 2 * 4  # of the twelve, as many as two groups have members
     assert all(one.reward is None and one.advantage is None and "not graded" in one.heading for one in failed)
+    assert {one.graded for one in failed} == {"no (after 5 s)"}
 
 
 def test_which_steps_are_kept(tmp_path: Path) -> None:
@@ -228,6 +251,8 @@ def test_evaluations_keep_all_samples(tmp_path: Path, capsys: pytest.CaptureFixt
     assert sum(one.reward == 1 for one in evaluated) == sum(result["correct"])
     assert all(len(one.tokens) == len(one.logprob) for one in evaluated)
     assert not any(isnan(p) for one in evaluated for p in one.logprob)
+    assert {one.answer for one in evaluated} == {f"{i + i % 3}" for i in range(6)}
+    assert {one.detail for one in evaluated if one.status == "unparsed"} == {"the pattern does not match"}
     letters = ["reward.kind=choice", "reward.pattern=null", "--output", str(tmp_path / "letters")]
     assert main(["eval", str(path), *letters, f"evaluation.data.path={task_without_letters(tmp_path)}"]) == 2
     out, err = capsys.readouterr()

@@ -7,9 +7,10 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from report_pages import evaluation, keep, kept, run, step_line, written
+from report_pages import Page, evaluation, keep, kept, run, step_line, written
 
-from rlplus.evaluation import Evaluation
+from rlplus.cli import main
+from rlplus.evaluation import Evaluation, save_results
 from rlplus.report import RunData, label_styles, load_run, write_report
 from rlplus.report.tables import configuration_table, headline
 
@@ -242,6 +243,25 @@ def test_load_run_of_a_killed_run(tmp_path: Path, left: int) -> None:
     assert "killed: The last line of metrics.jsonl was cut off after step 2" in text
 
 
+def test_a_damaged_result_is_left_out_of_the_page_which_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, folder in (("math", "a"), ("amc", "a"), ("amc", "b")):
+        save_results(tmp_path / folder, {name: evaluation((1, 2), name)})
+    for folder in ("a", "b"):
+        (tmp_path / folder / "evaluation-amc.json").write_text("{")
+    command = ["report", "-o", str(tmp_path / "report.html"), str(tmp_path / "b")]
+    assert main([*command, str(tmp_path / "a")]) == 0
+    text = Page(tmp_path / "report.html").text
+    wanted = f"this result is left out: want an evaluation, as `rlplus eval` writes it, in {tmp_path}"
+    for label, record in zip("ba", caplog.records, strict=True):
+        assert record.getMessage().startswith(f"{label}: {wanted}/{label}/evaluation-amc.json; got")
+        assert f"{label}: {wanted}/{label}/evaluation-amc.json; got" in text
+    assert "a 18.8" in text  # on the other benchmark
+    assert main(command) == 2
+    assert f"b: {wanted}/b/evaluation-amc.json; got" in capsys.readouterr().err
+
+
 def test_time_by_phase(tmp_path: Path) -> None:
     """Shares of the steps after the first, without their evaluations."""
     times = {"generate": 4.0, "forward_backward": 2.0, "optimizer": 0.5, "learners": 1.0}  # others have none
@@ -256,6 +276,11 @@ def test_time_by_phase(tmp_path: Path) -> None:
 
 
 STRANGE = '{"step": 1, "generated_tokens": 1, "reward/internal": "x"}'
+
+
+def test_a_line_that_is_no_json_is_shown(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"line 1: want a JSON object .*; got 'garbage here'$"):
+        load_run(write_run(tmp_path, "garbage here\n"))
 
 
 @pytest.mark.parametrize("bad", ['{"step": 1', "[1]", '{"step": 1}', "7", "", "[" * 100_000, STRANGE])

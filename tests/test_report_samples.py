@@ -11,7 +11,7 @@ import pytest
 from report_pages import keep, kept, run, written
 
 from rlplus.cli import main
-from rlplus.report.samples import HEAD, MOST_STEPS, TAIL, count, moments
+from rlplus.report.samples import ANSWER, HEAD, MOST_STEPS, TAIL, count, moments
 from rlplus.report.show import coloured
 
 
@@ -51,8 +51,8 @@ def test_samples_of_an_evaluation_are_right_and_wrong_ones(tmp_path: Path) -> No
     keep(tmp_path, "evaluation-amc-0-000000", *samples)
     (moment,) = moments(tmp_path, [])
     assert moment.name == "evaluation on aime"
-    assert [(group.problem, [one.verdict for one in group.members]) for group in moment.groups] == [
-        (i, ["right", "wrong"]) for i in range(4)
+    assert [(group.row, [one.verdict for one in group.members]) for group in moment.groups] == [
+        (f"row {i} of the data", ["right", "wrong"]) for i in range(1, 5)
     ]
     assert moments(tmp_path / "none", []) == []
 
@@ -111,9 +111,10 @@ def test_the_samples_of_a_step_in_the_terminal(tmp_path: Path, capsys: pytest.Ca
     keep(tmp_path / "samples", "evaluation-amc-0-000000", kept(step=None, benchmark="amc"))
     assert main(["report", str(tmp_path), "--show", "5", "--step", "22"]) == 0
     out, _ = capsys.readouterr()
-    assert re.findall(r"step .*?, problem|^amc", out) == ["step 20, problem", "step 20, amc, problem"]
-    assert main(["report", str(tmp_path), "--step", "22"]) == 2
-    assert "want --show with --step, such as --show 8 --step 40" in capsys.readouterr().err
+    assert re.findall(r"step .*?, row 8|^amc", out) == ["step 20, row 8", "step 20, amc, row 8"]
+    for option in (["--step", "22"], ["--wrong"]):
+        assert main(["report", str(tmp_path), *option]) == 2
+        assert f"want --show with {option[0]}, such as --show 5 --step 40 --wrong" in capsys.readouterr().err
 
 
 def test_the_newest_samples_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,11 +122,12 @@ def test_the_newest_samples_in_the_terminal(tmp_path: Path, capsys: pytest.Captu
     strange = "[red]x[/red]\x1b[2J"
     keep(tmp_path / "run/samples", "step-000001", kept(prompt="old"))
     keep(tmp_path / "run/samples", "step-000010", kept(step=10, prompt=strange, tokens=[strange, "!"]), kept(step=10))
+    keep(tmp_path / "other/samples", "step-000003", kept(step=3))
     (tmp_path / "run/config.yaml").write_text("a: 1\n")
     (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "generated_tokens": 1}\n')
     assert main(["report", str(tmp_path / "run"), "--show", "2", "-o", str(tmp_path / "report.html")]) == 0
     out, _ = capsys.readouterr()
-    assert out.count("step 10, problem 7, response, reward 1, 2 tokens") == 2
+    assert out.count("step 10, row 8 of the data, right 1 of 1\n") == 2
     assert out.count("[red]x[/red]\\x1b[2J") == 2  # prompt and response
     assert "\x1b" not in out
     assert "old" not in out
@@ -139,11 +141,80 @@ def test_the_newest_samples_in_the_terminal(tmp_path: Path, capsys: pytest.Captu
     keep(tmp_path / "run/samples", "evaluation-amc-0-000000", kept(step=None, benchmark="amc"))
     assert main(["report", str(tmp_path / "run"), "--show", "2"]) == 0
     out, _ = capsys.readouterr()
-    assert out.index("amc, problem 7") < out.index("step 10, problem 7")
+    assert out.index("amc, row 8") < out.index("step 10, row 8")
+    folders = [str(tmp_path / name) for name in ("run", "other")]
+    assert main(["report", *folders, "--show", "1"]) == 0
+    found = re.findall(rf"^{tmp_path}/\w+$|^.*row 8", capsys.readouterr().out, flags=re.MULTILINE)
+    assert found == [folders[0], "amc, row 8", folders[1], "step 3, row 8"]
     for path in (tmp_path / "run/samples").iterdir():
         path.unlink()
+    (tmp_path / "run/config.yaml").touch()
     assert main(["report", str(tmp_path / "run"), "--show", "1"]) == 2
-    assert "want a run that kept samples, as log.samples_every says" in capsys.readouterr().err
+    assert "run/samples has none (log.samples_every says how often: 0 is never)" in capsys.readouterr().err
+
+
+def shown_in_terminal(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert main(["report", str(folder), "--show", *options]) == 0
+    return capsys.readouterr().out
+
+
+def test_each_problem_has_a_right_and_a_wrong_response(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the order of the file, each prompt once, the reference and the grader's reason beside them."""
+    samples = []
+    for problem in range(4):
+        asked = {"step": None, "benchmark": "amc", "problem": problem, "prompt": f"ask {problem}", "answer": "42"}
+        rewards = [1.0, None, 0.0, 0.0] if problem % 2 else [1.0, 1.0]
+        samples += [
+            kept(reward=reward, tokens=[f"r{i}", "."], detail="" if reward else "no box", **asked)
+            for i, reward in enumerate(rewards)
+        ]
+    keep(tmp_path / "samples", "evaluation-amc-0-000000", *samples)
+    out = shown_in_terminal(tmp_path, capsys, "2")
+    assert out.startswith(
+        "amc, row 1 of the data, right 2 of 2\nask 0\nexpected: 42\n"
+        "response, reward 1, 2 tokens; graded: right\nr0. \n"
+        "amc, row 2 of the data, right 1 of 4, not graded 1\nask 1\nexpected: 42\n"
+        "response, reward 1, 2 tokens; graded: right\nr0. \n"
+        "response, reward 0, 2 tokens; graded: wrong (no box)\nr2. \n"
+        "yellow"
+    )
+    out = shown_in_terminal(tmp_path, capsys, "2", "--wrong")
+    assert re.findall(r"row \d|graded: \w+", out) == ["row 2", "graded: wrong", "row 4", "graded: wrong"]
+    keep(tmp_path / "samples", "evaluation-amc-0-000000", *samples[:2])
+    assert "no wrong response among those in" in shown_in_terminal(tmp_path, capsys, "2", "--wrong")
+
+
+def test_the_members_of_a_group_are_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step's ungraded responses are at the end of its file; its demonstrations are shown beside a response."""
+    shown = {"external": [True, True], "exploration_weight": [0.25, 0.0], "tokens": ["5", "!"]}
+    failed = kept(reward=None, status="timeout", detail="10 s")
+    keep(
+        tmp_path / "samples", "step-000001", kept(), kept(**shown), kept(problem=8), failed, replace(failed, problem=9)
+    )
+    out = shown_in_terminal(tmp_path, capsys, "9")
+    assert re.findall(r"row .*|(?:demo|resp).*", out) == [
+        "row 8 of the data, right 1 of 2, not graded 1",
+        "demonstration, reward 1, 2 tokens",
+        "response, reward 1, 2 tokens; graded: right",
+        "row 9 of the data, right 1 of 1",
+        "response, reward 1, 2 tokens; graded: right",
+        "row 10 of the data, right 0 of 1, not graded 1",
+        "response, not graded, timeout, 2 tokens; graded: no (10 s)",
+    ]
+
+
+def test_a_page_shows_the_expected_answer_and_the_graders_reason(tmp_path: Path) -> None:
+    wrong = kept(reward=0.0, answer="<b>4</b>", detail="no letter", problem=870)
+    page = written(tmp_path, {"A": run(samples=keep(tmp_path, "step-000001", wrong, replace(wrong, reward=None)))}, {})
+    assert (
+        "Row 871 of the data 1+1= expected: <b>4</b> ✗ response, reward 0, 2 tokens; graded: wrong (no lett"
+        in page.text
+    )
+    assert "? response, not graded, 2 tokens; graded: no (no letter)" in page.text
+    long = written(tmp_path, {"A": run(samples=keep(tmp_path, "step-000001", replace(wrong, answer="7" * 5000)))}, {})
+    assert f"expected: {'7' * ANSWER} … (5,000 characters) ✗" in long.text
+    old = written(tmp_path, {"A": run(samples=keep(tmp_path, "step-000001", kept()))}, {})
+    assert "expected:" not in old.text
 
 
 @pytest.mark.parametrize(("logprob", "style"), [(-0.1, ""), (-1.0, "yellow"), (-3.0, "red"), (float("nan"), "")])

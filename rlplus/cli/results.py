@@ -1,7 +1,8 @@
 """`rlplus report`, `rlplus compare` and `rlplus demo`."""
 
 import argparse
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,14 +11,17 @@ from rlplus.cli.common import quiet_imports
 if TYPE_CHECKING:
     from rlplus.cli.common import Commands
 
+logger = logging.getLogger(__name__)
+
 
 def add_report(commands: "Commands") -> None:
     """Add the arguments of `rlplus report`."""
     report = commands.add_parser("report", help="curves, results and samples of runs and evaluations as one HTML file")
     report.add_argument("runs", nargs="+", metavar="FOLDER", help="output folders of runs or evaluations")
     report.add_argument("-o", "--output", default="report.html", help="default: report.html")
-    report.add_argument("--show", type=int, metavar="N", help="print the N newest samples of each, write no file")
+    report.add_argument("--show", type=int, metavar="N", help="print samples of the N newest problems, write no file")
     report.add_argument("--step", type=int, help="with --show: those of the kept step nearest to this one")
+    report.add_argument("--wrong", action="store_true", help="with --show: only problems with a wrong response")
     report.set_defaults(run=_report)
 
 
@@ -45,37 +49,64 @@ def add_demo(commands: "Commands") -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from rlplus.config import check_output_folder
+    from rlplus.config import check_output_folder, check_report_folder, check_samples_folder
 
     if args.show is not None and args.show < 1:
         raise ValueError(f"want --show at least 1; got {args.show}")
-    if args.step is not None and args.show is None:
-        raise ValueError("want --show with --step, such as --show 8 --step 40")
+    for option, given in (("--step", args.step is not None), ("--wrong", args.wrong)):
+        if given and args.show is None:
+            raise ValueError(f"want --show with {option}, such as --show 5 --step 40 --wrong")
     check_output_folder(Path(args.output).parent, "--output")
+    labels = _labels(args.runs)
+    for folder in labels.values():
+        if args.show is None:
+            check_report_folder(folder)
+        else:
+            check_samples_folder(folder, of_step=args.step is not None)
     quiet_imports()
-    from rlplus.data import SAMPLES
-    from rlplus.evaluation import Evaluation, load_results
-    from rlplus.report import is_run, load_run, show_samples, write_report
+    if args.show is None:
+        _write_page(labels, Path(args.output))
+    else:
+        _print_samples([*labels.values()], args.show, args.step, args.wrong)
+
+
+def _print_samples(folders: Sequence[Path], most: int, step: int | None, wrong: bool) -> None:
+    from rlplus.config import SAMPLES
+    from rlplus.report import show_samples
     from rlplus.terminal import Terminal
 
-    labels = _labels(args.runs)
-    if args.show is not None:  # also what `rlplus eval` alone wrote, which is no run
-        for folder in labels.values():
-            show_samples(folder / SAMPLES, args.show, Terminal(), args.step)
-        return
+    terminal = Terminal()
+    for folder in folders:
+        if len(folders) > 1:
+            terminal.print(f"{folder}", style="bold underline")
+        show_samples(folder / SAMPLES, most, terminal, step, wrong=wrong)
+
+
+def _write_page(labels: Mapping[str, Path], output: Path) -> None:
+    """A report on the folders by their labels; a damaged result is left out with a warning."""
+    from rlplus.config import SAMPLES, is_run
+    from rlplus.evaluation import Evaluation, load_results
+    from rlplus.report import load_run, write_report
+    from rlplus.terminal import Terminal
+
     results: dict[str, dict[str, Evaluation]] = {}
-    runs, samples = {}, {}
+    runs, samples, warnings = {}, {}, list[str]()
     for label, folder in labels.items():
-        found = load_results(folder)
-        for name, result in found.items():
+        damaged: list[str] = []
+        for name, result in load_results(folder, damaged).items():
             results.setdefault(name, {})[label] = result
-        if found and not is_run(folder):
-            samples[label] = folder / SAMPLES
-        else:
+        warnings += [f"{label}: this result is left out: {what}" for what in damaged]
+        if is_run(folder):
             runs[label] = load_run(folder)
-    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    write_report(Path(args.output), runs, results, title=", ".join(labels), samples=samples)
-    Terminal().print(f"written to {args.output}")
+        else:
+            samples[label] = folder / SAMPLES
+    if warnings and not (runs or results):
+        raise ValueError("\n".join(warnings))
+    for warning in warnings:
+        logger.warning(warning)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_report(output, runs, results, title=", ".join(labels), samples=samples, warnings=warnings)
+    Terminal().print(f"written to {output}")
 
 
 def _labels(runs: Sequence[str]) -> dict[str, Path]:

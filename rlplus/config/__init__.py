@@ -16,6 +16,15 @@ from rlplus.config.files import (
     shipped_architecture,
     split_hub_path,
 )
+from rlplus.config.folders import (
+    RESULTS,
+    RUN,
+    SAMPLES,
+    check_report_folder,
+    check_run_folder,
+    check_samples_folder,
+    is_run,
+)
 from rlplus.config.load import load_config, load_stages, merged, problem_lines, read_yaml, with_first_model
 from rlplus.config.rollout import RolloutConfig
 from rlplus.config.schema import Config
@@ -35,6 +44,9 @@ from rlplus.config.train import TrainConfig
 __all__ = [
     "BENCHMARKS",
     "HUB_PREFIX",
+    "RESULTS",
+    "RUN",
+    "SAMPLES",
     "TRACKERS",
     "AlgorithmConfig",
     "Benchmark",
@@ -55,8 +67,12 @@ __all__ = [
     "check_evaluation_files",
     "check_model_path",
     "check_output_folder",
+    "check_report_folder",
+    "check_run_folder",
+    "check_samples_folder",
     "check_trackers",
     "check_training_files",
+    "is_run",
     "load_config",
     "load_stages",
     "merged",

@@ -1,6 +1,6 @@
 """Prompts, answers and demonstrations from files, their order of use, and packing for the trainer."""
 
-from rlplus.data.kept import SAMPLES, KeptSample, drop_kept, kept_facts, kept_steps, read_kept, write_kept
+from rlplus.data.kept import SAMPLES, KeptSample, drop_kept, iter_kept, kept_facts, kept_steps, read_kept, write_kept
 from rlplus.data.load import Example, LoadReport, load_examples, read_examples
 from rlplus.data.pack import MicroBatch, Sample, balance, pack, per_token
 from rlplus.data.problems import distinct, found_columns, load_problems, read_problems
@@ -20,6 +20,7 @@ __all__ = [
     "distinct",
     "drop_kept",
     "found_columns",
+    "iter_kept",
     "kept_facts",
     "kept_steps",
     "load_examples",

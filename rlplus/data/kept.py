@@ -16,7 +16,9 @@ from types import MappingProxyType
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-SAMPLES = "samples"  # the folder, in output_dir
+from rlplus.config import SAMPLES as SAMPLES
+from rlplus.errors import printable
+
 UNFINISHED = ".unfinished"
 _ROWS = 256  # converted at a time
 _STEP = re.compile(r"step-(\d+)(-.*)?\.parquet")
@@ -27,7 +29,7 @@ class KeptSample:
     """A prompt and a response; the lists have a value per token of the response. None: unknown.
 
     step                the step of training; of an evaluation the last one done, None of a model outside of a run
-    problem             the number of the row in the data
+    problem             the number of the row in the data, counted from 0
     benchmark           of an evaluation, else empty
     response            as it was graded
     reward, status      the grader's, see `rlplus.reward.Score`, the reward as the algorithm shapes it; none where the
@@ -39,6 +41,9 @@ class KeptSample:
                         evaluation's logprobs are the engine's
     exploration_weight  (1 - p)^gamma, of demonstrated tokens
     advantage           as the loss has it
+    answer              the reference; empty in older files, as is `detail`
+    detail              the grader's reason, see `rlplus.reward.Score`; empty without one
+    grade               the grader's reward where the algorithm shaped it; None: as `reward`
     """
 
     step: int | None
@@ -55,6 +60,26 @@ class KeptSample:
     entropy: list[float] | None = None
     exploration_weight: list[float | None] | None = None
     advantage: list[float] | None = None
+    answer: str = ""
+    detail: str = ""
+    grade: float | None = None
+
+    @property
+    def right(self) -> bool | None:
+        """Whether the grader found it right; None where it did not grade it."""
+        value = self.reward if self.grade is None else self.grade
+        return None if value is None else value >= 1
+
+    @property
+    def graded(self) -> str:
+        """The grader's verdict, right, wrong or no, and its reason."""
+        verdict = {True: "right", False: "wrong", None: "no"}[self.right]
+        return f"{verdict} ({self.detail})" if self.detail else verdict
+
+    @property
+    def row(self) -> str:
+        """The place of the problem in the data, counted from 1 as in messages about the data."""
+        return f"row {self.problem + 1:,} of the data"
 
     @property
     def demonstration(self) -> bool:
@@ -75,7 +100,7 @@ class KeptSample:
         """Where it stands in the run, and its facts."""
         place = [] if self.step is None else [f"step {self.step}"]
         place += [self.benchmark] if self.benchmark else []
-        return ", ".join([*place, f"problem {self.problem}", self.facts])
+        return ", ".join([*place, self.row, self.facts])
 
 
 _NUMBERS = pa.list_(pa.float32())
@@ -95,8 +120,12 @@ _SCHEMA = pa.schema(
         "entropy": _NUMBERS,
         "exploration_weight": _NUMBERS,
         "advantage": _NUMBERS,
+        "answer": pa.string(),
+        "detail": pa.string(),
+        "grade": pa.float64(),
     }
 )
+_NEW = ("answer", "detail", "grade")  # which older files lack
 
 
 def write_kept(path: Path, samples: Iterable[KeptSample], facts: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -109,7 +138,7 @@ def write_kept(path: Path, samples: Iterable[KeptSample], facts: Mapping[str, st
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as file:
-            rows = (vars(sample) for sample in samples)
+            rows = (vars(sample) | {"detail": printable(sample.detail)} for sample in samples)  # may hold anything
             with pq.ParquetWriter(file, schema, compression="zstd") as writer:
                 while some := list(islice(rows, _ROWS)):
                     writer.write_table(pa.Table.from_pylist(some, schema))
@@ -131,11 +160,18 @@ def kept_facts(path: Path) -> dict[str, str]:
 
 def read_kept(path: Path, most: int | None = None) -> list[KeptSample]:
     """The samples that `write_kept` wrote, or at most so many of the first ones. ValueError for another file."""
+    return list(islice(iter_kept(path), most))
+
+
+def iter_kept(path: Path) -> Iterator[KeptSample]:
+    """The samples that `write_kept` wrote, one by one. ValueError for another file."""
     with _reading(path), pq.ParquetFile(path) as file:
-        if not (schema := file.schema_arrow).equals(_SCHEMA):
+        schema = file.schema_arrow
+        lacking = [] if set(_NEW) & set(schema.names) else _NEW
+        if not schema.equals(pa.schema([field for field in _SCHEMA if field.name not in lacking])):
             raise TypeError(f"the columns {', '.join(schema.names)[:200]}, in other types or with others than a run's")
-        rows = (row for batch in file.iter_batches(batch_size=_ROWS) for row in batch.to_pylist())
-        return [KeptSample(**row) for row in islice(rows, most)]
+        for batch in file.iter_batches(batch_size=_ROWS):
+            yield from (KeptSample(**row) for row in batch.to_pylist())
 
 
 @contextmanager

@@ -28,7 +28,8 @@ class Sample:
     behavior_logprob  of each response token under the demonstration's author; None = unknown
     reward          the grader's, from `Recipe.credit` on as shaped by the algorithm; NaN = masked: the grader failed,
                     and the sample is left out of everything that depends on a reward
-    status          the grader's, see `rlplus.reward.Score`; "ok" for an ungraded response
+    status, detail  the grader's, see `rlplus.reward.Score`; "ok" for an ungraded response
+    grade           `reward` as the grader gave it; None = not shaped
     token_reward    further rewards of the response's tokens; `reward` is given at the last one; None = 0
     advantage       one value for the response, or one per token
     trained         whether a token has a loss: one value, or one per token; the others, such as a tool's answer, are
@@ -52,6 +53,8 @@ class Sample:
     returns: Sequence[float] | None = None
     token_reward: Sequence[float] | None = None
     status: str = "ok"
+    detail: str = ""
+    grade: float | None = None
 
     @property
     def length(self) -> int:

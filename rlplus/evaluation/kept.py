@@ -127,6 +127,8 @@ class KeptCalls:
             tokens=token_texts(self.tokenizer, completion.tokens),
             external=[False] * len(completion.tokens),
             logprob=completion.logprob,
+            answer=problem.answer,
+            detail=score.detail,
         )
 
 

@@ -12,10 +12,10 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
+from rlplus.config import RESULTS as RESULTS
 from rlplus.evaluation.statistics import Estimate, bootstrap, pass_at_k
 from rlplus.textfiles import file_name, read_text, write_text
 
-RESULTS = "evaluation"  # how the files of results and samples of an evaluation begin
 LONGEST_NAME = 50  # characters of a benchmark in a file's name, which has at most 255 bytes
 
 
@@ -190,13 +190,23 @@ def save_results(folder: Path, results: Mapping[str, Evaluation]) -> list[Path]:
     return paths
 
 
-def load_results(folder: Path) -> dict[str, Evaluation]:
-    """The results in a folder, by benchmark. ValueError for a damaged file.
+def load_results(folder: Path, damaged: list[str] | None = None) -> dict[str, Evaluation]:
+    """The results in a folder, by benchmark. ValueError for a damaged file, or its message is added to `damaged`.
 
     evaluation.json, the name of a single benchmark's result in 0.1.0, counts only where there is no newer file.
     """
     paths = sorted(folder.glob(f"{RESULTS}-*.json")) or sorted(folder.glob(f"{RESULTS}.json"))
-    return {result.name: result for result in map(Evaluation.load, paths)}
+    results = {}
+    for path in paths:
+        try:
+            result = Evaluation.load(path)
+        except ValueError as error:
+            if damaged is None:
+                raise
+            damaged.append(str(error))
+            continue
+        results[result.name] = result
+    return results
 
 
 def file_part(benchmark: str) -> str:

@@ -14,13 +14,13 @@ from markupsafe import Markup
 
 from rlplus.evaluation import Evaluation
 from rlplus.report import charts, tables
-from rlplus.report.runs import RunData, is_run, load_run
+from rlplus.report.runs import RunData, load_run
 from rlplus.report.samples import Moment, moments
 from rlplus.report.show import show_samples
 from rlplus.report.tables import seeds_line
 from rlplus.textfiles import write_text
 
-__all__ = ["RunData", "is_run", "load_run", "render", "seeds_line", "show_samples", "write_report"]
+__all__ = ["RunData", "load_run", "render", "seeds_line", "show_samples", "write_report"]
 
 ACCENT = "accent"
 Runs = Mapping[str, RunData | Sequence[RunData]]  # by label; a sequence holds one run per seed
@@ -35,6 +35,7 @@ def write_report(
     notes: Sequence[str] = (),
     kinds: Mapping[str, Collection[int]] | None = None,
     samples: Mapping[str, Path] = MappingProxyType({}),
+    warnings: Sequence[str] = (),
 ) -> None:
     """Write the report. The same label means the same colour; one of a run of RL-PLUS has the accent.
 
@@ -42,6 +43,7 @@ def write_report(
     them, evaluations are pooled, and samples are the first one's.
     kinds: parts of the problems, by name, whose pass@k is drawn by itself, too.
     samples: folders of the samples of what was evaluated but not trained, by label. A run knows its own.
+    warnings: further ones, besides those about runs, models and samples.
     """
     if not runs and not evaluations:
         raise ValueError("want at least one run or evaluation to report on, got none")
@@ -57,7 +59,7 @@ def write_report(
         ("What the demonstrations do", charts.DEMONSTRATIONS),
         ("Updates, engine and grader", charts.UPDATES),
     ]
-    warnings = _warnings(trained, tested)
+    warnings = [*warnings, *_warnings(trained, tested)]
     folders = {label: each[0].samples for label, each in trained.items()} | dict(samples)
     shown = {label: _moments(label, folder, warnings) for label, folder in folders.items() if folder is not None}
     page = render(

@@ -7,10 +7,8 @@ from typing import Any
 
 import yaml
 
-from rlplus.data import SAMPLES
+from rlplus.config import RUN, SAMPLES, check_run_folder
 from rlplus.textfiles import read_text
-
-_OF_RUNS = ("config.yaml", "metrics.jsonl")
 
 
 @dataclass(frozen=True)
@@ -38,26 +36,14 @@ class RunData:
         return dict(_flat("", yaml.safe_load(self.config)))
 
 
-def is_run(folder: Path) -> bool:
-    """Whether training wrote to the folder; `rlplus eval` alone leaves results and samples only."""
-    return any((folder / name).is_file() for name in _OF_RUNS)
-
-
 def load_run(folder: Path) -> RunData:
     """Read the folder of a run. A last line of metrics without its end (a killed run) is left out and noted.
 
     ValueError if config.yaml or metrics.jsonl is missing, no step is complete, or a line is not an object of numbers
     with "step" and "generated_tokens".
     """
-    texts = []
-    for name in _OF_RUNS:
-        if not (folder / name).is_file():
-            raise ValueError(
-                "want the folder of a run, with config.yaml and metrics.jsonl, or of an evaluation, with "
-                f"evaluation-BENCHMARK.json; {folder} has no {name}"
-            )
-        texts.append(read_text(folder / name))
-    config, lines = texts
+    check_run_folder(folder)
+    config, lines = (read_text(folder / name) for name in RUN)
     try:
         settings = yaml.safe_load(config)
     except yaml.YAMLError as error:
@@ -73,7 +59,8 @@ def load_run(folder: Path) -> RunData:
                 raise ValueError(f"got {wrong[0]} {str(step[wrong[0]])[:80]!r}")
         except (ValueError, AttributeError, RecursionError) as error:
             wanted = 'want a JSON object of numbers with "step" and "generated_tokens"'
-            raise ValueError(f"{folder / 'metrics.jsonl'}, line {number}: {wanted}; {error}") from error
+            got = f"got {line[:80]!r}" if isinstance(error, json.JSONDecodeError) else error
+            raise ValueError(f"{folder / 'metrics.jsonl'}, line {number}: {wanted}; {got}") from error
         metrics.append(step)
     if not metrics:
         raise ValueError(f"{folder / 'metrics.jsonl'} has no complete step yet")

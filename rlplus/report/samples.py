@@ -15,6 +15,7 @@ PROBLEMS = 4  # of an evaluation, two responses each
 HEAD, TAIL = 800, 200  # tokens of a longer response
 SHADES = 10
 EVALUATED = 512  # samples of an evaluation among which to choose
+ANSWER = 400  # characters of a longer reference answer
 
 logger = logging.getLogger(__name__)
 
@@ -42,18 +43,19 @@ class Shown:
 
     @property
     def verdict(self) -> str:
-        """right, wrong or shown: a demonstration."""
+        """right, wrong, ungraded, or shown: a demonstration."""
         if self.sample.demonstration:
             return "shown"
-        return "right" if (self.sample.reward or 0) >= 1 else "wrong"
+        return {True: "right", False: "wrong", None: "ungraded"}[self.sample.right]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Responses to one prompt."""
+    """Responses to one prompt; `answer` is the expected one, empty in older files."""
 
     prompt: str
-    problem: int
+    row: str
+    answer: str
     members: list[Shown]
 
 
@@ -76,9 +78,8 @@ def moments(folder: Path, damaged: list[str]) -> list[Moment]:
     found = []
     for path in _spread(files, MOST_STEPS):
         samples = _read(path, damaged)
-        first = [s for s in samples if samples and (s.problem, s.prompt) == (samples[0].problem, samples[0].prompt)]
-        if first:
-            found.append(Moment(f"step {steps[path]}", _groups(first), steps[path]))
+        if samples:
+            found.append(Moment(f"step {steps[path]}", _groups(samples)[:1], steps[path]))
     return found + [Moment(name, _groups(samples)) for name, samples in _evaluation(folder, damaged)]
 
 
@@ -86,7 +87,7 @@ def _evaluation(folder: Path, damaged: list[str]) -> Iterator[tuple[str, list[Ke
     """One right and one wrong response to the first problems of each benchmark, by the finished model."""
     for path in sorted(folder.glob("evaluation*-0-000000.parquet")):
         samples = _read(path, damaged, EVALUATED)
-        chosen = {(s.problem, (s.reward or 0) >= 1): s for s in reversed(samples)}
+        chosen = {(s.problem, bool(s.right)): s for s in reversed(samples)}
         problems = list(dict.fromkeys(s.problem for s in samples))[:PROBLEMS]
         found = [chosen[key] for problem in problems for key in ((problem, True), (problem, False)) if key in chosen]
         if found:
@@ -111,10 +112,18 @@ def _spread(files: Sequence[Path], most: int) -> list[Path]:
 
 
 def _groups(samples: Iterable[KeptSample]) -> list[Group]:
-    groups: dict[tuple[int, str], list[Shown]] = {}
+    groups: dict[tuple[int, str], list[KeptSample]] = {}
     for sample in samples:
-        groups.setdefault((sample.problem, sample.prompt), []).append(_shown(sample))
-    return [Group(prompt, problem, members) for (problem, prompt), members in groups.items()]
+        groups.setdefault((sample.problem, sample.prompt), []).append(sample)
+    return [
+        Group(members[0].prompt, members[0].row, shortened(members[0].answer), [_shown(one) for one in members])
+        for members in groups.values()
+    ]
+
+
+def shortened(answer: str) -> str:
+    """The answer, cut at `ANSWER` characters: that of a program is a list of tests."""
+    return answer if len(answer) <= ANSWER else f"{answer[:ANSWER]} … ({len(answer):,} characters)"
 
 
 def _shown(sample: KeptSample) -> Shown:

@@ -56,4 +56,7 @@ def _kept(run: Run, example: Example, sample: Sample, logprob: Tensor, entropy: 
         entropy=entropy.tolist(),
         exploration_weight=[w if shown else None for w, shown in zip(weights, external, strict=True)],
         advantage=None if sample.masked else list(per_token(sample.advantage, tokens)),
+        answer=example.answer,
+        detail=sample.detail,
+        grade=sample.grade,
     )

@@ -89,7 +89,7 @@ def score(samples: Sequence[Sample], examples: Sequence[Example], scorer: Scorer
     if what := agree.failures(failure):
         raise SharedFailure(f"the step's responses could not be graded: {what}") from failure
     for sample, result in zip(ungraded, scores, strict=True):
-        sample.reward, sample.status = result.value, result.status
+        sample.reward, sample.status, sample.detail = result.value, result.status, result.detail
     for sample in samples:
         if sample.demonstration and not sample.scored:
             sample.reward = examples[sample.group].demonstration_reward
@@ -100,4 +100,5 @@ def shape(samples: Sequence[Sample], shaping: Shaping, max_response_length: int)
     """Shape the rewards; a demonstration of any length gets no penalty for it."""
     for sample in samples:
         length = 0 if sample.demonstration else len(sample.response)
+        sample.grade = sample.reward
         sample.reward = shaping.reward(sample.reward, length, max_response_length)

@@ -1,0 +1,35 @@
+"""Folders that `rlplus report` cannot read are named at once, with the way on."""
+
+import json
+import sys
+from pathlib import Path
+
+import processes
+from test_cli import QUICK
+from trainer_runs import environment
+
+
+def test_folders_are_checked_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for name in ("runs/b/metrics.jsonl", "runs/a/evaluation-amc.json", "runs/b/config.yaml", "runs/c/config.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    for name in ("runs/a", "killed"):
+        (tmp_path / name / "samples").mkdir(parents=True)
+        (tmp_path / name / "samples/evaluation-amc-0-000000.parquet").touch()
+    report, below = ["report", str(tmp_path / "runs")], [str(tmp_path / "runs" / name) for name in "abc"]
+    cases = [
+        (["report", "nowhere"], 2, f"got nowhere: no such folder (current directory: {Path.cwd()})"),
+        (["report", "nowhere", "--show", "1"], 2, "got nowhere: no such folder"),
+        (["report", f"{tmp_path}/file"], 2, "it is a file"),
+        (["report", f"{tmp_path}/empty"], 2, "no evaluation-BENCHMARK.json; nor is there one below it"),
+        (report, 2, f"no metrics.jsonl and no evaluation-BENCHMARK.json; below it are {', '.join(below)}\n"),
+        ([*report, "--show", "1"], 2, f"below it are {', '.join(below)}\n"),
+        (["report", below[2]], 2, f"{below[2]} has no metrics.jsonl, which the first step writes"),
+        (["report", f"{tmp_path}/killed"], 2, "has samples only: run the same `rlplus eval` again"),
+        (["report", below[0], "--show", "1", "--step", "4"], 2, "has only an evaluation's, which --show prints"),
+        (["report", below[1], "--show", "1"], 2, "has none (log.samples_every says how often: 0 is never)"),
+    ]
+    done = processes.run([sys.executable, "-c", QUICK, json.dumps(cases)], env=environment())
+    assert done.returncode == 0, done.stderr
