@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from rlplus.config import RolloutConfig
+from rlplus.rollout.attention import attend_without_copies
 from rlplus.rollout.clock import Clock
 from rlplus.rollout.protocol import DEFAULT_CACHE_MB, Completion, check_logprobs, check_request, whole_model
 from rlplus.rollout.push import watched
@@ -80,6 +81,7 @@ class TransformersEngine:
                 model_path, config=model_config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
             )
         self._model.to(self._device).eval().requires_grad_(False)
+        attend_without_copies(self._model)
         # generate() fills every setting left open from here: a penalty of the model's own would change the sampling.
         self._model.generation_config = GenerationConfig()
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
