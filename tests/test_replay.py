@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from math import exp
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from trainer_runs import run_config
 from rlplus.data import Example, Sample
 from rlplus.recipe import Ask, Batch, Recipe
 from rlplus.recipe.replay import ReplayRecipe, _draw
+from rlplus.reward import Score
 from rlplus.trainer import Run
 from rlplus.trainer.samples import generate, score
 
@@ -172,7 +172,7 @@ def test_what_is_replayed_is_neither_sampled_nor_graded_again(run: Run) -> None:
 
     def scorer(texts: list[str], answers: list[str], columns: list[Any]) -> list[Any]:
         graded.extend(texts)
-        return [SimpleNamespace(value=0.0, status="ok") for _ in texts]
+        return [Score(0.0, "ok") for _ in texts]
 
     score(samples, [example], scorer, str)  # type: ignore[arg-type]
     assert len(graded) == 3

@@ -1,6 +1,8 @@
 """Attacks of programs on the machine that grades them."""
 
+import contextlib
 import os
+import signal
 import socket
 import threading
 import time
@@ -10,7 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from reward_graders import linux
-from sandboxes import MEMORY, SECONDS, run
+from sandboxes import MEMORY, SECONDS, make, run
 
 from rlplus.reward.graders.sandbox import Sandbox, _end
 from rlplus.reward.supervisor import Process, processes
@@ -83,6 +85,26 @@ print("done", flush=True)
 
     assert run(sandbox, code) == [(True, "done\n")]
     assert asleep() == []
+
+
+def test_the_process_that_is_killed_last_adopts_what_the_others_leave() -> None:
+    """Those below it are killed one after the other, and may fork meanwhile."""
+
+    def only_child(parent: int) -> int:
+        while not (found := [pid for pid, entry in processes().items() if entry.parent == parent]):
+            time.sleep(0.01)
+        return found[0]
+
+    sandbox = make("limits")
+    with contextlib.ExitStack() as stack:
+        last = sandbox._start(stack, {"code": "import time\ntime.sleep(600)", "inputs": [""], "function": None})
+        first = only_child(last.pid)
+        driver = only_child(first)
+        os.kill(first, signal.SIGKILL)
+        while first in processes():
+            time.sleep(0.01)
+        assert processes()[driver].parent == last.pid
+    assert driver not in processes()
 
 
 def test_a_process_that_one_look_misses_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,9 +36,7 @@ from typing import Any
 
 OUTPUT_LIMIT = 1 << 20  # bytes of one run
 FILE_BYTES = 1 << 26  # of one file, and of all in /program
-_FILES = 64
-_LOOK_S = 0.01
-_INPUT = ".input"
+_FILES, _LOOK_S, _INPUT = 64, 0.01, ".input"
 _NOBODY, _FIRST_USER = 65534, 1 << 20
 _NEW_USER, _NEW_REST = 0x10000000, 0x20000 | 0x4000000 | 0x8000000 | 0x20000000 | 0x40000000  # linux/sched.h
 _READ_ONLY, _NO_SETUID, _NO_DEVICES, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
@@ -364,15 +362,18 @@ def _first_process(settings: dict[str, Any], user: int | None) -> int:
     _check(_libc.prctl(_SUBREAPER, 1, 0, 0, 0), "prctl")
     _refuse_uncounted_memory()
     _limit(settings)
-    driver = os.fork()
-    if driver == 0:
+    if (driver := os.fork()) == 0:
         _drive()
         os._exit(0)
+    return _wait_for_all(driver)
+
+
+def _wait_for_all(child: int) -> int:
+    """Wait for all children, adopted ones too, and return the status of one."""
     status = 0
     with contextlib.suppress(ChildProcessError):  # none is left
-        while True:
-            pid, ended = os.wait()
-            status = ended if pid == driver else status
+        while ended := os.wait():
+            status = ended[1] if ended[0] == child else status
     return os.waitstatus_to_exitcode(status)
 
 
@@ -392,8 +393,7 @@ def main() -> None:
             os.write(2, f"{error.strerror}\n".encode())
         finally:
             os._exit(status & 255)
-    _, status = os.waitpid(child, 0)
-    os._exit(os.waitstatus_to_exitcode(status) & 255)
+    os._exit(_wait_for_all(child) & 255)  # not only for the child: killed first, it leaves orphans to this process
 
 
 if __name__ == "__main__":
