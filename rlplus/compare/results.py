@@ -112,7 +112,7 @@ def _outcome(runner: Runner, run: Run, evaluations: dict[str, Evaluation]) -> Ou
 
 
 def _versions(data: RunData) -> str:
-    """What the run's last start ran with: packages with their versions, and the commit."""
+    """Packages with their versions, and the commit, of the run's last start."""
     if not data.starts:
         return ""
     start = data.starts[-1]

@@ -1,4 +1,4 @@
-"""What determines the samples of an evaluation, and its grades: to tell whether kept ones are those of another."""
+"""The settings, model and data that determine an evaluation's samples and grades: whether kept ones are another's."""
 
 import hashlib
 import json
@@ -56,7 +56,7 @@ def comparable(asked: Asked) -> dict[str, str]:
 
 
 def differences(there: Asked, asked: Asked) -> list[str]:
-    """What differs, such as "evaluation.samples 5 (asked: 8)"."""
+    """The differences, such as "evaluation.samples 5 (asked: 8)"."""
     one, other = comparable(there), comparable(asked)
     keys = [key for key in dict.fromkeys([*asked, *there]) if one.get(key) != other.get(key)]
     return [f"{key} {there.get(key, 'default')} (asked: {asked.get(key, 'default')})" for key in keys]

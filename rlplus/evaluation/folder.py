@@ -48,7 +48,7 @@ def others_in(output: Path, asked: Mapping[str, Asked]) -> dict[Path, list[str]]
 
 
 def _asked_at(path: Path) -> Asked | None:
-    """What determined a result or samples, as far as it is known; None of a damaged file."""
+    """The settings, model and data of a result or samples, as far as they are known; None of a damaged file."""
     if not path.is_file():
         return None
     if path.suffix == ".parquet":

@@ -141,7 +141,7 @@ def facts_of(path: Path) -> dict[str, str] | None:
 
 
 def asked_in(facts: Mapping[str, str]) -> Asked:
-    """What determined the samples of a file; empty where unknown, as in files of older versions."""
+    """The settings, model and data of a file's samples; empty where unknown, as in files of older versions."""
     return json.loads(facts.get("asked", "null")) or {}
 
 
