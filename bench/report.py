@@ -272,17 +272,20 @@ SHORT = ("cpp", "torch", "TRL", "verl torch", "Liger GRPO tuned", "naive torch")
 
 
 def short_table(result: Result) -> str:
-    """Some methods side by side: speed of fp32, on which CPUs differ least; memory and accuracy of bf16."""
+    """Some methods side by side: speed, in bf16 only where the processor can multiply in it; memory and accuracy."""
     cases = cases_of(result, "main")
-    single, half = cases["float32"], cases["bfloat16"]
+    half = cases["bfloat16"]
+    timed = ("float32", "bfloat16") if result["hardware"].get("bf16_instructions", True) else ("float32",)
     rows = []
     for name in SHORT:
         row = row_of(half, name) or {"status": ""}
         method = f"rlplus, `{name}`" if METHODS[name].package == "rlplus" else name
+        times = (ratio(found) if (found := row_of(cases[dtype], name)) else "" for dtype in timed)
         numbers = number(row.get("extra_mb"), ".0f"), number(row.get("logprob_error"), ".0e")
-        time = ratio(fp32) if (fp32 := row_of(single, name)) else ""
-        rows.append([method, LOSSES[METHODS[name].kind], time, *numbers])
-    header = ("method", "loss", "fp32, ×bare", "bf16, MB", "bf16, error of a logprob")
+        rows.append([method, LOSSES[METHODS[name].kind], *times, *numbers])
+    short = {"float32": "fp32", "bfloat16": "bf16"}
+    speeds = (f"{short[dtype]}, ×bare" for dtype in timed)
+    header = ("method", "loss", *speeds, "bf16, MB", "bf16, error of a logprob")
     return f"{lines(header, rows)}\n\n{machine(result)}, N={half['N']}, H={half['H']}, V={half['V']}.\n"
 
 

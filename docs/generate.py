@@ -259,17 +259,26 @@ def peers() -> str:
     return report.short_table(report.load(ROOT / "bench/results")["cpu-1"]).strip()
 
 
-def comparisons() -> str:
-    """A table for each setting that `rlplus compare` has results of."""
-    found = []
+def compared() -> dict[tuple[str, int], tuple[Results, dict[str, Study]]]:
+    """By setting and number of seeds: the results of `rlplus compare`, and their studies with so many seeds."""
+    found: dict[tuple[str, int], tuple[Results, dict[str, Study]]] = {}
     for path in sorted((ROOT / "bench/results/compare").glob("*.json")):
         results = Results.load(path)
         studies = Comparison.model_validate(results.comparison).studies
         for setting in dict.fromkeys(one.setting for one in results.outcomes):
-            here = {name: study for name, study in studies.items() if setting in study.settings}
-            seeds = max(study.seeds for study in here.values())
-            found.append(f"`{setting}`, {seeds} seeds:\n\n{setting_table(results, here, setting)}")
-    return "\n\n".join(found)
+            for name, study in studies.items():
+                if setting in study.settings and len(tested_in(results, study, setting).methods) > 1:
+                    found.setdefault((setting, study.seeds), (results, {}))[1][name] = study
+    return found
+
+
+def comparisons() -> str:
+    """For each setting and number of seeds, what each method solves of each test set."""
+    parts = (
+        f"`{setting}`, {seeds} seeds:\n\n{setting_table(results, studies, setting)}"
+        for (setting, seeds), (results, studies) in compared().items()
+    )
+    return "\n\n".join(parts)
 
 
 def setting_table(results: Results, studies: dict[str, Study], setting: str) -> str:
@@ -278,26 +287,54 @@ def setting_table(results: Results, studies: dict[str, Study], setting: str) -> 
     header: tuple[str, ...] = ()
     for name, study in studies.items():
         tested = tested_in(results, study, setting)
-        new = [method for method in tested.methods if method not in rows]
-        if not new:
-            continue
         first, *others = tested.sets
         ks = sorted({k for one in tested.of(BASE, first) for k in one.k})
         columns = [*((first, k) for k in ks), *((other, ks[0]) for other in others), (None, ks[0])]
         header = ("method", *(f"{which or 'all'}, pass@{k}" for which, k in columns), "difference")
-        rows |= {name: (f"**{name}**", *("" for _ in header[1:]))} if rows else {}
+        new = [method for method in tested.methods if method not in rows]
+        rows |= {name: (f"**{name}**", *("" for _ in header[1:]))} if rows and new else {}
         for method in new:
             means = (percent(tested.estimate(method, k, which).mean) for which, k in columns)
             rows[method] = (method, *means, difference(tested, study.compared_with, method))
     return table(header, iter(rows.values()))
 
 
+def settings_beside() -> str:
+    """pass@1 on all problems and the difference from the reference, in each setting with the most seeds."""
+    most = max(seeds for _, seeds in compared())
+    columns = {setting: part for (setting, seeds), part in compared().items() if seeds == most}
+    names = dict.fromkeys(name for _, studies in columns.values() for name in studies)
+    rows: dict[str, list[str]] = {}
+    for name in names:
+        each = {
+            setting: (tested_in(results, studies[name], setting), studies[name].compared_with)
+            for setting, (results, studies) in columns.items()
+            if name in studies
+        }
+        finished = dict.fromkeys(method for tested, _ in each.values() for method in tested.methods)
+        new = [method for method in finished if method not in rows]
+        rows |= {f"**{name}**": [""] * len(columns)} if rows and new else {}
+        rows |= {
+            method: [mean_and_difference(*each[s], method) if s in each else "" for s in columns] for method in new
+        }
+    return table(("method", *columns), ((name, *cells) for name, cells in rows.items()))
+
+
+def mean_and_difference(tested: Tested, reference: str, method: str) -> str:
+    if method not in tested.methods:
+        return ""
+    mean, from_reference = percent(tested.mean(method)), difference(tested, reference, method)
+    return f"{mean}; {from_reference}" if from_reference else mean
+
+
 def difference(tested: Tested, reference: str, method: str) -> str:
-    """From the reference, in points of pass@1 on all problems."""
+    """From the reference, in points of pass@1 on all problems; bold if its interval excludes 0."""
     if method == reference or reference not in tested.methods:
         return ""
-    cell = interval(tested.difference(reference, method, 1), "+")
-    return f"{cell.text} ({cell.detail})"
+    estimate = tested.difference(reference, method, 1)
+    cell = interval(estimate, "+")
+    text = f"{cell.text} ({cell.detail})"
+    return f"**{text}**" if estimate.low > 0 or estimate.high < 0 else text
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
@@ -307,6 +344,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/configuration.md": {"keys": keys},
     "docs/evaluation.md": {"benchmarks": benchmarks},
     "docs/paper.md": {
+        "settings": settings_beside,
         "comparisons": comparisons,
         **{name: partial(theory.table, rows) for name, rows in theory.TABLES.items()},
     },
