@@ -344,6 +344,18 @@ def test_every_search_of_the_comparison_for_a_gpu_has_a_configuration(tmp_path: 
         assert config.evaluation.data.path != reported.evaluation.data.path
 
 
+def test_other_seeds_repeat_a_comparison(tmp_path: Path, output: Path, launcher: str) -> None:
+    path = written(tmp_path, FILE | {"search": None})
+    run_comparison(path, output, presets=["GRPO", "SFT"], seeds=1, first_seed=7, launcher=launcher)
+    outcomes = Results.load(output / "results.json").outcomes
+    assert [(one.method, one.seed) for one in outcomes] == [(BASE, 7), ("SFT", 7), ("GRPO", 7)]
+    assert "No method" not in (output / "index.html").read_text()
+    with pytest.raises(ValueError, match="want seeds below 1000, where those of searches begin; got 1000"):
+        load_comparison(path, seeds=2, first_seed=999)
+    with pytest.raises(ValueError, match="first_seed: want greater than or equal to 0; got -1"):
+        load_comparison(path, first_seed=-1)
+
+
 def test_settings_and_presets_choose(path: Path) -> None:
     shipped = load_comparison(CONFIGS / "compare" / "paper.yaml", ["GRPO", "RL-PLUS", "cispo"], 2, ["noisy"])
     methods = shipped.studies["Methods"]

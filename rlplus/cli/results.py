@@ -32,7 +32,8 @@ def add_compare(commands: "Commands") -> None:
     compare.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="of the training configuration")
     compare.add_argument("--presets", help="names with commas: of the comparison's methods, or of any presets")
     compare.add_argument("--settings", help="names with commas, of the comparison's settings; default: all")
-    compare.add_argument("--seeds", type=int, help="how many, from 0 on; default: as the comparison says, or 5")
+    compare.add_argument("--seeds", type=int, help="how many; default: as the comparison says, or 5")
+    compare.add_argument("--first-seed", type=int, help="the first of them; default: as the comparison says, or 0")
     compare.add_argument("--output", help="default: runs/compare/<name of the file>")
     compare.add_argument("--jobs", type=int, default=1, help="runs at a time; default 1")
     compare.add_argument("--launcher", help='in place of "python -m", such as "torchrun --nproc_per_node 8 -m"')
@@ -118,9 +119,13 @@ def _labels(runs: Sequence[str]) -> dict[str, Path]:
 
 
 def _compare(args: argparse.Namespace) -> None:
-    for name, value in (("--seeds", args.seeds), ("--jobs", args.jobs)):
-        if value is not None and value < 1:
-            raise ValueError(f"want {name} at least 1; got {value}")
+    for name, value, least in (
+        ("--seeds", args.seeds, 1),
+        ("--first-seed", args.first_seed, 0),
+        ("--jobs", args.jobs, 1),
+    ):
+        if value is not None and value < least:
+            raise ValueError(f"want {name} at least {least}; got {value}")
     quiet_imports()
     from rlplus.compare import run_comparison
 
@@ -130,6 +135,7 @@ def _compare(args: argparse.Namespace) -> None:
         presets=_names(args.presets),
         settings=_names(args.settings),
         seeds=args.seeds,
+        first_seed=args.first_seed,
         overrides=args.overrides,
         jobs=args.jobs,
         launcher=args.launcher,

@@ -28,6 +28,7 @@ def run_comparison(
     presets: Sequence[str] = (),
     seeds: int | None = None,
     settings: Sequence[str] = (),
+    first_seed: int | None = None,
     overrides: Sequence[str] = (),
     jobs: int = 1,
     launcher: str | None = None,
@@ -41,7 +42,7 @@ def run_comparison(
     ValueError for an invalid comparison, before anything starts; RunFailed if a run fails. What is finished stays, so
     that the same command goes on.
     """
-    comparison = load_comparison(path, presets, seeds, settings)
+    comparison = load_comparison(path, presets, seeds, settings, first_seed)
     if wrong := owned([override.partition("=")[0] for override in overrides], comparison):
         raise ValueError(f"{', '.join(wrong)}: the comparison gives each run its own, want no override")
     folder = claimed(output.expanduser(), MARK, "comparison")

@@ -15,6 +15,7 @@ from rlplus.errors import nearest
 from rlplus.objective import ALGORITHMS
 
 BASE = "Base"  # the model before training, a row of every table
+FIRST_SEARCHED = 1000  # the least seed of a search, which no study reports
 Overrides = dict[str, Any]  # dotted keys of the training configuration
 # Keys of the training configuration of which the comparison gives each run its own value.
 OWNED = ("train.seed", "output_dir", "model.path", "algorithm.preset")
@@ -89,7 +90,9 @@ class Study(Section):
     settings: Annotated[list[str], Field(min_length=1)]
     methods: Annotated[list[Text], Field(min_length=1)]
     seeds: Annotated[int, Field(ge=1, le=1000)] = 5
-    """The seeds 0 ... seeds - 1, so that studies share their runs."""
+    """How many; studies with the same first seed share their runs."""
+    first_seed: Annotated[int, Field(ge=0)] = 0
+    """The others follow it."""
     reference: Text | None = None
     """The method that the others are compared with, seed by seed on the same problems; None = the last one."""
 
@@ -97,13 +100,24 @@ class Study(Section):
     def compared_with(self) -> str:
         return self.reference or self.methods[-1]
 
+    @property
+    def seed_numbers(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.seed_numbers[-1] >= FIRST_SEARCHED:
+            wanted = f"want seeds below {FIRST_SEARCHED}, where those of searches begin"
+            raise ValueError(f"{wanted}; got {self.seed_numbers[-1]}")
+        return self
+
 
 class Search(Section):
     """The learning rate of each method in each setting: the best of `rates` on one seed."""
 
     rates: Annotated[list[Positive], Field(min_length=2)]
-    seed: Annotated[int, Field(ge=1000)] = 1000
-    """One that no study reports."""
+    seed: Annotated[int, Field(ge=FIRST_SEARCHED)] = FIRST_SEARCHED
+    """No study reports it."""
     share: Annotated[Fraction, Field(gt=0)] = 1 / 3
     """Share of the steps, and of the generated tokens, that a search trains."""
     overrides: Overrides = {}
@@ -207,12 +221,16 @@ def _unknown(what: str, named: Iterator[tuple[str, str]], known: Mapping[str, ob
 
 
 def load_comparison(
-    path: Path, presets: Sequence[str] = (), seeds: int | None = None, settings: Sequence[str] = ()
+    path: Path,
+    presets: Sequence[str] = (),
+    seeds: int | None = None,
+    settings: Sequence[str] = (),
+    first_seed: int | None = None,
 ) -> Comparison:
     """The comparison of a file, which may also be a training configuration: then `presets` are its methods.
 
-    presets: of a comparison, the methods to keep; further presets become methods of its first study. seeds: in place
-    of each study's. settings: the ones to keep. Raises ValueError, one line for each problem.
+    presets: of a comparison, the methods to keep; further presets become methods of its first study. seeds,
+    first_seed: in place of each study's. settings: the ones to keep. Raises ValueError, one line for each problem.
     """
     data = read_yaml(path)
     if "run" not in data:
@@ -222,16 +240,19 @@ def load_comparison(
         data["methods"] = {name: {"preset": name} for name in presets}
     try:
         comparison = Comparison.model_validate(data)
-        if presets or settings or seeds is not None:
-            comparison = Comparison.model_validate(_among(data, presets, settings, seeds))
+        given = {key: value for key, value in (("seeds", seeds), ("first_seed", first_seed)) if value is not None}
+        if presets or settings or given:
+            comparison = Comparison.model_validate(_among(data, presets, settings, given))
     except ValidationError as error:
         lines = [line for detail in error.errors() for line in _lines(detail)]
         raise ValueError("\n".join([f"{path} does not describe a comparison:", *dict.fromkeys(lines)])) from error
     return comparison
 
 
-def _among(data: dict[str, Any], names: Sequence[str], settings: Sequence[str], seeds: int | None) -> dict[str, Any]:
-    """The file's content with only these methods and settings.
+def _among(
+    data: dict[str, Any], names: Sequence[str], settings: Sequence[str], given: Mapping[str, int]
+) -> dict[str, Any]:
+    """The file's content with only these methods and settings; given: keys of all studies.
 
     A preset that is no method becomes one of the first study. Studies that compare nothing any more are left out.
     """
@@ -245,7 +266,7 @@ def _among(data: dict[str, Any], names: Sequence[str], settings: Sequence[str], 
         raise ValueError("\n".join(problems))
     studies = {}
     for title, study in data["studies"].items():
-        kept = dict(study) if seeds is None else study | {"seeds": seeds}
+        kept = {**study, **given}
         if settings:
             kept["settings"] = [name for name in study["settings"] if name in settings]
         if names:

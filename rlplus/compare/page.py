@@ -140,9 +140,9 @@ def tested_in(results: Results, study: Study, setting: str) -> Tested:
     """The evaluations of the methods that are finished on every seed of the study, the base first."""
     found = {}
     for method in dict.fromkeys((BASE, *study.methods)):
-        outcomes = results.of(setting, method, study.seeds)
+        outcomes = results.of(setting, method, study.seed_numbers)
         if len(outcomes) == study.seeds:
-            seeds = [outcomes[seed].results for seed in range(study.seeds)]
+            seeds = [outcomes[seed].results for seed in study.seed_numbers]
             names = sorted(seeds[0], key=lambda name: seeds[0][name].problems[0])
             found[method] = {name: [each[name] for each in seeds] for name in names}
     return Tested(found, same_problems=results.comparison["settings"][setting]["base"] is None)
@@ -225,7 +225,9 @@ def _dynamics(
 ) -> list[Chart]:
     """A chart of each metric over the steps, a line per seed."""
     charts = []
-    outcomes = {method: results.of(setting, method, study.seeds).values() for method in methods if method != BASE}
+    outcomes = {
+        method: results.of(setting, method, study.seed_numbers).values() for method in methods if method != BASE
+    }
     last = max((one.steps for each in outcomes.values() for one in each), default=0)
     for curve in CURVES:
         logged = [(method, one) for method, each in outcomes.items() for one in each if curve.metric in one.curves]

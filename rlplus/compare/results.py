@@ -53,12 +53,12 @@ class Results:
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # of `load`
 
-    def of(self, setting: str, method: str, seeds: int | None = None) -> dict[int, Outcome]:
-        """The method's outcomes by seed; seeds: of the first so many."""
+    def of(self, setting: str, method: str, seeds: range | None = None) -> dict[int, Outcome]:
+        """The method's outcomes by seed."""
         return {
             one.seed: one
             for one in self.outcomes
-            if (one.setting, one.method) == (setting, method) and (seeds is None or one.seed < seeds)
+            if (one.setting, one.method) == (setting, method) and (seeds is None or one.seed in seeds)
         }
 
     def save(self, path: Path) -> None:

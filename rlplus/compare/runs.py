@@ -98,7 +98,7 @@ class Runner:
         found: dict[Run, None] = {}
         for study in self.comparison.studies.values():
             for setting in study.settings:
-                for seed in range(study.seeds):
+                for seed in study.seed_numbers:
                     for method in (BASE, *study.methods):
                         found |= dict.fromkeys(self.chain(setting, seed, method))
         return list(found)
