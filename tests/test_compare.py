@@ -382,3 +382,4 @@ def test_real_runs(tmp_path: Path, output: Path) -> None:
     assert {one.method: one.steps for one in outcomes} == {BASE: 0} | dict.fromkeys(FILE["methods"], 2)
     assert all(sum(one.results["trained"].n) == 200 for one in outcomes)
     assert all(one.generated_tokens > 0 for one in outcomes if "GRPO" in one.method)
+    assert str(tmp_path) not in (output / "results.json").read_text(), "results can be published"

@@ -84,7 +84,7 @@ class Results:
 def collect(comparison: Comparison, runner: Runner, provenance: dict[str, str]) -> Results:
     """The results of the finished runs, without paths of this machine."""
     outcomes = [
-        _outcome(runner, run, {name: replace(one, model="") for name, one in evaluations.items()})
+        _outcome(runner, run, {name: replace(one, model="", asked={}) for name, one in evaluations.items()})
         for run, evaluations in runner.finished().items()
     ]
     return Results(comparison.model_dump(mode="json"), provenance, runner.searched, outcomes)
