@@ -333,6 +333,15 @@ def test_every_run_of_the_shipped_comparison_has_a_configuration(tmp_path: Path)
     assert len({json.dumps(one.demonstrator) for one in sizes}) == 1
 
 
+def test_the_comparison_at_one_rate_has_the_settings_and_methods_of_the_other(tmp_path: Path) -> None:
+    paper, one = (load_comparison(CONFIGS / "compare" / f"{name}.yaml") for name in ("paper", "one-rate"))
+    assert (one.run, one.overrides, one.search) == (paper.run, paper.overrides, None)
+    assert one.settings == {name: paper.settings[name] for name in paper.studies["Methods"].settings}
+    assert one.methods == {name: paper.methods[name] for name in one.methods}
+    runner = Runner(one, CONFIGS / "compare" / one.run, tmp_path)
+    assert {runner.config_of(run).train.lr for run in runner.all()} == {1e-3}
+
+
 def test_every_search_of_the_comparison_for_a_gpu_has_a_configuration(tmp_path: Path) -> None:
     comparison = load_comparison(CONFIGS / "compare" / "gsm8k.yaml")
     runner, search = Runner(comparison, CONFIGS / "compare" / comparison.run, tmp_path), comparison.search
