@@ -52,6 +52,7 @@ SOURCES = {
     "sft": "maximum likelihood",
     "dft": "[DFT](https://arxiv.org/abs/2508.05629)",
 }
+PAPER = "paper-*.json"  # results of configs/compare/paper.yaml
 DIVISORS = {"token": "tokens", "sequence": "S · own length", "constant": "S · L", "official": "8 · L"}
 
 
@@ -259,10 +260,10 @@ def peers() -> str:
     return report.short_table(report.load(ROOT / "bench/results")["cpu-1"]).strip()
 
 
-def compared() -> dict[tuple[str, int], tuple[Results, dict[str, Study]]]:
-    """By setting and number of seeds: the results of `rlplus compare`, and their studies with so many seeds."""
+def compared(files: str) -> dict[tuple[str, int], tuple[Results, dict[str, Study]]]:
+    """By setting and number of seeds: the results of a comparison, and its studies with so many seeds."""
     found: dict[tuple[str, int], tuple[Results, dict[str, Study]]] = {}
-    for path in sorted((ROOT / "bench/results/compare").glob("*.json")):
+    for path in sorted((ROOT / "bench/results/compare").glob(files)):
         results = Results.load(path)
         studies = Comparison.model_validate(results.comparison).studies
         for setting in dict.fromkeys(one.setting for one in results.outcomes):
@@ -276,7 +277,7 @@ def comparisons() -> str:
     """For each setting and number of seeds, what each method solves of each test set."""
     parts = (
         f"`{setting}`, {seeds} seeds:\n\n{setting_table(results, studies, setting)}"
-        for (setting, seeds), (results, studies) in compared().items()
+        for (setting, seeds), (results, studies) in compared(PAPER).items()
     )
     return "\n\n".join(parts)
 
@@ -299,10 +300,11 @@ def setting_table(results: Results, studies: dict[str, Study], setting: str) -> 
     return table(header, iter(rows.values()))
 
 
-def settings_beside() -> str:
+def settings_beside(files: str) -> str:
     """pass@1 on all problems and the difference from the reference, in each setting with the most seeds."""
-    most = max(seeds for _, seeds in compared())
-    columns = {setting: part for (setting, seeds), part in compared().items() if seeds == most}
+    parts = compared(files)
+    most = max(seeds for _, seeds in parts)
+    columns = {setting: part for (setting, seeds), part in parts.items() if seeds == most}
     names = dict.fromkeys(name for _, studies in columns.values() for name in studies)
     rows: dict[str, list[str]] = {}
     for name in names:
@@ -344,7 +346,8 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/configuration.md": {"keys": keys},
     "docs/evaluation.md": {"benchmarks": benchmarks},
     "docs/paper.md": {
-        "settings": settings_beside,
+        "settings": partial(settings_beside, PAPER),
+        "one-rate": partial(settings_beside, "one-rate.json"),
         "comparisons": comparisons,
         **{name: partial(theory.table, rows) for name, rows in theory.TABLES.items()},
     },
