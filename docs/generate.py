@@ -14,7 +14,7 @@ from typing import Any
 
 from bench import report
 from bench.theory import __main__ as theory
-from rlplus.compare import BASE, Comparison, Results
+from rlplus.compare import BASE, Results
 from rlplus.compare.config import Study
 from rlplus.compare.page import Tested, tested_in
 from rlplus.config.benchmarks import BENCHMARKS
@@ -265,7 +265,7 @@ def compared(files: str) -> dict[tuple[str, int], tuple[Results, dict[str, Study
     found: dict[tuple[str, int], tuple[Results, dict[str, Study]]] = {}
     for path in sorted((ROOT / "bench/results/compare").glob(files)):
         results = Results.load(path)
-        studies = Comparison.model_validate(results.comparison).studies
+        studies = results.comparison.studies
         for setting in dict.fromkeys(one.setting for one in results.outcomes):
             for name, study in studies.items():
                 if setting in study.settings and len(tested_in(results, study, setting).methods) > 1:

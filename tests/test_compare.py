@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from rlplus.cli import main
 from rlplus.compare import BASE, MARK, Results, Runner, load_comparison, run_comparison
 from rlplus.compare.data import SET, TEST, TRAIN, VALIDATION, make_base_model, response_tokens, write_data
 from rlplus.demo.base import Recipe
@@ -121,6 +122,8 @@ def test_runs_searches_resumes_and_reports(tmp_path: Path, path: Path, output: P
     text = page.read_text()
     assert all(f">{method}<" in text for method in FILE["methods"])
     assert "Difference from GRPO long" in text
+    assert main(["report", str(output / "results.json"), "-o", str(tmp_path / "again.html")]) == 0
+    assert (tmp_path / "again.html").read_text() == text.replace(">compare<", ">results<")
 
     run_comparison(path, output, jobs=2, launcher=launcher)
     assert len(calls(tmp_path)) == 36, "a finished comparison runs nothing again"

@@ -29,6 +29,7 @@ def test_folders_are_checked_without_torch(tmp_path: Path) -> None:
         (["report", below[2]], 2, f"{below[2]} has no metrics.jsonl, which the first step writes"),
         (["report", f"{tmp_path}/killed"], 2, "has samples only: run the same `rlplus eval` again"),
         (["report", below[0], "--show", "1", "--step", "4"], 2, "has only an evaluation's, which --show prints"),
+        (["report", "a.json", below[1]], 2, "want one file, without --show, to report on a comparison; got a.json"),
         (["report", below[1], "--show", "1"], 2, "has none (log.samples_every says how often: 0 is never)"),
     ]
     done = processes.run([sys.executable, "-c", QUICK, json.dumps(cases)], env=environment())

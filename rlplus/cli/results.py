@@ -17,7 +17,12 @@ logger = logging.getLogger(__name__)
 def add_report(commands: "Commands") -> None:
     """Add the arguments of `rlplus report`."""
     report = commands.add_parser("report", help="curves, results and samples of runs and evaluations as one HTML file")
-    report.add_argument("runs", nargs="+", metavar="FOLDER", help="output folders of runs or evaluations")
+    report.add_argument(
+        "runs",
+        nargs="+",
+        metavar="FOLDER",
+        help="output folders of runs or evaluations; or results.json of a comparison",
+    )
     report.add_argument("-o", "--output", default="report.html", help="default: report.html")
     report.add_argument("--show", type=int, metavar="N", help="print samples of the N newest problems, write no file")
     report.add_argument("--step", type=int, help="with --show: those of the kept step nearest to this one")
@@ -58,6 +63,10 @@ def _report(args: argparse.Namespace) -> None:
         if given and args.show is None:
             raise ValueError(f"want --show with {option}, such as --show 5 --step 40 --wrong")
     check_output_folder(Path(args.output).parent, "--output")
+    if any(Path(run).suffix == ".json" for run in args.runs):
+        if len(args.runs) > 1 or args.show is not None:
+            raise ValueError(f"want one file, without --show, to report on a comparison; got {' '.join(args.runs)}")
+        return _report_comparison(Path(args.runs[0]), Path(args.output))
     labels = _labels(args.runs)
     for folder in labels.values():
         if args.show is None:
@@ -69,6 +78,18 @@ def _report(args: argparse.Namespace) -> None:
         _write_page(labels, Path(args.output))
     else:
         _print_samples([*labels.values()], args.show, args.step, args.wrong)
+
+
+def _report_comparison(results: Path, output: Path) -> None:
+    quiet_imports()
+    from rlplus.compare import Results, page_of
+    from rlplus.terminal import Terminal
+    from rlplus.textfiles import write_text
+
+    page = page_of(Results.load(results), title=results.stem)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_text(output, page)
+    Terminal().print(f"written to {output}")
 
 
 def _print_samples(folders: Sequence[Path], most: int, step: int | None, wrong: bool) -> None:

@@ -9,14 +9,25 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from rlplus.compare.config import BASE, Comparison, load_comparison, owned
-from rlplus.compare.page import terminal_tables, write_page
+from rlplus.compare.page import page_of, terminal_tables
 from rlplus.compare.results import Outcome, Results, collect
 from rlplus.compare.runs import Runner
 from rlplus.demo import claimed, terminated_as_exit
 from rlplus.terminal import Terminal
+from rlplus.textfiles import write_text
 from rlplus.trainer import processor_name
 
-__all__ = ["BASE", "MARK", "Comparison", "Outcome", "Results", "Runner", "load_comparison", "run_comparison"]
+__all__ = [
+    "BASE",
+    "MARK",
+    "Comparison",
+    "Outcome",
+    "Results",
+    "Runner",
+    "load_comparison",
+    "page_of",
+    "run_comparison",
+]
 
 MARK = ".rlplus-compare"  # only a folder with this file is written to again
 
@@ -57,8 +68,8 @@ def run_comparison(
         results = collect(comparison, runner, _provenance())
         results.save(folder / "results.json")
         page = folder / "index.html"
-        write_page(page, results, comparison, title=path.stem)
-    Terminal().print(*terminal_tables(results, comparison))
+        write_text(page, page_of(results, title=path.stem))
+    Terminal().print(*terminal_tables(results))
     console.print(f"Page: {page}, data: {folder / 'results.json'}")
     return page
 

@@ -3,18 +3,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from pathlib import Path
 from statistics import fmean
 
 from rich.table import Table as TerminalTable
 
-from rlplus.compare.config import BASE, Comparison, Study
+from rlplus.compare.config import BASE, Study
 from rlplus.compare.results import CURVES, Results
 from rlplus.evaluation import Estimate, Evaluation, join, paired_difference, pooled_pass_at
 from rlplus.report import ACCENT, render
 from rlplus.report.charts import Chart, Series, pass_chart, step_chart
 from rlplus.report.tables import Cell, Table, interval, percent
-from rlplus.textfiles import write_text
 
 MOST_LINES = 6  # of a chart
 NOTE = (
@@ -78,33 +76,33 @@ class Part:
     tables: list[Table]
 
 
-def write_page(path: Path, results: Results, comparison: Comparison, title: str) -> None:
-    """Write the page with every study's tables and figures."""
+def page_of(results: Results, title: str) -> str:
+    """The page with every study's tables and figures, HTML."""
     studies = [
         (
             name,
             _summary(results, study),
             [part for setting in study.settings if (part := _part(results, study, setting))],
         )
-        for name, study in comparison.studies.items()
+        for name, study in results.comparison.studies.items()
     ]
     page = render(
         "compare.html",
         __package__ or "",
         title=title,
-        headline=headline(results, comparison),
+        headline=headline(results),
         note=NOTE,
         studies=studies,
         search=_search_tables(results),
-        runs=_run_tables(results, comparison),
+        runs=_run_tables(results),
         provenance=results.provenance,
     )
-    write_text(path, page.lstrip())
+    return page.lstrip()
 
 
-def headline(results: Results, comparison: Comparison) -> str:
+def headline(results: Results) -> str:
     """The result of the first study in a sentence per setting."""
-    study = next(iter(comparison.studies.values()))
+    study = next(iter(results.comparison.studies.values()))
     sentences = []
     for setting in study.settings:
         tested = tested_in(results, study, setting)
@@ -119,9 +117,9 @@ def headline(results: Results, comparison: Comparison) -> str:
     return f"Problems solved with one sample. {'; '.join(sentences)}."
 
 
-def terminal_tables(results: Results, comparison: Comparison) -> Iterator[TerminalTable]:
+def terminal_tables(results: Results) -> Iterator[TerminalTable]:
     """Every study's tables for the terminal."""
-    for name, study in comparison.studies.items():
+    for name, study in results.comparison.studies.items():
         for table in _summary(results, study):
             yield _for_terminal(table, f"{name} · {table.title}")
         for setting in study.settings:
@@ -145,7 +143,7 @@ def tested_in(results: Results, study: Study, setting: str) -> Tested:
             seeds = [outcomes[seed].results for seed in study.seed_numbers]
             names = sorted(seeds[0], key=lambda name: seeds[0][name].problems[0])
             found[method] = {name: [each[name] for each in seeds] for name in names}
-    return Tested(found, same_problems=results.comparison["settings"][setting]["base"] is None)
+    return Tested(found, same_problems=results.comparison.settings[setting].base is None)
 
 
 def setting_tables(results: Results, study: Study, setting: str) -> list[Table]:
@@ -256,10 +254,10 @@ def _search_tables(results: Results) -> list[Table]:
     return tables
 
 
-def _run_tables(results: Results, comparison: Comparison) -> list[Table]:
+def _run_tables(results: Results) -> list[Table]:
     """Means over seeds of what the runs took."""
     tables = []
-    for setting in comparison.settings:
+    for setting in results.comparison.settings:
         table = Table(["method", "runs", "learning rate", "steps", "generated tokens", "minutes"], title=setting)
         for method in dict.fromkeys(one.method for one in results.outcomes if one.setting == setting):
             runs = list(results.of(setting, method).values())

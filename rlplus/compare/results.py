@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -46,7 +46,7 @@ class Results:
     provenance: date and hardware.
     """
 
-    comparison: dict[str, Any]
+    comparison: Comparison
     provenance: dict[str, str]
     rates: dict[str, dict[str, dict[str, float]]]
     outcomes: list[Outcome]
@@ -63,9 +63,13 @@ class Results:
 
     def save(self, path: Path) -> None:
         """Write as JSON, one line for each run."""
-        parts = {key: json.dumps(value, ensure_ascii=False) for key, value in asdict(self).items() if key != "outcomes"}
+        parts = {
+            "comparison": self.comparison.model_dump(mode="json"),
+            "provenance": self.provenance,
+            "rates": self.rates,
+        }
+        head = "".join(f'"{key}": {json.dumps(value, ensure_ascii=False)},\n' for key, value in parts.items())
         lines = ",\n".join(json.dumps(asdict(one), ensure_ascii=False) for one in self.outcomes)
-        head = "".join(f'"{key}": {value},\n' for key, value in parts.items())
         write_text(path, f'{{{head}"outcomes": [\n{lines}\n]}}\n')
 
     @classmethod
@@ -87,7 +91,7 @@ def collect(comparison: Comparison, runner: Runner, provenance: dict[str, str]) 
         _outcome(runner, run, {name: replace(one, model="", asked={}) for name, one in evaluations.items()})
         for run, evaluations in runner.finished().items()
     ]
-    return Results(comparison.model_dump(mode="json"), provenance, runner.searched, outcomes)
+    return Results(comparison, provenance, runner.searched, outcomes)
 
 
 def _outcome(runner: Runner, run: Run, evaluations: dict[str, Evaluation]) -> Outcome:

@@ -3,13 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 _REPLICATES = 2000
 _TAIL = 0.025  # of a 95% interval, at either end
-_INDICES_AT_ONCE = 1 << 22  # bootstrap indices held at a time (32 MB)
+_WEIGHTS_AT_ONCE = 1 << 22  # weights of resampled problems made at a time (32 MB)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -51,27 +53,37 @@ def bootstrap(seeds: Sequence[Tensor], least: float = 0.0, *, same_problems: boo
     if value in (-1, 0, 1) and all((values == value).all() for values in seeds):
         unlike = 1 - _TAIL ** (1 / min(map(len, seeds)))
         return Estimate(value, value - unlike * (value - least), value + unlike * (1 - value))
-    generator = torch.Generator().manual_seed(0)
-    means = (_of_same_problems if same_problems else _of_own_problems)(seeds, generator)
+    means = (_of_same_problems if same_problems else _of_own_problems)(seeds)
     low, high = means.quantile(torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist()
     mean = torch.stack([values.mean() for values in seeds]).mean().item()
     return Estimate(mean, min(low, mean), max(mean, high))  # rounding may put a limit an ulp beyond the mean
 
 
-def _of_own_problems(seeds: Sequence[Tensor], generator: torch.Generator) -> Tensor:
+def _of_own_problems(seeds: Sequence[Tensor]) -> Tensor:
     """Means (replicates,) over resampled seeds and, in each, resampled problems of its own."""
-    chosen = torch.randint(len(seeds), (_REPLICATES, len(seeds)), generator=generator)
-    means = torch.empty(_REPLICATES, len(seeds), dtype=torch.float64)
-    for seed, values in enumerate(seeds):
-        places = (chosen == seed).nonzero()
-        for part in places.split(max(1, _INDICES_AT_ONCE // len(values))):
-            problems = torch.randint(len(values), (len(part), len(values)), generator=generator)
-            means[part[:, 0], part[:, 1]] = values[problems].mean(1)
-    return means.mean(1)
+    values, sizes = torch.cat(list(seeds)), tuple(map(len, seeds))
+    rows = max(1, _WEIGHTS_AT_ONCE // len(values))
+    parts = (_weights(sizes, first, min(rows, _REPLICATES - first)) for first in range(0, _REPLICATES, rows))
+    return torch.cat([part @ values for part in parts])
 
 
-def _of_same_problems(seeds: Sequence[Tensor], generator: torch.Generator) -> Tensor:
+@lru_cache(maxsize=4)  # a report asks for many means over the same problems
+def _weights(sizes: tuple[int, ...], first: int, replicates: int) -> Tensor:
+    """(replicates, problems of all seeds): each value's weight in the replicates from the first one on."""
+    generator = torch.Generator().manual_seed(first)
+    chosen = torch.randint(len(sizes), (replicates, len(sizes)), generator=generator)
+    weights = torch.zeros(replicates, sum(sizes), dtype=torch.float64)
+    for seed, (size, before) in enumerate(zip(sizes, accumulate(sizes, initial=0), strict=False)):
+        rows = (chosen == seed).nonzero()[:, :1]
+        problems = before + torch.randint(size, (len(rows), size), generator=generator)
+        share = torch.tensor(1 / (size * len(sizes)), dtype=torch.float64)
+        weights.index_put_((rows, problems), share, accumulate=True)
+    return weights
+
+
+def _of_same_problems(seeds: Sequence[Tensor]) -> Tensor:
     """Means (replicates,) over resampled seeds and resampled problems, the same in all seeds."""
+    generator = torch.Generator().manual_seed(0)
     values = torch.stack(list(seeds))
     seed_shares, problem_shares = (_shares(size, generator) for size in values.shape)
     return (seed_shares @ values * problem_shares).sum(1)
