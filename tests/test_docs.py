@@ -100,6 +100,9 @@ def test_the_site_builds_without_warnings_and_asks_no_other_server(tmp_path: Pat
     assert text.count("<math") > 50
     assert "arithmatex" not in text
     assert not re.findall(r'(?:src|<link[^>]* href)="https?://', text)
+    for page in COMPARISONS:
+        assert "Difference from RL-PLUS, points" in (comparison := (tmp_path / page).read_text()), page
+        assert ">all, pass@1<" in comparison, "all test sets together, beside each of them"
 
 
 def anchors(path: Path) -> set[str]:

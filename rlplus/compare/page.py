@@ -147,14 +147,17 @@ def tested_in(results: Results, study: Study, setting: str) -> Tested:
 
 
 def setting_tables(results: Results, study: Study, setting: str) -> list[Table]:
-    """pass@k of each finished method on each test set, and the differences from the reference."""
+    """pass@k of each finished method on each test set and on all together, and the differences from the reference."""
     tested = tested_in(results, study, setting)
     if not tested.methods:
         return []
     first = tested.of(BASE, tested.sets[0])
     ks = sorted({k for one in first for k in one.k})
+    columns: list[tuple[str | None, int]]
     columns = [(name, k) for name in tested.sets for k in (ks if name == tested.sets[0] else ks[:1])]
-    header = [f"{name}, pass@{k}" if name else f"pass@{k}" for name, k in columns]
+    if len(tested.sets) > 1:
+        columns.append((None, ks[0]))
+    header = [f"{'all' if name is None else name}, pass@{k}".removeprefix(", ") for name, k in columns]
     solved = Table(["method", *header], title="Problems solved, %")
     for method in tested.methods:
         solved.add(method, *(interval(tested.estimate(method, k, name)) for name, k in columns))
