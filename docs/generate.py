@@ -140,7 +140,8 @@ def extras(algorithm: Algorithm) -> Iterator[str]:
     if (name := recipe_name(algorithm.recipe)) != "plain":
         yield f"recipe `{name}`"
     if refill is not None:
-        yield f"refill, mean reward within {refill.low:g} and {refill.high:g}"
+        rest = f"; other groups after {refill.max_draws} draws" if refill.fill else ""
+        yield f"refill, mean reward within {refill.low:g} and {refill.high:g}{rest}"
     if shaping is not None:
         yield f"a wrong answer is worth {shaping.wrong:g}, penalty on the last {shaping.overlong:.0%} of L"
     if algorithm.skip_grad_norm:

@@ -239,7 +239,7 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
             ["algorithm.refill.hihg=1"],
             "^algorithm: refill.hihg: unknown option of refill; nearest: algorithm.refill.high",
         ),
-        (["algorithm.refill.x=1"], "refill.x: unknown option of refill; it has low, high, max_draws"),
+        (["algorithm.refill.x=1"], "refill.x: unknown option of refill; it has low, high, max_draws, fill"),
         (["algorithm.refill.low=2"], "^algorithm: want refill.low <= refill.high, finite numbers; got 2 and 1.0"),
         (["algorithm.shaping.overlng=1"], "unknown option of shaping; nearest: algorithm.shaping.overlong"),
         (["algorithm.shaping.overlong=2"], r"^algorithm: want shaping.overlong a number in \[0, 1\]; got 2"),

@@ -58,7 +58,7 @@ def test_presets_say_what_the_papers_say(name: str) -> None:
     assert dataclasses.asdict(algorithm.objective) == plain | fields
     assert Objective.preset(name) == algorithm.objective
     assert algorithm.reduction == reduction
-    assert algorithm.refill == {"dapo": Refill(0.0, 1.0, 10), "prime": Refill(0.2, 0.8, 10)}.get(name)
+    assert algorithm.refill == {"dapo": Refill(0.0, 1.0, 10), "prime": Refill(0.2, 0.8, 4, fill=True)}.get(name)
     assert algorithm.shaping == (Shaping(-1.0, 0.2) if name == "dapo" else None)
     assert algorithm.skip_grad_norm == (80.0 if name == "hpt" else 0.0)
     assert algorithm.ratio_level == ("sequence" if name == "gspo" else "token")

@@ -54,6 +54,7 @@ def test_a_group_is_kept_for_its_rollouts_rewards(options: dict[str, Any], rewar
         ({"max_draws": 0}, "want refill.max_draws an integer >= 1; got 0"),
         ({"max_draws": 1.5}, "want refill.max_draws an integer >= 1; got 1.5"),
         ({"max_draws": True}, "want refill.max_draws an integer >= 1; got True"),
+        ({"fill": 1}, "want refill.fill true or false; got 1"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
@@ -170,6 +171,23 @@ def test_a_step_without_enough_groups_says_how_many_were_found() -> None:
         patch.setattr("rlplus.recipe.refill.dist", ranks)
         with pytest.raises(RunFailed, match=r"want 8 groups .* a mean in \[0, 1\]; found 1 in 3 draws of 8 prompts"):
             ranks.run(lambda rank: refill_batch(draws_of(rewards, rank, 1), Refill(max_draws=3), config))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_first_dropped_groups_fill_a_step(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    ranks = Ranks(world)
+    monkeypatch.setattr("rlplus.recipe.refill.agree", ranks)
+    monkeypatch.setattr("rlplus.recipe.refill.dist", ranks)
+    rewards = [[0, 1] if group in (3, 17) else [0, 0] for group in range(100)]
+    config = TrainConfig(steps=1, prompts_per_step=STEP)
+    options = Refill(max_draws=3, fill=True)
+    results = ranks.run(lambda rank: refill_batch(draws_of(rewards, rank, world), options, config))
+    assert sorted(example.index for result in results for example in result.batch.examples) == [0, 1, 2, 3, 4, 5, 6, 17]
+    for batch, *counts in results:
+        assert counts == [3, 2], "the metrics tell how many taught something"
+        rollouts = [sample for sample in batch.samples if not sample.demonstration]
+        got = [(batch.examples[sample.group].index, sample.reward) for sample in rollouts]
+        assert got == [(example.index, reward) for example in batch.examples for reward in rewards[example.index]]
 
 
 # ---- in a run

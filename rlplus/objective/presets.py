@@ -269,7 +269,11 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
     "simplerl": _rollouts_only("clip", "token", kl_coef=1e-4, entropy_coef=1e-3),  # above 14B: kl_coef 1e-3
     "ppo": replace(_rollouts_only("clip", "sequence"), recipe=Critic()),  # Open-Reasoner-Zero, arXiv 2503.24290
-    "prime": replace(_rollouts_only("clip", "token"), recipe=ProcessReward(), refill=Refill(0.2, 0.8)),
+    "prime": replace(
+        _rollouts_only("clip", "token"),
+        recipe=ProcessReward(),
+        refill=Refill(0.2, 0.8, max_draws=4, fill=True),  # its code draws four times the prompts of a step at once
+    ),
     "gspo": replace(_rollouts_only("clip", "sequence", clip_low=3e-4, clip_high=4e-4), ratio_level="sequence"),
     "cispo": _rollouts_only("cispo", "token", clip_high=4.0),  # at most 5: ScaleRL, arXiv 2510.13786
     "sapo": _rollouts_only("sapo", "sequence"),

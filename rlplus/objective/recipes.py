@@ -228,19 +228,24 @@ class Refill:
 
     low, high   a group is kept if its rollouts' rewards are not all equal and their mean is in [low, high]. DAPO's
                 dynamic sampling (arXiv 2503.14476, eq. 11) has 0 and 1, PRIME's filter (arXiv 2502.01456) .2 and .8
-    max_draws   the run stops if this many draws are not enough
+    max_draws   at most so many draws
+    fill        if these are not enough, the first of the dropped groups fill the step, as in PRIME's code; else the run
+                stops, as in DAPO's
     Raises ValueError for values that do not fit.
     """
 
     low: float = 0.0
     high: float = 1.0
     max_draws: int = 10
+    fill: bool = False
 
     def __post_init__(self) -> None:
         if not (is_number(self.low) and is_number(self.high) and self.low <= self.high):
             raise ValueError(f"want refill.low <= refill.high, finite numbers; got {self.low!r} and {self.high!r}")
         if not is_number(self.max_draws) or self.max_draws < 1 or not isinstance(self.max_draws, int):
             raise ValueError(f"want refill.max_draws an integer >= 1; got {self.max_draws!r}")
+        if not isinstance(self.fill, bool):
+            raise ValueError(f"want refill.fill true or false; got {self.fill!r}")
 
     def keeps(self, rewards: Sequence[float]) -> bool:
         """Whether a group with these rewards is kept."""

@@ -30,27 +30,31 @@ def refill_batch(draw: Callable[[], Batch], options: Refill, train: TrainConfig)
     The step has the first groups that were kept, in the sampler's order, whatever the number of ranks; the others of
     the last draw are dropped, as in DAPO's code. Each mini-batch has the same groups as on a single rank; if a rank has
     too many of them, the surplus moves to other ranks.
-    Raises SharedFailure after `options.max_draws`.
+    After `options.max_draws` the first dropped groups follow (`options.fill`), or it raises SharedFailure.
     """
     own: dict[Place, Group] = {}
     kept: list[Place] = []
+    dropped: list[Place] = []
     seconds, draws = 0.0, 0
-    while len(kept) < train.prompts_per_step:
-        if draws == options.max_draws:
-            raise SharedFailure(
-                f"want {train.prompts_per_step} groups of rollouts whose rewards differ, with a mean in "
-                f"[{options.low:g}, {options.high:g}]; found {len(kept)} in {draws} draws of {train.prompts_per_step} "
-                "prompts. Take problems that are neither too hard nor too easy, or raise algorithm.refill.max_draws"
-            )
+    while len(kept) < train.prompts_per_step and draws < options.max_draws:
         batch = draw()
         groups: list[list[Sample]] = [[] for _ in batch.examples]
         for sample in batch.samples:
             groups[sample.group].append(sample)
-        here = [(draws, number, dist.get_rank()) for number, group in enumerate(groups) if _keeps(options, group)]
-        own |= {place: (batch.examples[place[1]], groups[place[1]]) for place in here}
-        kept += sorted(place for places in agree.gathered(here) for place in places)
+        here = {(draws, number, dist.get_rank()): group for number, group in enumerate(groups)}
+        wanted = {place: _keeps(options, group) for place, group in here.items()}
+        own |= {place: (batch.examples[place[1]], here[place]) for place in here if wanted[place] or options.fill}
+        for place, is_wanted in sorted(item for part in agree.gathered(wanted) for item in part.items()):
+            (kept if is_wanted else dropped).append(place)
         seconds, draws = seconds + batch.seconds, draws + 1
-    mine = _move(own, kept[: train.prompts_per_step], train)
+    if len(kept) < train.prompts_per_step and not options.fill:
+        raise SharedFailure(
+            f"want {train.prompts_per_step} groups of rollouts whose rewards differ, with a mean in "
+            f"[{options.low:g}, {options.high:g}]; found {len(kept)} in {draws} draws of {train.prompts_per_step} "
+            "prompts. Take problems that are neither too hard nor too easy, raise algorithm.refill.max_draws, or let "
+            "algorithm.refill.fill take other groups in their place"
+        )
+    mine = _move(own, [*kept, *dropped][: train.prompts_per_step], train)
     for number, (_, samples) in enumerate(mine):
         for sample in samples:
             sample.group = number
