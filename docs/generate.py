@@ -270,7 +270,9 @@ def compared(files: str) -> dict[tuple[str, int], tuple[Results, dict[str, Study
         for setting in dict.fromkeys(one.setting for one in results.outcomes):
             for name, study in studies.items():
                 if setting in study.settings and len(tested_in(results, study, setting).methods) > 1:
-                    found.setdefault((setting, study.seeds), (results, {}))[1][name] = study
+                    first, named = found.setdefault((setting, study.seeds), (results, {}))
+                    if first is results:  # another file may repeat a part of it
+                        named[name] = study
     return found
 
 
