@@ -93,11 +93,14 @@ def test_the_mean_is_within_the_interval_and_the_interval_within_the_possible(co
 
 @pytest.mark.parametrize("at_once", [1, 7, 640, 10**6])
 def test_intervals_do_not_depend_on_the_indices_held_at_a_time(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    """The bootstrap goes in parts above 2,097 problems; here they are smaller."""
+    """The bootstrap goes in parts above 2,097 problems, and keeps no weights; here also below."""
     seeds = [evaluation([0, 1, 5]), evaluation([8, 2, 4, 1, 7])]
     whole = pooled_pass_at(seeds, 4)
     monkeypatch.setattr("rlplus.evaluation.statistics._INDICES_AT_ONCE", at_once)
-    assert pooled_pass_at(seeds, 4) == whole
+    monkeypatch.setattr("rlplus.evaluation.statistics._WEIGHTS_KEPT", 0)
+    apart = pooled_pass_at(seeds, 4)
+    assert (apart.low, apart.high) == pytest.approx((whole.low, whole.high), abs=1e-15)
+    assert apart.mean == whole.mean
 
 
 def test_interval_of_more_problems_than_the_bootstrap_holds_at_once() -> None:

@@ -227,10 +227,12 @@ class Runner:
             raise ValueError(f"{run.title}: {error}") from error
 
     def _asked(self, run: Run) -> dict[str, Any]:
-        """The run's identity: its configuration, data and predecessors, wherever the folder is."""
+        """The run's identity: its configuration, preset, data and predecessors, wherever the folder is."""
         setting = self.comparison.settings[run.setting]
+        config = _without_own(load_config(self.config, self.overrides(run, Path("comparison"))))
         return {
-            "config": _without_own(load_config(self.config, self.overrides(run, Path("comparison")))),
+            "config": config,
+            "algorithm": repr(config.algorithm.resolve()),  # another version's preset may have other values
             "recipe": None if (recipe := setting.recipe(run.seed)) is None else asdict(recipe),
             "demonstrator": asdict(setting.author),
             "before": None if run.before is None else self._asked(run.before),

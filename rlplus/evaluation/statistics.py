@@ -1,7 +1,7 @@
 """pass@k of one problem, means over problems and seeds, and their 95% intervals by bootstrap."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -11,7 +11,8 @@ from torch import Tensor
 
 _REPLICATES = 2000
 _TAIL = 0.025  # of a 95% interval, at either end
-_WEIGHTS_AT_ONCE = 1 << 22  # weights of resampled problems made at a time (32 MB)
+_INDICES_AT_ONCE = 1 << 22  # bootstrap indices held at a time (32 MB)
+_WEIGHTS_KEPT = 1 << 22  # at most so many weights of resampled problems are kept for further means (32 MB)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -54,31 +55,41 @@ def bootstrap(seeds: Sequence[Tensor], least: float = 0.0, *, same_problems: boo
         unlike = 1 - _TAIL ** (1 / min(map(len, seeds)))
         return Estimate(value, value - unlike * (value - least), value + unlike * (1 - value))
     means = (_of_same_problems if same_problems else _of_own_problems)(seeds)
+    means = means.clamp(least, 1)  # rounding may put a mean an ulp beyond
     low, high = means.quantile(torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist()
     mean = torch.stack([values.mean() for values in seeds]).mean().item()
-    return Estimate(mean, min(low, mean), max(mean, high))  # rounding may put a limit an ulp beyond the mean
+    return Estimate(mean, min(low, mean), max(mean, high))  # or a limit beyond the mean
 
 
 def _of_own_problems(seeds: Sequence[Tensor]) -> Tensor:
     """Means (replicates,) over resampled seeds and, in each, resampled problems of its own."""
-    values, sizes = torch.cat(list(seeds)), tuple(map(len, seeds))
-    rows = max(1, _WEIGHTS_AT_ONCE // len(values))
-    parts = (_weights(sizes, first, min(rows, _REPLICATES - first)) for first in range(0, _REPLICATES, rows))
-    return torch.cat([part @ values for part in parts])
+    sizes = tuple(map(len, seeds))
+    if _REPLICATES * sum(sizes) <= _WEIGHTS_KEPT:
+        return _weights(sizes) @ torch.cat(list(seeds))
+    means = torch.empty(_REPLICATES, len(seeds), dtype=torch.float64)
+    for seed, places, problems in _resamples(sizes):
+        means[places[:, 0], places[:, 1]] = seeds[seed][problems].mean(1)
+    return means.mean(1)
 
 
 @lru_cache(maxsize=4)  # a report asks for many means over the same problems
-def _weights(sizes: tuple[int, ...], first: int, replicates: int) -> Tensor:
-    """(replicates, problems of all seeds): each value's weight in the replicates from the first one on."""
-    generator = torch.Generator().manual_seed(first)
-    chosen = torch.randint(len(sizes), (replicates, len(sizes)), generator=generator)
-    weights = torch.zeros(replicates, sum(sizes), dtype=torch.float64)
-    for seed, (size, before) in enumerate(zip(sizes, accumulate(sizes, initial=0), strict=False)):
-        rows = (chosen == seed).nonzero()[:, :1]
-        problems = before + torch.randint(size, (len(rows), size), generator=generator)
-        share = torch.tensor(1 / (size * len(sizes)), dtype=torch.float64)
-        weights.index_put_((rows, problems), share, accumulate=True)
+def _weights(sizes: tuple[int, ...]) -> Tensor:
+    """(replicates, problems of all seeds): the weight of each value in each replicate's mean."""
+    first = [0, *accumulate(sizes)]
+    weights = torch.zeros(_REPLICATES, first[-1], dtype=torch.float64)
+    for seed, places, problems in _resamples(sizes):
+        share = torch.tensor(1 / (sizes[seed] * len(sizes)), dtype=torch.float64)
+        weights.index_put_((places[:, :1], first[seed] + problems), share, accumulate=True)
     return weights
+
+
+def _resamples(sizes: tuple[int, ...]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Resamples, by seed: the seed, its places (n, 2) as (replicate, draw), and the problems (n, size) there."""
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(len(sizes), (_REPLICATES, len(sizes)), generator=generator)
+    for seed, size in enumerate(sizes):
+        for places in (chosen == seed).nonzero().split(max(1, _INDICES_AT_ONCE // size)):
+            yield seed, places, torch.randint(size, (len(places), size), generator=generator)
 
 
 def _of_same_problems(seeds: Sequence[Tensor]) -> Tensor:

@@ -30,7 +30,8 @@ def refill_batch(draw: Callable[[], Batch], options: Refill, train: TrainConfig)
     The step has the first groups that were kept, in the sampler's order, whatever the number of ranks; the others of
     the last draw are dropped, as in DAPO's code. Each mini-batch has the same groups as on a single rank; if a rank has
     too many of them, the surplus moves to other ranks.
-    After `options.max_draws` the first dropped groups follow (`options.fill`), or it raises SharedFailure.
+    After `options.max_draws` the first dropped groups follow (`options.fill`), or it raises SharedFailure. Those of the
+    first draw are enough, since a draw has as many groups as a step.
     """
     own: dict[Place, Group] = {}
     kept: list[Place] = []
@@ -43,9 +44,13 @@ def refill_batch(draw: Callable[[], Batch], options: Refill, train: TrainConfig)
             groups[sample.group].append(sample)
         here = {(draws, number, dist.get_rank()): group for number, group in enumerate(groups)}
         wanted = {place: _keeps(options, group) for place, group in here.items()}
-        own |= {place: (batch.examples[place[1]], here[place]) for place in here if wanted[place] or options.fill}
+        spare = options.fill and draws == 0
+        own |= {place: (batch.examples[place[1]], here[place]) for place in here if wanted[place] or spare}
         for place, is_wanted in sorted(item for part in agree.gathered(wanted) for item in part.items()):
-            (kept if is_wanted else dropped).append(place)
+            if is_wanted:
+                kept.append(place)
+            elif spare:
+                dropped.append(place)
         seconds, draws = seconds + batch.seconds, draws + 1
     if len(kept) < train.prompts_per_step and not options.fill:
         raise SharedFailure(
