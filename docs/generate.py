@@ -14,7 +14,7 @@ from typing import Any
 
 from bench import report
 from bench.theory import __main__ as theory
-from rlplus.compare import BASE, Results
+from rlplus.compare import BASE, Results, load_comparison
 from rlplus.compare.config import Study
 from rlplus.compare.page import Tested, tested_in
 from rlplus.config.benchmarks import BENCHMARKS
@@ -264,6 +264,7 @@ def peers() -> str:
 def compared(files: str) -> dict[tuple[str, int], tuple[Results, dict[str, Study]]]:
     """By setting and number of seeds: the results of a comparison, and its studies with so many seeds."""
     found: dict[tuple[str, int], tuple[Results, dict[str, Study]]] = {}
+    order = list(load_comparison(ROOT / "configs/compare/paper.yaml").settings)
     for path in sorted((ROOT / "bench/results/compare").glob(files)):
         results = Results.load(path)
         studies = results.comparison.studies
@@ -271,9 +272,11 @@ def compared(files: str) -> dict[tuple[str, int], tuple[Results, dict[str, Study
             for name, study in studies.items():
                 if setting in study.settings and len(tested_in(results, study, setting).methods) > 1:
                     first, named = found.setdefault((setting, study.seeds), (results, {}))
-                    if first is results:  # another file may repeat a part of it
+                    if first is results:
                         named[name] = study
-    return found
+                    elif name not in named:
+                        raise ValueError(f"want all studies of {setting} in one file; {path} has another: {name}")
+    return dict(sorted(found.items(), key=lambda item: (-item[0][1], order.index(item[0][0]))))
 
 
 def comparisons() -> str:
@@ -296,7 +299,7 @@ def setting_table(results: Results, studies: dict[str, Study], setting: str) -> 
         columns = [*((first, k) for k in ks), *((other, ks[0]) for other in others), (None, ks[0])]
         header = ("method", *(f"{which or 'all'}, pass@{k}" for which, k in columns), "difference")
         new = [method for method in tested.methods if method not in rows]
-        rows |= {name: (f"**{name}**", *("" for _ in header[1:]))} if rows and new else {}
+        rows |= {name: (f"**{name}**", *("" for _ in header[1:]))} if new and len(studies) > 1 else {}
         for method in new:
             means = (percent(tested.estimate(method, k, which).mean) for which, k in columns)
             rows[method] = (method, *means, difference(tested, study.compared_with, method))
@@ -318,7 +321,7 @@ def settings_beside(files: str) -> str:
         }
         finished = dict.fromkeys(method for tested, _ in each.values() for method in tested.methods)
         new = [method for method in finished if method not in rows]
-        rows |= {f"**{name}**": [""] * len(columns)} if rows and new else {}
+        rows |= {f"**{name}**": [""] * len(columns)} if new and len(names) > 1 else {}
         rows |= {
             method: [mean_and_difference(*each[s], method) if s in each else "" for s in columns] for method in new
         }

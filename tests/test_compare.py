@@ -13,6 +13,7 @@ import yaml
 from rlplus.cli import main
 from rlplus.compare import BASE, MARK, Results, Runner, load_comparison, run_comparison
 from rlplus.compare.data import VALIDATION, make_base_model
+from rlplus.config import check_report_folder
 from rlplus.errors import RunFailed
 from rlplus.evaluation.statistics import bootstrap
 from rlplus.objective import ALGORITHMS
@@ -121,7 +122,9 @@ def test_runs_searches_resumes_and_reports(tmp_path: Path, path: Path, output: P
     assert all(f">{method}<" in text for method in FILE["methods"])
     assert "Difference from GRPO long" in text
     assert main(["report", str(output / "results.json"), "-o", str(tmp_path / "again.html")]) == 0
-    assert (tmp_path / "again.html").read_text() == text.replace(">compare<", ">results<")
+    assert (tmp_path / "again.html").read_text() == text.replace(">compare<", ">out<")
+    with pytest.raises(ValueError, match=r"`rlplus report .*results.json` is for a comparison"):
+        check_report_folder(output)
 
     run_comparison(path, output, jobs=2, launcher=launcher)
     assert len(calls(tmp_path)) == 36, "a finished comparison runs nothing again"

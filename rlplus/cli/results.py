@@ -86,7 +86,8 @@ def _report_comparison(results: Path, output: Path) -> None:
     from rlplus.terminal import Terminal
     from rlplus.textfiles import write_text
 
-    page = page_of(Results.load(results), title=results.stem)
+    title = results.resolve().parent.name if results.name == "results.json" else results.stem  # as its page has it
+    page = page_of(Results.load(results), title)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, page)
     Terminal().print(f"written to {output}")

@@ -61,6 +61,8 @@ def _check_known(folder: Path) -> None:
         below = list(islice(_below(folder), _NAMED + 1))
         listed = ", ".join(map(str, below[:_NAMED])) + (", …" if len(below) > _NAMED else "")
         hint = f"below it are {listed}" if below else "nor is there one below it"
+        if (comparison := folder / "results.json").is_file():
+            hint += f"; `rlplus report {comparison}` is for a comparison"
         raise ValueError(f"{wanted}; {folder} has no {', no '.join(RUN)} and no {RESULTS}-BENCHMARK.json; {hint}")
 
 
