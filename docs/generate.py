@@ -299,7 +299,7 @@ def setting_table(results: Results, studies: dict[str, Study], setting: str) -> 
         columns = [*((first, k) for k in ks), *((other, ks[0]) for other in others), (None, ks[0])]
         header = ("method", *(f"{which or 'all'}, pass@{k}" for which, k in columns), "difference")
         new = [method for method in tested.methods if method not in rows]
-        rows |= {name: (f"**{name}**", *("" for _ in header[1:]))} if new and len(studies) > 1 else {}
+        rows |= {name: (block(name, studies), *("" for _ in header[1:]))} if new and len(studies) > 1 else {}
         for method in new:
             means = (percent(tested.estimate(method, k, which).mean) for which, k in columns)
             rows[method] = (method, *means, difference(tested, study.compared_with, method))
@@ -321,11 +321,19 @@ def settings_beside(files: str) -> str:
         }
         finished = dict.fromkeys(method for tested, _ in each.values() for method in tested.methods)
         new = [method for method in finished if method not in rows]
-        rows |= {f"**{name}**": [""] * len(columns)} if new and len(names) > 1 else {}
+        title = block(name, next(studies for _, studies in columns.values() if name in studies))
+        rows |= {title: [""] * len(columns)} if new and len(names) > 1 else {}
         rows |= {
             method: [mean_and_difference(*each[s], method) if s in each else "" for s in columns] for method in new
         }
     return table(("method", *columns), ((name, *cells) for name, cells in rows.items()))
+
+
+def block(name: str, studies: dict[str, Study]) -> str:
+    """The title of a study's rows, with its reference if it is not that of the first study."""
+    usual = next(iter(studies.values())).compared_with
+    reference = studies[name].compared_with
+    return f"**{name}**" if reference == usual else f"**{name}**, compared with: {reference}"
 
 
 def mean_and_difference(tested: Tested, reference: str, method: str) -> str:

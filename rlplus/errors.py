@@ -1,6 +1,7 @@
-"""Error messages: failures without a traceback, hints at mistyped names, safe text, the log."""
+"""Error messages: failures without a traceback, hints at mistyped names, how a command ended, safe text, the log."""
 
 import logging
+import signal
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -18,6 +19,11 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
     names = {text.lower(): text for text in valid}
     close = get_close_matches(name.lower(), names, n=1)
     return names[close[0]] if close else None
+
+
+def ending(status: int) -> str:
+    """How a command with this status of `subprocess` ended, "exit status 1" or "signal SIGKILL"."""
+    return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
 def printable(text: str) -> str:

@@ -2,24 +2,26 @@
 
 import fcntl
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
-import yaml
+from comparisons import CONFIGS, FILE, written
+from rich.text import Text
 
 from rlplus.cli import main
 from rlplus.compare import BASE, MARK, Results, Runner, load_comparison, run_comparison
 from rlplus.compare.data import VALIDATION, make_base_model
+from rlplus.compare.page import terminal_tables
 from rlplus.config import check_report_folder
 from rlplus.errors import RunFailed
 from rlplus.evaluation.statistics import bootstrap
 from rlplus.objective import ALGORITHMS
 from rlplus.textfiles import file_name
-
-CONFIGS = Path(__file__).parent.parent / "configs"
 
 # In place of `python -m rlplus`: writes what a run writes. A model's quality is in a file, and rises by the learning
 # rate, up to 3e-3; every call adds a line to calls.txt.
@@ -55,19 +57,6 @@ else:
         (output / f"evaluation-{name}.json").write_text(json.dumps(result))
         first += 4
 """
-FILE = {
-    "run": str(CONFIGS / "demo.yaml"),
-    "overrides": {"rollout.engine": "transformers"},
-    "settings": {"one": {"base": {"batch": 1, "learnt_loss": 100.0, "sloppy_steps": 1}}},
-    "methods": {
-        "SFT": {"preset": "sft", "overrides": {"train.generated_tokens": None, "train.steps": 30}},
-        "GRPO": {"preset": "grpo-official"},
-        "SFT+GRPO": {"preset": "grpo-official", "after": "SFT"},
-        "GRPO long": {"preset": "grpo-official", "searched_as": "GRPO", "overrides": {"train.generated_tokens": 900}},
-    },
-    "studies": {"Methods": {"settings": ["one"], "methods": ["SFT", "GRPO", "SFT+GRPO", "GRPO long"], "seeds": 2}},
-    "search": {"rates": [1e-3, 3e-3, 1e-2]},
-}
 
 
 @pytest.fixture
@@ -80,12 +69,6 @@ def launcher(tmp_path: Path) -> str:
     script = tmp_path / "command.py"
     script.write_text(COMMAND)
     return f"{sys.executable} {script}"
-
-
-def written(folder: Path, data: object) -> Path:
-    path = folder / "compare.yaml"
-    path.write_text(yaml.safe_dump(data))
-    return path
 
 
 @pytest.fixture
@@ -111,6 +94,7 @@ def test_runs_searches_resumes_and_reports(tmp_path: Path, path: Path, output: P
     # Searched: SFT, GRPO and SFT+GRPO at three rates; GRPO long takes GRPO's. Reported: the base and four, two seeds.
     assert sorted(calls(tmp_path)) == ["eval"] * (9 + 10) + ["train"] * (9 + 8)
     assert list(results.rates["one"]) == ["SFT", "GRPO", "SFT+GRPO"]
+    assert results.search_runs["one"]["SFT+GRPO"] == {"0.001": (7, 70), "0.003": (7, 70), "0.01": (7, 70)}
     assert {one.rate for one in results.outcomes if one.method != BASE} == {3e-3}  # the least of the two best is 1e-3
     quality = {(one.method, one.seed): one.results["trained"].correct[0] for one in results.outcomes}
     assert quality == {
@@ -120,7 +104,16 @@ def test_runs_searches_resumes_and_reports(tmp_path: Path, path: Path, output: P
     }
     text = page.read_text()
     assert all(f">{method}<" in text for method in FILE["methods"])
-    assert "Difference from GRPO long" in text
+    assert 'data-label="generated tokens">70</td>' in text[text.index("Learning rates") : text.index("<h2>Runs")]
+    *_, differences = terminal_tables(results)
+    assert str(differences.title).endswith("Difference from GRPO long, points")
+    rows = dict(zip(*(list(column.cells) for column in differences.columns[:2]), strict=True))
+    assert {name: isinstance(cell, Text) and cell.style == "bold" for name, cell in rows.items()} == {
+        BASE: True,
+        "SFT": False,
+        "GRPO": False,
+        "SFT+GRPO": True,
+    }
     assert main(["report", str(output / "results.json"), "-o", str(tmp_path / "again.html")]) == 0
     assert (tmp_path / "again.html").read_text() == text.replace(">compare<", ">out<")
     with pytest.raises(ValueError, match=r"`rlplus report .*results.json` is for a comparison"):
@@ -203,11 +196,40 @@ def test_a_changed_evaluation_costs_no_training(tmp_path: Path, output: Path, la
     assert (output / "runs/one/seed-0/GRPO/model/quality").read_text() == "4"
 
 
-def test_two_processes_do_not_share_a_folder(path: Path, output: Path, launcher: str) -> None:
-    with (output / MARK).open() as file:
+def test_two_processes_do_not_share_a_folder(path: Path, tmp_path: Path, launcher: str) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "results.json").write_text("those of the other process")
+    with (output / MARK).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="another rlplus compare makes runs in"):
             run_comparison(path, output, launcher=launcher)
+    assert (output / "results.json").read_text() == "those of the other process"
+
+
+def test_a_command_that_starts_while_all_are_ended_is_ended_too(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(load_comparison(path), CONFIGS / "demo.yaml", tmp_path, launcher="sh -c 'exec sleep 9'")
+    start = subprocess.Popen
+    enders: list[Thread] = []
+
+    def start_late(*arguments: object, **options: object) -> object:
+        enders.append(Thread(target=runner._stop))
+        enders[0].start()
+        enders[0].join(0.5)  # it waits for this start
+        return start(*arguments, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "Popen", start_late)
+    (run,) = runner.chain("one", 0, "GRPO")
+    runner.path(run).mkdir(parents=True)
+    with pytest.raises(
+        RunFailed, match=r"one, GRPO, seed 0: rlplus train failed with signal SIGTERM; from .*train.log"
+    ):
+        runner._command(run, "train", [], [])
+    with pytest.raises(RunFailed, match="one, GRPO, seed 0: stopped with another run"):
+        runner._command(run, "eval", [], [])
+    assert len(enders) == 1
 
 
 def test_names_of_folders_stay_inside(tmp_path: Path) -> None:
@@ -224,42 +246,6 @@ def test_a_search_of_what_a_method_starts_from_comes_first(tmp_path: Path, outpu
     data["studies"]["Methods"]["methods"] = ["late"]
     run_comparison(written(tmp_path, data), output, seeds=1, launcher=launcher)
     assert list(Results.load(output / "results.json").rates["one"]) == ["SFT", "SFT+GRPO"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"methods.GRPO.preset": "grop"}, "methods.GRPO: preset: got 'grop'; nearest: grpo"),
-        ({"methods.SFT.after": "SFT+GRPO"}, "comes after itself: SFT after SFT+GRPO after SFT|comes after itself"),
-        ({"studies.Methods.methods": ["GRPPO"]}, "studies.Methods.methods: no such name in methods: 'GRPPO'"),
-        ({"studies.Methods.settings": ["onne"]}, "studies.Methods.settings: no such name in settings: 'onne'; nearest"),
-        ({"settings.one.base.task": {"hrad": 3}}, "settings.one: .*hrad"),
-        ({"settings.one.base.seed": 3}, "base.seed: leave it out"),
-        ({"settings.one": {"demonstrator": {"noise": 0.1}}}, "want both, or neither"),
-        ({"settings.two": {}}, "want evaluation.data.path, problems that no test has"),
-        ({"serach": {}}, "serach: unknown key"),
-        ({"search.rates": [1e-3, 1e-3]}, "want rates that differ"),
-        ({"overrides": {"train.seed": 1}}, "overrides: train.seed is the comparison's"),
-        ({"methods.GRPO.overrides": {"train.lr": 1}}, "methods.GRPO.overrides: train.lr is the comparison's"),
-        (
-            {"studies.Methods.reference": "PPO"},
-            "reference: want one of its methods, or Base; got 'PPO'",
-        ),
-        ({"studies.Methods.methods": []}, "studies.Methods.methods: "),
-        ({"methods.SFT.searched_as": "GRPO long"}, "GRPO long itself takes its rate from another method"),
-        ({"settings.one.base.scratchpad_share": 15}, "want scratchpad_share a probability; got 15"),
-    ],
-)
-def test_a_wrong_file_is_refused_by_name(tmp_path: Path, change: dict[str, object], message: str) -> None:
-    data = json.loads(json.dumps(FILE))
-    for key, value in change.items():
-        *parents, last = key.split(".")
-        section = data
-        for part in parents:
-            section = section[part]
-        section[last] = value
-    with pytest.raises(ValueError, match=message):
-        load_comparison(written(tmp_path, data))
 
 
 def test_a_wrong_override_is_refused_before_anything_runs(tmp_path: Path, path: Path, launcher: str) -> None:
@@ -280,45 +266,6 @@ def test_a_search_trains_a_share_and_looks_at_no_test(path: Path, tmp_path: Path
     assert config.evaluation.data.path == str(tmp_path / "data" / "one" / "seed-1000" / VALIDATION)
 
 
-def test_every_run_of_the_shipped_comparison_has_a_configuration(tmp_path: Path) -> None:
-    comparison = load_comparison(CONFIGS / "compare" / "paper.yaml", seeds=1)
-    runner = Runner(comparison, CONFIGS / "compare" / comparison.run, tmp_path)
-    runs = runner.all()
-    assert {run.method for run in runs} == {BASE, *comparison.methods}
-    for run in runs:
-        runner.config_of(run)
-    tokens = {run.method: runner.config_of(run).train.generated_tokens for run in runs if run.method != BASE}
-    assert set(tokens.values()) == {200_000, 2_000_000, None}
-    assert {name for name, count in tokens.items() if count is None} == {"SFT"}
-    steps = {run.method: runner.config_of(run).train.steps for run in runs if "× 10" in run.method}
-    assert all(256 * 7 * count > 2_000_000 for count in steps.values()), (
-        "tokens end a run, also of the shortest responses"
-    )
-    sizes = [comparison.settings[name] for name in comparison.studies["Model sizes"].settings]
-    assert len({json.dumps((one.base or {}) | {"hidden": 0}, sort_keys=True) for one in sizes}) == 1
-    assert len({json.dumps(one.demonstrator) for one in sizes}) == 1
-
-
-def test_the_comparison_at_one_rate_has_the_settings_and_methods_of_the_other(tmp_path: Path) -> None:
-    paper, one = (load_comparison(CONFIGS / "compare" / f"{name}.yaml") for name in ("paper", "one-rate"))
-    assert (one.run, one.overrides, one.search) == (paper.run, paper.overrides, None)
-    assert one.settings == {name: paper.settings[name] for name in paper.studies["Methods"].settings}
-    assert one.methods == {name: paper.methods[name] for name in one.methods}
-    runner = Runner(one, CONFIGS / "compare" / one.run, tmp_path)
-    assert {runner.config_of(run).train.lr for run in runner.all()} == {1e-3}
-
-
-def test_every_search_of_the_comparison_for_a_gpu_has_a_configuration(tmp_path: Path) -> None:
-    comparison = load_comparison(CONFIGS / "compare" / "gsm8k.yaml")
-    runner, search = Runner(comparison, CONFIGS / "compare" / comparison.run, tmp_path), comparison.search
-    assert search is not None
-    for method in comparison.methods:
-        *_, searched = runner.chain("", search.seed, method, search.rates)
-        config, reported = (runner.config_of(run) for run in (searched, runner.chain("", 0, method)[-1]))
-        assert (config.train.lr, config.train.steps, reported.train.steps) == (1e-5, 100, 300)
-        assert config.evaluation.data.path != reported.evaluation.data.path
-
-
 def test_other_seeds_repeat_a_comparison(tmp_path: Path, output: Path, launcher: str) -> None:
     path = written(tmp_path, FILE | {"search": None})
     run_comparison(path, output, presets=["GRPO", "SFT"], seeds=1, first_seed=7, launcher=launcher)
@@ -329,21 +276,6 @@ def test_other_seeds_repeat_a_comparison(tmp_path: Path, output: Path, launcher:
         load_comparison(path, seeds=2, first_seed=999)
     with pytest.raises(ValueError, match="first_seed: want greater than or equal to 0; got -1"):
         load_comparison(path, first_seed=-1)
-
-
-def test_settings_and_presets_choose(path: Path) -> None:
-    shipped = load_comparison(CONFIGS / "compare" / "paper.yaml", ["GRPO", "RL-PLUS", "cispo"], 2, ["noisy"])
-    methods = shipped.studies["Methods"]
-    assert (methods.settings, methods.methods, methods.seeds) == (["noisy"], ["cispo", "GRPO", "RL-PLUS"], 2)
-    assert shipped.methods["cispo"].preset == "cispo"
-    assert list(load_comparison(CONFIGS / "compare" / "paper.yaml", ["GRPO", "RL-PLUS"]).studies) == [
-        "Methods",
-        "Model sizes",
-    ]
-    with pytest.raises(ValueError, match="no such name in settings: 'nosy'; nearest: noisy"):
-        load_comparison(CONFIGS / "compare" / "paper.yaml", settings=["nosy"])
-    with pytest.raises(ValueError, match="no such name in methods and presets: 'GRPPO'; nearest: "):
-        load_comparison(CONFIGS / "compare" / "paper.yaml", presets=["GRPPO"])
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 from evaluations import evaluation
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from rlplus.evaluation import Estimate, paired_difference, pass_at_k, pooled_pass_at, seeds_below
 
@@ -135,6 +136,32 @@ def test_coverage_over_problems() -> None:
         estimate = evaluation(draw(60, 0.5, generator), n=16).pass_at(1)
         inside += estimate.low <= truth <= estimate.high
     assert 0.90 <= inside / trials <= 0.985  # 95% nominal; the standard error here is 1.5%
+
+
+def test_coverage_of_three_seeds_that_differ_widely() -> None:
+    """Seeds spread four times the standard error over problems: resampled seeds alone cover the truth in about 77%."""
+    generator = torch.Generator().manual_seed(5)
+    trials, inside = 200, 0
+    for _ in range(trials):
+        levels = 0.5 + 0.2 * torch.randn(3, generator=generator, dtype=torch.float64)
+        estimate = pooled_pass_at([evaluation(share(25, level, generator), n=1) for level in levels], 1)
+        inside += estimate.low <= 0.5 <= estimate.high
+    assert 0.90 <= inside / trials <= 0.985
+
+
+def share(problems: int, level: Tensor, generator: torch.Generator) -> tuple[int, ...]:
+    """One sample of each problem, right with probability `level`."""
+    return tuple(int(draw < level) for draw in torch.rand(problems, generator=generator, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("seeds", "quantile"), [(2, 12.7062), (3, 4.30265), (5, 2.77645), (10, 2.26216)])
+def test_the_interval_over_seeds_is_at_least_that_of_students_t(seeds: int, quantile: float) -> None:
+    """Quantiles from a printed table; every problem of a seed has the same value, so only seeds vary."""
+    runs = [evaluation([50 + seed % 2] * 4, n=100) for seed in range(seeds)]
+    values = torch.tensor([run.pass_at(1).mean for run in runs], dtype=torch.float64)
+    estimate, half = pooled_pass_at(runs, 1), quantile * (values.std() / seeds**0.5).item()
+    assert (estimate.low, estimate.high) == pytest.approx((estimate.mean - half, estimate.mean + half), abs=2e-4 * half)
+    assert pooled_pass_at([evaluation([1] * 4), evaluation([7] * 4)], 1) == Estimate(0.5, 0.0, 1.0)  # not beyond
 
 
 @pytest.mark.slow

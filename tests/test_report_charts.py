@@ -43,6 +43,13 @@ def test_direct_labels_do_not_overlap_and_stay_inside() -> None:
     assert all(LEFT < x < WIDTH - 13 * 5 for x, *_ in chart.labels)
 
 
+def test_a_label_of_several_seeds_stands_at_the_mean_of_their_ends() -> None:
+    ends = {"a": [1.0, 3.0], "b": [0.0], "none": [float("nan")]}
+    series = [Series(label, [0, 1], [4.0, end]) for label, each in ends.items() for end in each]
+    chart = step_chart([*series, Series("a", [0], [float("nan")])], dict.fromkeys(ends, "plain"), CURVE, [*ends], 1)
+    assert {text: y for _, y, _, text in chart.labels}["a"] == pytest.approx(chart.y_at(2.0) + 3.5)
+
+
 def test_a_long_run_is_drawn_in_means() -> None:
     steps = list(range(1, 2401))
     chart = step_chart([Series("a", steps, [float(s % 4) for s in steps])], {"a": "accent"}, CURVE, ["a"], 2400)

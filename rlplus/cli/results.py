@@ -166,8 +166,8 @@ def _compare(args: argparse.Namespace) -> None:
 
 
 def _names(text: str | None) -> list[str]:
-    """The parts between commas."""
-    return [name.strip() for name in text.split(",")] if text else []
+    """The parts between commas, but empty ones."""
+    return [name for name in map(str.strip, (text or "").split(",")) if name]
 
 
 def _demo(args: argparse.Namespace) -> None:

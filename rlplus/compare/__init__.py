@@ -4,7 +4,7 @@ import fcntl
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -60,18 +60,30 @@ def run_comparison(
     console = Terminal(stderr=True)
     config = path.parent / comparison.run
     runner = Runner(comparison, config, folder, overrides=overrides, jobs=jobs, launcher=launcher, say=console.print)
-    try:
-        if not only_report:
-            with terminated_as_exit(), _alone(folder):
+    if only_report:
+        results = _write(runner, path.stem)
+    else:
+        runner.check()
+        with terminated_as_exit(), _alone(folder):
+            try:
                 runner.make()
-    finally:
-        results = collect(comparison, runner, _provenance())
-        results.save(folder / "results.json")
-        page = folder / "index.html"
-        write_text(page, page_of(results, title=path.stem))
+            except BaseException:
+                with suppress(Exception):  # the first error is the one to show
+                    _write(runner, path.stem)
+                raise
+            results = _write(runner, path.stem)
     Terminal().print(*terminal_tables(results))
+    page = folder / "index.html"
     console.print(f"Page: {page}, data: {folder / 'results.json'}")
     return page
+
+
+def _write(runner: Runner, title: str) -> Results:
+    """results.json and index.html of what is finished."""
+    results = collect(runner.comparison, runner, _provenance())
+    results.save(runner.folder / "results.json")
+    write_text(runner.folder / "index.html", page_of(results, title))
+    return results
 
 
 @contextmanager

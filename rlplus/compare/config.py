@@ -205,6 +205,9 @@ class Comparison(Section):
         return names
 
 
+SECTIONS: dict[str, type[Section]] = {"settings": Setting, "methods": Method, "studies": Study, "search": Search}
+
+
 def owned(keys: Collection[str], comparison: Comparison) -> list[str]:
     """Those keys that an override must not have, since each run has its own."""
     made = any(setting.base is not None for setting in comparison.settings.values())
@@ -284,4 +287,8 @@ def _among(
 def _lines(detail: Any) -> list[str]:
     if detail["type"] != "extra_forbidden":
         return problem_lines(detail)
-    return [f"{'.'.join(map(str, detail['loc']))}: unknown key"]
+    *parents, key = map(str, detail["loc"])
+    section = SECTIONS[parents[0]] if parents else Comparison
+    near = nearest(key, section.model_fields)
+    hint = f"; nearest: {'.'.join([*parents, near])}" if near else ""
+    return [f"{'.'.join([*parents, key])}: unknown key{hint}"]

@@ -6,6 +6,7 @@ from itertools import cycle
 from statistics import fmean
 
 from rich.table import Table as TerminalTable
+from rich.text import Text
 
 from rlplus.compare.config import BASE, Study
 from rlplus.compare.results import CURVES, Results
@@ -130,7 +131,8 @@ def terminal_tables(results: Results) -> Iterator[TerminalTable]:
 def _for_terminal(table: Table, title: str) -> TerminalTable:
     shown = TerminalTable(*table.header, title=title)
     for row in table.rows:
-        shown.add_row(*(f"{cell.text} ({cell.detail})" if cell.detail else cell.text for cell in row))
+        texts = (f"{cell.text} ({cell.detail})" if cell.detail else cell.text for cell in row)
+        shown.add_row(*(Text(text, "bold") if cell.strong else text for text, cell in zip(texts, row, strict=True)))
     return shown
 
 
@@ -243,18 +245,28 @@ def _search_tables(results: Results) -> list[Table]:
     tables = []
     for setting, methods in results.rates.items():
         rates = sorted({rate for each in methods.values() for rate in each}, key=float)
-        table = Table(["method", *rates], title=setting)
+        lengths = results.search_runs.get(setting)  # None: of an older file
+        table = Table(["method", *rates, *(["steps", "generated tokens"] if lengths else [])], title=setting)
         at_an_end = []
         for method, each in methods.items():
             best = max(each.values())
             chosen = next(rate for rate in rates if each[rate] == best)
             if chosen in (rates[0], rates[-1]):
                 at_an_end.append(method)
-            table.add(method, *(Cell(percent(each[rate]), strong=rate == chosen) for rate in rates))
+            cells: list[Cell | str] = [Cell(percent(each[rate]), strong=rate == chosen) for rate in rates]
+            if lengths:
+                cells += [_span(counts) for counts in zip(*lengths[method].values(), strict=True)]
+            table.add(method, *cells)
         if at_an_end:
             table.note = f"At an end of the range, beyond which another may be better: {', '.join(at_an_end)}."
         tables.append(table)
     return tables
+
+
+def _span(counts: Sequence[int]) -> str:
+    """The least and the greatest."""
+    low, high = min(counts), max(counts)
+    return f"{low:,}" if low == high else f"{low:,}–{high:,}"
 
 
 def _run_tables(results: Results) -> list[Table]:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -43,13 +43,14 @@ class Outcome:
 class Results:
     """All finished runs of a comparison. rates: mean pass@1 by setting, method and learning rate, of the search.
 
-    provenance: date and hardware.
+    search_runs: steps and generated tokens of the same runs; older files have none. provenance: date and hardware.
     """
 
     comparison: Comparison
     provenance: dict[str, str]
     rates: dict[str, dict[str, dict[str, float]]]
     outcomes: list[Outcome]
+    search_runs: dict[str, dict[str, dict[str, tuple[int, int]]]] = field(default_factory=dict)
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # of `load`
 
@@ -67,6 +68,7 @@ class Results:
             "comparison": self.comparison.model_dump(mode="json"),
             "provenance": self.provenance,
             "rates": self.rates,
+            "search_runs": self.search_runs,
         }
         head = "".join(f'"{key}": {json.dumps(value, ensure_ascii=False)},\n' for key, value in parts.items())
         lines = ",\n".join(json.dumps(asdict(one), ensure_ascii=False) for one in self.outcomes)
@@ -91,7 +93,19 @@ def collect(comparison: Comparison, runner: Runner, provenance: dict[str, str]) 
         _outcome(runner, run, {name: replace(one, model="", asked={}) for name, one in evaluations.items()})
         for run, evaluations in runner.finished().items()
     ]
-    return Results(comparison, provenance, runner.searched, outcomes)
+    search_runs = {
+        setting: {name: {rate: _length(runner, setting, name, rate) for rate in rates} for name, rates in each.items()}
+        for setting, each in runner.searched.items()
+    }
+    return Results(comparison, provenance, runner.searched, outcomes, search_runs)
+
+
+def _length(runner: Runner, setting: str, method: str, rate: str) -> tuple[int, int]:
+    """Steps and generated tokens of a run of the search."""
+    assert runner.comparison.search is not None
+    run = Run(setting, runner.comparison.search.seed, method, float(rate))
+    last = load_run(runner.path(run)).metrics[-1]
+    return last["step"], last["generated_tokens"]
 
 
 def _outcome(runner: Runner, run: Run, evaluations: dict[str, Evaluation]) -> Outcome:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from statistics import fmean
+from threading import Lock
 from typing import Any
 
 from pydantic import ValidationError
@@ -22,7 +23,7 @@ from rlplus.compare.config import BASE, Comparison, Overrides
 from rlplus.compare.data import SET, TEST, TRAIN, VALIDATION, make_base_model, response_tokens, write_data
 from rlplus.config import CheckpointConfig, Config, EvaluationConfig, LogConfig, load_config
 from rlplus.demo.base import Recipe, is_made
-from rlplus.errors import RunFailed
+from rlplus.errors import RunFailed, ending
 from rlplus.evaluation import Evaluation, load_results
 from rlplus.textfiles import file_name, read_text, write_text
 
@@ -76,6 +77,7 @@ class Runner:
         self.launcher = shlex.split(launcher) if launcher else [sys.executable, "-m"]
         self._children: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
+        self._starting = Lock()  # of a child, or of the end of all of them
         self._rates: dict[tuple[str, str], float] = {}  # found, by setting and method
         self.searched: dict[str, dict[str, dict[str, float]]] = {}  # mean pass@1 by setting, method and rate
 
@@ -112,11 +114,18 @@ class Runner:
         start = before[-1] if before else None
         return [*before, *(Run(setting, seed, method, rate, start) for rate in rates)]
 
-    def make(self) -> None:
-        """Make what is not finished yet, searches first. Raises ValueError before anything starts, RunFailed."""
+    def check(self) -> None:
+        """ValueError if a run has no valid configuration. Of a search, its first rate stands for all."""
         reported = self.all()
         for run in reported:
             self.config_of(run)
+        if (search := self.comparison.search) is not None:
+            for setting, method in self._searches(reported):
+                self.config_of(self.chain(setting, search.seed, method, search.rates[:1])[-1])
+
+    def make(self) -> None:
+        """Make what is not finished yet, searches first; RunFailed if a run fails. Call `check` before."""
+        reported = self.all()
         self._search(reported, self._make_all)
         self._make_all(reported)
 
@@ -131,11 +140,9 @@ class Runner:
         """Find the best rate of each method that has one of its own, those that others start from first."""
         if (search := self.comparison.search) is None:
             return
-        methods = dict.fromkeys((run.setting, self._searched(run.method)) for run in reported if run.method != BASE)
         depth = {
             (setting, self._searched(part)): len(self.comparison.chain(part))
-            for setting, method in methods
-            for part in self.comparison.chain(method)
+            for setting, part in self._searches(reported)
         }
         for level in sorted(set(depth.values())):
             now = [each for each in depth if depth[each] == level]
@@ -147,6 +154,12 @@ class Runner:
                     scores = {rate: solved(load_results(tried[rate])) for rate in sorted(search.rates)}
                     self.searched.setdefault(setting, {})[method] = {f"{rate:g}": each for rate, each in scores.items()}
                     self._rates[setting, method] = max(scores, key=lambda rate: scores[rate])  # the least of the best
+
+    def _searches(self, reported: Sequence[Run]) -> list[tuple[str, str]]:
+        """The setting and method of what the search trains: methods with a rate of their own after their chains."""
+        searched = dict.fromkeys((run.setting, self._searched(run.method)) for run in reported if run.method != BASE)
+        parts = ((setting, part) for setting, method in searched for part in self.comparison.chain(method))
+        return list(dict.fromkeys(parts))
 
     def _searched(self, method: str) -> str:
         return method if method == BASE else self.comparison.methods[method].searched_as or method
@@ -168,10 +181,8 @@ class Runner:
                         if done.result():
                             self.say(f"{len(made)} of {len(runs)}: {work[done].title}")
                 except BaseException:
-                    self._stopped = True
                     pool.shutdown(wait=False, cancel_futures=True)
-                    for child in list(self._children):
-                        child.terminate()
+                    self._stop()
                     raise
 
     def _prepare(self, runs: Sequence[Run]) -> None:
@@ -278,7 +289,7 @@ class Runner:
         search = self.comparison.search
         train = load_config(self.config, overrides).train
         if train.steps is None:
-            raise ValueError(f"{run.title}: a search trains a share of train.steps: want these, not epochs")
+            raise ValueError("a search trains a share of train.steps: want these, not epochs")
         shorter = {"train.steps": train.steps, "train.generated_tokens": train.generated_tokens}
         found: Overrides = {key: math.ceil(search.share * value) for key, value in shorter.items() if value is not None}
         if self.comparison.settings[run.setting].base is not None:
@@ -287,19 +298,27 @@ class Runner:
 
     def _command(self, run: Run, command: str, options: Sequence[str], overrides: Sequence[str]) -> None:
         """Run an rlplus command with its output in a file; RunFailed with the end of it."""
-        if self._stopped:
-            raise RunFailed(f"{run.title}: stopped with another run")
         log = self.path(run) / f"{command}.log"
         arguments = [*self.launcher, "rlplus", command, *options, str(self.config), *overrides]
         environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.jobs)), **os.environ}
         with log.open("wb") as file:
-            child = subprocess.Popen(arguments, stdout=file, stderr=file, env=environment)
-            self._children.add(child)
+            with self._starting:
+                if self._stopped:
+                    raise RunFailed(f"{run.title}: stopped with another run")
+                child = subprocess.Popen(arguments, stdout=file, stderr=file, env=environment)
+                self._children.add(child)
             status = child.wait()
             self._children.discard(child)
         if status:
             tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:])
-            raise RunFailed(f"{run.title}: rlplus {command} failed with exit status {status}; from {log}:\n{tail}")
+            raise RunFailed(f"{run.title}: rlplus {command} failed with {ending(status)}; from {log}:\n{tail}")
+
+    def _stop(self) -> None:
+        """End the children, and start no further ones."""
+        with self._starting:
+            self._stopped = True
+            for child in list(self._children):
+                child.terminate()
 
 
 def _make_base(wanted: tuple[Path, Recipe]) -> Recipe:

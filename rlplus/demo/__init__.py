@@ -21,9 +21,9 @@ from rich.text import Text
 
 from rlplus.demo.base import Recipe, make_base
 from rlplus.demo.task import EASY, HARD, draw_splits, read_jsonl, write_jsonl
+from rlplus.errors import RunFailed, ending
 from rlplus.evaluation import Estimate, Evaluation, load_results, paired_difference, pooled_pass_at
 from rlplus.report import load_run, seeds_line, write_report
-from rlplus.rollout import RunFailed
 from rlplus.terminal import Terminal
 
 BASE, GRPO, RLPLUS = "base", "GRPO", "RL-PLUS"
@@ -152,8 +152,7 @@ def _command(title: str, arguments: Sequence[str], log: Path, console: Console) 
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
         for line in tail:
             console.print(line[:LONGEST])
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        raise RunFailed(f"{title} failed with {how}; the whole log is {log}")
+        raise RunFailed(f"{title} failed with {ending(status)}; the whole log is {log}")
 
 
 def results_table(evaluations: Mapping[str, Sequence[Evaluation]], hard: Sequence[bool]) -> Table:

@@ -25,7 +25,7 @@ WIDTH = 5  # digits of a number: a guess is right once in 4**5 times
 EASY, HARD = 2, 5  # numbers to add
 MOST = 10  # numbers for which the base model has positions
 PLUS, MINUS = "+", "~"  # the dash stands for an empty place
-TRAIN_PROBLEMS, TEST_PROBLEMS = 4096, 200
+DEMO_TRAIN, DEMO_TEST = 4096, 200  # problems of `draw_splits`
 SCRATCHPAD, ANSWER, EMPTY = ";", ":", "-"
 PAD, EOS = "<pad>", "<eos>"
 
@@ -174,8 +174,8 @@ def blur(number: str, rng: random.Random, share: float) -> str:
 def draw_splits(seed: int) -> tuple[list[Problem], list[Problem]]:
     """The demo's problems to train on and to evaluate on: no problem is in both, or twice in either."""
     rng = random.Random(f"problems {seed}")
-    test = Task().draw_many(rng, "trained", TEST_PROBLEMS, easy_for_each_hard=1)
-    return Task().draw_many(rng, "trained", TRAIN_PROBLEMS, easy_for_each_hard=3, exclude=frozenset(test)), test
+    test = Task().draw_many(rng, "trained", DEMO_TEST, easy_for_each_hard=1)
+    return Task().draw_many(rng, "trained", DEMO_TRAIN, easy_for_each_hard=3, exclude=frozenset(test)), test
 
 
 def write_jsonl(path: Path, problems: Iterable[Problem]) -> None:

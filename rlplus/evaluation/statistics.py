@@ -1,4 +1,4 @@
-"""pass@k of one problem, means over problems and seeds, and their 95% intervals by bootstrap."""
+"""pass@k of one problem, means over problems and seeds, and their 95% intervals."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -43,10 +43,13 @@ def bootstrap(seeds: Sequence[Tensor], least: float = 0.0, *, same_problems: boo
     """95% interval of the mean over seeds of the means over problems; each value is in [least, 1].
 
     Percentiles over resampled seeds and, within each, resampled problems; with same_problems, where every seed has the
-    same ones in the same order, these are resampled once for all seeds. Where all problems are solved, or none is (or
-    no difference is seen), resampling shows no spread. The interval is then exact (Clopper and Pearson 1934): n of n
-    problems are like these, so at least a share of 0.025^(1/n) of all are, and the others can be anything in
-    [least, 1]. n is the number of problems of one seed, since further seeds add no problems.
+    same ones in the same order, these are resampled once for all seeds. A few seeds, resampled, vary less than seeds
+    do: the interval includes that of Student's t over the seeds' means.
+
+    Where all problems are solved, or none is (or no difference is seen), resampling shows no spread. The interval is
+    then exact (Clopper and Pearson 1934): n of n problems are like these, so at least a share of 0.025^(1/n) of all
+    are, and the others can be anything in [least, 1]. n is the number of problems of one seed, since further seeds add
+    no problems.
     """
     if not seeds:
         raise ValueError("want at least one evaluation, got none")
@@ -57,8 +60,19 @@ def bootstrap(seeds: Sequence[Tensor], least: float = 0.0, *, same_problems: boo
     means = (_of_same_problems if same_problems else _of_own_problems)(seeds)
     means = means.clamp(least, 1)  # rounding may put a mean an ulp beyond
     low, high = means.quantile(torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist()
-    mean = torch.stack([values.mean() for values in seeds]).mean().item()
-    return Estimate(mean, min(low, mean), max(mean, high))  # or a limit beyond the mean
+    by_seed = torch.stack([values.mean() for values in seeds])
+    mean = by_seed.mean().item()
+    spread = 0.0 if len(seeds) == 1 else (by_seed.std() / len(seeds) ** 0.5).item() * _student(len(seeds) - 1)
+    return Estimate(mean, max(least, min(low, mean - spread)), min(1.0, max(high, mean + spread)))
+
+
+@lru_cache
+def _student(freedom: int) -> float:
+    """The 97.5% quantile of Student's t, which is sqrt(freedom) tan(x) with x of a density ~ cos(x)^(freedom - 1)."""
+    angle = torch.linspace(0, math.pi / 2, 100_001, dtype=torch.float64)
+    mass = torch.cumulative_trapezoid(angle.cos() ** (freedom - 1), angle)
+    after = int(torch.searchsorted(mass, (1 - 2 * _TAIL) * mass[-1]))
+    return math.sqrt(freedom) * math.tan(angle[after + 1].item())
 
 
 def _of_own_problems(seeds: Sequence[Tensor]) -> Tensor:

@@ -71,7 +71,7 @@ def write_report(
         styles=styles,
         pass_charts=_pass_charts(tested, styles, kinds or {}),
         result_tables=tables.result_tables(tested),
-        result_note=tables.evaluation_note(tested),
+        result_note=tables.EVALUATION_NOTE,
         curves=[(name, *charts.curve_charts(trained, styles, curves)) for name, curves in sections if trained],
         seeds=any(len(each) > 1 for each in trained.values()),
         samples={label: found for label, found in shown.items() if found},

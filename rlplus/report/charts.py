@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from rlplus.evaluation import Evaluation, pooled_pass_at
 from rlplus.report.runs import RunData
@@ -213,16 +214,16 @@ def step_chart(
         right=_right(labels),
     )  # fmt: skip
     single = len({one.label for one in series}) == len(series)
-    ends = {}
+    ends: dict[str, list[float]] = {one.label: [] for one in series}
     for one in series:
         smooth = moving_average(one.y, len(one.y) // 20)
         thin = chart.path(one.x, one.y) if single and smooth != one.y else ""
         x, y = " ".join(f"{value:g}" for value in one.x), " ".join(f"{value:.4g}" for value in one.y)
         style = styles[one.label] if single else f"{styles[one.label]} many"
         chart.lines.append(Line(style, chart.path(one.x, smooth), thin, x=x, y=y))
-        ends[one.label] = next((value for value in reversed(smooth) if math.isfinite(value)), 0.0)
+        ends[one.label] += [value for value in smooth if math.isfinite(value)][-1:]
     if len(labels) > 1:
-        chart.label(ends, styles)
+        chart.label({label: fmean(each or [0.0]) for label, each in ends.items()}, styles)
     return chart
 
 

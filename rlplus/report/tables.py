@@ -9,7 +9,6 @@ import yaml
 from rlplus.evaluation import Estimate, Evaluation, paired_difference, pooled_pass_at, seeds_below
 from rlplus.report.runs import RunData
 
-_FEW_SEEDS = 5  # see pooled_pass_at
 _WORK = {
     "generate": "generate",
     "forward_backward": "forward, backward",
@@ -20,6 +19,15 @@ _WORK = {
 }
 _OVERHEAD = {"sync": "sync", "score": "score", "pack": "pack", "samples": "kept samples"}
 _UNCHANGED = ("output_dir",)  # keys whose difference says nothing
+
+EVALUATION_NOTE = (
+    "pass@k: the share of problems of which at least one of k samples is right, by the unbiased estimate, with the 95% "
+    "bootstrap interval over problems, and over seeds if there are several, then not below that of Student's t. "
+    "Length: mean, in tokens. Cut off: samples that met the limit without an end. Unread: samples without a readable "
+    "answer, which count as wrong, and those on which the grader failed, which do so only with reward.on_failure zero. "
+    "Where all problems are solved, or none is, the interval is the exact binomial one. Differences are on the same "
+    "problems, with 95% intervals; bold where 0 is outside."
+)
 
 Tested = Mapping[str, Sequence[Evaluation]]
 Trained = Mapping[str, Sequence[RunData]]
@@ -114,21 +122,6 @@ def evaluation_table(tested: Tested, benchmark: str) -> Table:
             ", ".join(dict.fromkeys(one.grader for one in evaluations)),
         )
     return table
-
-
-def evaluation_note(benchmarks: Mapping[str, Tested]) -> str:
-    """How to read the tables of evaluations."""
-    text = (
-        "pass@k: the share of problems of which at least one of k samples is right, by the unbiased estimate, with the "
-        "95% bootstrap interval over problems, and over seeds if there are several. Length: mean, in tokens. Cut off: "
-        "samples that met the limit without an end. Unread: samples without a readable answer, which count as wrong, "
-        "and those on which the grader failed, which do so only with reward.on_failure zero. Where all problems are "
-        "solved, or none is, the interval is the exact binomial one. Differences are on the same problems, with 95% "
-        "intervals; bold where 0 is outside."
-    )
-    if any(1 < len(evaluations) < _FEW_SEEDS for tested in benchmarks.values() for evaluations in tested.values()):
-        text += f" With fewer than {_FEW_SEEDS} seeds an interval is too narrow to speak for further seeds."
-    return text
 
 
 def model_warnings(benchmarks: Mapping[str, Tested]) -> list[str]:

@@ -1,0 +1,134 @@
+"""The file of a comparison: what is refused, what options choose of it, and the shipped ones."""
+
+import json
+from pathlib import Path
+
+import pytest
+from comparisons import CONFIGS, FILE, written
+
+from rlplus.cli.results import _names
+from rlplus.compare import BASE, MARK, Runner, load_comparison, run_comparison
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return written(tmp_path, FILE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"methods.GRPO.preset": "grop"}, "methods.GRPO: preset: got 'grop'; nearest: grpo"),
+        ({"methods.SFT.after": "SFT+GRPO"}, "comes after itself: SFT after SFT+GRPO after SFT|comes after itself"),
+        ({"studies.Methods.methods": ["GRPPO"]}, "studies.Methods.methods: no such name in methods: 'GRPPO'"),
+        ({"studies.Methods.settings": ["onne"]}, "studies.Methods.settings: no such name in settings: 'onne'; nearest"),
+        ({"settings.one.base.task": {"hrad": 3}}, "settings.one: .*hrad"),
+        ({"settings.one.base.seed": 3}, "base.seed: leave it out"),
+        ({"settings.one": {"demonstrator": {"noise": 0.1}}}, "want both, or neither"),
+        ({"settings.two": {}}, "want evaluation.data.path, problems that no test has"),
+        ({"serach": {}}, "serach: unknown key; nearest: search$"),
+        ({"methods.GRPO.overides": {}}, r"methods\.GRPO\.overides: unknown key; nearest: methods\.GRPO\.overrides"),
+        ({"methods.GRPO.x": {}}, r"methods\.GRPO\.x: unknown key$"),
+        ({"search.rates": [1e-3, 1e-3]}, "want rates that differ"),
+        ({"overrides": {"train.seed": 1}}, "overrides: train.seed is the comparison's"),
+        ({"methods.GRPO.overrides": {"train.lr": 1}}, "methods.GRPO.overrides: train.lr is the comparison's"),
+        (
+            {"studies.Methods.reference": "PPO"},
+            "reference: want one of its methods, or Base; got 'PPO'",
+        ),
+        ({"studies.Methods.methods": []}, "studies.Methods.methods: "),
+        ({"methods.SFT.searched_as": "GRPO long"}, "GRPO long itself takes its rate from another method"),
+        ({"settings.one.base.scratchpad_share": 15}, "want scratchpad_share a probability; got 15"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    data = json.loads(json.dumps(FILE))
+    for key, value in change.items():
+        *parents, last = key.split(".")
+        section = data
+        for part in parents:
+            section = section[part]
+        section[last] = value
+    with pytest.raises(ValueError, match=message):
+        load_comparison(written(tmp_path, data))
+
+
+def test_settings_and_presets_choose(path: Path) -> None:
+    shipped = load_comparison(CONFIGS / "compare" / "paper.yaml", ["GRPO", "RL-PLUS", "cispo"], 2, ["noisy"])
+    methods = shipped.studies["Methods"]
+    assert (methods.settings, methods.methods, methods.seeds) == (["noisy"], ["cispo", "GRPO", "RL-PLUS"], 2)
+    assert shipped.methods["cispo"].preset == "cispo"
+    assert list(load_comparison(CONFIGS / "compare" / "paper.yaml", ["GRPO", "RL-PLUS"]).studies) == [
+        "Methods",
+        "Model sizes",
+    ]
+    with pytest.raises(ValueError, match="no such name in settings: 'nosy'; nearest: noisy"):
+        load_comparison(CONFIGS / "compare" / "paper.yaml", settings=["nosy"])
+    with pytest.raises(ValueError, match="no such name in methods and presets: 'GRPPO'; nearest: "):
+        load_comparison(CONFIGS / "compare" / "paper.yaml", presets=["GRPPO"])
+
+
+def test_empty_names_between_commas_are_left_out() -> None:
+    assert (_names("GRPO, SFT,"), _names(","), _names(None)) == (["GRPO", "SFT"], [], [])
+
+
+@pytest.mark.parametrize(
+    ("place", "overrides", "message"),
+    [
+        ("search", {"evaluation.samplse": 2}, "SFT, seed 1000, lr 0.001: (?s:.*)evaluation.samplse: unknown key"),
+        (
+            "methods.SFT",
+            {"train.epochs": 1, "train.steps": None, "train.generated_tokens": None},
+            "SFT, seed 1000, lr 0.001: a search",
+        ),
+    ],
+)
+def test_a_search_without_a_configuration_is_refused_before_anything_is_made(
+    tmp_path: Path, place: str, overrides: dict[str, object], message: str
+) -> None:
+    data = json.loads(json.dumps(FILE))
+    section = data["search"] if place == "search" else data["methods"]["SFT"]
+    section["overrides"] = overrides
+    data["studies"]["Methods"]["methods"] = ["SFT+GRPO"]  # with SFT only as what it starts from
+    with pytest.raises(ValueError, match=message):
+        run_comparison(written(tmp_path, data), tmp_path / "out")
+    assert [each.name for each in (tmp_path / "out").iterdir()] == [MARK]
+
+
+def test_every_run_of_the_shipped_comparison_has_a_configuration(tmp_path: Path) -> None:
+    comparison = load_comparison(CONFIGS / "compare" / "paper.yaml", seeds=1)
+    runner = Runner(comparison, CONFIGS / "compare" / comparison.run, tmp_path)
+    runs = runner.all()
+    assert {run.method for run in runs} == {BASE, *comparison.methods}
+    for run in runs:
+        runner.config_of(run)
+    tokens = {run.method: runner.config_of(run).train.generated_tokens for run in runs if run.method != BASE}
+    assert set(tokens.values()) == {200_000, 2_000_000, None}
+    assert {name for name, count in tokens.items() if count is None} == {"SFT"}
+    steps = {run.method: runner.config_of(run).train.steps for run in runs if "× 10" in run.method}
+    assert all(256 * 7 * count > 2_000_000 for count in steps.values()), (
+        "tokens end a run, also of the shortest responses"
+    )
+    sizes = [comparison.settings[name] for name in comparison.studies["Model sizes"].settings]
+    assert len({json.dumps((one.base or {}) | {"hidden": 0}, sort_keys=True) for one in sizes}) == 1
+    assert len({json.dumps(one.demonstrator) for one in sizes}) == 1
+
+
+def test_the_comparison_at_one_rate_has_the_settings_and_methods_of_the_other(tmp_path: Path) -> None:
+    paper, one = (load_comparison(CONFIGS / "compare" / f"{name}.yaml") for name in ("paper", "one-rate"))
+    assert (one.run, one.overrides, one.search) == (paper.run, paper.overrides, None)
+    assert one.settings == {name: paper.settings[name] for name in paper.studies["Methods"].settings}
+    assert one.methods == {name: paper.methods[name] for name in one.methods}
+    runner = Runner(one, CONFIGS / "compare" / one.run, tmp_path)
+    assert {runner.config_of(run).train.lr for run in runner.all()} == {1e-3}
+
+
+def test_every_search_of_the_comparison_for_a_gpu_has_a_configuration(tmp_path: Path) -> None:
+    comparison = load_comparison(CONFIGS / "compare" / "gsm8k.yaml")
+    runner, search = Runner(comparison, CONFIGS / "compare" / comparison.run, tmp_path), comparison.search
+    assert search is not None
+    for method in comparison.methods:
+        *_, searched = runner.chain("", search.seed, method, search.rates)
+        config, reported = (runner.config_of(run) for run in (searched, runner.chain("", 0, method)[-1]))
+        assert (config.train.lr, config.train.steps, reported.train.steps) == (1e-5, 100, 300)
+        assert config.evaluation.data.path != reported.evaluation.data.path
