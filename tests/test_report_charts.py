@@ -4,8 +4,20 @@ import re
 from itertools import pairwise
 
 import pytest
+from evaluations import evaluation
 
-from rlplus.report.charts import LEFT, TOP, WIDTH, Curve, Series, moving_average, nice_ticks, number, step_chart
+from rlplus.report.charts import (
+    LEFT,
+    TOP,
+    WIDTH,
+    Curve,
+    Series,
+    moving_average,
+    nice_ticks,
+    number,
+    pass_chart,
+    step_chart,
+)
 
 CURVE = Curve("metric", "title")
 
@@ -41,6 +53,13 @@ def test_direct_labels_do_not_overlap_and_stay_inside() -> None:
     assert heights[-1] <= chart.bottom + 4
     assert all(len(text) <= 14 and text.endswith("…") for *_, text in chart.labels)
     assert all(LEFT < x < WIDTH - 13 * 5 for x, *_ in chart.labels)
+
+
+@pytest.mark.parametrize(("methods", "banded"), [("ab", "ab"), ("abc", "abc"), ("abcd", "a")])
+def test_bands_that_would_hide_each_other_are_left_out(methods: str, banded: str) -> None:
+    tested = {method: [evaluation([1, 3])] for method in methods}
+    chart = pass_chart(tested, {"a": "accent", "b": "1", "c": "2", "d": "3"}, "title")
+    assert [bool(line.band) for line in chart.lines] == [method in banded for method in methods]
 
 
 def test_a_label_of_several_seeds_stands_at_the_mean_of_their_ends() -> None:

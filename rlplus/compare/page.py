@@ -11,14 +11,14 @@ from rich.text import Text
 from rlplus.compare.config import BASE, Study
 from rlplus.compare.results import CURVES, Results
 from rlplus.evaluation import Estimate, Evaluation, join, paired_difference, pooled_pass_at
-from rlplus.report import ACCENT, render
-from rlplus.report.charts import Chart, Series, pass_chart, step_chart
+from rlplus.report import render
+from rlplus.report.charts import ACCENT, Chart, Series, pass_chart, step_chart
 from rlplus.report.tables import Cell, Table, interval, percent
 
 MOST_LINES = 6  # of a chart
 NOTE = (
-    "pass@k: the share of problems of which at least one of k samples is right, with 95% bootstrap intervals over "
-    "seeds and problems. Differences are on the same problems of the same seeds; bold where 0 is outside the interval. "
+    "pass@k: the share of problems of which at least one of k samples is right, with 95% intervals over seeds "
+    "and problems. Differences are on the same problems of the same seeds; bold where 0 is outside the interval. "
     "Methods are shown once they have finished on all seeds."
 )
 

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from rlplus.evaluation import Evaluation
 from rlplus.report import charts, tables
+from rlplus.report.charts import ACCENT
 from rlplus.report.runs import RunData, load_run
 from rlplus.report.samples import Moment, moments
 from rlplus.report.show import show_samples
@@ -22,7 +23,6 @@ from rlplus.textfiles import write_text
 
 __all__ = ["RunData", "load_run", "render", "seeds_line", "show_samples", "write_report"]
 
-ACCENT = "accent"
 Runs = Mapping[str, RunData | Sequence[RunData]]  # by label; a sequence holds one run per seed
 Evaluations = Mapping[str, Mapping[str, Evaluation | Sequence[Evaluation]]]  # by benchmark, then by label
 

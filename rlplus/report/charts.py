@@ -12,6 +12,8 @@ WIDTH, HEIGHT = 340.0, 200.0  # of a chart, in the units of its SVG: a phone's p
 LEFT, TOP, BOTTOM = 42.0, 10.0, 24.0  # margins
 LABEL, LETTER, APART = 14, 6.8, 12.0  # letters of a direct label at most, their width, and its distance to the next one
 MOST_POINTS = 600  # of a line
+MOST_BANDS = 3  # of a chart
+ACCENT = "accent"  # the style of the line that matters most
 TICKS = 4  # intervals of an axis, about
 
 Point = tuple[float, float]
@@ -162,7 +164,10 @@ def validation_curves(trained: Mapping[str, Sequence[RunData]]) -> list[Curve]:
 def pass_chart(
     tested: Mapping[str, Sequence[Evaluation]], styles: Mapping[str, str], title: str, *, same_problems: bool = False
 ) -> Chart:
-    """pass@k over k, on a logarithmic axis, with the band of the 95% interval; same_problems as in `pooled_pass_at`."""
+    """pass@k over k, on a logarithmic axis; same_problems as in `pooled_pass_at`.
+
+    Up to three lines have the band of their 95% interval; of more, whose bands would hide each other, the accented one.
+    """
     series: list[Series] = []
     ticks: set[int] = set()
     for label, evaluations in tested.items():
@@ -179,13 +184,11 @@ def pass_chart(
         height=240.0, right=_right(list(tested)),
     )  # fmt: skip
     for one in series:
-        band = [*zip(one.x, one.high, strict=True), *zip(one.x[::-1], one.low[::-1], strict=True)]
+        style = styles[one.label]
+        edge = [*zip(one.x, one.high, strict=True), *zip(one.x[::-1], one.low[::-1], strict=True)]
+        band = f"{chart.path(*zip(*edge, strict=True))}Z" if len(series) <= MOST_BANDS or style == ACCENT else ""
         dots = [(chart.x_at(x), chart.y_at(y)) for x, y in zip(one.x, one.y, strict=True)]
-        chart.lines.append(
-            Line(
-                styles[one.label], chart.path(one.x, one.y), band=f"{chart.path(*zip(*band, strict=True))}Z", dots=dots
-            )
-        )
+        chart.lines.append(Line(style, chart.path(one.x, one.y), band=band, dots=dots))
     if len(series) > 1:
         chart.label({one.label: one.y[-1] for one in series}, styles)
     return chart
