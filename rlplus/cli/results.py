@@ -154,8 +154,8 @@ def _compare(args: argparse.Namespace) -> None:
     run_comparison(
         Path(args.config),
         Path(args.output or f"runs/compare/{Path(args.config).stem}"),
-        presets=_names(args.presets),
-        settings=_names(args.settings),
+        presets=_names("--presets", args.presets),
+        settings=_names("--settings", args.settings),
         seeds=args.seeds,
         first_seed=args.first_seed,
         overrides=args.overrides,
@@ -165,9 +165,12 @@ def _compare(args: argparse.Namespace) -> None:
     )
 
 
-def _names(text: str | None) -> list[str]:
-    """The parts between commas, but empty ones."""
-    return [name for name in map(str.strip, (text or "").split(",")) if name]
+def _names(option: str, text: str | None) -> list[str]:
+    """The parts between commas, but empty ones. ValueError if the option was given and there are none."""
+    names = [name for name in map(str.strip, (text or "").split(",")) if name]
+    if text is not None and not names:
+        raise ValueError(f"want names between commas with {option}; got {text!r}")
+    return names
 
 
 def _demo(args: argparse.Namespace) -> None:

@@ -245,18 +245,15 @@ def _search_tables(results: Results) -> list[Table]:
     tables = []
     for setting, methods in results.rates.items():
         rates = sorted({rate for each in methods.values() for rate in each}, key=float)
-        lengths = results.search_runs.get(setting)  # None: of an older file
-        table = Table(["method", *rates, *(["steps", "generated tokens"] if lengths else [])], title=setting)
+        table = Table(["method", *rates, "steps", "generated tokens"], title=setting)
         at_an_end = []
         for method, each in methods.items():
             best = max(each.values())
             chosen = next(rate for rate in rates if each[rate] == best)
             if chosen in (rates[0], rates[-1]):
                 at_an_end.append(method)
-            cells: list[Cell | str] = [Cell(percent(each[rate]), strong=rate == chosen) for rate in rates]
-            if lengths:
-                cells += [_span(counts) for counts in zip(*lengths[method].values(), strict=True)]
-            table.add(method, *cells)
+            cells = (Cell(percent(each[rate]), strong=rate == chosen) for rate in rates)
+            table.add(method, *cells, *map(_span, zip(*results.search_runs[setting][method].values(), strict=True)))
         if at_an_end:
             table.note = f"At an end of the range, beyond which another may be better: {', '.join(at_an_end)}."
         tables.append(table)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -43,14 +43,14 @@ class Outcome:
 class Results:
     """All finished runs of a comparison. rates: mean pass@1 by setting, method and learning rate, of the search.
 
-    search_runs: steps and generated tokens of the same runs; older files have none. provenance: date and hardware.
+    search_runs: steps and generated tokens of the same runs. provenance: date and hardware.
     """
 
     comparison: Comparison
     provenance: dict[str, str]
     rates: dict[str, dict[str, dict[str, float]]]
+    search_runs: dict[str, dict[str, dict[str, tuple[int, int]]]]
     outcomes: list[Outcome]
-    search_runs: dict[str, dict[str, dict[str, tuple[int, int]]]] = field(default_factory=dict)
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # of `load`
 
@@ -97,7 +97,7 @@ def collect(comparison: Comparison, runner: Runner, provenance: dict[str, str]) 
         setting: {name: {rate: _length(runner, setting, name, rate) for rate in rates} for name, rates in each.items()}
         for setting, each in runner.searched.items()
     }
-    return Results(comparison, provenance, runner.searched, outcomes, search_runs)
+    return Results(comparison, provenance, runner.searched, search_runs, outcomes)
 
 
 def _length(runner: Runner, setting: str, method: str, rate: str) -> tuple[int, int]:
