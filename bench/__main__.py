@@ -5,19 +5,16 @@ rlplus-bench tune finds the fastest tiling of the triton backend on this machine
 
 import argparse
 import sys
-import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
+from typing import NoReturn
 
 from rlplus.errors import nearest
 
-from . import report
-from .cases import Case
-from .measure import keep_memory, resident_memory, run
-from .peers import METHODS
-from .suites import SUITES
+from . import tune_options
+from .suites import SUITES, on_cuda
+
+# What needs torch is imported in functions: --help and wrong arguments are answered without it.
 
 
 def say(text: str) -> None:
@@ -33,6 +30,8 @@ def parse(arguments: list[str]) -> tuple[argparse.ArgumentParser, argparse.Names
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="on the CPU; default: %(default)s")
     parser.add_argument("--repeats", type=int, metavar="N", help="rounds of every case; default: the suite's")
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="these methods and the bare GEMMs")
+    parser.add_argument("--tuning", type=Path, metavar="FILE", help="of `tune`, for the methods that are tuned")
+    parser.add_argument("--tiny", action="store_true", help="the suite's methods on a few numbers, on the CPU")
     parser.add_argument("--list", action="store_true", help="print the methods and end")
     parser.add_argument("--model", action="store_true", help="print what the triton backend should cost, and end")
     parser.add_argument("--memory-of", metavar="TASK", help=argparse.SUPPRESS)
@@ -45,80 +44,45 @@ def checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"argument --{name}: want a number >= 1; got {value}")
-    if options.suite == "gpu" and not torch.cuda.is_available():
-        parser.error("argument --suite: gpu needs CUDA, and torch sees no such device")
     if options.output.exists() and not options.output.is_dir():
         parser.error(f"argument --output: want a folder; got the file {options.output}")
-    for name in options.only or ():
-        if name not in METHODS:
-            unknown(parser, name)
+    if options.tuning and not options.tuning.is_file():
+        parser.error(f"argument --tuning: want a file of `tune`; got {options.tuning}: no such file")
     if not (options.suite or options.list or options.model or options.memory_of):
         parser.error("want --suite, --list or --model")
+    import torch
+
+    from .peers import METHODS
+
+    if on_cuda(options.suite, options.tiny) and not torch.cuda.is_available():
+        parser.error(f"argument --suite: {options.suite} needs CUDA, and torch sees no such device")
+    for name in options.only or ():
+        if name not in METHODS:
+            unknown(parser, name, METHODS)
 
 
-def unknown(parser: argparse.ArgumentParser, name: str) -> NoReturn:
-    near = nearest(name, METHODS)
+def unknown(parser: argparse.ArgumentParser, name: str, methods: Iterable[str]) -> NoReturn:
+    near = nearest(name, methods)
     parser.error(f"argument --only: no method {name!r}{f' (did you mean {near!r}?)' if near else '; see --list'}")
-
-
-def measure(options: argparse.Namespace) -> None:
-    cases, seconds = SUITES[options.suite]
-    until = time.monotonic() + seconds
-    device = "cuda" if options.suite == "gpu" else "cpu"
-    torch.set_num_threads(options.threads)
-    stem = options.output / (f"cpu-{options.threads}" if options.suite in ("cpu", "full") else options.suite)
-    record = report.Record(stem.with_suffix(".json"), options.suite, device, options.threads)
-    wanted = [chosen(case, options) for case in cases()]
-    if device == "cpu":
-        keep_memory(max(working_bytes(case) for case in wanted))
-    for case in wanted:
-        measure_case(case, device, until, record)
-    record.result["complete"] = True
-    record.save()
-    say(report.plots(record.result, stem))
-    say(f"results: {record.path}")
-
-
-def working_bytes(case: Case) -> int:
-    """Memory for the timed calls of a case: eight of every matrix in fp32, more than any method here has at once."""
-    return 8 * 4 * (case.N * case.V + case.V * case.H + case.N * case.H)
-
-
-def chosen(case: Case, options: argparse.Namespace) -> Case:
-    """The case with the command's methods and repeats."""
-    changes: dict[str, Any] = {"repeats": options.repeats} if options.repeats else {}
-    if options.only:
-        changes |= {key: tuple(m for m in getattr(case, key) if m in options.only) for key in ("methods", "sparse")}
-    return Case(**(vars(case) | changes))
-
-
-def measure_case(case: Case, device: str, until: float, record: report.Record) -> None:
-    if not case.methods:
-        return
-    left = until - time.monotonic()
-    if left <= 0:
-        sizes = {"name": case.name, "N": case.N, "H": case.H, "V": case.V, "dtype": case.dtype, "rounds": 0}
-        status = "left out: the suite's time is spent"
-        rows = [{"method": name, "rho": case.shares[0], "status": status} for name in case.methods]
-        record.put(sizes | {"rows": rows})
-        say(f"{case.name}, N={case.N}, H={case.H}, V={case.V}, {case.dtype}: {status}")
-        return
-    run(case, device, until, record.put)
-    say(report.case_table(record.result["cases"][-1]))
 
 
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["tune"]:
+        parsed = tune_options.parse(arguments[1:])
         from . import tune  # needs triton
 
-        tune.main(arguments[1:], say)
+        tune.main(*parsed, say)
         return
     parser, options = parse(arguments)
     checked(parser, options)
     if options.memory_of:
+        from .measure import resident_memory
+
         say(str(resident_memory(options.memory_of)))
     elif options.list:
+        from .peers import METHODS
+
         for method in METHODS.values():
             say(f"{method.name:30} {method.what} ({method.package})")
     elif options.model:
@@ -130,7 +94,9 @@ def main(arguments: list[str] | None = None) -> None:
         say("")
         say(model.paths())
     else:
-        measure(options)
+        from .session import measure
+
+        measure(options, say)
 
 
 if __name__ == "__main__":

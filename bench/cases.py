@@ -1,4 +1,4 @@
-"""The measured cases: shapes, suites, and inputs that look like those of reinforcement learning."""
+"""The inputs of a case: tensors that look like those of reinforcement learning."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,38 +11,10 @@ from torch import Tensor
 
 from rlplus.objective import Objective, policy_loss
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-GROUP = 8  # sequences: seven sampled, one demonstrated
+from .case import GROUP, NAMES, Case
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in NAMES}
 NOISE = 2.0  # standard deviation of the logits
-
-
-@dataclass(frozen=True)
-class Case:
-    """One set of tensors, and the methods measured on it in turn.
-
-    forward    logprobs only, without gradients
-    shares     share of rows with a gradient; the first is for all methods, the others for those named in `sparse`
-    external   share of demonstrated rows
-    scattered  rows without a gradient have weight 0 and lie anywhere; else they are whole groups of zero advantage
-    seconds    what the case may take; measuring stops after the round in which it is spent
-    memory, accuracy   whether these are measured, once per method, at the first share
-    """
-
-    name: str
-    N: int
-    H: int
-    V: int
-    dtype: str
-    methods: tuple[str, ...]
-    forward: bool = False
-    sparse: tuple[str, ...] = ()
-    shares: tuple[float, ...] = (1.0,)
-    external: float = 1 / GROUP
-    scattered: bool = False
-    repeats: int = 7
-    seconds: float = 60.0
-    memory: bool = True
-    accuracy: bool = True
 
 
 @dataclass

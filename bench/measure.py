@@ -20,7 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cases import Case, Head, Inputs
+from rlplus.errors import one_line
+
+from .case import Case
+from .cases import Head, Inputs
+from .machine import clocks, kernel_times, package_root
 from .peers import METHODS, Method, Step, Unavailable
 
 Row = dict[str, Any]
@@ -90,6 +94,7 @@ class Measurement:
     def __init__(self, case: Case, device: str, until: float) -> None:
         self.case, self.until = case, min(until, time.monotonic() + case.seconds)
         head = Head(case, device)
+        self.cuda = device == "cuda"
         self.rows: list[Row] = []
         self.steps: list[tuple[Row, Method, Inputs, Step, float]] = []
         bare = METHODS["bare-1u" if case.forward else "bare-3u"]
@@ -100,7 +105,7 @@ class Measurement:
             for name in names:
                 self.prepare(METHODS[name], inputs)
         self.result = {**asdict(case), "rounds": 0, "rows": self.rows}
-        for field in ("methods", "sparse", "shares", "seconds", "repeats"):
+        for field in ("methods", "sparse", "shares", "seconds", "repeats", "profiled"):
             del self.result[field]
 
     def prepare(self, method: Method, inputs: Inputs) -> None:
@@ -157,6 +162,17 @@ class Measurement:
                 row["ratio"] = spread([t / b for t, b in zip(times, taken[0], strict=True)])
                 row["page_faults"] = median(touched)
         self.steps = [step for step in steps if step[0]["status"] == "ok"]
+        if self.cuda:
+            self.result["clocks"] = clocks()
+
+    def profile(self) -> None:
+        """Time by kernel of one call, of the bare GEMMs and the case's `profiled` methods at the first share."""
+        for row, method, inputs, step, _ in self.steps:
+            if inputs.share != self.case.shares[0] or method.name not in self.case.profiled:
+                continue
+            with failure_in(row, "kernels_note", method):
+                row["kernels"] = kernel_times(partial(call, method, inputs, step), self.cuda)
+            clear(inputs)
 
     def remember(self) -> None:
         """Peak memory beyond inputs and gradients, MB = 10^6 bytes, of the methods at the first share."""
@@ -197,6 +213,9 @@ def run(case: Case, device: str, until: float, saved: Callable[[dict[str, Any]],
     measurement = Measurement(case, device, until)
     measurement.time()
     saved(measurement.result)
+    if case.profiled:
+        measurement.profile()
+        saved(measurement.result)
     if case.accuracy:
         measurement.compare()
         saved(measurement.result)
@@ -241,8 +260,7 @@ def reason(error: Exception, method: Method) -> str:
         return str(error)
     if isinstance(error, ModuleNotFoundError):
         return f"not installed: {error.name}" if package_version(method.package) else f"not installed: {method.package}"
-    lines = str(error).strip().splitlines()
-    return f"failed: {type(error).__name__}: {lines[0][:160] if lines else ''}"
+    return f"failed: {one_line(error)}"
 
 
 def package_version(name: str) -> str | None:
@@ -280,11 +298,6 @@ def memory_of_a_process(case: Case, method: Method, timeout: float | None = None
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1])
     return float(done.stdout.splitlines()[-1])
-
-
-def package_root() -> Path:
-    """The folder from which this package is imported under its current name."""
-    return Path(__file__).parents[str(__package__).count(".") + 1]
 
 
 def resident_memory(task: str) -> float:

@@ -1,14 +1,12 @@
-"""The methods: the bare GEMMs, every backend of ours, and the peers, each through its public entry point.
+"""The methods of others, each through its public entry point: PyTorch's, and those of other packages.
 
-A method gets `cases.Inputs` and prepares a step. A step computes the method's loss and `hidden.grad`, `weight.grad`, or
-only logprobs where the method is a forward one, and returns the logprobs (N,) if there are any. To add one, write a
-function with the decorator `method`, and name it in `suites.py`.
+To add one, write a function with the decorator `method`, and name it in `suites.py`. A method of ours is one call of
+`methods.ours`.
 """
 
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -18,147 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlplus.kernels.tiling import Tiling
-from rlplus.objective import Objective, policy_loss
-from rlplus.ops import linear_logprob, linear_policy_loss, tuning
+from rlplus.objective import policy_loss
 
 from .cases import Inputs
+from .methods import METHODS, Method, Step, Unavailable, method
 
-Step = Callable[[], Tensor | None]
-Prepare = Callable[[Inputs], Step]
-
-
-@dataclass(frozen=True)
-class Method:
-    """kind says which loss: "policy" (RL-PLUS), "grpo", "cross-entropy" (mean over the rows with a gradient), "forward"
-    (logprobs only), "bare" (GEMMs), or "other" (a policy loss whose gradients are not compared).
-
-    package    the distribution that it comes from
-    device     the only type of device it runs on; None = any
-    compiles   its first call takes long
-    into       it adds the weight's gradient to a buffer that exists, instead of making one
-    """
-
-    name: str
-    kind: str
-    what: str
-    prepare: Prepare
-    package: str = "rlplus"
-    device: str | None = None
-    compiles: bool = False
-    into: bool = False
-
-
-METHODS: dict[str, Method] = {}
-
-
-def method(name: str, kind: str, what: str, **fields: Any) -> Callable[[Prepare], Prepare]:
-    """Register a function that prepares a step."""
-
-    def register(prepare: Prepare) -> Prepare:
-        METHODS[name] = Method(name, kind, what, prepare, **fields)
-        return prepare
-
-    return register
-
-
-class Unavailable(Exception):
-    """The reason why a method cannot be measured here."""
-
-
-# ---- the unit
-
-
-@method("bare-3u", "bare", "logits, dhidden, dweight by the vendor's GEMM into memory that exists", package="torch")
-def bare_three(x: Inputs) -> Step:
-    hidden, weight = x.hidden.detach(), x.weight.detach()
-    logits, dhidden, dweight = hidden.new_empty(len(hidden), len(weight)), *map(torch.empty_like, (hidden, weight))
-
-    def step() -> None:
-        torch.mm(hidden, weight.t(), out=logits)
-        torch.mm(logits, weight, out=dhidden)
-        torch.mm(logits.t(), hidden, out=dweight)
-
-    return step
-
-
-@method("bare-1u", "bare", "logits by the vendor's GEMM into memory that exists", package="torch")
-def bare_one(x: Inputs) -> Step:
-    hidden, weight = x.hidden.detach(), x.weight.detach()
-    logits = hidden.new_empty(len(hidden), len(weight))
-
-    def step() -> None:
-        torch.mm(hidden, weight.t(), out=logits)
-
-    return step
-
-
-# ---- ours
-
-
-def ours(
-    name: str, device: str | None, kind: str = "policy", note: str = "", into: bool = False, **options: Any
-) -> None:
-    """Register a backend with its options, for the policy loss."""
-
-    def prepare(x: Inputs) -> Step:
-        buffer = torch.zeros_like(x.weight, dtype=torch.float32, requires_grad=False) if into else None
-
-        def step() -> Tensor:
-            out = linear_policy_loss(x.hidden, x.weight, x.target, **x.constants, **options, weight_grad=buffer)
-            out.loss.backward()
-            return out.logprob
-
-        return step
-
-    method(name, kind, f"RL-PLUS loss{note}", device=device, into=into)(prepare)
-
-
-def ours_forward(name: str, device: str | None, **options: Any) -> None:
-    """Register a backend with its options, for logprob and entropy."""
-
-    def prepare(x: Inputs) -> Step:
-        def step() -> Tensor:
-            return linear_logprob(x.hidden, x.weight, x.target, **options)[0]
-
-        return step
-
-    method(f"{name} forward", "forward", "logprob and entropy", device=device)(prepare)
-
-
-BONUS = replace(Objective(), entropy_coef=1e-3)
-for backend, only in {"reference": None, "torch": None, "cpp": "cpu", "triton": "cuda"}.items():
-    ours(backend, only, backend=backend)
-    ours_forward(backend, only, backend=backend)
-    if backend != "reference":
-        ours(f"{backend} least", only, note=", memory='least'", backend=backend, memory="least")
-        ours(f"{backend} into", only, "other", ", dW added to an fp32 buffer", into=True, backend=backend)
-        ours(f"{backend} entropy", only, "other", " with an entropy bonus", backend=backend, objective=BONUS)
-        ours(f"{backend} filter", only, note=", grad_filter 1e-3", backend=backend, grad_filter=1e-3)
-        for mb in (40, 160, 320):
-            ours(f"{backend} {mb} MB", only, note=f", max_scratch_mb {mb}", backend=backend, max_scratch_mb=mb)
-
-
-def own_gemm(name: str, of: str) -> None:
-    """Registers method `of` of the triton backend with that backend's own first GEMM instead of the vendor's."""
-
-    def prepare(x: Inputs) -> Step:
-        step, kernels = METHODS[of].prepare(x), import_module("rlplus.kernels.linear_logprob")
-        kind = tuning.kind_of(x.hidden.device, x.hidden.dtype, *x.weight.shape)
-        tiling = Tiling(forward=kernels.default_tile(x.hidden, False), loss=kernels.default_tile(x.hidden, True))
-
-        def with_own() -> Tensor | None:
-            with tuning.using(kind, tiling):
-                return step()
-
-        return with_own
-
-    method(name, METHODS[of].kind, f"{METHODS[of].what}, logits by a Triton GEMM", device="cuda")(prepare)
-
-
-own_gemm("triton own GEMM", "triton")
-own_gemm("triton own GEMM forward", "triton forward")
-
+__all__ = ["METHODS", "Method", "Step", "Unavailable", "method"]  # with those of others
 
 # ---- peers: PyTorch
 

@@ -1,25 +1,23 @@
-"""The results: a JSON file that grows with every case, tables for the manual, and plots."""
+"""The results: a JSON file that grows with every case, and tables for the manual."""
 
 import json
-import os
 import platform
 from collections.abc import Iterable
-from functools import partial
-from importlib.util import find_spec
-from itertools import zip_longest
-from math import ceil, nan
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rlplus.durable import write_text
+from rlplus.ops.verdicts import versions
+
+from .machine import hardware, revision
 from .measure import Row, package_version
 from .peers import METHODS
 
 Result = dict[str, Any]
 LOSSES = {"policy": "RL-PLUS", "other": "RL-PLUS", "grpo": "GRPO", "cross-entropy": "cross-entropy", "forward": ""}
 SIZES = ("N", "H", "V")
-OWN, PEER = "tab:blue", "tab:orange"
 PACKAGES = ("torch", "triton", "numpy", *sorted({m.package for m in METHODS.values()} - {"torch"}))
 
 
@@ -28,15 +26,18 @@ class Record:
 
     def __init__(self, path: Path, suite: str, device: str, threads: int) -> None:
         self.path = path
-        cuda = device == "cuda"
+        cuda, own = device == "cuda", versions()
         self.result: Result = {
             "suite": suite,
             "complete": False,
+            "revision": revision(),
             "device": torch.cuda.get_device_name() if cuda else f"{platform.system()} {platform.machine()}",
             "clock": "CUDA events" if cuda else "CPU time of the process, all threads",
             "threads": threads,
             "hardware": hardware(cuda),
-            "versions": {name: package_version(name) for name in PACKAGES} | {"python": platform.python_version()},
+            "versions": {name: package_version(name) for name in PACKAGES}
+            | {name: own[name] for name in ("driver", "kernels")}
+            | {"python": platform.python_version()},
             "cases": [],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,26 +51,7 @@ class Record:
         self.save()
 
     def save(self) -> None:
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.result, indent=1) + "\n")
-        part.replace(self.path)
-
-
-def hardware(cuda: bool) -> dict[str, Any]:
-    if not cuda:
-        return {
-            "instructions": torch.backends.cpu.get_cpu_capability(),
-            "bf16_instructions": torch.cpu._is_avx512_bf16_supported(),
-            "cores": os.cpu_count(),
-            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY"),
-        }
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "capability": f"{properties.major}.{properties.minor}",
-        "memory_gb": properties.total_memory / 1e9,
-        "multiprocessors": properties.multi_processor_count,
-        "cuda": torch.version.cuda,
-    }
+        write_text(self.path, json.dumps(self.result, indent=1) + "\n")
 
 
 # ---- tables
@@ -114,7 +96,24 @@ def case_table(case: dict[str, Any]) -> str:
         )
         for row in case["rows"]
     ]  # fmt: skip
-    return f"{title(case)}\n{lines(header, rows)}\n"
+    parts = [title(case), lines(header, rows)]
+    if state := case.get("clocks"):
+        parts.append("after the rounds: " + ", ".join(f"{name} {value:g}" for name, value in state.items()))
+    return "\n".join([*parts, *kernel_tables(case)]) + "\n"
+
+
+def kernel_tables(case: dict[str, Any]) -> list[str]:
+    """The time of each kernel in one call, of the methods that were profiled."""
+    tables = []
+    for row in case["rows"]:
+        total = sum(kernel["ms"] for kernel in row.get("kernels", ()))
+        cells = [
+            (kernel["kernel"][:70], str(kernel["launches"]), f"{kernel['ms']:.3f}", f"{kernel['ms'] / total:.1%}")
+            for kernel in row.get("kernels", ())
+        ]
+        if cells:
+            tables.append(lines((f"kernels of {row['method']}", "launches", "ms", "share"), cells))
+    return tables
 
 
 def machine(result: Result) -> str:
@@ -297,6 +296,8 @@ def manual_part(results: dict[str, Result]) -> str:
         parts += [main_table(next(iter(processors.values()))), faults_note(processors), bf16_note(processors)]
     if "gpu" in results:
         parts += [main_table(results["gpu"]), side_table(results["gpu"])]
+        if "tuned" in results:
+            parts += [main_table(results["tuned"]), side_table(results["tuned"])]
     else:
         parts.append("GPU: not measured yet.\n")
     return "\n".join(part for part in parts if part)
@@ -305,77 +306,3 @@ def manual_part(results: dict[str, Result]) -> str:
 def load(folder: Path) -> dict[str, Result]:
     """The results that the manual shows, by the name of the file."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if path.stem != "quick"}
-
-
-# ---- plots
-
-
-def plots(result: Result, stem: Path) -> str:
-    """Draws speeds and sweeps beside the JSON; says what it did."""
-    if find_spec("matplotlib") is None:
-        return "no plots: matplotlib is not installed"
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    panels = [partial(draw_speeds, case=case) for case in cases_of(result, "main").values()]
-    for what, cases in sweeps(result).items():
-        panels += [partial(draw, what=what, cases=cases) for draw in (draw_times, draw_memory)]
-    if not panels:
-        return "no plots: nothing measured"
-    high = ceil(len(panels) / 2)
-    figure, axes = plt.subplots(high, 2, figsize=(13, 5 * high), squeeze=False)
-    for axis, panel in zip_longest(axes.flat, panels):
-        panel(axis) if panel else axis.axis("off")
-    figure.tight_layout()
-    path = stem.with_suffix(".png")
-    figure.savefig(path, dpi=60)
-    plt.close(figure)
-    return f"plots: {path}"
-
-
-def sweeps(result: Result) -> dict[str, list[dict[str, Any]]]:
-    """Sweeps by size: the sweep's cases that differ from its first one in this size alone and were measured."""
-    cases = sweep_of(result)
-    base = next(iter(cases), ())
-    found = {}
-    for i, what in enumerate(SIZES, start=1):  # behind the dtype
-        alone = [c for shape, c in cases.items() if shape[:i] + shape[i + 1 :] == base[:i] + base[i + 1 :]]
-        measured = [case for case in alone if case["rows"][-1]["status"] == "ok"]
-        if len(measured) > 1:
-            found[what] = sorted(measured, key=lambda case: case[what])
-    return found
-
-
-def draw_times(axis: Any, what: str, cases: list[dict[str, Any]]) -> None:
-    sizes = [case[what] for case in cases]
-    for at, style, colour in ((-1, "o-", OWN), (0, "--", "black")):
-        rows = [case["rows"][at] for case in cases]
-        axis.plot(sizes, [row["ms"]["median"] for row in rows], style, color=colour, label=label(rows[0]))
-    axis.set(xlabel=what, ylabel="ms", title=f"time over {what}", ylim=(0, None), xlim=(0, None))
-    axis.legend()
-
-
-def draw_memory(axis: Any, what: str, cases: list[dict[str, Any]]) -> None:
-    mb = [case["rows"][-1].get("extra_mb", nan) for case in cases]
-    axis.plot([case[what] for case in cases], mb, "s-", color=OWN, label=label(cases[0]["rows"][-1]))
-    axis.set(xlabel=what, ylabel="MB", title=f"memory over {what}", ylim=(0, None), xlim=(0, None))
-    axis.legend()
-
-
-def label(row: Row) -> str:
-    return "bare GEMMs" if METHODS[row["method"]].kind == "bare" else str(row["method"])
-
-
-def draw_speeds(axis: Any, case: dict[str, Any]) -> None:
-    """Bars of the methods, the fastest on top: ours in one colour, the peers in another, the bare GEMMs a line."""
-    rows = [row for row in case["rows"][1:] if row["status"] == "ok" and row["rho"] == case["rows"][0]["rho"]]
-    rows.sort(key=lambda row: -row["ratio"]["median"])
-    for name, colour, own in (("rlplus", OWN, True), ("peers", PEER, False)):
-        chosen = [(i, row) for i, row in enumerate(rows) if (METHODS[row["method"]].package == "rlplus") == own]
-        axis.barh([i for i, _ in chosen], [row["ratio"]["median"] for _, row in chosen], color=colour, label=name)
-    axis.set_yticks(range(len(rows)), [row["method"] for row in rows])
-    axis.axvline(1, color="black", linewidth=1, linestyle="--", label="bare GEMMs")
-    axis.set(xlabel="time over bare GEMMs", title=title(case).replace(", ", "\n", 2))
-    axis.legend()

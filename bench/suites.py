@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from .cases import Case
+from .case import Case
 
 Sizes = dict[str, Any]
 
@@ -59,30 +59,53 @@ def full() -> list[Case]:
     return unlimited(cpu())
 
 
+QWEN: Sizes = {"N": 16_384, "H": 3584, "V": 151_936}  # Qwen2.5-7B
+
+
 def gpu() -> list[Case]:
-    """At most nine minutes on one H200."""
-    main: Sizes = {"N": 16_384, "H": 3584, "V": 151_936}  # Qwen2.5-7B
+    """At most six minutes on one H200: with the self-check before it, one call of ten."""
     options = ("320 MB", "160 MB", "least", "into", "entropy", "filter")
-    ours = ("triton", "triton own GEMM", *(f"triton {option}" for option in options), "torch", "reference", "cpp")
+    own = ("triton", "triton own GEMM", "triton two-byte")
+    ours = (*own, *(f"triton {option}" for option in options), "torch", "reference", "cpp")
     few = ("triton", "torch", "naive torch", "Liger GRPO tuned", "CCE")
     cases = [
-        Case("main", **main, dtype="bfloat16", methods=(*ours, *PEERS), sparse=few, shares=(1.0, 0.5, 0.25),
-             seconds=200),
-        Case("forward", **main, dtype="bfloat16", methods=FORWARD, forward=True, seconds=60),
+        Case("main", **QWEN, dtype="bfloat16", methods=(*ours, *PEERS), sparse=few, shares=(1.0, 0.5, 0.25),
+             seconds=190, profiled=("bare-3u", *own, "torch")),
+        Case("forward", **QWEN, dtype="bfloat16", methods=FORWARD, forward=True, seconds=35,
+             profiled=("bare-1u", "triton forward", "triton own GEMM forward")),
     ]  # fmt: skip
     base: Sizes = {"N": 4096, "H": 2048, "V": 64_000}
     sizes = {"N": (2048, 4096, 8192, 16_384, 32_768), "V": (16_000, 32_000, 64_000, 128_000, 256_000),
              "H": (1024, 2048, 4096, 8192)}  # fmt: skip
-    cases += sweep(base, sizes, "triton")
+    cases += [replace(case, seconds=4) for case in sweep(base, sizes, "triton")]
     small = ("triton", "torch", "reference", *PEERS)
     cases += [
-        Case("small", N=4096, H=896, V=151_936, dtype="bfloat16", methods=small, seconds=60),  # Qwen2.5-0.5B
-        Case("small", N=4096, H=896, V=32_000, dtype="float32", methods=small[:4], seconds=20),
-        Case("small", N=4096, H=896, V=32_000, dtype="float16", methods=small[:4], seconds=20),
+        Case("small", N=4096, H=896, V=151_936, dtype="bfloat16", methods=small, seconds=35),  # Qwen2.5-0.5B
+        Case("small", N=4096, H=896, V=32_000, dtype="float32", methods=small[:4], seconds=10),
+        Case("small", N=4096, H=896, V=32_000, dtype="float16", methods=small[:4], seconds=10),
         # Last and by itself: its tiles do not fit V and are not masked, and an illegal access ends the process's CUDA.
-        Case("apart", **main, dtype="bfloat16", methods=("triton", "verl triton"), seconds=30),
+        Case("apart", **QWEN, dtype="bfloat16", methods=("triton", "verl triton"), seconds=25),
     ]
     return cases
+
+
+def tuned() -> list[Case]:
+    """At most 80 seconds on one H200: the head that `tune` tunes by default, with and without the tuning of a file."""
+    own = ("triton", "triton tuned", "triton two-byte", "triton own GEMM")
+    forward = ("triton forward", "triton tuned forward", "triton own GEMM forward")
+    cases = [
+        Case("main", **QWEN, dtype="bfloat16", methods=(*own, "torch"), seconds=55, profiled=("bare-3u", *own[1:3])),
+        Case("forward", **QWEN, dtype="bfloat16", methods=forward, forward=True, seconds=20, profiled=forward[1:2]),
+    ]
+    return cases
+
+
+def tiny(cases: list[Case]) -> list[Case]:
+    """The same methods on tensors of a few numbers, in one round without a limit: tries the program on a CPU."""
+    small = [
+        replace(case, N=16, H=32, V=300, repeats=1, memory=False, seconds=inf, sparse=case.sparse[:2]) for case in cases
+    ]
+    return [case for i, case in enumerate(small) if case not in small[:i]]
 
 
 def quick() -> list[Case]:
@@ -100,4 +123,8 @@ def quick() -> list[Case]:
 
 
 # Its cases, its seconds.
-SUITES = {"cpu": (cpu, 570.0), "full": (full, inf), "gpu": (gpu, 510.0), "quick": (quick, 50.0)}
+SUITES = {"cpu": (cpu, 570.0), "full": (full, inf), "gpu": (gpu, 360.0), "tuned": (tuned, 80.0), "quick": (quick, 50.0)}
+
+
+def on_cuda(suite: str, tiny: bool) -> bool:
+    return suite in ("gpu", "tuned") and not tiny

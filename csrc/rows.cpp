@@ -18,9 +18,9 @@
 #include <unistd.h>
 #endif
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(EVERY_CPU)
 #define EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
+#elif !defined(EVERY_CPU)  // else the compiler's command line chose one processor
 #define EVERY_CPU
 #endif
 #define INLINE static inline __attribute__((always_inline))

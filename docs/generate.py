@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from bench import report
@@ -25,6 +26,7 @@ from rlplus.objective.surrogates import EXTERNAL
 from rlplus.report.tables import interval, percent
 
 ROOT = Path(__file__).parent.parent
+COLUMNS = 120  # of code that fit the page, by style.css
 
 # Where each preset is published. Ablations are those of the preset that their name begins with.
 SOURCES = {
@@ -199,7 +201,8 @@ def options() -> Iterator[str]:
 
 def docstring(kind: type) -> str:
     found = ", ".join(f"{field.name} {show(field.default)}" for field in fields(kind))
-    lines = [inspect.getdoc(kind) or "", f"Defaults: {found}." if found else "No options."]
+    defaults = fill(f"Defaults: {found}." if found else "No options.", COLUMNS)
+    lines = [inspect.getdoc(kind) or "", defaults]
     return "```text\n" + "\n\n".join(lines) + "\n```"
 
 

@@ -13,6 +13,7 @@ that no problem for validation is trained on.
 import argparse
 import random
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,4 +117,7 @@ SOURCES = {
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, ValueError) as error:
+        sys.exit(f"prepare_data.py: {error} (--train and --test take files in place of the hub's)")

@@ -4,6 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
+if triton.knobs.runtime.interpret and triton.__version__.startswith("3.6."):
+    from rlplus.kernels.interpreter import squeeze_indices
+
+    squeeze_indices()
+
 FLOOR = tl.constexpr(-1e30)
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # initial value of a maximum: with -inf, -inf - max would be NaN
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -11,14 +16,11 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # Triton's interpret
 
 
 @triton.jit
-def _at_rows(inv_temperature, softcap, row_temperature, rows, here):
-    """1 / temperature and softcap of rows with individual temperatures, by which both are divided."""
+def _at_rows(x, row_temperature, rows, here):
+    """x (1 / temperature, or softcap) of rows with individual temperatures, by which it is divided."""
     if row_temperature is not None:
-        own = 1.0 / tl.load(row_temperature + rows, here, 1.0)
-        inv_temperature *= own
-        if softcap is not None:
-            softcap *= own
-    return inv_temperature, softcap
+        x *= 1.0 / tl.load(row_temperature + rows, here, 1.0)
+    return x  # a single value: Triton 3.6 cannot return a tuple that holds None
 
 
 @triton.jit

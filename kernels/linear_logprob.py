@@ -216,7 +216,9 @@ def _statistics_kernel(
     """Statistics of a row, or with `partial` of a part of it, added to the stored ones if CARRY."""
     stride, V, W, width = sizes
     n = tl.program_id(0).to(tl.int64)  # 15k rows of 152k logits are past int32
-    inv_temperature, softcap = _at_rows(inv_temperature, softcap, row_temperature, n, True)
+    inv_temperature = _at_rows(inv_temperature, row_temperature, n, True)
+    if softcap is not None:
+        softcap = _at_rows(softcap, row_temperature, n, True)
     first = tl.program_id(1) * width
     last = tl.minimum(first + width, V)
     row = logits + n * stride
@@ -272,7 +274,9 @@ def _gradient_kernel(
     n = tl.program_id(0).to(tl.int64)
     to = tl.load(slot + n)
     if to >= 0:
-        inv_temperature, softcap = _at_rows(inv_temperature, softcap, row_temperature, n, True)
+        inv_temperature = _at_rows(inv_temperature, row_temperature, n, True)
+        if softcap is not None:
+            softcap = _at_rows(softcap, row_temperature, n, True)
         v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
         out, known = dlogits + to * stride_d + v, values + n * WIDTH
         dlogprob, dentropy = tl.load(known + DLOGPROB), tl.load(known + DENTROPY)
@@ -328,7 +332,9 @@ def _tile_kernel(
         stored = here[:, None] & (v < W)[None, :]
         if not EXPONENTIALS:
             tl.store(to, acc, stored)
-    inv_temperature, softcap = _at_rows(inv_temperature, softcap, row_temperature, m[:, None], here[:, None])
+    inv_temperature = _at_rows(inv_temperature, row_temperature, m[:, None], here[:, None])
+    if softcap is not None:
+        softcap = _at_rows(softcap, row_temperature, m[:, None], here[:, None])
     z = _z(acc, v[None, :], (v < V)[None, :], bias, inv_temperature, softcap)
     z = tl.where((v < V)[None, :], z, -float("inf"))
     y = tl.load(target + m, here, -1)
@@ -350,6 +356,9 @@ def _tile_kernel(
 def _combine_kernel(values, partial, target, n, V, tiles, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = rows < n
+    y = tl.load(target + rows, here, -1)
+    out, known = values + rows * WIDTH, (y >= 0) & (y < V)
+    z_target = tl.load(out + LOGPROB, here & known, 0.0)  # before the barriers of the sums: threads may share a row
     m = tl.full((BLOCK_N,), LOWEST, tl.float32)
     s, t = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, tiles, BLOCK_T):
@@ -364,10 +373,7 @@ def _combine_kernel(values, partial, target, n, V, tiles, BLOCK_N: tl.constexpr,
         t = decay * (t + up * s) + tl.sum(e * (t_tile + d * s_tile), 0)
         s = decay * s + tl.sum(e * s_tile, 0)
     logsum = tl.log(s)
-    y = tl.load(target + rows, here, -1)
-    out, known = values + rows * WIDTH, (y >= 0) & (y < V)
-    logprob = _floor(tl.load(out + LOGPROB, here & known, 0.0) - m - logsum)
-    tl.store(out + LOGPROB, tl.where(known, logprob, float("nan")), here)
+    tl.store(out + LOGPROB, tl.where(known, _floor(z_target - m - logsum), float("nan")), here)
     tl.store(out + ENTROPY, logsum - t / s, here)
     tl.store(out + MAX, m, here)
     tl.store(out + LOGSUM, logsum, here)

@@ -6,14 +6,17 @@ Ranks report long work before a collective as a `phase`, so that a timeout can s
 """
 
 import re
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from rlplus import durable
 
 timeout = timedelta(hours=1)  # of a collective
 _gloo: Any = None
@@ -89,6 +92,22 @@ def failures(failure: BaseException | None, *, clear: tuple[type[BaseException],
     texts = gathered(None if failure is None else text)
     named = ((f"rank {rank}: ", text) for rank, text in enumerate(texts) if text is not None)
     return "; ".join(name + text.removeprefix(name) for name, text in named)
+
+
+@contextmanager
+def locked(file: Path, refusal: str) -> Iterator[None]:
+    """Hold a lock for all ranks, see `durable.locked`; its errors are raised on all. Collective, if there are ranks."""
+    ranks = dist.is_initialized()
+    failure: Exception | None = None
+    with ExitStack() as stack:
+        if not ranks or dist.get_rank() == 0:
+            try:
+                stack.enter_context(durable.locked(file, refusal))
+            except (ValueError, OSError) as error:
+                failure = error
+        if what := (failures(failure) if ranks else failure and str(failure)):
+            raise ValueError(what) from failure
+        yield
 
 
 def _store() -> Any:

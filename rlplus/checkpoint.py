@@ -11,7 +11,6 @@ Loading unpickles (DeepSpeed's format does): load only checkpoints that you wrot
 """
 
 import json
-import os
 import random
 import re
 import shutil
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from rlplus import agree
+from rlplus.durable import flush, remove_unfinished, write_text
 from rlplus.textfiles import read_text
 
 SAVING = "saving"
@@ -115,6 +115,7 @@ def _together(action: Callable[[], None], step: int, saving: Path) -> None:
 
 def _clear(saving: Path, final: Path) -> None:
     saving.parent.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(saving.parent, "latest|exported")
     for leftover in (saving, final):  # `final` without a pointer: the process died between rename and pointer
         if leftover.exists():
             shutil.rmtree(leftover)
@@ -135,7 +136,7 @@ def _write(engines: Mapping[str, Any], saving: Path, rank_state: Any) -> None:
 
 def _save_flushed(value: Any, file: Path) -> None:
     torch.save(value, file)
-    _flush(file)
+    flush(file)
 
 
 @contextmanager
@@ -152,7 +153,7 @@ def _errors_kept(engine: Any) -> Iterator[list[Exception]]:
                 result = write(*args, **kwargs)
                 for file in (*args, *kwargs.values()):  # of (state, path)
                     if isinstance(file, str):
-                        _flush(Path(file))
+                        flush(Path(file))
                 return result
             except (OSError, RuntimeError) as error:
                 errors.append(error)
@@ -173,10 +174,10 @@ def _publish(folder: Path, final: Path, state: dict[str, Any], keep: int, spared
     """Rename the finished `saving` to `final`, name it in `latest`, delete old checkpoints."""
     saving = folder / SAVING
     text = json.dumps(state | {"files": _archives(saving)})
-    (saving / "state.json").write_text(text)
-    (saving / "state.crc32").write_text(f"{zlib.crc32(text.encode()):08x}")
+    write_text(saving / "state.json", text)
+    write_text(saving / "state.crc32", f"{zlib.crc32(text.encode()):08x}")
     for path in (*saving.rglob("*"), saving):
-        _flush(path)
+        flush(path)
     saving.rename(final)
     point_to(final)
     # A later one has no pointer, see `_clear`: it is none of the newest.
@@ -192,11 +193,7 @@ def _archives(checkpoint: Path) -> list[str]:
 
 def point_to(checkpoint: Path) -> None:
     """Name it in `latest`."""
-    pointer = checkpoint.with_name("latest.new")
-    pointer.write_text(checkpoint.name)
-    _flush(pointer)
-    pointer.replace(checkpoint.with_name("latest"))
-    _flush(checkpoint.parent)
+    write_text(checkpoint.with_name("latest"), checkpoint.name)
 
 
 def verify(checkpoint: Path) -> None:
@@ -250,19 +247,22 @@ def _check_archive(file: Path) -> None:
                 raise ValueError(f"the entry of {entry.filename} in its table is wrong")
 
 
-def _read_checked(file: Path) -> str:
-    """The text of `file`; ValueError if its CRC-32 differs. Checkpoints of 0.1.0 have none."""
+def _read_checked(file: Path) -> Any:
+    """The JSON in `file`; ValueError if its CRC-32 differs, or is missing where the version that wrote it had one."""
     content, written = file.read_bytes(), file.with_suffix(".crc32")
     if written.exists() and written.read_bytes() != f"{zlib.crc32(content):08x}".encode():
         raise ValueError("its CRC-32 is wrong")
-    return content.decode()
+    state = json.loads(content)
+    if not written.exists() and isinstance(state, dict) and state.keys() & {"files", "surroundings"}:
+        raise ValueError(f"{written.name} beside it is missing, which only 0.1.0 did not write")
+    return state
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The JSON state of a checkpoint: `save`'s `state`, "step" and "world_size"."""
     file = checkpoint / "state.json"
     try:
-        state: dict[str, Any] = json.loads(_read_checked(file))
+        state: dict[str, Any] = _read_checked(file)
     except ValueError as error:
         raise ValueError(f"{file} is damaged: {error}") from error
     if not isinstance(state, dict) or not {"step", "world_size"} <= state.keys():
@@ -318,12 +318,3 @@ def set_random_state(state: dict[str, Any]) -> None:
     np.random.set_state(state["numpy"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _flush(path: Path) -> None:
-    """Flush a file's contents, or a folder's list of names, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

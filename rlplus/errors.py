@@ -1,4 +1,4 @@
-"""Error messages: failures without a traceback, hints at mistyped names, how a command ended, safe text, the log."""
+"""Error messages: causes in one line, hints at mistyped names, how a command ended, safe text, the log."""
 
 import logging
 import signal
@@ -19,6 +19,37 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
     names = {text.lower(): text for text in valid}
     close = get_close_matches(name.lower(), names, n=1)
     return names[close[0]] if close else None
+
+
+def install_command(extra: str) -> str:
+    """The command that installs the optional packages of an extra, in a checkout."""
+    return f'pip install -e ".[{extra}]"'
+
+
+def one_line(error: BaseException) -> str:
+    """The error and the errors that caused it, in a line: type and message of each, "because of" between them.
+
+    A compiler's excerpt of the source, which a caret ends, is left with its first and its last line.
+    """
+    chain = [error]
+    while chain[-1].__cause__ is not None and chain[-1].__cause__ not in chain:
+        chain.append(chain[-1].__cause__)
+    texts: list[str] = []
+    for each in chain:
+        message = _without_excerpt(str(each)) or "without a message"
+        if not any(text.endswith(message) for text in texts):  # a compiler quotes the cause
+            texts.append(f"{type(each).__name__}: {message}")
+    return ", because of ".join(texts)
+
+
+def _without_excerpt(message: str) -> str:
+    """The message with spaces for newlines; of more than 1000 characters the middle is left out."""
+    lines = [" ".join(line.split()) for line in message.splitlines() if line.strip()]
+    if "^" in lines[5:]:  # place, "def" of the function, others, the line with the error, caret
+        at = lines.index("^", 5)
+        lines[2 : at - 1] = ["..."]
+    text = " ".join(lines)
+    return text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
 
 
 def ending(status: int) -> str:

@@ -15,14 +15,6 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}, line {line}: want UTF-8 text; got {error}") from error
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write UTF-8; an OSError names the file, which Python's error for a full disk does not."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OSError(f"could not write {path}: {error.strerror or error}") from error
-
-
 def file_name(name: str, longest: int | None = None) -> str:
     """The name as that of a file. One with other characters, only of dots or beyond `longest` gets a checksum."""
     plain = re.sub(r"[^\w.,+=-]+", "-", name)[:longest]

@@ -6,7 +6,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from rlplus.ops.causal_lm import LogitTransform
+from rlplus.ops.causal_lm import LogitTransform, body_of
 
 SMALL: dict[str, Any] = {
     "vocab_size": 53, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -61,6 +61,7 @@ FAMILIES: list[tuple[str, dict[str, Any], LogitTransform]] = [
     ("Olmo2", {}, PLAIN),
     ("Starcoder2", {}, PLAIN),
     ("GptOss", EXPERTS, PLAIN),
+    ("Llama4", EXPERTS | {"intermediate_size_mlp": 48, "head_dim": 16}, PLAIN),  # model.base_model is the model itself
 ]  # fmt: skip
 
 
@@ -78,4 +79,4 @@ def make(family: str, changes: dict[str, Any]) -> Any:
 def logits_and_hidden(model: Any) -> tuple[Tensor, Tensor]:
     ids = torch.tensor([[5, 9, 12, 30, 31, 22, 8]])
     with torch.no_grad():
-        return model(input_ids=ids).logits, model.base_model(input_ids=ids).last_hidden_state
+        return model(input_ids=ids).logits, body_of(model)(input_ids=ids).last_hidden_state

@@ -43,6 +43,10 @@ hypothesis.settings.register_profile("rlplus", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("rlplus")
 
 
+def pytest_report_header() -> str:
+    return f"instructions of torch: {torch.backends.cpu.get_cpu_capability()}"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "benchmark" not in config.option.markexpr:
         measured = [item for item in items if item.get_closest_marker("benchmark")]

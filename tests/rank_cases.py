@@ -37,7 +37,7 @@ from rlplus.ops.library import _scale as scale
 from rlplus.ops.tuning import Kind, cached_file, plain, record_of, write
 from rlplus.recipe import Batch, make_recipe
 from rlplus.trainer import train
-from rlplus.trainer.metrics import Tally, tally_update
+from rlplus.trainer.metrics import Tally, tally_outputs, tally_update
 from rlplus.trainer.ranks import initialize_distributed
 from rlplus.trainer.tuning import begin
 
@@ -245,7 +245,8 @@ def run_case(folder: Path, name: str) -> dict[str, Any]:
         outputs = policy.accumulate(batches, algorithm.objective)
     lr, applied = policy.lr, policy.step()
     tally = Tally()
-    tally_update(tally, outputs, policy.grad_norm, lr, applied)
+    tally_outputs(tally, outputs)
+    tally_update(tally, policy.grad_norm, lr, applied)
     ranks: list[Any] = [None] * dist.get_world_size()
     mine = {
         "tokens": sum(batch.tokens for batch in batches),

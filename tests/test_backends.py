@@ -28,6 +28,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_on_cuda", {})
     monkeypatch.setattr(backends, "_agreeing", set())
+    backends._warn_once.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
 
 
@@ -86,10 +87,13 @@ UNSUITABLE: dict[str, Any] = {
         "backend 'triton' wants compute capability 8.0; got 7.5",
     ),
     "ROCm": (lambda patch: patch.setattr(torch.version, "hip", "6.4"), "backend 'triton' is not tested on ROCm"),
-    "interpreted": (lambda patch: patch.setenv("TRITON_INTERPRET", "1"), "TRITON_INTERPRET is set"),
+    "interpreted": (
+        lambda patch: patch.setenv("TRITON_INTERPRET", "1"),
+        "TRITON_INTERPRET is set, which is for tests without a GPU",
+    ),
     "missing": (
         lambda patch: patch.setattr(verdicts, "versions", lambda: {"triton": verdicts.MISSING}),
-        "triton is not installed, or cannot be imported",
+        "triton is not installed, or cannot be imported (`python -c 'import triton'` says why)",
     ),
 }
 
@@ -100,16 +104,28 @@ def test_where_triton_is_out_of_the_question_nothing_is_checked(
 ) -> None:
     change, reason = UNSUITABLE[what]
     change(monkeypatch)
-    assert choose("auto", CUDA, FP64 if what == "fp64" else BF16) == ("torch", reason)
+    for device in (CUDA, torch.device("cuda", 1), CUDA):
+        assert choose("auto", device, FP64 if what == "fp64" else BF16) == ("torch", reason)
     verdict.assert_not_called()
-    assert warnings(caplog) == []
+    rest = "; 'auto' is 'torch' in this process, with RLPLUS_BACKEND=torch without this warning"
+    assert warnings(caplog) == ([] if what == "fp64" else [reason + rest])  # of fp64 it is in the docstring
 
 
-def test_without_a_verdict_a_graph_is_captured_with_torch(verdict: mock.Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+CAPTURED = (
+    "a CUDA graph is captured before the first call {} on NVIDIA Test for {}, which checks backend 'triton': the graph "
+    "has 'torch' instead; call the operation once with these sizes before the capture"
+)
+
+
+def test_without_a_verdict_a_graph_is_captured_with_torch(
+    verdict: mock.Mock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert choose("auto", CUDA, BF16).backend == "torch"
+        for _ in range(2):
+            assert choose("auto", CUDA, BF16).backend == "torch"
         verdict.assert_not_called()
+    assert warnings(caplog) == [CAPTURED.format("", "bfloat16").replace("  ", " ")]
     assert choose("auto", CUDA, BF16).backend == "triton"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert choose("auto", CUDA, BF16).backend == "triton"
@@ -246,12 +262,14 @@ def test_rows_that_do_not_count_are_compared_as_they_are(compared: mock.Mock, ca
 
 
 def test_a_size_first_seen_in_a_captured_graph_is_left_to_torch(
-    compared: mock.Mock, monkeypatch: pytest.MonkeyPatch
+    compared: mock.Mock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert same(call(), call(backend="torch"))
+        for _ in range(2):
+            assert same(call(), call(backend="torch"))
         assert compared.call_count == 0
+    assert warnings(caplog) == [CAPTURED.format(f"with a weight {(V, H)}", "float32")]
     call()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert same(call(), call(backend="triton"))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlplus.data import MicroBatch, Sample, balance, pack
-from rlplus.data.pack import plan_micro_batches
+from rlplus.data.packing import plan_micro_batches
 
 ROW, BUDGET = 20, 40
 

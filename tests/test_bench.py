@@ -226,7 +226,7 @@ def test_the_program_writes_as_it_goes_and_says_that_it_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SUITES, "quick", (lambda: unlimited(quick()), inf))
-    monkeypatch.setattr("rlplus.bench.__main__.keep_memory", lambda _: None)  # it would change this process's malloc
+    monkeypatch.setattr("rlplus.bench.session.keep_memory", lambda _: None)  # it would change this process's malloc
     threads = torch.get_num_threads()
     main(["--suite", "quick", "--output", str(tmp_path / "new"), "--repeats", "1", "--only", "torch", "QuACK"])
     torch.set_num_threads(threads)
@@ -279,6 +279,7 @@ def test_it_runs_from_the_source_tree() -> None:
         (["--suite", "cpu", "--repeats", "-1"], "want a number >= 1; got -1"),
         (["--suite", "cpu", "--only", "tritn"], "no method 'tritn' (did you mean 'triton'?)"),
         (["--suite", "cpu", "--output", __file__], "want a folder; got the file"),
+        (["--suite", "cpu", "--tuning", "absent.json"], "want a file of `tune`; got absent.json: no such file"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
@@ -316,17 +317,6 @@ def test_the_full_suite_is_the_cpu_suite_without_limits() -> None:
 def test_a_sweep_measures_its_base_once() -> None:
     shapes = [(case.dtype, case.N, case.H, case.V) for case in full() if case.name == "sweep"]
     assert len(shapes) == len(set(shapes)) == 2 * 7
-
-
-@pytest.mark.slow
-def test_the_gpu_suite_on_small_shapes() -> None:
-    """The same cases, methods and shares, on the CPU: what is not CUDA in the suite has run before a GPU is at hand."""
-    for case in SUITES["gpu"][0]():
-        tiny = replace(case, N=16, H=16, V=50, repeats=1, memory=False, methods=case.methods[:-4])
-        if case.name.startswith("sweep") or not tiny.methods:
-            continue
-        rows = measured(replace(tiny, sparse=("torch",) if case.sparse else ()))["rows"]
-        assert {row["status"].split()[0] for row in rows} <= {"ok", "needs", "not"}, rows
 
 
 def test_the_committed_results_are_complete() -> None:
@@ -378,23 +368,3 @@ def test_the_manual_shows_every_shape_of_the_sweep_and_its_range() -> None:
         assert f"| bfloat16 | {' | '.join(map(str, shape))} | {value:.2f}" in text
     assert "at most 0 for the bare GEMMs, 7 for any method (`cpp 40 MB`)" in text
     assert "has no bf16 instructions" in text
-
-
-def test_a_plot_has_one_unit_an_axis_and_ours_in_another_colour_than_the_peers() -> None:
-    figure = pytest.importorskip("matplotlib.figure")
-    cases = report.sweeps(swept(SWEPT))
-    assert {what: [case[what] for case in several] for what, several in cases.items()} == {
-        "N": [256, 512, 1024], "H": [224, 448]
-    }  # fmt: skip
-    times, memory, speeds = figure.Figure().subplots(3)
-    report.draw_times(times, "N", cases["N"])
-    report.draw_memory(memory, "N", cases["N"])
-    assert [line.get_ydata().tolist() for line in times.lines] == [[1.31, 1.56, 1.125], [1, 1, 1]]
-    assert [line.get_ydata().tolist() for line in memory.lines] == [[3, 3, 3]]
-    assert (times.get_ylabel(), memory.get_ylabel()) == ("ms", "MB")
-    row = swept(SWEPT)["cases"][0]["rows"][1]
-    rows = [row | {"method": name} for name in ("bare-3u", "cpp", "naive torch", "torch", "CCE")]
-    report.draw_speeds(speeds, swept(SWEPT)["cases"][0] | {"rows": rows})
-    names = [text.get_text() for text in speeds.get_yticklabels()]
-    colours = {names[round(bar.get_y() + bar.get_height() / 2)]: bar.get_facecolor() for bar in speeds.patches}
-    assert colours["cpp"] == colours["torch"] != colours["naive torch"] == colours["CCE"]

@@ -5,7 +5,8 @@ from functools import cache
 
 import pytest
 
-from rlplus.bench.cases import Case, Head, Inputs
+from rlplus.bench.case import Case
+from rlplus.bench.cases import Head, Inputs
 from rlplus.bench.measure import call, clear, reason
 from rlplus.bench.peers import METHODS, Unavailable
 from rlplus.bench.suites import quick

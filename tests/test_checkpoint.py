@@ -11,9 +11,9 @@ import pytest
 import torch
 from engine_runs import same
 from safetensors.torch import load_file
-from trainer_runs import environment, metrics, run_config
+from trainer_runs import environment, metrics, run_config, write_state
 
-from rlplus import checkpoint
+from rlplus import __version__, checkpoint
 from rlplus.trainer import train
 
 
@@ -23,10 +23,20 @@ def with_steps(config, steps, output=None):
     return config.model_copy(update=changes)
 
 
-@pytest.mark.parametrize(("stage", "preset"), [(1, "rlplus"), (2, "grpo"), (3, "rlplus")])
-def test_resume_is_bitwise_over_an_epoch_boundary(tmp_path, stage, preset):
+@pytest.mark.parametrize(
+    ("stage", "preset", "dtype"),
+    [
+        (1, "rlplus", "float32"),
+        (2, "grpo", "bfloat16"),
+        (3, "rlplus", "float32"),
+        pytest.param(1, "rlplus", "bfloat16", marks=pytest.mark.slow),
+        pytest.param(3, "rlplus", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_resume_is_bitwise_over_an_epoch_boundary(tmp_path, stage, preset, dtype):
     """6 prompts at 4 a step: steps 2, 3 and 5 cross into the next epoch."""
-    config = run_config(tmp_path, train={"zero_stage": stage}, algorithm={"preset": preset})
+    sections = {"model": {"dtype": dtype}, "train": {"zero_stage": stage}, "algorithm": {"preset": preset}}
+    config = run_config(tmp_path, **sections)
     whole = train(with_steps(config, 6, tmp_path / "whole"))
     train(with_steps(config, 2))
     train(with_steps(config, 4), resume=True)
@@ -56,10 +66,10 @@ def second_save_dies(engines, folder, *rest):
         if sys.argv[3] == "shards":  # some of DeepSpeed's files are there
             engines["policy"]._save_zero_checkpoint = die
         elif sys.argv[3] == "flush":  # all files are there, not yet renamed
-            checkpoint._flush = die
+            checkpoint.flush = die
         else:  # renamed, not yet named in `latest`
             real = checkpoint.Path.replace
-            checkpoint.Path.replace = lambda self, to: die() if self.name == "latest.new" else real(self, to)
+            checkpoint.Path.replace = lambda self, to: die() if to.name == "latest" else real(self, to)
     return save(engines, folder, *rest)
 
 checkpoint.save = second_save_dies
@@ -108,9 +118,8 @@ def test_latest_refuses_a_pointer_to_nothing(tmp_path):
 def test_another_number_of_ranks_is_refused(tmp_path):
     config = run_config(tmp_path)
     folder = train(with_steps(config, 1))
-    path = folder / "checkpoints/step-000001/state.json"
-    path.with_suffix(".crc32").unlink()
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"world_size": 8}))
+    saved = folder / "checkpoints/step-000001"
+    write_state(saved, json.loads((saved / "state.json").read_text()) | {"world_size": 8})
     with pytest.raises(ValueError, match=r"written by 8 ranks: want as many to resume; got 1"):
         train(with_steps(config, 2), resume=True)
 
@@ -141,13 +150,19 @@ def test_a_leftover_without_a_pointer_costs_no_checkpoint(tmp_path):
     assert sorted(p.name for p in (folder / "checkpoints").glob("step-*")) == ["step-000002", "step-000009"]
 
 
-def test_a_checkpoint_from_before_a_key_existed_resumes(tmp_path):
+def test_a_checkpoint_from_before_a_key_existed_resumes_and_one_of_a_later_version_is_refused(tmp_path):
     config = run_config(tmp_path)
-    state = train(with_steps(config, 1)) / "checkpoints/step-000001/state.json"
-    state.with_suffix(".crc32").unlink()
-    saved = json.loads(state.read_text())
-    del saved["config"]["train"]["backend"], saved["config"]["rollout"]["mode"]
-    state.write_text(json.dumps(saved))
+    saved = train(with_steps(config, 1)) / "checkpoints/step-000001"
+    state = json.loads((saved / "state.json").read_text())
+    newer = {"config": state["config"] | {"telepathy": {"gain": 2}}, "surroundings": {"rlplus": "9.1.0"}}
+    write_state(saved, state | newer)
+    message = rf"^{saved} was written by rlplus 9.1.0, this is {__version__}, which does not read its configuration: "
+    with pytest.raises(
+        ValueError, match=message + r"telepathy.gain: unknown key\. Go on with that version, or a later"
+    ):
+        train(with_steps(config, 2), resume=True)
+    del state["config"]["train"]["backend"], state["config"]["rollout"]["mode"]
+    write_state(saved, state)
     other = config.model_copy(update={"train": config.train.model_copy(update={"backend": "reference"})})
     with pytest.raises(ValueError, match=r"train.backend was 'auto', is 'reference'$"):
         train(with_steps(other, 2), resume=True)
@@ -173,9 +188,11 @@ def test_a_checkpoint_of_0_1_0_resumes(tmp_path):
         file.rename(saved / file.name)
     (saved / "policy").rmdir()
     state = json.loads((saved / "state.json").read_text())
-    state["files"] = [Path(name).name for name in state["files"]]
-    (saved / "state.json").write_text(json.dumps(state))
+    whole = {key: value for key, value in state.items() if key not in ("files", "surroundings")}
     (saved / "state.crc32").unlink()
+    with pytest.raises(ValueError, match=r"state.json is damaged: state.crc32 beside it is missing, which only 0.1.0"):
+        train(with_steps(config, 2), resume=True)
+    (saved / "state.json").write_text(json.dumps(whole))
     train(with_steps(config, 2), resume=True)
     assert same(train(with_steps(config, 2, tmp_path / "whole")), tmp_path / "run")
 

@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
+import numpy as np
 import pytest
-import torch
 from comparisons import CONFIGS, FILE, written
 from rich.text import Text
 
 from rlplus.cli import main
+from rlplus.commands import ending_with_this_process
 from rlplus.compare import BASE, MARK, Results, Runner, load_comparison, run_comparison
 from rlplus.compare.data import VALIDATION, make_base_model
 from rlplus.compare.page import terminal_tables
@@ -146,6 +147,17 @@ def test_an_interrupted_comparison_keeps_what_is_finished(tmp_path: Path, output
     assert "No method of this study has finished on all of its seeds yet." in page.read_text()
 
 
+def test_a_report_without_finished_runs_is_refused(tmp_path: Path, output: Path, launcher: str) -> None:
+    """And leaves no folder behind."""
+    path, nothing = written(tmp_path, FILE), tmp_path / "nothing"
+    with pytest.raises(ValueError, match=f"want the folder of a comparison with --report; {nothing} is none"):
+        run_comparison(path, nothing, launcher=launcher, only_report=True)
+    assert not nothing.exists()
+    with pytest.raises(ValueError, match=f"want finished runs to report on; there are none in {output}"):
+        run_comparison(path, output, launcher=launcher, only_report=True)
+    assert not (output / "results.json").exists()
+
+
 def test_an_interruption_ends_the_making_of_base_models(tmp_path: Path) -> None:
     data = json.loads(json.dumps(FILE)) | {"search": None}
     quick = data["settings"]["one"]["base"]
@@ -174,7 +186,7 @@ def test_a_training_configuration_is_compared_by_its_presets(tmp_path: Path, lau
 
 
 def test_seeds_on_the_same_problems_are_no_further_problems() -> None:
-    values = (torch.arange(200) % 5 == 0).double()
+    values = (np.arange(200) % 5 == 0).astype(float)
     alone = bootstrap([values])
     together = bootstrap([values] * 5, same_problems=True)
     assert together.high - together.low == pytest.approx(alone.high - alone.low, rel=0.1)
@@ -196,6 +208,25 @@ def test_a_changed_evaluation_costs_no_training(tmp_path: Path, output: Path, la
     assert (output / "runs/one/seed-0/GRPO/model/quality").read_text() == "4"
 
 
+def test_a_damaged_note_of_a_run_deletes_nothing(tmp_path: Path, output: Path, launcher: str) -> None:
+    """It would pass for another configuration's, and the run would be made again."""
+    path = written(tmp_path, json.loads(json.dumps(FILE)) | {"search": None})
+    run_comparison(path, output, presets=["GRPO"], seeds=1, launcher=launcher)
+    asked = output / "runs/one/seed-0/GRPO/asked.json"
+    whole, before = asked.read_bytes(), calls(tmp_path)
+    rate = whole.index(b'"lr": ') + len('"lr": ')
+    remedy = rf"Remove {output / 'runs/one/seed-0/GRPO'}, and this run is made again"
+    flipped = whole[:rate] + bytes([whole[rate] ^ 1]) + whole[rate + 1 :]
+    for damage in (flipped, whole[:100], b"[]", b"\xff"):
+        asked.write_bytes(damage)
+        with pytest.raises(ValueError, match=rf"^{asked} is damaged: .*{remedy}$"):
+            run_comparison(path, output, presets=["GRPO"], seeds=1, launcher=launcher)
+    assert (asked.parent / "model/quality").exists()
+    asked.write_bytes(whole)
+    run_comparison(path, output, presets=["GRPO"], seeds=1, launcher=launcher)
+    assert calls(tmp_path) == before
+
+
 def test_two_processes_do_not_share_a_folder(path: Path, tmp_path: Path, launcher: str) -> None:
     output = tmp_path / "out"
     output.mkdir()
@@ -214,7 +245,8 @@ def test_a_command_that_starts_while_all_are_ended_is_ended_too(
     start = subprocess.Popen
     enders: list[Thread] = []
 
-    def start_late(*arguments: object, **options: object) -> object:
+    def start_late(*arguments: list[str], **options: object) -> object:
+        assert arguments[0][:4] == ending_with_this_process([])  # none outlives a comparison that is killed
         enders.append(Thread(target=runner._stop))
         enders[0].start()
         enders[0].join(0.5)  # it waits for this start

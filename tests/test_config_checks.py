@@ -25,6 +25,21 @@ def minimal(tmp_path: Path) -> Path:
         ("trian.lr=1", "trian.lr: unknown key; nearest: train.lr"),
         ("lr=1", "lr: unknown key; nearest: train.lr"),
         ("Train.LR=1", "Train.LR: unknown key; nearest: train.lr"),
+        ("train.learning_rate=1", "train.learning_rate: unknown key; TRL's learning_rate is train.lr here"),
+        ("num_generations=8", "num_generations: unknown key; TRL's num_generations is rollout.group_size here"),
+        ("train.batch_size=8", "train.batch_size: unknown key; here it is train.prompts_per_step"),
+        (
+            "actor_rollout_ref.actor.optim.lr=1e-6",
+            "actor_rollout_ref.actor.optim.lr: unknown key; verl's actor.optim.lr is train.lr here",
+        ),
+        (
+            "rollout.generate_max_len=9",
+            "rollout.generate_max_len: unknown key; OpenRLHF's generate_max_len is rollout.max_response_length here",
+        ),
+        (
+            "algorithm.objective.beta=0.1",
+            "algorithm.objective.beta: unknown key; TRL's beta is algorithm.objective.kl_coef here",
+        ),
         ("train.zzz=1", "train.zzz: unknown key"),
         ("nothing.at.all=1", "nothing.at.all: unknown key"),
         ("algorithm.objective.zzz=1", "algorithm.objective.zzz: unknown key"),
@@ -47,7 +62,15 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, line: str) 
         ("train.lr=.nan", "train.lr: want a finite number; got nan (float)"),
         ("train.betas=[0.9, a]", "train.betas.1: want a valid number; got 'a' (str)"),
         ("train.zero_stage=4", "train.zero_stage: want 1, 2 or 3; got 4 (int)"),
-        ("rollout.engine=vlm", "rollout.engine: want 'auto', 'vllm' or 'transformers'; got 'vlm' (str)"),
+        (
+            "rollout.engine=vlm",
+            "rollout.engine: want 'auto', 'vllm' or 'transformers' (nearest: vllm); got 'vlm' (str)",
+        ),
+        (
+            "reward.kind=mathverify",
+            "reward.kind: want 'exact_match', 'choice', 'code', 'math_verify', 'math_verify_strict' or 'oat' "
+            "(nearest: math_verify); got 'mathverify' (str)",
+        ),
         ("train=5", "train: want a section of keys and values; got 5 (int)"),
         ("data.path=", "data.path: want a path or a list of paths; got ''"),
         ("data.path=[1]", "data.path: want a path or a list of paths; got [1]"),

@@ -15,7 +15,7 @@ from update_cases import batch_of_samples
 from rlplus.config import Config
 from rlplus.data import Sample
 from rlplus.learner import ValueModel, by_sample, mean_batches
-from rlplus.learner.value import _loss_op, add_value_head
+from rlplus.learner.value import _loss_op, _values, add_value_head
 from rlplus.objective import generalized_advantages, value_loss
 from rlplus.recipe import Batch, Update
 from rlplus.recipe.critic import CriticRecipe
@@ -98,6 +98,17 @@ def test_the_head_of_a_value_model() -> None:
     assert torch.equal(lm.get_output_embeddings().weight, drawn)
     add_value_head(lm, seed=2)
     assert not torch.equal(lm.get_output_embeddings().weight, drawn)
+
+
+def test_values_of_a_bf16_model_are_summed_and_kept_in_fp32() -> None:
+    """Within fp32's rounding of the product of the bf16 states and weights; of values near 1, bf16 has 8 bits."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(200, 96, generator=generator).bfloat16()
+    weight = torch.randn(1, 96, generator=generator).bfloat16()
+    terms = hidden.double() * weight.double()
+    got = _values(hidden, weight)
+    assert got.dtype == torch.float32
+    assert ((got.double() - terms.sum(1)).abs() <= 8 * torch.finfo(torch.float32).eps * terms.abs().sum(1)).all()
 
 
 def ppo(folder: Path, output: str = "run", train: Any = None, **options: Any) -> Config:

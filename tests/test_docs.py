@@ -23,7 +23,7 @@ from torch.distributed.run import get_args_parser
 
 import rlplus
 from bench.__main__ import parse as parse_bench
-from bench.tune import parse as parse_tune
+from bench.tune_options import parse as parse_tune
 from rlplus.cli import parse
 from rlplus.cli.evaluate import evaluated
 from rlplus.compare import load_comparison
@@ -37,7 +37,10 @@ from rlplus.recipe import Batch
 ROOT = Path(__file__).parent.parent
 MANUAL = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMPARISONS = {f"compare/{path.stem}.html" for path in (ROOT / "bench/results/compare").glob("*.json")}  # in the site
-PAGES = [*MANUAL, *(ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "DECISIONS.md"))]
+PAGES = [
+    *MANUAL,
+    *(ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "DECISIONS.md", "SECURITY.md")),
+]
 PAGES += [ROOT / folder / "README.md" for folder in ("bench", "csrc", "kernels")]
 SCHEMA = json_schema()
 SOURCE = "\n".join(path.read_text() for path in sorted((ROOT / "rlplus").rglob("*.py")))

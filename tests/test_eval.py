@@ -1,7 +1,9 @@
 """`rlplus eval`: a model without a configuration, a killed evaluation, several processes."""
 
 import json
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -12,16 +14,74 @@ from trainer_runs import environment, run_config, write_task
 from rlplus.cli import main
 from rlplus.config import ScratchModel
 from rlplus.data import byte_tokenizer
+from rlplus.evaluation.folder import held
 from rlplus.learner.model import make_scratch_model, write_model
 from rlplus.rollout.transformers import TransformersEngine
 
 
-def write_tiny(folder: Path) -> str:
+def write_tiny(folder: Path, **scratch: int) -> str:
     """A random model with its tokenizer."""
     tokenizer = byte_tokenizer()
-    write_model(make_scratch_model(ScratchModel(hidden_size=32, layers=1), tokenizer, seed=0), str(folder))
+    write_model(make_scratch_model(ScratchModel(hidden_size=32, layers=1, **scratch), tokenizer, seed=0), str(folder))
     tokenizer.save_pretrained(str(folder))
     return str(folder)
+
+
+def test_lengths_fit_the_positions_of_the_model(tmp_path, monkeypatch, capsys):
+    """Defaults are lowered, and said; lengths that were given and do not fit are refused."""
+    model = write_tiny(tmp_path / "tiny", max_position_embeddings=48)
+    (tmp_path / "bench.jsonl").write_text(json.dumps({"prompt": "1?", "answer": "1"}) + "\n")
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def evaluates(config, *_, **__):
+        data = config.evaluation.data
+        asked.append((data.max_prompt_length, config.rollout.max_response_length))
+        raise ValueError("not here")
+
+    options = [model, "--data", "bench.jsonl", "rollout.engine=transformers", "model.dtype=float32"]
+    with monkeypatch.context() as patch:
+        patch.setattr("rlplus.evaluation.evaluate_model", evaluates)
+        given = [[], ["rollout.max_response_length=40"], ["evaluation.data.max_prompt_length=10"]]
+        for lengths in given:
+            assert main(["eval", *options, *lengths]) == 2
+        assert asked == [(24, 24), (8, 40), (10, 38)]
+        said = capsys.readouterr().err
+        assert "rollout.max_response_length=24 and evaluation.data.max_prompt_length=24, so that prompt" in said
+    assert main(["eval", *options, "rollout.max_response_length=48"]) == 2
+    assert "have 2096 tokens together, the model has 48 positions: lower evaluation.data." in capsys.readouterr().err
+
+
+def test_a_signal_ends_an_evaluation_and_says_what_is_kept(tmp_path, monkeypatch, capsys):
+    """The same command then draws what is missing; another evaluation in the folder would have been refused."""
+    rows = [{"prompt": f"{i}?", "answer": "1"} for i in range(6)]
+    (tmp_path / "bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rlplus.evaluation.sample._COMPLETIONS_A_CALL", 4)
+    options = ["rollout.engine=transformers", "rollout.max_response_length=4", "model.dtype=float32"]
+    command = ["eval", write_tiny(tmp_path / "tiny"), "--data", "bench.jsonl", *options, "evaluation.samples=2"]
+    run, drawn, generate = tmp_path / "runs/eval/tiny", [], TransformersEngine.generate
+
+    def signalled(self, *args, **settings):
+        drawn.append(args)
+        if len(drawn) == 2:
+            with pytest.raises(ValueError, match=r"another evaluation is writing into .*tiny.* held by process"):
+                held(run).__enter__()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return generate(self, *args, **settings)
+
+    monkeypatch.setattr(TransformersEngine, "generate", signalled)
+    assert main(command) == 128 + signal.SIGTERM
+    said = capsys.readouterr().err
+    assert "stopping; once more after 5 s to stop at once\n" in said
+    assert "stopped by signal 15: 2 of 6 problems are kept in runs/eval/tiny/samples, the same command goes on" in said
+    assert main(command) == 0
+    assert len(drawn) == 4
+    out, err = capsys.readouterr()
+    assert "2 of 6 problems from the samples kept" in err
+    assert "written to runs/eval/tiny/evaluation-bench.json" in out
+    with held(run):
+        pass
 
 
 @pytest.mark.slow
@@ -47,10 +107,10 @@ def test_a_model_is_evaluated_without_a_configuration(tmp_path, monkeypatch, cap
     command = ["eval", *options, "--benchmarks", "gpqa_diamond,amc"]
     monkeypatch.setattr(TransformersEngine, "generate", dies)
     assert main(command) == 130
-    assert [path.name for path in run.rglob("*.*")] == ["evaluation-amc-0-000000.parquet"]
+    assert [path.name for path in run.rglob("[!.]*.*")] == ["evaluation-amc-0-000000.parquet"]
     assert main(command) == 0
     assert len(scored) == 4
-    assert {path.name for path in run.glob("*.*")} == {"evaluation-amc.json", "evaluation-gpqa_diamond.json"}
+    assert {path.name for path in run.glob("[!.]*.*")} == {"evaluation-amc.json", "evaluation-gpqa_diamond.json"}
     out = capsys.readouterr().out
     assert re.search(r"gpqa_diamond +│ 1 +│ 2 +│ pass@1 .*│ choice +│", out)
     assert re.search(r"amc +│ 3 +│ 2 +│ pass@1 .*│ math_verify +│ 6 unparsed +│", out)
@@ -59,7 +119,7 @@ def test_a_model_is_evaluated_without_a_configuration(tmp_path, monkeypatch, cap
     assert len(scored) == 4, "want the samples that were kept"
     for name, result in once.items():
         again = json.loads((run / f"evaluation-{name}.json").read_text())
-        assert again == result | {"k": [1, 2]}
+        assert again == result | {"k": [1, 2], "checksum": again["checksum"]}
     for benchmark in ("amc", "gpqa_diamond"):  # each by itself, from the same samples
         assert main(["eval", *options, "--benchmarks", benchmark]) == 0
     assert len(scored) == 4
@@ -92,7 +152,7 @@ def test_two_processes_share_an_evaluation(tmp_path):
     assert done.stdout.count("written to") == 1
     result = json.loads((output / "evaluation-task.json").read_text())
     assert (result["problems"], result["n"]) == (list(range(6)), [4] * 6)
-    assert {path.name for path in output.rglob("*.*")} == {
+    assert {path.name for path in output.rglob("[!.]*.*")} == {
         "evaluation-task.json", "evaluation-task-0-000000.parquet", "evaluation-task-1-000000.parquet",
     }  # fmt: skip
     assert "of 3" in done.stderr

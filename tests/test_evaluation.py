@@ -65,9 +65,27 @@ def test_load_refuses_something_else(tmp_path: Path, text: str, message: str) ->
 def test_load_refuses_counts_that_cannot_be(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     path = tmp_path / "one.json"
     evaluation([0, 2, 8]).save(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    known = {key: value for key, value in json.loads(path.read_text()).items() if key != "checksum"}
+    path.write_text(json.dumps(known | changes))
     with pytest.raises(ValueError, match=message):
         Evaluation.load(path)
+
+
+def test_a_flipped_bit_changes_no_count(tmp_path: Path) -> None:
+    path, result = tmp_path / "one.json", evaluation([0, 2, 8])
+    result.save(path)
+    whole = path.read_bytes()
+    digit = whole.index(b"2,", whole.index(b'"correct"'))
+    path.write_bytes(whole[:digit] + b"3" + whole[digit + 1 :])
+    with pytest.raises(ValueError, match=r"one\.json is damaged: its CRC-32 is wrong"):
+        Evaluation.load(path)
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match=r"one\.json"):  # of a seal that is none: an unknown key
+            Evaluation.load(path)
+    older = {key: value for key, value in json.loads(whole).items() if key != "checksum"}
+    path.write_text(json.dumps(older))  # 0.2.0 wrote none
+    assert Evaluation.load(path) == result
 
 
 @dataclass
@@ -215,7 +233,7 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(
     damaged.write_bytes(content[:100])
     kept.remove_damaged()
     assert not damaged.exists()
-    assert "removed 1 files" in caplog.text
+    assert f"damaged samples in {tmp_path}/new are removed and drawn again: {damaged.name}" in caplog.text
     assert seeds(kept) == [7]
     assert kept.problems() == 5
     assert seeds(replace(kept, asked={"model": "elsewhere@a"})) == []
@@ -225,12 +243,16 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(
     assert seeds(other) == [5, 7, 9]
     assert seeds(replace(other, asked=None)) == [5, 7, 9]
     assert seeds(replace(other, rank=2)) == [5, 7, 9]
-    for name in ("2-0-000000.parquet", "2-0-000000.unfinished", "0-000099.unfinished"):  # two of a benchmark toy-2
+    for name in (
+        "2-0-000000.parquet",
+        "2-0-000000.parquet.7.new",
+        "0-000099.parquet.7.new",
+    ):  # two of a benchmark toy-2
         (tmp_path / f"new/evaluation-toy-{name}").touch()
     other.remove_damaged()
     left = {path.name for path in (tmp_path / "new").iterdir()}
     assert left == {
-        "evaluation-toy-2-0-000000.parquet", "evaluation-toy-2-0-000000.unfinished",
+        "evaluation-toy-2-0-000000.parquet", "evaluation-toy-2-0-000000.parquet.7.new",
         *(f"evaluation-toy-{rank}-00000{first}.parquet" for rank in range(3) for first in (0, 2, 4)),
     }  # fmt: skip
 

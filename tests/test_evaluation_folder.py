@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 from evaluations import evaluation
-from trainer_runs import run_config
+from trainer_runs import run_config, write_task
 
 from rlplus.cli import parse
 from rlplus.cli.evaluate import evaluated
 from rlplus.config import load_config
 from rlplus.data import Example
-from rlplus.evaluation import Evaluation, load_results, save_results
+from rlplus.evaluation import Evaluation, evaluate_model, load_results, save_results
 from rlplus.evaluation.asked import asked_of, differences, model_identity
-from rlplus.evaluation.folder import check_folder, others_in
+from rlplus.evaluation.folder import check_folder, held, others_in
 
 
 def write_model_files(folder: Path, weights: bytes = bytes(2**21)) -> Path:
@@ -94,6 +94,21 @@ def test_nothing_of_another_evaluation_is_replaced(tmp_path: Path) -> None:
             check_folder(tmp_path, now)
         assert list(others_in(tmp_path, now)) == [path]
         path.unlink()
+
+
+def test_a_second_evaluation_in_a_folder_is_refused_and_removes_nothing(tmp_path: Path) -> None:
+    """Not even what the first one has not finished; the message names the folder and who has it."""
+    model, output = write_model_files(tmp_path / "model"), tmp_path / "out"
+    data = {"path": str(write_task(tmp_path)), "max_prompt_length": 8}
+    config = run_config(tmp_path, evaluation={"data": data, "samples": 4})
+    with held(output):
+        (output / "samples").mkdir()
+        (unfinished := output / "samples/evaluation-task-0-000000.parquet.7.new").touch()
+        refusal = f"another evaluation is writing into {output}: wait for its end, or give another --output. It is held"
+        for overwrite in (False, True):
+            with pytest.raises(ValueError, match=f"{re.escape(refusal)} by process {os.getpid()} on "):
+                evaluate_model(config, str(model), output=output, overwrite=overwrite)
+        assert unfinished.exists()
 
 
 def test_a_file_is_called_by_the_benchmark_alone(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
-from rlplus.bench.cases import Case, Inputs
+from rlplus.bench.case import Case
 from rlplus.bench.cases import Head as SampledHead
+from rlplus.bench.cases import Inputs
 from rlplus.kernels import exponentials
 from rlplus.kernels import linear_logprob as kernels
 from rlplus.kernels.tiling import DEFAULT, TILES, Buffers, Tile, Tiling

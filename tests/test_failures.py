@@ -156,7 +156,7 @@ def test_a_second_failure_does_not_hide_the_first(tmp_path: Path, monkeypatch: p
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_flush", full)
+    monkeypatch.setattr(checkpoint, "flush", full)
     with pytest.raises(RunFailed, match=r"illegal memory access.* And no checkpoint could be written then: .*No space"):
         train(run_config(tmp_path))
 

@@ -1,6 +1,7 @@
 """`fuse_head` against the models' own logits and autograd: values, gradients, and the wrappers of a real training."""
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from inspect import signature
 from typing import Any
@@ -177,6 +178,48 @@ def test_fusing_again_replaces_the_options_and_a_copy_is_a_model_of_its_own() ->
     close(model(input_ids=IDS, targets=TARGETS).logprob, expected(model)[0])
 
 
+def test_a_pickled_model_computes_as_before() -> None:
+    model = fuse_head(make("Cohere", {"logit_scale": 0.25}), temperature=TEMPERATURE)
+    other = pickle.loads(pickle.dumps(model))
+    assert torch.equal(other(input_ids=IDS, targets=TARGETS).logprob, model(input_ids=IDS, targets=TARGETS).logprob)
+    with torch.no_grad():
+        other.lm_head.weight.zero_()
+    assert other(input_ids=IDS, targets=TARGETS).entropy[ON].allclose(torch.tensor(53.0).double().log())
+    unfuse_head(other)
+    assert not {"forward", "_fusion"} & (vars(other).keys() | vars(other.lm_head).keys())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_resized_vocabulary_has_a_new_head(tied: bool) -> None:
+    model = fuse_head(make("Cohere", {"logit_scale": 0.25, "tie_word_embeddings": tied}), temperature=TEMPERATURE)
+    model.resize_token_embeddings(61)
+    logprob, entropy, grads = expected(model)
+    out = model(input_ids=IDS, targets=TARGETS)
+    loss_of(out.logprob, out.entropy).backward()
+    close((out.logprob, out.entropy), (logprob, entropy))
+    close(gradients(model), grads)
+
+
+def test_hooks_of_the_head_see_hidden_states_and_one_that_waits_for_logits_is_refused() -> None:
+    model, seen = fuse_head(make("Llama", {})), list[int]()
+
+    def before(_: Any, args: Any) -> None:
+        (hidden,) = args
+        seen.append(hidden.shape[-1])
+
+    model.lm_head.register_forward_pre_hook(before)
+    model(input_ids=IDS, targets=TARGETS)
+    assert seen == [32, 32]
+    hook = model.lm_head.register_forward_hook(lambda _, args, logits: 2 * logits)
+    with pytest.raises(
+        ValueError, match=r"want no forward hook on the head of LlamaForCausalLM, which .*<lambda> of test_"
+    ):
+        model(input_ids=IDS, targets=TARGETS)
+    assert model(input_ids=IDS).logits.shape == (2, 7, 53)
+    hook.remove()
+    assert model(input_ids=IDS, targets=TARGETS).logprob.any()
+
+
 def test_the_auxiliary_loss_and_other_outputs_of_the_class_are_kept() -> None:
     model = make("Mixtral", {"num_local_experts": 2, "num_experts_per_tok": 1, "output_router_logits": True})
     own = model(input_ids=IDS, output_hidden_states=True)
@@ -249,15 +292,18 @@ def test_in_ddp(process_group: None) -> None:
     check_wrapped(torch.nn.parallel.DistributedDataParallel)
 
 
+@pytest.mark.parametrize("fused_after", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
-def test_in_fsdp(process_group: None, apart: bool) -> None:
-    """Layers, model and, `apart`, the head are sharded."""
+def test_in_fsdp(process_group: None, apart: bool, fused_after: bool) -> None:
+    """Layers, model and, `apart`, the head are sharded; before or after the model is fused."""
 
     def wrap(model: Any) -> Any:
+        if fused_after:
+            unfuse_head(model)
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         for module in (*model.model.layers, *([model.lm_head] if apart else []), model):
             fully_shard(module, mesh=mesh)
-        return model
+        return fuse_head(model, temperature=TEMPERATURE) if fused_after else model
 
     check_wrapped(wrap, tie_word_embeddings=not apart)
 
@@ -323,42 +369,6 @@ def test_compiled_without_a_break(policy: bool) -> None:
         results.append((out.logprob, out.entropy, gradients(model)))
     close(results[1], results[0])
     assert results[0][2]
-
-
-@pytest.mark.parametrize("first", ["fused", "peft"])
-def test_in_peft(first: str) -> None:
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    model = make("Cohere", {"logit_scale": 0.25})
-    if first == "fused":
-        fuse_head(model, temperature=TEMPERATURE)
-    wrapped = peft.get_peft_model(model, lora)
-    if first == "peft":
-        assert fuse_head(wrapped, temperature=TEMPERATURE) is wrapped
-    logprob, _, grads = expected(wrapped)
-    assert grads
-    assert all("lora" in name for name in grads)
-    out = wrapped(input_ids=IDS, targets=TARGETS)
-    loss_of(out.logprob, out.entropy).backward()
-    close(out.logprob, logprob)
-    close(gradients(wrapped), grads)
-    with wrapped.disable_adapter():
-        assert (wrapped(input_ids=IDS, targets=TARGETS).logprob - logprob).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("first", ["fused", "peft"])
-@pytest.mark.parametrize("how", ["target_modules", "modules_to_save"])
-def test_an_adapted_head_is_refused_by_name(first: str, how: str) -> None:
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"], how: ["lm_head"]})
-    model = make("Llama", {})
-    if first == "fused":
-        wrapped = peft.get_peft_model(fuse_head(model), lora)
-        with pytest.raises(ValueError, match=r"want the head of LlamaForCausalLM as fuse_head found it.*; got peft\."):
-            wrapped(input_ids=IDS, targets=TARGETS)
-    else:
-        with pytest.raises(ValueError, match=r"want the head of LlamaForCausalLM a plain torch.nn.Linear; got peft\."):
-            fuse_head(peft.get_peft_model(model, lora))
 
 
 # ---- errors

@@ -48,7 +48,7 @@ def expected(
 
 
 @EVERY_TILE
-@pytest.mark.parametrize("n", [1, 33, 100])
+@pytest.mark.parametrize("n", [1, pytest.param(33, marks=pytest.mark.slow), 100])
 @pytest.mark.parametrize(("V", "H"), [(1, 1), (63, 7), (64, 32), (65, 72), (200, 31)])
 def test_every_shape_with_and_without_storing(n: int, V: int, H: int, tile: kernels.Tile) -> None:
     """100 rows: more tiles than a group has, and the last group has fewer."""

@@ -1,7 +1,7 @@
 """Properties of the triton backend that only a GPU shows: half precision, streams, graphs, memory, large offsets.
 
 On a GPU tests/test_kernels.py, test_gemm_kernel.py, test_exponentials.py and test_token_kernel.py run there as well;
-`bench/gpu.sh` runs all.
+`bench/gpu.sh` runs all of them.
 """
 
 import json

@@ -1,5 +1,6 @@
 """Inputs other than floating tensors of one dtype and shape, which must not change any number."""
 
+import math
 from typing import Any
 
 import pytest
@@ -183,3 +184,26 @@ def test_targets_of_minus_100_have_logprob_0_and_no_gradient(backend: str) -> No
     assert (logprob[~known] == 0).all()
     assert torch.equal(logprob[known], whole[known])
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_an_objective_may_be_the_name_of_its_preset() -> None:
+    one = torch.ones(1)
+    inputs: dict[str, Any] = {"old_logprob": -2 * one, "advantage": one, "token_weight": one}
+    named, _ = policy_loss(-one, objective="grpo", **inputs)
+    assert named.item() == policy_loss(-one, objective=Objective.preset("grpo"), **inputs)[0].item() != -math.e
+    with pytest.raises(ValueError, match=r"want objective an rlplus\.Objective or the name of a preset; got int"):
+        policy_loss(-one, objective=1, **inputs)
+
+
+def test_values_that_cannot_be_are_refused_where_they_count() -> None:
+    inputs: dict[str, Any] = {"old_logprob": -torch.ones(2), "advantage": torch.ones(2), "token_weight": torch.ones(2)}
+    logprobs = ("old_logprob", "behavior_logprob", "ref_logprob", "engine_logprob")
+    wrong: dict[str, float] = {"advantage": math.inf} | dict.fromkeys(logprobs, 0.7)
+    for name, value in wrong.items():
+        changed = inputs | {name: torch.tensor([value, -1.0])}
+        with pytest.raises(ValueError, match=f"want {name} "):
+            policy_loss(-torch.ones(2), **changed)
+        off = policy_loss(-torch.ones(2), **(changed | {"token_weight": torch.tensor([0.0, 1.0])}))[0]
+        assert off.isfinite()
+    rounded = inputs | {"old_logprob": torch.tensor([0.02, -1.0])}
+    assert policy_loss(-torch.ones(2), **rounded)[0].isfinite()

@@ -5,6 +5,7 @@ import random
 from fractions import Fraction
 from math import comb
 
+import numpy as np
 import pytest
 import torch
 from evaluations import evaluation
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlplus.evaluation import Estimate, paired_difference, pass_at_k, pooled_pass_at, seeds_below
+from rlplus.evaluation.statistics import _draw, _of_own_problems, bootstrap
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
@@ -96,12 +98,14 @@ def test_the_mean_is_within_the_interval_and_the_interval_within_the_possible(co
 def test_intervals_do_not_depend_on_the_indices_held_at_a_time(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     """The bootstrap goes in parts above 2,097 problems, and keeps no weights; here also below."""
     seeds = [evaluation([0, 1, 5]), evaluation([8, 2, 4, 1, 7])]
-    whole = pooled_pass_at(seeds, 4)
+    whole, values = pooled_pass_at(seeds, 4), [seed.values(4) for seed in seeds]
+    means = _of_own_problems(values)  # the limits of two seeds are those of Student's t
     monkeypatch.setattr("rlplus.evaluation.statistics._INDICES_AT_ONCE", at_once)
     monkeypatch.setattr("rlplus.evaluation.statistics._WEIGHTS_KEPT", 0)
     apart = pooled_pass_at(seeds, 4)
     assert (apart.low, apart.high) == pytest.approx((whole.low, whole.high), abs=1e-15)
     assert apart.mean == whole.mean
+    assert np.allclose(_of_own_problems(values), means, rtol=0, atol=1e-15)
 
 
 def test_interval_of_more_problems_than_the_bootstrap_holds_at_once() -> None:
@@ -116,10 +120,40 @@ def test_interval_agrees_with_the_normal_one_for_many_problems() -> None:
     generator = random.Random(1)
     one = evaluation([generator.randint(0, 8) for _ in range(600)])
     values = one.values(1)
-    error = 1.96 * values.std().item() / 600**0.5
+    error = 1.96 * values.std(ddof=1) / 600**0.5
     estimate = one.pass_at(1)
     assert estimate.low == pytest.approx(estimate.mean - error, abs=0.1 * error)
     assert estimate.high == pytest.approx(estimate.mean + error, abs=0.1 * error)
+
+
+@pytest.mark.parametrize("same_problems", [True, False])
+def test_limits_are_those_of_all_resamples(same_problems: bool) -> None:
+    """Three seeds of one mean, hence no spread of Student's t; every resample of seeds and of problems is enumerated.
+
+    A seed's problems are drawn whatever seeds are drawn: once for all seeds, or in each place of each replicate.
+    """
+    values = torch.tensor([[0.0, 0.1, 1.0], [1.0, 0.0, 0.1], [0.1, 1.0, 0.0]], dtype=torch.float64)
+    draws = torch.tensor([*itertools.product(range(3), repeat=3)])
+    if same_problems:
+        means = values[draws[:, None, :, None], draws[None, :, None, :]].mean((2, 3)).flatten()
+    else:  # one seed's mean has one distribution in each of the three places, since the seeds' values are alike
+        own = values[0][draws].mean(1)
+        means = (own[:, None, None] + own[:, None] + own).flatten() / 3
+    estimate = bootstrap(list(values.numpy()), same_problems=same_problems)
+    ranks = [
+        ((means < limit - 1e-9).double().mean(), (means <= limit + 1e-9).double().mean())
+        for limit in (estimate.low, estimate.high)
+    ]
+    error = 4 * (0.025 * 0.975 / 2000) ** 0.5  # four standard errors of a share of 2,000 replicates
+    for (below, upto), share in zip(ranks, (0.025, 0.975), strict=True):
+        assert below - error <= share <= upto + error
+
+
+def test_resamples_are_those_of_torch() -> None:
+    """Intervals computed with torch, as by rlplus 0.2.0, are the same."""
+    ours, theirs = np.random.RandomState(0), torch.Generator().manual_seed(0)
+    for size in (1, 2, 7, 30, 1000, 3000):
+        assert np.array_equal(_draw(size, (3, size), ours), torch.randint(size, (3, size), generator=theirs))
 
 
 def draw(problems: int, difficulty: float, generator: torch.Generator, n: int = 16) -> tuple[int, ...]:

@@ -70,12 +70,41 @@ def test_samples_come_back_from_a_file(tmp_path: Path) -> None:
     assert [one.detail for one in read_kept(path)] == ["\\ud800"]
 
 
+@pytest.mark.parametrize("step", [101, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path: Path, step: int) -> None:
+    """Anywhere in the file: samples, facts and Parquet's own tables."""
+    path, samples = tmp_path / "step-000003.parquet", [sample(reward=i / 8, answer=f"{i}") for i in range(9)]
+    write_kept(path, samples, {"seconds": "1.5"})
+    assert pq.read_table(path, page_checksum_verification=True).num_rows == 9
+    whole, refused = path.read_bytes(), 0
+
+    def read() -> object:
+        try:
+            return kept_facts(path), read_kept(path)
+        except ValueError as error:
+            return str(error)
+
+    for bit in range(0, 8 * len(whole), step):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        if (found := read()) != ({"seconds": "1.5"}, samples):
+            assert str(path) in str(found), (bit, found)
+            refused += 1
+    assert refused > 0.95 * len(range(0, 8 * len(whole), step))
+
+
 def test_files_without_the_newer_columns_are_read(tmp_path: Path) -> None:
     path = tmp_path / "step-000003.parquet"
     write_kept(path, [sample(answer="4", detail="why", grade=1.0)] * 2)
-    pq.write_table(pq.read_table(path).drop_columns(["answer", "detail", "grade"]), path)
+    older = pq.read_table(path).replace_schema_metadata({"stop": "2"})  # without a checksum, as those of 0.2.0
+    pq.write_table(older, path)
+    assert read_kept(path) == [sample(answer="4", detail="why", grade=1.0)] * 2
+    older = older.drop_columns(["answer", "detail", "grade"])
+    pq.write_table(older, path)
     assert read_kept(path) == [sample()] * 2
-    pq.write_table(pq.read_table(path).drop_columns(["reward"]), path)
+    assert kept_facts(path) == {"stop": "2"}
+    pq.write_table(older.drop_columns(["reward"]), path)
     with pytest.raises(ValueError, match="in other types or with others than a run's"):
         read_kept(path)
 
@@ -95,7 +124,7 @@ def test_a_failure_leaves_the_older_file_and_no_other(tmp_path: Path) -> None:
     assert read_kept(path) == [sample()]
     assert list(tmp_path.iterdir()) == [path]
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"could not write .*file/x\.parquet: File exists"):
+    with pytest.raises(OSError, match=r"could not write .*file/x\.parquet: Not a directory"):
         write_kept(tmp_path / "file/x.parquet", [sample()])
 
 
@@ -120,10 +149,17 @@ def test_later_steps_and_unfinished_files_are_dropped(tmp_path: Path) -> None:
     ]
     for name in names:
         (tmp_path / f"{name}.parquet").touch()
-    (tmp_path / "step-000002.unfinished").touch()
+    (tmp_path / "step-000002.parquet.7.new").touch()
+    (tmp_path / "evaluation-amc-0-000032.parquet.7.new").touch()  # an evaluation may go on beside the training
     drop_kept(tmp_path, after=2)
     left = sorted(path.stem for path in tmp_path.iterdir())
-    assert left == ["evaluation-amc-0-000000", "step-000001", "step-000002", "step-000002-amc-1-000000"]
+    assert left == [
+        "evaluation-amc-0-000000",
+        "evaluation-amc-0-000032.parquet.7",
+        "step-000001",
+        "step-000002",
+        "step-000002-amc-1-000000",
+    ]
     assert list(kept_steps(tmp_path).values()) == [1, 2, 2]
     drop_kept(tmp_path / "none", after=0)
 
@@ -213,7 +249,7 @@ def test_a_resumed_run_keeps_each_sample_once(tmp_path: Path) -> None:
     config = config_of(tmp_path, checkpoint={"every": 1, "keep": 9})
     folder = train(config) / "samples"
     whole = {path: read_kept(path) for path in kept_steps(folder)}
-    (folder / "step-000004.unfinished").touch()
+    (folder / "step-000004.parquet.7.new").touch()
     (folder / "step-000007.parquet").touch()  # of a longer run that went on from here
     train(config, resume="step-000003")
     assert {path: read_kept(path) for path in folder.iterdir()} == whole
@@ -263,7 +299,9 @@ def test_evaluations_keep_all_samples(tmp_path: Path, capsys: pytest.CaptureFixt
     assert {(one.step, one.benchmark) for one in during} == {(3, "task")}
 
 
-def test_each_start_of_a_run_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_start_of_a_run_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "-m", "rlplus", "train", "a b.yaml"])
     config = config_of(tmp_path, train={"steps": 1})
     folder = train(config)
@@ -273,10 +311,24 @@ def test_each_start_of_a_run_is_noted(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {"rlplus", "transformers", "deepspeed", "triton", "python"} <= first["versions"].keys()
     assert first["hardware"]["ranks"].startswith("1 × ")
     longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 2})})
+    (folder / "run.json").write_text("[]")
     train(longer, resume=True)
+    assert capsys.readouterr().err.count("run.json is damaged: want the starts of a run") == 1
     starts = json.loads((folder / "run.json").read_text())["starts"]
-    assert starts[0] == first
-    assert [start["step"] for start in starts] == [0, 1]
+    assert [start["step"] for start in starts] == [1]
+
+
+@pytest.mark.parametrize("damage", [b"[]", b'{"starts": [', b"\xff", b'{"starts": [1]}'])
+def test_damaged_starts_do_not_block_a_run(tmp_path: Path, damage: bytes) -> None:
+    """They say where it comes from, and nothing depends on them: they are moved aside, which is said."""
+    (path := tmp_path / "run.json").write_bytes(damage)
+    (note,) = provenance.note_start(path, 3, {}, ["CPU"])
+    assert f"{path} is damaged: want the starts of a run; " in note
+    assert "It is now run.damaged.json: dates, commands and versions of the starts before this one are lost" in note
+    assert (tmp_path / "run.damaged.json").read_bytes() == damage
+    assert [start["step"] for start in json.loads(path.read_text())["starts"]] == [3]
+    assert provenance.note_start(path, 4, {}, ["CPU"]) == []
+    assert [start["step"] for start in json.loads(path.read_text())["starts"]] == [3, 4]
 
 
 def test_commits_are_those_of_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for every supported GPU within its limits; no GPU is needed."""
+"""Every Triton kernel compiles for every supported GPU, by every supported Triton, within its limits; without a GPU."""
 
 import json
 import os
@@ -8,17 +8,23 @@ from typing import Any
 
 import processes
 import pytest
+import tritons
 from sass import hot_path, parse
 
 ROOT = Path(__file__).parent.parent
 
 
-def compiled(folder: Path, *options: str) -> list[dict[str, Any]]:
-    """The table of kernels; from a process of its own: here the kernels are interpreted."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+def compiled(folder: Path, *options: str, triton: str | None = None) -> list[dict[str, Any]]:
+    """The table of kernels, from a process of its own, since the kernels are interpreted here.
+
+    triton: one of `tritons.PINNED`; None = the installed one.
+    """
+    path = f"{tritons.folder(triton)}{os.pathsep}{ROOT}" if triton else str(ROOT)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
     command = [sys.executable, ROOT / "tests" / "kernel_table.py", *options, "--json", folder / "rows"]
     done = processes.run(command, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert triton is None or f"Triton {triton}" in done.stdout
     rows = json.loads((folder / "rows").read_text())
     assert not any(row["faults"] for row in rows)
     return rows
@@ -40,6 +46,21 @@ USUAL = (  # of a bf16 model: one of every kernel
 def test_the_kernels_of_a_usual_call_compile_for_the_a100(tmp_path: Path) -> None:
     rows = compiled(tmp_path, "--arch", "80", "--variants", *USUAL)
     assert {row["kernel"] for row in rows} == KERNELS
+
+
+def test_what_older_tritons_refuse_is_not_in_the_kernels(tmp_path: Path) -> None:
+    """3.6.0 knows the least. These are the kernels that share functions."""
+    rows = compiled(tmp_path, "--arch", "80", "--variants", USUAL[0], USUAL[2], triton=min(tritons.PINNED))
+    assert {row["kernel"] for row in rows} >= {"_statistics_kernel", "_gradient_kernel", "_tile_kernel"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("triton", tritons.PINNED)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_every_kernel_compiles_by_the_tritons_of_every_torch(arch: int, triton: str, tmp_path: Path) -> None:
+    rows = compiled(tmp_path, "--arch", str(arch), triton=triton)
+    assert {row["kernel"] for row in rows} == KERNELS
+    assert all(row["registers"] <= 128 for row in rows if row["kernel"] != "_tile_kernel")
 
 
 @pytest.mark.slow

@@ -11,6 +11,8 @@ import processes
 import pytest
 import triton
 
+from rlplus.kernels.policy_loss import Coefficients
+
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 COMPILER = shutil.which(os.environ.get("CC", "cc"))
@@ -48,7 +50,7 @@ def seen(launch: dict[str, Any]) -> tuple[Any, ...]:
 def test_every_launch_has_the_intended_arguments(stub: Path) -> None:
     """5 rows of 9000 logits in 9024 columns: three blocks. None, constants and a 1 are compiled in, not passed."""
     sizes = [9024, 9000, 9024]  # stride, V, W
-    numbers = [1.0 + 0.5 * i for i in range(13)]
+    numbers = [1.0 + 0.5 * i for i in range(len(Coefficients._fields))]
     want = [
         ("_statistics_kernel", [5, 3, 1], [128, 1, 1],
          ["values", "partial", "logits", "target", *sizes, 4096, INVERSE]),

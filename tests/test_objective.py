@@ -33,6 +33,17 @@ def run(logprob: Tensor, entropy: Tensor | None, constants: dict[str, Any], obje
     return loss, *torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True), stats
 
 
+def rounding(objective: Objective, logprob: Tensor, constants: dict[str, Any], dlogprob: Tensor) -> Tensor:
+    """How far dlogprob (n,) of the same tokens among others may be: a vector's exponential is not the scalar one.
+
+    8 eps of the absolute surrogate and KL terms, for every nat in an exponent.
+    """
+    surrogate = run(logprob, logprob, constants, dataclasses.replace(objective, kl_coef=0.0))[1]
+    logs = [logprob, *(v for k, v in constants.items() if k.endswith("_logprob"))]
+    nats = 1 + torch.stack(logs).abs().amax(0)
+    return 8 * torch.finfo(logprob.dtype).eps * nats * (surrogate.abs() + (dlogprob - surrogate).abs())
+
+
 def one_token(
     objective: Objective, logprob: float, old: float | None, *, external: bool, A: float = 1.0
 ) -> tuple[float, float]:
@@ -194,14 +205,15 @@ def test_a_logprob_that_rounding_put_above_0_counts_as_p_1() -> None:
 def test_micro_batches_add_up(objective: Objective) -> None:
     logprob, entropy, constants = sample(24)
     whole = run(logprob, entropy, constants, objective)
-    for parts in (2, 4):
+    bound = rounding(objective, logprob, constants, whole[1])
+    for parts in (2, 4, 24):
         pieces = [
             run(x, h, dict(zip(constants, c, strict=True)), objective)
             for x, h, *c in zip(*(t.chunk(parts) for t in (logprob, entropy, *constants.values())), strict=True)
         ]
         torch.testing.assert_close(sum(p[0] for p in pieces), whole[0], **EXACT)
-        for i in (1, 2):
-            assert torch.equal(torch.cat([p[i] for p in pieces]), whole[i])
+        assert ((torch.cat([p[1] for p in pieces]) - whole[1]).abs() <= bound).all()
+        assert torch.equal(torch.cat([p[2] for p in pieces]), whole[2])  # products only
         for name, value in whole[3].items():
             torch.testing.assert_close(sum(p[3][name] for p in pieces), value, **EXACT)
 
@@ -376,9 +388,3 @@ def test_policy_loss_says_what_it_wanted_and_what_came(change: dict, objective: 
     inputs |= {"external": torch.zeros(4, dtype=torch.bool)} | change
     with pytest.raises(ValueError, match=message):
         policy_loss(objective=Objective(**objective), **inputs)
-
-
-def test_policy_loss_wants_an_objective() -> None:
-    one = torch.ones(1)
-    with pytest.raises(ValueError, match=r"want objective an rlplus\.Objective; got str"):
-        policy_loss(-one, old_logprob=None, advantage=one, token_weight=one, external=one.bool(), objective="grpo")

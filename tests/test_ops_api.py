@@ -8,6 +8,7 @@ import pytest
 import torch
 from closed_form import sample_constants
 from torch import Tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlplus
@@ -19,7 +20,8 @@ from rlplus.ops.head import Head
 N, H, V = 12, 4, 9
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))
 EVERY = pytest.mark.parametrize("backend", ["reference", "torch", CPP, "triton"])
-OPS = pytest.mark.parametrize("backend", ["torch", CPP, "triton"])
+INTERPRETED = pytest.param("triton", marks=pytest.mark.slow)  # many calls of interpreted kernels
+OPS = pytest.mark.parametrize("backend", ["torch", CPP, INTERPRETED])
 EVERYTHING = Objective("clip", "mis", kl_coef=0.1, entropy_coef=0.2, mismatch_cap=2.0)
 DEVICE = {"triton": "cuda" if torch.cuda.is_available() else "cpu"}
 
@@ -257,7 +259,8 @@ BAD_LOSSES: list[tuple[dict[str, Any], str]] = [
     ({"engine_logprob": torch.zeros(N, device="meta")}, "want engine_logprob .*on cpu; got .*on meta"),
     ({"ref_logprob": None, "objective": Objective(kl_coef=1.0)}, "kl_coef=1 needs ref_logprob; got None"),
     ({"engine_logprob": None, "objective": Objective(mismatch_cap=1.0)}, "mismatch_cap=1 needs engine_logprob"),
-    ({"objective": "rlplus"}, r"want objective an rlplus\.Objective; got str"),
+    ({"objective": "rlpuls"}, "want algorithm one of .*got 'rlpuls'.*did you mean 'rlplus'"),
+    ({"objective": 1.0}, r"want objective an rlplus\.Objective or the name of a preset; got float"),
     ({"grad_filter": 1.0}, r"want grad_filter in \[0, 1\); got 1.0"),
     ({"grad_filter": -0.1}, r"want grad_filter in \[0, 1\)"),
     ({"grad_filter": "0.1"}, r"want grad_filter in \[0, 1\); got '0.1'"),
@@ -274,6 +277,9 @@ BAD_TARGETS: list[tuple[dict[str, Any], str]] = [
 BAD_WEIGHTS: list[tuple[dict[str, Any], str]] = [
     ({"token_weight": torch.full((N,), math.nan)}, "want token_weight finite"),
     ({"entropy_weight": torch.full((N,), math.inf)}, "want entropy_weight finite"),
+    ({"advantage": torch.full((N,), math.nan)}, "want advantage finite where token_weight is not 0"),
+    ({"old_logprob": torch.ones(N)}, "want old_logprob in nats, at most 0; got none below 0, and some above 0.1"),
+    ({"behavior_logprob": torch.full((N,), math.inf)}, "want behavior_logprob in nats, at most 0"),
 ]
 
 
@@ -307,6 +313,27 @@ def test_policy_loss_refuses_values(change: dict[str, Any], message: str, backen
 def test_logprob_refuses_values(change: dict[str, Any], message: str, backend: str) -> None:
     with pytest.raises(ValueError, match=message):
         linear_logprob(**(head_of(sample()) | {"backend": backend} | change))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_sharded_parameter_is_refused_with_what_is_wanted(name: str) -> None:
+    """As FSDP leaves parameters outside of its modules' forward passes."""
+    inputs = sample()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        sharded = distribute_tensor(inputs[name].detach(), mesh, [Shard(0)]).requires_grad_()
+        message = (
+            rf"want {name} a plain tensor; got a DTensor, float32 .*, \(Shard\(dim=0\),\): pass {name}.full_tensor"
+        )
+        with pytest.raises(ValueError, match=message):
+            linear_policy_loss(**(inputs | {name: sharded}))
+        with pytest.raises(ValueError, match=message):
+            linear_logprob(**(head_of(inputs) | {name: sharded}))
+        linear_policy_loss(**(inputs | {name: sharded.full_tensor()})).loss.backward()
+        assert sharded.grad is not None
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_the_public_names() -> None:

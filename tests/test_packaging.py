@@ -61,6 +61,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path, source: Path) -> 
     assert "rlplus/configs/models/Qwen--Qwen2.5-Math-7B.json" in names
 
 
+@pytest.mark.slow
 def test_every_module_imports_from_the_wheel(wheel: Path, installed: Path, tmp_path: Path) -> None:
     names = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")]
     modules = {name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in names}
@@ -106,6 +107,7 @@ def test_native_library_is_in_the_wheel_where_there_is_a_compiler(source: Path, 
     assert run("-c", script, cwd=tmp_path, path=tmp_path / "site").strip() == str(tmp_path / "site/rlplus/_C.so")
 
 
+@pytest.mark.slow
 def test_a_failed_build_leaves_a_working_wheel_unless_it_is_asked_for(source: Path, tmp_path: Path) -> None:
     copy = without_library(source, tmp_path)
     wheel = build_wheel(copy, tmp_path, RLPLUS_EXT="", CXX="false")

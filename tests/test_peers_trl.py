@@ -3,7 +3,7 @@
 They need an environment of their own: `make test-peers`.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ pytest.importorskip("trl")
 
 import trl_runs
 from trl.trainer import grpo_trainer, rloo_trainer, utils
+from trl_runs import check_same
 
 from rlplus.integrations.trl import RLPlusGRPOTrainer, add_fused_lm_head, patch
 
@@ -33,12 +34,28 @@ LOSSES: list[dict[str, Any]] = [
     {"loss_type": "cispo", "epsilon_high": 1.05, "num_iterations": 2},
     {"loss_type": "sapo", "beta": 0.1, "use_bias_correction_kl": True, "num_iterations": 2},
     {"loss_type": "luspo", **CLIPPED},
-]
-OTHERS: list[dict[str, Any]] = [  # that only TRL's own loss has
+    {"loss_type": "cispo", "num_iterations": 2},
     {"loss_type": "vespo", "num_iterations": 2},
     {"loss_type": "luspo", "importance_sampling_level": "sequence", "num_iterations": 2},
-    {"loss_type": "dapo", "top_entropy_quantile": 0.5},
+    {"loss_type": "dapo", "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.01, "num_iterations": 2},
     {"loss_type": "dapo", "use_adaptive_entropy": True, "entropy_target": 5.0, "entropy_coef": 0.05},
+]
+CLIP = Objective(internal="clip", clip_low=0.01, clip_high=0.02)
+OBJECTIVES: list[tuple[Objective, dict[str, Any]]] = [  # surrogates that TRL has, too
+    (CLIP, {"loss_type": "dapo", "beta": 0.1, **CLIPPED}),
+    (replace(CLIP, dual_clip=1.1), {"loss_type": "grpo", "delta": 1.1, **CLIPPED}),
+    (CLIP, {"loss_type": "bnpo", "entropy_coef": 0.1, **CLIPPED}),
+    (CLIP, {"loss_type": "dr_grpo", "steps_per_generation": 4, **CLIPPED}),
+    (CLIP, {"loss_type": "luspo", **CLIPPED}),
+    (Objective(internal="cispo", clip_high=0.05), {"loss_type": "cispo", "epsilon_high": 1.05, "num_iterations": 2}),
+    (
+        Objective(internal="sapo"),
+        {"loss_type": "sapo", "beta": 0.1, "use_bias_correction_kl": True, "num_iterations": 2},
+    ),
+    (CLIP, {"loss_type": "dapo", "importance_sampling_level": "sequence", "beta": 0.1, **CLIPPED}),
+    (CLIP, {"loss_type": "luspo", "importance_sampling_level": "sequence", "entropy_coef": 0.1, **CLIPPED}),
+    (CLIP, {"loss_type": "dapo", "top_entropy_quantile": 0.5, "entropy_coef": 0.1, "beta": 0.1, **CLIPPED}),
+    (CLIP, {"loss_type": "grpo", "off_policy_mask_threshold": 0.01, **CLIPPED}),
 ]
 
 
@@ -52,16 +69,7 @@ def lora() -> dict[str, Any]:
     return {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)}
 
 
-def check_same(got: Any, want: Any) -> None:
-    assert len(want[0]) == 4
-    assert any(row["loss"] for row in want[0])
-    for a, b in zip(got[0], want[0], strict=True):
-        assert {"loss", "grad_norm", "entropy"} <= b.keys() >= a.keys()
-        assert a == pytest.approx({k: b[k] for k in a}, rel=1e-3, abs=2e-4)  # TRL logs four digits of a loss
-    torch.testing.assert_close(got[1], want[1], **CLOSE)
-
-
-@pytest.mark.parametrize("changes", LOSSES + OTHERS, ids=name_of)
+@pytest.mark.parametrize("changes", LOSSES, ids=name_of)
 def test_patched_trl_trains_as_trl_does(changes: dict[str, Any], tmp_path: Path) -> None:
     want = trl_runs.curves(trl_runs.make_trainer(tmp_path, **changes))
     with patch():
@@ -71,13 +79,22 @@ def test_patched_trl_trains_as_trl_does(changes: dict[str, Any], tmp_path: Path)
 
 
 @pytest.mark.parametrize("changes", LOSSES, ids=name_of)
-def test_the_fused_loss_trains_as_trls_does(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_without_demonstrations_and_objective_the_loss_and_metrics_are_trls(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
     want = trl_runs.curves(trl_runs.make_trainer(tmp_path, **changes))
     ours = {**changes, "arguments": {"objective": None, "demonstration_column": "none"}}
-    got = trl_runs.curves(trl_runs.make_trainer(tmp_path, RLPlusGRPOTrainer, **ours))
-    if "delta" in changes:  # TRL does not count what it clips
-        got = [{k: v for k, v in row.items() if "clip" not in k} for row in got[0]], got[1]
-    check_same(got, want)
+    check_same(trl_runs.curves(trl_runs.make_trainer(tmp_path, RLPlusGRPOTrainer, **ours)), want)
+
+
+@pytest.mark.parametrize(("objective", "changes"), OBJECTIVES, ids=[name_of(changes) for _, changes in OBJECTIVES])
+def test_an_objective_that_trl_has_trains_as_trls_does(
+    objective: Objective, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """In one pass, or in two steps; with TRL's metrics."""
+    want = trl_runs.curves(trl_runs.make_trainer(tmp_path, **changes))
+    ours = {**changes, "arguments": {"objective": objective, "demonstration_column": "none"}}
+    check_same(trl_runs.curves(trl_runs.make_trainer(tmp_path, RLPlusGRPOTrainer, **ours)), want)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -138,8 +155,8 @@ def test_a_patch_is_undone() -> None:
         patch().close()
         assert grpo_trainer.add_fused_lm_head is add_fused_lm_head
     assert grpo_trainer.add_fused_lm_head is rloo_trainer.add_fused_lm_head is utils.add_fused_lm_head
-    with pytest.raises(ValueError, match="want outputs among log_probs and entropy; got is_top1"):
-        add_fused_lm_head(trl_runs.tiny_model(), outputs=("is_top1",))
+    with pytest.raises(ValueError, match=r"want outputs among log_probs, entropy, is_top1, .*; got logits"):
+        add_fused_lm_head(trl_runs.tiny_model(), outputs=("logits",))
 
 
 # ---- demonstrations
@@ -249,10 +266,7 @@ def test_with_vllm(mode: str, asked: int, tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, {}, "want importance_sampling_level 'token'"),
-    ({"top_entropy_quantile": 0.2}, {}, "want top_entropy_quantile 1.0 in RLPlusGRPOTrainer; got 0.2"),
-    ({"loss_type": "vespo"}, {"objective": None}, "want an objective with loss_type vespo, whose surrogate"),
-    ({"delta": 1.1}, {"objective": None}, r"want delta at least 1 \+ epsilon_high = 1.2; got 1.1"),
+    ({"use_adaptive_entropy": True, "entropy_coef": 0.1}, {}, "want use_adaptive_entropy False with an objective"),
     ({}, {"objective": "simplerl"}, "want beta=0.0001 in the GRPOConfig, as the objective has it; got 0.0"),
     ({}, {"objective": Objective(mismatch_cap=2.0)}, "want mismatch_cap None: the GRPOConfig has"),
     ({}, {"rollout_func": lambda *_: {}}, "want no rollout_func: its completions have no demonstrations"),
@@ -278,7 +292,10 @@ def test_a_demonstration_that_is_no_text_is_refused(tmp_path: Path) -> None:
 def test_the_stub_of_the_quick_tests_has_trls_signatures() -> None:
     import trl_stub
 
-    names = ("_compute_loss", "_generate_and_score_completions", "_generate_single_turn")
+    names = (
+        *("_compute_loss", "_generate_and_score_completions", "_generate_single_turn"),
+        *("_get_per_token_logps_and_entropies", "get_high_entropy_mask", "get_off_policy_mask"),
+    )
     pairs = [(getattr(trl_stub.GRPOTrainer, name), getattr(grpo_trainer.GRPOTrainer, name)) for name in names]
     for stub, trls in [*pairs, (trl_stub.add_fused_lm_head, utils.add_fused_lm_head)]:
         assert signature(stub).parameters.keys() == signature(trls).parameters.keys()

@@ -109,6 +109,8 @@ def test_what_a_run_would_refuse_is_shown_and_said(tmp_path: Path, capsys: pytes
     )
     few = "want a batch (prompts_per_step) between 1 and the number of prompts, 6; got 8"
     assert f"A run would refuse these data:\n  {dropped}\n  {few}\n" in out
+    assert "It fits." not in out
+    assert out.rstrip().endswith("It would fit, but a run would refuse its data: see above.")
     with pytest.raises(ValueError) as refused:  # noqa: PT011
         train(config)
     assert str(refused.value) == f"{dropped}; {few}"

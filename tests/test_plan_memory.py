@@ -181,11 +181,12 @@ def test_the_head_takes_what_is_planned(tmp_path, backend, dtype, tokens, memory
     )
     hidden, weight = (torch.randn(n, H, dtype=getattr(torch, dtype), requires_grad=True) for n in (tokens, V))
     target, ones = torch.randint(V, (tokens,)), torch.ones(tokens)
+    total = torch.zeros(V, H) if dtype == "bfloat16" else None  # the learner's, among the gradients
 
     def loss() -> object:
         return linear_policy_loss(
             hidden, weight, target, old_logprob=None, advantage=ones, token_weight=ones, backend=backend,
-            external=torch.zeros(tokens, dtype=torch.bool), memory=memory, **scratch,
+            external=torch.zeros(tokens, dtype=torch.bool), memory=memory, weight_grad=total, **scratch,
         )  # fmt: skip
 
     if backend != "cpp":  # it keeps its scratch for the next call

@@ -134,8 +134,8 @@ def policy(preset: str) -> SimpleNamespace:
         logits=logits,
         logprob=logprob,
         entropy=-(logp.exp() * logp).sum(-1),
-        old=(logprob - gap).detach(),
-        reference=logprob.detach() + torch.randn(ids, generator=generator, dtype=torch.float64),
+        old=(logprob - gap).detach().clamp(max=0),
+        reference=(logprob.detach() + torch.randn(ids, generator=generator, dtype=torch.float64)).clamp(max=0),
     )
 
 

@@ -30,7 +30,7 @@ def test_each_part_of_a_presets_loss_is_there_and_resumes_bit_for_bit(
     algorithm = ALGORITHMS[preset]
 
     def run(name: str, steps: int, resume: bool = False) -> Path:
-        section = {"steps": steps, "prompts_per_update": 2, "lr": 3e-3}
+        section = {"steps": steps, "prompts_per_update": 2, "lr": 1e-2}
         return train(run_config(tmp_path, name, algorithm={"preset": preset}, train=section), resume=resume)
 
     rows = metrics(whole := run("whole", 20))

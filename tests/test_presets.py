@@ -31,12 +31,12 @@ PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "hpt": (SCRIPT | {"external": "nll"}, "official", False, "apart"),
     "superrl": ({"internal": "clip", "external": "nll"}, "sequence", True, "apart"),
     "uft": ({"internal": "clip", "external": "nll", "external_coef": 1e-3, "kl_coef": 1e-3}, "token", True, "apart"),
-    "chord": ({"internal": "clip", "external": "dft", "external_coef": 0.1, "gamma": 1.0}, "token", True, "apart"),
+    "chord": ({"internal": "clip", "external": "dft", "external_coef": 1 / 9, "gamma": 1.0}, "token", True, "apart"),
     "dr-grpo": ({"internal": "clip"}, "constant", False, "none"),
     "dapo": ({"internal": "clip", "clip_high": 0.28, "dual_clip": 10.0}, "token", True, "none"),
     "simplerl": ({"internal": "clip", "kl_coef": 1e-4, "entropy_coef": 1e-3}, "token", True, "none"),
-    "ppo": ({"internal": "clip"}, "sequence", True, "none"),
-    "prime": ({"internal": "clip"}, "token", True, "none"),
+    "ppo": ({"internal": "clip"}, "token", True, "none"),
+    "prime": ({"internal": "clip"}, "sequence", True, "none"),
     "gspo": ({"internal": "clip", "clip_low": 3e-4, "clip_high": 4e-4}, "sequence", True, "none"),
     "cispo": ({"internal": "cispo", "clip_high": 4.0}, "token", True, "none"),
     "sapo": ({"internal": "sapo"}, "sequence", True, "none"),
@@ -60,7 +60,7 @@ def test_presets_say_what_the_papers_say(name: str) -> None:
     assert algorithm.reduction == reduction
     assert algorithm.refill == {"dapo": Refill(0.0, 1.0, 10), "prime": Refill(0.2, 0.8, 4, fill=True)}.get(name)
     assert algorithm.shaping == (Shaping(-1.0, 0.2) if name == "dapo" else None)
-    assert algorithm.skip_grad_norm == (80.0 if name == "hpt" else 0.0)
+    assert algorithm.skip_grad_norm == {"hpt": 80.0, "exgrpo": 500.0}.get(name, 0.0)
     assert algorithm.ratio_level == ("sequence" if name == "gspo" else "token")
     assert algorithm.demonstrations == demonstrations
     if demonstrations != "only":  # there is a group
@@ -95,9 +95,9 @@ def test_chord_weighs_the_likelihood_of_demonstrations_by_p_times_one_less_p() -
     weight = torch.full((25,), 1 / 25, dtype=torch.float64)
     objective = ALGORITHMS["chord"].objective
     loss, _ = policy_loss(logprob, token_weight=weight, external=external, objective=objective, **constants)
-    torch.testing.assert_close(loss, -0.1 * (p * (1 - p) * p.log()).mean(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(loss, -(p * (1 - p) * p.log()).mean() / 9, rtol=1e-12, atol=0)
     loss.backward()
-    torch.testing.assert_close(logprob.grad, -0.1 * p * (1 - p) / 25, rtol=1e-12, atol=0)
+    torch.testing.assert_close(logprob.grad, -p * (1 - p) / 25 / 9, rtol=1e-12, atol=0)
 
 
 def test_ppo_is_open_reasoner_zeros() -> None:

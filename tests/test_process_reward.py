@@ -52,16 +52,22 @@ def test_the_loss_of_outcomes_and_its_gradient() -> None:
     assert outcome_loss(score, score, torch.zeros(7, dtype=torch.float64), sequence, 0.7) == 0
 
 
-def prime(folder: Path, output: str = "run", train: Any = None, update: str = "after") -> Config:
+def prime(
+    folder: Path, output: str = "run", train: Any = None, update: str = "after", temperature: float = 1.0
+) -> Config:
     algorithm = {"preset": "prime", "recipe": {"lr": 3e-3, "beta": 0.5, "update": update}}
     settings = {"prompts_per_step": 6, "prompts_per_update": 3}
-    return run_config(folder, output, algorithm=algorithm, train=settings | (train or {}))
+    rollout = {"temperature": temperature}
+    return run_config(folder, output, algorithm=algorithm, train=settings | (train or {}), rollout=rollout)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run that is built and never trained, but its reward model has moved away from the reference."""
-    with Run(prime(tmp_path_factory.mktemp("run")), resume=False) as run:
+    """A run that is built and never trained, but its reward model has moved away from the reference.
+
+    It samples at a temperature, which the reward model does not have.
+    """
+    with Run(prime(tmp_path_factory.mktemp("run"), temperature=0.6), resume=False) as run:
         generator = torch.Generator().manual_seed(2)
         with torch.no_grad():
             for p in run.learners["process"].engine.module.parameters():

@@ -124,8 +124,11 @@ def check_learner(two: dict[str, Any], one: dict[str, Any]) -> None:
     assert float(advantages.mean()) == pytest.approx(0, abs=1e-6)
     assert float(advantages.var(correction=0)) == pytest.approx(1, rel=1e-6)
     for got, want in zip(two["samples"], one["samples"], strict=True):
-        for name, values, wanted in zip(("returns", "advantage", "after"), got, want, strict=True):
-            assert list(values) == pytest.approx(wanted, rel=1e-5, abs=1e-5), name
+        # AdamW's first step is lr whatever the gradient, and its sign is rounding noise where the gradient is nearly 0.
+        for name, values, wanted, bound in zip(
+            ("returns", "advantage", "after"), got, want, (1e-5, 1e-5, 5e-5), strict=True
+        ):
+            assert list(values) == pytest.approx(wanted, rel=1e-5, abs=bound), name
     assert two["row"] == pytest.approx(one["row"], rel=1e-5)
     assert {"loss", "nonfinite", "lr", "grad_norm"} < {metric.partition("/")[2] for metric in two["row"]}
     assert two["applied"] == one["applied"]
@@ -161,7 +164,7 @@ def test_all_ranks_use_the_tuning_of_rank_0(quick: Results) -> None:
         assert tiling == plain(Tiling(programs=PROGRAMS[1]))
         assert note.endswith("cache 0/tuning-a-GPU-float32-258x32.json")
     assert one["damaged"].startswith("train.tuning: rank 0: want a tuning by `rlplus-bench tune` in ")
-    assert one["missing"].startswith("train.tuning: rank 0: [Errno 2] No such file or directory")
+    assert one["missing"].startswith("train.tuning: rank 0: want a tuning by `rlplus-bench tune`; got ")
     assert one["none"][:2] == (None, None)
     assert one["none"][2] == ("none for a GPU, float32, a weight (258, 32) in the cache, `rlplus-bench tune` makes one")
     assert one["two kinds"] == "train.tuning: want GPUs of one kind; got GPU 0, GPU 1"

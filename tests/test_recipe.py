@@ -92,12 +92,27 @@ def test_denominators_count_the_tokens_of_either_kind(run: Run) -> None:
             torch.testing.assert_close(got, torch.tensor(weights), rtol=0, atol=1e-7)
 
 
+def test_members_of_a_group_may_have_denominators_of_their_own(run: Run) -> None:
+    """RL-PLUS eq. 7 as a sum of two means: over the sampled tokens, and over the demonstrated ones."""
+    samples = [
+        Sample([1], [2, 3, 4], 0, True, False, None, advantage=1.0),
+        Sample([1], [5, 6, 7, 8, 9], 0, False, False, None, advantage=-1.0),
+    ]
+    own = {None: [1 / 8] * 8, "token": [1 / 3] * 3 + [1 / 5] * 5, "constant": [1 / 8] * 3 + [1 / 5] * 5}
+    for external_reduction, want in own.items():
+        algorithm = replace(ALGORITHMS["rlplus"], external_reduction=external_reduction)
+        (batch,) = packed(run, samples, algorithm=algorithm)
+        got = torch.cat([batch.token_weight[batch.external], batch.token_weight[~batch.external]])
+        torch.testing.assert_close(got, torch.tensor(want), rtol=0, atol=1e-7)
+
+
 def test_a_response_is_kept_for_one_token_with_a_gradient(run: Run) -> None:
     algorithm = replace(ALGORITHMS["sft"], demonstrations="apart")
     silent = Sample([1], [2, 3, 4], 0, False, False, None, advantage=[0.0, 0.0, 0.0])
-    assert packed(run, [silent], algorithm=algorithm) == []
+    assert all(batch.forward_only for batch in packed(run, [silent], algorithm=algorithm))
     for changes in ({"advantage": [0.0, 0.0, 1.0]}, {"external": [True, False, False]}):
         (batch,) = packed(run, [replace(silent, **changes)], algorithm=algorithm)
+        assert not batch.forward_only
         assert len(batch.target) == 3
 
 

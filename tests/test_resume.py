@@ -141,14 +141,14 @@ def test_damage_is_named_and_resumed_before_it_when_told(tmp_path, name):
 
 def test_files_are_on_the_disk_before_the_checkpoint_is_named(tmp_path, monkeypatch):
     flushed: list[Path] = []
-    flush, publish = checkpoint._flush, checkpoint._publish
+    flush, publish = checkpoint.flush, checkpoint._publish
 
     def check(*arguments: Any) -> None:
         saving = tmp_path / "run/checkpoints/saving"
         assert {path for path in flushed if path.suffix == ".pt"} == set(saving.rglob("*.pt"))
         publish(*arguments)
 
-    monkeypatch.setattr(checkpoint, "_flush", lambda path: (flushed.append(path), flush(path)))
+    monkeypatch.setattr(checkpoint, "flush", lambda path: (flushed.append(path), flush(path)))
     monkeypatch.setattr(checkpoint, "_publish", check)
     train(run_config(tmp_path, train={"steps": 1}))
     assert len({path.name for path in flushed if path.suffix == ".pt"}) >= 3

@@ -90,7 +90,10 @@ def test_a_warmup_ratio_counts_updates_rounded_up(ratio: float, updates: int, wa
             )
             for option in ("train.lr_schedule=cosine", "train.lr_schedule=linear", "train.warmup_ratio=0.1")
         ),
-        (["train.lr_schedule=cosin"], "train.lr_schedule: want 'constant', 'cosine' or 'linear'; got 'cosin' (str)"),
+        (
+            ["train.lr_schedule=cosin"],
+            "train.lr_schedule: want 'constant', 'cosine' or 'linear' (nearest: cosine); got 'cosin' (str)",
+        ),
     ],
 )
 def test_contradictions(tmp_path: Path, overrides: list[str], line: str) -> None:
@@ -163,11 +166,13 @@ def test_a_run_of_another_length_goes_on_with_its_rates(
 def test_a_skipped_update_keeps_its_rate(tmp_path: Path) -> None:
     with Run(run_config(tmp_path, train={"steps": 4, "lr_schedule": "linear"}), resume=False) as run:
         lrs, applied = [], []
-        for advantage in (1.0, float("inf"), 1.0):
+        for finite in (True, False, True):
             samples = batch_of_samples()
             set_advantages(samples, run.recipe.algorithm)
-            samples[0].advantage = advantage
-            run.policy.accumulate(packed(run, samples), Objective())
+            batches = packed(run, samples)
+            if not finite:
+                batches[-1].old_logprob = torch.full_like(batches[-1].advantage, -torch.inf)
+            run.policy.accumulate(batches, Objective())
             lrs.append(run.policy.lr)
             applied.append(run.policy.step())
     assert applied == [True, False, True]

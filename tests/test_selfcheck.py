@@ -1,21 +1,34 @@
 """The self-check of the triton backend: right kernels pass it, and each kind of mistake is refused with its name."""
 
 import itertools
+import json
+import os
 import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import processes
 import pytest
 import torch
+import triton
+import triton.language as tl
+import tritons
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
+from rlplus.errors import one_line
 from rlplus.kernels.tiling import DEFAULT, Block, Tiling
 from rlplus.ops import chunked, cost, linear_policy_loss, selfcheck, tuning
 from rlplus.ops import triton as backend
 from rlplus.ops.head import Head
 
+HERE = Path(__file__).parent
 CPU = torch.device("cpu")
 H = 8
 SMALL = [case._replace(N=14, V=70) for case in selfcheck.CASES]
@@ -30,6 +43,15 @@ def test_the_kernels_pass_in_the_interpreter(dtype: torch.dtype, monkeypatch: py
     few, many = SMALL[1], SMALL[2]._replace(N=30)
     others = SMALL[3:] if dtype == torch.float32 else SMALL[3:4]
     assert selfcheck.check(CPU, dtype, [SMALL[0], few, many, *others], H) == ""
+
+
+def test_triton_3_6_interprets_the_kernels_with_a_numpy_that_makes_no_number_of_an_array() -> None:
+    """NumPy 2.5, which needs Python 3.12; older ones warn where it refuses."""
+    refuses = ["-W", "error:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"]
+    path = f"{tritons.folder('3.6.0')}{os.pathsep}{HERE.parent}"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = processes.run([sys.executable, *refuses, HERE / "selfcheck_child.py", "right"], env=environment)
+    assert json.loads(done.stdout.splitlines()[-1]) == {"status": "passed", "reason": ""}, done.stderr
 
 
 @pytest.mark.parametrize("case", selfcheck.CASES, ids=str)
@@ -147,6 +169,66 @@ def test_errors_are_verdicts_but_for_those_of_memory(
     assert verdict.status == status
     assert verdict.reason.startswith(reason)
     assert "\n" not in verdict.reason
+
+
+@JITFunction  # as `triton.jit` where nothing is interpreted
+def _second(x):
+    two = x + x
+    return two[1]
+
+
+@JITFunction
+def _no_kernel(out, n, BLOCK: tl.constexpr):
+    """A line, and another,
+
+    so that an excerpt
+    has some.
+    """
+    if n > 0:
+        tl.store(out, _second(BLOCK))
+
+
+@triton.jit
+def _raising_kernel(out, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK == 17, "want a block of 17")
+
+
+def does_not_compile(*_: Any) -> None:
+    signature = {"out": "*fp32", "n": "i32", "BLOCK": "constexpr"}
+    triton.compile(ASTSource(_no_kernel, signature, {"BLOCK": 16}), target=GPUTarget("cuda", 80, 32))
+
+
+def raises(*_: Any) -> None:
+    _raising_kernel[(1,)](torch.empty(1), BLOCK=16)
+
+
+def test_a_refusal_names_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's first line is the place alone, and its last one a caret if a function that the kernel calls failed."""
+    monkeypatch.setattr(selfcheck, "check", does_not_compile)
+    verdict = selfcheck.judge("cpu", "float32")
+    assert re.fullmatch(
+        r"CompilationError: at 8:\d+: def _no_kernel\(out, n, BLOCK: tl.constexpr\): \.\.\. "
+        r"tl.store\(out, _second\(BLOCK\)\) \^, "
+        r"because of CompilationError: at 3:\d+: def _second\(x\): two = x \+ x return two\[1\] \^ \S.*\S",
+        verdict.reason,
+    ), verdict
+    monkeypatch.setattr(selfcheck, "check", raises)
+    status, reason = selfcheck.judge("cpu", "float32")
+    assert status == "refused"
+    assert "Error: " in reason
+    assert "want a block of 17" in reason
+
+
+def test_errors_in_one_line() -> None:
+    both = RuntimeError("ptxas:\n  line 1\n\n\tline 2")
+    both.__cause__ = OSError("no\nroom")
+    assert one_line(both) == "RuntimeError: ptxas: line 1 line 2, because of OSError: no room"
+    both.__cause__ = ValueError("line 2")  # quoted at the end
+    assert one_line(both) == "RuntimeError: ptxas: line 1 line 2"
+    both.__cause__ = both
+    assert one_line(both) == "RuntimeError: ptxas: line 1 line 2"
+    assert one_line(KeyError()) == "KeyError: without a message"
+    assert one_line(OSError("a" * 600 + "b" * 600)) == f"OSError: {'a' * 500} ... {'b' * 500}"
 
 
 def test_a_fault_is_a_refusal_and_none_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from trainer_runs import metrics, run_config
 
@@ -169,6 +170,19 @@ def test_the_sums_go_over_the_ranks_that_share_a_sequence(monkeypatch: pytest.Mo
         torch.testing.assert_close(shard.old_logprob, reference.old_logprob[own[here]], rtol=0, atol=1e-12)
 
 
+def test_a_sure_token_of_a_sequence_that_has_drifted_has_its_ratio() -> None:
+    """What stands for its old logprob is above 0."""
+    batch, logprob, entropy = micro_batch()
+    first = batch.sequence == 0
+    logprob[first] = torch.tensor([-0.01, -2.0, -2.0, -2.0, -2.0], dtype=torch.float64)
+    batch.old_logprob = torch.where(first, 0.75 * logprob, batch.old_logprob)
+    batch.token_weight = batch.token_weight.masked_fill(batch.external, 0.0)
+    exact, _ = by_sequences(batch, logprob, GSPO)
+    set_statistics([batch], [(logprob, entropy)], GSPO, 1)
+    assert batch.old_logprob[first].max() > 0.3
+    torch.testing.assert_close(loss_of(batch, logprob, GSPO.objective)[0], exact)
+
+
 # ---- in a run
 
 
@@ -206,3 +220,33 @@ def test_a_run_with_weights_and_ratios_of_sequences(tmp_path: Path) -> None:
         assert row["mismatch/truncated"] == 0
         rows.append(row)
     assert 0 < rows[1]["actor/kl_old"] < rows[0]["actor/kl_old"]
+
+
+@pytest.fixture
+def some_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every other group all rewards are 0."""
+
+    def draw_rewards(samples: Any, *_: Any) -> None:
+        for i, sample in enumerate(samples):
+            sample.reward = float(i % 2 and sample.group % 2)
+
+    monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
+
+
+@pytest.mark.usefixtures("some_equal")
+def test_what_has_no_gradient_counts_in_every_statistic(tmp_path: Path) -> None:
+    """A KL term with a coefficient of 1e-12 gives every sample a gradient, and changes no number beyond rounding."""
+    rows, models = [], []
+    for kl_coef in (0.0, 1e-12):
+        algorithm = {"preset": "grpo", "top_entropy": 0.5, "objective": {"kl_coef": kl_coef}}
+        changes = {"steps": 1, "prompts_per_update": 2, "lr": 1e-2}
+        folder = train(run_config(tmp_path, f"{kl_coef}", algorithm=algorithm, train=changes))
+        (row,) = metrics(folder)
+        rows.append(row)
+        models.append(load_file(folder / "model/model.safetensors"))
+    assert rows[0]["batch/solve_none"] == 0.5
+    shares = [row.pop("actor/active_rows") for row in rows]
+    assert 0 < shares[0] < 0.35 < shares[1]  # about half of half of the tokens; those of the KL term
+    assert rows[0] == pytest.approx(rows[1], rel=1e-4, abs=1e-7)
+    for name, weight in models[0].items():
+        torch.testing.assert_close(weight, models[1][name], rtol=0, atol=1e-4)

@@ -208,7 +208,7 @@ def test_a_missing_package_is_said_before_anything_starts(
     path = tmp_path / "run.yaml"
     path.write_text(config.to_yaml())
     assert main(["train", str(path)]) == 2
-    message = f'log.{name} needs the package {name}: pip install "rlplus[{name}]"'
+    message = f'log.{name} needs the package {name}: pip install -e ".[{name}]"'
     assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match=f"needs the package {name}"):
         train(config)

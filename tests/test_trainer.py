@@ -123,10 +123,10 @@ def test_update_takes_adamws_step_on_that_gradient(tiny_run):
 def test_nonfinite_gradients_leave_the_weights_alone_and_three_in_a_row_stop_the_run(tiny_run):
     samples = batch_of_samples()
     set_advantages(samples, ALGORITHMS["rlplus"])
-    samples[0].advantage = float("inf")
     before = {name: p.clone() for name, p in tiny_run.policy.weights()}
     for _ in range(2):
         batches = packed(tiny_run, samples)
+        batches[-1].old_logprob = torch.full_like(batches[-1].advantage, -torch.inf)
         outputs = tiny_run.policy.accumulate(batches, Objective())
         applied = tiny_run.policy.step()
         assert not applied
@@ -135,14 +135,13 @@ def test_nonfinite_gradients_leave_the_weights_alone_and_three_in_a_row_stop_the
     assert all(torch.equal(p, before[name]) for name, p in tiny_run.policy.weights())
     with pytest.raises(RuntimeError, match=r"3 updates of the policy in a row had a non-finite gradient.*None"):
         tiny_run.count_nonfinite(False)
-    samples[0].advantage = 0.5
     batches = packed(tiny_run, samples)
     tiny_run.policy.accumulate(batches, Objective())
     assert tiny_run.policy.step()
     assert not all(torch.equal(p, before[name]) for name, p in tiny_run.policy.weights())
 
 
-def test_leaving_out_samples_without_a_gradient_changes_nothing(tiny_run):
+def test_samples_without_a_gradient_take_a_forward_pass_alone(tiny_run):
     samples = batch_of_samples(2)
     for sample in samples:
         if sample.group == 1:
@@ -152,7 +151,8 @@ def test_leaving_out_samples_without_a_gradient_changes_nothing(tiny_run):
     assert len(silent) == 4
     batches = packed(tiny_run, samples)
     kept = sum(len(s.response) for s in samples if s not in silent)
-    assert sum(len(batch.target) for batch in batches) == kept
+    assert sum(len(batch.target) for batch in batches if not batch.forward_only) == kept
+    assert sum(len(batch.target) for batch in batches) == sum(len(s.response) for s in samples)
     for batch in batches:  # the denominator still counts everybody
         weights = batch.token_weight
         torch.testing.assert_close(weights, torch.full_like(weights, 1 / sum(len(s.response) for s in samples)))

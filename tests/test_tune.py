@@ -13,7 +13,7 @@ from trainer_runs import run_config
 
 from rlplus.bench import tune
 from rlplus.bench.__main__ import main
-from rlplus.bench.cases import Case
+from rlplus.bench.case import Case
 from rlplus.kernels import exponentials
 from rlplus.kernels import linear_logprob as kernels
 from rlplus.kernels.tiling import DEFAULT, Buffers, Tiling
@@ -102,8 +102,8 @@ def test_wrong_or_failing_candidates_are_not_timed() -> None:
     assert [row["status"] for row in rows] == [
         "ok",
         "wrong: dweight is not finite",
-        "failed: MemoryError: no message",
-        "failed: RuntimeError: out of resource:",
+        "failed: MemoryError: without a message",
+        "failed: RuntimeError: out of resource: more",
     ]
 
 

@@ -97,6 +97,11 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
 }
 
 
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"want a tuning by `rlplus-bench tune`; got .*missing.json: no such file"):
+        use_tuning(tmp_path / "missing.json")
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_refused(damage: str, file: Path) -> None:
     change, message = DAMAGE[damage]

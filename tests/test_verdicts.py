@@ -52,6 +52,12 @@ def test_death_by_a_signal(number: int, verdict: Verdict) -> None:
     assert run_check(python(f"{SAY}; import os, sys; sys.stdout.flush(); os.kill(os.getpid(), {number})")) == verdict
 
 
+def test_what_a_library_says_before_it_ends_the_process_is_told() -> None:
+    said = "a banner\\nLLVM ERROR: no such instruction\\nStack dump:\\n#0 llvm::report_fatal_error"
+    verdict = run_check(python(f"import os, sys; sys.stderr.write('{said}'); sys.stderr.flush(); os.abort()"))
+    assert verdict == Verdict("refused", "it died of signal 6 (Aborted): LLVM ERROR: no such instruction")
+
+
 def test_a_child_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = tmp_path / "pids"
     code = f"""

@@ -91,6 +91,20 @@ def test_the_column_external_reaches_the_loss(modules: dict[str, Any], per_token
         assert metrics["actor/external_share"] == (5 / 8 if column else 0.0)
 
 
+def test_the_samplers_weights_multiply_the_advantages(modules: dict[str, Any]) -> None:
+    """`rollout_is_weights` of verl's rollout correction, one per token."""
+    importlib.import_module(NAME)
+    loss_of = modules["verl.trainer.ppo.core_algos"].POLICY_LOSS_REGISTRY["rlplus"]
+    g = torch.Generator().manual_seed(0)
+    logprob, old, advantage, weights = (-torch.rand(3, 4, generator=g, dtype=torch.float64) for _ in range(4))
+    mask = torch.ones(3, 4)
+    config = SimpleNamespace(global_batch_info={"dp_size": 1})
+    given = {"old_log_prob": old, "log_prob": logprob, "advantages": advantage, "response_mask": mask}
+    loss, _ = loss_of(**given, loss_agg_mode="seq-mean-token-mean", config=config, rollout_is_weights=-weights)
+    inputs = {"old_logprob": old, "token_weight": token_weights(mask, "sequence"), "objective": Objective()}
+    torch.testing.assert_close(loss, policy_loss(logprob, advantage=-advantage * weights, **inputs)[0])
+
+
 def test_fused_linear_is_the_fused_operation(modules: dict[str, Any]) -> None:
     importlib.import_module(NAME)
     hidden, weight = torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(11, 8, dtype=torch.float64)

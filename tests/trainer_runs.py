@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ def run_config(folder: Path, output: str = "run", **sections: dict[str, Any]) ->
     for name, changes in sections.items():
         values[name] = values.get(name, {}) | changes
     return Config.model_validate({"output_dir": str(folder / output)} | values)
+
+
+def write_state(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Replace a checkpoint's state, with its CRC-32, as if it had been written so."""
+    text = json.dumps(state)
+    (checkpoint / "state.json").write_text(text)
+    (checkpoint / "state.crc32").write_text(f"{zlib.crc32(text.encode()):08x}")
 
 
 def environment() -> dict[str, str]:

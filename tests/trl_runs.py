@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -12,7 +13,11 @@ from rlplus.data import byte_tokenizer
 
 PROMPTS = ["2+2=", "one, two,", "abc", "?"]
 DEMONSTRATIONS = ["4", "three", "def", None]
-SHOWN = ("loss", "grad_norm", "entropy", "kl", "reward", "clip_ratio/region_mean", "clip_ratio/low_mean")
+SHOWN = {
+    *("loss", "grad_norm", "entropy", "kl", "reward", "policy_loss", "entropy_coef", "cispo_clip_ratio", "aux_loss"),
+    *("clip_ratio/region_mean", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/low_min"),
+    *("clip_ratio/high_max", "vespo/phi_seq_mean", "mean_token_accuracy", "logits/chosen", "logits/rejected"),
+}
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -59,3 +64,12 @@ def curves(trainer: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor
     logged = [{k: row[k] for k in SHOWN if k in row} for row in trainer.state.log_history if "grad_norm" in row]
     weights = {k: p.detach() for k, p in trainer.model.named_parameters() if p.requires_grad}
     return logged, weights
+
+
+def check_same(got: Any, want: Any) -> None:
+    assert len(want[0]) == 4
+    assert any(row["loss"] for row in want[0])
+    for a, b in zip(got[0], want[0], strict=True):
+        assert {"loss", "grad_norm"} <= b.keys()
+        assert a == pytest.approx(b, rel=1e-3, abs=2e-4)  # TRL logs four digits of a loss
+    torch.testing.assert_close(got[1], want[1], rtol=2e-4, atol=2e-6)

@@ -34,13 +34,24 @@ def add_fused_lm_head(
     model.given_trls_head = True
 
 
+def nanmin(tensor: Tensor) -> Tensor:
+    return tensor[~tensor.isnan()].min()
+
+
+def nanmax(tensor: Tensor) -> Tensor:
+    return tensor[~tensor.isnan()].max()
+
+
 class Accelerator:
-    num_processes, process_index, device = 1, 0, torch.device("cpu")
+    num_processes, process_index, device, sync_gradients = 1, 0, torch.device("cpu"), True
 
     def autocast(self) -> Any:
         return torch.no_grad() if not torch.is_grad_enabled() else torch.enable_grad()
 
     def reduce(self, value: Tensor, reduction: str) -> Tensor:
+        return value
+
+    def gather(self, value: Tensor) -> Tensor:
         return value
 
 
@@ -49,9 +60,11 @@ class GRPOTrainer:
 
     def __init__(self, model: Any, args: Any, processing_class: Any) -> None:
         self.model, self.args, self._tokenizer = model, args, processing_class
-        self.accelerator, self._metrics = Accelerator(), {"train": defaultdict(list)}
+        self.accelerator, self._metrics = Accelerator(), {mode: defaultdict(list) for mode in ("train", "eval")}
         self.num_generations, self.max_completion_length, self.loss_type = 4, 6, args.loss_type
         self.use_vllm, self.aux_loss_enabled, self.current_gradient_accumulation_steps = False, False, 1
+        self.importance_sampling_level, self.top_entropy_quantile = args.importance_sampling_level, 1.0
+        self.off_policy_mask_threshold = None
         home: Any = sys.modules["trl.trainer.grpo_trainer"]
         home.add_fused_lm_head(model, temperature=0.8, outputs=("log_probs", "entropy"))
         self.asked = 0
@@ -76,13 +89,35 @@ class GRPOTrainer:
             "num_items_in_batch": torch.tensor(sum(len(ids) for ids in completions)),
         }
 
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, batch_size: Any = None,
+        compute_entropy: bool = False, compute_aux_loss: bool = False, pixel_values: Any = None,
+        image_grid_thw: Any = None, num_images: Any = None, pixel_attention_mask: Any = None,
+        spatial_shapes: Any = None, num_tiles: Any = None, image_sizes: Any = None, token_type_ids: Any = None,
+        mm_token_type_ids: Any = None, image_position_ids: Any = None,
+    ) -> Any:  # fmt: skip
+        labels = input_ids.masked_fill(attention_mask == 0, -100)
+        labels[:, :-logits_to_keep] = -100
+        out = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True)
+        return out.log_probs[:, -logits_to_keep:], out.entropy[:, -logits_to_keep:], None
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        raise NotImplementedError
+
+    @staticmethod
+    def get_off_policy_mask(
+        advantages: Any, per_token_logps: Any, sampling_per_token_logps: Any, mask: Any, off_policy_threshold: float
+    ) -> Tensor:
+        raise NotImplementedError
+
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        """Advantages times logprobs, a mean over all tokens."""
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-        labels = ids.masked_fill(mask == 0, -100)
-        labels[:, : inputs["prompt_ids"].shape[1]] = -100
-        out: FusedCausalLMOutput = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
-        loss: Tensor = out.loss
+        count = inputs["completion_ids"].shape[1]
+        logprob, entropy, _ = self._get_per_token_logps_and_entropies(model, ids, mask, count, compute_entropy=True)
+        self._metrics["train"]["entropy"].append(entropy.mean().item())
+        loss: Tensor = -(inputs["advantages"][:, None] * logprob).sum() / inputs["completion_mask"].sum()
         return loss
 
 
@@ -104,8 +139,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     head = {"add_fused_lm_head": add_fused_lm_head}
     contents: dict[str, dict[str, Any]] = {
         "trl": {"__version__": "1.16.0"},
-        "trl.trainer.utils": head | {"FusedCausalLMOutput": FusedCausalLMOutput},
+        "trl.trainer.utils": head | {"FusedCausalLMOutput": FusedCausalLMOutput, "nanmin": nanmin, "nanmax": nanmax},
         "trl.trainer.grpo_trainer": head | {"GRPOTrainer": type("GRPOTrainer", (GRPOTrainer,), {})},
         "trl.trainer.rloo_trainer": head,
+        "trl.trainer.sft_trainer": head,
     }
     return stub_modules.install(monkeypatch, contents, "rlplus.integrations.trl")

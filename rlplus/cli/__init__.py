@@ -1,4 +1,4 @@
-"""The command line: rlplus train | eval | plan | report | compare | demo."""
+"""The command line: rlplus train | eval | plan | verify | report | compare | demo."""
 
 import argparse
 import os
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from rlplus import __version__
-from rlplus.cli import evaluate, plan, results, train
+from rlplus.cli import evaluate, plan, results, train, verify
 from rlplus.errors import RunFailed, log_to_stderr, printable
 
 
@@ -42,8 +42,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args, rest = parser.parse_known_args(_resume_joined(sys.argv[1:] if argv is None else argv))
     # argparse gives a list of positionals only one stretch: the overrides behind an option are left over.
     more = [text for text in rest if hasattr(args, "overrides") and not text.startswith("-")]
-    if len(more) < len(rest):
-        parser.error(f"unrecognized arguments: {' '.join(text for text in rest if text not in more)}")
+    if unknown := [text for text in rest if text not in more]:
+        keys = [text.lstrip("-") for text in unknown if re.match(r"--?[a-z_]+(\.\w+)+=", text)]
+        hint = f"; keys of the configuration have no dashes: {' '.join(keys)}" if keys else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if more:
         args.overrides = [*args.overrides, *more]
     return args
@@ -66,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     # The `deepspeed` launcher puts it in front of the command, and sets LOCAL_RANK, which is what counts, too.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for add in (train.add, evaluate.add, plan.add, results.add_report, results.add_compare, results.add_demo):
+    adds = (train.add, evaluate.add, plan.add, verify.add, results.add_report, results.add_compare, results.add_demo)
+    for add in adds:
         add(commands)
     return parser

@@ -10,6 +10,7 @@ from rlplus.cli.common import YAML, add_configuration, quiet_imports
 if TYPE_CHECKING:
     from rlplus.cli.common import Commands
     from rlplus.config import Config
+    from rlplus.evaluation import Evaluation
 
 SHIPPED = Path(__file__).parents[1] / "configs"
 
@@ -48,28 +49,84 @@ def run(args: argparse.Namespace) -> None:
     check_evaluation_files(config, model, "--model" if args.model else "as the first argument")
     quiet_imports()
     from rlplus.data import found_columns
-    from rlplus.evaluation import evaluate_model, result_table, save_results
-    from rlplus.terminal import Terminal, counter
+    from rlplus.terminal import Terminal
 
     own = _model(args) is not None
     if own and config.evaluation.data is not None and config.evaluation.data.paths:
         found = found_columns(config.evaluation.data, several=len(config.evaluation.benchmarks) > 1)
-        config = _load(args, path, [*(f"evaluation.data.{key}={value}" for key, value in found.items()), *overrides])
-    rank = int(os.environ.get("RANK", 0))
-    with counter("problems evaluated:", quiet=rank != 0) as progress:
-        say = Terminal(stderr=True).print
-        results = evaluate_model(config, model, progress, output, overwrite=args.overwrite, say=say, chat_expected=own)
-    if rank == 0:
-        terminal = Terminal()
-        terminal.print(result_table(results))  # first: it took long, and the files may not be written
-        graded = {name: result for name, result in results.items() if not result.without_references}
-        if graded:
-            terminal.print(f"written to {', '.join(map(str, save_results(output, graded)))}")
-        if unread := [f"{name} ({result.grader})" for name, result in results.items() if name not in graded]:
-            raise ValueError(
-                f"want reference answers that the grader reads; got none in {', '.join(unread)}: see "
-                "evaluation.data.answer, evaluation.data.answer_pattern and reward.kind"
+        overrides = [*(f"evaluation.data.{key}={value}" for key, value in found.items()), *overrides]
+        config = _load(args, path, overrides)
+    if own and (lengths := _lengths_that_fit(config, overrides)):
+        if int(os.environ.get("RANK", 0)) == 0:
+            Terminal(stderr=True).print(
+                f"{' and '.join(lengths)}, so that prompt and response fit the positions of the model"
             )
+        config = _load(args, path, [*lengths, *overrides])
+    _evaluate(config, model, output, args.overwrite, own)
+
+
+def _evaluate(config: "Config", model: str | None, output: Path, overwrite: bool, own: bool) -> None:
+    """Evaluate until a signal comes, print the table and write the results. own: of a model without a configuration."""
+    from rlplus.config import SAMPLES
+    from rlplus.evaluation import evaluate_model, result_table, save_results
+    from rlplus.terminal import Terminal, counter
+    from rlplus.trainer.stop import ended_by_signals
+
+    main, say = int(os.environ.get("RANK", 0)) == 0, Terminal(stderr=True).print
+    done, problems = 0, 0  # of this process
+    results: dict[str, Evaluation] = {}
+    files: list[Path] = []
+
+    def advance(number: int, total: int) -> None:
+        nonlocal done, problems
+        done, problems = number, total
+        progress(done, problems)
+
+    def left() -> str:
+        kept = f"{done} of {problems} problems are kept in {output / SAMPLES}, the same command goes on with them"
+        return kept if done else "no problem was finished yet, start it again"
+
+    def save(found: "dict[str, Evaluation]") -> None:
+        results.update(found)
+        if main:
+            files.extend(save_results(output, {k: one for k, one in found.items() if not one.without_references}))
+
+    try:
+        with counter("problems evaluated:", quiet=not main) as progress, ended_by_signals(say, left):
+            evaluate_model(config, model, advance, output, overwrite=overwrite, say=say, chat_expected=own, done=save)
+    finally:
+        if main and results:  # it took long, and the files may not be written
+            Terminal().print(result_table(results))
+    if main and files:
+        Terminal().print(f"written to {', '.join(map(str, files))}")
+    if main and (unread := [f"{k} ({one.grader})" for k, one in results.items() if one.without_references]):
+        raise ValueError(
+            f"want reference answers that the grader reads; got none in {', '.join(unread)}: see "
+            "evaluation.data.answer, evaluation.data.answer_pattern and reward.kind"
+        )
+
+
+def _lengths_that_fit(config: "Config", overrides: list[str]) -> list[str]:
+    """Overrides of the default lengths for a model with fewer positions; none of lengths that were given."""
+    from rlplus.learner.model import positions, read_model_config, with_overrides
+
+    model, data = config.model, config.evaluation.data
+    if model.path is None or data is None:
+        return []
+    places = positions(with_overrides(read_model_config(model.path, model.trust_remote_code), model.overrides))
+    if places is None or config.max_evaluation_length <= places:
+        return []
+    response, prompt = "rollout.max_response_length", "evaluation.data.max_prompt_length"
+    given = {override.partition("=")[0].strip() for override in overrides}
+    before = {response: config.rollout.max_response_length, prompt: data.max_prompt_length}
+    lengths = dict(before)
+    if prompt not in given:
+        lengths[prompt] = min(before[prompt], places - before[response] if response in given else places // 2)
+    if response not in given:
+        lengths[response] = places - lengths[prompt]
+    if min(lengths.values()) < 1 or sum(lengths.values()) > places:
+        return []  # refused with the reason, before the model is loaded
+    return [f"{name}={length}" for name, length in lengths.items() if length != before[name]]
 
 
 def _load(args: argparse.Namespace, path: Path, overrides: list[str]) -> "Config":

@@ -99,4 +99,4 @@ def _show_plans(plans: "Sequence[tuple[Plan, DataPlan | None]]") -> None:
             Terminal().print(f"Stage {number}")
         if data is not None:  # first, since it was asked for
             show_data(data, Terminal())
-        show(plan, Terminal())
+        show(plan, Terminal(), data_refused=data is not None and bool(data.refusals))

@@ -73,7 +73,6 @@ def _report(args: argparse.Namespace) -> None:
             check_report_folder(folder)
         else:
             check_samples_folder(folder, of_step=args.step is not None)
-    quiet_imports()
     if args.show is None:
         _write_page(labels, Path(args.output))
     else:
@@ -83,8 +82,8 @@ def _report(args: argparse.Namespace) -> None:
 def _report_comparison(results: Path, output: Path) -> None:
     quiet_imports()
     from rlplus.compare import Results, page_of
+    from rlplus.durable import write_text
     from rlplus.terminal import Terminal
-    from rlplus.textfiles import write_text
 
     title = results.resolve().parent.name if results.name == "results.json" else results.stem  # as its page has it
     page = page_of(Results.load(results), title)
@@ -148,14 +147,15 @@ def _compare(args: argparse.Namespace) -> None:
     ):
         if value is not None and value < least:
             raise ValueError(f"want {name} at least {least}; got {value}")
+    presets, settings = _names("--presets", args.presets), _names("--settings", args.settings)
     quiet_imports()
     from rlplus.compare import run_comparison
 
     run_comparison(
         Path(args.config),
         Path(args.output or f"runs/compare/{Path(args.config).stem}"),
-        presets=_names("--presets", args.presets),
-        settings=_names("--settings", args.settings),
+        presets=presets,
+        settings=settings,
         seeds=args.seeds,
         first_seed=args.first_seed,
         overrides=args.overrides,
@@ -170,6 +170,8 @@ def _names(option: str, text: str | None) -> list[str]:
     names = [name for name in map(str.strip, (text or "").split(",")) if name]
     if text is not None and not names:
         raise ValueError(f"want names between commas with {option}; got {text!r}")
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise ValueError(f"want each name once with {option}; got {twice[0]!r} again")
     return names
 
 

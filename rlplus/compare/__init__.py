@@ -1,10 +1,9 @@
 """`rlplus compare`: several methods from the same base model, over seeds, in one table."""
 
-import fcntl
 import os
 import platform
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,8 +12,8 @@ from rlplus.compare.page import page_of, terminal_tables
 from rlplus.compare.results import Outcome, Results, collect
 from rlplus.compare.runs import Runner
 from rlplus.demo import claimed, terminated_as_exit
+from rlplus.durable import locked, write_text
 from rlplus.terminal import Terminal
-from rlplus.textfiles import write_text
 from rlplus.trainer import processor_name
 
 __all__ = [
@@ -56,15 +55,20 @@ def run_comparison(
     comparison = load_comparison(path, presets, seeds, settings, first_seed)
     if wrong := owned([override.partition("=")[0] for override in overrides], comparison):
         raise ValueError(f"{', '.join(wrong)}: the comparison gives each run its own, want no override")
+    if only_report and not (output.expanduser() / MARK).is_file():
+        raise ValueError(f"want the folder of a comparison with --report; {output} is none")
     folder = claimed(output.expanduser(), MARK, "comparison")
     console = Terminal(stderr=True)
     config = path.parent / comparison.run
     runner = Runner(comparison, config, folder, overrides=overrides, jobs=jobs, launcher=launcher, say=console.print)
     if only_report:
+        if not runner.finished():
+            raise ValueError(f"want finished runs to report on; there are none in {folder}: leave out --report")
         results = _write(runner, path.stem)
     else:
         runner.check()
-        with terminated_as_exit(), _alone(folder):
+        refusal = f"another rlplus compare makes runs in {folder}: wait for its end, or choose another --output"
+        with terminated_as_exit(), locked(folder / MARK, refusal):
             try:
                 runner.make()
             except BaseException:
@@ -84,19 +88,6 @@ def _write(runner: Runner, title: str) -> Results:
     results.save(runner.folder / "results.json")
     write_text(runner.folder / "index.html", page_of(results, title))
     return results
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Keep the folder for this process. ValueError while another one makes runs in it."""
-    with (folder / MARK).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"another rlplus compare makes runs in {folder}: wait for its end, or choose another --output"
-            ) from None
-        yield
 
 
 def _provenance() -> dict[str, str]:

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from rlplus.demo.base import Recipe, make_base
 from rlplus.demo.task import WIDTH, Demonstrator, Problem, Task
-from rlplus.textfiles import read_text, write_text
+from rlplus.durable import write_text
+from rlplus.textfiles import read_text
 
 TRAIN, VALIDATION, TEST = "train.jsonl", "validation.jsonl", "test.jsonl"
 NOTE = "data.json"  # in the folder of finished files: the recipe that they were made from

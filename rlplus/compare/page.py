@@ -194,6 +194,7 @@ def _part(results: Results, study: Study, setting: str) -> Part | None:
     lines = _chosen(tested, study)
     styles = _styles(tested, study, lines)
     bars = [Bar(method, styles[method], tested.estimate(method, 1)) for method in tested.methods]
+    bars.sort(key=lambda bar: -bar.estimate.mean)
     charts = [
         pass_chart(
             {method: tested.of(method, name) for method in lines},

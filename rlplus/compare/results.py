@@ -10,10 +10,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rlplus.compare.config import Comparison
 from rlplus.compare.runs import Run, Runner
+from rlplus.durable import write_text
 from rlplus.evaluation import Evaluation
 from rlplus.report import RunData, load_run
 from rlplus.report.charts import DEMONSTRATIONS, DYNAMICS
-from rlplus.textfiles import read_text, write_text
+from rlplus.textfiles import read_text
 
 POINTS = 60  # of a curve, at most
 CURVES = (*DYNAMICS[:3], DEMONSTRATIONS[0])  # reward, entropy, response length; p of demonstrated tokens
@@ -82,9 +83,8 @@ class Results:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            raise ValueError(
-                f"want results, as `rlplus compare` writes them, in {path}; got {where}: {first['msg']}"
-            ) from error
+            got = f"no {where}" if first["type"] == "missing" else f"{where}: {first['msg']}".removeprefix(": ")
+            raise ValueError(f"want results, as `rlplus compare` writes them, in {path}; got {got}") from error
 
 
 def collect(comparison: Comparison, runner: Runner, provenance: dict[str, str]) -> Results:

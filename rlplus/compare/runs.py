@@ -5,6 +5,7 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import zlib
@@ -19,13 +20,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rlplus.commands import ending_with_this_process
 from rlplus.compare.config import BASE, Comparison, Overrides
 from rlplus.compare.data import SET, TEST, TRAIN, VALIDATION, make_base_model, response_tokens, write_data
 from rlplus.config import CheckpointConfig, Config, EvaluationConfig, LogConfig, load_config
 from rlplus.demo.base import Recipe, is_made
+from rlplus.durable import UNSEALED, is_sealed, write_text
 from rlplus.errors import RunFailed, ending
 from rlplus.evaluation import Evaluation, load_results
-from rlplus.textfiles import file_name, read_text, write_text
+from rlplus.reward.supervisor import end_with_parent
+from rlplus.textfiles import file_name, read_text
 
 ASKED, FINISHED = "asked.json", "finished"  # in a run's folder, at its start and at its end
 TAIL = 20  # lines of a failed command's log that are shown
@@ -194,7 +198,8 @@ class Runner:
                 bases[self.base(recipe)] = recipe
                 write_data(self.data(name, seed), recipe, setting.author)
         missing = {folder: recipe for folder, recipe in bases.items() if not is_made(folder, recipe)}
-        with ProcessPoolExecutor(self.jobs, get_context("spawn")) as pool:
+        with_this = (signal.SIGKILL, os.getpid())
+        with ProcessPoolExecutor(self.jobs, get_context("spawn"), end_with_parent, with_this) as pool:
             try:
                 for number, recipe in enumerate(pool.map(_make_base, missing.items()), 1):
                     self.say(f"base model {number} of {len(missing)}: seed {recipe.seed}")
@@ -217,7 +222,8 @@ class Runner:
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FINISHED).unlink(missing_ok=True)
-        write_text(folder / ASKED, json.dumps(asked, indent=1, default=lambda config: config.model_dump()) + "\n")
+        text = json.dumps(asked | {"checksum": UNSEALED}, indent=1, default=lambda config: config.model_dump())
+        write_text(folder / ASKED, text + "\n", sealed=True)
         overrides = self.overrides(run)
         if run.method != BASE:
             self._command(run, "train", ["--resume=auto"], overrides)
@@ -299,7 +305,8 @@ class Runner:
     def _command(self, run: Run, command: str, options: Sequence[str], overrides: Sequence[str]) -> None:
         """Run an rlplus command with its output in a file; RunFailed with the end of it."""
         log = self.path(run) / f"{command}.log"
-        arguments = [*self.launcher, "rlplus", command, *options, str(self.config), *overrides]
+        asked = [*self.launcher, "rlplus", command, *options, str(self.config), *overrides]
+        arguments = ending_with_this_process(asked)
         environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.jobs)), **os.environ}
         with log.open("wb") as file:
             with self._starting:
@@ -334,14 +341,22 @@ def _settings(values: Overrides) -> list[str]:
 
 
 def _read_asked(folder: Path) -> dict[str, Any] | None:
-    """The identity of the run in a folder, as `Runner._asked` gives it; None where there is none of this version."""
-    if not (folder / ASKED).is_file():
+    """The identity of the run in a folder, as `Runner._asked` gives it; None where there is none of this version.
+
+    ValueError for a damaged file, so that no run is deleted for it.
+    """
+    path = folder / ASKED
+    if not path.is_file():
         return None
-    asked = json.loads(read_text(folder / ASKED))
     try:
-        return _validated(asked)
+        is_sealed(path.read_bytes(), path)
+        asked = _validated(json.loads(read_text(path)))
+        return {key: value for key, value in asked.items() if key != "checksum"}
     except ValidationError:
         return None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        what = str(error).removeprefix(f"{path} is damaged: ")
+        raise ValueError(f"{path} is damaged: {what}. Remove {folder}, and this run is made again") from error
 
 
 def _validated(asked: dict[str, Any]) -> dict[str, Any]:

@@ -20,12 +20,22 @@ from rlplus.config.folders import (
     RESULTS,
     RUN,
     SAMPLES,
+    STARTS,
     check_report_folder,
     check_run_folder,
     check_samples_folder,
     is_run,
+    read_starts,
 )
-from rlplus.config.load import load_config, load_stages, merged, problem_lines, read_yaml, with_first_model
+from rlplus.config.load import (
+    load_config,
+    load_stages,
+    merged,
+    problem_lines,
+    read_yaml,
+    recorded_config,
+    with_first_model,
+)
 from rlplus.config.rollout import RolloutConfig
 from rlplus.config.schema import Config
 from rlplus.config.sections import (
@@ -47,6 +57,7 @@ __all__ = [
     "RESULTS",
     "RUN",
     "SAMPLES",
+    "STARTS",
     "TRACKERS",
     "AlgorithmConfig",
     "Benchmark",
@@ -79,7 +90,9 @@ __all__ = [
     "model_problem",
     "problem_lines",
     "read_chat_template",
+    "read_starts",
     "read_yaml",
+    "recorded_config",
     "shipped_architecture",
     "split_hub_path",
     "with_first_model",

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rlplus.config.base import Count, Section
+from rlplus.config.synonyms import synonym
 from rlplus.errors import nearest
 from rlplus.objective import (
     ALGORITHMS,
@@ -29,7 +30,8 @@ def _objective_field(name: str) -> str:
     names = [field.name for field in fields(Objective)]
     if name not in names:
         near = nearest(name, names)
-        raise ValueError(f"unknown key; nearest: algorithm.objective.{near}" if near else "unknown key")
+        hint = synonym(name) or (near and f"nearest: algorithm.objective.{near}")
+        raise ValueError(f"unknown key; {hint}" if hint else "unknown key")
     return name
 
 
@@ -62,7 +64,7 @@ class AlgorithmConfig(Section):
     reduction: Reduction | None = None
     """Normaliser of the loss, see rlplus.token_weights."""
     external_reduction: Reduction | None = None
-    """Normaliser of demonstrations that stand apart, see rlplus.Algorithm."""
+    """Normaliser of demonstrations, with denominators of their own, see rlplus.Algorithm."""
     advantage: AdvantageEstimator | None = None
     """Estimator of advantages, see rlplus.batch_advantages."""
     advantage_k: Count | None = None

@@ -7,13 +7,16 @@ import ssl
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from rlplus.config.benchmarks import BENCHMARKS
+from rlplus.config.folders import DATA_SUFFIXES
 from rlplus.config.schema import Config
 from rlplus.config.sections import TRACKERS, EvaluationConfig
+from rlplus.errors import install_command
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +52,7 @@ def check_trackers(config: Config) -> None:
         if getattr(config.log, name) is not None:
             spec = find_spec(name)
             if spec is None or spec.origin is None:  # without: a folder, such as wandb's own in the current directory
-                raise ValueError(f'log.{name} needs the package {name}: pip install "rlplus[{name}]"')
+                raise ValueError(f"log.{name} needs the package {name}: {install_command(name)}")
 
 
 def check_evaluation_files(config: Config, model: str | None, key: str = "--model") -> None:
@@ -88,7 +91,7 @@ def check_data_files(paths: Sequence[str], key: str) -> None:
         if not path.is_file():
             what = "it is a folder" if path.is_dir() else f"no such file (current directory: {Path.cwd()})"
             raise ValueError(f"want a data file; got {key} {path}: {what}")
-        if path.suffix not in (".jsonl", ".parquet"):
+        if path.suffix not in DATA_SUFFIXES:
             raise ValueError(f"want {key} to end in .jsonl or .parquet; got {path}")
 
 
@@ -107,7 +110,7 @@ def model_problem(path: str) -> str | None:
         hint = f"; {inner} has one" if (inner / "config.json").is_file() else ""
         return f"the folder has no config.json{hint}"
     if Path(path).exists():
-        return "it is a file"
+        return "it is a file of data, for --data" if path.endswith(DATA_SUFFIXES) else "it is a file"
     if not _HUB_NAME.fullmatch(path):
         return f"no such folder (current directory: {Path.cwd()})"
     problem = hub_problem(path)
@@ -183,9 +186,14 @@ def read_chat_template(template: str) -> str:
 
 
 def check_output_folder(folder: Path, key: str) -> None:
-    """ValueError if a file has the name of the folder or of one of its parents."""
+    """ValueError if a file has the name of the folder or of one of its parents, or nothing can be written there."""
     for parent in (folder, *folder.parents):
         if parent.is_dir():
-            return
+            try:
+                with TemporaryDirectory(prefix=".rlplus-", dir=parent):
+                    return
+            except OSError as error:
+                what = f"{parent} cannot be written ({error.strerror})"
+                raise ValueError(f"want {key} a folder to write to; got {folder}: {what}") from error
         if parent.exists() or parent.is_symlink():
             raise ValueError(f"want {key} a folder; got {folder}: {parent} is a file")

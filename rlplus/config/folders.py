@@ -1,12 +1,19 @@
 """Folders that a run or an evaluation wrote: what they hold, and whether a report can read them."""
 
+import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
+
+from rlplus.textfiles import read_text
 
 SAMPLES = "samples"  # the folder, in output_dir
 RESULTS = "evaluation"  # how the files of results and samples of an evaluation begin
+DATA_SUFFIXES = (".jsonl", ".parquet")
 RUN = ("config.yaml", "metrics.jsonl")  # of a run
+
+STARTS = "run.json"  # where the run comes from
 
 _DEPTH = 3  # a comparison's runs lie two below it
 _NAMED = 6
@@ -36,6 +43,14 @@ def check_run_folder(folder: Path) -> None:
         if not (folder / name).is_file():
             later = ", which the first step writes" if name == "metrics.jsonl" else ""
             raise ValueError(f"want the folder of a run, with {' and '.join(RUN)}; {folder} has no {name}{later}")
+
+
+def read_starts(path: Path) -> list[dict[str, Any]]:
+    """The starts in a run's run.json, the first one first; ValueError for a damaged file."""
+    try:
+        return [dict(start) for start in json.loads(read_text(path))["starts"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: want the starts of a run; {error!r}") from error
 
 
 def check_samples_folder(folder: Path, *, of_step: bool) -> None:

@@ -117,8 +117,8 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "algorithm.external_reduction",
-        lambda c: not c.algorithm.resolve().demonstrations_apart,
-        "demonstrations have denominators of their own where they stand apart, as in preset grpo-sft",
+        lambda c: not (c.algorithm.resolve().demonstrates and c.algorithm.resolve().generates),
+        "it is the normaliser of demonstrations beside rollouts, and the preset has none or nothing else",
     ),
     (
         "algorithm.objective.external_coef algorithm.objective.gamma algorithm.external_schedule",

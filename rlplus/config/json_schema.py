@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from rlplus.config.benchmarks import BENCHMARKS
 from rlplus.config.schema import Config
+from rlplus.durable import write_text
 from rlplus.objective import ALGORITHMS, RECIPES, Objective, Refill, Shaping
 from rlplus.objective.presets import KL_ESTIMATORS, MISMATCH_MODES
 from rlplus.objective.surrogates import EXTERNAL, INTERNAL
@@ -71,4 +72,4 @@ def _tidy(node: Any) -> Any:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(json_schema(), indent=1) + "\n", encoding="utf-8")
+    write_text(Path(sys.argv[1]), json.dumps(json_schema(), indent=1) + "\n")

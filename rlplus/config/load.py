@@ -10,10 +10,14 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from rlplus.config.folders import DATA_SUFFIXES
 from rlplus.config.schema import Config
+from rlplus.config.synonyms import synonym
+from rlplus.errors import nearest
 from rlplus.textfiles import read_text
 
 MAX_VALUES = 100_000  # of a configuration
+_NAMED = 4  # problems of a recorded one in a message
 
 
 class _Loader(yaml.SafeLoader):
@@ -80,6 +84,19 @@ def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> list[Config]
     return configs
 
 
+def recorded_config(values: Any) -> Config:
+    """The configuration that a version of rlplus wrote down; ValueError, one line, for what this one does not read."""
+    if not isinstance(values, dict):
+        raise ValueError(f"want sections of keys and values; got {str(values)[:80]!r}")
+    problems = [f"{key}: unknown key" for key in _unknown_keys(values, Config)]
+    try:
+        return Config.model_validate(values)  # a key that did not exist then has its default
+    except ValidationError as error:
+        problems += [line for detail in error.errors() for line in problem_lines(detail)]
+    more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+    raise ValueError("; ".join(problems[:_NAMED]) + more)
+
+
 def with_first_model(stages: Sequence[Config]) -> list[Config]:
     """The stages as if each started from the first one's model, which has the same shape and is there beforehand."""
     first = stages[0].model
@@ -141,6 +158,8 @@ def _in_stage(line: str, place: Sequence[Any], stage: dict[str, Any], number: in
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The sections of a YAML file; ValueError if it is none, or has no sections."""
+    if path.suffix in DATA_SUFFIXES:
+        raise ValueError(f"want a YAML file; got {path}, a file of data: name it in one, as data.path")
     if not path.is_file():
         what = "it is a folder" if path.is_dir() else f"no such file (current directory: {Path.cwd()})"
         raise ValueError(f"want a YAML file; got {path}: {what}")
@@ -275,7 +294,10 @@ def _valid_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator
 
 
 def _unknown_line(key: str, stage: str = "") -> str:
-    """A message with the nearest valid key, if any: among keys with similar last parts, the most similar one."""
+    """A message with what other trainers mean by it, or the nearest valid key among those with similar last parts."""
+
+    if meant := synonym(key):
+        return f"{stage}{key}: unknown key; {meant}"
 
     def ratio(one: str, other: str) -> float:
         return SequenceMatcher(None, one.lower(), other.lower()).ratio()
@@ -288,8 +310,8 @@ def _unknown_line(key: str, stage: str = "") -> str:
     if not near:
         return f"{stage}{key}: unknown key"
     # The whole key and its last part count alike: both `trian.lr` and a bare `lr` are near `train.lr`.
-    nearest = max(near, key=lambda valid: ratio(key, valid) + alike[valid])
-    return f"{stage}{key}: unknown key; nearest: {stage}{nearest}"
+    most_alike = max(near, key=lambda valid: ratio(key, valid) + alike[valid])
+    return f"{stage}{key}: unknown key; nearest: {stage}{most_alike}"
 
 
 def problem_lines(detail: Any) -> list[str]:
@@ -307,5 +329,8 @@ def problem_lines(detail: Any) -> list[str]:
         wanted = "want a section of keys and values"
     else:
         wanted = re.sub(r"^\w+ should (be |have )?", "want ", detail["msg"])
+    if kind == "literal_error" and isinstance(value, str):
+        valid = re.findall(r"'([^']*)'", detail["ctx"]["expected"])
+        wanted += f" (nearest: {near})" if (near := nearest(value, valid)) else ""
     shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
     return [f"{prefix}{wanted}; got {shown} ({type(value).__name__})"]

@@ -49,6 +49,11 @@ class Config(Sections):
         parts = (self.data, self.evaluation.data, self.validation.data)
         return max(part.max_prompt_length for part in parts if part is not None) + self.rollout.max_response_length
 
+    @property
+    def max_evaluation_length(self) -> int:
+        """Longest prompt and response of an evaluation that runs by itself."""
+        return (self.evaluation.data or self.data).max_prompt_length + self.rollout.max_response_length
+
     def with_steps(self, prompts: int) -> Self:
         """The same run with `train.steps`, computed from epochs if needed, for data with that many prompts."""
         train = self.train.model_copy(update={"steps": self.train.steps_of(prompts)})

@@ -106,7 +106,7 @@ class ModelConfig(Section):
 
 _FUNCTION = r"[\w.]+:\w+"
 MathKind = Literal["math_verify", "math_verify_strict", "oat"]
-RewardKind = Literal["exact_match", "choice", "code"] | MathKind
+RewardKind = Literal["exact_match", "choice", "code", MathKind]
 _KINDS = ("exact_match", "choice", "code", *get_args(MathKind))
 
 
@@ -129,12 +129,12 @@ class RewardConfig(Section):
     """Worker processes per rank."""
     timeout_s: Seconds = 10.0
     """CPU time that one may spend on a response, in seconds, children included; ten times that by the wall clock.
-    A program of kind code has half of it, and is wrong beyond."""
+    A program of kind code has half of it, for computing and sleeping, and is wrong beyond."""
     memory_mb: Annotated[int, Field(ge=256, le=2**40)] = 2048
     """Limit of a worker's address space."""
     sandbox: Literal["auto", "bubblewrap", "namespaces", "limits"] = "auto"
-    """Sandbox for kind code. auto: the first of bubblewrap and namespaces that works. limits, which is opt-in: limits
-    on time, memory, processes and output, but none on files and network."""
+    """Sandbox for kind code. auto: bubblewrap, or namespaces if it does not work; as root namespaces first. limits,
+    which is opt-in: limits on time, memory, processes and output, but none on files and network."""
     on_failure: Literal["mask", "zero", "error"] = "mask"
     """Answer to a grader that fails twice on a response (timeout, crash): leave it out of the loss and of its group's
     statistics ("mask"), take its reward for 0 ("zero") or end the run ("error")."""
@@ -262,9 +262,9 @@ class LogConfig(Section):
     sample_groups: Count = 2
     """Number of groups of such a step that are kept."""
     wandb: Text | None = None
-    """Project of Weights & Biases; needs `pip install "rlplus[wandb]"`. With WANDB_MODE=offline it stays on disk."""
+    """Project of Weights & Biases; needs `pip install -e ".[wandb]"`. With WANDB_MODE=offline it stays on disk."""
     trackio: Text | None = None
-    """Project of Trackio; needs `pip install "rlplus[trackio]"`. It stays on disk unless TRACKIO_SPACE_ID is set."""
+    """Project of Trackio; needs `pip install -e ".[trackio]"`. It stays on disk unless TRACKIO_SPACE_ID is set."""
 
     def keeps_samples(self, step: int) -> bool:
         """Whether those of a step are kept, counted from 1."""

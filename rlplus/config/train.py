@@ -66,14 +66,15 @@ class TrainConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # what numpy takes
     """Seed of the data's order, of sampling and of new weights."""
     deepspeed: dict[str, Any] = {}
-    """Keys that are merged last into the configuration of DeepSpeed, which ignores keys that it does not know."""
+    """Keys that are merged last into the configuration of DeepSpeed, which ignores keys that it does not know.
+    data_types.grad_accum_dtype and communication_data_type are fp32; bf16 takes less memory and rounds each sum."""
     backend: Literal["auto", "reference", "torch", "cpp", "triton"] = "auto"
     """Backend of the head, see rlplus.linear_policy_loss."""
     max_scratch_mb: Count | None = None
     """Scratch memory of the head, see rlplus.linear_policy_loss."""
     memory: Literal["fast", "least"] | None = None
-    """Memory or time of the head, see rlplus.linear_policy_loss. least takes no fp32 copy of the head's gradient, for
-    about a third more time there; None: least on a GPU where max_scratch_mb is so small that it is the faster one."""
+    """Memory or time of the head, see rlplus.linear_policy_loss. least needs 80 MB of scratch, for about a third more
+    time there; None: least on a GPU where max_scratch_mb is so small that it is the faster one."""
     tuning: PathText | None = None
     """Tuning of the triton backend: a file of `rlplus-bench tune`, or auto, the one in its cache for this GPU and head;
     None: the defaults. A resumed run keeps the tuning of its start."""

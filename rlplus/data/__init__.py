@@ -1,11 +1,28 @@
-"""Prompts, answers and demonstrations from files, their order of use, and packing for the trainer."""
+"""Prompts, answers and demonstrations from files, their order of use, and packing for the trainer.
 
-from rlplus.data.kept import SAMPLES, KeptSample, drop_kept, iter_kept, kept_facts, kept_steps, read_kept, write_kept
-from rlplus.data.load import Example, LoadReport, load_examples, read_examples
-from rlplus.data.pack import MicroBatch, Sample, balance, pack, per_token
-from rlplus.data.problems import distinct, found_columns, load_problems, read_problems
-from rlplus.data.sampler import PromptSampler, variants
-from rlplus.data.tokenizer import byte_tokenizer, load_tokenizer, response_text, token_texts
+The names are imported on first use: a report reads kept samples without torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from rlplus.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rlplus.data.kept import (
+        SAMPLES,
+        KeptSample,
+        drop_kept,
+        iter_kept,
+        kept_facts,
+        kept_steps,
+        read_kept,
+        write_kept,
+    )
+    from rlplus.data.load import Example, LoadReport, load_examples, read_examples
+    from rlplus.data.packing import MicroBatch, Sample, balance, pack, per_token
+    from rlplus.data.problems import distinct, found_columns, load_problems, read_problems
+    from rlplus.data.sampler import PromptSampler, variants
+    from rlplus.data.tokenizer import byte_tokenizer, load_tokenizer, response_text, token_texts
 
 __all__ = [
     "SAMPLES",
@@ -36,3 +53,24 @@ __all__ = [
     "variants",
     "write_kept",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "kept": (
+            "SAMPLES",
+            "KeptSample",
+            "drop_kept",
+            "iter_kept",
+            "kept_facts",
+            "kept_steps",
+            "read_kept",
+            "write_kept",
+        ),
+        "load": ("Example", "LoadReport", "load_examples", "read_examples"),
+        "packing": ("MicroBatch", "Sample", "balance", "pack", "per_token"),
+        "problems": ("distinct", "found_columns", "load_problems", "read_problems"),
+        "sampler": ("PromptSampler", "variants"),
+        "tokenizer": ("byte_tokenizer", "load_tokenizer", "response_text", "token_texts"),
+    },
+)

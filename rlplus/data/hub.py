@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from rlplus.config import HUB_PREFIX, split_hub_path
+from rlplus.config.folders import DATA_SUFFIXES
 
 _PARQUET = "refs/convert/parquet"  # the branch on which the hub keeps every data set as Parquet
-_SUFFIXES = (".jsonl", ".parquet")
 
 
 def local_files(path: str) -> list[Path]:
@@ -19,7 +19,7 @@ def local_files(path: str) -> list[Path]:
     name, rest = split_hub_path(path)
     from huggingface_hub import snapshot_download
 
-    file = rest.endswith(_SUFFIXES)
+    file = rest.endswith(DATA_SUFFIXES)
     pattern = rest if file else f"{rest}/*.parquet" if "/" in rest else f"*/{rest}/*.parquet"
     try:
         folder = snapshot_download(

@@ -4,7 +4,6 @@
 per call of the engine: step-<step>-<benchmark>-<rank>-<the first problem's number>.parquet.
 """
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,9 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlplus.config import SAMPLES as SAMPLES
+from rlplus.durable import UNSEALED, is_sealed, remove_unfinished, replacing
 from rlplus.errors import printable
 
-UNFINISHED = ".unfinished"
+_CHECKSUM = "checksum"  # a fact of every file
 _ROWS = 256  # converted at a time
 _STEP = re.compile(r"step-(\d+)(-.*)?\.parquet")
 
@@ -133,29 +133,21 @@ def write_kept(path: Path, samples: Iterable[KeptSample], facts: Mapping[str, st
 
     Raises OSError that names the file.
     """
-    unfinished = path.with_suffix(UNFINISHED)
-    schema = _SCHEMA.with_metadata(dict(facts))
-    try:
+    schema = _SCHEMA.with_metadata(dict(facts) | {_CHECKSUM: UNSEALED})
+    if not path.parent.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("wb") as file:
-            rows = (vars(sample) | {"detail": printable(sample.detail)} for sample in samples)  # may hold anything
-            with pq.ParquetWriter(file, schema, compression="zstd") as writer:
-                while some := list(islice(rows, _ROWS)):
-                    writer.write_table(pa.Table.from_pylist(some, schema))
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError as error:
-        raise OSError(f"could not write {path}: {error.strerror or error}") from error
-    finally:
-        if path.parent.is_dir():
-            unfinished.unlink(missing_ok=True)
+    rows = (vars(sample) | {"detail": printable(sample.detail)} for sample in samples)  # may hold anything
+    options = {"compression": "zstd", "write_page_checksum": True}  # for other readers: ours checks the whole file
+    with replacing(path, sealed=True) as file, pq.ParquetWriter(file, schema, **options) as writer:
+        while some := list(islice(rows, _ROWS)):
+            writer.write_table(pa.Table.from_pylist(some, schema))
 
 
 def kept_facts(path: Path) -> dict[str, str]:
     """The facts that `write_kept` stored with the samples. ValueError for another file."""
-    with _reading(path):
-        return {key.decode(): value.decode() for key, value in (pq.read_schema(path).metadata or {}).items()}
+    with _opened(path) as file:
+        facts = {key.decode(): value.decode() for key, value in (file.schema_arrow.metadata or {}).items()}
+        return {key: value for key, value in facts.items() if key != _CHECKSUM}
 
 
 def read_kept(path: Path, most: int | None = None) -> list[KeptSample]:
@@ -165,7 +157,7 @@ def read_kept(path: Path, most: int | None = None) -> list[KeptSample]:
 
 def iter_kept(path: Path) -> Iterator[KeptSample]:
     """The samples that `write_kept` wrote, one by one. ValueError for another file."""
-    with _reading(path), pq.ParquetFile(path) as file:
+    with _opened(path) as file:
         schema = file.schema_arrow
         lacking = [] if set(_NEW) & set(schema.names) else _NEW
         if not schema.equals(pa.schema([field for field in _SCHEMA if field.name not in lacking])):
@@ -175,9 +167,15 @@ def iter_kept(path: Path) -> Iterator[KeptSample]:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _opened(path: Path) -> Iterator[pq.ParquetFile]:
+    """The file, whose content is checked; ValueError for another or a damaged one. Those of 0.2.0 have no checksum."""
     try:
-        yield
+        content = path.read_bytes()
+        sealed = is_sealed(content, path)
+        with pq.ParquetFile(pa.BufferReader(content)) as file:
+            if not sealed and _CHECKSUM.encode() in (file.schema_arrow.metadata or {}):
+                raise TypeError("a damaged checksum")
+            yield file
     except (pa.ArrowException, OSError, TypeError, UnicodeDecodeError) as error:
         raise ValueError(f"want a file of kept samples in {path}; got {str(error).splitlines()[0]}") from error
 
@@ -190,6 +188,6 @@ def kept_steps(folder: Path) -> dict[Path, int]:
 
 def drop_kept(folder: Path, after: int) -> None:
     """Remove the files of later steps, which are done again, and those that a killed run did not finish."""
-    later = [path for path, step in kept_steps(folder).items() if step > after]
-    for path in (*later, *folder.glob(f"*{UNFINISHED}")):
+    for path in (path for path, step in kept_steps(folder).items() if step > after):
         path.unlink(missing_ok=True)
+    remove_unfinished(folder, _STEP.pattern)

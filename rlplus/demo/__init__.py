@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlplus.commands import ending_with_this_process
 from rlplus.demo.base import Recipe, make_base
 from rlplus.demo.task import EASY, HARD, draw_splits, read_jsonl, write_jsonl
 from rlplus.errors import RunFailed, ending
@@ -145,7 +146,7 @@ def _command(title: str, arguments: Sequence[str], log: Path, console: Console) 
     """Run an rlplus command in a separate process: its live display goes to the terminal, the rest to `log`."""
     console.print(title, style="bold")
     with log.open("w", encoding="utf-8") as file:
-        command = [sys.executable, "-m", "rlplus", *arguments]
+        command = ending_with_this_process([sys.executable, "-m", "rlplus", *arguments])
         environment = {"OMP_NUM_THREADS": "1", **os.environ}  # more are not faster here, and wait for busy cores
         status = subprocess.run(command, stdout=file, env=environment).returncode
     if status:

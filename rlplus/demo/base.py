@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from rlplus.demo.task import ANSWER, EASY, Problem, Task, blur, make_tokenizer, scratchpad
+from rlplus.durable import write_text
 from rlplus.learner.model import write_model
 from rlplus.rollout import RunFailed
 
@@ -78,7 +79,7 @@ def make_base(folder: Path, recipe: Recipe, held_out: Collection[Problem], conso
     shutil.rmtree(folder, ignore_errors=True)
     write_model(model, str(folder))
     tokenizer.save_pretrained(folder)
-    (folder / NOTE).write_text(_describe(recipe), encoding="utf-8")  # last: a folder without it is incomplete
+    write_text(folder / NOTE, _describe(recipe))  # last: a folder without it is incomplete
     return True
 
 

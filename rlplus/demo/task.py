@@ -20,6 +20,8 @@ from pydantic import ConfigDict
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rlplus.durable import write_text
+
 DIGITS = "0123"
 WIDTH = 5  # digits of a number: a guess is right once in 4**5 times
 EASY, HARD = 2, 5  # numbers to add
@@ -181,7 +183,7 @@ def draw_splits(seed: int) -> tuple[list[Problem], list[Problem]]:
 def write_jsonl(path: Path, problems: Iterable[Problem]) -> None:
     """Write one row per problem, with the columns prompt, answer and demonstration."""
     rows = ({"prompt": p.prompt, "answer": p.answer, "demonstration": p.demonstration} for p in problems)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def make_tokenizer(task: Task = Task()) -> PreTrainedTokenizerFast:

@@ -1,18 +1,26 @@
-"""pass@k: sampling, the unbiased estimate, and its intervals (bootstrap over seeds and problems)."""
+"""pass@k: sampling, the unbiased estimate, and its intervals (bootstrap over seeds and problems).
 
-from rlplus.evaluation.results import (
-    RESULTS,
-    Evaluation,
-    join,
-    load_results,
-    paired_difference,
-    pooled_pass_at,
-    save_results,
-    seeds_below,
-)
-from rlplus.evaluation.sample import evaluate, evaluate_model, evaluator, validator
-from rlplus.evaluation.statistics import Estimate, pass_at_k
-from rlplus.evaluation.table import result_table
+The names are imported on first use: a report has results and their intervals without torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from rlplus.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rlplus.evaluation.results import (
+        RESULTS,
+        Evaluation,
+        join,
+        load_results,
+        paired_difference,
+        pooled_pass_at,
+        save_results,
+        seeds_below,
+    )
+    from rlplus.evaluation.sample import evaluate, evaluate_model, evaluator, validator
+    from rlplus.evaluation.statistics import Estimate, pass_at_k
+    from rlplus.evaluation.table import result_table
 
 __all__ = [
     "RESULTS",
@@ -31,3 +39,22 @@ __all__ = [
     "seeds_below",
     "validator",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "results": (
+            "RESULTS",
+            "Evaluation",
+            "join",
+            "load_results",
+            "paired_difference",
+            "pooled_pass_at",
+            "save_results",
+            "seeds_below",
+        ),
+        "sample": ("evaluate", "evaluate_model", "evaluator", "validator"),
+        "statistics": ("Estimate", "pass_at_k"),
+        "table": ("result_table",),
+    },
+)

@@ -1,14 +1,26 @@
 """The folder of an evaluation: nothing that another one left there is replaced unless that is asked for."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+from rlplus import agree
 from rlplus.data import SAMPLES
 from rlplus.evaluation.asked import Asked, differences
 from rlplus.evaluation.kept import asked_in, facts_of
 from rlplus.evaluation.results import RESULTS, Evaluation
 
 _NAMED = 4  # differences in a message
+
+
+def held(output: Path) -> AbstractContextManager[None]:
+    """Keep the folder, which is made if needed, for this evaluation; ValueError while another one has it. Collective.
+
+    Training may go on in the folder: its files have other names.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    refusal = f"another evaluation is writing into {output}: wait for its end, or give another --output"
+    return agree.locked(output / ".lock-evaluation", refusal)
 
 
 def check_folder(output: Path, asked: Mapping[str, Asked]) -> None:

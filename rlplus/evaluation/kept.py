@@ -12,7 +12,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from rlplus.data import Example, KeptSample, kept_facts, read_kept, token_texts, write_kept
-from rlplus.data.kept import UNFINISHED
+from rlplus.durable import remove_unfinished
 from rlplus.evaluation.asked import Asked, comparable
 from rlplus.reward import Score
 from rlplus.rollout import Completion
@@ -61,22 +61,26 @@ class KeptCalls:
 
     def remove_damaged(self) -> None:
         """Remove damaged and unfinished files, of all ranks. For one rank to call."""
-        for path in self._files(UNFINISHED):
-            path.unlink(missing_ok=True)
-        damaged = [path for path in self._files(".parquet") if facts_of(path) is None]
+        remove_unfinished(self.start.parent, self._names)
+        damaged = [path for path in self._files() if facts_of(path) is None]
         for path in damaged:
             path.unlink(missing_ok=True)
         if damaged:
-            logger.warning("removed %d files of %s-*: they are damaged", len(damaged), self.start)
+            names = ", ".join(path.name for path in damaged)
+            logger.warning("damaged samples in %s are removed and drawn again: %s", self.start.parent, names)
 
     def problems(self) -> int:
         """The number of problems whose samples this evaluation has kept, of all ranks."""
-        facts = {path: facts_of(path) or {} for path in self._files(".parquet")}
+        facts = {path: facts_of(path) or {} for path in self._files()}
         return sum(int(f["stop"]) - int(path.stem.rpartition("-")[2]) for path, f in facts.items() if self._is_own(f))
 
-    def _files(self, suffix: str) -> list[Path]:
-        ours = re.compile(rf"{re.escape(self.start.name)}-\d+-\d+")
-        return [path for path in self.start.parent.glob(f"*{suffix}") if ours.fullmatch(path.stem)]
+    @property
+    def _names(self) -> str:
+        """Those of the benchmark's files, as a regular expression: another's may begin like this one's."""
+        return rf"{re.escape(self.start.name)}-\d+-\d+\.parquet"
+
+    def _files(self) -> list[Path]:
+        return [path for path in self.start.parent.glob("*.parquet") if re.fullmatch(self._names, path.name)]
 
     def _is_own(self, facts: Mapping[str, str]) -> bool:
         return self.asked is not None and comparable(asked_in(facts)) == comparable(self.asked)

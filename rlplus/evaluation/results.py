@@ -2,20 +2,22 @@
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
-import torch
+import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from torch import Tensor
 
 from rlplus.config import RESULTS as RESULTS
-from rlplus.evaluation.statistics import Estimate, bootstrap, pass_at_k
-from rlplus.textfiles import file_name, read_text, write_text
+from rlplus.durable import UNSEALED, is_sealed, write_text
+from rlplus.evaluation.statistics import Array, Estimate, bootstrap, pass_at_k
+from rlplus.textfiles import file_name, read_text
 
+_CHECKSUM = re.compile(r',\n "checksum": "[^"]*"(?=\n}\n\Z)')
 LONGEST_NAME = 50  # characters of a benchmark in a file's name, which has at most 255 bytes
 
 
@@ -64,7 +66,7 @@ class Evaluation:
         """Mean pass@k over the problems, with a bootstrap interval over the problems."""
         return pooled_pass_at([self], k)
 
-    def values(self, k: int) -> Tensor:
+    def values(self, k: int) -> Array:
         """pass@k of every problem, (problems,) float64; ValueError if k is above `largest_k`.
 
         Where failures of the grader left fewer than k graded samples, the missing ones count as wrong.
@@ -72,7 +74,7 @@ class Evaluation:
         if k > self.largest_k:
             raise ValueError(f"want k <= {self.largest_k}, the samples per problem; got k={k}")
         counts = zip(self.n, self.correct, strict=True)
-        return torch.tensor([pass_at_k(max(n, k), c, k) for n, c in counts], dtype=torch.float64)
+        return np.array([pass_at_k(max(n, k), c, k) for n, c in counts])
 
     def among(self, problems: Collection[int]) -> Self:
         """The evaluation of these problems only; lengths and statuses stay those of all."""
@@ -97,14 +99,18 @@ class Evaluation:
         return set(self.statuses) == {"bad_gold"}
 
     def save(self, path: Path) -> None:
-        """Write as JSON."""
-        write_text(path, json.dumps(asdict(self), indent=1) + "\n")
+        """Write as JSON, with a checksum as the last key."""
+        text = json.dumps(asdict(self) | {"checksum": UNSEALED}, indent=1)
+        write_text(path, text + "\n", sealed=True)
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a file of `save`. ValueError if it holds something else."""
+        """Read a file of `save`. ValueError if it holds something else, or was changed; 0.2.0 wrote no checksum."""
+        text = read_text(path)
+        if is_sealed(text.encode(), path):
+            text = _CHECKSUM.sub("", text)
         try:
-            return TypeAdapter(cls).validate_json(read_text(path), strict=True)
+            return TypeAdapter(cls).validate_json(text, strict=True)
         except ValidationError as error:
             first, *more = error.errors()
             where = ".".join(map(str, first["loc"]))

@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -20,12 +21,12 @@ from rlplus import agree
 from rlplus.config import Config, check_evaluation_files
 from rlplus.data import SAMPLES, Example, load_problems, load_tokenizer, response_text
 from rlplus.evaluation.asked import Asked, asked_of
-from rlplus.evaluation.folder import check_folder, others_in
+from rlplus.evaluation.folder import check_folder, held, others_in
 from rlplus.evaluation.kept import Answer, Call, Graded, KeptCalls, added
 from rlplus.evaluation.known import known_benchmarks, refusal
 from rlplus.evaluation.results import RESULTS, Evaluation, file_part, join
 from rlplus.evaluation.scorers import Scorers, reward_of
-from rlplus.learner import prepare_model
+from rlplus.learner import check_positions, prepare_model
 from rlplus.reward import Score, Scorer
 from rlplus.rollout import Completion, Respond, RolloutEngine, make_engine, make_respond, respond
 from rlplus.trainer import Evaluate, Run
@@ -223,22 +224,41 @@ def evaluate_model(
     overwrite: bool = False,
     say: Callable[[str], None] = logger.info,
     chat_expected: bool = False,
+    done: Callable[[dict[str, Evaluation]], None] = lambda results: None,
 ) -> dict[str, Evaluation]:
     """pass@k by benchmark on `evaluation`, of a Hugging Face folder or name (None: the run's result, output_dir/model).
 
     The same problems, samples and seed for every model. Under torchrun each rank, on its own device, has a share of
     the problems, and all get the whole result. progress: called with the number of this rank's problems that are done,
     and their total. output: the folder for the results, whose samples/ keeps the samples; the same evaluation, started
-    again, continues with them, and `say` is told. ValueError without evaluation data or model, and if there are results
-    or samples of another evaluation in `output`; overwrite: remove these. chat_expected: as in `load_problems`.
+    again, continues with them, and `say` is told. overwrite: remove results and samples of another evaluation in
+    `output`. chat_expected: as in `load_problems`. done: called with the results before another evaluation may use
+    `output`, to write them. ValueError without evaluation data or model, if prompt and response are too long for the
+    model, if `output` has results or samples of another evaluation, and while another one writes there.
     """
     check_evaluation_files(config, model)
-    path = Path(config.output_dir) / "model" if model is None else Path(model)
-    settings = config.model.model_copy(update={"path": str(path), "scratch": None})
     if os.environ.get("WORLD_SIZE", "1") != "1":
         if config.rollout.tensor_parallel_size > 1:
             raise ValueError("want one process for rollout.tensor_parallel_size > 1, which has its own; got several")
         initialize_distributed(config.train.collective_timeout_s)
+    with nullcontext() if output is None else held(output):
+        results = _evaluate_model(config, model, progress, output, overwrite, say, chat_expected)
+        done(results)
+        return results
+
+
+def _evaluate_model(
+    config: Config,
+    model: str | None,
+    progress: Callable[[int, int], None],
+    output: Path | None,
+    overwrite: bool,
+    say: Callable[[str], None],
+    chat_expected: bool,
+) -> dict[str, Evaluation]:
+    """As `evaluate_model`, of which no other one writes into `output`."""
+    path = Path(config.output_dir) / "model" if model is None else Path(model)
+    settings = config.model.model_copy(update={"path": str(path), "scratch": None})
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     tokenizer = load_tokenizer(settings)
     problems = load_problems(config.evaluation, tokenizer, chat_expected=chat_expected and rank == 0)
@@ -246,6 +266,7 @@ def evaluate_model(
     asked = {name: asked_of(config, path, name, examples, ranks) for name, examples in benchmarks.items()}
     keep = None if output is None else _keep_in(output, asked, tokenizer, len(problems), overwrite, say, rank, ranks)
     _, model_config = prepare_model(settings, path, config.train.seed)
+    check_positions(config, model_config, trains=False)
     own = sum(len(examples[rank::ranks]) for examples in benchmarks.values())
     progress(0, own)
     respond = make_respond(config.rollout.function, tokenizer, model_config.vocab_size)
@@ -257,7 +278,7 @@ def evaluate_model(
             config.rollout.model_copy(update=alone),
             str(path),
             dtype=config.model.dtype,
-            max_model_len=config.max_generation_length,
+            max_model_len=config.max_evaluation_length,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
             seed=config.train.seed,

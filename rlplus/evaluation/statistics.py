@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.uint32]
 
 _REPLICATES = 2000
 _TAIL = 0.025  # of a 95% interval, at either end
-_INDICES_AT_ONCE = 1 << 22  # bootstrap indices held at a time (32 MB)
+_INDICES_AT_ONCE = 1 << 22  # bootstrap indices held at a time (16 MB)
 _WEIGHTS_KEPT = 1 << 22  # at most so many weights of resampled problems are kept for further means (32 MB)
 
 
@@ -39,7 +42,7 @@ class Estimate:
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def bootstrap(seeds: Sequence[Tensor], least: float = 0.0, *, same_problems: bool = False) -> Estimate:
+def bootstrap(seeds: Sequence[Array], least: float = 0.0, *, same_problems: bool = False) -> Estimate:
     """95% interval of the mean over seeds of the means over problems; each value is in [least, 1].
 
     Percentiles over resampled seeds and, within each, resampled problems; with same_problems, where every seed has the
@@ -58,65 +61,72 @@ def bootstrap(seeds: Sequence[Tensor], least: float = 0.0, *, same_problems: boo
         unlike = 1 - _TAIL ** (1 / min(map(len, seeds)))
         return Estimate(value, value - unlike * (value - least), value + unlike * (1 - value))
     means = (_of_same_problems if same_problems else _of_own_problems)(seeds)
-    means = means.clamp(least, 1)  # rounding may put a mean an ulp beyond
-    low, high = means.quantile(torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist()
-    by_seed = torch.stack([values.mean() for values in seeds])
+    means = means.clip(least, 1)  # rounding may put a mean an ulp beyond
+    low, high = np.quantile(means, [_TAIL, 1 - _TAIL]).tolist()
+    by_seed = np.array([values.mean() for values in seeds])
     mean = by_seed.mean().item()
-    spread = 0.0 if len(seeds) == 1 else (by_seed.std() / len(seeds) ** 0.5).item() * _student(len(seeds) - 1)
+    spread = 0.0 if len(seeds) == 1 else by_seed.std(ddof=1).item() / len(seeds) ** 0.5 * _student(len(seeds) - 1)
     return Estimate(mean, max(least, min(low, mean - spread)), min(1.0, max(high, mean + spread)))
 
 
 @lru_cache
 def _student(freedom: int) -> float:
     """The 97.5% quantile of Student's t, which is sqrt(freedom) tan(x) with x of a density ~ cos(x)^(freedom - 1)."""
-    angle = torch.linspace(0, math.pi / 2, 100_001, dtype=torch.float64)
-    mass = torch.cumulative_trapezoid(angle.cos() ** (freedom - 1), angle)
-    after = int(torch.searchsorted(mass, (1 - 2 * _TAIL) * mass[-1]))
+    angle = np.linspace(0, math.pi / 2, 100_001)
+    density = np.cos(angle) ** (freedom - 1)
+    mass = np.cumsum(density[1:] + density[:-1])  # by trapezoids
+    after = np.searchsorted(mass, (1 - 2 * _TAIL) * mass[-1])
     return math.sqrt(freedom) * math.tan(angle[after + 1].item())
 
 
-def _of_own_problems(seeds: Sequence[Tensor]) -> Tensor:
+def _of_own_problems(seeds: Sequence[Array]) -> Array:
     """Means (replicates,) over resampled seeds and, in each, resampled problems of its own."""
     sizes = tuple(map(len, seeds))
     if _REPLICATES * sum(sizes) <= _WEIGHTS_KEPT:
-        return _weights(sizes) @ torch.cat(list(seeds))
-    means = torch.empty(_REPLICATES, len(seeds), dtype=torch.float64)
+        return _weights(sizes) @ np.concatenate(seeds)
+    means = np.empty((_REPLICATES, len(seeds)))
     for seed, places, problems in _resamples(sizes):
         means[places[:, 0], places[:, 1]] = seeds[seed][problems].mean(1)
-    return means.mean(1)
+    averages: Array = means.mean(1)
+    return averages
 
 
 @lru_cache(maxsize=4)  # a report asks for many means over the same problems
-def _weights(sizes: tuple[int, ...]) -> Tensor:
+def _weights(sizes: tuple[int, ...]) -> Array:
     """(replicates, problems of all seeds): the weight of each value in each replicate's mean."""
     first = [0, *accumulate(sizes)]
-    weights = torch.zeros(_REPLICATES, first[-1], dtype=torch.float64)
+    weights = np.zeros(_REPLICATES * first[-1])
     for seed, places, problems in _resamples(sizes):
-        share = torch.tensor(1 / (sizes[seed] * len(sizes)), dtype=torch.float64)
-        weights.index_put_((places[:, :1], first[seed] + problems), share, accumulate=True)
-    return weights
+        chosen = places[:, :1] * first[-1] + first[seed] + problems
+        np.add.at(weights, chosen.ravel(), 1 / (sizes[seed] * len(sizes)))  # one that is drawn twice counts twice
+    return weights.reshape(_REPLICATES, -1)
 
 
-def _resamples(sizes: tuple[int, ...]) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _resamples(sizes: tuple[int, ...]) -> Iterator[tuple[int, NDArray[np.intp], Indices]]:
     """Resamples, by seed: the seed, its places (n, 2) as (replicate, draw), and the problems (n, size) there."""
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.randint(len(sizes), (_REPLICATES, len(sizes)), generator=generator)
+    generator = np.random.RandomState(0)
+    chosen = _draw(len(sizes), (_REPLICATES, len(sizes)), generator)
     for seed, size in enumerate(sizes):
-        for places in (chosen == seed).nonzero().split(max(1, _INDICES_AT_ONCE // size)):
-            yield seed, places, torch.randint(size, (len(places), size), generator=generator)
+        places, most = np.argwhere(chosen == seed), max(1, _INDICES_AT_ONCE // size)
+        for part in (places[start : start + most] for start in range(0, len(places), most)):
+            yield seed, part, _draw(size, (len(part), size), generator)
 
 
-def _of_same_problems(seeds: Sequence[Tensor]) -> Tensor:
+def _of_same_problems(seeds: Sequence[Array]) -> Array:
     """Means (replicates,) over resampled seeds and resampled problems, the same in all seeds."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.stack(list(seeds))
+    generator = np.random.RandomState(0)
+    values = np.stack(seeds)
     seed_shares, problem_shares = (_shares(size, generator) for size in values.shape)
-    return (seed_shares @ values * problem_shares).sum(1)
+    means: Array = (seed_shares @ values * problem_shares).sum(1)
+    return means
 
 
-def _shares(size: int, generator: torch.Generator) -> Tensor:
+def _shares(size: int, generator: np.random.RandomState) -> Array:
     """(replicates, size): each item's share of a resample of `size` items."""
-    drawn = torch.randint(size, (_REPLICATES, size), generator=generator)
-    return torch.zeros(_REPLICATES, size, dtype=torch.float64).scatter_add_(
-        1, drawn, torch.full(drawn.shape, 1 / size, dtype=torch.float64)
-    )
+    drawn = np.arange(_REPLICATES)[:, None] * size + _draw(size, (_REPLICATES, size), generator)
+    return np.bincount(drawn.ravel(), minlength=_REPLICATES * size).reshape(_REPLICATES, size) / size
+
+
+def _draw(size: int, shape: tuple[int, int], generator: np.random.RandomState) -> Indices:
+    """Integers below `size`: those of torch.randint with torch's generator of the same seed, which is MT19937 too."""
+    return generator.randint(0, 1 << 32, shape, dtype=np.uint32) % np.uint32(size)

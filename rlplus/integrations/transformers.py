@@ -13,19 +13,20 @@ operation, forward and backward.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import partial, wraps
-from inspect import Parameter, signature
-from types import MethodType
+from functools import partial
+from inspect import Parameter, Signature, signature
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from rlplus.integrations.measures import measure
 from rlplus.objective import TokenConstants
 from rlplus.objective.inputs import check_tensor, check_values, describe, expand_advantage
 from rlplus.ops import PolicyLoss, linear_logprob, linear_policy_loss
-from rlplus.ops.causal_lm import head_transforms, without_peft
+from rlplus.ops.causal_lm import head_transforms, plain_head, without_peft
+from rlplus.ops.head import Head
 from rlplus.ops.library import IGNORED
 
 LM = TypeVar("LM", bound=nn.Module)
@@ -37,20 +38,21 @@ class FusedOutput(ModelOutput):
 
     logprob, entropy (B, T): in nats, fp32 (fp64 for fp64 models), 0 where there is no target. They are differentiable
     without `policy`; with it only loss (0-d) is, and stats are those of `rlplus.linear_policy_loss`. The other fields
-    are those of the class's own output.
+    are those of the class's own output, but for measured: more numbers of each position, (B, T), for other trainers.
     """
 
     loss: Tensor | None = None
     logprob: Tensor | None = None
     entropy: Tensor | None = None
     stats: dict[str, Tensor] | None = None
+    measured: dict[str, Tensor] | None = None
     aux_loss: Tensor | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     router_logits: tuple[Tensor, ...] | None = None
 
 
-KEPT = tuple(field.name for field in fields(FusedOutput))[4:]  # of the class's own output
+KEPT = tuple(field.name for field in fields(FusedOutput))[5:]  # of the class's own output
 
 
 def fuse_head(
@@ -64,11 +66,13 @@ def fuse_head(
     """Let a transformers causal LM, or a peft model of one, compute logprobs and policy losses without its logits.
 
     Changes lm in place and returns it. Called with `targets`, it returns a `FusedOutput`; without, what it always did,
-    for generation. Both work inside DDP, DeepSpeed, FSDP, peft and torch.compile.
+    for generation. Both work inside DDP, DeepSpeed, FSDP, peft and torch.compile. Each call looks the head up: it may
+    be a copy among peft's modules_to_save, or a new one of `resize_token_embeddings`.
 
       targets   (B, T) int64: the token that the state at each position predicts, which is `input_ids` moved to the
                 left by one; -100 where there is none (prompt, padding): such positions stay out of the head's products,
-                but under torch.compile. With the class's logits_to_keep=K: (B, K)
+                but under torch.compile. With the class's logits_to_keep=K: (B, K). Virtual tokens of prompt tuning have
+                none, if `fuse_head` was given the peft model
       policy    arguments of `rlplus.linear_policy_loss` by name: objective, advantage, token_weight and so on. Those
                 per token are (B, T), advantage also one per sequence; token_weight is 0 where there is no target
 
@@ -79,10 +83,11 @@ def fuse_head(
     """
     inner: Any = without_peft(lm)
     unfuse_head(inner)
-    fusion = _Fusion(inner, dtype, {"temperature": temperature, "max_scratch_mb": max_scratch_mb, "backend": backend})
-    inner._fusion = fusion.head._fusion = fusion
-    inner.forward = MethodType(_fused_forward_like(type(inner).forward), inner)
-    fusion.head.forward = MethodType(_head_forward, fusion.head)
+    _, transform = head_transforms(inner)
+    options = {"temperature": temperature, "max_scratch_mb": max_scratch_mb, "backend": backend}
+    options |= {"logit_scale": transform.scale, "logit_softcap": transform.softcap}
+    adapter = getattr(lm, "active_peft_config", None)
+    inner.forward = inner._fusion = _Fusion(inner, dtype, options, getattr(adapter, "num_virtual_tokens", None) or 0)
     return lm
 
 
@@ -90,42 +95,115 @@ def unfuse_head(lm: nn.Module) -> None:
     """Give a fused model its own forward back; any other model is left as it is."""
     inner: Any = without_peft(lm)
     if "_fusion" in vars(inner):
-        for module, own in inner._fusion.own.items():
-            del module._fusion, module.forward
-            vars(module).update(own)
+        found = [(inner, inner._fusion), *((m, f) for m in inner.modules() if isinstance(f := _own(m), _FusedHead))]
+        del inner._fusion
+        for module, fused in found:
+            del module.forward
+            if fused.own is not None:
+                module.forward = fused.own
+
+
+def _own(module: nn.Module) -> Any:
+    """The forward that a module has as an attribute of its own, if any."""
+    return vars(module).get("forward")
+
+
+class _FusedHead:
+    """`forward` of a fused model's head: the head's own, or a stand-in for it while a fused call awaits its input.
+
+    Called with `op`, it is the fused operation. It is a keyword, so that hooks see an input as always.
+    """
+
+    def __init__(self, head: nn.Linear) -> None:
+        self.head, self.own = head, _own(head)
+        self.awaiting = False
+        self.hidden: Tensor | None = None
+
+    def __call__(self, hidden: Tensor, *, op: Callable[..., Any] | None = None) -> Any:
+        if op is not None:
+            return op(hidden, self.head.weight, bias=self.head.bias)
+        if not self.awaiting:
+            return type(self.head).forward(self.head, hidden) if self.own is None else self.own(hidden)
+        self.hidden = hidden
+        return hidden.new_empty(*hidden.shape[:-1], 0)
 
 
 class _Fusion:
-    """The state of a fused model.
+    """`forward` of a fused model, with the signature of the class's own and two arguments more.
 
-    own: the forward that each of its two modules had as an attribute of its own, if any. While `awaiting`, the head
-    keeps its input in `hidden`.
+    virtual: the number of positions that prompt tuning puts before the others; measures: those to put into the output.
     """
 
-    def __init__(self, lm: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> None:
-        _, transform = head_transforms(lm)
-        self.head: Any = lm.get_output_embeddings()
-        self.dtype = dtype
-        self.options = options | {"logit_scale": transform.scale, "logit_softcap": transform.softcap}
-        self.forward, self.head_forward = lm.forward, self.head.forward
-        self.own = {m: {k: v for k, v in vars(m).items() if k == "forward"} for m in (lm, self.head)}
+    measures: tuple[str, ...] = ()
+
+    def __init__(self, lm: Any, dtype: torch.dtype | None, options: dict[str, Any], virtual: int) -> None:
+        self.lm, self.own = lm, _own(lm)
+        self.dtype, self.options, self.virtual = dtype, options, virtual
         parameters = signature(type(lm).forward).parameters
         open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
         self.defaults = {"use_cache": False} if open_ended or "use_cache" in parameters else {}
         self.fixed = {"return_dict": True} if open_ended or "return_dict" in parameters else {}
-        self.awaiting = False
-        self.hidden: Tensor | None = None
+
+    @property
+    def __signature__(self) -> Signature:
+        """By which `generate` and Trainer go."""
+        own = signature(type(self.lm).forward)
+        more = [Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in ("targets", "policy")]
+        parameters = sorted([*list(own.parameters.values())[1:], *more], key=lambda p: p.kind)
+        return own.replace(parameters=parameters)
+
+    def __call__(
+        self, *args: Any, targets: Tensor | None = None, policy: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
+        if targets is None:
+            if policy is not None:
+                raise ValueError("want targets with policy; got None")
+            return self.own_forward(*args, **kwargs)
+        if kwargs.get("labels") is not None:
+            raise ValueError("want targets or labels: a cross-entropy needs the logits; got both")
+        own, hidden = self.run_body(args, kwargs)
+        more = hidden.shape[1] - targets.shape[1]
+        if more > 0 and more == self.virtual:
+            hidden = hidden[:, more:]
+        elif more > 0 and kwargs.get("inputs_embeds") is not None:
+            raise ValueError(
+                f"want targets (B, {hidden.shape[1]}), one per position of inputs_embeds; got {describe(targets)}: for "
+                "prompt tuning call fuse_head after get_peft_model, with the peft model"
+            )
+        return _fused_output(self, own, hidden, targets, policy)
+
+    def own_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.lm).forward(self.lm, *args, **kwargs) if self.own is None else self.own(*args, **kwargs)
 
     def run_body(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
         """The class's own output, its logits without columns, and the input of its head (B, T, H)."""
-        self.awaiting = True
+        head: Any = plain_head(self.lm)
+        if not isinstance(_own(head), _FusedHead):
+            head.forward = _FusedHead(head)
+        if not torch.compiler.is_compiling():
+            _check_hooks(self.lm, head)
+        fused = head.forward
+        fused.awaiting = True
         try:
-            out = self.forward(*args, **(self.defaults | kwargs | self.fixed))
+            out = self.own_forward(*args, **(self.defaults | kwargs | self.fixed))
         finally:
-            self.awaiting = False
-        hidden, self.hidden = self.hidden, None
+            fused.awaiting = False
+        hidden, fused.hidden = fused.hidden, None
         assert hidden is not None, "want a forward that calls its head"
         return out, as_autocast(hidden) if self.dtype is None else hidden.to(self.dtype)
+
+
+def _check_hooks(lm: Any, head: nn.Linear) -> None:
+    """ValueError for a hook that is waiting for logits; those of libraries that shard weights take any output."""
+    for module in {lm.get_output_embeddings(), head}:
+        for hook in module._forward_hooks.values():
+            home = getattr(getattr(hook, "func", hook), "__module__", None) or type(hook).__module__
+            if home.partition(".")[0] not in ("torch", "deepspeed", "accelerate"):
+                raise ValueError(
+                    f"want no forward hook on the head of {type(lm).__name__}, which computes no logits when the model "
+                    f"is called with targets; got {getattr(hook, '__qualname__', repr(hook))} of {home}: remove it, or "
+                    "make it a forward pre-hook"
+                )
 
 
 def as_autocast(hidden: Tensor) -> Tensor:
@@ -136,48 +214,11 @@ def as_autocast(hidden: Tensor) -> Tensor:
     return hidden.to(torch.get_autocast_dtype(device))
 
 
-def _head_forward(head: Any, hidden: Tensor, op: Callable[..., Any] | None = None) -> Any:
-    """The head's own forward, a stand-in for it while a fused forward awaits its input, or the fused operation."""
-    if op is not None:
-        return op(hidden, head.weight, bias=head.bias)
-    if not head._fusion.awaiting:
-        return head._fusion.head_forward(hidden)
-    head._fusion.hidden = hidden
-    return hidden.new_empty(*hidden.shape[:-1], 0)
-
-
-def _fused_forward_like(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward with the signature of a class's own, by which `generate` and Trainer go, and two more arguments."""
-
-    @wraps(forward)
-    def fused(
-        self: Any, *args: Any, targets: Tensor | None = None, policy: Mapping[str, Any] | None = None, **kwargs: Any
-    ) -> Any:
-        if targets is None:
-            if policy is not None:
-                raise ValueError("want targets with policy; got None")
-            return self._fusion.forward(*args, **kwargs)
-        return _fused_forward(self, targets, policy, args, kwargs)
-
-    own = signature(forward)
-    more = [Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in ("targets", "policy")]
-    parameters = sorted([*own.parameters.values(), *more], key=lambda p: p.kind)
-    fused.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return fused
-
-
-def _fused_forward(
-    lm: Any, targets: Tensor, policy: Mapping[str, Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _fused_output(
+    fusion: _Fusion, own: Any, hidden: Tensor, targets: Tensor, policy: Mapping[str, Any] | None
 ) -> FusedOutput:
-    head, fusion = lm.get_output_embeddings(), lm._fusion
-    if head is not fusion.head:
-        raise ValueError(
-            f"want the head of {type(lm).__name__} as fuse_head found it, a plain torch.nn.Linear; got "
-            f"{type(head).__module__}.{type(head).__name__}: merge its adapter, or leave the head out of LoRA"
-        )
-    if kwargs.get("labels") is not None:
-        raise ValueError("want targets or labels: a cross-entropy needs the logits; got both")
-    own, hidden = fusion.run_body(args, kwargs)
+    """The second call of the head: on its input `hidden`, with the fused operation. own: the class's own output."""
+    head = fusion.lm.get_output_embeddings()
     check_tensor("targets", targets, (hidden.shape[:-1], hidden.device), dtype=torch.int64)
     # Selecting rows waits for the device once, and has no static shape to compile.
     on, every = targets != IGNORED, torch.compiler.is_compiling()
@@ -190,12 +231,26 @@ def _fused_forward(
 
     kept = {name: getattr(own, name, None) for name in KEPT}
     if policy is None:
-        op = partial(linear_logprob, target=pick(targets), **fusion.options)
-        logprob, entropy = head(pick(hidden), op)
-        return FusedOutput(logprob=put(logprob), entropy=put(entropy), **kept)
+        op = partial(_logprob_and_measures, fusion.measures, target=pick(targets), **fusion.options)
+        logprob, entropy, *found = head(pick(hidden), op=op)
+        measured = {name: put(x) for name, x in zip(fusion.measures, found, strict=True)}
+        return FusedOutput(logprob=put(logprob), entropy=put(entropy), measured=measured or None, **kept)
     options = fusion.options | {"old_logprob": None} | _rows_of(policy, on, pick)
-    out: PolicyLoss = head(pick(hidden), partial(linear_policy_loss, target=pick(targets), **options))
+    out: PolicyLoss = head(pick(hidden), op=partial(linear_policy_loss, target=pick(targets), **options))
     return FusedOutput(loss=out.loss, logprob=put(out.logprob), entropy=put(out.entropy), stats=out.stats, **kept)
+
+
+def _logprob_and_measures(names: tuple[str, ...], hidden: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """(N,) each: logprob and entropy, differentiable, and the measures of those names."""
+    found = linear_logprob(hidden, weight, **options)
+    if not names:
+        return found
+    scale, cap, T = options["logit_scale"], options["logit_softcap"], options["temperature"]
+    head = Head(
+        hidden.detach().flatten(0, -2), weight.detach(), options["bias"], options["target"].flatten(),
+        temperature=T / scale, softcap=None if cap is None else cap / T,
+    )  # fmt: skip
+    return *found, *(x.view(options["target"].shape) for x in measure(names, head))
 
 
 def _rows_of(policy: Mapping[str, Any], on: Tensor, pick: Callable[[Tensor], Tensor]) -> dict[str, Any]:

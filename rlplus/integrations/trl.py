@@ -8,28 +8,34 @@ or, with demonstrations in a column of the dataset and loss and gradient in one 
 
     from rlplus.integrations.trl import RLPlusGRPOTrainer
 
-TRL 1.16 calls its models through `add_fused_lm_head`. Everything here rests on that function, on three methods of
+TRL 1.16 calls its models through `add_fused_lm_head`. Everything here rests on that function, on some methods of
 GRPOTrainer and on the fields that they use; importing this module with a TRL that has others is an ImportError.
 """
 
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import fields, replace
-from functools import partial, wraps
-from inspect import signature
-from types import MethodType
+from dataclasses import dataclass, fields
+from inspect import Signature, signature
 from typing import Any
 
 import torch
 import trl
 from torch import Tensor
 from torch.nn.functional import pad
-from trl.trainer import grpo_trainer, rloo_trainer, utils
+from trl.trainer import utils
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from rlplus.integrations.measures import MEASURES
 from rlplus.integrations.transformers import FusedOutput, fuse_head
-from rlplus.objective import Objective
+from rlplus.integrations.trl_loss import Batch, constants, grpo_shares, objective_with, two_step_loss
+from rlplus.objective import Objective, policy_loss
 from rlplus.ops.library import IGNORED
+
+IMAGES = (  # arguments of the model that come with images
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+)
 
 INTERFACE = {  # functions of TRL that are replaced, overridden or called, and their arguments
     "trl.trainer.utils.add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32", "outputs"),
@@ -38,8 +44,16 @@ INTERFACE = {  # functions of TRL that are replaced, overridden or called, and t
     "GRPOTrainer._generate_single_turn": (
         *("self", "prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"),
     ),
+    "GRPOTrainer._get_per_token_logps_and_entropies": (
+        *("self", "model", "input_ids", "attention_mask", "logits_to_keep"),
+        *("batch_size", "compute_entropy", "compute_aux_loss", *IMAGES),
+    ),
+    "GRPOTrainer.get_high_entropy_mask": ("self", "entropies", "mask", "threshold"),
+    "GRPOTrainer.get_off_policy_mask": (
+        *("advantages", "per_token_logps", "sampling_per_token_logps", "mask", "off_policy_threshold"),
+    ),
 }
-OUTPUT = {"loss", "log_probs", "entropy", "label_mask", "aux_loss"}  # fields of TRL's FusedCausalLMOutput
+OUTPUT = {"loss", "log_probs", "entropy", "label_mask", "aux_loss", *MEASURES}  # fields of TRL's FusedCausalLMOutput
 
 
 def _check_interface() -> None:
@@ -63,18 +77,32 @@ def _check_interface() -> None:
 _check_interface()
 
 
-def patch() -> ExitStack:
-    """Let GRPOTrainer, RLOOTrainer and subclasses of them compute logprobs and entropies by the fused operation.
+@dataclass
+class _PolicyOutput(utils.FusedCausalLMOutput):
+    """The output of a model that was called with `policy`: its loss is the policy loss."""
 
-    It affects trainers that are made afterwards: their losses of every loss_type, old and reference logprobs and the
-    entropy metric. Scale and softcap of the logits are found as by `rlplus.head_of`, which raises ValueError for models
-    it does not know. Undone at the exit of the returned context manager, or by its `close()`.
+    stats: dict[str, Tensor] | None = None
+
+
+def patch() -> ExitStack:
+    """Let TRL's trainers compute logprobs and entropies by the fused operation.
+
+    It affects trainers that are made afterwards, those that call `add_fused_lm_head`: GRPOTrainer, RLOOTrainer,
+    SFTTrainer, DPOTrainer, KTOTrainer, AsyncGRPOTrainer and subclasses. Scale and softcap of the logits are found as by
+    `rlplus.head_of`, which raises ValueError for models it does not know. Undone at the exit of the returned context
+    manager, or by its `close()`.
     """
-    undo = ExitStack()
-    for module in (grpo_trainer, rloo_trainer):
-        undo.callback(setattr, module, "add_fused_lm_head", module.add_fused_lm_head)
-        module.add_fused_lm_head = add_fused_lm_head
+    undo, before = ExitStack(), utils.add_fused_lm_head
+    undo.callback(_put_everywhere, before)
+    _put_everywhere(add_fused_lm_head)
     return undo
+
+
+def _put_everywhere(function: Any) -> None:
+    """Into TRL's imported modules that have an `add_fused_lm_head`; those imported later get it from `utils`."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "trl" and "add_fused_lm_head" in vars(module):
+            module.add_fused_lm_head = function  # type: ignore[attr-defined]
 
 
 def add_fused_lm_head(
@@ -85,67 +113,92 @@ def add_fused_lm_head(
 ) -> None:
     """TRL's function of this name: `model(..., labels=labels, fused_lm_head=True)` returns a FusedCausalLMOutput.
 
-    outputs: "log_probs" and "entropy" only; ValueError for another.
+    With `policy`, arguments of `rlplus.linear_policy_loss` whose tensors (B, C) are those of the last C labels, its
+    loss is the policy loss, and it has stats. ValueError for other outputs than TRL's.
     """
-    if not set(outputs) <= {"log_probs", "entropy"}:
-        raise ValueError(f"want outputs among log_probs and entropy; got {', '.join(outputs)}")
+    if not set(outputs) <= {"log_probs", "entropy", *MEASURES}:
+        want = ", ".join(("log_probs", "entropy", *MEASURES))
+        raise ValueError(f"want outputs among {want}; got {', '.join(outputs)}")
     fuse_head(model, temperature=temperature, dtype=torch.float32 if cast_lm_head_to_fp32 else None)
-    fused = model.forward
+    model._fusion.measures = tuple(name for name in MEASURES if name in outputs)
     router_coef = getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0)
+    model.forward = _Forward(model._fusion, "entropy" in outputs, router_coef)
 
-    @wraps(fused)
-    def forward(
-        self: Any,
+
+class _Forward:
+    """`forward` of a fused model with TRL's arguments, and the output that these ask for."""
+
+    def __init__(self, fused: Any, entropy: bool, router_coef: float) -> None:
+        self.fused, self.entropy, self.router_coef = fused, entropy, router_coef
+
+    @property
+    def __signature__(self) -> Signature:
+        return signature(self.fused)
+
+    def __call__(
+        self,
         *args: Any,
         fused_lm_head: bool = False,
         labels: Tensor | None = None,
         shift_labels: Tensor | None = None,
         num_items_in_batch: Any = None,
+        policy: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         if not fused_lm_head:
             given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-            return fused(*args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
+            return self.fused(*args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
         targets = shift_labels
         if targets is None:
             assert labels is not None, "want labels or shift_labels with fused_lm_head"
             targets = pad(labels[:, 1:], (0, 1), value=IGNORED)
-        out: FusedOutput = fused(*args, targets=targets, **kwargs)
         kept = slice(None) if shift_labels is not None else slice(-1)  # TRL leaves the last position out
-        mask = (targets != IGNORED)[:, kept]
-        count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        if policy is not None:
+            policy = {name: _aligned(value, targets) for name, value in policy.items()}
+        out: FusedOutput = self.fused(*args, targets=targets, policy=policy, **kwargs)
         assert out.logprob is not None
         assert out.entropy is not None
-        logprob = out.logprob[:, kept]
-        loss = -logprob.sum() / count
-        return utils.FusedCausalLMOutput(
-            loss=loss if out.aux_loss is None else loss + router_coef * out.aux_loss,
-            log_probs=logprob,
-            entropy=out.entropy[:, kept] if "entropy" in outputs else None,
-            label_mask=mask,
-            aux_loss=out.aux_loss,
-        )
+        mask, logprob = (targets != IGNORED)[:, kept], out.logprob[:, kept]
+        common = {
+            "log_probs": logprob,
+            "entropy": out.entropy[:, kept] if self.entropy else None,
+            "label_mask": mask,
+            "aux_loss": out.aux_loss,
+        }
+        if policy is not None:
+            return _PolicyOutput(loss=out.loss, stats=out.stats, **common)
+        loss = -logprob.sum() / (mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+        if out.aux_loss is not None:
+            loss = loss + self.router_coef * out.aux_loss
+        measured = {name: value[:, kept] for name, value in (out.measured or {}).items()}
+        return utils.FusedCausalLMOutput(loss=loss, **common, **measured)
 
-    model.forward = MethodType(forward, model)
+
+def _aligned(value: Any, targets: Tensor) -> Any:
+    """A tensor (B, C) of the last C labels at the positions that predict them, 0 elsewhere; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return pad(value, (targets.shape[1] - 1 - value.shape[1], 1))
 
 
 class RLPlusGRPOTrainer(GRPOTrainer):
     """GRPOTrainer with RL-PLUS: demonstrations in the groups, and loss and gradient in one pass of three GEMMs.
 
-    objective: of `rlplus.Objective`, or a preset's name. None takes the surrogate of sampled tokens from the
-    GRPOConfig: that of its loss_type, with epsilon, delta and the temperatures of sapo. beta, use_bias_correction_kl
-    and entropy_coef are the GRPOConfig's in any case, and its loss_type says what a token's loss is divided by: dapo
-    all tokens, grpo the sequence's length, dr_grpo max_completion_length, luspo nothing.
+    objective: a preset's name, or an `rlplus.Objective`: the loss in the place of TRL's. beta, use_bias_correction_kl
+    and entropy_coef are the GRPOConfig's in any case, its loss_type says what a token's loss is divided by (dapo all
+    tokens, grpo the sequence's length, dr_grpo max_completion_length, luspo nothing), and importance_sampling_level,
+    top_entropy_quantile and off_policy_mask_threshold apply to sampled tokens. With one of these three, logprobs are
+    computed first: four products with the head in the place of three. None: TRL's own loss of sampled tokens, with all
+    of its options and metrics, on the fused operation's logprobs, and RL-PLUS's of demonstrated ones.
 
     demonstration_column: a column of the dataset with one correct response per prompt, a text, or None for none. In
     training it replaces the last completion of its prompt's group, with an end-of-sequence token behind it: graded by
     the reward functions, a member of the group's statistics, its tokens external. The replaced completion is not
-    generated, but where vLLM wants whole groups. A demonstration of more than max_completion_length tokens is left out
-    (metric demonstrations/too_long). No demonstration is used in evaluation.
+    generated, but where vLLM wants whole groups or prompts have images. A demonstration of more than
+    max_completion_length tokens is left out (metric demonstrations/too_long). No demonstration is used in evaluation.
 
-    All other arguments are GRPOTrainer's. ValueError for what this loss does not have: tools, images, environments,
-    rollout_func, importance_sampling_level "sequence", top_entropy_quantile, off_policy_mask_threshold and
-    use_adaptive_entropy; without an objective, also loss_type vespo.
+    All other arguments are GRPOTrainer's. ValueError for tools, environments and rollout_func, whose completions have
+    no demonstrations; with an objective, also for use_adaptive_entropy.
     """
 
     def __init__(
@@ -160,7 +213,7 @@ class RLPlusGRPOTrainer(GRPOTrainer):
                 raise ValueError(f"want no {name}: its completions have no demonstrations; got one")
         with patch():
             super().__init__(*args, **kwargs)
-        self.objective = _objective(self.args, objective)
+        self.objective = objective_with(self.args, objective)
         self.demonstration_column = demonstration_column
         self._demonstrations: dict[int, list[int]] = {}
 
@@ -194,13 +247,15 @@ class RLPlusGRPOTrainer(GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: list[Any], images: Any, multimodal_fields: Any, num_generations: int, *rest: Any, **more: Any
     ) -> tuple[list[list[int]], list[Any] | None]:
-        if images is not None:
-            raise ValueError("want prompts without images: the loss passes none to the model; got some")
-        # vLLM's server wants whole groups, and ranks that share an engine the same number of prompts.
-        whole = self.use_vllm and (self.vllm_mode == "server" or self.args.vllm_tensor_parallel_size > 1)
+        # vLLM's server wants whole groups, and ranks that share an engine the same number of prompts. The fields of
+        # images are not all one per prompt.
+        shared = self.use_vllm and (self.vllm_mode == "server" or self.args.vllm_tensor_parallel_size > 1)
+        whole = shared or images is not None or bool(multimodal_fields)
         sampled = [i for i in range(len(prompt_ids)) if whole or i not in self._demonstrations] or [0]
         prompts = [prompt_ids[i] for i in sampled]
-        completions, logprobs = super()._generate_single_turn(prompts, None, {}, num_generations, *rest, **more)
+        completions, logprobs = super()._generate_single_turn(
+            prompts, images, multimodal_fields, num_generations, *rest, **more
+        )
         every = dict(zip(sampled, completions, strict=True)) | self._demonstrations
         scores = None
         if logprobs is not None:  # a demonstration has none: TRL takes None for a weight of 1
@@ -210,44 +265,87 @@ class RLPlusGRPOTrainer(GRPOTrainer):
         return [every[i] for i in rows], None if scores is None else [scores[i] for i in rows]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        prompt, completion, mask = inputs["prompt_ids"], inputs["completion_ids"], inputs["completion_mask"]
-        counted = mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
-        # A state predicts the token after it: the states that predict the completion begin one before it.
-        align = partial(pad, pad=(prompt.shape[1] - 1, 1))
+        mask, external = inputs["completion_mask"], inputs["external"][:, None]
+        mask = mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
         accumulated = self.current_gradient_accumulation_steps if self.model.training else 1
-        policy = {"objective": self.objective} | {
-            name: None if value is None else align(value)
-            for name, value in self._constants(inputs, counted, accumulated).items()
-        }
-        with self.accelerator.autocast():
-            out: FusedOutput = model(
-                input_ids=torch.cat([prompt, completion], 1),
-                attention_mask=torch.cat([inputs["prompt_mask"], mask], 1),
-                targets=align(completion.masked_fill(counted == 0, IGNORED), value=IGNORED),
-                policy=policy,
-                **({"output_router_logits": True} if self.aux_loss_enabled else {}),
-            )
-        self._record(out, policy)
-        assert out.loss is not None
-        if self.aux_loss_enabled:
-            assert out.aux_loss is not None
-            return out.loss + self.router_aux_loss_coef * out.aux_loss / accumulated
-        return out.loss
+        batch = Batch(inputs, mask, external.expand(mask.shape), self._weights(inputs, mask) / accumulated)
+        if self.objective is None:
+            return self._with_trls_loss(model, batch)
+        loss, aux_loss = self._with_objective(model, batch, self.objective, accumulated)
+        return loss if aux_loss is None else loss + self.router_aux_loss_coef * aux_loss / accumulated
 
-    def _constants(self, inputs: dict[str, Any], mask: Tensor, accumulated: int) -> dict[str, Tensor | None]:
-        """Per-token inputs of the policy loss (B, C)."""
-        advantage = inputs["advantages"] if inputs["advantages"].ndim == 2 else inputs["advantages"][:, None]
-        if "importance_sampling_ratio" in inputs:  # a factor >= 0 of the surrogates, as the size of the advantage is
-            advantage = advantage * inputs["importance_sampling_ratio"]
-        entropy_weight = mask / (mask.sum().clamp(min=1.0) * accumulated) if self.objective.entropy_coef else None
-        return {
-            "advantage": advantage.expand(mask.shape),
-            "token_weight": self._weights(inputs, mask) / accumulated,
-            "external": inputs["external"][:, None].expand(mask.shape),
-            "old_logprob": inputs.get("old_per_token_logps"),
-            "ref_logprob": inputs.get("ref_per_token_logps"),
-            "entropy_weight": entropy_weight,
-        }
+    def _with_trls_loss(self, model: Any, batch: Batch) -> Tensor:
+        """TRL's loss, in which demonstrations have an advantage of 0, and RL-PLUS's loss of the demonstrations."""
+        outputs: list[Any] = []
+
+        def kept(**arguments: Any) -> Any:
+            outputs.append(model(**arguments))
+            return outputs[-1]
+
+        silent = {"advantages": batch.advantage.masked_fill(batch.external[:, :1], 0.0)}
+        if batch.inputs["advantages"].ndim == 1:
+            silent = {"advantages": silent["advantages"][:, 0]}
+        loss: Tensor = super()._compute_loss(kept, {**batch.inputs, **silent})
+        more, stats = policy_loss(
+            outputs[0].log_probs[:, -batch.mask.shape[1] :],
+            old_logprob=batch.inputs.get("old_per_token_logps"),
+            advantage=batch.advantage.expand(batch.mask.shape),
+            token_weight=batch.weight * batch.external,
+            external=batch.external,
+        )
+        self._log_demonstrations(stats)
+        return loss + more
+
+    def _with_objective(
+        self, model: Any, batch: Batch, objective: Objective, accumulated: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss without that of experts, and the latter. Adds the metrics."""
+        inputs, sequences = batch.inputs, self.importance_sampling_level == "sequence"
+        first = sequences or self.top_entropy_quantile < 1.0 or self.off_policy_mask_threshold is not None
+        outputs: list[Any] = []
+
+        def kept(**arguments: Any) -> Any:
+            more = {} if first else {"policy": {"objective": objective, **constants(batch, objective, accumulated)}}
+            outputs.append(model(**arguments, **more))
+            return outputs[-1]
+
+        logprob, entropy, aux_loss = self._get_per_token_logps_and_entropies(
+            kept,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
+            batch.mask.shape[1],
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+            **{name: inputs[name] for name in IMAGES if name in inputs},
+        )
+        if first:
+            self._select(batch, logprob.detach(), entropy.detach())
+            loss, stats = two_step_loss(batch, objective, logprob, entropy, accumulated, sequences)
+        else:
+            loss, stats = outputs[0].loss, outputs[0].stats
+        shares = grpo_shares(batch, objective, logprob.detach(), entropy.detach(), sequences)
+        self._record(shares, stats, objective.entropy_coef, accumulated)
+        if aux_loss is not None:
+            mean = self.accelerator.gather_for_metrics(aux_loss.detach()).mean().item()
+            self._metrics["train" if self.model.training else "eval"]["aux_loss"].append(mean)
+        return loss, aux_loss
+
+    def _select(self, batch: Batch, logprob: Tensor, entropy: Tensor) -> None:
+        """Leave sampled tokens of low entropy and sequences that are too far off the policy out, as TRL does."""
+        if self.top_entropy_quantile < 1.0:
+            top = self.get_high_entropy_mask(entropy, batch.mask * ~batch.external, 1 - self.top_entropy_quantile)
+            batch.factor = batch.factor * (top | batch.external)
+            batch.bonus = batch.bonus * (top | batch.external)
+        if self.off_policy_mask_threshold is not None:
+            old = batch.inputs.get("old_per_token_logps", logprob)
+            near = self.get_off_policy_mask(
+                advantages=batch.advantage,
+                per_token_logps=logprob,
+                sampling_per_token_logps=batch.inputs.get("sampling_per_token_logps", old),
+                mask=batch.mask,
+                off_policy_threshold=self.off_policy_mask_threshold,
+            )
+            batch.factor = torch.where(batch.external, batch.factor, batch.factor * near)
 
     def _weights(self, inputs: dict[str, Any], mask: Tensor) -> Tensor:
         """Factor of each token's loss under loss_type, before gradients are accumulated; (B, C)."""
@@ -263,61 +361,32 @@ class RLPlusGRPOTrainer(GRPOTrainer):
         steps = self.args.steps_per_generation if self.model.training else 1
         return mask * self.accelerator.num_processes * steps / inputs["num_items_in_batch"].clamp(min=1.0)
 
-    def _record(self, out: FusedOutput, policy: Mapping[str, Any]) -> None:
-        """Add the metrics that GRPOTrainer has, and those of demonstrations."""
-        assert out.stats is not None
-        assert out.logprob is not None
-        stats = dict(out.stats)
-        if self.objective.kl_coef:
-            gap = policy["ref_logprob"] - out.logprob
-            kl = torch.expm1(gap) - gap
-            if self.objective.kl_estimator == "k3-unbiased" and policy["old_logprob"] is not None:
-                kl = kl * (out.logprob - policy["old_logprob"]).exp()
-            stats["kl"] = torch.where(policy["token_weight"] != 0, kl, 0.0).sum()
-        sums = self.accelerator.reduce(torch.stack(list(stats.values())), reduction="sum").tolist()
-        s = dict(zip(stats, sums, strict=True))
-        everything, sampled, external = (max(s[f"tokens{of}"], 1.0) for of in ("", "_internal", "_external"))
-        found = {"entropy": s["entropy"] / everything}
-        if "kl" in s:
-            found["kl"] = s["kl"] / everything
-        if self.objective.internal == "clip":
-            low, high = s["clipped_low"] / sampled, s["clipped_high"] / sampled
-            found |= {f"clip_ratio/{k}_mean": v for k, v in (("low", low), ("high", high), ("region", low + high))}
-        if s["tokens_external"]:
-            found["demonstrations/probability"] = s["prob_external"] / external
-            found["demonstrations/ratio"] = s["ratio_external"] / external
-        for name, value in found.items():
-            self._metrics["train" if self.model.training else "eval"][name].append(value)
+    def _record(
+        self, shares: Mapping[str, Any], stats: dict[str, Tensor], entropy_coef: float, accumulated: int
+    ) -> None:
+        """Add GRPOTrainer's metrics, and those of demonstrations."""
+        mode, gather = "train" if self.model.training else "eval", self.accelerator.gather
+        found = self._metrics[mode]
+        pairs = torch.stack([torch.stack([(x * on).sum(), on.sum().float()]) for x, on in shares.values()])
+        sums = self.accelerator.reduce(pairs, reduction="sum").tolist()
+        for name, (total, count) in zip(shares, sums, strict=True):
+            found[name].append(total / max(count, 1.0))
+        for name, short, pick in (("low_mean", "low_min", utils.nanmin), ("high_mean", "high_max", utils.nanmax)):
+            if f"clip_ratio/{name}" in shares:
+                x, on = shares[f"clip_ratio/{name}"]
+                found[f"clip_ratio/{short}"].append(pick(gather((x * on).sum(-1) / on.sum(-1))).item())
+        if entropy_coef:
+            policy = stats["loss_internal"] + stats["loss_external"] + stats["loss_kl"]
+            whole = self.loss_type in ("cispo", "dapo", "vespo")  # TRL's is then divided by the accumulation, too
+            found["policy_loss"].append(gather(policy * (1 if whole else accumulated)).nanmean().item())
+            if mode == "train" and self.accelerator.sync_gradients:
+                found["entropy_coef"].append(entropy_coef)
+        self._log_demonstrations(stats)
 
-
-def _objective(args: Any, objective: str | Objective | None) -> Objective:
-    """The objective that was asked for, or that of the GRPOConfig, with the latter's coefficients."""
-    neutral = {"importance_sampling_level": "token", "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None}
-    for name, value in (neutral | {"use_adaptive_entropy": False}).items():
-        if getattr(args, name) != value:
-            raise ValueError(f"want {name} {value!r} in RLPlusGRPOTrainer; got {getattr(args, name)!r}")
-    chosen = Objective.preset(objective) if isinstance(objective, str) else objective or _surrogate(args)
-    for name, key in (("kl_coef", "beta"), ("entropy_coef", "entropy_coef")):
-        want, got = getattr(chosen, name), getattr(args, key)
-        if want not in (0.0, got):
-            raise ValueError(f"want {key}={want} in the GRPOConfig, as the objective has it; got {got}")
-    if chosen.mismatch_cap is not None:
-        raise ValueError("want mismatch_cap None: the GRPOConfig has vllm_importance_sampling_correction for it")
-    estimator = "k3-unbiased" if args.use_bias_correction_kl else "k3"
-    return replace(chosen, kl_coef=args.beta, entropy_coef=args.entropy_coef, kl_estimator=estimator)
-
-
-def _surrogate(args: Any) -> Objective:
-    """The surrogate of a loss_type."""
-    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    if args.loss_type == "cispo":  # whose epsilon_high is the largest weight itself
-        return Objective(internal="cispo", clip_high=high - 1)
-    if args.loss_type == "sapo":
-        return Objective(internal="sapo", tau_pos=args.sapo_temperature_pos, tau_neg=args.sapo_temperature_neg)
-    if args.loss_type not in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
-        raise ValueError(
-            f"want an objective with loss_type {args.loss_type}, whose surrogate this trainer lacks; got None"
-        )
-    if args.delta is not None and args.delta < 1 + high:
-        raise ValueError(f"want delta at least 1 + epsilon_high = {1 + high}; got {args.delta}")
-    return Objective(internal="clip", clip_low=args.epsilon, clip_high=high, dual_clip=args.delta)
+    def _log_demonstrations(self, stats: dict[str, Tensor]) -> None:
+        names = ("tokens_external", "prob_external", "ratio_external")
+        count, *values = self.accelerator.reduce(torch.stack([stats[k] for k in names]), reduction="sum").tolist()
+        if count:
+            metrics = self._metrics["train" if self.model.training else "eval"]
+            for name, value in zip(("probability", "ratio"), values, strict=True):
+                metrics[f"demonstrations/{name}"].append(value / count)

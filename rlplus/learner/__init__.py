@@ -1,6 +1,7 @@
 """Models under DeepSpeed, and the micro-batches that they are trained on."""
 
-from rlplus.learner.batch import by_sample, forward_batches, make_micro_batches, mean_batches
+from rlplus.learner.batch import by_sample, forward_batches, has_gradient, make_micro_batches, mean_batches
+from rlplus.learner.dropout import say_dropout
 from rlplus.learner.learner import Learner
 from rlplus.learner.model import check_positions, prepare_model, weights_fingerprint
 from rlplus.learner.policy import Policy
@@ -15,8 +16,10 @@ __all__ = [
     "by_sample",
     "check_positions",
     "forward_batches",
+    "has_gradient",
     "make_micro_batches",
     "mean_batches",
     "prepare_model",
+    "say_dropout",
     "weights_fingerprint",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlplus.config import LoraConfig
+from rlplus.errors import install_command
 
 
 def add_adapters(lm: PreTrainedModel, config: LoraConfig, seed: int) -> None:
@@ -17,7 +18,7 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     targets that do not exist or that are the head or the embeddings: the fused head reads the plain weight.
     """
     if find_spec("peft") is None:
-        raise ValueError("model.lora needs the package peft, which is not installed: pip install peft")
+        raise ValueError(f"model.lora needs the package peft, which is not installed: {install_command('lora')}")
     from peft import LoraConfig as PeftLoraConfig
     from peft import inject_adapter_in_model
 

@@ -20,25 +20,37 @@ from rlplus.objective.presets import Reduction
 def make_micro_batches(
     samples: Sequence[Sample], algorithm: Algorithm, config: Config, pad_id: int, device: torch.device
 ) -> list[MicroBatch]:
-    """Weigh, select, rebalance and pack the samples of one update; all ranks get the same number of micro-batches.
+    """Weigh, rebalance and pack the samples of one update; all ranks get the same number of micro-batches.
 
-    The denominators are those of the whole batch. Samples without a gradient are then left out, which only saves time:
-    with KL and entropy off, those of zero advantage and external ones without a loss. The others are distributed over
-    the ranks by length, whichever rank generated them. With sequence parallelism a rank gets its shard of each
-    micro-batch of its group.
+    The denominators are those of the whole batch. Samples are distributed over the ranks by length, whichever rank
+    generated them. Those without a gradient (with KL and entropy off, those of zero advantage and external ones without
+    a loss) come first, in micro-batches that are `forward_only`: that saves their backward passes and changes no
+    number. With sequence parallelism a rank gets its shard of each micro-batch of its group.
     """
     totals = _totals(samples)
     o = algorithm.objective
     everyone = bool(o.kl_coef or o.entropy_coef)
-    kept = rebalance([s for s in samples if everyone or _has_gradient(s, o)], config)
-    unknown = sum(s.loss_tokens[1] for s in kept if s.behavior_logprob is None)
-    assert not config.knows_behavior or not unknown, f"want the author's logprob of {unknown} more tokens"
-    batches = even_batches(kept, _token_weights(kept, totals, algorithm, config), config, pad_id, device)
+    trained, still = list[Sample](), list[Sample]()
+    for sample in samples:
+        if any(sample.loss_tokens):
+            (trained if everyone or _has_gradient(sample, o) else still).append(sample)
+    batches = []
+    for part in (still, trained):
+        kept = rebalance(part, config)
+        unknown = sum(s.loss_tokens[1] for s in kept if s.behavior_logprob is None)
+        assert not config.knows_behavior or not unknown, f"want the author's logprob of {unknown} more tokens"
+        packed = even_batches(kept, _token_weights(kept, totals, algorithm, config), config, pad_id, device)
+        batches += [replace(batch, forward_only=part is still) for batch in packed]
     if o.entropy_coef and algorithm.reduction == "official":
         # The official scripts' bonus is a mean over response tokens, while their loss is normalised by length alone.
         for batch in batches:
             batch.entropy_weight = (batch.token_weight != 0).float() / sum(totals.tokens)
     return batches
+
+
+def has_gradient(batches: Sequence[MicroBatch]) -> bool:
+    """Whether an update's micro-batches change the policy; the same on all ranks."""
+    return not all(batch.forward_only for batch in batches)
 
 
 def mean_batches(
@@ -53,7 +65,7 @@ def mean_batches(
     kept = rebalance(samples, config)
     lengths = [len(sample.response) for sample in kept]
     shares = [sum(totals.tokens) if of == "tokens" else n * totals.responses for n in lengths]
-    weights = [torch.full((n,), 1 / share) for n, share in zip(lengths, shares, strict=True)]
+    weights = [torch.full((n,), 1 / share, dtype=torch.float32) for n, share in zip(lengths, shares, strict=True)]
     return even_batches(kept, weights, config, pad_id, device)
 
 
@@ -68,8 +80,10 @@ def by_sample(
 
     Collective. With train.sequence_parallel > 1 the ranks of a group pass the same samples, and each computes a part.
     """
-    results = [torch.empty(0)] * len(samples)
-    for batch in even_batches(samples, [torch.ones(len(s.response)) for s in samples], config, pad_id, device):
+    results = [torch.empty(0, dtype=torch.float32)] * len(samples)
+    for batch in even_batches(
+        samples, [torch.ones(len(s.response), dtype=torch.float32) for s in samples], config, pad_id, device
+    ):
         values, sequence = compute(batch).cpu(), batch.sequence.cpu()
         for index in sequence[batch.token_weight.cpu() != 0].unique().tolist():  # none in a dummy
             results[index] = values[sequence == index]
@@ -105,7 +119,7 @@ def forward_batches(
     parallel = config.train.sequence_parallel
     batches = pack(
         samples,
-        [torch.ones(len(s.response)) for s in samples],
+        [torch.ones(len(s.response), dtype=torch.float32) for s in samples],
         row_length=config.max_sample_length,
         tokens_per_micro_batch=tokens_per_micro_batch,
         pad_id=pad_id,
@@ -204,7 +218,7 @@ def _token_weights(samples: Sequence[Sample], totals: _Totals, algorithm: Algori
         )
 
     trained = flat(per_token(s.trained, len(s.response)) for s in samples)
-    if algorithm.demonstrations_apart:
+    if algorithm.separate_denominators:
         external = flat(per_token(s.external, len(s.response)) for s in samples)
         sampled, demonstrated = zip(totals.tokens, totals.sequences, strict=True)
         weight = weights(trained & ~external, algorithm.reduction, *sampled)
@@ -217,5 +231,5 @@ def _token_weights(samples: Sequence[Sample], totals: _Totals, algorithm: Algori
 def dummy(pad_id: int, multiple: int = 1) -> MicroBatch:
     """A micro-batch of one token of weight 0."""
     sample = Sample([pad_id], [pad_id], 0, False, False, None, value=[0.0], returns=[0.0])
-    weight = [torch.zeros(1)]
+    weight = [torch.zeros(1, dtype=torch.float32)]
     return pack([sample], weight, row_length=2, tokens_per_micro_batch=2, pad_id=pad_id, multiple=multiple)[0]

@@ -20,10 +20,11 @@ from rlplus import agree
 from rlplus.config import Config, TrainConfig, merged
 from rlplus.data import MicroBatch
 from rlplus.learner.adapters import add_adapters
-from rlplus.learner.model import in_shards, load_model
+from rlplus.learner.gradients import IN_FP32, in_fp32, take_fp32_gradients, without_bf16_optimizer
+from rlplus.learner.model import in_shards, load_model, restore_buffers
 from rlplus.learner.schedule import learning_rate
 from rlplus.learner.sequence import SequenceGroup, check_attention
-from rlplus.ops.causal_lm import logit_transform
+from rlplus.ops.causal_lm import body_of, logit_transform
 
 
 class PackedModel(nn.Module):
@@ -45,7 +46,7 @@ class PackedModel(nn.Module):
             inputs = batch.model_inputs(config._attn_implementation)
         else:
             inputs = self.group.inputs(batch, config, self.lm.dtype)
-        body = self.lm.base_model(**inputs)
+        body = body_of(self.lm)(**inputs)
         hidden = body.last_hidden_state.flatten(0, 1)[batch.rows]
         scale, softcap = self.transform
         return self.lm.get_output_embeddings()(hidden, partial(op, logit_scale=scale, logit_softcap=softcap))
@@ -71,6 +72,8 @@ class Learner:
             self.group = SequenceGroup(train.sequence_parallel, model_config, config.model.attention)
         with in_shards(deepspeed_config(config, 1)) if train.zero_stage == 3 else nullcontext():
             lm = self.load(model_path)
+        if train.zero_stage == 3:
+            restore_buffers(lm)
         if config.model.lora is not None:
             add_adapters(lm, config.model.lora, train.seed)
         if config.model.gradient_checkpointing:
@@ -81,9 +84,13 @@ class Learner:
         parameters = [p for p in model.parameters() if p.requires_grad]
         self._optimizer = _adamw(train, parameters)
         count = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
-        self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=self._optimizer, config=deepspeed_config(config, count)
-        )
+        with without_bf16_optimizer():
+            self.engine, *_ = deepspeed.initialize(
+                model=model, optimizer=self._optimizer, config=deepspeed_config(config, count)
+            )
+        self.gradients_in_fp32 = in_fp32(self.engine)
+        if self.gradients_in_fp32:
+            take_fp32_gradients(self.engine)
         if what := self.nonfinite():
             raise ValueError(f"the model in {model_path} has NaN or infinity in {what}: want finite weights")
 
@@ -116,15 +123,18 @@ class Learner:
         """Forward and backward passes of one update; every rank passes the same number of micro-batches.
 
         op: the head's computation for a micro-batch; it returns a named tuple with a `loss`. `step` uses the gradient
-        of the sum of these losses. before_each: called before each micro-batch; may raise.
+        of the sum of these losses; micro-batches that are `forward_only` come first and add nothing to it.
+        before_each: called before each micro-batch; may raise.
         """
         outputs = []
         for i, batch in enumerate(batches):
             if before_each is not None:
                 before_each()
             self.engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
-            out = self.engine(batch, op(batch))
-            self.engine.backward(out.loss)
+            with torch.set_grad_enabled(not batch.forward_only):
+                out = self.engine(batch, op(batch))
+            if not batch.forward_only:
+                self.engine.backward(out.loss)
             outputs.append(out._replace(loss=out.loss.detach()))
         if self.device.type == "cuda":  # else the optimizer, which reads the norm, would be charged for it
             torch.cuda.synchronize()
@@ -261,5 +271,6 @@ def deepspeed_config(config: Config, parameters: int) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,  # without a GPU torch's AdamW is used with offloading, too
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": config.model.dtype == "bfloat16", "check_grad_overflow": True},
+        **IN_FP32,
     }
     return merged(base, train.deepspeed)

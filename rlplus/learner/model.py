@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from transformers.utils import cached_file
 from rlplus import agree
 from rlplus.config import Config, ModelConfig, ScratchModel
 from rlplus.data import byte_tokenizer
+from rlplus.errors import install_command
+from rlplus.learner.dropout import turn_off_dropout, without_dropout
 
 SHOWN = 5  # tensors, in a message
 
@@ -99,12 +102,18 @@ def _some(names: Iterable[str]) -> str:
 
 
 def load_model(config: ModelConfig, path: str, model_config: PretrainedConfig) -> PreTrainedModel:
-    """The causal LM with the run's attention, dtype and kernels; ValueError for what is not installed or has no GPU."""
+    """The causal LM with the run's attention, dtype and kernels, without dropout.
+
+    ValueError for what is not installed or has no GPU.
+    """
     if config.attention == "flash_attention_2" and find_spec("flash_attn") is None:
-        raise ValueError("model.attention flash_attention_2 needs the package flash-attn, which is not installed")
+        raise ValueError(
+            "model.attention flash_attention_2 needs the package flash-attn, which is not installed: "
+            f"{install_command('flash')} --no-build-isolation"
+        )
     lm: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         path,
-        config=model_config,
+        config=without_dropout(model_config),
         dtype=getattr(torch, config.dtype),
         attn_implementation=config.attention,
         trust_remote_code=config.trust_remote_code,
@@ -117,6 +126,7 @@ def load_model(config: ModelConfig, path: str, model_config: PretrainedConfig) -
         )
     if config.liger:
         _apply_liger(lm)
+    turn_off_dropout(lm)
     return lm
 
 
@@ -180,12 +190,39 @@ def in_shards(deepspeed_config: dict[str, Any]) -> Iterator[None]:
         del held
 
 
+def restore_buffers(lm: PreTrainedModel) -> None:
+    """Compute again what a model loaded `in_shards` has in another dtype than a whole one: its rotary frequencies.
+
+    While it is made, DeepSpeed turns every new tensor into the weights' dtype. With frequencies in bf16, position 1000
+    is turned by up to two radians too far or too little. ValueError for buffers that transformers cannot initialise.
+    """
+    options: dict[str, Any] = {"dtype": lm.dtype, "attn_implementation": "eager"}  # which has the same buffers
+    with torch.device("meta"):
+        whole = dict(type(lm)._from_config(deepcopy(lm.config), **options).named_buffers())
+    changed = {name: buffer for name, buffer in lm.named_buffers() if buffer.dtype != whole[name].dtype}
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in changed):
+        module = lm.get_submodule(path)
+        names = [name.rpartition(".")[2] for name in changed if name.rpartition(".")[0] == path]
+        for name in names:
+            buffer = getattr(module, name)
+            setattr(module, name, torch.full_like(buffer, torch.nan, dtype=whole[f"{path}.{name}".lstrip(".")].dtype))
+        lm._init_weights(module)
+        for name in names:
+            if not getattr(module, name).isfinite().all():
+                raise ValueError(
+                    f"train.zero_stage 3: want buffers that {type(lm).__name__} can initialise; "
+                    f"got {path}.{name}, which DeepSpeed turned into {changed[f'{path}.{name}'.lstrip('.')].dtype}"
+                )
+
+
 def _apply_liger(lm: PreTrainedModel) -> None:
     """Liger's RMSNorm, rotary embedding and SwiGLU, never its losses."""
     if not torch.cuda.is_available():
         raise ValueError("model.liger needs CUDA: Liger's kernels do not run on the CPU")
     if find_spec("liger_kernel") is None:
-        raise ValueError("model.liger needs the package liger-kernel, which is not installed")
+        raise ValueError(
+            f"model.liger needs the package liger-kernel, which is not installed: {install_command('vllm')}"
+        )
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as LIGER
 
     kind = lm.config.model_type
@@ -226,14 +263,26 @@ def read_model_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
     return config
 
 
-def check_positions(config: Config, model_config: PretrainedConfig) -> None:
-    """ValueError if the model has fewer positions than the longest prompt and response have tokens."""
-    longest = max(config.max_sample_length, config.max_generation_length)
-    if longest > (places := getattr(model_config, "max_position_embeddings", longest)):
-        whose = " of an evaluation" if config.max_generation_length > config.max_sample_length else ""
+def positions(model_config: PretrainedConfig) -> int | None:
+    """The number of tokens that the model can take; None if its configuration sets no limit."""
+    found: int | None = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found
+
+
+def check_positions(config: Config, model_config: PretrainedConfig, *, trains: bool = True) -> None:
+    """ValueError if the model has fewer positions than the longest prompt and response have tokens.
+
+    trains: whether the run trains, or only evaluates.
+    """
+    longest = max(config.max_sample_length, config.max_generation_length) if trains else config.max_evaluation_length
+    places = positions(model_config)
+    if places is not None and longest > places:
+        evaluates = not trains or config.max_generation_length > config.max_sample_length
+        whose, section = (" of an evaluation", "evaluation.data") if evaluates else ("", "data")
         raise ValueError(
             f"the longest prompt and response{whose} have {longest} tokens together, the model has {places} positions: "
-            "shorten them, or raise model.overrides.max_position_embeddings (and the rope with it)"
+            f"lower {section}.max_prompt_length or rollout.max_response_length, or raise "
+            "model.overrides.max_position_embeddings (and the rope with it)"
         )
 
 

@@ -15,6 +15,8 @@ from rlplus import agree
 from rlplus.config import Config
 from rlplus.data import MicroBatch
 from rlplus.learner.adapters import merged_weights, without_adapters
+from rlplus.learner.dropout import dropout_of
+from rlplus.learner.gradients import with_head_gradient
 from rlplus.learner.learner import Learner, PackedModel, this_device
 from rlplus.learner.model import load_model, write_model
 from rlplus.learner.sequence import probe_batch
@@ -89,7 +91,7 @@ class Policy(Learner):
         constants = self._constants(batch, objective)
         weights = {"token_weight": constants.token_weight, "entropy_weight": constants.entropy_weight}
         scaled = {name: None if weight is None else weight * ranks for name, weight in weights.items()}
-        return partial(
+        op = partial(
             linear_policy_loss,
             target=batch.target,
             **(constants._asdict() | scaled),
@@ -97,6 +99,9 @@ class Policy(Learner):
             memory=self.config.train.memory,
             **self._head_options(),
         )
+        if not self.gradients_in_fp32 or self.backend == "reference":  # which takes no weight_grad
+            return op
+        return with_head_gradient(self.engine, op)
 
     def _constants(self, batch: MicroBatch, objective: Objective) -> TokenConstants:
         """The constants that the loss of the batch's tokens depends on besides the policy."""
@@ -149,7 +154,8 @@ class Policy(Learner):
             if dist.get_rank() == 0:
                 state[name] = weight.cpu().clone()
         if dist.get_rank() == 0:
-            write_model(self.engine.module.lm, folder, state)
+            with dropout_of(self.engine.module.lm, self.model_config):
+                write_model(self.engine.module.lm, folder, state)
         agree.barrier()
 
 

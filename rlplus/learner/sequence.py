@@ -111,7 +111,7 @@ def probe_batch(vocabulary: int, parallel: int, ends: int = 0) -> MicroBatch:
     first, second = ([i % vocabulary for i in range(2, n + 2)] for n in lengths)
     first[0] = first[-1] = ends % vocabulary
     samples = [Sample(ids[:1], ids[1:], 0, False, False, None) for ids in (first, second)]
-    weight = [torch.ones(len(s.response)) for s in samples]
+    weight = [torch.ones(len(s.response), dtype=torch.float32) for s in samples]
     (batch,) = pack(
         samples, weight, row_length=sum(lengths), tokens_per_micro_batch=sum(lengths), pad_id=0, multiple=parallel
     )

@@ -53,7 +53,7 @@ def batch_advantages(
     groups, group = group_ids.unique(return_inverse=True)
     size = torch.bincount(group[on], minlength=len(groups))
     if estimator == "leave-one-out":
-        others = (size / (size - 1).clamp(min=1)).double()[group]
+        others = (size.double() / (size - 1).clamp(min=1))[group]
         return torch.where(on, centred * others, centred)
     alone = (size < 2)[group]  # nothing to compare with: R, as of `group_advantages`
     if estimator == "mean":

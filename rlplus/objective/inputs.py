@@ -31,6 +31,7 @@ def check_tensor(
     raise ValueError(f"want {name} a tensor, {kind}{where}; got {describe(value)}")
 
 
+ROUNDING = 0.1  # nats by which a logprob of half-precision logits may exceed 0
 WEIGHTS = ("advantage", "token_weight", "entropy_weight")  # may also be integers or bools
 
 
@@ -48,6 +49,17 @@ def _number(name: str, value: object, dtype: torch.dtype) -> object:
     return value != 0 if name == "external" else value.to(dtype) if name in WEIGHTS else value
 
 
+def objective_of(given: object) -> Objective:
+    """The objective; or that of the preset of this name, or the default for None. ValueError for anything else."""
+    if given is None:
+        return Objective()
+    if isinstance(given, str):
+        return Objective.preset(given)
+    if not isinstance(given, Objective):
+        raise ValueError(f"want objective an rlplus.Objective or the name of a preset; got {type(given).__name__}")
+    return given
+
+
 def check_constants(
     inputs: TokenConstants, shape: torch.Size, device: torch.device, dtype: torch.dtype, objective: Objective
 ) -> TokenConstants:
@@ -55,8 +67,6 @@ def check_constants(
 
     advantage may be one per sequence, see `expand_advantage`.
     """
-    if not isinstance(objective, Objective):
-        raise ValueError(f"want objective an rlplus.Objective; got {type(objective).__name__}")
     for coefficient, needed in (("kl_coef", "ref_logprob"), ("mismatch_cap", "engine_logprob")):
         if getattr(objective, coefficient) and getattr(inputs, needed) is None:
             raise ValueError(f"objective.{coefficient}={getattr(objective, coefficient):g} needs {needed}; got None")
@@ -87,8 +97,21 @@ def check_values(ok: Tensor, message: str) -> None:
         torch._assert_async(ok.all(), message)
 
 
-def check_weights(constants: TokenConstants) -> None:
-    """Weights must be finite: an infinite or NaN weight would decide silently which tokens count."""
+def check_constant_values(constants: TokenConstants) -> None:
+    """Weights must be finite: an infinite or NaN weight would decide silently which tokens count.
+
+    Where the weight is not 0, advantages must be finite too, and given logprobs must not all be 0 or more: such have
+    come as probabilities, or negated. Single ones may be above 0, where they stand for the ratio of a whole sequence;
+    engine logprobs, then moved by a sum over the sequence, are not checked. NaN logprobs pass, and make the loss NaN.
+    """
+    off = constants.token_weight == 0
     check_values(constants.token_weight.isfinite(), "want token_weight finite everywhere; got NaN or Inf")
     if constants.entropy_weight is not None:
         check_values(constants.entropy_weight.isfinite(), "want entropy_weight finite everywhere; got NaN or Inf")
+    finite = off | constants.advantage.isfinite()
+    check_values(finite, "want advantage finite where token_weight is not 0; got NaN or Inf")
+    for name in ("old_logprob", "behavior_logprob", "ref_logprob"):
+        value = getattr(constants, name)
+        if value is not None:
+            possible = (~off & (value < 0)).any() | ~(~off & (value > ROUNDING)).any()
+            check_values(possible, f"want {name} in nats, at most 0; got none below 0, and some above {ROUNDING}")

@@ -5,7 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.objective.inputs import check_constants, check_differentiated_once, check_tensor, check_weights
+from rlplus.objective.inputs import (
+    check_constant_values,
+    check_constants,
+    check_differentiated_once,
+    check_tensor,
+    objective_of,
+)
 from rlplus.objective.presets import Objective
 from rlplus.objective.tokens import TokenConstants, token_loss
 
@@ -37,9 +43,9 @@ def policy_loss(
     behavior_logprob: Tensor | None = None,
     ref_logprob: Tensor | None = None,
     engine_logprob: Tensor | None = None,
-    objective: Objective | None = None,
+    objective: Objective | str | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of RL-PLUS eq. 7 (or another `objective`; None means `Objective()`), from logprobs in nats.
+    """The loss of RL-PLUS eq. 7 (or another `objective`, or the name of its preset), from logprobs in nats.
 
     logprob (...) floating, differentiable; entropy (...) likewise, needed when objective.entropy_coef != 0.
     Every other array has logprob's shape and device, and is what `rlplus.linear_policy_loss` takes. old_logprob None
@@ -48,9 +54,10 @@ def policy_loss(
 
     Returns (loss, stats): loss 0-d, fp32 (fp64 for fp64 logprobs), differentiable once; stats 0-d sums and counts,
     detached, which add up over micro-batches and ranks.
-    Raises ValueError for wrong shapes, dtypes, devices, missing inputs and non-finite weights.
+    Raises ValueError for wrong shapes, dtypes, devices, missing inputs, non-finite weights, and in rows of
+    non-zero weight for non-finite advantages, and for given logprobs none of which is below 0.
     """
-    objective = Objective() if objective is None else objective
+    objective = objective_of(objective)
     check_tensor("logprob", logprob)
     if external is None:
         external = torch.zeros_like(logprob, dtype=torch.bool)
@@ -63,7 +70,7 @@ def policy_loss(
         raise ValueError(f"objective.entropy_coef={objective.entropy_coef:g} needs entropy; got None")
     if entropy is not None:
         check_tensor("entropy", entropy, (logprob.shape, logprob.device))
-    check_weights(constants)
+    check_constant_values(constants)
     flat = logprob.reshape(-1).to(dtype)
     flat_entropy = torch.zeros_like(flat) if entropy is None else entropy.reshape(-1).to(dtype)
     loss, dlogprob, dentropy, stats = token_loss(flat.detach(), flat_entropy.detach(), constants, objective)

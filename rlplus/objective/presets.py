@@ -146,7 +146,9 @@ class Algorithm:
     demonstrations   "none"; "group": a demonstration is a member of its group; "apart": it is excluded from the
                      group's statistics and has separate denominators, but still replaces a rollout unless the recipe
                      says otherwise (`in_place`); "only": no rollouts at all
-    external_reduction   the normaliser of demonstrations "apart"; None = `reduction`
+    external_reduction   the normaliser of demonstrations, whose denominators are then separate from those of sampled
+                     tokens: each kind has its own mean, as in RL-PLUS eq. 7. None = `reduction`, over both kinds
+                     together unless demonstrations are "apart"
     ratio_level      "token", or "sequence" (GSPO, arXiv 2507.18071): the geometric mean of the sequence's ratios
     mismatch_level   the mismatch weight of a "token", the product over its "sequence", or their "geometric" mean
     top_entropy      the share of sampled tokens that has a surrogate: those with the highest entropy
@@ -217,6 +219,11 @@ class Algorithm:
         """Whether demonstrations are excluded from the groups' statistics and have separate denominators."""
         return self.demonstrations == "apart"
 
+    @property
+    def separate_denominators(self) -> bool:
+        """Whether sampled and demonstrated tokens are normalised each by their own number."""
+        return self.demonstrations_apart or self.external_reduction is not None
+
 
 def _rollouts_only(internal: str, reduction: Reduction, normalize_std: bool = True, **fields: Any) -> Algorithm:
     return Algorithm(Objective(internal, "none", gamma=0.0, **fields), reduction, normalize_std, "none")
@@ -249,7 +256,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     **{f"rlplus{name}": Algorithm(Objective(**changes)) for name, changes in _RLPLUS.items()},
     **{f"rlplus-official{name}": _official(**changes) for name, changes in _RLPLUS.items()},
     "luffy": _official(external="shaped", gamma=0.0),
-    "exgrpo": replace(_official(external="shaped", gamma=0.0), recipe=Replay()),
+    "exgrpo": replace(_official(external="shaped", gamma=0.0), recipe=Replay(), skip_grad_norm=500.0),
     "grpo": _rollouts_only("clip", "sequence"),
     "grpo-official": _rollouts_only("clip", "official", normalize_std=False, entropy_coef=1e-3),
     "grpo-sft": _official_sft(),
@@ -259,7 +266,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     "uft": Algorithm(
         Objective("clip", "nll", external_coef=1e-3, gamma=0.0, kl_coef=1e-3), demonstrations="apart", recipe=Prefix()
     ),
-    "chord": Algorithm(Objective("clip", "dft", external_coef=0.1, gamma=1.0), demonstrations="apart"),
+    # Its loss is (1 - mu) times that of rollouts plus mu times that of demonstrations, with mu = .1.
+    "chord": Algorithm(Objective("clip", "dft", external_coef=1 / 9, gamma=1.0), demonstrations="apart"),
     "dr-grpo": _rollouts_only("clip", "constant", normalize_std=False),
     # The dual clip is that of the authors' code; the paper's formula has none.
     "dapo": replace(
@@ -268,11 +276,12 @@ ALGORITHMS: dict[str, Algorithm] = {
         shaping=Shaping(wrong=-1.0, overlong=0.2),  # 4,096 of 20,480 tokens
     ),
     "simplerl": _rollouts_only("clip", "token", kl_coef=1e-4, entropy_coef=1e-3),  # above 14B: kl_coef 1e-3
-    "ppo": replace(_rollouts_only("clip", "sequence"), recipe=Critic()),  # Open-Reasoner-Zero, arXiv 2503.24290
+    # Open-Reasoner-Zero, arXiv 2503.24290: its mean is over a packed row of 16,384 tokens.
+    "ppo": replace(_rollouts_only("clip", "token"), recipe=Critic()),
     "prime": replace(
-        _rollouts_only("clip", "token"),
+        _rollouts_only("clip", "sequence"),  # a mean over a micro-batch, which in its run is one sequence
         recipe=ProcessReward(),
-        refill=Refill(0.2, 0.8, max_draws=4, fill=True),  # its code draws four times the prompts of a step at once
+        refill=Refill(0.2, 0.8, max_draws=4, fill=True),  # the bounds are PRIME's, the rest is verl's recipe of it
     ),
     "gspo": replace(_rollouts_only("clip", "sequence", clip_low=3e-4, clip_high=4e-4), ratio_level="sequence"),
     "cispo": _rollouts_only("cispo", "token", clip_high=4.0),  # at most 5: ScaleRL, arXiv 2510.13786

@@ -229,8 +229,9 @@ class Refill:
     low, high   a group is kept if its rollouts' rewards are not all equal and their mean is in [low, high]. DAPO's
                 dynamic sampling (arXiv 2503.14476, eq. 11) has 0 and 1, PRIME's filter (arXiv 2502.01456) .2 and .8
     max_draws   at most so many draws
-    fill        if these are not enough, the first of the dropped groups fill the step, as in PRIME's code; else the run
-                stops, as in DAPO's
+    fill        if these are not enough, the first of the dropped groups fill the step, as in verl's recipe of PRIME;
+                else the run stops, as in DAPO's code. (PRIME's own code draws without limit, and keeps what is left
+                over for the next step)
     Raises ValueError for values that do not fit.
     """
 

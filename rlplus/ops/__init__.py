@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rlplus.errors import nearest
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
-from rlplus.objective.inputs import check_constants, check_tensor, describe
+from rlplus.objective.inputs import check_constants, check_tensor, describe, objective_of
 from rlplus.ops import library, reference
 from rlplus.ops.backends import BACKENDS, backend_for
 from rlplus.ops.causal_lm import head_of
@@ -49,18 +49,20 @@ def linear_policy_loss(
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     temperature: float | Tensor = 1.0,
-    objective: Objective | None = None,
+    objective: Objective | str | None = None,
     grad_filter: float = 0.0,
     max_scratch_mb: float | None = None,
     memory: str | None = None,
     weight_grad: Tensor | None = None,
     backend: str = "auto",
 ) -> PolicyLoss:
-    """The RL-PLUS loss (eq. 7, or another `objective`; None means `Objective()`) straight from the head's inputs.
+    """The RL-PLUS loss (eq. 7, or another `objective`, or the name of its preset) straight from the head's inputs.
 
     hidden (..., H), weight (V, H), bias (V,) or None, of floating dtypes; target (...) int64 or int32. The product has
-    hidden's dtype; a weight of another dtype is rounded to it (a copy during the call). Every gradient is rounded once,
-    to the dtype of its input.
+    hidden's dtype; weight and bias of another dtype are rounded to it (copies during the call). Gradients are sums in
+    fp32 (fp64), rounded to the dtype of their input when they are complete, and in half precision once more where the
+    loss is scaled before the backward pass. The gradient of the logits, which they are products of, is rounded too: to
+    hidden's half precision by triton, by torch on CUDA and by cpp for bf16, if the processor multiplies it.
     logits = softcap * tanh(x / softcap) / temperature, x = scale * (hidden weight^T + bias); without a softcap, x /
     temperature. `rlplus.head_of` reads logit_scale and logit_softcap from a model. temperature: a number, or a floating
     tensor, 0-d or one per token (...), used in fp32 (fp64) and without a gradient. Logits are accumulated and kept in
@@ -102,10 +104,10 @@ def linear_policy_loss(
     digits: 0.1 % and 3 % of a logprob are lost at 1 - p = 1e-4, 11 % at 2e-6, all at 1e-7. fp64 inputs lose nothing.
 
     Differentiable once. Raises ValueError for wrong shapes, dtypes, devices, options and (on the CPU; elsewhere
-    asserted on the device) for targets outside [0, V), non-finite weights and per-token temperatures that are not
-    finite and > 0.
+    asserted on the device) for targets outside [0, V), non-finite weights, per-token temperatures that are not finite
+    and > 0, and in rows of non-zero weight for non-finite advantages, and for given logprobs none of which is below 0.
     """
-    objective = Objective() if objective is None else objective
+    objective = objective_of(objective)
     head = _head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature))
     if external is None:
         external = torch.zeros_like(target, dtype=torch.bool)
@@ -168,7 +170,7 @@ class RLPlusLoss(nn.Module):
 
     def __init__(self, objective: str | Objective = "rlplus", **options: Any) -> None:
         super().__init__()
-        self.objective = Objective.preset(objective) if isinstance(objective, str) else objective
+        self.objective = objective_of(objective)
         known = ("logit_scale", "logit_softcap", "temperature", "grad_filter", "max_scratch_mb", "memory", "backend")
         for name in options:
             if name not in known:
@@ -247,6 +249,7 @@ def _head(
 
     A temperature per token is the head's row_temperature, and the other one is 1.
     """
+    _check_plain(hidden=hidden, weight=weight, target=target, bias=bias)
     tensors = all(isinstance(t, Tensor) for t in (hidden, weight, target))
     if not tensors or hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or not weight.numel():
         raise ValueError(
@@ -277,6 +280,15 @@ def _head(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1),
         float(temperature / scale), None if softcap is None else float(softcap / temperature), rows,
     )  # fmt: skip
+
+
+def _check_plain(**inputs: Any) -> None:
+    for name, value in inputs.items():
+        if hasattr(value, "full_tensor"):
+            raise ValueError(
+                f"want {name} a plain tensor; got a DTensor, {describe(value)}, {value.placements}: pass "
+                f"{name}.full_tensor(), or call in the forward pass of a module whose parameters FSDP has gathered"
+            )
 
 
 def _row_temperature(temperature: Tensor, hidden: Tensor) -> Tensor:

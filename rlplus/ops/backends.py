@@ -6,6 +6,7 @@ self-check passed (`verdicts`), and where the first call of each size agrees wit
 
 import logging
 import os
+from functools import cache
 from importlib.util import find_spec
 from threading import Lock
 from typing import NamedTuple
@@ -114,8 +115,13 @@ def _automatic_on_cuda(device: torch.device, dtype: torch.dtype) -> Choice:
         if kind in _on_cuda:
             return _on_cuda[kind]
         if reason := _unsuitable(device, dtype):
+            if dtype != torch.float64:
+                _warn_once(
+                    f"{reason}; 'auto' is 'torch' in this process, with RLPLUS_BACKEND=torch without this warning"
+                )
             _on_cuda[kind] = Choice("torch", reason)
         elif torch.cuda.is_current_stream_capturing():
+            _warn_once(_captured(f"on {_named(kind)}"))
             return Choice("torch", "backend 'triton' has no verdict, and while a CUDA graph is captured it gets none")
         elif (verdict := verdicts.verdict_on(device, dtype)).status == "passed":
             _on_cuda[kind] = Choice("triton", f"its self-check passed on {_named(kind)}")
@@ -129,13 +135,13 @@ def _unsuitable(device: torch.device, dtype: torch.dtype) -> str:
     if dtype == torch.float64:
         return "backend 'triton' takes no fp64"
     if verdicts.versions()["triton"] == verdicts.MISSING:
-        return "triton is not installed, or cannot be imported"
+        return "triton is not installed, or cannot be imported (`python -c 'import triton'` says why)"
     if torch.version.hip is not None:
         return "backend 'triton' is not tested on ROCm"
     if (capability := torch.cuda.get_device_capability(device)) < CAPABILITY:
         return f"backend 'triton' wants compute capability {_dotted(CAPABILITY)}; got {_dotted(capability)}"
     if _interpreted():
-        return "TRITON_INTERPRET is set"
+        return "TRITON_INTERPRET is set, which is for tests without a GPU"
     return ""
 
 
@@ -147,6 +153,7 @@ def _agrees(head: Head, scratch_bytes: float) -> bool:
     if size in _agreeing or not N or type(head.hidden) is not Tensor:  # a tracer's stand-in has no numbers
         return True
     if torch.cuda.is_current_stream_capturing():
+        _warn_once(_captured(f"with a weight {tuple(head.weight.shape)} on {_named(kind)}"))
         return False
     head = head.rounded()
     rows = torch.linspace(0, N - 1, COMPARED_ROWS, device=head.hidden.device).round().long()
@@ -164,6 +171,18 @@ def _agrees(head: Head, scratch_bytes: float) -> bool:
             f"a logprob is off by {error:.1e}",
         )
     return bool(agrees)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning("%s", text)
+
+
+def _captured(call: str) -> str:
+    return (
+        f"a CUDA graph is captured before the first call {call}, which checks backend 'triton': the graph has 'torch' "
+        "instead; call the operation once with these sizes before the capture"
+    )
 
 
 def _refuse(kind: _Kind, reason: str) -> None:

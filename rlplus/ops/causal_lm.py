@@ -7,8 +7,8 @@ runs with stand-ins for body and head, whose outputs are known in fp64: this tak
 which may be on the meta device or sharded.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from copy import copy
 from itertools import product
 from math import inf
 from typing import Any, NamedTuple, TypedDict
@@ -44,12 +44,13 @@ class HeadArguments(TypedDict):
 def head_of(model: nn.Module) -> HeadArguments:
     """The head of a transformers causal LM as keyword arguments of `linear_policy_loss` and `linear_logprob`.
 
-    The hidden states that go with it are `model.base_model(...).last_hidden_state`. For a peft model, its base model.
-    ValueError for a head that is not a plain `nn.Linear` (LoRA, quantized), for one sharded by ZeRO-3, and for a class
-    that does anything else to hidden states or logits than `LogitTransform`.
+    The hidden states that go with it are `model.base_model(...).last_hidden_state`; of Llama 4's text model, they are
+    `model.model(...).last_hidden_state`. For a peft model, its base model; a head among peft's modules_to_save is the
+    active adapter's copy. ValueError for a head that is not a plain `nn.Linear` (LoRA, quantized), for one sharded by
+    ZeRO-3, and for a class that does anything else to hidden states or logits than `LogitTransform`.
     """
     model = without_peft(model)
-    transform, head = logit_transform(model), _linear(model)
+    transform, head = logit_transform(model), plain_head(model)
     shape = (head.out_features, head.in_features)
     if head.weight.shape != shape:
         raise ValueError(
@@ -64,7 +65,7 @@ def head_of(model: nn.Module) -> HeadArguments:
 def logit_transform(model: nn.Module) -> LogitTransform:
     """The step from W hidden + b to the model's logits, found without reading W and b. ValueError as `head_of`."""
     before, after = head_transforms(model)
-    if before != 1 and _linear(without_peft(model)).bias is not None:
+    if before != 1 and plain_head(without_peft(model)).bias is not None:
         raise ValueError(f"want no bias in a head whose hidden states are scaled; {_kind(without_peft(model))} has one")
     return after._replace(scale=before * after.scale)
 
@@ -75,7 +76,7 @@ def head_transforms(model: nn.Module) -> tuple[float, LogitTransform]:
     ValueError as `head_of`.
     """
     model = without_peft(model)
-    head = _linear(model)
+    head = plain_head(model)
     hidden = _ramps(head.in_features)
     z = LARGEST * _ramps(head.out_features) ** 3  # many small ones, on which a small softcap shows the scale
     at_head, logits = _run(model, head, hidden, z)
@@ -103,15 +104,31 @@ def without_peft(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def body_of(model: Any) -> Any:
+    """The module that makes the hidden states: `base_model`, which of Llama 4's text model is the model itself."""
+    if model.base_model is not model:
+        return model.base_model
+    bodies = [child for child in model.children() if hasattr(child, "get_input_embeddings")]
+    return bodies[0] if len(bodies) == 1 else model
+
+
 def _kind(model: nn.Module) -> str:
     return type(model).__name__
 
 
-def _linear(model: Any) -> nn.Linear:
+def plain_head(model: Any) -> nn.Linear:
+    """The module that computes the logits of a model without peft's wrapper. ValueError unless it is a plain Linear.
+
+    Where peft keeps a copy of the head for each adapter (modules_to_save), the active one's, or the original.
+    """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None:
         raise ValueError(f"want a transformers model with get_output_embeddings(); {_kind(model)} has no head")
-    if type(head) is not nn.Linear:
+    copies = getattr(head, "modules_to_save", None)
+    if isinstance(copies, nn.ModuleDict):
+        active = [] if head.disable_adapters else head.active_adapters
+        head = copies[active[0]] if active and active[0] in copies else head.original_module
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise ValueError(
             f"want the head of {_kind(model)} a plain torch.nn.Linear; got {type(head).__module__}.{_kind(head)}: "
             "merge its adapter, or leave the head out of LoRA and quantization"
@@ -153,7 +170,8 @@ class _BodyOutput:
 def _run(model: Any, head: nn.Linear, hidden: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """The input of the head if the body returns `hidden` (1, n, H), and the logits if the head returns z."""
     names = {child: name for name, child in model._modules.items()}
-    if model.base_model not in names or head not in names:
+    wrapped, whole = model.get_output_embeddings(), body_of(model)
+    if whole not in names or wrapped not in names:
         raise ValueError(f"want a model whose body and head are its own children; {_kind(model)} has them elsewhere")
     at_head: list[Tensor] = []
 
@@ -161,11 +179,11 @@ def _run(model: Any, head: nn.Linear, hidden: Tensor, z: Tensor) -> tuple[Tensor
         at_head.append(x)
         return z.clone()
 
-    body = _with_forward(model.base_model, lambda *_, **__: _BodyOutput(hidden))
+    body = _with_forward(whole, lambda *_, **__: _BodyOutput(hidden))
     if "decoder" in body._modules:  # OPT and Bart call it past their body
-        body._modules = body._modules | {"decoder": _with_forward(model.base_model.decoder, body.forward)}
-    stand_in = copy(model)
-    stand_in._modules = model._modules | {names[model.base_model]: body, names[head]: _with_forward(head, head_forward)}
+        body._modules = body._modules | {"decoder": _with_forward(whole.decoder, body.forward)}
+    stand_in = _copy(model)
+    stand_in._modules = model._modules | {names[whole]: body, names[wrapped]: _with_forward(head, head_forward)}
     ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device="cpu")
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -179,8 +197,16 @@ def _run(model: Any, head: nn.Linear, hidden: Tensor, z: Tensor) -> tuple[Tensor
     return at_head[0], logits
 
 
-def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    other = copy(module)
+def _copy(module: Any) -> Any:
+    """A shallow copy without hooks, which shard and gather. `copy.copy` makes a new model of a `fully_shard`-ed one."""
+    other = object.__new__(type(module))
+    hooks = [name for name in vars(module) if name.endswith("_hooks")]
+    vars(other).update(vars(module) | {name: OrderedDict() for name in hooks})
+    return other
+
+
+def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Any:
+    other = _copy(module)
     other.forward = forward
     return other
 

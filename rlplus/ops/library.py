@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlplus.objective import MISMATCH_STATS, STATS, Objective, TokenConstants
-from rlplus.objective.inputs import check_differentiated_once, check_values, check_weights
+from rlplus.objective.inputs import check_constant_values, check_differentiated_once, check_values
 from rlplus.ops import least
 from rlplus.ops.cost import faster_memory
 from rlplus.ops.faults import advising
@@ -74,7 +74,7 @@ def _unpack(arguments: Sequence[Any], *kinds: Any) -> list[Any]:
 
 def check_policy_rows(head: Head, constants: TokenConstants, objective: Objective) -> None:
     """Check targets and temperatures of rows with a weight, and all weights."""
-    check_weights(constants)
+    check_constant_values(constants)
     on = constants.token_weight != 0
     _check_targets(head, on)
     if objective.entropy_coef and constants.entropy_weight is not None:
@@ -155,7 +155,7 @@ def _in_one_dtype(
 ) -> tuple[Tensor, ...]:
     """compute(head, needs, weight_grad) -> (..., gradients), of the rounded head; dbias in the accumulation dtype.
 
-    -> (..., dhidden, dweight, dbias), each in the dtype of its input, to which it is rounded once.
+    -> (..., dhidden, dweight, dbias), each in the dtype of its input, to which its fp32 (fp64) sum is rounded.
     """
     total = weight_grad
     if needs[1] and head.weight.dtype != head.hidden.dtype:

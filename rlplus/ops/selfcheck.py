@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlplus.errors import one_line
 from rlplus.objective import Objective
 from rlplus.ops import linear_policy_loss
 from rlplus.ops.verdicts import Verdict
@@ -80,9 +81,9 @@ def sample(case: Case, H: int, dtype: torch.dtype) -> dict[str, Any]:
     idle = torch.arange(N) % 8 == 5
     row = {
         "advantage": normal(N),
-        "old_logprob": logprob + 0.2 * normal(N),  # some ratios are clipped
-        "behavior_logprob": logprob + 0.5 * normal(N),
-        "ref_logprob": logprob + 0.5 * normal(N),
+        "old_logprob": (logprob + 0.2 * normal(N)).clamp(max=0),  # some ratios are clipped
+        "behavior_logprob": (logprob + 0.5 * normal(N)).clamp(max=0),
+        "ref_logprob": (logprob + 0.5 * normal(N)).clamp(max=0),
     }
     return {
         "hidden": hidden.masked_fill(idle[:, None], torch.nan),
@@ -145,9 +146,8 @@ def judge(place: str, dtype: str) -> Verdict:
 
 
 def _failed(status: str, error: Exception) -> Verdict:
-    text = f"{type(error).__name__}: {(str(error).strip() or 'without a message').splitlines()[0]}"
     no_room = any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
-    return Verdict("out of memory" if no_room else status, text)
+    return Verdict("out of memory" if no_room else status, one_line(error))
 
 
 def find(uuid: str) -> torch.device:

@@ -6,7 +6,6 @@ the versions of everything that its kernels depend on.
 
 import json
 import logging
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rlplus.durable import write_text
 from rlplus.kernels import tiling as table
 from rlplus.kernels.tiling import DEFAULT, Block, Buffers, Tile, Tiling
 from rlplus.ops.head import Head
 from rlplus.ops.verdicts import cache_folder, versions
-from rlplus.textfiles import read_text, write_text
+from rlplus.textfiles import read_text
 
 MAKER = "`rlplus-bench tune`"
 Record = dict[str, Any]  # the content of a file
@@ -71,8 +71,8 @@ def use_tuning(path: str | Path) -> None:
     """Use a file of `rlplus-bench tune` from now on in this process, for heads of the size that it is for.
 
     The last bits of their results change. A file made with other versions of torch, triton, the driver or the kernels
-    is ignored with a warning. Raises ValueError if the file is damaged or for another GPU than the current one, OSError
-    if it cannot be read.
+    is ignored with a warning. Raises ValueError if there is no such file, or it is damaged or for another GPU than the
+    current one; OSError if it cannot be read.
     """
     path = Path(path)
     record = read(path)
@@ -158,14 +158,13 @@ def cached_file(kind: Kind) -> Path | None:
 
 
 def read(path: Path) -> Record:
+    if not path.is_file():
+        raise ValueError(f"want a tuning by {MAKER}; got {path}: no such file (current directory: {Path.cwd()})")
     with _damage_in(str(path)):
         record: Record = json.loads(read_text(path))
     return record
 
 
 def write(path: Path, record: Record) -> None:
-    """Write the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(f".{os.getpid()}")
-    write_text(new, json.dumps(record, indent=1) + "\n")
-    new.replace(path)
+    write_text(path, json.dumps(record, indent=1) + "\n")

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -29,6 +30,7 @@ LIMIT_S = 600.0  # of a check, which compiles about ten kernels: more than a bus
 COMMAND = (sys.executable, "-P", "-m", "rlplus.ops.selfcheck")
 KEPT = ("passed", "refused")
 FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)  # signals that no faulty kernel causes
+NAMING = re.compile("error|assert|fatal|terminate", re.IGNORECASE)  # what a library writes before it ends the process
 MISSING = "none that can be imported"
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -196,6 +198,8 @@ def _text_file() -> IO[str]:
 def _heard(status: int, said: str, complained: str) -> Verdict:
     if status < 0:
         reason = f"it died of signal {-status} ({signal.strsignal(-status)})"
+        if named := [line for line in complained.splitlines() if NAMING.search(line)]:
+            reason += f": {named[0].strip()[:1000]}"  # a stack may follow
         return Verdict("unchecked" if -status in FROM_OUTSIDE else "refused", reason)
     *_, last = complained.strip().splitlines() or ["nothing on stderr"]
     if status:

@@ -59,9 +59,10 @@ class Memory:
 class Model:
     """A run's model without its weights, and the sizes that the formulas need.
 
-    parameters: exact, tied ones once. trainable: of these, or of the adapters. cache_bytes: keys and values of a token
-    in all layers. heads, key_heads: of queries, of keys and values. attention_width: query heads times their size.
-    head: that of a learner of the recipe; None = of the policy. learners: the policy, and those of its recipe.
+    parameters: exact, tied ones once. trainable: of these, or of the adapters; largest: of the largest of them.
+    cache_bytes: keys and values of a token in all layers. heads, key_heads: of queries, of keys and values.
+    attention_width: query heads times their size. head: that of a learner of the recipe; None = of the policy.
+    learners: the policy, and those of its recipe.
     """
 
     def __init__(self, config: Config, model_config: PretrainedConfig, head: Head | None = None) -> None:
@@ -77,7 +78,8 @@ class Model:
         self.layers = text.num_hidden_layers
         self.cache_bytes = 2 * self.layers * self.key_heads * width * self.itemsize
         self.attention_width = self.heads * width
-        self.trainable = sum(p.numel() for p in self.lm.parameters() if p.requires_grad)
+        sizes = [p.numel() for p in self.lm.parameters() if p.requires_grad]
+        self.trainable, self.largest = sum(sizes), max(sizes)
         heads = [] if head else config.algorithm.resolve().recipe.learners.values()
         self.learners: tuple[Model, ...] = (self, *(Model(config, model_config, head) for head in heads))
         if config.model.lora is not None:
@@ -169,7 +171,8 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
 
     def training(learner: Model, states: States) -> dict[str, dict[str, int]]:
         activations = learner.activations(config)
-        passes = always | {"gradients": staying or states.gradients} | at_rest | {"gathered weights": states.gathered}
+        gradients = (staying or states.gradients) + states.reducing
+        passes = always | {"gradients": gradients} | at_rest | {"gathered weights": states.gathered}
         return {
             "head": passes | {"activations": activations.head, "head": head_memory(config, learner, cluster)},
             "backward": passes | {"activations": activations.backward},
@@ -222,6 +225,7 @@ class States:
     optimizer: int
     gradients: int
     gradients_stay: bool
+    reducing: int
     gathered: int
     update: int
     host: int
@@ -233,35 +237,48 @@ def model_states(config: Config, model: Model, cluster: Cluster) -> States:
     ZeRO (Rajbhandari et al., 2020, section 5) as DeepSpeed 0.19 does it:
     weights           b P; stage 3: b P / R; offloaded: 0
     optimizer         12 T / R: fp32 weights, a second copy also where the model is fp32, and two moments; offloaded: 0
-    gradients         stage 1: b T, stages 2 and 3: b T / R; and a bucket of b min(T, reduce_bucket_size), twice that
-                      with overlap_comm in stages 1 and 2. Stage 3 keeps both between steps. Offloaded: in stages 1
-                      and 2 the bucket only
+    gradients         of g bytes, 4 unless train.deepspeed says otherwise. Stage 1: g T, stages 2 and 3: g T / R; and a
+                      bucket of g B, B = min(T, reduce_bucket_size), twice that with overlap_comm in stages 1 and 2.
+                      Stage 3 keeps both between steps. Offloaded: in stage 3, and in stage 2 if g = b, the bucket only
+    reducing          if g > b, while the model runs: stage 1 g T / R, the reduced gradient; stages 2 and 3 g max(B, the
+                      largest parameter), a copy in the collective; stage 3 only if T > B, else it is done after
     gathered          stage 3: b min(P, stage3_max_live_parameters) while the model runs
     update            the gradient in fp32, in stages 1 and 2 in place of the one above, and one temporary of AdamW's
                       (on the CPU two): 8 T / R; in stage 3 of at most sub_group_size parameters at a time; offloaded: 0
-    host              offloaded: 16 T / R (states and fp32 gradients), b P / R, of each rank of a node
+    host              offloaded: 16 T / R (states and fp32 gradients), in stage 3 and in stage 2 if g = b g T / R more,
+                      b P / R, of each rank of a node
     """
     P, T, b, R = model.parameters, model.trainable, model.itemsize, cluster.gpus
-    zero = deepspeed_config(config, T)["zero_optimization"]
+    settings = deepspeed_config(config, T)
+    zero, g = settings["zero_optimization"], _gradient_bytes(settings, b)
     stage = int(zero["stage"])
     off, weights_off = _offloaded(zero, "offload_optimizer"), stage == 3 and _offloaded(zero, "offload_param")
     share = -(-T // R)
     bucket = min(_size(zero, "reduce_bucket_size", 500_000_000), T)
     if stage < 3 and zero.get("overlap_comm", False):
         bucket *= 2
-    kept = 0 if off and stage < 3 else T if stage == 1 else share
+    in_host = off and (stage == 3 or (stage == 2 and g == b))
+    kept = T if stage == 1 else 0 if in_host else share
+    copied = max(bucket, model.largest) if stage == 2 or bucket < T else 0
     live = _size(zero, "stage3_max_live_parameters", LIVE_PARAMETERS)
     at_once = min(share, _size(zero, "sub_group_size", SUB_GROUP)) if stage == 3 else share
     weights = b * (-(-P // R) if stage == 3 else P)
     return States(
         weights=0 if weights_off else weights,
         optimizer=0 if off else 12 * share,
-        gradients=b * (kept + bucket),
+        gradients=g * (kept + bucket),
         gradients_stay=stage == 3,
+        reducing=0 if g == b else g * (share if stage == 1 else copied),
         gathered=b * min(P, live) if stage == 3 else 0,
         update=0 if off else 4 * (3 if cluster.cpu else 2) * at_once,
-        host=min(R, NODE) * ((16 * share if off else 0) + (weights if weights_off else 0)),
+        host=min(R, NODE) * ((16 * share if off else 0) + g * share * in_host + (weights if weights_off else 0)),
     )
+
+
+def _gradient_bytes(settings: dict[str, Any], weight_bytes: int) -> int:
+    """Of an accumulated gradient: 4, or as many as of a weight. settings: DeepSpeed's configuration."""
+    name = (settings.get("data_types") or {}).get("grad_accum_dtype")
+    return 4 if name in ("fp32", "float32", "float", "torch.float32") else weight_bytes
 
 
 def _size(zero: dict[str, Any], key: str, default: int) -> int:
@@ -282,16 +299,25 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
 
     b N H for the gradient of its input; (V, H) in b bytes for that of its weight and, in half precision, 4 V H for its
     accumulator; and the scratch of `head_scratch`. A frozen weight (LoRA) has no gradient. With memory="least" there is
-    no such accumulator, but one of 4 N H for the input's gradient unless it can borrow the weight's. A value head needs
-    4 N H for the gradient of its input and, in half precision, 4 N H for a copy of the input in fp32.
+    no such accumulator, but one of 4 N H for the input's gradient unless it can borrow the weight's. If gradients of
+    half-precision weights are in fp32, that of the weight is 4 V H without another accumulator, and in stage 1 it is
+    added to the gradients, which `model_states` counts. A value head needs 4 N H for the gradient of its input and, in
+    half precision, 4 N H for a copy of the input in fp32.
     """
     N, H, V, b = head_tokens(config), model.hidden, model.vocabulary, model.itemsize
     if model.head == "value":
         return 4 * N * H * (1 if b == 4 else 2)
+    settings = deepspeed_config(config, model.trainable)
+    fp32 = _gradient_bytes(settings, b) > b and config.train.backend != "reference"
     weight = 0 if config.model.lora else b * V * H
+    if fp32:
+        weight = 0 if config.train.zero_stage == 1 else 2 * weight
+    least = head_mode(config, model, cluster) == "least"
     if b == 4:
         accumulator = 0
-    elif head_mode(config, model, cluster) == "fast":
+    elif fp32:
+        accumulator = 4 * N * H if least else 0
+    elif not least:
         accumulator = 0 if config.model.lora else 4 * V * H
     else:
         accumulator = 0 if weight >= 4 * N * H else 4 * N * H

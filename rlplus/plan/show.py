@@ -22,12 +22,12 @@ LABELS = {
 LONGEST_TEXT = 3000  # characters of a text that is shown whole
 
 
-def show(plan: Plan, console: Console) -> None:
+def show(plan: Plan, console: Console, *, data_refused: bool = False) -> None:
     """Print the tables of memory and time, and if the run does not fit, the problems and remedies."""
-    console.print(*_lines(plan), sep="\n")
+    console.print(*_lines(plan, data_refused), sep="\n")
 
 
-def _lines(plan: Plan) -> Iterator[RenderableType]:
+def _lines(plan: Plan, data_refused: bool) -> Iterator[RenderableType]:
     rows, length = plan.micro_batch
     size = f"{plan.parameters / 1e9:.3g} billion" if plan.parameters >= 1e9 else f"{plan.parameters:,}"
     engines = plan.cluster.gpus - plan.ranks
@@ -56,7 +56,7 @@ def _lines(plan: Plan) -> Iterator[RenderableType]:
             yield "Generation goes on beside the training (train.overlap)."
         yield f"Assumed: {', '.join(ASSUMPTIONS)}."
     if plan.fits:
-        yield "It fits."
+        yield "It would fit, but a run would refuse its data: see above." if data_refused else "It fits."
         return
     yield from ("It does not fit:", *(f"  {problem}" for problem in plan.memory.problems))
     if not plan.remedies:

@@ -1,6 +1,7 @@
 """A rough time per step: the work of each phase over the hardware's peak times an assumed efficiency."""
 
 from rlplus.config import Config
+from rlplus.learner.learner import deepspeed_config
 from rlplus.learner.statistics import needs_statistics
 from rlplus.objective import Critic, Interleaved, Prefix
 from rlplus.plan.cluster import NODE, Cluster
@@ -106,8 +107,10 @@ def _sent_bytes(
 ) -> float:
     """Weights and gradients that each rank sends in a step. passes: forward only, over all micro-batches."""
     stage, micro_batches = config.train.zero_stage, max(updates, micro_batches)
-    trips = updates * {1: 2, 2: 1, 3: 0}[stage] + micro_batches * {1: 0, 2: 1, 3: 3 + passes}[stage]
-    return trips * _ring(learner.parameters * learner.itemsize, ranks)
+    settings = deepspeed_config(config, learner.trainable)
+    gradient = 4 if settings["communication_data_type"] == "fp32" else learner.itemsize
+    weights = learner.itemsize * (micro_batches * (2 + passes) if stage == 3 else updates)
+    return _ring(learner.parameters * (weights + gradient * (updates if stage == 1 else micro_batches)), ranks)
 
 
 def _optimizer_bytes(learner: Model, ranks: int, updates: float) -> float:

@@ -91,7 +91,7 @@ class CriticRecipe(Recipe):
 
 def _value_metrics(values: Sequence[Tensor], advantages: Sequence[Tensor]) -> Metrics:
     """Metrics: the mean value, and the share of the returns' variance that the values explain. Collective."""
-    value, error = (torch.cat([*parts, torch.empty(0)]).double() for parts in (values, advantages))
+    value, error = (torch.cat([*parts, torch.empty(0, dtype=torch.float32)]).double() for parts in (values, advantages))
     returns = value + error
     first = (float(x.sum()) for x in (error, returns))
     second = (float(x.square().sum()) for x in (error, returns))

@@ -61,7 +61,7 @@ def fit(
 
 def whitened(advantages: Sequence[Tensor]) -> list[Tensor]:
     """Shift and scale advantages to mean 0 and variance 1 over the tokens of all ranks. Collective."""
-    tokens = torch.cat([*advantages, torch.empty(0)])
+    tokens = torch.cat([*advantages, torch.empty(0, dtype=torch.float32)])
     count, total = agree.sums(len(tokens), float(tokens.sum()))
     mean = total / max(count, 1)
     (squares,) = agree.sums(float((tokens - mean).square().sum()))

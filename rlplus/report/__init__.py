@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from rlplus.durable import write_text
 from rlplus.evaluation import Evaluation
 from rlplus.report import charts, tables
 from rlplus.report.charts import ACCENT
@@ -19,7 +20,6 @@ from rlplus.report.runs import RunData, load_run
 from rlplus.report.samples import Moment, moments
 from rlplus.report.show import show_samples
 from rlplus.report.tables import seeds_line
-from rlplus.textfiles import write_text
 
 __all__ = ["RunData", "load_run", "render", "seeds_line", "show_samples", "write_report"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from rlplus.config import RUN, SAMPLES, check_run_folder
+from rlplus.config import RUN, SAMPLES, STARTS, check_run_folder, read_starts
 from rlplus.textfiles import read_text
 
 
@@ -15,8 +15,8 @@ from rlplus.textfiles import read_text
 class RunData:
     """The text of a run's config.yaml, one object of metrics per step, and warnings for the readers.
 
-    starts: those in run.json, the first one first; none of a run of 0.1.0. samples: the folder of kept ones, which may
-    be missing.
+    starts: those in run.json, the first one first; none of a run of 0.1.0, or where it is damaged. samples: the folder
+    of kept ones, which may be missing.
     """
 
     config: str
@@ -73,7 +73,13 @@ def load_run(folder: Path) -> RunData:
             "A test benchmark chose the best checkpoint (validation.allow_test_benchmarks): its results on it are "
             "no estimate for new problems."
         )
-    return RunData(config, tuple(metrics), tuple(warnings), _starts(folder / "run.json"), folder / SAMPLES)
+    starts: list[dict[str, Any]] = []
+    if (file := folder / STARTS).is_file():
+        try:
+            starts = read_starts(file)
+        except ValueError as error:  # where the numbers come from is lost, not the numbers
+            warnings.append(str(error))
+    return RunData(config, tuple(metrics), tuple(warnings), tuple(starts), folder / SAMPLES)
 
 
 def _chosen_on_tests(settings: Any) -> bool:
@@ -83,16 +89,6 @@ def _chosen_on_tests(settings: Any) -> bool:
         return bool(validation["every"] and validation["allow_test_benchmarks"])
     except (KeyError, TypeError):  # older, or not as a run wrote it
         return False
-
-
-def _starts(path: Path) -> tuple[dict[str, Any], ...]:
-    if not path.is_file():
-        return ()
-    try:
-        starts = json.loads(read_text(path))["starts"]
-        return tuple(dict(start) for start in starts)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: want the starts of a run; {error}") from error
 
 
 def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:

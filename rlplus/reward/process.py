@@ -22,6 +22,7 @@ Status = Literal["ok", "unparsed", "timeout", "crash", "bad_gold"]
 
 POLL_S = 0.05  # how often the workers are looked at while none answers
 WALL_CLOCK_FACTOR = 10  # the limit of the wall clock over that of the CPU time: for a busy machine, or one that sleeps
+_GRACE = 0.1  # share of the time limit, beyond it, in which a grader that ends its programs itself may still say so
 _UNWATCHED = 0.05  # share of the time limit before an item is looked at: reading /proc costs milliseconds
 _START_TIMEOUT_S = 300.0  # wall clock; importing a user's module from a busy network disk
 _END_TIMEOUT_S = 10.0  # wall clock
@@ -152,6 +153,7 @@ class Worker:
         self._since = time.monotonic()
         self._cpu_before: float | None = None
         self._next_look = 0.0
+        self._over = False  # the limit of CPU time, at the last look
 
     def fault(self, timeout_s: float) -> tuple[Status, str] | None:
         """Why it cannot continue: "crash" if it ended or wrote an invalid reply, "timeout" if it is late."""
@@ -170,9 +172,10 @@ class Worker:
             self._cpu_before, self._next_look = cpu_seconds(self.process.pid), now + timeout_s
         elif now >= self._next_look:
             left = timeout_s - (cpu_seconds(self.process.pid) - self._cpu_before)
-            if left <= 0:
+            if left <= 0 and self._over:
                 return "timeout", f"used {timeout_s:g} s of CPU time"
-            self._next_look = now + max(left, POLL_S)
+            self._over = left <= 0
+            self._next_look = now + max(left, POLL_S) if left > 0 else now + _GRACE * timeout_s
         return None
 
     def _ended(self) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
-_MAX_DETAIL = 500  # characters
+_MAX_DETAIL, _MAX_ERROR = 500, 4000  # characters, of a verdict and of what prevents all
 
 
 def _load_graders() -> Any:
@@ -74,7 +74,7 @@ def main() -> None:
         sys.path.insert(0, os.getcwd())
         grader = _load_graders().make_grader(settings)
     except Exception as error:
-        send("error", f"{type(error).__name__}: {error}"[:_MAX_DETAIL])
+        send("error", f"{type(error).__name__}: {error}"[:_MAX_ERROR])
         return
     send("ready", getattr(grader, "note", ""))
     for line in requests:

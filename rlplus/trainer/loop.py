@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rlplus.config import Config
 from rlplus.errors import RunFailed, SharedFailure
+from rlplus.learner import has_gradient
 from rlplus.trainer.memory import OutOfMemory
 from rlplus.trainer.run import Run
 from rlplus.trainer.step import Step
@@ -71,9 +72,9 @@ def train_step(run: Run, evaluate: Evaluate | None = None, validate: Evaluate | 
     work = [step.pack(update) for update in recipe.updates(batch)]
     step.remember(work)  # the logprobs of the policy before the first update, and of the reference
     for update, micro_batches in work:
-        if micro_batches:  # else no sample on any rank has a gradient
-            outputs = step.accumulate(update, micro_batches)
-            recipe.saw(update, outputs, step.optimize(update, outputs))
+        outputs = step.accumulate(update, micro_batches)
+        if has_gradient(micro_batches):  # on any rank
+            recipe.saw(update, outputs, step.optimize(update))
     step.fit(batch)  # the models that the recipe trains alongside the policy
     if evaluate is not None and run.progress.evaluation_due:
         step.evaluate("val", lambda: evaluate(run))

@@ -16,10 +16,11 @@ from torch.utils.tensorboard import SummaryWriter
 
 from rlplus import agree
 from rlplus.data import SAMPLES, KeptSample, MicroBatch, Sample, write_kept
+from rlplus.durable import write_text
 from rlplus.objective import exploration_weight
 from rlplus.ops import PolicyLoss
 from rlplus.terminal import Terminal
-from rlplus.textfiles import read_text, write_text
+from rlplus.textfiles import read_text
 from rlplus.trainer.memory import naming_phase
 from rlplus.trainer.trackers import Track
 
@@ -87,8 +88,8 @@ def tally_samples(tally: Tally, samples: Sequence[Sample]) -> None:
     tally.mean("batch/solve_none", sum(max(group) <= 0 for group in groups.values()), len(groups))
 
 
-def tally_update(tally: Tally, outputs: Sequence[PolicyLoss], grad_norm: float | None, lr: float, finite: bool) -> None:
-    """Add the statistics of one optimizer step's micro-batches. finite: whether its gradient was."""
+def tally_outputs(tally: Tally, outputs: Sequence[PolicyLoss]) -> None:
+    """Add the statistics of one update's micro-batches."""
     total = {name: float(torch.stack([out.stats[name] for out in outputs]).sum()) for name in outputs[0].stats}
     once = 1.0 if dist.get_rank() == 0 else 0.0  # losses are sums over ranks, of normalised parts
     for name in ("loss_internal", "loss_external", "loss_kl", "loss_entropy"):
@@ -108,6 +109,10 @@ def tally_update(tally: Tally, outputs: Sequence[PolicyLoss], grad_norm: float |
         tally.mean(f"actor/{metric}", total[name], total[count])
     if "mismatch_truncated" in total:  # there is a cap
         tally.mean("mismatch/truncated", total["mismatch_truncated"], total["tokens_internal"])
+
+
+def tally_update(tally: Tally, grad_norm: float | None, lr: float, finite: bool) -> None:
+    """Add what one optimizer step did. finite: whether its gradient was."""
     tally.mean("actor/nonfinite", not finite)
     tally.mean("actor/lr", lr)
     if finite and grad_norm is not None:
@@ -153,9 +158,7 @@ class RunLog:
         before = {line: _step_of(line, self.path) for line in _complete_lines(self.path)}
         kept = [line for line, line_step in before.items() if line_step <= step]
         self._tracked = max(before.values(), default=0) if step else 0  # a run that begins anew is one of its own
-        rewritten = self.path.with_suffix(".new")
-        write_text(rewritten, "".join(f"{line}\n" for line in kept))
-        rewritten.replace(self.path)
+        write_text(self.path, "".join(f"{line}\n" for line in kept))
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1, max_queue=1000)  # or a step waits
         self.progress = Progress(
             TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), TaskProgressColumn(),

@@ -14,18 +14,29 @@ from typing import Any
 
 import torch
 
-from rlplus.textfiles import read_text, write_text
+from rlplus.config import read_starts
+from rlplus.durable import write_text
+from rlplus.textfiles import read_text
 
 GIT_PATIENCE_S = 10
 PACKAGE = Path(__file__).parents[1]
 
 
-def note_start(path: Path, step: int, surroundings: Mapping[str, str], devices: Sequence[str]) -> None:
-    """Add a start of the run to its run.json; at step 0 it is the first.
+def note_start(path: Path, step: int, surroundings: Mapping[str, str], devices: Sequence[str]) -> list[str]:
+    """Add a start of the run to its run.json; at step 0 it is the first. Returns notes for the user.
 
-    surroundings: the versions and hashes that a resume compares. devices: the name of each rank's device.
+    surroundings: the versions and hashes that a resume compares. devices: the name of each rank's device. A damaged
+    file is moved aside, since nothing of the run depends on it.
     """
-    starts = json.loads(read_text(path))["starts"] if step and path.is_file() else []
+    starts, notes = [], []
+    if step and path.is_file():
+        try:
+            starts = read_starts(path)
+        except ValueError as error:
+            aside = path.with_name(f"{path.stem}.damaged{path.suffix}")
+            path.replace(aside)
+            lost = "dates, commands and versions of the starts before this one are lost"
+            notes.append(f"{error}. It is now {aside.name}: {lost}, which changes nothing else")
     starts.append(
         {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -41,9 +52,8 @@ def note_start(path: Path, step: int, surroundings: Mapping[str, str], devices: 
             },
         }
     )
-    written = path.with_suffix(".new")
-    write_text(written, json.dumps({"starts": starts}, indent=1, ensure_ascii=False) + "\n")
-    written.replace(path)
+    write_text(path, json.dumps({"starts": starts}, indent=1, ensure_ascii=False) + "\n")
+    return notes
 
 
 def device_name() -> str:

@@ -13,14 +13,14 @@ from transformers import PretrainedConfig
 from rlplus import agree, checkpoint
 from rlplus.config import Config, check_trackers
 from rlplus.data import PromptSampler, load_examples, load_tokenizer, response_text
-from rlplus.learner import Learner, Policy, check_positions, prepare_model, weights_fingerprint
+from rlplus.durable import write_text
+from rlplus.learner import Learner, Policy, check_positions, prepare_model, say_dropout, weights_fingerprint
 from rlplus.learner.learner import this_device
 from rlplus.ops.tuning import kind_of, using
 from rlplus.recipe import make_recipe
 from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed, make_engine, make_respond
 from rlplus.terminal import Terminal
-from rlplus.textfiles import write_text
 from rlplus.trainer import tuning
 from rlplus.trainer.card import model_card
 from rlplus.trainer.engine import NoEngine, SyncedEngine
@@ -76,6 +76,7 @@ class Run:
                 Terminal(stderr=True).print(done)
             return
         model_path, model_config = prepare_model(config.model, folder.path, config.train.seed)
+        say_dropout(model_config)
         check_positions(config, model_config)
         self.tokenizer = load_tokenizer(config.model.model_copy(update={"path": model_path, "scratch": None}))
         self.pad_id = self.tokenizer.pad_token_id

@@ -11,7 +11,7 @@ import torch
 from rlplus import agree
 from rlplus.data import Example, KeptSample, MicroBatch, Sample, per_token
 from rlplus.errors import SharedFailure
-from rlplus.learner import by_sample, make_micro_batches
+from rlplus.learner import by_sample, has_gradient, make_micro_batches
 from rlplus.learner.statistics import needs_statistics, set_statistics
 from rlplus.objective import Refill
 from rlplus.objective.schedule import external_share
@@ -19,7 +19,7 @@ from rlplus.ops import PolicyLoss
 from rlplus.recipe import Batch, Update, refill_batch
 from rlplus.trainer.engine import EngineFailed, max_gap
 from rlplus.trainer.keep import kept_samples
-from rlplus.trainer.metrics import Tally, tally_exploration, tally_mismatch, tally_samples, tally_update
+from rlplus.trainer.metrics import Tally, tally_exploration, tally_mismatch, tally_outputs, tally_samples, tally_update
 from rlplus.trainer.rollouts import use_engine_logprob
 from rlplus.trainer.run import Run
 from rlplus.trainer.samples import score, shape
@@ -126,7 +126,7 @@ class Step:
         return self.tally.time("learners") if self.run.recipe.learners else nullcontext()
 
     def pack(self, update: Update) -> Work:
-        """The update, with this step's external_coef, and its micro-batches: none if no rank has any gradient."""
+        """The update, with the step's external_coef, and its micro-batches: none if no rank has a token with a loss."""
         run = self.run
         if update.algorithm.external_schedule is not None:
             update = replace(update, algorithm=update.algorithm.at_step(run.progress.step, run.progress.external_share))
@@ -134,25 +134,28 @@ class Step:
             self.tally.mean("actor/external_coef", objective.external_coef if objective.external != "none" else 0.0)
         with self.tally.time("pack"):
             batches = make_micro_batches(update.samples, update.algorithm, run.config, run.pad_id, run.policy.device)
-        self.tally.mean("actor/updated", bool(batches))
+        self.tally.mean("actor/updated", has_gradient(batches))
         return update, batches
 
     def remember(self, work: Sequence[Work]) -> None:
         """Store the logprobs under the policy before the step's first update, and under the reference, if any."""
-        policy, overlap = self.run.policy, self.config.train.overlap
+        policy, overlap, changed = self.run.policy, self.config.train.overlap, False
         with self.tally.time("old_logprob"):
-            for i, (update, batches) in enumerate((update, batches) for update, batches in work if batches):
+            for update, batches in work:
                 for micro in batches:
                     if overlap:  # the old policy sampled the batch, and the trainer no longer has it
                         use_engine_logprob(micro)
-                    elif i:  # for the first update its own forward pass is the old policy
+                    elif changed:  # until the policy changes, an update's own forward pass is the old policy
                         micro.old_logprob = policy.logprob(micro)
                         tally_mismatch(self.tally, micro.old_logprob, micro.engine_logprob)
                     if update.algorithm.objective.kl_coef:
                         micro.ref_logprob = policy.logprob(micro, reference=True)
+                changed = changed or has_gradient(batches)
 
     def accumulate(self, update: Update, batches: Sequence[MicroBatch]) -> list[PolicyLoss]:
-        """Gradients of an update. The first one checks the engine's logprobs, before the policy changes."""
+        """Gradients and statistics of an update. The first one checks the engine's logprobs before weights change."""
+        if not batches:
+            return []
         run, tally, algorithm = self.run, self.tally, update.algorithm
         on_policy = not self.updated and not self.config.train.overlap
         with tally.time("update"):
@@ -168,6 +171,7 @@ class Step:
                 for engine_logprob, out in zip(engine_logprobs, outputs, strict=True):
                     tally_mismatch(tally, out.logprob, engine_logprob)
                 self._check_mismatch()  # no weight learns from samples of another policy
+            tally_outputs(tally, outputs)
             tally_exploration(tally, batches, outputs, algorithm.objective.gamma)
             if algorithm.external_schedule is not None and algorithm.external_schedule.shape == "gradient-norm":
                 for name, squares in run.policy.squared_slopes(batches, outputs, algorithm.objective).items():
@@ -186,7 +190,7 @@ class Step:
                 clear=True,
             )
 
-    def optimize(self, update: Update, outputs: Sequence[PolicyLoss]) -> float | None:
+    def optimize(self, update: Update) -> float | None:
         """Take the optimizer's step on the accumulated gradient; returns the gradient's norm."""
         run, policy, limit = self.run, self.run.policy, update.algorithm.skip_grad_norm
         self.updated = True
@@ -201,7 +205,7 @@ class Step:
             text = f"update skipped, gradient norm {grad_norm:.3g} above algorithm.skip_grad_norm {limit:g}"
             run.log.say(f"step {run.progress.step + 1}: {text}")
         run.count_nonfinite(applied or too_large)
-        tally_update(self.tally, outputs, grad_norm, lr, applied or too_large)
+        tally_update(self.tally, grad_norm, lr, applied or too_large)
         return grad_norm
 
     def evaluate(self, name: str, evaluate: Callable[[], dict[str, float]]) -> None:

@@ -1,12 +1,12 @@
-"""SIGINT, SIGTERM, SIGUSR1 and SIGHUP: the first one ends the run with a checkpoint, a later one at once.
+"""SIGINT, SIGTERM, SIGUSR1 and SIGHUP: the first one ends a run with a checkpoint, a later one at once.
 
 Clusters announce preemption with any of them.
 """
 
 import signal
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from rlplus import agree
@@ -36,10 +36,14 @@ class StepGivenUp(BaseException):
 
 
 class StopSignal:
-    """Stores the first signal, and tells the user through `say`. `install` it in the main thread."""
+    """Stores the first signal, and tells the user through `say`. `install` it in the main thread.
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    checkpoint: whether there is one at the end, unless a second signal comes.
+    """
+
+    def __init__(self, say: Callable[[str], None], *, checkpoint: bool = True) -> None:
         self.number = 0
+        self._with, self._without = (" with a checkpoint", ", without") if checkpoint else ("", "")
         self._since = 0.0
         self._say = say
         self._interrupts = False
@@ -55,9 +59,9 @@ class StopSignal:
         if self.number:
             if time.monotonic() - self._since < ONE_SIGNAL_S:
                 return
-            raise Interrupted(number, f"stopped at once by signal {number}, without a checkpoint")
+            raise Interrupted(number, f"stopped at once by signal {number}{self._without and ', without a checkpoint'}")
         self.number, self._since = number, time.monotonic()
-        self._say(f"stopping with a checkpoint; once more after {ONE_SIGNAL_S:g} s to stop at once, without")
+        self._say(f"stopping{self._with}; once more after {ONE_SIGNAL_S:g} s to stop at once{self._without}")
         if self._interrupts:
             raise StepGivenUp(number)
 
@@ -65,17 +69,39 @@ class StopSignal:
         """`call`, which a signal interrupts with StepGivenUp; for the main thread, where no other rank waits."""
 
         def interrupted() -> Answer:
-            self._interrupts = True
-            try:
-                if self.number:
-                    raise StepGivenUp(self.number)
+            with self.interrupting():
                 return call()
-            finally:
-                self._interrupts = False
 
         return interrupted
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """A block that a signal interrupts with StepGivenUp."""
+        self._interrupts = True
+        try:
+            if self.number:
+                raise StepGivenUp(self.number)
+            yield
+        finally:
+            self._interrupts = False
 
     def check(self) -> None:
         """StepGivenUp on all ranks if any of them has received a signal. Collective."""
         if number := int(agree.largest(self.number)):
             raise StepGivenUp(number)
+
+
+@contextmanager
+def ended_by_signals(say: Callable[[str], None], left: Callable[[], str]) -> Iterator[None]:
+    """Let a signal end the block with Interrupted; the message ends with `left`, what is kept and how to go on.
+
+    Without a checkpoint: for work that keeps what it has done.
+    """
+    with ExitStack() as stack:
+        stop = StopSignal(say, checkpoint=False)
+        stop.install(stack)
+        try:
+            with stop.interrupting():
+                yield
+        except StepGivenUp as end:
+            raise Interrupted(end.number, f"stopped by signal {end.number}: {left()}") from None

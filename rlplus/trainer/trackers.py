@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from rlplus import agree
 from rlplus.config import TRACKERS, Config
-from rlplus.textfiles import read_text, write_text
+from rlplus.durable import write_text
+from rlplus.textfiles import read_text
 
 Track = Callable[[int, dict[str, float]], None]
 

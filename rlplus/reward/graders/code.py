@@ -32,13 +32,11 @@ def code_grader(sandbox: Sandbox) -> Grader:
     def grade(text: str, answer: str, row: Mapping[str, Any]) -> Verdict:
         try:
             tests = json.loads(answer)
-            cases = None if "after" in tests else [(str(given), str(wanted)) for given, wanted in tests["cases"]]
-            if cases == []:
-                raise ValueError("no case")  # any code would pass
+            cases = None if "after" in tests else _read_cases(tests)
             if cases is None:
                 for part in (tests.get("before", ""), tests["after"]):
                     compile(part, "tests.py", "exec")
-        except (ValueError, TypeError, KeyError, SyntaxError) as error:
+        except (ValueError, TypeError, KeyError, SyntaxError, RecursionError) as error:
             return 0.0, "bad_gold", f'want {{"after": ...}} or {{"cases": ...}} as JSON, got {answer[:80]!r} ({error})'
         code = extract_code(text, _wanted_names(tests))
         if code is None:
@@ -53,13 +51,22 @@ def code_grader(sandbox: Sandbox) -> Grader:
     return grade
 
 
-def _judge_cases(sandbox: Sandbox, code: str, cases: list[tuple[str, str]], function: str | None) -> Verdict:
+def _read_cases(tests: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Inputs with what is wanted: a text, of a function the value."""
+    cases = [(str(given), str(wanted)) for given, wanted in tests["cases"]]
+    if not cases:
+        raise ValueError("no case")  # any code would pass
+    return cases if tests.get("function") is None else [(given, json.loads(wanted)) for given, wanted in cases]
+
+
+def _judge_cases(sandbox: Sandbox, code: str, cases: list[tuple[str, Any]], function: str | None) -> Verdict:
+    same = _same_text if function is None else _same_value
     results = sandbox.run(code, [given for given, _ in cases], function)
     try:
         for number, (ended_well, output) in enumerate(results):
             if not ended_well:
                 return 0.0, "ok", f"test {number + 1} of {len(cases)}: {output}"
-            if not _same(output, cases[number][1], values=function is not None):
+            if not same(output, cases[number][1]):
                 return 0.0, "ok", f"test {number + 1} of {len(cases)}: another result"
         return 1.0, "ok", ""
     finally:
@@ -87,13 +94,16 @@ def _wanted_names(tests: Mapping[str, Any]) -> set[str]:
     return set(re.findall(r"\w+", after)).difference(_DEFINED.findall(after))
 
 
-def _same(output: str, wanted: str, *, values: bool) -> bool:
-    """Equal values in JSON, or equal texts up to white space and the notation of numbers."""
-    if values:
-        try:
-            return bool(json.loads(output) == json.loads(wanted))
-        except ValueError:
-            return False
+def _same_value(output: str, wanted: Any) -> bool:
+    """Whether the output is JSON of that value. One too deep or too large to read is not."""
+    try:
+        return bool(json.loads(output) == wanted)
+    except (ValueError, RecursionError, MemoryError):
+        return False
+
+
+def _same_text(output: str, wanted: str) -> bool:
+    """Equal texts up to white space and the notation of numbers."""
     one, other = ([line.split() for line in text.strip().splitlines()] for text in (output, wanted))
     return len(one) == len(other) and all(
         len(ours) == len(theirs) and all(map(_same_word, ours, theirs)) for ours, theirs in zip(one, other, strict=True)

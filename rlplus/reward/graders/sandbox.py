@@ -1,13 +1,16 @@
 """The sandbox for a model's programs: no network, no files but Python's, limits on all resources.
 
-Kinds: "bubblewrap" (the command bwrap) and "namespaces" (jail.py, by Linux's user namespaces or as root). Both give a
+Kinds: "bubblewrap" (the command bwrap) and "namespaces" (jail, by Linux's user namespaces or as root). Both give a
 program only a read-only Python and an empty folder in memory, and kill everything it started. "limits" has no
 namespaces: a program has the user's files and network, and is limited in time, memory, processes and output.
+SECURITY.md says what each promises.
 """
 
 import contextlib
 import json
+import logging
 import os
+import secrets
 import selectors
 import shutil
 import signal
@@ -17,17 +20,19 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..supervisor import processes  # noqa: TID252  worker.py loads the package under another name
-from .jail import FILE_BYTES
+from ..supervisor import Process, processes  # noqa: TID252  worker.py loads the package under another name
+from .jail.namespaces import FILE_BYTES
+from .jail.programs import READY
 
 KINDS = ("bubblewrap", "namespaces", "limits")
 _PROCESSES = 64
 _LOOK_S = 0.05  # how often the processes are counted: reading /proc costs milliseconds
-_WALL_CLOCK_FACTOR = 5  # the limit of the wall clock over that of the CPU time
+_LATE_S = 0.2  # of the time before a later look than this, nothing is known
+_WALL_CLOCK_FACTOR = 5  # the limit of the wall clock over that of the CPU time, for a busy machine
 _MOST_OUTPUT = 1 << 28  # bytes of all runs together
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/program", "LANG": "C.UTF-8"}
 _BWRAP = (
@@ -42,20 +47,27 @@ _BWRAP = (
     "--gid",
     "65534",
 )
-_JAIL = Path(__file__).with_name("jail.py")
+_DEVICES = [text for name in ("null", "random", "urandom") for text in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
+_JAIL = Path(__file__).with_name("jail")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+
+log = logging.getLogger(__name__)
 
 
 class Sandbox:
-    """Runs code, see jail.py. memory: bytes, of one process and of all together. seconds: CPU time of all.
+    """Runs code, see jail. memory: bytes, of one process and of all together. seconds: CPU time of all, and time in
+    which all sleep.
 
-    OSError where no sandbox of that kind ("auto": none but "limits") can be made.
+    kind "auto": bubblewrap or namespaces. As root namespaces come first: they give each program a user of its own,
+    where bubblewrap's is root outside of it. OSError where no sandbox of that kind can be made, later also of `run`
+    and `test`: then nothing is known of the code.
     """
 
     def __init__(self, kind: str, memory: int, seconds: float) -> None:
         self._memory, self._seconds = memory, seconds
         reasons = []
-        for candidate in KINDS[:2] if kind == "auto" else [kind]:
+        closed = ("namespaces", "bubblewrap") if os.getuid() == 0 else ("bubblewrap", "namespaces")
+        for candidate in closed if kind == "auto" else [kind]:
             self.kind = candidate
             try:
                 ((works, text),) = self.run("print(6 * 7)", [""])
@@ -79,13 +91,14 @@ class Sandbox:
         """
         with contextlib.ExitStack() as stack:
             process = self._start(stack, {"code": code, "inputs": list(inputs), "function": function})
+            _wait_until_ready(process)
             yield from self._results([process], len(inputs))
 
     def test(self, code: str, before: str, tests: str, function: str | None = None) -> tuple[bool, str]:
         """Whether the code passes the tests, and the reason if not.
 
         The tests run behind `before` in a sandbox of their own and reach the code through a link: the code finds
-        neither them nor the verdict in its process, see jail.py. function: what the code has to define, also where
+        neither them nor the verdict in its process, see jail. function: what the code has to define, also where
         `before` has begun it.
         """
         with contextlib.ExitStack() as stack:
@@ -95,13 +108,16 @@ class Sandbox:
             tested = self._start(stack, both | {"code": code}, links[1])
             for link in links:
                 link.close()  # the tests wait no longer when the other side has ended
+            for process in (judge, tested):
+                _wait_until_ready(process)
             return next(self._results([judge, tested], 1))
 
     def _start(
         self, stack: contextlib.ExitStack, job: dict[str, Any], link: socket.socket | None = None
     ) -> "subprocess.Popen[bytes]":
-        """A process of jail.py that does the job; it and its descendants end with the stack."""
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        """A process of jail that does the job; it and its descendants end with the stack."""
+        folder = tempfile.mkdtemp()
+        stack.callback(_remove, folder)
         with tempfile.TemporaryFile("w+") as file:
             json.dump({"tests": None, "link": link and link.fileno()} | job, file)
             file.seek(0)
@@ -110,6 +126,7 @@ class Sandbox:
                 stdin=file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
+                bufsize=0,
                 env=_ENVIRONMENT,
                 cwd=folder,
                 start_new_session=True,
@@ -139,7 +156,7 @@ class Sandbox:
             raise OSError("there is no command bwrap")
         inside = [text for path in (*read, str(_JAIL)) for text in ("--ro-bind", path, path)]
         memory = ["--size", str(FILE_BYTES), "--tmpfs", "/program", "--chdir", "/program"]
-        own = ["--dev", "/dev", "--proc", "/proc", "--remount-ro", "/dev", "--remount-ro", "/"]
+        own = [*_DEVICES, "--proc", "/proc", "--remount-ro", "/proc", "--remount-ro", "/"]
         return [bwrap, *_BWRAP, *inside, *memory, *own, *command]
 
     def _results(
@@ -148,8 +165,9 @@ class Sandbox:
         """The replies of the first sandbox. The limits are those of all together."""
         process = sandboxes[0]
         assert process.stdout is not None
-        began, received, partial = time.monotonic(), 0, b""
-        look = began + _LOOK_S
+        received, partial = 0, b""
+        meter = _Meter(self._memory, self._seconds, time.monotonic())
+        spent = -time.process_time()  # here, on the output, but not on looking
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             while count:
@@ -163,41 +181,102 @@ class Sandbox:
                     if not data and count:
                         yield False, _last_words(process)
                         return
-                if (now := time.monotonic()) >= look:
-                    look = now + _LOOK_S
-                    if fault := self._fault([each.pid for each in sandboxes], now - began, received):
-                        yield False, fault
+                if (now := time.monotonic()) >= meter.looked + _LOOK_S:
+                    before = time.process_time()
+                    table = processes()
+                    used = dict(entry for each in sandboxes for entry in _tree(each.pid, table))
+                    if fault := meter.fault(now, used, received, spent + before):
+                        yield False, f"over the limit of {fault}"
                         return
+                    spent -= time.process_time() - before
 
-    def _fault(self, roots: Sequence[int], waited: float, received: int) -> str:
-        """Name the limit that is exceeded, if any."""
-        table = processes()
-        used = [entry for root in roots for _, entry in _tree(root, table)]
+
+class _Meter:
+    """The limits, and what the processes of a run have used by looks at them."""
+
+    def __init__(self, memory: int, seconds: float, began: float) -> None:
+        self._memory, self._seconds, self._began = memory, seconds, began
+        self.looked = began
+        self._cpu, self._asleep, self._received = 0.0, 0.0, 0
+
+    def fault(self, now: float, used: Mapping[int, Process], received: int, spent: float = 0.0) -> str:
+        """Name the limit that is exceeded, if any. used: the processes; received, spent: bytes read, CPU time on it.
+
+        Time in which none of them runs, waits for a processor or a disk, or is heard of, counts like CPU time.
+        """
+        cpu = spent + sum(entry.ticks for entry in used.values()) / os.sysconf("SC_CLK_TCK")
+        idle = min(now - self.looked, _LATE_S) - max(0.0, cpu - self._cpu)
+        if idle > 0 and received == self._received and not any(map(_runnable, used)):
+            self._asleep += idle
+        self.looked, self._cpu, self._received = now, cpu, received
         limits = {
-            "CPU time": sum(entry.ticks for entry in used) / os.sysconf("SC_CLK_TCK") > self._seconds,
-            "time": waited > _WALL_CLOCK_FACTOR * self._seconds,
+            "CPU time": cpu > self._seconds,
+            "time": cpu + self._asleep > self._seconds or now - self._began > _WALL_CLOCK_FACTOR * self._seconds,
             "processes": len(used) > _PROCESSES,
-            "memory": sum(entry.pages for entry in used) * _PAGE > self._memory,
+            "memory": sum(entry.pages for entry in used.values()) * _PAGE > self._memory,
             "output": received > _MOST_OUTPUT,
         }
-        return next((f"over the limit of {name}" for name, passed in limits.items() if passed), "")
+        return next((name for name, passed in limits.items() if passed), "")
+
+
+def _runnable(process: int) -> bool:
+    """Whether a thread of the process runs or waits for a processor or a disk."""
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{process}/task"):
+            with open(f"/proc/{process}/task/{thread}/stat", "rb") as file:
+                if file.read().rpartition(b")")[2].split()[0] in (b"R", b"D"):
+                    return True
+    return False
+
+
+def _wait_until_ready(process: "subprocess.Popen[bytes]") -> None:
+    """OSError if it ends before its first program."""
+    assert process.stdout is not None
+    if process.stdout.readline() != f"{READY}\n".encode():
+        raise OSError(_last_words(process))
 
 
 def _reply(line: bytes) -> tuple[bool, str]:
     try:
         ended_well, text = json.loads(line)
         return bool(ended_well), str(text)
-    except (ValueError, TypeError, RecursionError):  # a program found a way to write here
+    except (ValueError, TypeError, RecursionError, MemoryError):  # a program found a way to write here
         return False, "wrote where it should not"
 
 
 def _last_words(process: "subprocess.Popen[bytes]") -> str:
+    """The last line on stderr: of an exception what it says, without the lines that lead there."""
     assert process.stderr is not None
     os.set_blocking(process.stderr.fileno(), False)
     with contextlib.suppress(BlockingIOError):
-        if said := os.read(process.stderr.fileno(), 500).decode(errors="replace").strip():
-            return said
+        if lines := os.read(process.stderr.fileno(), 1 << 16).decode(errors="replace").strip().splitlines():
+            return lines[-1]
     return "the sandbox ended early"
+
+
+def _remove(folder: str) -> None:
+    """Remove the folder. With "limits" a program writes there: folders without rights, or deeper than any recursion.
+
+    Inner folders move to the top, so that each is emptied once and no path is long.
+    """
+    if not os.path.isdir(folder):  # the program has done it
+        return
+    todo, moved, mark = [folder], 0, secrets.token_hex(8)
+    try:
+        while todo:
+            os.chmod(place := todo.pop(), 0o700)
+            for entry in list(os.scandir(place)):
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                moved += 1
+                todo.append(f"{folder}/{mark}-{moved}")
+                os.rename(entry.path, todo[-1])
+            if place != folder:
+                os.rmdir(place)
+        os.rmdir(folder)
+    except OSError as error:
+        log.warning("the folder of a program stays: %s", error)
 
 
 def _tree(root: int, table: dict[int, Any]) -> list[tuple[int, Any]]:

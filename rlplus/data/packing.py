@@ -94,6 +94,7 @@ class MicroBatch:
     tokens: prompt and response tokens, without padding
     old_logprob, ref_logprob, entropy_weight (N,) float32: set by the trainer where the objective needs them
     whole_position_ids: in a shard, the position_ids of the whole micro-batch; else None
+    forward_only: no token has a gradient; it counts in the statistics of the update alone
     """
 
     input_ids: Tensor
@@ -113,6 +114,7 @@ class MicroBatch:
     ref_logprob: Tensor | None = None
     entropy_weight: Tensor | None = None
     whole_position_ids: Tensor | None = None
+    forward_only: bool = False
 
     def to(self, device: torch.device | str) -> Self:
         """A copy with every tensor on the device."""
@@ -136,7 +138,7 @@ class MicroBatch:
         column = self.rows % length
         own = column // width == index
         part = slice(index * width, (index + 1) * width)
-        per_token = {
+        per_token: dict[str, Any] = {
             name: value[own] for name, value in vars(self).items() if isinstance(value, Tensor) and value.ndim == 1
         }
         per_token["rows"] = (self.rows // length * width + column % width)[own]
@@ -279,7 +281,8 @@ def _micro_batch(
         known = [nan if value is None else value for value in values]
         return torch.tensor([*chain(*map(per_token, known, count.tolist()))], dtype=dtype)
 
-    learned = {name: [getattr(sample, name) for sample in chosen] for name in ("value", "returns")}
+    values = {name: [getattr(sample, name) for sample in chosen] for name in ("value", "returns")}
+    learned: dict[str, Any] = {n: joined(given, torch.float32) for n, given in values.items() if None not in given}
     return MicroBatch(
         input_ids=input_ids.view(len(rows), width),
         position_ids=position_ids.view(len(rows), width),
@@ -292,7 +295,7 @@ def _micro_batch(
         behavior_logprob=joined([sample.behavior_logprob for sample in chosen], torch.float32),
         sequence=joined(order, torch.int64),
         tokens=sum(used),
-        **{name: joined(values, torch.float32) for name, values in learned.items() if None not in values},
+        **learned,
     )
 
 

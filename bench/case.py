@@ -1,0 +1,37 @@
+"""One measured case: its shape, its methods and its limits. Without torch, for the command's arguments and --help."""
+
+from dataclasses import dataclass
+
+NAMES = ("float32", "bfloat16", "float16")  # of dtypes
+GROUP = 8  # sequences: seven sampled, one demonstrated
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of tensors, and the methods measured on it in turn.
+
+    forward    logprobs only, without gradients
+    shares     share of rows with a gradient; the first is for all methods, the others for those named in `sparse`
+    external   share of demonstrated rows
+    scattered  rows without a gradient have weight 0 and lie anywhere; else they are whole groups of zero advantage
+    seconds    what the case may take; measuring stops after the round in which it is spent
+    memory, accuracy   whether these are measured, once per method, at the first share
+    profiled   methods of which one call is timed by kernel
+    """
+
+    name: str
+    N: int
+    H: int
+    V: int
+    dtype: str
+    methods: tuple[str, ...]
+    forward: bool = False
+    sparse: tuple[str, ...] = ()
+    shares: tuple[float, ...] = (1.0,)
+    external: float = 1 / GROUP
+    scattered: bool = False
+    repeats: int = 7
+    seconds: float = 60.0
+    memory: bool = True
+    accuracy: bool = True
+    profiled: tuple[str, ...] = ()

@@ -1,0 +1,188 @@
+"""The registry of the methods, the bare GEMMs, and every backend of ours.
+
+A method gets `cases.Inputs` and prepares a step. A step computes the method's loss and `hidden.grad`, `weight.grad`, or
+only logprobs where the method is a forward one, and returns the logprobs (N,) if there are any.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlplus.kernels.tiling import Tile, Tiling
+from rlplus.objective import Objective
+from rlplus.ops import linear_logprob, linear_policy_loss, tuning
+
+from .cases import Inputs
+
+Step = Callable[[], Tensor | None]
+Prepare = Callable[[Inputs], Step]
+
+
+@dataclass(frozen=True)
+class Method:
+    """kind says which loss: "policy" (RL-PLUS), "grpo", "cross-entropy" (mean over the rows with a gradient), "forward"
+    (logprobs only), "bare" (GEMMs), or "other" (a policy loss whose gradients are not compared).
+
+    package    the distribution that it comes from
+    device     the only type of device it runs on; None = any
+    compiles   its first call takes long
+    into       it adds the weight's gradient to a buffer that exists, instead of making one
+    """
+
+    name: str
+    kind: str
+    what: str
+    prepare: Prepare
+    package: str = "rlplus"
+    device: str | None = None
+    compiles: bool = False
+    into: bool = False
+
+
+METHODS: dict[str, Method] = {}
+
+
+def method(name: str, kind: str, what: str, **fields: Any) -> Callable[[Prepare], Prepare]:
+    """Register a function that prepares a step."""
+
+    def register(prepare: Prepare) -> Prepare:
+        METHODS[name] = Method(name, kind, what, prepare, **fields)
+        return prepare
+
+    return register
+
+
+class Unavailable(Exception):
+    """The reason why a method cannot be measured here."""
+
+
+# ---- the unit
+
+
+@method("bare-3u", "bare", "logits, dhidden, dweight by the vendor's GEMM into memory that exists", package="torch")
+def bare_three(x: Inputs) -> Step:
+    hidden, weight = x.hidden.detach(), x.weight.detach()
+    logits, dhidden, dweight = hidden.new_empty(len(hidden), len(weight)), *map(torch.empty_like, (hidden, weight))
+
+    def step() -> None:
+        torch.mm(hidden, weight.t(), out=logits)
+        torch.mm(logits, weight, out=dhidden)
+        torch.mm(logits.t(), hidden, out=dweight)
+
+    return step
+
+
+@method("bare-1u", "bare", "logits by the vendor's GEMM into memory that exists", package="torch")
+def bare_one(x: Inputs) -> Step:
+    hidden, weight = x.hidden.detach(), x.weight.detach()
+    logits = hidden.new_empty(len(hidden), len(weight))
+
+    def step() -> None:
+        torch.mm(hidden, weight.t(), out=logits)
+
+    return step
+
+
+# ---- ours
+
+
+def ours(
+    name: str, device: str | None, kind: str = "policy", note: str = "", into: bool = False, **options: Any
+) -> None:
+    """Register a backend with its options, for the policy loss."""
+
+    def prepare(x: Inputs) -> Step:
+        buffer = torch.zeros_like(x.weight, dtype=torch.float32, requires_grad=False) if into else None
+
+        def step() -> Tensor:
+            out = linear_policy_loss(x.hidden, x.weight, x.target, **x.constants, **options, weight_grad=buffer)
+            out.loss.backward()
+            return out.logprob
+
+        return step
+
+    method(name, kind, f"RL-PLUS loss{note}", device=device, into=into)(prepare)
+
+
+def ours_forward(name: str, device: str | None, **options: Any) -> None:
+    """Register a backend with its options, for logprob and entropy."""
+
+    def prepare(x: Inputs) -> Step:
+        def step() -> Tensor:
+            return linear_logprob(x.hidden, x.weight, x.target, **options)[0]
+
+        return step
+
+    method(f"{name} forward", "forward", "logprob and entropy", device=device)(prepare)
+
+
+BONUS = replace(Objective(), entropy_coef=1e-3)
+for backend, only in {"reference": None, "torch": None, "cpp": "cpu", "triton": "cuda"}.items():
+    ours(backend, only, backend=backend)
+    ours_forward(backend, only, backend=backend)
+    if backend != "reference":
+        ours(f"{backend} least", only, note=", memory='least'", backend=backend, memory="least")
+        ours(f"{backend} into", only, "other", ", dW added to an fp32 buffer", into=True, backend=backend)
+        ours(f"{backend} entropy", only, "other", " with an entropy bonus", backend=backend, objective=BONUS)
+        ours(f"{backend} filter", only, note=", grad_filter 1e-3", backend=backend, grad_filter=1e-3)
+        for mb in (40, 160, 320):
+            ours(f"{backend} {mb} MB", only, note=f", max_scratch_mb {mb}", backend=backend, max_scratch_mb=mb)
+
+
+def with_tiling(name: str, of: str, what: str, chosen: Callable[[Inputs], Tiling]) -> None:
+    """Register method `of` of the triton backend with another tiling than the default."""
+
+    def prepare(x: Inputs) -> Step:
+        step, tiling = METHODS[of].prepare(x), chosen(x)
+        kind = tuning.kind_of(x.hidden.device, x.hidden.dtype, *x.weight.shape)
+
+        def tiled() -> Tensor | None:
+            with tuning.using(kind, tiling):
+                return step()
+
+        return tiled
+
+    method(name, METHODS[of].kind, f"{METHODS[of].what}, {what}", device="cuda")(prepare)
+
+
+def own_gemm(x: Inputs) -> Tiling:
+    kernels = import_module("rlplus.kernels.linear_logprob")
+    return Tiling(forward=kernels.default_tile(x.hidden, False), loss=kernels.default_tile(x.hidden, True))
+
+
+tuning_file: Path | None = None  # of --tuning
+
+
+def tuned(x: Inputs) -> Tiling:
+    """The tiling of the file, without exponentials in two bytes."""
+    if tuning_file is None:
+        raise Unavailable("needs --tuning FILE, of `rlplus-bench tune`")
+    kind = tuning.kind_of(x.hidden.device, x.hidden.dtype, *x.weight.shape)
+    tiling, reason = tuning.usable(tuning.read(tuning_file), kind, str(tuning_file))
+    if tiling is None:
+        raise Unavailable(reason)
+    return tiling._replace(exponentials=None)
+
+
+def two_bytes(x: Inputs) -> Tiling:
+    """With exponentials in two bytes: the tile that the file has for them, else the default one."""
+    if x.hidden.dtype != torch.bfloat16:
+        raise Unavailable("needs bf16")
+    tile = import_module("rlplus.kernels.linear_logprob").default_tile(x.hidden, True)
+    if tuning_file is None:
+        return Tiling(exponentials=tile)
+    found = tuned(x)
+    kept = tuning.read(tuning_file)["tiling"]["exponentials"]
+    return found._replace(exponentials=Tile(**kept) if kept else tile)
+
+
+for of in ("triton", "triton forward"):
+    kind = of.removeprefix("triton")
+    with_tiling(f"triton own GEMM{kind}", of, "logits by a Triton GEMM", own_gemm)
+    with_tiling(f"triton tuned{kind}", of, "tuned", tuned)
+with_tiling("triton two-byte", "triton", "exponentials in two bytes", two_bytes)

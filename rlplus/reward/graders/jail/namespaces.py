@@ -1,0 +1,104 @@
+"""Namespaces of our own: users (unless it is root), processes, network, mounts; a root directory, and no rights."""
+
+import contextlib
+import ctypes
+import errno
+import os
+import struct
+
+from .linux import check, libc, machine
+
+FILE_BYTES = 1 << 26  # of one file, and of all in /program
+_NOBODY, _FIRST_USER = 65534, 1 << 20
+_NEW_USER, _NEW_REST = 0x10000000, 0x20000 | 0x4000000 | 0x8000000 | 0x20000000 | 0x40000000  # linux/sched.h
+_READ_ONLY, _NO_SETUID, _NO_DEVICES, _NO_EXEC, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
+_DETACH = 2  # sys/mount.h
+_MOUNT_SETATTR, _HERE, _ALL_BELOW = 442, -100, 0x8000  # on both machines; AT_FDCWD, AT_RECURSIVE
+_PIVOT_ROOT = (155, 41)
+_KEYCTL, _JOIN_SESSION_KEYRING = (250, 219), 1  # linux/keyctl.h
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    texts = [text and text.encode() for text in (source, target, kind)]
+    check(libc.mount(*texts, ctypes.c_ulong(flags), data and data.encode()), f"mount {target}")
+
+
+def _make_read_only(target: str) -> None:
+    """Make the mount and all below it read-only. A remount, all that Linux before 5.12 has, leaves out those below."""
+    attributes = struct.pack("=4Q", _READ_ONLY | _NO_SETUID, 0, 0, 0)
+    if libc.syscall(_MOUNT_SETATTR, _HERE, target.encode(), _ALL_BELOW, attributes, ctypes.c_size_t(len(attributes))):
+        if ctypes.get_errno() == errno.ENOSYS:
+            raise OSError(errno.ENOSYS, f"want Linux 5.12 or later (mount_setattr); got {os.uname().release}")
+        check(-1, "mount_setattr")
+
+
+def _has(user: int) -> bool:
+    """Whether the user namespace has this user and group: a container's may have the lowest 65,536 only."""
+    for kind in ("uid_map", "gid_map"):
+        with open(f"/proc/self/{kind}") as lines:
+            ranges = [[int(word) for word in line.split()] for line in lines]
+        if not any(first <= user < first + count for first, _, count in ranges):
+            return False
+    return True
+
+
+def enter() -> int | None:
+    """The user to become; None in a user namespace. OSError if the machine allows neither.
+
+    Every program gets another user, since the limit of processes is per user.
+    """
+    user, group, free = os.getuid(), os.getgid(), _FIRST_USER + os.getpid()
+    if user == 0 and _has(free) and libc.unshare(_NEW_REST) == 0:
+        return free
+    check(libc.unshare(_NEW_USER | _NEW_REST), "unshare")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{_NOBODY} {user} 1"), ("gid_map", f"{_NOBODY} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    return None
+
+
+def make_root(root: str, read: list[str]) -> None:
+    """Make `root` the root directory: in memory, with the readable folders and the writable /program."""
+    _mount("none", "/", None, _RECURSIVE | _PRIVATE)
+    _mount("tmpfs", root, "tmpfs", _NO_SETUID | _NO_DEVICES, "mode=755")
+    for source in (*read, "/dev/null", "/dev/random", "/dev/urandom"):
+        target = root + source
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if os.path.islink(source):
+            os.symlink(os.readlink(source), target)
+            continue
+        if os.path.isdir(source):
+            os.makedirs(target, exist_ok=True)
+        else:
+            os.close(os.open(target, os.O_CREAT))
+        _mount(source, target, None, _BIND | _RECURSIVE)
+    os.makedirs(f"{root}/proc")
+    os.makedirs(f"{root}/program")
+    _make_read_only(root)
+    _mount("tmpfs", f"{root}/program", "tmpfs", _NO_SETUID | _NO_DEVICES, f"size={FILE_BYTES},mode=777")
+    with contextlib.suppress(OSError):  # some containers do not allow it: then there is no /proc
+        _mount("proc", f"{root}/proc", "proc", _READ_ONLY | _NO_SETUID | _NO_DEVICES | _NO_EXEC)
+    os.chdir(root)
+    check(libc.syscall(_PIVOT_ROOT[machine()], b".", b"."), "pivot_root")
+    check(libc.umount2(b".", _DETACH), "umount")
+    os.chdir("/")
+
+
+def give_up_rights(user: int | None) -> None:
+    """Switch to that user and drop all capabilities."""
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    check(libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+
+
+def leave_keyring() -> None:
+    """Join a new session keyring: the parent's keys, which no namespace hides, are neither readable nor revocable.
+
+    Where Linux has no keys, or a container refuses this call, a program cannot make it either.
+    """
+    serial = libc.syscall(_KEYCTL[machine()], _JOIN_SESSION_KEYRING, None, 0, 0, 0)
+    if serial < 0 and ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):
+        check(serial, "a new session keyring")

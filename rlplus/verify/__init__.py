@@ -1,0 +1,200 @@
+"""A step of a run, recomputed in float64: the trainer's own phases beside the definitions, and the errors between."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rlplus import checkpoint
+from rlplus.config import Config, check_training_files
+from rlplus.learner.adapters import add_adapters
+from rlplus.learner.model import load_model
+from rlplus.trainer import Interrupted, Run
+from rlplus.trainer.folder import config_in
+from rlplus.trainer.stop import StepGivenUp
+from rlplus.verify.definition import Constants, Loss, advantages, constants_of, with_reference
+from rlplus.verify.rows import Row, compare_computed, compare_constants
+from rlplus.verify.taken import Accumulated, Taken, accumulate, take
+
+__all__ = ["Row", "Verification", "verify_run"]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The comparison of one step. rows: in the order of the computation, so that the first wrong one is a cause.
+
+    step: the one that was taken, from the checkpoint of the step before. sequences: compared, and of the update.
+    notes: what was not compared.
+    """
+
+    step: int
+    sequences: tuple[int, int]
+    rows: list[Row]
+    notes: list[str]
+
+    @property
+    def wrong(self) -> list[Row]:
+        """The rows whose error is above its bound."""
+        return [row for row in self.rows if not row.right]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """The trainer's part: what it computed, and the constants by the definitions for the chosen samples, by index."""
+
+    config: Config
+    model_config: PretrainedConfig
+    taken: Taken
+    computed: Accumulated
+    rows: list[Row]
+    constants: dict[int, Constants]
+    notes: list[str]
+
+
+def verify_run(folder: Path, step: int | None = None, sequences: int = 4) -> Verification:
+    """Take the step after a checkpoint, the newest or that of `step`, in a copy of the run, up to its gradients.
+
+    sequences: for how many of the update's sequences logprobs, loss and gradients are compared; the others keep their
+    places and their part in the denominators. The run's folder is only read. Raises ValueError for a folder or
+    checkpoint that does not fit, RunFailed as a step does, Interrupted on a signal.
+    """
+    last = _checkpoint(folder, step)
+    with TemporaryDirectory(prefix="rlplus-verify-") as place:
+        config = _copy(last, Path(place))
+        prepared = _take(config, last.name, sequences)
+        return _compare(prepared, Path(place), sequences=len(prepared.taken.update.samples), step=_step(last) + 1)
+
+
+def _step(last: Path) -> int:
+    return int(checkpoint.read_state(last)["step"])
+
+
+def _checkpoint(folder: Path, step: int | None) -> Path:
+    checkpoints = folder / "checkpoints"
+    last = checkpoint.latest(checkpoints) if step is None else checkpoint.named(checkpoints, checkpoint.name_of(step))
+    if last is None:
+        raise ValueError(
+            f"want the folder of a run with a checkpoint; {checkpoints} has none: checkpoint.every says how often one "
+            "is written"
+        )
+    if (ranks := checkpoint.read_state(last)["world_size"]) != 1:
+        raise ValueError(f"want the checkpoint of a run of one process; {last} was written by {ranks} ranks")
+    return last
+
+
+def _copy(last: Path, place: Path) -> Config:
+    """Make `place` a copy of the run at that checkpoint, whose files it only refers to; returns its configuration."""
+    config = config_in(last, checkpoint.read_state(last))
+    (place / "checkpoints").mkdir()
+    (place / "checkpoints" / last.name).symlink_to(last.resolve(), target_is_directory=True)
+    silent = config.log.model_copy(update={"samples_every": 0, "wandb": None, "trackio": None})
+    rollout = config.rollout.model_copy(update={"max_logprob_gap": 1e9})  # a gap is a finding, not the end
+    copied = config.model_copy(update={"output_dir": str(place), "log": silent, "rollout": rollout})
+    check_training_files(copied)
+    return copied
+
+
+def _take(config: Config, name: str, sequences: int) -> _Prepared:
+    """The trainer's step, and the constants of its samples by their definitions."""
+    with Run(config, resume=name) as run, _interruptible():
+        taken = take(run)
+        constants = constants_of(taken.update.samples, _advantages(run, taken), taken.update.algorithm, run.config)
+        rows = compare_constants(taken, constants)
+        chosen = _choose(taken, constants, sequences)
+        computed = accumulate(run, taken, chosen)
+        own = {index: constants[index] for index in chosen}
+        return _Prepared(run.config, run.policy.model_config, taken, computed, rows, own, _notes(run))
+
+
+def _advantages(run: Run, taken: Taken) -> list[float | Sequence[float]]:
+    """Of the update's samples by the definition; as given where they do not come from the step's rewards."""
+    batch, found = taken.batch.samples, dict[int, float]()
+    if not run.recipe.learners:
+        limit = run.config.rollout.max_response_length
+        found = dict(zip(map(id, batch), advantages(batch, taken.update.algorithm, limit), strict=True))
+    return [found.get(id(sample), sample.advantage) for sample in taken.update.samples]
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    try:
+        yield
+    except StepGivenUp as stop:
+        raise Interrupted(stop.number, f"stopped by signal {stop.number}") from stop
+
+
+def _choose(taken: Taken, constants: Sequence[Constants], count: int) -> list[int]:
+    """Samples with a gradient, evenly over kinds and micro-batches."""
+    objective, places = taken.update.algorithm.objective, taken.places
+    able = [i for i, c in enumerate(constants) if c.has_loss(objective)]
+    able.sort(key=lambda i: (constants[i].sample.demonstration, places[i][:2] if i in places else (-1, -1)))
+    count = min(count, len(able))
+    return [able[(2 * k + 1) * len(able) // (2 * count)] for k in range(count)]
+
+
+def _notes(run: Run) -> list[str]:
+    notes, algorithm = [], run.recipe.algorithm
+    if trained := " and ".join(run.recipe.learners):
+        notes.append(f"the model that the recipe trains ({trained}), and the advantages, which come from it")
+    if algorithm.reward_kl_coef:
+        notes.append("the KL penalty in the rewards")
+    if algorithm.top_entropy < 1:
+        notes.append("which tokens have the highest entropies")
+    return notes
+
+
+def _compare(prepared: _Prepared, place: Path, *, sequences: int, step: int) -> Verification:
+    """Recompute what the trainer computed, in float64 and, as the yardstick, by a plain model in the run's dtype."""
+    config, computed = prepared.config, prepared.computed
+    algorithm = prepared.taken.update.algorithm
+    loss = Loss(algorithm, config.knows_behavior, off_policy=config.train.overlap > 0)
+    indices = [*prepared.constants]
+    if algorithm.top_entropy < 1:
+        constants = {i: _selected(c, computed.kept.get(i)) for i, c in prepared.constants.items()}
+    else:
+        constants = prepared.constants
+    exact, plain = (_load(prepared, place, dtype) for dtype in ("float64", config.model.dtype))
+    pairs = {i: (c, c) for i, c in constants.items()}
+    if algorithm.objective.kl_coef:
+        temperature = config.rollout.temperature
+        references = [with_reference(list(constants.values()), lm, temperature) for lm in (exact, plain)]
+        pairs = dict(zip(indices, zip(*references, strict=True), strict=True))
+    for lm in (exact, plain):
+        _set_weights(lm, computed.weights)
+    rows, near = compare_computed(exact, plain, pairs, computed, loss, config.rollout.temperature)
+    notes = [*prepared.notes]
+    if near:
+        notes.append(f"the side of a bound of its ratio on which a token is: rounding moved {near} over it")
+    return Verification(step, (len(indices), sequences), [*prepared.rows, *rows], notes)
+
+
+def _selected(c: Constants, kept: Tensor | None) -> Constants:
+    """Without the surrogate and the bonus of the tokens that the trainer left out."""
+    if kept is None:
+        return c
+    return replace(c, advantage=c.advantage.where(kept, 0.0), entropy_weight=c.entropy_weight.where(kept, 0.0))
+
+
+def _load(prepared: _Prepared, place: Path, dtype: str) -> PreTrainedModel:
+    """The model that the run began with, plain, on the CPU."""
+    config, model_config = prepared.config, copy.deepcopy(prepared.model_config)
+    capped = getattr(model_config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
+    attention = "eager" if capped or config.model.attention == "eager" else "sdpa"
+    changes = {"dtype": dtype, "attention": attention, "liger": False}
+    path = config.model.path or str(place / "scratch")
+    lm = load_model(config.model.model_copy(update=changes), path, model_config).eval()
+    if config.model.lora is not None:
+        add_adapters(lm, config.model.lora, config.train.seed)
+    return lm.double() if dtype == "float64" else lm
+
+
+@torch.no_grad()
+def _set_weights(lm: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    for name, parameter in lm.named_parameters():
+        parameter.copy_(weights[name])

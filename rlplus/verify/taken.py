@@ -1,0 +1,162 @@
+"""The trainer's own step, up to its gradients: by the objects of `rlplus.trainer`, as `train_step` takes it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_grad
+from torch import Tensor
+
+from rlplus.data import MicroBatch, Sample, per_token
+from rlplus.learner import has_gradient
+from rlplus.ops import PolicyLoss
+from rlplus.recipe import Batch, Update
+from rlplus.trainer import Run
+from rlplus.trainer.step import Step
+
+
+class Place(NamedTuple):
+    """Where a sample is: its micro-batch, its first token in the flattened rows, and its entries in per-token arrays.
+
+    entries (n,) int64: those whose `rows` lie within the sample.
+    """
+
+    batch: int
+    start: int
+    entries: Tensor
+
+
+@dataclass
+class Taken:
+    """The first update of a step: its samples' places in the micro-batches, as they were before the policy was asked.
+
+    batch: the step's, with advantages. places: by index into `update.samples`; a sample without a loss has none.
+    """
+
+    batch: Batch
+    update: Update
+    micro_batches: list[MicroBatch]
+    places: dict[int, Place]
+    step: Step
+
+
+@dataclass
+class Accumulated:
+    """What the trainer computed for some samples.
+
+    logprobs, references, kept (T,) by index of the sample: under the policy, under the frozen reference if there is
+    one, and whether `top_entropy` left a token its surrogate. gradients: by parameter. weights: of the policy.
+    """
+
+    logprobs: dict[int, Tensor]
+    references: dict[int, Tensor]
+    kept: dict[int, Tensor]
+    loss: float
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def take(run: Run) -> Taken:
+    """Draw, grade, credit and pack the next step. ValueError if no sample has a gradient."""
+    step = Step(run)
+    batch = step.collect()
+    step.credit(batch)
+    for update in run.recipe.updates(batch):
+        update, micro_batches = step.pack(update)
+        if has_gradient(micro_batches):
+            return Taken(batch, update, [*micro_batches], _places(update.samples, micro_batches), step)
+    raise ValueError(
+        f"step {run.progress.step + 1} has no update to verify: the rewards in each group are equal. Choose another "
+        "checkpoint with --step"
+    )
+
+
+def _places(samples: Sequence[Sample], micro_batches: Sequence[MicroBatch]) -> dict[int, Place]:
+    """Find samples by their tokens. Among equal ones it does not matter which is which, unless their rewards differ."""
+    found: dict[tuple[int, ...], list[Place]] = {}
+    for number, batch in enumerate(micro_batches):
+        for start, tokens in _sequences(batch):
+            inside = (batch.rows >= start) & (batch.rows < start + len(tokens))
+            if inside.any():  # else it is padding
+                found.setdefault(tokens, []).append(Place(number, start, inside.nonzero().squeeze(1)))
+
+    def order(place: Place) -> tuple[float, ...]:
+        batch = micro_batches[place.batch]
+        return batch.external[place.entries[0]].item(), batch.advantage[place.entries[0]].item()
+
+    wanted: dict[tuple[int, ...], list[int]] = {}
+    for index, sample in enumerate(samples):
+        wanted.setdefault((*sample.prompt, *sample.response), []).append(index)
+    places: dict[int, Place] = {}
+    for tokens, indices in wanted.items():
+        here = sorted(found.get(tokens, []), key=order)
+        if len(here) < len(indices):  # those without a loss are left out
+            indices = [i for i in indices if any(samples[i].loss_tokens)] or indices
+        ordered = sorted(indices, key=lambda i: (_first(samples[i].external), _first(samples[i].advantage)))
+        places |= dict(zip(ordered, here, strict=False))
+    return places
+
+
+def _first(value: float | Sequence[float]) -> float:
+    return next(iter(per_token(value, 1)))
+
+
+def _sequences(batch: MicroBatch) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The start of each sequence in the flattened rows, and its tokens: positions restart at 0."""
+    ids, first = batch.input_ids.flatten().tolist(), batch.position_ids.flatten() == 0
+    starts = [*first.nonzero().flatten().tolist(), len(ids)]
+    for start, end in pairwise(starts):
+        yield start, tuple(ids[start:end])
+
+
+def accumulate(run: Run, taken: Taken, chosen: Sequence[int]) -> Accumulated:
+    """Run the update's forward and backward passes with weights for the chosen samples only, in the same rows."""
+    step, micro_batches = taken.step, taken.micro_batches
+    places = {index: taken.places[index] for index in chosen if index in taken.places}
+    step.remember([(taken.update, micro_batches)])
+    seen: list[MicroBatch] = []
+    real = run.policy.accumulate
+
+    def restricted(batches: Sequence[MicroBatch], *args: Any, **kwargs: Any) -> list[PolicyLoss]:
+        seen.extend(batches)
+        own = [[p.entries for p in places.values() if p.batch == number] for number in range(len(batches))]
+        parts = [_only(batch, entries) for batch, entries in zip(batches, own, strict=True)]
+        return real(parts, *args, **kwargs)
+
+    run.policy.accumulate = restricted  # type: ignore[method-assign]
+    outputs = step.accumulate(taken.update, micro_batches)
+
+    def of(values: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        given = ((index, values[p.batch], p.entries) for index, p in places.items() if p.batch < len(values))
+        return {index: value[entries].detach().cpu() for index, value, entries in given if value is not None}
+
+    top = taken.update.algorithm.top_entropy < 1
+    kept = [(batch.advantage != 0) | batch.external if top else torch.ones_like(batch.external) for batch in seen]
+    parameters = dict(run.policy.engine.module.lm.named_parameters())
+    with deepspeed.zero.GatheredParameters([*parameters.values()]):
+        weights = {name: p.detach().cpu().clone() for name, p in parameters.items()}
+    trained = {name: safe_get_full_grad(p) for name, p in parameters.items() if p.requires_grad}
+    return Accumulated(
+        of([out.logprob for out in outputs]),
+        of([batch.ref_logprob for batch in seen]),
+        of(kept),
+        float(sum(out.loss.double() for out in outputs)),
+        {name: g.detach().cpu() for name, g in trained.items()},
+        weights,
+    )
+
+
+def _only(batch: MicroBatch, entries: Sequence[Tensor]) -> MicroBatch:
+    """The micro-batch with weights at these entries alone."""
+    on = torch.zeros_like(batch.external)
+    for places in entries:
+        on[places] = True
+    bonus = batch.entropy_weight
+    return replace(
+        batch,
+        token_weight=batch.token_weight.masked_fill(~on, 0.0),
+        entropy_weight=None if bonus is None else bonus.masked_fill(~on, 0.0),
+    )

@@ -1,0 +1,75 @@
+"""The page of a comparison: what its intervals are over, and the plot of all methods' intervals."""
+
+import re
+from typing import Any
+
+import pytest
+from evaluations import evaluation
+
+from rlplus.compare import BASE, Results, page
+from rlplus.compare.config import Comparison
+from rlplus.compare.results import Outcome
+from rlplus.evaluation import Estimate
+
+PROBLEMS = 200
+
+
+def made(solved: dict[str, list[int]], seeds: int, setting: dict[str, Any]) -> tuple[Results, page.Part]:
+    """A comparison with the same correct answers in every seed, by method; and its part of the page."""
+    data = {
+        "run": "run.yaml",
+        "settings": {"": setting},
+        "methods": {name: {"preset": "grpo"} for name in solved if name != BASE},
+        "studies": {
+            "Methods": {"settings": [""], "methods": [name for name in solved if name != BASE], "seeds": seeds}
+        },
+    }
+    outcomes = [
+        Outcome("", seed, name, 0.0, 0, 0, 0.0, "", {"test": evaluation(right, seed=seed)}, {})
+        for name, right in solved.items()
+        for seed in range(seeds)
+    ]
+    results = Results(Comparison.model_validate(data), {}, {}, {}, outcomes)
+    study = results.comparison.studies["Methods"]
+    part = page._part(results, study, "")
+    assert part is not None
+    return results, part
+
+
+def widths(solved: dict[str, list[int]], seeds: int, setting: dict[str, Any]) -> list[float]:
+    """Of the intervals of pass@1, of a difference, and of the band in the chart."""
+    results, part = made(solved, seeds, setting)
+    tested = page.tested_in(results, results.comparison.studies["Methods"], "")
+    estimates: list[Estimate] = [tested.estimate("GRPO", 1), tested.difference(BASE, "GRPO", 1)]
+    (band,) = (line.band for line in part.charts[0].lines if line.style == "accent")
+    edge = [float(point.split()[1]) for point in band.strip("MZ").split("L")]
+    return [
+        *(one.high - one.low for one in estimates),
+        abs(edge[0] - edge[-1]) / (part.charts[0].y_at(0) - part.charts[0].y_at(1)),
+    ]
+
+
+def test_where_all_seeds_have_the_same_problems_these_are_no_further_problems() -> None:
+    """Five times the same evaluation says as much as one; of other problems each, the interval is 5 ** .5 narrower."""
+    solved = {BASE: [8, 0, 0, 0] * (PROBLEMS // 4), "GRPO": [8, 8, 0, 0, 8] * (PROBLEMS // 5)}
+    task = {"base": {"batch": 1, "learnt_loss": 100.0, "sloppy_steps": 1}}
+    alone, same, other = (widths(solved, *of) for of in ((1, {}), (5, {}), (5, task)))
+    assert same == pytest.approx(alone, rel=0.1)
+    assert other == pytest.approx([width / 5**0.5 for width in alone], rel=0.15)
+
+
+def test_the_plot_of_intervals_is_sorted_and_no_grid_line_crosses_a_label() -> None:
+    right = {BASE: 2, "worse": 1, "GRPO": 4, "the best of the methods with a long name": 7}
+    results, _ = made({name: [count] * 20 for name, count in right.items()}, 2, {})
+    (plot,) = re.findall(r'<figure class="chart intervals">.*?</figure>', page.page_of(results, "title"), re.DOTALL)
+    labels = re.findall(r'<text class="label [^"]*" x="10" y="(\d+)">(.*?)</text>', plot)
+    assert [name for _, name in labels] == sorted(right, key=lambda name: -right[name])
+    means = [float(x) for x in re.findall(r'<circle [^>]*cx="([\d.]+)"', plot)]
+    assert means == pytest.approx([8 + 320 * right[name] / 8 for _, name in labels])
+    paths = re.findall(r'<path class="grid[^"]*" d="(.*?)"', plot)
+    lines = [
+        (float(y), float(y) + float(length)) for path in paths for y, length in re.findall(r"M\S+ (\S+?)v(\d+)", path)
+    ]
+    assert len(lines) == 5 * len(labels)
+    for baseline in (float(y) for y, _ in labels):  # letters of 10.5 units, a quarter of them below the baseline
+        assert not any(top < baseline + 2.6 and bottom > baseline - 8 for top, bottom in lines)

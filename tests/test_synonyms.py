@@ -1,0 +1,33 @@
+"""Names of other trainers lead to keys that exist."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+import pytest
+from pydantic import BaseModel
+
+from rlplus import Objective
+from rlplus.config import Config
+from rlplus.config.load import _section
+from rlplus.config.synonyms import COMMON, OPENRLHF, TRL, VERL, synonym
+
+OBJECTIVE = {f"algorithm.objective.{field.name}" for field in fields(Objective)}
+
+
+@pytest.mark.parametrize("names", [TRL, VERL, OPENRLHF, COMMON], ids=["TRL", "verl", "OpenRLHF", "common"])
+def test_every_name_leads_to_a_key(names: Mapping[str, str]) -> None:
+    for key in names.values():
+        section: type[BaseModel] | None = Config
+        for part in [] if key in OBJECTIVE else key.split("."):
+            assert section is not None, key
+            assert part in section.model_fields, key
+            section = _section(section.model_fields[part].annotation)
+
+
+def test_paths_count_from_their_end_and_flags_lose_their_dashes() -> None:
+    assert synonym("actor_rollout_ref.rollout.n") == "verl's rollout.n is rollout.group_size here"
+    assert synonym("rollout.n") == "verl's rollout.n is rollout.group_size here"
+    assert synonym("x.rollouts.n") is None
+    assert synonym("n-samples-per-prompt") == "OpenRLHF's n_samples_per_prompt is rollout.group_size here"
+    assert synonym("kl_coef") == "here it is algorithm.objective.kl_coef"
+    assert synonym("anything") is None
