@@ -1,8 +1,10 @@
 """The code in a response, and outputs that count as the same."""
 
+import json
+
 import pytest
 
-from rlplus.reward.graders.code import _same, extract_code
+from rlplus.reward.graders.code import _same_text, _same_value, extract_code
 
 
 def test_extract_code() -> None:
@@ -39,4 +41,5 @@ def test_extract_code() -> None:
     ],
 )
 def test_same_output(output: str, wanted: str, values: bool, same: bool) -> None:
-    assert _same(output, wanted, values=values) is same
+    found = _same_value(output, json.loads(wanted)) if values else _same_text(output, wanted)
+    assert found is same

@@ -237,7 +237,7 @@ def fake_runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     commands: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
-        commands.append(command[3:])
+        commands.append(command[command.index("rlplus") + 1 :])
         settings = dict(word.split("=", 1) for word in command if "=" in word and not word.startswith("-"))
         if "train" in command:
             folder = Path(settings["output_dir"])

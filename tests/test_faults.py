@@ -139,12 +139,12 @@ def test_a_disk_that_fails_at_the_end_of_a_save(tmp_path, monkeypatch, write):
     config = run_config(tmp_path, train={"steps": 1})
     folder = train(config)
 
-    def full(self: Path, *_: object) -> None:
-        raise OSError(28, "No space left on device", str(self))
+    def full(path: Path, *_: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
 
     more = config.model_copy(update={"train": config.train.model_copy(update={"steps": 2})})
     with monkeypatch.context() as patch, Run(more, resume=True) as run:
-        patch.setattr(checkpoint.Path, write, full)
+        patch.setattr(checkpoint.Path if write == "rename" else checkpoint, write, full)
         run.progress.step = 2
         with pytest.raises(OSError, match=r"could not write the checkpoint of step 2 under .*rank 0: .*No space left"):
             run.save_checkpoint()

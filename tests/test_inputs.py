@@ -197,13 +197,14 @@ def test_an_objective_may_be_the_name_of_its_preset() -> None:
 
 def test_values_that_cannot_be_are_refused_where_they_count() -> None:
     inputs: dict[str, Any] = {"old_logprob": -torch.ones(2), "advantage": torch.ones(2), "token_weight": torch.ones(2)}
-    logprobs = ("old_logprob", "behavior_logprob", "ref_logprob", "engine_logprob")
+    logprobs = ("old_logprob", "behavior_logprob", "ref_logprob")
     wrong: dict[str, float] = {"advantage": math.inf} | dict.fromkeys(logprobs, 0.7)
     for name, value in wrong.items():
-        changed = inputs | {name: torch.tensor([value, -1.0])}
+        changed = inputs | {name: torch.tensor([value, 0.0])}
         with pytest.raises(ValueError, match=f"want {name} "):
             policy_loss(-torch.ones(2), **changed)
         off = policy_loss(-torch.ones(2), **(changed | {"token_weight": torch.tensor([0.0, 1.0])}))[0]
         assert off.isfinite()
-    rounded = inputs | {"old_logprob": torch.tensor([0.02, -1.0])}
-    assert policy_loss(-torch.ones(2), **rounded)[0].isfinite()
+    for one_above in ([0.02, 0.0], [0.7, -1.0]):  # rounded; the ratio of a whole sequence
+        old = torch.tensor(one_above)
+        assert policy_loss(-torch.ones(2), **(inputs | {"old_logprob": old}))[0].isfinite()

@@ -54,13 +54,13 @@ def test_choice_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rlplus.rollout, "find_spec", lambda name: None)
     assert choose("auto") == "transformers"
     assert choose("transformers") == "transformers"
-    with pytest.raises(ValueError, match=r"vLLM is not installed: pip install 'rlplus\[vllm\]' .* or 'rlplus\[cpu\]'"):
+    with pytest.raises(ValueError, match=r'not installed: pip install -e "\.\[vllm\]" .* or pip install -e "\.\[cpu\]"'):
         choose("vllm")
     # Installed and broken, as with CUDA builds on a machine without CUDA: neither choice passes over it.
     monkeypatch.setattr(rlplus.rollout, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     for engine in ("auto", "vllm"):
-        with pytest.raises(ValueError, match=r"does not import .*LLM.*reinstall"):
+        with pytest.raises(ValueError, match=r"does not import .*LLM.*install it again by pip install"):
             choose(engine)
 
 
