@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.objective import Objective, policy_loss
+from rlplus.loss import Objective, policy_loss
 
 from .case import GROUP, NAMES, Case
 

@@ -42,8 +42,8 @@ sys.exit(not names)
 SELFCHECK = """
 import sys, torch
 from functools import partial
-from rlplus.ops import selfcheck
-from rlplus.ops.verdicts import verdict_on
+from rlplus.loss import selfcheck
+from rlplus.loss.verdicts import verdict_on
 if torch.cuda.is_available():
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     found = {str(dtype): verdict_on(torch.device("cuda", 0), dtype) for dtype in dtypes}

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from rlplus.kernels.tiling import Tile, Tiling
-from rlplus.objective import Objective
-from rlplus.ops import linear_logprob, linear_policy_loss, tuning
+from rlplus.loss import Objective, linear_logprob, linear_policy_loss, tuning
 
 from .cases import Inputs
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from rlplus.kernels.tiling import DEFAULT, TILES, Tiling
-from rlplus.ops import cost
-from rlplus.ops.head import Head
-from rlplus.ops.triton import plan
+from rlplus.loss import cost
+from rlplus.loss.backends.triton import plan
+from rlplus.loss.head import Head
 
 SHAPE = cost.Shape(N=16_384, H=3584, V=151_936)  # Qwen2.5-7B
 MACHINES = {"A100": cost.A100, "H200": cost.H200}

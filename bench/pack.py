@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 
-from rlplus.ops.verdicts import versions
+from rlplus.loss.verdicts import versions
 
 from .machine import PACK, package_root, revision
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rlplus.objective import policy_loss
+from rlplus.loss import policy_loss
 
 from .cases import Inputs
 from .methods import METHODS, Method, Step, Unavailable, method

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from rlplus.durable import write_text
-from rlplus.ops.verdicts import versions
+from rlplus.common.durable import write_text
+from rlplus.loss.verdicts import versions
 
 from .machine import hardware, revision
 from .measure import Row, package_version

@@ -16,11 +16,11 @@ from torch import Tensor
 from rlplus.errors import one_line
 from rlplus.kernels import linear_logprob as kernels
 from rlplus.kernels.tiling import DEFAULT, GRADIENT, PROGRAMS, STATISTICS, Buffers, Tiling
-from rlplus.ops import cost, linear_logprob, linear_policy_loss, tuning, verdicts
-from rlplus.ops.faults import STICKY
-from rlplus.ops.head import Head as OpHead
-from rlplus.ops.selfcheck import Results, compare
-from rlplus.ops.triton import device_machine, plan, row_bytes
+from rlplus.loss import cost, linear_logprob, linear_policy_loss, tuning, verdicts
+from rlplus.loss.backends.triton import device_machine, plan, row_bytes
+from rlplus.loss.faults import STICKY
+from rlplus.loss.head import Head as OpHead
+from rlplus.loss.selfcheck import Results, compare
 
 from .case import Case
 from .cases import DTYPES, Head, Inputs

@@ -1,4 +1,4 @@
-// The CPU kernels of rlplus as a plain C library: no torch, no Python; called through ctypes by rlplus/ops/cpp.py.
+// The CPU kernels of rlplus as a plain C library: no torch, no Python; called through ctypes by rlplus/loss/backends/cpp.py.
 //
 // A row is one token's V logits in fp32. `statistics` reads a row once; `gradient` then writes the row's gradient, fp32
 // or bf16, over a row that is no longer needed. Between the two the caller turns logprobs into slopes with the

@@ -15,14 +15,15 @@ from typing import Any
 
 from bench import report
 from bench.theory import __main__ as theory
+from rlplus.algorithm import ALGORITHMS, RECIPES, Algorithm, Refill, Shaping
+from rlplus.algorithm.options import recipe_name
 from rlplus.compare import BASE, Results, load_comparison
 from rlplus.compare.config import Study
 from rlplus.compare.page import Tested, tested_in
 from rlplus.config.benchmarks import BENCHMARKS
 from rlplus.config.json_schema import json_schema
-from rlplus.objective import ALGORITHMS, RECIPES, Algorithm, Objective, Refill, Shaping
-from rlplus.objective.recipes import recipe_name
-from rlplus.objective.surrogates import EXTERNAL
+from rlplus.loss import Objective
+from rlplus.loss.surrogates import EXTERNAL
 from rlplus.report.tables import interval, percent
 
 ROOT = Path(__file__).parent.parent

@@ -21,7 +21,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlplus.data.files import Row, read_rows
+from rlplus.data.row_files import Row, read_rows
 
 SEED = 0  # of the choice of problems for validation
 _CALCULATION = re.compile(r"<<[^<>]*>>")

@@ -26,12 +26,12 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from rlplus.common.terminal import counter
 from rlplus.config import Config, load_config
 from rlplus.data import Example, load_examples, load_tokenizer
-from rlplus.data.files import Row, get_column, read_rows
-from rlplus.data.load import holds_several
-from rlplus.ops import head_of, linear_logprob
-from rlplus.terminal import counter
+from rlplus.data.examples import holds_several
+from rlplus.data.row_files import Row, get_column, read_rows
+from rlplus.loss import head_of, linear_logprob
 
 COLUMN = "behavior_logprob"
 

@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rlplus.common.textfiles import file_name, read_text
 from rlplus.data import KeptSample, iter_kept
 from rlplus.demo.task import EASY, EMPTY, PLUS, SCRATCHPAD, WIDTH
-from rlplus.textfiles import file_name, read_text
 
 ORDERS = ("guess", "first to last", "last to first", "neither")
 

@@ -1,6 +1,6 @@
 """The objective of every token: loss terms, statistics, and the slopes that the gradient of the logits needs.
 
-The definition is `rlplus.objective.token_loss`; names and formulas are the same, and so is what becomes of NaN and of
+The definition is `rlplus.loss.token_loss`; names and formulas are the same, and so is what becomes of NaN and of
 rows of weight 0: they are left out by selection. fp32 arithmetic. Memory traffic: 56 bytes read or written a token,
 nothing beside the logits, which is why the objective is a kernel of its own and not the end of `row_statistics`.
 """
@@ -63,7 +63,7 @@ def token_loss(values: Tensor, constants: Tensor, coefficients: Coefficients, gi
 
     constants (n, 8) fp32: advantage, token_weight, external (0 or 1), old_logprob, behavior_logprob, ref_logprob,
     engine_logprob, entropy_weight; anything in the columns that are not given. The sums are those of
-    `rlplus.objective`: STATS, then MISMATCH_STATS.
+    `rlplus.loss`: STATS, then MISMATCH_STATS.
     """
     n = len(values)
     if values.shape != (n, WIDTH.value) or constants.shape != (n, CONSTANTS.value):
@@ -193,7 +193,7 @@ def _dft(logprob, old, behavior, c, BEHAVIOR: tl.constexpr):
     return p * logprob, p
 
 
-# By name, as in `rlplus.objective.surrogates`; the external ones with whether the advantage weighs them.
+# By name, as in `rlplus.loss.surrogates`; the external ones with whether the advantage weighs them.
 INTERNAL = {"ratio": _ratio, "clip": _clip, "reinforce": _reinforce, "cispo": _cispo, "sapo": _sapo, "dppo": _dppo}
 EXTERNAL = {
     "mis": (_mis, True),

@@ -41,7 +41,7 @@ class Tiling(NamedTuple):
     programs               minimum for `row_statistics`: with fewer rows, several programs share a row
     forward, loss          the tile of our own first GEMM, for logprobs alone and with logits kept for a gradient;
                            None: the vendor's GEMM
-    buffers                None, or timed with another scratch: the sizes of `rlplus.ops.cost`
+    buffers                None, or timed with another scratch: the sizes of `rlplus.loss.cost`
     exponentials           the tile of our first GEMM that keeps exponentials of two bytes in the place of logits, for
                            losses of bf16 inputs without a gradient of the entropy, in the place of `loss` and
                            `buffers`; None: never

@@ -20,8 +20,8 @@ from rlplus.config import Config
 from rlplus.data import MicroBatch
 from rlplus.learner import make_micro_batches
 from rlplus.learner.learner import PackedModel
-from rlplus.learner.model import load_model, prepare_model
 from rlplus.learner.policy import Policy
+from rlplus.learner.pretrained import load_model, prepare_model
 from rlplus.trainer.ranks import initialize_distributed
 
 CASES: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.ops import cpp
+from rlplus.loss.backends import cpp
 
 DEPTH = 32
 _INT, _ADDRESS, _BOOL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_bool

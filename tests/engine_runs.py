@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlplus.config import Config
 from rlplus.data import byte_tokenizer
-from rlplus.rollout.transformers import TransformersEngine
+from rlplus.rollout.transformers_engine import TransformersEngine
 
 
 def write_start(folder: Path, *, tied: bool) -> Path:

@@ -11,7 +11,7 @@ from head_cases import Head, closed, run, tensors, to
 from torch import Tensor
 
 from rlplus import Objective
-from rlplus.ops import cpp
+from rlplus.loss.backends import cpp
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))

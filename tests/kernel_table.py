@@ -26,6 +26,7 @@ import torch
 import triton
 from rich.console import Console
 from rich.table import Table
+from rlplus.loss.objective import KL_ESTIMATORS
 from sass import hot_path, parse
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -33,8 +34,7 @@ from triton.runtime.jit import JITFunction
 
 from rlplus.kernels import active_rows, exponentials, linear_logprob, policy_loss, scale
 from rlplus.kernels.tiling import DEFAULT, FP32_TILE, GRADIENT, STATISTICS, TILES, Tiling
-from rlplus.objective.presets import KL_ESTIMATORS
-from rlplus.objective.surrogates import EXTERNAL, INTERNAL
+from rlplus.loss.surrogates import EXTERNAL, INTERNAL
 
 KB = 1024
 SHARED_LIMIT = {80: 163 * KB, 90: 227 * KB, 100: 227 * KB, 120: 99 * KB}  # bytes a block may have

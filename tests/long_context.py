@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
-from rlplus import agree
+from rlplus.common import agree
 from rlplus.config import Config
 from rlplus.data import MicroBatch, Sample, byte_tokenizer
 from rlplus.learner import make_micro_batches

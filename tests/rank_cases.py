@@ -21,7 +21,7 @@ from trainer_runs import metrics, run_config
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
-from rlplus import agree
+from rlplus.common import agree
 from rlplus.config import Config, ModelConfig
 from rlplus.data import MicroBatch, Sample
 from rlplus.kernels.tiling import PROGRAMS, Tiling
@@ -29,17 +29,17 @@ from rlplus.learner import ValueModel, by_sample, make_micro_batches
 from rlplus.learner import learner as learner_module
 from rlplus.learner import policy as policy_module
 from rlplus.learner.adapters import add_adapters
-from rlplus.learner.model import load_model, prepare_model
 from rlplus.learner.policy import Policy
-from rlplus.ops import library
-from rlplus.ops.backends import Choice
-from rlplus.ops.library import _scale as scale
-from rlplus.ops.tuning import Kind, cached_file, plain, record_of, write
+from rlplus.learner.pretrained import load_model, prepare_model
+from rlplus.loss import library
+from rlplus.loss.backends.selection import Choice
+from rlplus.loss.library import _scale as scale
+from rlplus.loss.tuning import Kind, cached_file, plain, record_of, write
 from rlplus.recipe import Batch, make_recipe
 from rlplus.trainer import train
 from rlplus.trainer.metrics import Tally, tally_outputs, tally_update
 from rlplus.trainer.ranks import initialize_distributed
-from rlplus.trainer.tuning import begin
+from rlplus.trainer.run_tuning import begin
 
 ALWAYS_SHARDED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 LORA = {"rank": 4, "alpha": 8.0}

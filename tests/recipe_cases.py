@@ -14,8 +14,8 @@ from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from update_cases import packed
 
+from rlplus.algorithm import Algorithm
 from rlplus.data import Example, MicroBatch, Sample
-from rlplus.objective import Algorithm
 from rlplus.recipe import Batch, Recipe, Update, make_recipe
 from rlplus.trainer import Interrupted, Run, train
 

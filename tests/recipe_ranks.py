@@ -16,7 +16,7 @@ from recipe_cases import draw_rewards
 from trainer_runs import run_config
 
 from rlplus.rollout import Completion
-from rlplus.rollout.transformers import TransformersEngine
+from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import train
 from rlplus.trainer.engine import SyncedEngine
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from rlplus.kernels import linear_logprob as kernels
-from rlplus.ops import selfcheck
+from rlplus.loss import selfcheck
 
 row_gradient = kernels.row_gradient
 

@@ -22,7 +22,7 @@ TWO_RANKS = """
 import math, sys
 import torch.distributed as dist
 from datetime import timedelta
-from rlplus import agree
+from rlplus.common import agree
 dist.init_process_group("gloo")
 get_backend, dist.get_backend = dist.get_backend, lambda *_: "nccl"
 rank, group = dist.get_rank(), agree._group()
@@ -75,7 +75,7 @@ def test_two_ranks_agree_and_name_the_one_that_is_late_with_its_phase(tmp_path: 
 STORE_IS_GONE = """
 import os, sys
 import torch.distributed as dist
-from rlplus import agree
+from rlplus.common import agree
 dist.init_process_group("gloo")
 agree.barrier()
 if dist.get_rank() == 0:

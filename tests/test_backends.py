@@ -15,10 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rlplus import linear_logprob, linear_policy_loss
 from rlplus.kernels import scale
 from rlplus.kernels.tiling import Tiling
-from rlplus.ops import backends, chunked, tuning, verdicts
-from rlplus.ops import triton as triton_backend
-from rlplus.ops.backends import Choice, choose
-from rlplus.ops.verdicts import Verdict
+from rlplus.loss import tuning, verdicts
+from rlplus.loss.backends import chunked, selection
+from rlplus.loss.backends import triton as triton_backend
+from rlplus.loss.backends.selection import Choice, choose
+from rlplus.loss.verdicts import Verdict
 
 CUDA = torch.device("cuda", 0)
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -26,9 +27,9 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_on_cuda", {})
-    monkeypatch.setattr(backends, "_agreeing", set())
-    backends._warn_once.cache_clear()
+    monkeypatch.setattr(selection, "_on_cuda", {})
+    monkeypatch.setattr(selection, "_agreeing", set())
+    selection._warn_once.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
 
 
@@ -56,7 +57,7 @@ def test_auto_is_triton_where_the_check_passed(dtype: torch.dtype, verdict: mock
     for _ in range(3):
         assert choose("auto", CUDA, dtype) == ("triton", f"its self-check passed on NVIDIA Test for {name}")
     verdict.assert_called_once_with(CUDA, dtype)
-    assert backends.resolve_backend("auto", CUDA, dtype) == "triton"
+    assert selection.resolve_backend("auto", CUDA, dtype) == "triton"
 
 
 @pytest.mark.parametrize("found", [Verdict("refused", "dhidden is not finite"), Verdict("unchecked", "busy")])
@@ -155,9 +156,9 @@ N, V, H = 12, 20, 5
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
     """Counts comparisons: calls of `triton`'s logprobs. "auto" is triton until something refuses it."""
-    known = backends._on_cuda
+    known = selection._on_cuda
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(backends, "_automatic", lambda *kind: known.get(kind, Choice("triton", "passed")))
+    monkeypatch.setattr(selection, "_automatic", lambda *kind: known.get(kind, Choice("triton", "passed")))
     with mock.patch.object(triton_backend, "logprob", wraps=triton_backend.logprob) as seen:
         yield seen
 

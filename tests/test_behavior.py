@@ -16,9 +16,9 @@ from trainer_runs import metrics, run_config, write_task
 from transformers import AutoModelForCausalLM
 from update_cases import batch_of_samples, packed
 
+from rlplus.algorithm import ALGORITHMS
 from rlplus.config import Config, DataConfig, load_config
 from rlplus.data import byte_tokenizer, load_examples
-from rlplus.objective import ALGORITHMS
 from rlplus.recipe import set_advantages
 from rlplus.trainer import Run, train
 from rlplus.trainer.loop import train_step

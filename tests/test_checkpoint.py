@@ -13,7 +13,8 @@ from engine_runs import same
 from safetensors.torch import load_file
 from trainer_runs import environment, metrics, run_config, write_state
 
-from rlplus import __version__, checkpoint
+from rlplus import __version__
+from rlplus.learner import checkpoint
 from rlplus.trainer import train
 
 
@@ -50,7 +51,7 @@ def test_resume_is_bitwise_over_an_epoch_boundary(tmp_path, stage, preset, dtype
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[2])
-from rlplus import checkpoint
+from rlplus.learner import checkpoint
 from rlplus.config import load_config
 from rlplus.trainer import train
 
@@ -173,7 +174,7 @@ def test_ranks_that_see_other_checkpoints_are_refused(tmp_path, monkeypatch):
     def gathered(own):
         return [own, ("step-000007", None)] if isinstance(own, tuple) else [own]
 
-    monkeypatch.setattr("rlplus.agree.gathered", gathered)
+    monkeypatch.setattr("rlplus.common.agree.gathered", gathered)
     with pytest.raises(
         ValueError, match=r"all ranks share; its newest checkpoint is rank 0: None, rank 1: step-000007"
     ):

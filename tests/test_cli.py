@@ -18,7 +18,7 @@ from trainer_runs import environment, metrics, run_config, write_task
 from rlplus.cli import main
 from rlplus.config import ScratchModel
 from rlplus.data import byte_tokenizer
-from rlplus.learner.model import make_scratch_model, write_model
+from rlplus.learner.pretrained import make_scratch_model, write_model
 
 
 @pytest.fixture

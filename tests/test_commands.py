@@ -12,7 +12,7 @@ import processes
 import pytest
 from comparisons import FILE, written
 
-from rlplus.commands import ending_with_this_process
+from rlplus.common.commands import ending_with_this_process
 
 # Writes its process id, and at SIGTERM what a run would save.
 RUN = """
@@ -29,7 +29,7 @@ time.sleep(10**6)
 """
 PARENT = """
 import subprocess, sys
-from rlplus.commands import ending_with_this_process
+from rlplus.common.commands import ending_with_this_process
 subprocess.run(ending_with_this_process(sys.argv[1:]))
 """
 
@@ -69,7 +69,7 @@ def test_a_killed_process_takes_its_commands_along(tmp_path: Path, launcher: str
 def test_a_command_that_does_not_end_is_killed(tmp_path: Path) -> None:
     deaf = "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     deaf += "open(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(10**6)"
-    hasty = "import rlplus.commands as c\nc.PATIENCE_S = 0.2\nc.main()"
+    hasty = "import rlplus.common.commands as c\nc.PATIENCE_S = 0.2\nc.main()"
     command = ["sh", "-c", f'{sys.executable} -c "{deaf}" {tmp_path / "run"}; true']
     with processes.started([sys.executable, "-c", hasty, str(os.getpid()), *command]) as between:
         number = number_in(tmp_path / "run")

@@ -13,16 +13,16 @@ import pytest
 from comparisons import CONFIGS, FILE, written
 from rich.text import Text
 
+from rlplus.algorithm import ALGORITHMS
 from rlplus.cli import main
-from rlplus.commands import ending_with_this_process
+from rlplus.common.commands import ending_with_this_process
+from rlplus.common.textfiles import file_name
 from rlplus.compare import BASE, MARK, Results, Runner, load_comparison, run_comparison
 from rlplus.compare.data import VALIDATION, make_base_model
 from rlplus.compare.page import terminal_tables
 from rlplus.config import check_report_folder
 from rlplus.errors import RunFailed
-from rlplus.evaluation.statistics import bootstrap
-from rlplus.objective import ALGORITHMS
-from rlplus.textfiles import file_name
+from rlplus.evaluation.estimates import bootstrap
 
 # In place of `python -m rlplus`: writes what a run writes. A model's quality is in a file, and rises by the learning
 # rate, up to 3e-3; every call adds a line to calls.txt.

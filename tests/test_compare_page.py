@@ -8,7 +8,7 @@ from evaluations import evaluation
 
 from rlplus.compare import BASE, Results, page
 from rlplus.compare.config import Comparison
-from rlplus.compare.results import Outcome
+from rlplus.compare.outcomes import Outcome
 from rlplus.evaluation import Estimate
 
 PROBLEMS = 200

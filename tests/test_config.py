@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 from run_files import write_minimal
 
+from rlplus.algorithm import ALGORITHMS, Refill, Shaping
 from rlplus.config import (
     AlgorithmConfig,
     Config,
@@ -19,7 +20,6 @@ from rlplus.config import (
     TrainConfig,
     load_config,
 )
-from rlplus.objective import ALGORITHMS, Refill, Shaping
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from run_files import problems, write_minimal
 
+from rlplus.algorithm import ALGORITHMS
 from rlplus.config import load_config
-from rlplus.config.load import _kinds, _valid_keys
-from rlplus.objective import ALGORITHMS
+from rlplus.config.loading import _kinds, _valid_keys
 
 VALIDATED = ["validation.every=5", "validation.data.path=validation.jsonl"]
 

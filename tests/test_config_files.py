@@ -8,7 +8,7 @@ from threading import Thread
 import huggingface_hub.constants
 import pytest
 
-from rlplus.config.files import hub_problem
+from rlplus.config.path_checks import hub_problem
 
 CLOSED = "http://127.0.0.1:9"
 

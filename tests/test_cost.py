@@ -3,7 +3,7 @@
 import pytest
 
 from rlplus.bench import model
-from rlplus.ops import cost
+from rlplus.loss import cost
 
 N, H, V = model.SHAPE[:3]
 

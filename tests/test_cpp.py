@@ -11,9 +11,9 @@ from head_cases import EVERYTHING, absolute_sums, closed, run, tensors, to
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
-from rlplus.ops import cpp
-from rlplus.ops.backends import choose
-from rlplus.ops.head import Head
+from rlplus.loss.backends import cpp
+from rlplus.loss.backends.selection import choose
+from rlplus.loss.head import Head
 
 pytestmark = pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -12,11 +12,11 @@ from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from update_cases import batch_of_samples
 
+from rlplus.algorithm import generalized_advantages, value_loss
 from rlplus.config import Config
 from rlplus.data import Sample
 from rlplus.learner import ValueModel, by_sample, mean_batches
-from rlplus.learner.value import _loss_op, _values, add_value_head
-from rlplus.objective import generalized_advantages, value_loss
+from rlplus.learner.value_model import _loss_op, _values, add_value_head
 from rlplus.recipe import Batch, Update
 from rlplus.recipe.critic import CriticRecipe
 from rlplus.recipe.fit import whitened
@@ -255,7 +255,7 @@ def test_an_update_of_the_critic_ends_the_right_to_redo_the_step(
 def test_nonfinite_gradients_of_the_critic_are_counted_and_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlplus.learner.value.value_loss", lambda value, *_: (value * torch.nan).sum())
+    monkeypatch.setattr("rlplus.learner.value_model.value_loss", lambda value, *_: (value * torch.nan).sum())
     with pytest.raises(RunFailed, match="3 updates of the critic in a row had a non-finite gradient"):
         train(ppo(tmp_path))
     one = ppo(tmp_path, "one", train={"steps": 1}, critic_updates=2)

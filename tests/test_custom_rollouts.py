@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from update_cases import batch_of_samples, naive_loss, packed
 
 from examples import calculator, thought_templates
+from rlplus.algorithm import ALGORITHMS
 from rlplus.config import Config
 from rlplus.data import Example, Sample
 from rlplus.demo.task import draw_splits, make_tokenizer, write_jsonl
 from rlplus.evaluation import evaluate
-from rlplus.objective import ALGORITHMS
 from rlplus.recipe import Batch, Recipe
 from rlplus.reward import Score
 from rlplus.rollout import Completion, Response, RunFailed, Sampler, make_respond

@@ -6,14 +6,14 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from rlplus.loss.objective import AdvantageEstimator
 from torch import Tensor
 from update_cases import batch_of_samples
 
 from rlplus import batch_advantages, group_advantages, policy_loss, token_weights
-from rlplus.objective import ALGORITHMS
-from rlplus.objective.presets import AdvantageEstimator
-from rlplus.objective.process import process_advantages
-from rlplus.objective.value import generalized_advantages
+from rlplus.algorithm import ALGORITHMS
+from rlplus.algorithm.critic_formulas import generalized_advantages
+from rlplus.algorithm.prime_formulas import process_advantages
 from rlplus.recipe import set_advantages
 
 GROUPS = torch.tensor([0] * 3 + [1] * 7 + [2] * 11)

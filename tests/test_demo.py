@@ -16,6 +16,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlplus.demo as demo
+from rlplus.common.terminal import Terminal
 from rlplus.config import load_config
 from rlplus.data import load_examples, load_tokenizer
 from rlplus.demo import base as demo_base
@@ -36,7 +37,6 @@ from rlplus.evaluation import Estimate, Evaluation, save_results
 from rlplus.report import seeds_line
 from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed
-from rlplus.terminal import Terminal
 
 
 def draw(rng: random.Random, length: int, exclude: Collection[Problem] = ()) -> Problem:

@@ -24,14 +24,14 @@ from torch.distributed.run import get_args_parser
 import rlplus
 from bench.__main__ import parse as parse_bench
 from bench.tune_options import parse as parse_tune
+from rlplus.algorithm import ALGORITHMS
 from rlplus.cli import parse
 from rlplus.cli.evaluate import evaluated
 from rlplus.compare import load_comparison
 from rlplus.config import load_stages
 from rlplus.config.json_schema import json_schema
 from rlplus.data import Sample
-from rlplus.objective import ALGORITHMS
-from rlplus.objective.surrogates import INTERNAL
+from rlplus.loss.surrogates import INTERNAL
 from rlplus.recipe import Batch
 
 ROOT = Path(__file__).parent.parent
@@ -283,7 +283,7 @@ def check_pytest(words: Sequence[str], folder: Path) -> None:
 
 
 def check_vllm(words: Sequence[str], folder: Path) -> None:
-    check_options(words, ROOT / "rlplus/rollout/server.py")
+    check_options(words, ROOT / "rlplus/rollout/server_engine.py")
 
 
 def nothing(words: Sequence[str], folder: Path) -> None:

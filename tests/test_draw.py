@@ -9,7 +9,7 @@ from rollout_models import PROMPTS, save, start, tiny_model
 from torch import Tensor
 
 from rlplus.rollout import RunFailed
-from rlplus.rollout.transformers import BLOCK, draw
+from rlplus.rollout.transformers_engine import BLOCK, draw
 
 
 def drawn(logits: Tensor, uniform: Tensor, monkeypatch: pytest.MonkeyPatch, temperature: float = 1.0) -> Tensor:

@@ -16,8 +16,8 @@ from update_cases import batch_of_samples
 from rlplus.config import ModelConfig
 from rlplus.learner import ValueModel, make_micro_batches
 from rlplus.learner.dropout import dropout_fields, without_dropout
-from rlplus.learner.model import load_model
 from rlplus.learner.policy import Policy
+from rlplus.learner.pretrained import load_model
 from rlplus.trainer import Run
 
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2}

@@ -11,8 +11,8 @@ from pathlib import Path
 import processes
 import pytest
 
-from rlplus import durable
-from rlplus.durable import UNSEALED, is_sealed, locked, remove_unfinished, replacing, write_text
+from rlplus.common import durable
+from rlplus.common.durable import UNSEALED, is_sealed, locked, remove_unfinished, replacing, write_text
 
 PACKAGE = Path(__file__).parent.parent / "rlplus"
 
@@ -71,7 +71,7 @@ def test_links_are_followed_and_devices_are_written_to(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     """Of the files asked for, and nothing that a user called so."""
-    killed = "import os, sys\nfrom pathlib import Path\nfrom rlplus.durable import replacing\n"
+    killed = "import os, sys\nfrom pathlib import Path\nfrom rlplus.common.durable import replacing\n"
     killed += "with replacing(Path(sys.argv[1])) as file:\n    os.kill(os.getpid(), 9)"
     write_text(path := tmp_path / "step-1.json", "old")
     assert processes.run([sys.executable, "-c", killed, str(path)]).returncode == -signal.SIGKILL
@@ -105,7 +105,7 @@ def test_every_flipped_bit_of_a_sealed_file_is_told(tmp_path: Path) -> None:
 
 
 def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
-    script = "import sys\nfrom pathlib import Path\nfrom rlplus.durable import locked\n"
+    script = "import sys\nfrom pathlib import Path\nfrom rlplus.common.durable import locked\n"
     script += "with locked(Path(sys.argv[1]), 'taken'):\n    print(flush=True)\n    sys.stdin.read()"
     command = [sys.executable, "-c", script, str(file := tmp_path / ".lock")]
     with processes.started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
@@ -122,14 +122,14 @@ def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
 
 ALLOWED = {
     "durable.py": "it is the module",
-    "reward/worker.py": "a descriptor that it has been given",
+    "reward/grading_worker.py": "a descriptor that it has been given",
     "reward/graders/jail/namespaces.py": "files of /proc",
     "reward/graders/jail/programs.py": "pipes and descriptors that it has been given",
     "reward/graders/sandbox.py": "a pipe to the program's process",
     "trainer/metrics.py": "metrics.jsonl grows by a flushed line; a cut last one is dropped",
-    "compare/runs.py": "the output of a command, while it runs",
+    "compare/launches.py": "the output of a command, while it runs",
     "demo/__init__.py": "the output of a command, while it runs",
-    "ops/verdicts.py": "a cache, renamed, whose files must be this user's alone; a lost one is made again",
+    "loss/verdicts.py": "a cache, renamed, whose files must be this user's alone; a lost one is made again",
     "bench/measure.py": "a file of /proc",
     "bench/gpu.py": "of the standard library alone; it renames its state, and its logs grow",
     "bench/pack.py": "a folder that is made anew each time",
@@ -154,7 +154,7 @@ def in_place(text: str) -> Iterator[int]:
 
 
 def test_files_are_written_durably() -> None:
-    """What is read again is written by `rlplus.durable`, but where there is a reason."""
+    """What is read again is written by `rlplus.common.durable`, but where there is a reason."""
     paths = [path for folder in (PACKAGE, PACKAGE / "bench") for path in folder.rglob("*.py")]
     found = {str(path.relative_to(PACKAGE)): list(in_place(path.read_text())) for path in paths}
     assert {name: lines for name, lines in found.items() if lines and name not in ALLOWED} == {}

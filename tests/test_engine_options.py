@@ -12,12 +12,12 @@ from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, gap, save, tiny_mod
 from trainer_runs import run_config
 
 import rlplus.rollout
-import rlplus.rollout.vllm
+import rlplus.rollout.vllm_engine
 from rlplus.config import RolloutConfig, load_config
-from rlplus.config.rollout import OWNED
+from rlplus.config.rollout_section import OWNED
 from rlplus.plan import make_cluster, make_plan
 from rlplus.rollout import make_engine
-from rlplus.trainer.folder import read_state
+from rlplus.trainer.run_folder import read_state
 
 DEFAULTS = {"enable_chunked_prefill", "max_num_batched_tokens", "use_tqdm_on_load"}  # of the trainer; a user may differ
 
@@ -35,8 +35,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     names = [*OWNED, *DEFAULTS, "max_num_seqs", "speculative_config"]
     module = SimpleNamespace(LLM=make, EngineArgs=make_dataclass("EngineArgs", names), __version__="9.9")
-    monkeypatch.setattr(rlplus.rollout.vllm, "import_vllm", lambda: module)
-    monkeypatch.setattr(rlplus.rollout.vllm, "_on_cpu", lambda: False)
+    monkeypatch.setattr(rlplus.rollout.vllm_engine, "import_vllm", lambda: module)
+    monkeypatch.setattr(rlplus.rollout.vllm_engine, "_on_cpu", lambda: False)
     monkeypatch.setattr(rlplus.rollout, "_choose", lambda engine: engine)
     return arguments
 
@@ -80,7 +80,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(
     with pytest.raises(ValueError, match=r"^rollout\.vllm\.xyz: vLLM 9\.9 has no such argument$"):
         start(tmp_path, xyz=4)
     assert not asked
-    monkeypatch.setattr(rlplus.rollout.vllm, "_on_cpu", lambda: True)
+    monkeypatch.setattr(rlplus.rollout.vllm_engine, "_on_cpu", lambda: True)
     with pytest.raises(ValueError, match=r"^rollout\.vllm\.enable_chunked_prefill: leave it out, on the CPU"):
         start(tmp_path, enable_chunked_prefill=True)
 
@@ -96,7 +96,7 @@ def test_a_run_resumes_with_the_options_that_it_began_with(tmp_path: Path, monke
     """They change the samples by rounding at least."""
     config = run_config(tmp_path, rollout={"engine": "vllm", "vllm": {"max_num_seqs": 4}})
     saved = {"config": config.model_dump(mode="json"), "step": 3}
-    monkeypatch.setattr("rlplus.checkpoint.read_state", lambda folder: saved)
+    monkeypatch.setattr("rlplus.learner.checkpoint.read_state", lambda folder: saved)
     read_state(tmp_path, config, {})
     with pytest.raises(ValueError, match=r"rollout\.vllm\.max_num_seqs was 4, is 5"):
         read_state(tmp_path, changed(config, "rollout", vllm={"max_num_seqs": 5}), {})

@@ -8,8 +8,9 @@ import torch
 
 import rlplus
 from rlplus.cli import main
-from rlplus.ops import backends, environment, verdicts
-from rlplus.ops.verdicts import Verdict
+from rlplus.loss import environment, verdicts
+from rlplus.loss.backends import selection
+from rlplus.loss.verdicts import Verdict
 
 
 def test_it_needs_neither_a_gpu_nor_a_configuration(
@@ -29,7 +30,7 @@ def test_it_needs_neither_a_gpu_nor_a_configuration(
 def test_each_cuda_device_has_its_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name="NVIDIA Test", major=9, minor=0, total_memory=80 * 2**30)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(backends, "_on_cuda", {})
+    monkeypatch.setattr(selection, "_on_cuda", {})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name, value in (("properties", properties), ("name", "NVIDIA Test"), ("capability", (9, 0))):
         monkeypatch.setattr(torch.cuda, f"get_device_{name}", lambda device, value=value: value)

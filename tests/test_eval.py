@@ -14,9 +14,9 @@ from trainer_runs import environment, run_config, write_task
 from rlplus.cli import main
 from rlplus.config import ScratchModel
 from rlplus.data import byte_tokenizer
-from rlplus.evaluation.folder import held
-from rlplus.learner.model import make_scratch_model, write_model
-from rlplus.rollout.transformers import TransformersEngine
+from rlplus.evaluation.output_folder import held
+from rlplus.learner.pretrained import make_scratch_model, write_model
+from rlplus.rollout.transformers_engine import TransformersEngine
 
 
 def write_tiny(folder: Path, **scratch: int) -> str:

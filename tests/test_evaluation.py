@@ -21,7 +21,7 @@ from rlplus.config import load_config
 from rlplus.data import Example, byte_tokenizer, load_problems, read_kept
 from rlplus.evaluation import Evaluation, evaluate, join, result_table
 from rlplus.evaluation.asked import model_identity
-from rlplus.evaluation.kept import KeptCalls
+from rlplus.evaluation.partial_samples import KeptCalls
 from rlplus.evaluation.sample import _calls
 from rlplus.evaluation.scorers import Scorers, reward_of
 from rlplus.reward import Score

@@ -17,7 +17,7 @@ from rlplus.config import load_config
 from rlplus.data import Example
 from rlplus.evaluation import Evaluation, evaluate_model, load_results, save_results
 from rlplus.evaluation.asked import asked_of, differences, model_identity
-from rlplus.evaluation.folder import check_folder, held, others_in
+from rlplus.evaluation.output_folder import check_folder, held, others_in
 
 
 def write_model_files(folder: Path, weights: bytes = bytes(2**21)) -> Path:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from examples import loss, prepare_data, scratchpads, train_minimal
+from rlplus.common.textfiles import file_name
 from rlplus.config import split_hub_path
 from rlplus.data import KeptSample, write_kept
-from rlplus.textfiles import file_name
 
 GSM8K = [  # the layout of openai/gsm8k
     {"question": "What is 48 + 24?", "answer": "Half of 48 is 48/2 = <<48/2=24>>24.\n48+24 = <<48+24=72>>72.\n#### 72"},

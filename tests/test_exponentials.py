@@ -22,9 +22,9 @@ from rlplus.bench.cases import Inputs
 from rlplus.kernels import exponentials
 from rlplus.kernels import linear_logprob as kernels
 from rlplus.kernels.tiling import DEFAULT, TILES, Buffers, Tile, Tiling
-from rlplus.ops import triton as backend
-from rlplus.ops import tuning
-from rlplus.ops.head import Head
+from rlplus.loss import tuning
+from rlplus.loss.backends import triton as backend
+from rlplus.loss.head import Head
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS, HALF_EPS, SUBNORMAL = torch.finfo(torch.float32).eps, torch.finfo(torch.float16).eps, 2.0**-24

@@ -15,11 +15,12 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import native_specialize_impl
 from update_cases import batch_of_samples, packed
 
+from rlplus.algorithm import ALGORITHMS, ExternalSchedule
+from rlplus.algorithm.external_schedule import external_share
 from rlplus.config import AlgorithmConfig, load_config
 from rlplus.learner import Policy
-from rlplus.objective import ALGORITHMS, ExternalSchedule, Objective
-from rlplus.objective.schedule import external_share
-from rlplus.ops.token_arguments import coefficients
+from rlplus.loss import Objective
+from rlplus.loss.backends.token_arguments import coefficients
 from rlplus.recipe import set_advantages
 from rlplus.trainer import Run, train
 

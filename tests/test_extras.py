@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Lfm2Config, L
 from rlplus.config import Config, ScratchModel
 from rlplus.data import byte_tokenizer
 from rlplus.learner.adapters import add_adapters, merged_weights, without_adapters
-from rlplus.learner.model import _apply_liger, make_scratch_model
+from rlplus.learner.pretrained import _apply_liger, make_scratch_model
 from rlplus.recipe import set_advantages
 from rlplus.trainer import Run, train
 
@@ -99,7 +99,7 @@ def test_liger_gets_the_layers_and_never_the_loss(monkeypatch: pytest.MonkeyPatc
     for name in ("liger_kernel", "liger_kernel.transformers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, liger.__name__, liger)
-    monkeypatch.setattr("rlplus.learner.model.find_spec", lambda name: object())
+    monkeypatch.setattr("rlplus.learner.pretrained.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     lm = make_scratch_model(ScratchModel(), byte_tokenizer(), 0)
     _apply_liger(lm)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlplus import Objective, linear_logprob, policy_loss
 from rlplus.integrations.transformers import fuse_head, unfuse_head
-from rlplus.ops.causal_lm import LogitTransform
+from rlplus.loss.causal_lm import LogitTransform
 
 TEMPERATURE = 0.7
 IDS = torch.tensor([[5, 9, 12, 30, 31, 22, 8], [3, 44, 17, 2, 50, 6, 1]])

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rlplus import Objective, linear_logprob
 from rlplus.kernels import linear_logprob as kernels
-from rlplus.ops import tuning
-from rlplus.ops.head import FLOOR
+from rlplus.loss import tuning
+from rlplus.loss.head import FLOOR
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = torch.finfo(torch.float32).eps

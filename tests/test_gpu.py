@@ -28,9 +28,10 @@ from head_cases import (
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
-from rlplus.ops import backends, selfcheck, tuning
-from rlplus.ops import triton as backend
-from rlplus.ops.head import Head as OpHead
+from rlplus.loss import selfcheck, tuning
+from rlplus.loss.backends import selection
+from rlplus.loss.backends import triton as backend
+from rlplus.loss.head import Head as OpHead
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -169,15 +170,15 @@ def test_auto_takes_the_kernels_once_a_child_process_has_checked_them(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLPLUS_CACHE", str(tmp_path))
-    monkeypatch.setattr(backends, "_on_cuda", {})
-    monkeypatch.setattr(backends, "_agreeing", set())
+    monkeypatch.setattr(selection, "_on_cuda", {})
+    monkeypatch.setattr(selection, "_agreeing", set())
     inputs = on_gpu(case(300, 5003, 136, dtype))
-    chosen = backends.choose("auto", inputs[0]["hidden"].device, dtype)
+    chosen = selection.choose("auto", inputs[0]["hidden"].device, dtype)
     assert chosen.backend == "triton", chosen.reason
     (verdict,) = tmp_path.glob("*.json")
     assert json.loads(verdict.read_text())["status"] == "passed"
     assert equal(fused(inputs), tensors(run(*inputs, EVERYTHING))) == []
-    assert len(backends._agreeing) == 1  # the call was compared
+    assert len(selection._agreeing) == 1  # the call was compared
 
 
 @DTYPES

@@ -24,8 +24,8 @@ from rlplus.bench.methods import Unavailable
 from rlplus.bench.peers import METHODS
 from rlplus.bench.suites import SUITES, tiny
 from rlplus.kernels.tiling import TILES, Tile, Tiling
-from rlplus.ops import tuning
-from rlplus.ops.verdicts import versions
+from rlplus.loss import tuning
+from rlplus.loss.verdicts import versions
 
 ROOT = Path(__file__).parent.parent
 PARTS = ["selfcheck", "bench", "tune", "tuned", "test_gpu", "kernels", "sanitizer", "memcheck", "racecheck"]

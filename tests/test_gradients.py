@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer_runs import environment
 from transformers import Qwen2ForCausalLM
 
-from rlplus.learner.model import restore_buffers
+from rlplus.learner.pretrained import restore_buffers
 from rlplus.trainer.ranks import initialize_distributed
 
 QUICK = ("ZeRO-1", "ZeRO-1, offload", "ZeRO-2", "ZeRO-3")

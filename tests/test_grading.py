@@ -15,9 +15,9 @@ from trainer_runs import environment, metrics, run_config
 import rlplus
 import rlplus.trainer.rollouts
 import rlplus.trainer.run
-from rlplus.checkpoint import read_state
 from rlplus.config import RewardConfig
 from rlplus.data import Example, Sample, byte_tokenizer
+from rlplus.learner.checkpoint import read_state
 from rlplus.reward import Score, Scorer, grade_demonstrations, keep_passed
 from rlplus.trainer import train
 from rlplus.trainer.ranks import initialize_distributed
@@ -68,7 +68,7 @@ from test_grading import decode, example
 from rlplus.data import Sample
 from rlplus.reward import Score, grade_demonstrations
 from rlplus.rollout import RunFailed
-from rlplus.trainer.samples import score
+from rlplus.trainer.groups import score
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from rlplus import Objective, linear_logprob, linear_policy_loss, policy_loss
-from rlplus.ops import cpp
+from rlplus.loss.backends import cpp
 
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

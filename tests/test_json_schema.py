@@ -10,10 +10,10 @@ import yaml
 from jsonschema import Draft202012Validator
 from run_files import MINIMAL, write_minimal
 
+from rlplus.algorithm import ALGORITHMS, RECIPES
 from rlplus.config import load_config
 from rlplus.config.json_schema import json_schema
-from rlplus.config.load import read_yaml
-from rlplus.objective import ALGORITHMS, RECIPES
+from rlplus.config.loading import read_yaml
 
 FOLDER = Path(__file__).parent.parent / "configs"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))

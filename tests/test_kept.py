@@ -30,7 +30,7 @@ from rlplus.data import (
     token_texts,
     write_kept,
 )
-from rlplus.objective import group_advantages
+from rlplus.loss import group_advantages
 from rlplus.reward import Score
 from rlplus.trainer import provenance, train
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from rlplus import Objective, linear_logprob, linear_policy_loss
 from rlplus.kernels import linear_logprob as row_kernels
 from rlplus.kernels.tiling import DEFAULT, Tiling
-from rlplus.ops import triton as backend
-from rlplus.ops.head import FLOOR
+from rlplus.loss.backends import triton as backend
+from rlplus.loss.head import FLOOR
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK_V, EPS = DEFAULT.statistics.BLOCK_V, torch.finfo(torch.float32).eps

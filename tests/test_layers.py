@@ -57,7 +57,7 @@ def test_collectives_go_through_agree(path: Path) -> None:
     attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
     used = [node.attr for node in attributes if ast.unparse(node.value) in ("dist", "torch.distributed")]
     direct = [name for name in used if name.startswith(tuple(COLLECTIVES))]
-    assert path.name == "agree.py" or not direct, f"{path.name} calls {direct}: want functions of rlplus.agree"
+    assert path.name == "agree.py" or not direct, f"{path.name} calls {direct}: want functions of rlplus.common.agree"
 
 
 def test_one_class_knows_what_its_kinds_of_demonstrations_mean() -> None:

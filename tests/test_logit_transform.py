@@ -15,9 +15,9 @@ from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
 from rlplus.config import ModelConfig
 from rlplus.data import byte_tokenizer
 from rlplus.kernels import linear_logprob as row_kernels
-from rlplus.learner.model import load_model
-from rlplus.ops import cpp
-from rlplus.ops.head import Head
+from rlplus.learner.pretrained import load_model
+from rlplus.loss.backends import cpp
+from rlplus.loss.head import Head
 from rlplus.recipe import set_advantages
 from rlplus.trainer import Run
 

@@ -1,4 +1,4 @@
-"""Contract of rlplus.objective: it agrees with closed forms in float64 and obeys the laws they obey."""
+"""Contract of rlplus.loss: it agrees with closed forms in float64 and obeys the laws they obey."""
 
 import dataclasses
 import math

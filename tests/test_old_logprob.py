@@ -10,7 +10,7 @@ from trainer_runs import metrics, run_config
 from rlplus.config import Config
 from rlplus.learner.policy import Policy
 from rlplus.rollout import RunFailed
-from rlplus.rollout.transformers import TransformersEngine
+from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import train
 
 KL = {"preset": "grpo", "objective": {"kl_coef": 0.5, "mismatch_cap": 1.0}}

@@ -1,4 +1,4 @@
-"""Contract of rlplus.ops' public interface: memory, torch.library, torch.compile, choice of backend, errors."""
+"""Contract of rlplus.loss.operations' public interface: memory, torch.library, torch.compile, choice of backend, errors."""
 
 import math
 import os
@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlplus
 from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
-from rlplus.objective import TokenConstants
-from rlplus.ops import chunked, cpp, library
-from rlplus.ops.head import Head
+from rlplus.loss import TokenConstants, library
+from rlplus.loss.backends import chunked, cpp
+from rlplus.loss.head import Head
 
 N, H, V = 12, 4, 9
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))

@@ -8,9 +8,9 @@ import torch
 from closed_form import FEATURES, all_objectives
 from head_cases import EVERYTHING, H, check_precision, closed, run, sample, tensors, to
 
-from rlplus import Objective, linear_policy_loss, ops
-from rlplus.objective import TokenConstants
-from rlplus.ops import cpp, least, library
+from rlplus import Objective, linear_policy_loss
+from rlplus.loss import TokenConstants, library, operations
+from rlplus.loss.backends import cpp, least
 
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))
 EVERY = pytest.mark.parametrize("backend", ["torch", CPP, "triton"])
@@ -117,7 +117,7 @@ def test_the_faster_way_is_one_of_the_two(backend: str, way: str, monkeypatch: p
     inputs = [{k: v.to(DEVICE[backend]) for k, v in x.items()} for x in sample(9, dtype=torch.float32)]
     asked: list[tuple[Any, float]] = []
     monkeypatch.setattr(library, "faster_memory", lambda *a: (asked.append(a), way)[1])
-    monkeypatch.setattr(ops, "_way", lambda memory, *_: memory or "faster")
+    monkeypatch.setattr(operations, "_way", lambda memory, *_: memory or "faster")
     got, want = (run(*inputs, EVERYTHING, backend=backend, max_scratch_mb=3e-3, memory=m) for m in (None, way))
     assert asked == [((9, H, 23, 4, 4), 3e3)]
     assert all(torch.equal(got[name], want[name]) for name in ("loss", "dhidden", "dweight", "dbias"))
@@ -125,9 +125,9 @@ def test_the_faster_way_is_one_of_the_two(backend: str, way: str, monkeypatch: p
 
 def test_memory_none_is_fast_where_nothing_speaks_for_least() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    ways = [ops._way(None, *given) for given in ((None, cpu), (100.0, cpu), (None, cuda), (100.0, cuda))]
+    ways = [operations._way(None, *given) for given in ((None, cpu), (100.0, cpu), (None, cuda), (100.0, cuda))]
     assert ways == ["fast", "fast", "fast", "faster"]
-    assert ops._way("least", 1e4, cuda) == "least"
+    assert operations._way("least", 1e4, cuda) == "least"
 
 
 @EVERY

@@ -15,7 +15,7 @@ from rlplus.learner.learner import PackedModel
 from rlplus.learner.policy import Policy
 from rlplus.plan import make_cluster, make_plan, show_bytes
 from rlplus.plan.advice import PHASES, advise
-from rlplus.rollout.transformers import TransformersEngine
+from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import OutOfMemory, train
 
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free."

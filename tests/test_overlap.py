@@ -16,16 +16,16 @@ from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM
 from update_cases import packed
 
-import rlplus.rollout.process
+import rlplus.rollout.process_engine
 import rlplus.trainer.rollouts
 from rlplus.config import Config
 from rlplus.data import Sample
 from rlplus.learner import forward_batches
 from rlplus.recipe import Batch, set_advantages
-from rlplus.rollout.transformers import TransformersEngine
+from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import Run, train
+from rlplus.trainer.groups import generate
 from rlplus.trainer.rollouts import use_engine_logprob
-from rlplus.trainer.samples import generate
 
 
 def test_overlap_refuses_a_cap_that_would_do_nothing(tmp_path):
@@ -258,7 +258,7 @@ def test_an_engine_killed_ahead_costs_no_step(tmp_path, monkeypatch, kind):
     """A real process, killed once while it generates ahead: the run ends as an undisturbed one."""
     engine = {"engine": kind, "kv_cache_memory_mb": 16}
     whole = train(overlapping(tmp_path, "whole", 3, rollout=engine))
-    original = rlplus.rollout.process.ProcessEngine.generate
+    original = rlplus.rollout.process_engine.ProcessEngine.generate
     killed = []
 
     def generate_and_kill(engine: Any, *args: Any, **options: Any) -> Any:
@@ -267,7 +267,7 @@ def test_an_engine_killed_ahead_costs_no_step(tmp_path, monkeypatch, kind):
             threading.Timer(0.02, os.kill, (engine.pid, signal.SIGKILL)).start()
         return original(engine, *args, **options)
 
-    monkeypatch.setattr(rlplus.rollout.process.ProcessEngine, "generate", generate_and_kill)
+    monkeypatch.setattr(rlplus.rollout.process_engine.ProcessEngine, "generate", generate_and_kill)
     broken = train(overlapping(tmp_path, "broken", 3, rollout=engine))
     assert killed[0].restarts == 1
     assert same(whole, broken)

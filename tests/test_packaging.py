@@ -103,7 +103,7 @@ def test_native_library_is_in_the_wheel_where_there_is_a_compiler(source: Path, 
     wheel = build_wheel(without_library(source, tmp_path), tmp_path, RLPLUS_EXT="1")
     assert wheel.name.split("-")[2:4] == ["py3", "none"]
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    script = "from rlplus.ops import cpp; assert cpp.load(); print(cpp.LIBRARY)"
+    script = "from rlplus.loss.operations import cpp; assert cpp.load(); print(cpp.LIBRARY)"
     assert run("-c", script, cwd=tmp_path, path=tmp_path / "site").strip() == str(tmp_path / "site/rlplus/_C.so")
 
 
@@ -125,8 +125,8 @@ assert {{"Objective", "linear_policy_loss", "ops", "__version__"}} <= set(dir(rl
 rlplus.Objective.preset("rlplus")
 import rlplus.config
 assert not {SLOW} & set(sys.modules), "presets and configurations"
-import rlplus.objective
-for module in (rlplus, rlplus.objective):
+import rlplus.loss
+for module in (rlplus, rlplus.loss):
     assert all(getattr(module, name) is not None for name in module.__all__)
     try:
         module.nothing
@@ -134,7 +134,7 @@ for module in (rlplus, rlplus.objective):
         assert "has no attribute 'nothing'" in str(error)
     else:
         raise AssertionError
-assert rlplus.policy_loss is rlplus.objective.loss.policy_loss and "policy_loss" in vars(rlplus)
+assert rlplus.policy_loss is rlplus.loss.definition.policy_loss and "policy_loss" in vars(rlplus)
 assert not {{"transformers", "deepspeed", "vllm", "pyarrow"}} & set(sys.modules)
 """
 COMPILED = """

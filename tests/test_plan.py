@@ -16,7 +16,7 @@ from rlplus.demo.task import make_tokenizer
 from rlplus.plan import GIB, GPUS, MOMENTS, Cluster, make_cluster, this_cluster
 from rlplus.plan.cluster import Gpu
 from rlplus.plan.memory import packed_shape
-from rlplus.plan.show import show
+from rlplus.plan.plan_text import show
 
 
 def test_parameters_are_exact():

@@ -9,7 +9,7 @@ from trainer_runs import run_config, write_task
 
 from rlplus.cli import main
 from rlplus.config import Config
-from rlplus.plan.data import Lengths, plan_data
+from rlplus.plan.data_report import Lengths, plan_data
 from rlplus.trainer import Run, train
 
 

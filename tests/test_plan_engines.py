@@ -6,7 +6,7 @@ from rich.console import Console
 
 from rlplus.cli import main
 from rlplus.plan import make_cluster
-from rlplus.plan.show import show
+from rlplus.plan.plan_text import show
 
 
 def test_a_servers_gpus_are_not_counted(capsys):

@@ -21,8 +21,7 @@ from rlplus.data import Sample, byte_tokenizer, pack
 from rlplus.learner import make_micro_batches
 from rlplus.learner.learner import PackedModel
 from rlplus.learner.policy import Policy
-from rlplus.objective import Objective
-from rlplus.ops import linear_policy_loss
+from rlplus.loss import Objective, linear_policy_loss
 from rlplus.plan.activations import Meter, count_activations, meta_model
 from rlplus.plan.memory import Model, head_memory, model_states
 from rlplus.trainer.ranks import initialize_distributed
@@ -170,7 +169,7 @@ def test_activations_by_hand(checkpointing):
 def test_the_head_takes_what_is_planned(tmp_path, backend, dtype, tokens, memory):
     """Bytes that torch's allocator hands out during one forward pass of the fused loss."""
     if backend == "cpp":
-        pytest.importorskip("rlplus.ops.cpp").load() or pytest.skip("the native library is not built")
+        pytest.importorskip("rlplus.loss.backends.cpp").load() or pytest.skip("the native library is not built")
     V, H = 20_000, 64
     scratch = {} if backend == "reference" else {"max_scratch_mb": 60}
     config = run_config(

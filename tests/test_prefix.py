@@ -19,7 +19,7 @@ from rlplus.recipe import Ask, Recipe
 from rlplus.recipe.prefix import PrefixRecipe
 from rlplus.rollout import Completion, respond
 from rlplus.trainer import Run
-from rlplus.trainer.samples import generate
+from rlplus.trainer.groups import generate
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from rlplus.config import Config
 from rlplus.data import Sample
 from rlplus.learner import make_micro_batches
 from rlplus.recipe import set_advantages
+from rlplus.trainer.groups import shape
 from rlplus.trainer.ranks import initialize_distributed
-from rlplus.trainer.samples import shape
 
 LIMIT, VOCABULARY = 10, 7
 TokenLoss = Callable[[SimpleNamespace], Tensor]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlplus import ALGORITHMS, Objective, policy_loss
-from rlplus.objective import Critic, Gate, Interleaved, Plain, Prefix, ProcessReward, Refill, Replay, Shaping
+from rlplus.algorithm import Critic, Gate, Interleaved, Plain, Prefix, ProcessReward, Refill, Replay, Shaping
 
 SCRIPT: dict[str, Any] = {"entropy_coef": 1e-3}  # the official scripts'
 ABLATIONS: dict[str, dict[str, Any]] = {

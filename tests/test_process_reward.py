@@ -10,13 +10,13 @@ from trainer_runs import run_config
 from transformers import AutoModelForCausalLM
 from update_cases import batch_of_samples
 
+from rlplus.algorithm import outcome_loss, process_advantages
 from rlplus.config import Config
 from rlplus.data import Sample
 from rlplus.errors import SharedFailure
 from rlplus.learner import ProcessModel, by_sample, mean_batches
-from rlplus.objective import outcome_loss, process_advantages
 from rlplus.recipe import Batch
-from rlplus.recipe.process_reward import ProcessRewardRecipe
+from rlplus.recipe.prime import ProcessRewardRecipe
 from rlplus.trainer import Run
 from rlplus.trainer.step import Step
 

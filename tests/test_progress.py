@@ -12,9 +12,9 @@ import processes
 import pytest
 from rollout_models import PROMPTS, save, start, tiny_model
 
-import rlplus.rollout.process
+import rlplus.rollout.process_engine
 from rlplus.rollout.clock import Clock
-from rlplus.rollout.process import POLL_S, ProcessEngine, _EngineDied, _Heartbeat
+from rlplus.rollout.process_engine import POLL_S, ProcessEngine, _EngineDied, _Heartbeat
 
 
 class Ticks:
@@ -83,7 +83,9 @@ def test_progress_is_what_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> Non
     for messages, answer in ((["progress"] * 99, "ok"), (["progress"] * 2, None)):
         pipe = ScriptedPipe(*((message, None) for message in messages), *([(answer, 7)] if answer else []))
         engine._pipe = pipe  # type: ignore[assignment]
-        monkeypatch.setattr(rlplus.rollout.process, "time", SimpleNamespace(monotonic=lambda pipe=pipe: pipe.now))
+        monkeypatch.setattr(
+            rlplus.rollout.process_engine, "time", SimpleNamespace(monotonic=lambda pipe=pipe: pipe.now)
+        )
         if answer:
             assert engine._exchange("question", 1.5) == 7
             assert pipe.now == 100 * 2 * POLL_S
@@ -96,8 +98,8 @@ def test_progress_is_what_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_signs_of_progress_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = Pipe()
     heartbeat, now = _Heartbeat(theirs), 1000.0
-    monkeypatch.setattr(rlplus.rollout.process, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(rlplus.rollout.process, "BEAT_S", 1 / 8)
+    monkeypatch.setattr(rlplus.rollout.process_engine, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(rlplus.rollout.process_engine, "BEAT_S", 1 / 8)
     with heartbeat.running("the first token"):
         for _ in range(100):
             now += 1 / 32

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlplus import Objective, linear_logprob
 from rlplus.kernels.tiling import Block, Tiling
-from rlplus.ops import tuning
+from rlplus.loss import tuning
 
 EXAMPLES = {"reference": 60, "torch": 100, "cpp": 100, "triton": 4}  # Triton's interpreter is slow
 

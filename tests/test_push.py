@@ -18,7 +18,7 @@ from rollout_models import EOS, PAD, PROMPTS, save, start, tiny_model
 from torch import Tensor
 
 import rlplus.rollout.clock
-import rlplus.rollout.vllm
+import rlplus.rollout.vllm_engine
 from rlplus.config import RolloutConfig
 from rlplus.rollout import RolloutEngine, RunFailed, make_engine
 from rlplus.rollout.push import watched
@@ -269,8 +269,8 @@ class OrderedLLM:
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RolloutEngine, OrderedLLM, Any]]:
     """The engine as on CUDA, with a recording vLLM; and the weights to push."""
     module = SimpleNamespace(LLM=OrderedLLM, SamplingParams=lambda **settings: SimpleNamespace(**settings))
-    monkeypatch.setattr(rlplus.rollout.vllm, "import_vllm", lambda: module)
-    monkeypatch.setattr(rlplus.rollout.vllm, "_on_cpu", lambda: False)
+    monkeypatch.setattr(rlplus.rollout.vllm_engine, "import_vllm", lambda: module)
+    monkeypatch.setattr(rlplus.rollout.vllm_engine, "_on_cpu", lambda: False)
     monkeypatch.setattr(rlplus.rollout, "_choose", lambda engine: engine)
     model = tiny_model(tied=True)
     save(model, tmp_path)
@@ -340,7 +340,7 @@ def test_the_recorded_methods_are_vllms() -> None:
     names = set(inspect.signature(EngineArgs).parameters)
     assert {"enable_sleep_mode", "tensor_parallel_size", "distributed_executor_backend", "logprobs_mode"} <= names
     with pytest.raises(ValueError, match="CUDA only"):
-        rlplus.rollout.vllm.VLLMEngine(
+        rlplus.rollout.vllm_engine.VLLMEngine(
             RolloutConfig(engine="vllm", max_response_length=8, sleep=True),
             "nowhere",
             dtype="float32",

@@ -23,7 +23,7 @@ from trainer_runs import environment
 
 from rlplus.data import read_kept
 from rlplus.kernels.tiling import PROGRAMS, Tiling
-from rlplus.ops.tuning import plain
+from rlplus.loss.tuning import plain
 from rlplus.trainer.ranks import initialize_distributed
 
 SLOW = [name for name in CASES if name not in QUICK]

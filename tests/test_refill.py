@@ -15,10 +15,10 @@ import pytest
 from engine_runs import same, torchrun
 from trainer_runs import metrics, run_config
 
+from rlplus.algorithm import Refill
 from rlplus.config import TrainConfig
 from rlplus.data import Example, Sample
 from rlplus.errors import RunFailed
-from rlplus.objective import Refill
 from rlplus.recipe import Batch, refill_batch
 from rlplus.trainer import Interrupted, train
 

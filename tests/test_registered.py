@@ -9,9 +9,9 @@ from head_cases import sample
 from torch import Tensor
 
 from rlplus import Objective, linear_policy_loss, policy_loss, register_token_loss
-from rlplus.objective import TokenConstants
-from rlplus.objective.surrogates import INTERNAL
-from rlplus.ops import cpp
+from rlplus.loss import TokenConstants
+from rlplus.loss.backends import cpp
+from rlplus.loss.surrogates import INTERNAL
 
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))
 MODULE = """

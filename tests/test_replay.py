@@ -18,7 +18,7 @@ from rlplus.recipe import Ask, Batch, Recipe
 from rlplus.recipe.replay import ReplayRecipe, _draw
 from rlplus.reward import Score
 from rlplus.trainer import Run
-from rlplus.trainer.samples import generate, score
+from rlplus.trainer.groups import generate, score
 
 EXGRPO = {"preset": "exgrpo", "recipe": {"start": 0.0}}
 

@@ -11,8 +11,8 @@ import pytest
 from report_pages import keep, kept, run, written
 
 from rlplus.cli import main
-from rlplus.report.samples import ANSWER, HEAD, MOST_STEPS, TAIL, count, moments
-from rlplus.report.show import coloured
+from rlplus.report.samples_text import coloured
+from rlplus.report.shaded_samples import ANSWER, HEAD, MOST_STEPS, TAIL, count, moments
 
 
 def test_samples_show_every_token_with_its_shades(tmp_path: Path) -> None:

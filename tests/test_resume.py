@@ -14,11 +14,11 @@ import torch
 from engine_runs import changed, same
 from trainer_runs import environment, metrics, run_config
 
-from rlplus import checkpoint
 from rlplus.cli import main
 from rlplus.config import Config
-from rlplus.learner.model import weights_fingerprint
-from rlplus.trainer import Interrupted, Run, folder, train
+from rlplus.learner import checkpoint
+from rlplus.learner.pretrained import weights_fingerprint
+from rlplus.trainer import Interrupted, Run, run_folder, train
 from rlplus.trainer.step import Step
 
 
@@ -202,8 +202,8 @@ def test_other_software_is_said(tmp_path, monkeypatch, capsys):
         return {}
 
     train(config, evaluate=edit)
-    version = folder.version
-    monkeypatch.setattr(folder, "version", lambda name: "99.0" if name == "deepspeed" else version(name))
+    version = run_folder.version
+    monkeypatch.setattr(run_folder, "version", lambda name: "99.0" if name == "deepspeed" else version(name))
     capsys.readouterr()
     train(changed(config, "train", steps=2), resume=True)
     said = capsys.readouterr().err.replace("\n", " ")

@@ -13,7 +13,7 @@ import pytest
 from reward_graders import linux, reward_config
 
 from rlplus.reward import Scorer
-from rlplus.reward.process import Worker
+from rlplus.reward.worker_handle import Worker
 
 # Verdicts
 

@@ -15,7 +15,7 @@ import pytest
 from processes import started, wait_until
 from reward_graders import alive, linux, reward_config
 
-from rlplus.reward import Score, Scorer, process
+from rlplus.reward import Score, Scorer, worker_handle
 from rlplus.reward import scorer as scorer_module
 from rlplus.reward.supervisor import OUTPUT_LIMIT
 
@@ -27,7 +27,7 @@ pytestmark = linux
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wall clock for a machine that is loaded, and takes long for a little CPU time."""
-    monkeypatch.setattr(process, "WALL_CLOCK_FACTOR", 100)
+    monkeypatch.setattr(worker_handle, "WALL_CLOCK_FACTOR", 100)
 
 
 # Items that the grader fails on

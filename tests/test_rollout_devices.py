@@ -57,7 +57,7 @@ def test_tensor_parallel_size_fits_ranks_and_gpus(
 
 
 def test_an_engine_process_sees_only_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlplus.rollout.process import _environment
+    from rlplus.rollout.process_engine import _environment
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)

@@ -15,10 +15,10 @@ import pytest
 from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, gap, save, start, tiny_model
 from transformers import Qwen2ForCausalLM
 
-import rlplus.rollout.process
+import rlplus.rollout.process_engine
 from rlplus.config import RolloutConfig
 from rlplus.rollout import RolloutEngine, RunFailed, make_engine
-from rlplus.rollout.process import ProcessEngine, _EngineDied, _limit
+from rlplus.rollout.process_engine import ProcessEngine, _EngineDied, _limit
 from rlplus.rollout.push import WeightFiles
 
 KINDS = ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])]
@@ -128,11 +128,11 @@ def test_death_in_a_push_and_refusals(shared: tuple[Path, Qwen2ForCausalLM], mon
         original = engine._start
 
         def start_with_time() -> None:
-            monkeypatch.setattr(rlplus.rollout.process, "GRACE_S", processes.PATIENCE_S)
+            monkeypatch.setattr(rlplus.rollout.process_engine, "GRACE_S", processes.PATIENCE_S)
             original()
 
         monkeypatch.setattr(engine, "_start", start_with_time)
-        monkeypatch.setattr(rlplus.rollout.process, "GRACE_S", 0.5 - engine._timeout_s)  # half a second in all
+        monkeypatch.setattr(rlplus.rollout.process_engine, "GRACE_S", 0.5 - engine._timeout_s)  # half a second in all
         os.kill(engine.pid, signal.SIGSTOP)  # it hangs: killed after a time, and another one loads
         engine.push_weights(model.named_parameters(), 3)
         assert engine.restarts == 2
@@ -165,7 +165,7 @@ def test_an_engine_that_dies_of_the_question_is_given_up(
         killed_when_busy(engine, 0.0).join()
 
     killed_when_busy(engine, 0.0).join()
-    monkeypatch.setattr(rlplus.rollout.process, "ATTEMPTS", 2)
+    monkeypatch.setattr(rlplus.rollout.process_engine, "ATTEMPTS", 2)
     monkeypatch.setattr(engine, "_start", start_and_die)
     with pytest.raises(
         RunFailed, match=r"died 2 times at one generate; the last time: process \d+ ended with status -9"
@@ -194,7 +194,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("HANG", str(folder))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
-    monkeypatch.setattr(rlplus.rollout.process, "WORKER", "hanging_worker")
+    monkeypatch.setattr(rlplus.rollout.process_engine, "WORKER", "hanging_worker")
     return folder
 
 
@@ -249,8 +249,8 @@ import sys, time
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from test_rollout_process import start_process
-import rlplus.rollout.process
-rlplus.rollout.process.WORKER = "hanging_worker"
+import rlplus.rollout.process_engine
+rlplus.rollout.process_engine.WORKER = "hanging_worker"
 engine = start_process("transformers", Path(sys.argv[1]))
 print(engine.pid, flush=True)
 time.sleep(600)
@@ -292,7 +292,7 @@ def test_a_dead_engine_whose_pipe_is_still_held_is_noticed(tmp_path: Path, monke
         held.append(os.dup(theirs.fileno()))
         return ours, theirs
 
-    monkeypatch.setattr(rlplus.rollout.process, "Pipe", holding)
+    monkeypatch.setattr(rlplus.rollout.process_engine, "Pipe", holding)
     engine = start_process("transformers", tmp_path)
     try:
         engine.push_weights(model.named_parameters(), 1)

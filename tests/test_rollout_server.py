@@ -16,7 +16,7 @@ import torch
 from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, save, tiny_model
 from servers import FakeServer
 
-import rlplus.rollout.server
+import rlplus.rollout.server_engine
 from rlplus.config import RolloutConfig
 from rlplus.rollout import RolloutEngine, RunFailed, make_engine
 
@@ -261,7 +261,7 @@ def test_a_server_that_hangs_and_one_that_is_slow(
     is stopped; and one that still generates when nothing has been answered for longer than the limit."""
     engine = holding(fake, tmp_path, 3, 9)
     with monkeypatch.context() as patch:
-        patch.setattr(rlplus.rollout.server, "PATIENCE_S", 0.2)
+        patch.setattr(rlplus.rollout.server_engine, "PATIENCE_S", 0.2)
         fake.silent = True
         with pytest.raises(RunFailed, match=r"did not answer: GET /metrics: TimeoutError timed out. Start it again"):
             ask(engine)

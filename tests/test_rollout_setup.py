@@ -54,7 +54,9 @@ def test_choice_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rlplus.rollout, "find_spec", lambda name: None)
     assert choose("auto") == "transformers"
     assert choose("transformers") == "transformers"
-    with pytest.raises(ValueError, match=r'not installed: pip install -e "\.\[vllm\]" .* or pip install -e "\.\[cpu\]"'):
+    with pytest.raises(
+        ValueError, match=r'not installed: pip install -e "\.\[vllm\]" .* or pip install -e "\.\[cpu\]"'
+    ):
         choose("vllm")
     # Installed and broken, as with CUDA builds on a machine without CUDA: neither choice passes over it.
     monkeypatch.setattr(rlplus.rollout, "find_spec", lambda name: object())

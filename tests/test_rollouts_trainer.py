@@ -12,7 +12,7 @@ from engine_runs import fail, same, torchrun
 from trainer_runs import environment, metrics, run_config
 from transformers import AutoTokenizer
 
-import rlplus.rollout.process
+import rlplus.rollout.process_engine
 import rlplus.trainer.engine
 import rlplus.trainer.rollouts
 import rlplus.trainer.run
@@ -20,8 +20,8 @@ from rlplus.evaluation import evaluate_model, evaluator
 from rlplus.learner.policy import Policy, _buckets
 from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed
-from rlplus.rollout.transformers import TransformersEngine
-from rlplus.rollout.vllm import VLLMEngine
+from rlplus.rollout.transformers_engine import TransformersEngine
+from rlplus.rollout.vllm_engine import VLLMEngine
 from rlplus.trainer import Run, train
 
 
@@ -268,7 +268,7 @@ def test_a_gather_that_waits_for_an_absent_rank_is_named_and_ended(tmp_path):
 ONE_FAILS = """
 import sys
 from rlplus.config import load_config
-from rlplus.rollout.transformers import TransformersEngine
+from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import run, train
 original, calls = TransformersEngine.generate, []
 def generate(engine, *args, **options):

@@ -12,8 +12,8 @@ from reward_graders import linux
 from sandboxes import run
 
 from rlplus.reward.graders.sandbox import Sandbox, _Meter, _runnable
-from rlplus.reward.process import Worker
 from rlplus.reward.supervisor import Process
+from rlplus.reward.worker_handle import Worker
 
 pytestmark = linux
 
@@ -81,8 +81,8 @@ def test_a_program_that_sleeps_is_ended_before_the_wall_clocks_limit(
 def test_a_grader_may_still_say_that_a_program_was_over_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 processes burn seconds of CPU time between two looks: the program is wrong, and the grader has not failed."""
     now, cpu = 0.0, 0.0
-    monkeypatch.setattr("rlplus.reward.process.time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr("rlplus.reward.process.cpu_seconds", lambda process: cpu)
+    monkeypatch.setattr("rlplus.reward.worker_handle.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("rlplus.reward.worker_handle.cpu_seconds", lambda process: cpu)
     worker = Worker.__new__(Worker)
     monkeypatch.setattr(worker, "_ended", lambda: False)
     worker.ready, worker.pending, worker._broken, worker.process = True, deque([0]), "", SimpleNamespace(pid=1)

@@ -19,14 +19,14 @@ from transformers import (
 )
 from update_cases import batch_of_samples, packed
 
+from rlplus.common.terminal import Terminal
 from rlplus.config import Config, TrainConfig, load_config
 from rlplus.data import PromptSampler
-from rlplus.learner.schedule import learning_rate
-from rlplus.objective import Objective
+from rlplus.learner.learning_rate import learning_rate
+from rlplus.loss import Objective
 from rlplus.plan import make_cluster, make_plan
-from rlplus.plan.show import show
+from rlplus.plan.plan_text import show
 from rlplus.recipe import Batch, Recipe, Update, set_advantages
-from rlplus.terminal import Terminal
 from rlplus.trainer import Run, train
 
 

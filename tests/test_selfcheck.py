@@ -24,9 +24,10 @@ from triton.runtime.jit import JITFunction
 
 from rlplus.errors import one_line
 from rlplus.kernels.tiling import DEFAULT, Block, Tiling
-from rlplus.ops import chunked, cost, linear_policy_loss, selfcheck, tuning
-from rlplus.ops import triton as backend
-from rlplus.ops.head import Head
+from rlplus.loss import cost, linear_policy_loss, selfcheck, tuning
+from rlplus.loss.backends import chunked
+from rlplus.loss.backends import triton as backend
+from rlplus.loss.head import Head
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from servers import Server, metric
 from trainer_runs import metrics, run_config
 
-import rlplus.rollout.server
-from rlplus import checkpoint
+import rlplus.rollout.server_engine
 from rlplus.config import Config
+from rlplus.learner import checkpoint
 from rlplus.rollout import RunFailed
-from rlplus.rollout.server import ServerEngine
+from rlplus.rollout.server_engine import ServerEngine
 from rlplus.trainer import Interrupted, train
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -175,10 +175,12 @@ def test_a_server_that_hangs_ends_the_run(
 ) -> None:
     """SIGSTOP: its connections stay, but it does not even say that it is well. Then a server that dies in a push."""
     with monkeypatch.context() as patch:
-        patch.setattr(rlplus.rollout.server, "wait", lambda left, _, when: wait(left, 3.0, when))
+        patch.setattr(rlplus.rollout.server_engine, "wait", lambda left, _, when: wait(left, 3.0, when))
 
         def stop() -> None:
-            patch.setattr(rlplus.rollout.server, "PATIENCE_S", 3.0)  # not before: a loaded server is slow to start
+            patch.setattr(
+                rlplus.rollout.server_engine, "PATIENCE_S", 3.0
+            )  # not before: a loaded server is slow to start
             own_server.signal(signal.SIGSTOP)
 
         in_batch(patch, 2, stop)
@@ -209,4 +211,4 @@ def test_a_server_that_dies_ends_all_ranks(tmp_path: Path, start: Path, own_serv
         _, error = ranks.communicate(timeout=processes.PATIENCE_S)
     assert ranks.returncode == 1, "torchrun's"
     assert "Start it again, and the run with --resume" in error
-    assert "rollout/server.py" not in error
+    assert "rollout/server_engine.py" not in error

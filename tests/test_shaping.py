@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from trainer_runs import metrics, run_config
 
+from rlplus.algorithm import Shaping
 from rlplus.data import Sample
-from rlplus.objective import Shaping
 from rlplus.recipe import Batch, Recipe
 from rlplus.trainer import train
-from rlplus.trainer.samples import shape
+from rlplus.trainer.groups import shape
 
 
 @pytest.mark.parametrize(

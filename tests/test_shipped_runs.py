@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from examples import prepare_data
 from rlplus.cli import main
 from rlplus.config import load_config
-from rlplus.config.files import shipped_architecture
+from rlplus.config.path_checks import shipped_architecture
 from rlplus.data import byte_tokenizer
 from rlplus.trainer import train
 

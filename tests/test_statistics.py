@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trainer_runs import metrics, run_config
 
-from rlplus import Algorithm, Objective, agree, policy_loss
+from rlplus import Algorithm, Objective, policy_loss
+from rlplus.algorithm import algorithm
+from rlplus.common import agree
 from rlplus.data import MicroBatch, Sample, pack
 from rlplus.learner.statistics import needs_statistics, set_statistics
-from rlplus.objective import algorithm
 from rlplus.trainer import train
 
 LENGTHS = (5, 3, 4, 6)  # of the responses; the last one is a demonstration
@@ -123,7 +124,7 @@ def test_a_demonstrated_prefix_counts_as_little_as_a_prompt(mismatch_level: Any,
 
 @pytest.mark.parametrize("share", [0.2, 0.5])
 def test_only_the_tokens_of_the_highest_entropy_have_a_surrogate(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlplus.agree.gathered", lambda value: [value])
+    monkeypatch.setattr("rlplus.common.agree.gathered", lambda value: [value])
     a = Algorithm(Objective("clip", "none"), top_entropy=share)
     batch, logprob, entropy = micro_batch()
     rollouts = ~batch.external

@@ -16,8 +16,8 @@ from trainer_runs import environment, metrics, run_config
 import rlplus
 from rlplus.config import Config
 from rlplus.learner.policy import Policy
-from rlplus.rollout.transformers import TransformersEngine
-from rlplus.rollout.vllm import VLLMEngine
+from rlplus.rollout.transformers_engine import TransformersEngine
+from rlplus.rollout.vllm_engine import VLLMEngine
 from rlplus.trainer import Interrupted, train
 from rlplus.trainer.engine import EngineFailed
 
@@ -148,7 +148,7 @@ def test_a_step_given_up_with_a_batch_ahead(tmp_path, monkeypatch, place, overla
 def test_a_second_signal_does_not_wait_unless_it_is_the_same_one(tmp_path, monkeypatch, apart):
     """A terminal and a launcher both signal a rank for one Ctrl-C: these count as one and cost no checkpoint."""
     config = run_config(tmp_path)
-    save = rlplus.checkpoint.save
+    save = rlplus.learner.checkpoint.save
 
     def signalled_again(*args: Any) -> Path:
         os.kill(os.getpid(), signal.SIGINT)
@@ -156,7 +156,7 @@ def test_a_second_signal_does_not_wait_unless_it_is_the_same_one(tmp_path, monke
 
     with monkeypatch.context() as patch:
         kill_at(patch, "generate", 2)
-        patch.setattr(rlplus.checkpoint, "save", signalled_again)
+        patch.setattr(rlplus.learner.checkpoint, "save", signalled_again)
         if apart:
             patch.setattr("rlplus.trainer.stop.ONE_SIGNAL_S", 0.0)
         with pytest.raises(Interrupted) as stop:
@@ -232,7 +232,7 @@ def test_vllm_is_interrupted_in_the_middle_of_generating(tmp_path, monkeypatch):
 ONE_IS_SIGNALLED = """
 import os, signal, sys, time
 from rlplus.config import load_config
-from rlplus.rollout.transformers import TransformersEngine
+from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import Interrupted, run, train
 original, calls = TransformersEngine._generate_batch, []
 def generate(engine, prompts, limits, *rest):

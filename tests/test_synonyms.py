@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from rlplus import Objective
 from rlplus.config import Config
-from rlplus.config.load import _section
+from rlplus.config.loading import _section
 from rlplus.config.synonyms import COMMON, OPENRLHF, TRL, VERL, synonym
 
 OBJECTIVE = {f"algorithm.objective.{field.name}" for field in fields(Objective)}

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
 from rlplus.kernels import linear_logprob as row_kernels
-from rlplus.ops import triton as triton_backend
-from rlplus.ops import tuning
+from rlplus.loss import tuning
+from rlplus.loss.backends import triton as triton_backend
 
 N, V = 15, 41
 FEW_ROWS = 6 * V * 12e-6  # MB

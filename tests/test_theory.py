@@ -20,7 +20,7 @@ from rlplus.bench.theory.__main__ import main
 from rlplus.bench.theory.coefficients import GROUP, VOCABULARY, from_estimate, from_objective, on_policy, peak, variants
 from rlplus.bench.theory.statements import EXACT, STATEMENTS, Finding
 from rlplus.bench.theory.sums import Problem
-from rlplus.objective import Objective
+from rlplus.loss import Objective
 
 ROOT = Path(__file__).parent.parent
 Outcomes = list[tuple[Fraction, Fraction, Fraction, Fraction]]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rlplus import Objective
 from rlplus.kernels import policy_loss as token_kernels
-from rlplus.objective import MISMATCH_STATS, STATS, TokenConstants, surrogates, token_loss
-from rlplus.ops import token_arguments
+from rlplus.loss import MISMATCH_STATS, STATS, TokenConstants, surrogates, token_loss
+from rlplus.loss.backends import token_arguments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = torch.finfo(torch.float32).eps

@@ -14,15 +14,15 @@ from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from update_cases import batch_of_samples, naive_gradients, packed
 
+from rlplus.algorithm import ALGORITHMS, Refill
 from rlplus.config import Config, load_config
 from rlplus.learner import learner as learner_module
 from rlplus.learner import policy as policy_module
 from rlplus.learner.policy import Policy
-from rlplus.objective import ALGORITHMS, Objective, Refill
-from rlplus.ops import linear_policy_loss
-from rlplus.ops.backends import Choice
+from rlplus.loss import Objective, linear_policy_loss
+from rlplus.loss.backends.selection import Choice
 from rlplus.recipe import set_advantages
-from rlplus.rollout.transformers import TransformersEngine
+from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import Interrupted, Run, train
 
 

@@ -17,8 +17,8 @@ from rlplus.bench.case import Case
 from rlplus.kernels import exponentials
 from rlplus.kernels import linear_logprob as kernels
 from rlplus.kernels.tiling import DEFAULT, Buffers, Tiling
-from rlplus.ops import triton as backend
-from rlplus.ops import tuning
+from rlplus.loss import tuning
+from rlplus.loss.backends import triton as backend
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FASTER, SLOWER, OTHER = (Tiling(programs=n) for n in (1, 2, 3))

@@ -16,12 +16,12 @@ from trainer_runs import run_config
 from rlplus import linear_logprob, use_tuning
 from rlplus.kernels import linear_logprob as kernels
 from rlplus.kernels.tiling import DEFAULT, GRADIENT, PROGRAMS, STATISTICS, TILES, Buffers, Tiling
-from rlplus.ops import triton as backend
-from rlplus.ops import tuning
-from rlplus.ops.head import Head
-from rlplus.ops.tuning import Kind, cached_file, read, record_of, usable, write
+from rlplus.loss import tuning
+from rlplus.loss.backends import triton as backend
+from rlplus.loss.head import Head
+from rlplus.loss.tuning import Kind, cached_file, read, record_of, usable, write
 from rlplus.trainer import Run
-from rlplus.trainer.tuning import resume
+from rlplus.trainer.run_tuning import resume
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 V, H = 70, 16

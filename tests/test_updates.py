@@ -15,9 +15,9 @@ from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM
 from update_cases import batch_of_samples, naive_gradients, packed
 
-from rlplus.checkpoint import random_state, set_random_state
+from rlplus.algorithm import ALGORITHMS, Algorithm
 from rlplus.data import MicroBatch, PromptSampler, Sample
-from rlplus.objective import ALGORITHMS, Algorithm
+from rlplus.learner.checkpoint import random_state, set_random_state
 from rlplus.recipe import set_advantages
 from rlplus.rollout import RunFailed
 from rlplus.trainer import Run, train

@@ -17,8 +17,8 @@ import processes
 import pytest
 import torch
 
-from rlplus.ops import verdicts
-from rlplus.ops.verdicts import Verdict, run_check
+from rlplus.loss import verdicts
+from rlplus.loss.verdicts import Verdict, run_check
 
 PASSED = Verdict("passed", "")
 REFUSED = Verdict("refused", "dweight is not finite")
@@ -257,11 +257,11 @@ def test_versions_follow_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyP
     package = Path(verdicts.__file__).parent.parent
     for name in ("kernels", "ops"):
         shutil.copytree(package / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(verdicts, "__file__", str(tmp_path / "ops/verdicts.py"))
+    monkeypatch.setattr(verdicts, "__file__", str(tmp_path / "loss/verdicts.py"))
     measure = verdicts.versions.__wrapped__
     assert measure() == verdicts.versions()
     seen = {measure()["kernels"]}
-    for file in ("kernels/linear_logprob.py", "kernels/policy_loss.py", "ops/triton.py"):
+    for file in ("kernels/linear_logprob.py", "kernels/policy_loss.py", "loss/backends/triton.py"):
         with (tmp_path / file).open("a") as stream:
             stream.write("\n")
         seen.add(measure()["kernels"])

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from rlplus.algorithm import Algorithm
 from rlplus.config import Config
 from rlplus.data import MicroBatch, Sample
 from rlplus.learner import make_micro_batches
-from rlplus.objective import Algorithm
 from rlplus.trainer import Run
 
 

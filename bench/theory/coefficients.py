@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlplus.objective import Objective, batch_advantages, exploration_weight, group_advantages, policy_loss
+from rlplus.loss import Objective, batch_advantages, exploration_weight, group_advantages, policy_loss
 
 from .sums import balance, bayes_estimate, bias, expectation, random_problems, variance
 

@@ -7,7 +7,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rlplus.objective import Objective
+from rlplus.loss import Objective
 
 from .coefficients import VOCABULARY, Coefficient, from_estimate, from_objective, on_policy, peak, variants
 

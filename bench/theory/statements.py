@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlplus.objective import Objective, exploration_weight
+from rlplus.loss import Objective, exploration_weight
 
 from .coefficients import GROUP, VOCABULARY, from_estimate, from_objective, peak
 from .sums import (

@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> None:
         check_data_files([args.data], "--data")
     check_evaluation_files(config, model, "--model" if args.model else "as the first argument")
     quiet_imports()
+    from rlplus.common.terminal import Terminal
     from rlplus.data import found_columns
-    from rlplus.terminal import Terminal
 
     own = _model(args) is not None
     if own and config.evaluation.data is not None and config.evaluation.data.paths:
@@ -67,9 +67,9 @@ def run(args: argparse.Namespace) -> None:
 
 def _evaluate(config: "Config", model: str | None, output: Path, overwrite: bool, own: bool) -> None:
     """Evaluate until a signal comes, print the table and write the results. own: of a model without a configuration."""
+    from rlplus.common.terminal import Terminal, counter
     from rlplus.config import SAMPLES
     from rlplus.evaluation import evaluate_model, result_table, save_results
-    from rlplus.terminal import Terminal, counter
     from rlplus.trainer.stop import ended_by_signals
 
     main, say = int(os.environ.get("RANK", 0)) == 0, Terminal(stderr=True).print
@@ -108,7 +108,7 @@ def _evaluate(config: "Config", model: str | None, output: Path, overwrite: bool
 
 def _lengths_that_fit(config: "Config", overrides: list[str]) -> list[str]:
     """Overrides of the default lengths for a model with fewer positions; none of lengths that were given."""
-    from rlplus.learner.model import positions, read_model_config, with_overrides
+    from rlplus.learner.pretrained import positions, read_model_config, with_overrides
 
     model, data = config.model, config.evaluation.data
     if model.path is None or data is None:

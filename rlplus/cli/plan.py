@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rlplus.cli.common import Commands
     from rlplus.config import Config
     from rlplus.plan import Plan
-    from rlplus.plan.data import DataPlan
+    from rlplus.plan.data_report import DataPlan
 
 
 def add(commands: "Commands") -> None:
@@ -40,7 +40,7 @@ def add(commands: "Commands") -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; exit status 1 if the run does not fit, or would refuse its data."""
     if args.env:
-        from rlplus.ops.environment import environment
+        from rlplus.loss.environment import environment
 
         sys.stdout.write(json.dumps(environment(), indent=2) + "\n")
         return 0
@@ -85,14 +85,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan_data(config: "Config") -> "DataPlan":
-    from rlplus.plan.data import plan_data  # with the trainer, which a plan of the memory does without
+    from rlplus.plan.data_report import plan_data  # with the trainer, which a plan of the memory does without
 
     return plan_data(config)
 
 
 def _show_plans(plans: "Sequence[tuple[Plan, DataPlan | None]]") -> None:
-    from rlplus.plan.show import show, show_data
-    from rlplus.terminal import Terminal
+    from rlplus.common.terminal import Terminal
+    from rlplus.plan.plan_text import show, show_data
 
     for number, (plan, data) in enumerate(plans, 1):
         if len(plans) > 1:

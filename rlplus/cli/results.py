@@ -81,9 +81,9 @@ def _report(args: argparse.Namespace) -> None:
 
 def _report_comparison(results: Path, output: Path) -> None:
     quiet_imports()
+    from rlplus.common.durable import write_text
+    from rlplus.common.terminal import Terminal
     from rlplus.compare import Results, page_of
-    from rlplus.durable import write_text
-    from rlplus.terminal import Terminal
 
     title = results.resolve().parent.name if results.name == "results.json" else results.stem  # as its page has it
     page = page_of(Results.load(results), title)
@@ -93,9 +93,9 @@ def _report_comparison(results: Path, output: Path) -> None:
 
 
 def _print_samples(folders: Sequence[Path], most: int, step: int | None, wrong: bool) -> None:
+    from rlplus.common.terminal import Terminal
     from rlplus.config import SAMPLES
     from rlplus.report import show_samples
-    from rlplus.terminal import Terminal
 
     terminal = Terminal()
     for folder in folders:
@@ -106,10 +106,10 @@ def _print_samples(folders: Sequence[Path], most: int, step: int | None, wrong: 
 
 def _write_page(labels: Mapping[str, Path], output: Path) -> None:
     """A report on the folders by their labels; a damaged result is left out with a warning."""
+    from rlplus.common.terminal import Terminal
     from rlplus.config import SAMPLES, is_run
     from rlplus.evaluation import Evaluation, load_results
     from rlplus.report import load_run, write_report
-    from rlplus.terminal import Terminal
 
     results: dict[str, dict[str, Evaluation]] = {}
     runs, samples, warnings = {}, {}, list[str]()

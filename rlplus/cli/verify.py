@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value < least:
             raise ValueError(f"want {option} at least {least}; got {value}")
     quiet_imports()
-    from rlplus.terminal import Terminal
+    from rlplus.common.terminal import Terminal
     from rlplus.verify import verify_run
-    from rlplus.verify.show import show
+    from rlplus.verify.verify_text import show
 
     verification = verify_run(folder, args.step, args.sequences)
     show(verification, Terminal())

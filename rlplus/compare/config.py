@@ -7,12 +7,12 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
+from rlplus.algorithm import ALGORITHMS
+from rlplus.common.section import Fraction, PathText, Positive, Section, Text
 from rlplus.config import problem_lines, read_yaml
-from rlplus.config.base import Fraction, PathText, Positive, Section, Text
 from rlplus.demo.base import Recipe
 from rlplus.demo.task import Demonstrator
 from rlplus.errors import nearest
-from rlplus.objective import ALGORITHMS
 
 BASE = "Base"  # the model before training, a row of every table
 FIRST_SEARCHED = 1000  # the least seed of a search, which no study reports

@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
+from rlplus.common.durable import write_text
+from rlplus.common.textfiles import read_text
 from rlplus.demo.base import Recipe, make_base
 from rlplus.demo.task import WIDTH, Demonstrator, Problem, Task
-from rlplus.durable import write_text
-from rlplus.textfiles import read_text
 
 TRAIN, VALIDATION, TEST = "train.jsonl", "validation.jsonl", "test.jsonl"
 NOTE = "data.json"  # in the folder of finished files: the recipe that they were made from

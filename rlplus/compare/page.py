@@ -9,7 +9,7 @@ from rich.table import Table as TerminalTable
 from rich.text import Text
 
 from rlplus.compare.config import BASE, Study
-from rlplus.compare.results import CURVES, Results
+from rlplus.compare.outcomes import CURVES, Results
 from rlplus.evaluation import Estimate, Evaluation, join, paired_difference, pooled_pass_at
 from rlplus.report import render
 from rlplus.report.charts import ACCENT, Chart, Series, pass_chart, step_chart

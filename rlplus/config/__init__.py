@@ -1,9 +1,29 @@
 """The configuration of a run: typed, frozen, checked as a whole before anything is loaded."""
 
-from rlplus.config.algorithm import AlgorithmConfig
+from rlplus.config.algorithm_section import AlgorithmConfig
 from rlplus.config.benchmarks import BENCHMARKS, Benchmark, benchmark_name
-from rlplus.config.data import DataConfig
-from rlplus.config.files import (
+from rlplus.config.data_section import DataConfig
+from rlplus.config.folders import (
+    RESULTS,
+    RUN,
+    SAMPLES,
+    STARTS,
+    check_report_folder,
+    check_run_folder,
+    check_samples_folder,
+    is_run,
+    read_starts,
+)
+from rlplus.config.loading import (
+    load_config,
+    load_stages,
+    merged,
+    problem_lines,
+    read_yaml,
+    recorded_config,
+    with_first_model,
+)
+from rlplus.config.path_checks import (
     HUB_PREFIX,
     check_data_files,
     check_evaluation_files,
@@ -16,27 +36,7 @@ from rlplus.config.files import (
     shipped_architecture,
     split_hub_path,
 )
-from rlplus.config.folders import (
-    RESULTS,
-    RUN,
-    SAMPLES,
-    STARTS,
-    check_report_folder,
-    check_run_folder,
-    check_samples_folder,
-    is_run,
-    read_starts,
-)
-from rlplus.config.load import (
-    load_config,
-    load_stages,
-    merged,
-    problem_lines,
-    read_yaml,
-    recorded_config,
-    with_first_model,
-)
-from rlplus.config.rollout import RolloutConfig
+from rlplus.config.rollout_section import RolloutConfig
 from rlplus.config.schema import Config
 from rlplus.config.sections import (
     TRACKERS,
@@ -49,7 +49,7 @@ from rlplus.config.sections import (
     ScratchModel,
     ValidationConfig,
 )
-from rlplus.config.train import TrainConfig
+from rlplus.config.train_section import TrainConfig
 
 __all__ = [
     "BENCHMARKS",

@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rlplus.textfiles import read_text
+from rlplus.common.textfiles import read_text
 
 SAMPLES = "samples"  # the folder, in output_dir
 RESULTS = "evaluation"  # how the files of results and samples of an evaluation begin

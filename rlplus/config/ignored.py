@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from rlplus.algorithm import ALGORITHMS
 from rlplus.config.sections import Sections
-from rlplus.objective import ALGORITHMS, Objective
-from rlplus.objective.surrogates import EXTERNAL, INTERNAL
+from rlplus.loss import Objective
+from rlplus.loss.surrogates import EXTERNAL, INTERNAL
 
 # Keys, when they have no effect, and why.
 Rule = tuple[str, Callable[[Sections], bool], str]

@@ -10,12 +10,13 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from rlplus.algorithm import ALGORITHMS, RECIPES, Refill, Shaping
+from rlplus.common.durable import write_text
 from rlplus.config.benchmarks import BENCHMARKS
 from rlplus.config.schema import Config
-from rlplus.durable import write_text
-from rlplus.objective import ALGORITHMS, RECIPES, Objective, Refill, Shaping
-from rlplus.objective.presets import KL_ESTIMATORS, MISMATCH_MODES
-from rlplus.objective.surrogates import EXTERNAL, INTERNAL
+from rlplus.loss import Objective
+from rlplus.loss.objective import KL_ESTIMATORS, MISMATCH_MODES
+from rlplus.loss.surrogates import EXTERNAL, INTERNAL
 
 
 def json_schema() -> dict[str, Any]:

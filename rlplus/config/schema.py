@@ -6,10 +6,10 @@ from typing import Self
 import yaml
 from pydantic import model_validator
 
-from rlplus.config.base import MANY
+from rlplus.algorithm import Critic, Gate, Interleaved, Prefix, ProcessReward, Replay, recipe_name
+from rlplus.common.section import MANY
 from rlplus.config.ignored import ignored_keys
 from rlplus.config.sections import EvaluationConfig, Sections
-from rlplus.objective import Critic, Gate, Interleaved, Prefix, ProcessReward, Replay, recipe_name
 
 
 class Config(Sections):

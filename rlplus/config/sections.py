@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from rlplus.config.algorithm import AlgorithmConfig
-from rlplus.config.base import (
+from rlplus.common.section import (
     GREEDY,
     Count,
     Moderate,
@@ -24,10 +23,11 @@ from rlplus.config.base import (
     TemperatureOrGreedy,
     Text,
 )
+from rlplus.config.algorithm_section import AlgorithmConfig
 from rlplus.config.benchmarks import BENCHMARKS
-from rlplus.config.data import DataConfig
-from rlplus.config.rollout import RolloutConfig
-from rlplus.config.train import TrainConfig
+from rlplus.config.data_section import DataConfig
+from rlplus.config.rollout_section import RolloutConfig
+from rlplus.config.train_section import TrainConfig
 
 
 class ScratchModel(Section):

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 from rlplus.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from rlplus.data.kept import (
+    from rlplus.data.examples import Example, LoadReport, load_examples, read_examples
+    from rlplus.data.packing import MicroBatch, Sample, balance, pack, per_token
+    from rlplus.data.problems import distinct, found_columns, load_problems, read_problems
+    from rlplus.data.sample_store import (
         SAMPLES,
         KeptSample,
         drop_kept,
@@ -18,9 +21,6 @@ if TYPE_CHECKING:
         read_kept,
         write_kept,
     )
-    from rlplus.data.load import Example, LoadReport, load_examples, read_examples
-    from rlplus.data.packing import MicroBatch, Sample, balance, pack, per_token
-    from rlplus.data.problems import distinct, found_columns, load_problems, read_problems
     from rlplus.data.sampler import PromptSampler, variants
     from rlplus.data.tokenizer import byte_tokenizer, load_tokenizer, response_text, token_texts
 

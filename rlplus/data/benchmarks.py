@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from rlplus.data.files import Row
+from rlplus.data.row_files import Row
 
 _LETTERS = "ABCDEFGHIJ"
 # The instruction of simple-evals, as in LUFFY's file of GPQA, and PRIME's for code (PRIME-RL/PRIME, README.md).

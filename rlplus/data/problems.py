@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rlplus.config import BENCHMARKS, DataConfig, EvaluationConfig, ValidationConfig, benchmark_name
 from rlplus.data.benchmarks import LAYOUTS
-from rlplus.data.files import Row, get_column, read_rows, row_names
-from rlplus.data.load import Example, LoadReport, read_examples
+from rlplus.data.examples import Example, LoadReport, read_examples
+from rlplus.data.row_files import Row, get_column, read_rows, row_names
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from random import Random
 
-from rlplus.data.load import Example
+from rlplus.data.examples import Example
 
 
 class PromptSampler:

@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlplus.commands import ending_with_this_process
+from rlplus.common.commands import ending_with_this_process
+from rlplus.common.terminal import Terminal
 from rlplus.demo.base import Recipe, make_base
 from rlplus.demo.task import EASY, HARD, draw_splits, read_jsonl, write_jsonl
 from rlplus.errors import RunFailed, ending
 from rlplus.evaluation import Estimate, Evaluation, load_results, paired_difference, pooled_pass_at
 from rlplus.report import load_run, seeds_line, write_report
-from rlplus.terminal import Terminal
 
 BASE, GRPO, RLPLUS = "base", "GRPO", "RL-PLUS"
 RUNS = {GRPO: "grpo", RLPLUS: "rlplus"}  # label -> preset, and the name of the run's folder

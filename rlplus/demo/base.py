@@ -20,9 +20,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
+from rlplus.common.durable import write_text
 from rlplus.demo.task import ANSWER, EASY, Problem, Task, blur, make_tokenizer, scratchpad
-from rlplus.durable import write_text
-from rlplus.learner.model import write_model
+from rlplus.learner.pretrained import write_model
 from rlplus.rollout import RunFailed
 
 NOTE = "recipe.json"  # in a finished base model's folder

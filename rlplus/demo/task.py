@@ -20,7 +20,7 @@ from pydantic import ConfigDict
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlplus.durable import write_text
+from rlplus.common.durable import write_text
 
 DIGITS = "0123"
 WIDTH = 5  # digits of a number: a guess is right once in 4**5 times

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rlplus.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from rlplus.evaluation.estimates import Estimate, pass_at_k
     from rlplus.evaluation.results import (
         RESULTS,
         Evaluation,
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
         seeds_below,
     )
     from rlplus.evaluation.sample import evaluate, evaluate_model, evaluator, validator
-    from rlplus.evaluation.statistics import Estimate, pass_at_k
     from rlplus.evaluation.table import result_table
 
 __all__ = [

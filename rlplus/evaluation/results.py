@@ -12,10 +12,10 @@ from typing import Self
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from rlplus.common.durable import UNSEALED, is_sealed, write_text
+from rlplus.common.textfiles import file_name, read_text
 from rlplus.config import RESULTS as RESULTS
-from rlplus.durable import UNSEALED, is_sealed, write_text
-from rlplus.evaluation.statistics import Array, Estimate, bootstrap, pass_at_k
-from rlplus.textfiles import file_name, read_text
+from rlplus.evaluation.estimates import Array, Estimate, bootstrap, pass_at_k
 
 _CHECKSUM = re.compile(r',\n "checksum": "[^"]*"(?=\n}\n\Z)')
 LONGEST_NAME = 50  # characters of a benchmark in a file's name, which has at most 255 bytes

@@ -17,13 +17,13 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from rlplus import agree
+from rlplus.common import agree
 from rlplus.config import Config, check_evaluation_files
 from rlplus.data import SAMPLES, Example, load_problems, load_tokenizer, response_text
 from rlplus.evaluation.asked import Asked, asked_of
-from rlplus.evaluation.folder import check_folder, held, others_in
-from rlplus.evaluation.kept import Answer, Call, Graded, KeptCalls, added
 from rlplus.evaluation.known import known_benchmarks, refusal
+from rlplus.evaluation.output_folder import check_folder, held, others_in
+from rlplus.evaluation.partial_samples import Answer, Call, Graded, KeptCalls, added
 from rlplus.evaluation.results import RESULTS, Evaluation, file_part, join
 from rlplus.evaluation.scorers import Scorers, reward_of
 from rlplus.learner import check_positions, prepare_model

@@ -19,8 +19,7 @@ from prime_rl.trainer.rl.loss import LossInputs, LossOutputs
 from torch import Tensor
 
 from rlplus.integrations.interface import check_interface
-from rlplus.objective import Objective, policy_loss
-from rlplus.ops import linear_logprob
+from rlplus.loss import Objective, linear_logprob, policy_loss
 
 HEAD = ("self", "hidden_states", "labels", "temperature")
 INTERFACE = {  # functions and classes of prime-rl that are replaced or called, and their arguments

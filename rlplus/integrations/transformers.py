@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from rlplus.integrations.measures import measure
-from rlplus.objective import TokenConstants
-from rlplus.objective.inputs import check_tensor, check_values, describe, expand_advantage
-from rlplus.ops import PolicyLoss, linear_logprob, linear_policy_loss
-from rlplus.ops.causal_lm import head_transforms, plain_head, without_peft
-from rlplus.ops.head import Head
-from rlplus.ops.library import IGNORED
+from rlplus.loss import PolicyLoss, TokenConstants, linear_logprob, linear_policy_loss
+from rlplus.loss.causal_lm import head_transforms, plain_head, without_peft
+from rlplus.loss.head import Head
+from rlplus.loss.inputs import check_tensor, check_values, describe, expand_advantage
+from rlplus.loss.library import IGNORED
 
 LM = TypeVar("LM", bound=nn.Module)
 

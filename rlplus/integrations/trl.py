@@ -29,8 +29,8 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from rlplus.integrations.measures import MEASURES
 from rlplus.integrations.transformers import FusedOutput, fuse_head
 from rlplus.integrations.trl_loss import Batch, constants, grpo_shares, objective_with, two_step_loss
-from rlplus.objective import Objective, policy_loss
-from rlplus.ops.library import IGNORED
+from rlplus.loss import Objective, policy_loss
+from rlplus.loss.library import IGNORED
 
 IMAGES = (  # arguments of the model that come with images
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.objective import Objective, policy_loss
+from rlplus.loss import Objective, policy_loss
 
 
 def objective_with(args: Any, objective: str | Objective | None) -> Objective | None:

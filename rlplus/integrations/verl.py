@@ -23,10 +23,10 @@ from verl.trainer.ppo import core_algos
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from verl.workers.utils import losses
 
+from rlplus.algorithm import ALGORITHMS
 from rlplus.integrations.interface import check_interface
 from rlplus.integrations.transformers import as_autocast
-from rlplus.objective import ALGORITHMS, Objective, policy_loss
-from rlplus.ops import linear_logprob
+from rlplus.loss import Objective, linear_logprob, policy_loss
 
 INTERFACE = {  # functions of verl that are replaced or called, and their arguments
     FusedLinearForPPO.forward: ("self", "hidden_states", "vocab_weights", "input_ids", "temperature"),

@@ -3,10 +3,10 @@
 from rlplus.learner.batch import by_sample, forward_batches, has_gradient, make_micro_batches, mean_batches
 from rlplus.learner.dropout import say_dropout
 from rlplus.learner.learner import Learner
-from rlplus.learner.model import check_positions, prepare_model, weights_fingerprint
 from rlplus.learner.policy import Policy
-from rlplus.learner.process import ProcessModel
-from rlplus.learner.value import ValueModel
+from rlplus.learner.pretrained import check_positions, prepare_model, weights_fingerprint
+from rlplus.learner.prime_model import ProcessModel
+from rlplus.learner.value_model import ValueModel
 
 __all__ = [
     "Learner",

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlplus import agree
+from rlplus.algorithm import Algorithm
+from rlplus.common import agree
 from rlplus.config import Config
 from rlplus.data import MicroBatch, Sample, balance, pack, per_token
-from rlplus.objective import Algorithm, Objective, token_weights
-from rlplus.objective.presets import Reduction
+from rlplus.loss import Objective, token_weights
+from rlplus.loss.objective import Reduction
 
 
 def make_micro_batches(

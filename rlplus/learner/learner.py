@@ -16,15 +16,15 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rlplus import agree
+from rlplus.common import agree
 from rlplus.config import Config, TrainConfig, merged
 from rlplus.data import MicroBatch
 from rlplus.learner.adapters import add_adapters
 from rlplus.learner.gradients import IN_FP32, in_fp32, take_fp32_gradients, without_bf16_optimizer
-from rlplus.learner.model import in_shards, load_model, restore_buffers
-from rlplus.learner.schedule import learning_rate
+from rlplus.learner.learning_rate import learning_rate
+from rlplus.learner.pretrained import in_shards, load_model, restore_buffers
 from rlplus.learner.sequence import SequenceGroup, check_attention
-from rlplus.ops.causal_lm import body_of, logit_transform
+from rlplus.loss.causal_lm import body_of, logit_transform
 
 
 class PackedModel(nn.Module):

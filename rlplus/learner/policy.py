@@ -11,18 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from rlplus import agree
+from rlplus.common import agree
 from rlplus.config import Config
 from rlplus.data import MicroBatch
 from rlplus.learner.adapters import merged_weights, without_adapters
 from rlplus.learner.dropout import dropout_of
 from rlplus.learner.gradients import with_head_gradient
 from rlplus.learner.learner import Learner, PackedModel, this_device
-from rlplus.learner.model import load_model, write_model
+from rlplus.learner.pretrained import load_model, write_model
 from rlplus.learner.sequence import probe_batch
-from rlplus.objective import Objective, TokenConstants, token_loss
-from rlplus.ops import PolicyLoss, linear_logprob, linear_policy_loss
-from rlplus.ops.backends import Choice, choose
+from rlplus.loss import Objective, PolicyLoss, TokenConstants, linear_logprob, linear_policy_loss, token_loss
+from rlplus.loss.backends.selection import Choice, choose
 
 
 class Policy(Learner):

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
-from rlplus import agree
+from rlplus.common import agree
 from rlplus.data import MicroBatch, Sample, pack
 
 

@@ -10,9 +10,9 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from rlplus import agree
+from rlplus.algorithm import Algorithm
+from rlplus.common import agree
 from rlplus.data import MicroBatch
-from rlplus.objective import Algorithm
 
 
 def needs_statistics(algorithm: Algorithm, on_policy: bool) -> bool:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from rlplus.config import Config, ModelConfig, model_problem, shipped_architecture
 from rlplus.data import byte_tokenizer
-from rlplus.learner.model import check_positions, make_scratch_model, read_model_config, with_overrides
+from rlplus.learner.pretrained import check_positions, make_scratch_model, read_model_config, with_overrides
 from rlplus.plan.cluster import GIB, GPUS, Cluster, gpus_a_rank, make_cluster, this_cluster
 from rlplus.plan.memory import MOMENTS, Memory, Model, estimate_memory, packed_shape
 from rlplus.plan.search import Remedy, find_remedies

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rlplus.algorithm import Critic, Head, Interleaved, ProcessReward
 from rlplus.config import Config
 from rlplus.learner.adapters import add_adapters
 from rlplus.learner.learner import deepspeed_config
-from rlplus.learner.value import add_value_head
-from rlplus.objective import Critic, Head, Interleaved, ProcessReward
-from rlplus.ops import MAX_SCRATCH_MB
-from rlplus.ops.backends import choose
-from rlplus.ops.cost import Shape, faster_memory, whole_tiles
-from rlplus.ops.cpp import CHUNK_ROWS
+from rlplus.learner.value_model import add_value_head
+from rlplus.loss import MAX_SCRATCH_MB
+from rlplus.loss.backends.cpp import CHUNK_ROWS
+from rlplus.loss.backends.selection import choose
+from rlplus.loss.cost import Shape, faster_memory, whole_tiles
 from rlplus.plan.activations import Activations, count_activations, meta_model
 from rlplus.plan.cluster import GIB, NODE, Cluster
 from rlplus.rollout import DEFAULT_CACHE_MB

@@ -7,7 +7,7 @@ from math import gcd
 from typing import Any
 
 from rlplus.config import Config
-from rlplus.ops import MAX_SCRATCH_MB
+from rlplus.loss import MAX_SCRATCH_MB
 from rlplus.plan.cluster import Cluster, gpus_a_rank
 from rlplus.plan.memory import Model, estimate_memory
 from rlplus.plan.speed import estimate_seconds

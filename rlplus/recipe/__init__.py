@@ -1,13 +1,13 @@
 """Recipes: the parts of a training step that depend on the algorithm, besides its objective."""
 
+from rlplus.algorithm import Critic, Gate, Interleaved, Plain, Prefix, ProcessReward, RecipeOptions, Replay
 from rlplus.config import Config
-from rlplus.objective import Critic, Gate, Interleaved, Plain, Prefix, ProcessReward, RecipeOptions, Replay
 from rlplus.recipe.critic import CriticRecipe
 from rlplus.recipe.gate import GateRecipe
 from rlplus.recipe.interleaved import InterleavedRecipe
 from rlplus.recipe.plain import Ask, Batch, Recipe, Update, demonstration, set_advantages
 from rlplus.recipe.prefix import PrefixRecipe
-from rlplus.recipe.process_reward import ProcessRewardRecipe
+from rlplus.recipe.prime import ProcessRewardRecipe
 from rlplus.recipe.refill import refill_batch
 from rlplus.recipe.replay import ReplayRecipe
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from rlplus import agree
+from rlplus.algorithm import Critic, generalized_advantages
+from rlplus.common import agree
 from rlplus.config import Config
 from rlplus.data import Sample
 from rlplus.learner import ValueModel, by_sample, mean_batches
-from rlplus.objective import Critic, generalized_advantages
 from rlplus.recipe.fit import SMALLEST_VARIANCE, Metrics, fit, whitened, with_optimizer
 from rlplus.recipe.plain import Batch, Recipe
 

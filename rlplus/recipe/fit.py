@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlplus import agree
+from rlplus.common import agree
 from rlplus.config import Config
 from rlplus.data import MicroBatch
 from rlplus.learner import Learner

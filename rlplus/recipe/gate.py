@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
+from rlplus.algorithm import Gate
 from rlplus.config import Config
-from rlplus.objective import Gate
 from rlplus.recipe.plain import Batch, Recipe, demonstration, unsolved
 
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlplus import agree
+from rlplus.algorithm import Interleaved
+from rlplus.common import agree
 from rlplus.config import Config
 from rlplus.data import Example
-from rlplus.objective import Interleaved
 from rlplus.recipe.plain import Batch, Recipe, Update, demonstration, unsolved
 
 # A demonstration's step and its place among the step's prompts; they sort by newest step, then in order of prompts.

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from rlplus import agree
+from rlplus.algorithm import Algorithm
+from rlplus.common import agree
 from rlplus.config import Config
 from rlplus.data import Example, Sample
 from rlplus.learner import Learner
-from rlplus.objective import Algorithm, batch_advantages, group_advantages
-from rlplus.ops import PolicyLoss
+from rlplus.loss import PolicyLoss, batch_advantages, group_advantages
 
 
 class Ask(NamedTuple):

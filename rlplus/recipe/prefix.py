@@ -5,9 +5,9 @@ from math import cos, pi
 from random import Random
 from typing import Any
 
+from rlplus.algorithm import Prefix
 from rlplus.config import Config
 from rlplus.data import Example
-from rlplus.objective import Prefix
 from rlplus.recipe.plain import Ask, Batch, Recipe
 
 

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from rlplus import agree
+from rlplus.algorithm import Refill
+from rlplus.common import agree
 from rlplus.config import TrainConfig
 from rlplus.data import Example, Sample
 from rlplus.errors import SharedFailure
-from rlplus.objective import Refill
 from rlplus.recipe.plain import Batch
 
 Group = tuple[Example, list[Sample]]

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from rlplus import agree
+from rlplus.algorithm import Replay
+from rlplus.common import agree
 from rlplus.config import Config
 from rlplus.data import Example, Sample
-from rlplus.objective import Replay
 from rlplus.recipe.plain import Ask, Batch, Recipe
 
 

@@ -12,13 +12,13 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from rlplus.durable import write_text
+from rlplus.common.durable import write_text
 from rlplus.evaluation import Evaluation
 from rlplus.report import charts, tables
 from rlplus.report.charts import ACCENT
-from rlplus.report.runs import RunData, load_run
-from rlplus.report.samples import Moment, moments
-from rlplus.report.show import show_samples
+from rlplus.report.run_reader import RunData, load_run
+from rlplus.report.samples_text import show_samples
+from rlplus.report.shaded_samples import Moment, moments
 from rlplus.report.tables import seeds_line
 
 __all__ = ["RunData", "load_run", "render", "seeds_line", "show_samples", "write_report"]

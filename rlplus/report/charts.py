@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from rlplus.evaluation import Evaluation, pooled_pass_at
-from rlplus.report.runs import RunData
+from rlplus.report.run_reader import RunData
 
 WIDTH, HEIGHT = 340.0, 200.0  # of a chart, in the units of its SVG: a phone's pixels
 LEFT, TOP, BOTTOM = 42.0, 10.0, 24.0  # margins

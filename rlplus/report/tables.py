@@ -7,7 +7,7 @@ from itertools import combinations
 import yaml
 
 from rlplus.evaluation import Estimate, Evaluation, paired_difference, pooled_pass_at, seeds_below
-from rlplus.report.runs import RunData
+from rlplus.report.run_reader import RunData
 
 _WORK = {
     "generate": "generate",

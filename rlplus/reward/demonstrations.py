@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
-from rlplus import agree
+from rlplus.common import agree
 from rlplus.data import Example
 from rlplus.reward.scorer import Scorer
 

@@ -11,7 +11,7 @@ from itertools import accumulate, islice
 from typing import Any, Self
 
 from rlplus.config import RewardConfig
-from rlplus.reward.process import POLL_S, Score, Status, Worker
+from rlplus.reward.worker_handle import POLL_S, Score, Status, Worker
 
 _MAX_CHUNK = 32  # items in one message: fewer wake-ups for short items
 _MAX_CHUNK_LENGTH = 1 << 18  # characters; a longer text travels alone, and alone pays if it does not fit in memory

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed, install_command
-from rlplus.rollout.custom import Respond, Response, Sampler, Task, make_respond, respond
+from rlplus.rollout.custom_engine import Respond, Response, Sampler, Task, make_respond, respond
 from rlplus.rollout.protocol import (
     DEFAULT_CACHE_MB,
     Completion,
@@ -74,7 +74,7 @@ def make_engine(
         "config_path": config_path,
     }
     if config.mode == "server":
-        from rlplus.rollout.server import ServerEngine
+        from rlplus.rollout.server_engine import ServerEngine
 
         return ServerEngine(config, model_path, **settings)
     name = _choose(config.engine)
@@ -82,14 +82,14 @@ def make_engine(
     config = config.model_copy(update={"engine": name})
     _check_devices(config)
     if config.mode == "process":
-        from rlplus.rollout.process import ProcessEngine
+        from rlplus.rollout.process_engine import ProcessEngine
 
         return ProcessEngine(config, model_path, **settings, pad_token_id=pad_token_id, seed=seed)
     if name == "vllm":
-        from rlplus.rollout.vllm import VLLMEngine
+        from rlplus.rollout.vllm_engine import VLLMEngine
 
         return VLLMEngine(config, model_path, **settings, seed=seed)
-    from rlplus.rollout.transformers import TransformersEngine
+    from rlplus.rollout.transformers_engine import TransformersEngine
 
     return TransformersEngine(config, model_path, **settings, pad_token_id=pad_token_id)
 
@@ -131,7 +131,7 @@ def _choose(engine: str) -> str:
         raise ValueError(
             f"rollout.engine is 'vllm', but vLLM is not installed: {_INSTALL}, or set rollout.engine=transformers"
         )
-    from rlplus.rollout.vllm import import_vllm
+    from rlplus.rollout.vllm_engine import import_vllm
 
     try:
         import_vllm()

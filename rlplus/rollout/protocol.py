@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rlplus.config.base import MIN_TEMPERATURE
+from rlplus.common.section import MIN_TEMPERATURE
 from rlplus.errors import RunFailed
 
 DEFAULT_CACHE_MB = 512  # for keys and values, where rollout.kv_cache_memory_mb is not set

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlplus import agree
+from rlplus.common import agree
 from rlplus.rollout.clock import Clock, rank
 from rlplus.rollout.protocol import whole_model
 

@@ -1,7 +1,7 @@
 """Training with DeepSpeed: one readable loop (`loop.py`) and its parts."""
 
 from rlplus.trainer.loop import Evaluate, train
-from rlplus.trainer.memory import OutOfMemory, phase_out_of_memory
+from rlplus.trainer.out_of_memory import OutOfMemory, phase_out_of_memory
 from rlplus.trainer.provenance import processor_name
 from rlplus.trainer.run import Run
 from rlplus.trainer.stop import Interrupted

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlplus import agree
+from rlplus.common import agree
 from rlplus.config import Config
 from rlplus.data import Sample
 from rlplus.errors import SharedFailure

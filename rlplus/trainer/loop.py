@@ -6,7 +6,7 @@ from pathlib import Path
 from rlplus.config import Config
 from rlplus.errors import RunFailed, SharedFailure
 from rlplus.learner import has_gradient
-from rlplus.trainer.memory import OutOfMemory
+from rlplus.trainer.out_of_memory import OutOfMemory
 from rlplus.trainer.run import Run
 from rlplus.trainer.step import Step
 from rlplus.trainer.stop import StepGivenUp

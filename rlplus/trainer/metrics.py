@@ -14,14 +14,13 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from rlplus import agree
+from rlplus.common import agree
+from rlplus.common.durable import write_text
+from rlplus.common.terminal import Terminal
+from rlplus.common.textfiles import read_text
 from rlplus.data import SAMPLES, KeptSample, MicroBatch, Sample, write_kept
-from rlplus.durable import write_text
-from rlplus.objective import exploration_weight
-from rlplus.ops import PolicyLoss
-from rlplus.terminal import Terminal
-from rlplus.textfiles import read_text
-from rlplus.trainer.memory import naming_phase
+from rlplus.loss import PolicyLoss, exploration_weight
+from rlplus.trainer.out_of_memory import naming_phase
 from rlplus.trainer.trackers import Track
 
 

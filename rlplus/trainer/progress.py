@@ -15,7 +15,7 @@ class Progress:
     nonfinite    by model, consecutive updates skipped for a non-finite gradient
     idle         consecutive steps without an update, since this process started
     interrupted  the signal that ended the run, 0 without one
-    external_share  of the last gradient, see `rlplus.objective.ExternalSchedule`
+    external_share  of the last gradient, see `rlplus.algorithm.ExternalSchedule`
     best         the step and mean reward of the best validation, the first among equals; None before any
 
     config: the run's, with the steps of its epochs as soon as they are known.

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from rlplus.common.durable import write_text
+from rlplus.common.textfiles import read_text
 from rlplus.config import read_starts
-from rlplus.durable import write_text
-from rlplus.textfiles import read_text
 
 GIT_PATIENCE_S = 10
 PACKAGE = Path(__file__).parents[1]

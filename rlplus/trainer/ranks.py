@@ -14,7 +14,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 from torch.futures import Future
 
-from rlplus import agree
+from rlplus.common import agree
 
 
 def initialize_distributed(timeout_s: float = 3600.0) -> None:

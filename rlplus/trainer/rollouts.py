@@ -15,8 +15,8 @@ from rlplus.learner import Policy, by_sample
 from rlplus.recipe import Ask, Batch, Recipe
 from rlplus.rollout import Respond, RolloutEngine
 from rlplus.trainer.engine import EngineFailed, SyncedEngine
+from rlplus.trainer.groups import generate
 from rlplus.trainer.metrics import Tally
-from rlplus.trainer.samples import generate
 
 
 @dataclass

@@ -10,28 +10,28 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from rlplus import agree, checkpoint
+from rlplus.common import agree
+from rlplus.common.durable import write_text
+from rlplus.common.terminal import Terminal
 from rlplus.config import Config, check_trackers
 from rlplus.data import PromptSampler, load_examples, load_tokenizer, response_text
-from rlplus.durable import write_text
-from rlplus.learner import Learner, Policy, check_positions, prepare_model, say_dropout, weights_fingerprint
+from rlplus.learner import Learner, Policy, check_positions, checkpoint, prepare_model, say_dropout, weights_fingerprint
 from rlplus.learner.learner import this_device
-from rlplus.ops.tuning import kind_of, using
+from rlplus.loss.tuning import kind_of, using
 from rlplus.recipe import make_recipe
 from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed, make_engine, make_respond
-from rlplus.terminal import Terminal
-from rlplus.trainer import tuning
+from rlplus.trainer import run_tuning
 from rlplus.trainer.card import model_card
 from rlplus.trainer.engine import NoEngine, SyncedEngine
-from rlplus.trainer.folder import RunFolder
-from rlplus.trainer.memory import naming_phase
 from rlplus.trainer.metrics import RunLog
+from rlplus.trainer.out_of_memory import naming_phase
 from rlplus.trainer.progress import Progress
-from rlplus.trainer.prompts import select_prompts
+from rlplus.trainer.prompt_pool import select_prompts
 from rlplus.trainer.provenance import device_name
 from rlplus.trainer.ranks import initialize_distributed
 from rlplus.trainer.rollouts import Rollouts
+from rlplus.trainer.run_folder import RunFolder
 from rlplus.trainer.stop import Interrupted, StopSignal
 from rlplus.trainer.trackers import open_trackers
 
@@ -139,9 +139,9 @@ class Run:
         text, dtype = model_config.get_text_config(decoder=True), getattr(torch, self.config.model.dtype)
         kind = kind_of(this_device(), dtype, text.vocab_size, text.hidden_size)
         if self.folder.last is None:
-            self.tuning, tiling, note = tuning.begin(self.config.train.tuning, kind)
+            self.tuning, tiling, note = run_tuning.begin(self.config.train.tuning, kind)
         else:
-            self.tuning, tiling, note = tuning.resume(self.folder.state.get("tuning"), kind)
+            self.tuning, tiling, note = run_tuning.resume(self.folder.state.get("tuning"), kind)
         if note:
             self.folder.notes.append(f"tuning: {note}")
         if tiling is not None:

@@ -8,21 +8,21 @@ from math import isfinite
 
 import torch
 
-from rlplus import agree
+from rlplus.algorithm import Refill
+from rlplus.algorithm.external_schedule import external_share
+from rlplus.common import agree
 from rlplus.data import Example, KeptSample, MicroBatch, Sample, per_token
 from rlplus.errors import SharedFailure
 from rlplus.learner import by_sample, has_gradient, make_micro_batches
 from rlplus.learner.statistics import needs_statistics, set_statistics
-from rlplus.objective import Refill
-from rlplus.objective.schedule import external_share
-from rlplus.ops import PolicyLoss
+from rlplus.loss import PolicyLoss
 from rlplus.recipe import Batch, Update, refill_batch
 from rlplus.trainer.engine import EngineFailed, max_gap
-from rlplus.trainer.keep import kept_samples
+from rlplus.trainer.groups import score, shape
 from rlplus.trainer.metrics import Tally, tally_exploration, tally_mismatch, tally_outputs, tally_samples, tally_update
 from rlplus.trainer.rollouts import use_engine_logprob
 from rlplus.trainer.run import Run
-from rlplus.trainer.samples import score, shape
+from rlplus.trainer.sample_records import kept_samples
 
 Work = tuple[Update, list[MicroBatch]]
 

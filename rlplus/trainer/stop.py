@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
-from rlplus import agree
+from rlplus.common import agree
 
 Answer = TypeVar("Answer")
 # A terminal and a launcher, or a cluster and a launcher, signal the same ranks: two within this time count as one.

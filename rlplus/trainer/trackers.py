@@ -10,10 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlplus import agree
+from rlplus.common import agree
+from rlplus.common.durable import write_text
+from rlplus.common.textfiles import read_text
 from rlplus.config import TRACKERS, Config
-from rlplus.durable import write_text
-from rlplus.textfiles import read_text
 
 Track = Callable[[int, dict[str, float]], None]
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rlplus import checkpoint
 from rlplus.config import Config, check_training_files
+from rlplus.learner import checkpoint
 from rlplus.learner.adapters import add_adapters
-from rlplus.learner.model import load_model
+from rlplus.learner.pretrained import load_model
 from rlplus.trainer import Interrupted, Run
-from rlplus.trainer.folder import config_in
+from rlplus.trainer.run_folder import config_in
 from rlplus.trainer.stop import StepGivenUp
-from rlplus.verify.definition import Constants, Loss, advantages, constants_of, with_reference
-from rlplus.verify.rows import Row, compare_computed, compare_constants
+from rlplus.verify.errors_table import Row, compare_computed, compare_constants
+from rlplus.verify.float64 import Constants, Loss, advantages, constants_of, with_reference
 from rlplus.verify.taken import Accumulated, Taken, accumulate, take
 
 __all__ = ["Row", "Verification", "verify_run"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlplus.data import MicroBatch, Sample, per_token
 from rlplus.learner import has_gradient
-from rlplus.ops import PolicyLoss
+from rlplus.loss import PolicyLoss
 from rlplus.recipe import Batch, Update
 from rlplus.trainer import Run
 from rlplus.trainer.step import Step

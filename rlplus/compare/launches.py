@@ -1,0 +1,383 @@
+"""The runs of a comparison: which there are, and each one made, or found finished."""
+
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from multiprocessing import active_children, get_context
+from pathlib import Path
+from statistics import fmean
+from threading import Lock
+from typing import Any
+
+from pydantic import ValidationError
+
+from rlplus.common.commands import ending_with_this_process
+from rlplus.common.durable import UNSEALED, is_sealed, write_text
+from rlplus.common.textfiles import file_name, read_text
+from rlplus.compare.config import BASE, Comparison, Overrides
+from rlplus.compare.data import SET, TEST, TRAIN, VALIDATION, make_base_model, response_tokens, write_data
+from rlplus.config import CheckpointConfig, Config, EvaluationConfig, LogConfig, load_config
+from rlplus.demo.base import Recipe, is_made
+from rlplus.errors import RunFailed, ending
+from rlplus.evaluation import Evaluation, load_results
+from rlplus.reward.supervisor import end_with_parent
+
+ASKED, FINISHED = "asked.json", "finished"  # in a run's folder, at its start and at its end
+TAIL = 20  # lines of a failed command's log that are shown
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training, or with method BASE none, and its evaluation.
+
+    rate: of a search; None for a reported run, whose rate is the configuration's or the best one found. before: the
+    run from whose model it starts; None = the setting's base model.
+    """
+
+    setting: str
+    seed: int
+    method: str
+    rate: float | None = None
+    before: "Run | None" = field(default=None, compare=False)
+
+    @property
+    def title(self) -> str:
+        rate = "" if self.rate is None else f", lr {self.rate:g}"
+        return ", ".join(filter(None, (self.setting, self.method, f"seed {self.seed}"))) + rate
+
+
+class Runner:
+    """Makes the runs of a comparison in `folder`, `jobs` at a time.
+
+    folder/runs/<setting>/seed-<N>/ has a folder for each method; folder/data/ and folder/bases/ have the data and the
+    base models where they are made.
+    launcher: the beginning of the commands, such as "torchrun --nproc_per_node 8 -m". overrides: of the training
+    configuration, for all runs.
+    """
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        config: Path,
+        folder: Path,
+        *,
+        overrides: Sequence[str] = (),
+        jobs: int = 1,
+        launcher: str | None = None,
+        say: Say = print,
+    ) -> None:
+        self.comparison, self.config, self.folder, self.given = comparison, config, folder, list(overrides)
+        self.jobs, self.say = jobs, say
+        self.launcher = shlex.split(launcher) if launcher else [sys.executable, "-m"]
+        self._children: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
+        self._starting = Lock()  # of a child, or of the end of all of them
+        self._rates: dict[tuple[str, str], float] = {}  # found, by setting and method
+        self.searched: dict[str, dict[str, dict[str, float]]] = {}  # mean pass@1 by setting, method and rate
+
+    def path(self, run: Run, root: Path | None = None) -> Path:
+        """The run's folder; root: in place of the comparison's."""
+        name = run.method if run.rate is None else f"{run.method}-lr-{run.rate:g}"
+        return (root or self.folder) / "runs" / file_name(run.setting) / f"seed-{run.seed}" / file_name(name)
+
+    def data(self, setting: str, seed: int, root: Path | None = None) -> Path:
+        """The folder with the data of a setting and seed, where they are made."""
+        return (root or self.folder) / "data" / file_name(setting) / f"seed-{seed}"
+
+    def base(self, recipe: Recipe, root: Path | None = None) -> Path:
+        """The folder of the base model, which settings share if it is the same."""
+        name = f"{zlib.crc32(repr(recipe).encode()):08x}-seed-{recipe.seed}"
+        return (root or self.folder) / "bases" / name
+
+    def all(self) -> list[Run]:
+        """The reported runs, in an order in which each follows what it starts from."""
+        found: dict[Run, None] = {}
+        for study in self.comparison.studies.values():
+            for setting in study.settings:
+                for seed in study.seed_numbers:
+                    for method in (BASE, *study.methods):
+                        found |= dict.fromkeys(self.chain(setting, seed, method))
+        return list(found)
+
+    def chain(self, setting: str, seed: int, method: str, rates: Sequence[float | None] = (None,)) -> list[Run]:
+        """The method's run for each rate, after the run that it starts from."""
+        before: list[Run] = []
+        if method != BASE and (first := self.comparison.methods[method].after) is not None:
+            rate = None if rates == (None,) else self._rates.get((setting, self._searched(first)))
+            before = self.chain(setting, seed, first, (rate,))
+        start = before[-1] if before else None
+        return [*before, *(Run(setting, seed, method, rate, start) for rate in rates)]
+
+    def check(self) -> None:
+        """ValueError if a run has no valid configuration. Of a search, its first rate stands for all."""
+        reported = self.all()
+        for run in reported:
+            self.config_of(run)
+        if (search := self.comparison.search) is not None:
+            for setting, method in self._searches(reported):
+                self.config_of(self.chain(setting, search.seed, method, search.rates[:1])[-1])
+
+    def make(self) -> None:
+        """Make what is not finished yet, searches first; RunFailed if a run fails. Call `check` before."""
+        reported = self.all()
+        self._search(reported, self._make_all)
+        self._make_all(reported)
+
+    def finished(self) -> dict[Run, dict[str, Evaluation]]:
+        """The evaluations, by the name of the test set, of the reported runs that are finished."""
+        reported = self.all()
+        self._search(reported, lambda runs: None)
+        known = [run for run in reported if self.comparison.search is None or run.method == BASE or self._rate(run)]
+        return {run: load_results(self.path(run)) for run in known if self._is_finished(run)}
+
+    def _search(self, reported: Sequence[Run], make: Callable[[Sequence[Run]], None]) -> None:
+        """Find the best rate of each method that has one of its own, those that others start from first."""
+        if (search := self.comparison.search) is None:
+            return
+        depth = {
+            (setting, self._searched(part)): len(self.comparison.chain(part))
+            for setting, part in self._searches(reported)
+        }
+        for level in sorted(set(depth.values())):
+            now = [each for each in depth if depth[each] == level]
+            runs = {each: self.chain(each[0], search.seed, each[1], search.rates) for each in now}
+            make(list(dict.fromkeys(run for each in runs.values() for run in each)))
+            for (setting, method), each in runs.items():
+                tried = {run.rate: self.path(run) for run in each if run.method == method and self._is_finished(run)}
+                if len(tried) == len(search.rates):
+                    scores = {rate: solved(load_results(tried[rate])) for rate in sorted(search.rates)}
+                    self.searched.setdefault(setting, {})[method] = {f"{rate:g}": each for rate, each in scores.items()}
+                    self._rates[setting, method] = max(scores, key=lambda rate: scores[rate])  # the least of the best
+
+    def _searches(self, reported: Sequence[Run]) -> list[tuple[str, str]]:
+        """The setting and method of what the search trains: methods with a rate of their own after their chains."""
+        searched = dict.fromkeys((run.setting, self._searched(run.method)) for run in reported if run.method != BASE)
+        parts = ((setting, part) for setting, method in searched for part in self.comparison.chain(method))
+        return list(dict.fromkeys(parts))
+
+    def _searched(self, method: str) -> str:
+        return method if method == BASE else self.comparison.methods[method].searched_as or method
+
+    def _rate(self, run: Run) -> float | None:
+        """The run's learning rate, if it is not the configuration's."""
+        return run.rate or self._rates.get((run.setting, self._searched(run.method)))
+
+    def _make_all(self, runs: Sequence[Run]) -> None:
+        """Make the runs, `jobs` at a time, each after the one that it starts from. The first failure ends all."""
+        self._prepare(runs)
+        made: set[Run] = set()
+        while wave := [run for run in runs if run not in made and (run.before is None or run.before in made)]:
+            with ThreadPoolExecutor(self.jobs) as pool:
+                work = {pool.submit(self._make, run): run for run in wave}
+                try:
+                    for done in as_completed(work):
+                        made.add(work[done])
+                        if done.result():
+                            self.say(f"{len(made)} of {len(runs)}: {work[done].title}")
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    self._stop()
+                    raise
+
+    def _prepare(self, runs: Sequence[Run]) -> None:
+        """Make the base models and the data of these runs."""
+        bases: dict[Path, Recipe] = {}
+        for name, seed in dict.fromkeys((run.setting, run.seed) for run in runs):
+            setting = self.comparison.settings[name]
+            if (recipe := setting.recipe(seed)) is not None:
+                bases[self.base(recipe)] = recipe
+                write_data(self.data(name, seed), recipe, setting.author)
+        missing = {folder: recipe for folder, recipe in bases.items() if not is_made(folder, recipe)}
+        with_this = (signal.SIGKILL, os.getpid())
+        with ProcessPoolExecutor(self.jobs, get_context("spawn"), end_with_parent, with_this) as pool:
+            try:
+                for number, recipe in enumerate(pool.map(_make_base, missing.items()), 1):
+                    self.say(f"base model {number} of {len(missing)}: seed {recipe.seed}")
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for child in active_children():
+                    child.terminate()
+                raise
+
+    def _make(self, run: Run) -> bool:
+        """Train and evaluate; False if that was done before.
+
+        A run with another configuration is deleted; if only its evaluation differs, this is made again.
+        """
+        if self._is_finished(run):
+            return False
+        folder, asked = self.path(run), self._asked(run)
+        if folder.exists() and ((was := _read_asked(folder)) is None or _trained(was) != _trained(asked)):
+            self.say(f"{run.title}: made again, since its configuration has changed")
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FINISHED).unlink(missing_ok=True)
+        text = json.dumps(asked | {"checksum": UNSEALED}, indent=1, default=lambda config: config.model_dump())
+        write_text(folder / ASKED, text + "\n", sealed=True)
+        overrides = self.overrides(run)
+        if run.method != BASE:
+            self._command(run, "train", ["--resume=auto"], overrides)
+        model = folder / "model" if run.method != BASE else self._start(run) or self.config_of(run).model.path
+        self._command(run, "eval", ["--model", str(model), "--output", str(folder), "--overwrite"], overrides)
+        (folder / FINISHED).touch()
+        return True
+
+    def _is_finished(self, run: Run) -> bool:
+        folder = self.path(run)
+        return (folder / FINISHED).is_file() and _read_asked(folder) == self._asked(run)
+
+    def config_of(self, run: Run) -> Config:
+        """The run's training configuration. ValueError, with the run's name, if it is none."""
+        try:
+            return load_config(self.config, self.overrides(run))
+        except ValueError as error:
+            raise ValueError(f"{run.title}: {error}") from error
+
+    def _asked(self, run: Run) -> dict[str, Any]:
+        """The run's identity: its configuration, preset, data and predecessors, wherever the folder is."""
+        setting = self.comparison.settings[run.setting]
+        config = _without_own(load_config(self.config, self.overrides(run, Path("comparison"))))
+        return {
+            "config": config,
+            "algorithm": repr(config.algorithm.resolve()),  # another version's preset may have other values
+            "recipe": None if (recipe := setting.recipe(run.seed)) is None else asdict(recipe),
+            "demonstrator": asdict(setting.author),
+            "before": None if run.before is None else self._asked(run.before),
+        }
+
+    def overrides(self, run: Run, root: Path | None = None) -> list[str]:
+        """Changes to the training configuration; later ones win. root: in place of the comparison's folder."""
+        setting, data = self.comparison.settings[run.setting], self.data(run.setting, run.seed, root)
+        values: Overrides = {}
+        if (recipe := setting.recipe(run.seed)) is not None:
+            values |= {
+                "data.path": str(data / TRAIN),
+                "evaluation.data.path": str(data / TEST),
+                "evaluation.data.benchmark": SET,
+                "rollout.max_response_length": response_tokens(recipe.task),
+                "data.max_prompt_length": 6 * recipe.task.hard,
+                "evaluation.data.max_prompt_length": 6 * recipe.task.hard,
+            }
+        values |= self.comparison.overrides | setting.overrides
+        own: Overrides = {"train.seed": run.seed, "output_dir": str(self.path(run, root))}
+        if run.method != BASE:
+            method = self.comparison.methods[run.method]
+            values |= method.overrides
+            own["algorithm.preset"] = method.preset
+        if (start := self._start(run, root)) is not None:
+            own["model.path"] = str(start)
+        if (rate := self._rate(run)) is not None:
+            own["train.lr"] = rate
+        if run.rate is not None:
+            own |= self._search_overrides(run, [*_settings(values), *self.given, *_settings(own)], data)
+        return [*_settings(values), *self.given, *_settings(own)]
+
+    def _start(self, run: Run, root: Path | None = None) -> Path | None:
+        """The model that the run starts from; None = the training configuration's."""
+        if run.before is not None:
+            return self.path(run.before, root) / "model"
+        recipe = self.comparison.settings[run.setting].recipe(run.seed)
+        return None if recipe is None else self.base(recipe, root)
+
+    def _search_overrides(self, run: Run, overrides: Sequence[str], data: Path) -> Overrides:
+        """A share of the steps that `overrides` ask for, and other problems to evaluate on."""
+        assert self.comparison.search is not None
+        search = self.comparison.search
+        train = load_config(self.config, overrides).train
+        if train.steps is None:
+            raise ValueError("a search trains a share of train.steps: want these, not epochs")
+        shorter = {"train.steps": train.steps, "train.generated_tokens": train.generated_tokens}
+        found: Overrides = {key: math.ceil(search.share * value) for key, value in shorter.items() if value is not None}
+        if self.comparison.settings[run.setting].base is not None:
+            found["evaluation.data.path"] = str(data / VALIDATION)
+        return found | search.overrides
+
+    def _command(self, run: Run, command: str, options: Sequence[str], overrides: Sequence[str]) -> None:
+        """Run an rlplus command with its output in a file; RunFailed with the end of it."""
+        log = self.path(run) / f"{command}.log"
+        asked = [*self.launcher, "rlplus", command, *options, str(self.config), *overrides]
+        arguments = ending_with_this_process(asked)
+        environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.jobs)), **os.environ}
+        with log.open("wb") as file:
+            with self._starting:
+                if self._stopped:
+                    raise RunFailed(f"{run.title}: stopped with another run")
+                child = subprocess.Popen(arguments, stdout=file, stderr=file, env=environment)
+                self._children.add(child)
+            status = child.wait()
+            self._children.discard(child)
+        if status:
+            tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:])
+            raise RunFailed(f"{run.title}: rlplus {command} failed with {ending(status)}; from {log}:\n{tail}")
+
+    def _stop(self) -> None:
+        """End the children, and start no further ones."""
+        with self._starting:
+            self._stopped = True
+            for child in list(self._children):
+                child.terminate()
+
+
+def _make_base(wanted: tuple[Path, Recipe]) -> Recipe:
+    """In a process of its own."""
+    folder, recipe = wanted
+    make_base_model(folder, recipe)
+    return recipe
+
+
+def _settings(values: Overrides) -> list[str]:
+    """As overrides of the command line."""
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+
+
+def _read_asked(folder: Path) -> dict[str, Any] | None:
+    """The identity of the run in a folder, as `Runner._asked` gives it; None where there is none of this version.
+
+    ValueError for a damaged file, so that no run is deleted for it.
+    """
+    path = folder / ASKED
+    if not path.is_file():
+        return None
+    try:
+        is_sealed(path.read_bytes(), path)
+        asked = _validated(json.loads(read_text(path)))
+        return {key: value for key, value in asked.items() if key != "checksum"}
+    except ValidationError:
+        return None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        what = str(error).removeprefix(f"{path} is damaged: ")
+        raise ValueError(f"{path} is damaged: {what}. Remove {folder}, and this run is made again") from error
+
+
+def _validated(asked: dict[str, Any]) -> dict[str, Any]:
+    """With the configuration as a value, in which keys that are newer than the file have their defaults."""
+    before = None if asked["before"] is None else _validated(asked["before"])
+    return asked | {"config": Config.model_validate(asked["config"]), "before": before}
+
+
+def _trained(asked: dict[str, Any]) -> dict[str, Any]:
+    """The identity of a run's model."""
+    config = asked["config"].model_copy(update={"evaluation": EvaluationConfig()})
+    return asked | {"config": config, "before": asked["before"] and _trained(asked["before"])}
+
+
+def _without_own(config: Config) -> Config:
+    """The configuration without what changes no result: logs, checkpoints and the number of reward workers."""
+    plain = {"log": LogConfig(), "checkpoint": CheckpointConfig()}
+    reward = config.reward.model_copy(update={"workers": 1})
+    return config.model_copy(update=plain | {"reward": reward})
+
+
+def solved(results: Mapping[str, Evaluation]) -> float:
+    """Mean pass@1 over the test sets."""
+    return fmean(one.pass_at(1).mean for one in results.values())

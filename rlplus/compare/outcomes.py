@@ -1,0 +1,146 @@
+"""The results of a comparison as data: written as JSON, from which every table and figure follows."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from rlplus.common.durable import write_text
+from rlplus.common.textfiles import read_text
+from rlplus.compare.config import Comparison
+from rlplus.compare.launches import Run, Runner
+from rlplus.evaluation import Evaluation
+from rlplus.report import RunData, load_run
+from rlplus.report.charts import DEMONSTRATIONS, DYNAMICS
+
+POINTS = 60  # of a curve, at most
+CURVES = (*DYNAMICS[:3], DEMONSTRATIONS[0])  # reward, entropy, response length; p of demonstrated tokens
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One finished run.
+
+    seconds: of its steps and its evaluation. versions: of the packages that it ran with, and its commit. results: by
+    test set. curves: (steps, values) of some metrics, thinned by means.
+    """
+
+    setting: str
+    seed: int
+    method: str
+    rate: float
+    steps: int
+    generated_tokens: int
+    seconds: float
+    versions: str
+    results: dict[str, Evaluation]
+    curves: dict[str, tuple[list[float], list[float]]]
+
+
+@dataclass(frozen=True)
+class Results:
+    """All finished runs of a comparison. rates: mean pass@1 by setting, method and learning rate, of the search.
+
+    search_runs: steps and generated tokens of the same runs. provenance: date and hardware.
+    """
+
+    comparison: Comparison
+    provenance: dict[str, str]
+    rates: dict[str, dict[str, dict[str, float]]]
+    search_runs: dict[str, dict[str, dict[str, tuple[int, int]]]]
+    outcomes: list[Outcome]
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of `load`
+
+    def of(self, setting: str, method: str, seeds: range | None = None) -> dict[int, Outcome]:
+        """The method's outcomes by seed."""
+        return {
+            one.seed: one
+            for one in self.outcomes
+            if (one.setting, one.method) == (setting, method) and (seeds is None or one.seed in seeds)
+        }
+
+    def save(self, path: Path) -> None:
+        """Write as JSON, one line for each run."""
+        parts = {
+            "comparison": self.comparison.model_dump(mode="json"),
+            "provenance": self.provenance,
+            "rates": self.rates,
+            "search_runs": self.search_runs,
+        }
+        head = "".join(f'"{key}": {json.dumps(value, ensure_ascii=False)},\n' for key, value in parts.items())
+        lines = ",\n".join(json.dumps(asdict(one), ensure_ascii=False) for one in self.outcomes)
+        write_text(path, f'{{{head}"outcomes": [\n{lines}\n]}}\n')
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a file of `save`. ValueError if it holds something else."""
+        try:
+            return TypeAdapter(cls).validate_json(read_text(path))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            got = f"no {where}" if first["type"] == "missing" else f"{where}: {first['msg']}".removeprefix(": ")
+            raise ValueError(f"want results, as `rlplus compare` writes them, in {path}; got {got}") from error
+
+
+def collect(comparison: Comparison, runner: Runner, provenance: dict[str, str]) -> Results:
+    """The results of the finished runs, without paths of this machine."""
+    outcomes = [
+        _outcome(runner, run, {name: replace(one, model="", asked={}) for name, one in evaluations.items()})
+        for run, evaluations in runner.finished().items()
+    ]
+    search_runs = {
+        setting: {name: {rate: _length(runner, setting, name, rate) for rate in rates} for name, rates in each.items()}
+        for setting, each in runner.searched.items()
+    }
+    return Results(comparison, provenance, runner.searched, search_runs, outcomes)
+
+
+def _length(runner: Runner, setting: str, method: str, rate: str) -> tuple[int, int]:
+    """Steps and generated tokens of a run of the search."""
+    assert runner.comparison.search is not None
+    run = Run(setting, runner.comparison.search.seed, method, float(rate))
+    last = load_run(runner.path(run)).metrics[-1]
+    return last["step"], last["generated_tokens"]
+
+
+def _outcome(runner: Runner, run: Run, evaluations: dict[str, Evaluation]) -> Outcome:
+    folder = runner.path(run)
+    seconds = sum(one.seconds for one in evaluations.values())
+    if not (folder / "metrics.jsonl").is_file():  # the base model
+        return Outcome(run.setting, run.seed, run.method, 0.0, 0, 0, seconds, "", evaluations, {})
+    data = load_run(folder)
+    last = data.metrics[-1]
+    return Outcome(
+        run.setting,
+        run.seed,
+        run.method,
+        rate=runner.config_of(run).train.lr,
+        steps=last["step"],
+        generated_tokens=last["generated_tokens"],
+        seconds=round(seconds + sum(step.get("time/step", 0.0) for step in data.metrics), 1),
+        versions=_versions(data),
+        results=evaluations,
+        curves={one.metric: _thinned(*data.curve(one.metric)) for one in CURVES if data.curve(one.metric)[0]},
+    )
+
+
+def _versions(data: RunData) -> str:
+    """Packages with their versions, and the commit, of the run's last start."""
+    if not data.starts:
+        return ""
+    start = data.starts[-1]
+    packages = [f"{name} {version}" for name, version in start.get("versions", {}).items()]
+    return ", ".join([*packages, *(f"commit {commit}" for commit in start.get("commits", {}).values())])
+
+
+def _thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Means over neighbours, at most POINTS of them, to four digits."""
+    size = -(-len(steps) // POINTS)
+    parts = [slice(start, start + size) for start in range(0, len(steps), size)]
+    means = [[sum(each[part]) / len(each[part]) for part in parts] for each in (steps, values)]
+    return means[0], [float(f"{value:.4g}") for value in means[1]]

@@ -1,0 +1,105 @@
+"""The section about the engine that generates."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rlplus.common.section import Count, PathText, Positive, Seconds, Section, Temperature
+
+# Of vLLM's engine arguments: those that the trainer sets, or that it could not work with, each with the reason.
+OWNED: dict[str, str] = {
+    "model": "the engine loads model.path, and gets the policy's weights before it generates",
+    "tokenizer": "the engine takes and gives token ids of the model's own tokenizer, model.path",
+    "skip_tokenizer_init": "the engine takes and gives token ids of the model's own tokenizer, model.path",
+    "trust_remote_code": "it is model.trust_remote_code",
+    "hf_config_path": "the engine has the policy's configuration; change model.overrides",
+    "hf_overrides": "the engine has the policy's configuration; change model.overrides",
+    "dtype": "the engine has the policy's, model.dtype",
+    "max_model_len": "it is data.max_prompt_length and rollout.max_response_length together",
+    "seed": "requests have seeds that follow from train.seed",
+    "generation_config": "responses are drawn from the whole distribution at rollout.temperature",
+    "override_generation_config": "responses are drawn from the whole distribution at rollout.temperature",
+    "logits_processors": "responses are drawn from the whole distribution at rollout.temperature",
+    "logprobs_mode": "ratios need the logprobs at rollout.temperature",
+    "enforce_eager": "it is rollout.enforce_eager",
+    "gpu_memory_utilization": "it is rollout.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "it is rollout.kv_cache_memory_mb",
+    "enable_sleep_mode": "it is rollout.sleep",
+    "enable_lora": "the engine gets merged weights, see model.lora",
+    "tensor_parallel_size": "it is rollout.tensor_parallel_size",
+    "pipeline_parallel_size": "an engine's GPUs are rollout.tensor_parallel_size; want rollout.mode server for more",
+    "data_parallel_size": "an engine's GPUs are rollout.tensor_parallel_size; want rollout.mode server for more",
+    "distributed_executor_backend": "it follows from rollout.mode and the launcher",
+}
+
+
+class RolloutConfig(Section):
+    """The engine that samples responses."""
+
+    engine: Literal["auto", "vllm", "transformers"] = "auto"
+    """Library that samples. auto: vllm when it is installed, else transformers."""
+    mode: Literal["colocated", "process", "server"] = "colocated"
+    """Place of the engine. colocated: in the trainer's process, on its GPU. process: in a process of its own, on GPUs
+    of its own, started again when it dies. server: a vLLM server that you started, see server_url."""
+    group_size: Count = 8
+    """Members of a group. Where a demonstration takes a rollout's place (rlplus*, luffy, grpo-sft, chord), a prompt
+    that has one gets group_size - 1 rollouts; with other presets, group_size."""
+    temperature: Temperature = 1.0
+    """Temperature of sampling, at least 0.01, and of the trainer's logprobs."""
+    max_response_length: Count
+    """Longest response; sampling ends there."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of a GPU that vLLM takes in all."""
+    kv_cache_memory_mb: Count | None = None
+    """Memory for keys and values; None = what that share leaves, and 512 on a CPU or with transformers."""
+    enforce_eager: bool = False
+    """Run vLLM without CUDA graphs."""
+    vllm: dict[str, Any] = {}
+    """Further engine arguments of vLLM, by their names there, such as {quantization: fp8}; not those that the trainer
+    sets. A server has its own from where you start it."""
+    sleep: bool = False
+    """Let the colocated engine give its GPU memory back while the policy trains (CUDA)."""
+    tensor_parallel_size: Count = 1
+    """GPUs that share one engine: of so many ranks (colocated), or of each rank's own (process)."""
+    max_logprob_gap: Positive | None = None
+    """The run stops when the tokens' logprobs in the engine and in the trainer differ by more, in the mean over a step
+    or over the probe after a push; None = 1e-4 in float32, 5e-2 in bfloat16."""
+    push_bucket_mb: Count = 64
+    """ZeRO-3 weights are gathered, and files of weights written, in pieces of at most this size; a larger parameter is
+    a piece of its own."""
+    push_timeout_s: Seconds = 300.0
+    """The run stops when a push stays at one parameter for longer."""
+    progress_timeout_s: Seconds = 300.0
+    """A generation without a new token for longer hangs: an engine's process is then started again, as one that dies;
+    in the other modes the run stops."""
+    push_folder: PathText | None = None
+    """Where weights pass to an engine in another process; None = /dev/shm, or the temporary folder. Holds the whole
+    model. A server must see it under the same name."""
+    server_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
+    """Address of the server, such as http://localhost:8000."""
+    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
+    """A function, as "module:name", that makes the responses with the engine: tools, several turns, environments; see
+    rlplus.rollout.custom_engine. In evaluations, too."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        problems = []
+        if (self.mode == "server") != (self.server_url is not None):
+            problems.append(f"mode server and server_url belong together; got {self.mode}, {self.server_url}")
+        if self.mode == "server" and self.engine == "transformers":
+            problems.append("mode server is a vLLM server: want engine auto or vllm; got transformers")
+        if self.mode == "server" and self.tensor_parallel_size > 1:
+            problems.append("a server has its own --tensor-parallel-size: leave tensor_parallel_size out")
+        if self.sleep and (self.mode != "colocated" or self.engine == "transformers"):
+            problems.append(f"sleep is for vLLM in mode colocated; got engine {self.engine} in mode {self.mode}")
+        if self.tensor_parallel_size > 1 and self.engine == "transformers":
+            problems.append(f"tensor_parallel_size {self.tensor_parallel_size} needs vLLM; got engine transformers")
+        problems += [f"vllm.{name}: leave it out, {OWNED[name]}" for name in self.vllm if name in OWNED]
+        if self.function and self.mode == "colocated" and self.tensor_parallel_size > 1:
+            problems.append(
+                f"function asks a colocated engine at each rank's own pace: want tensor_parallel_size 1, or mode "
+                f"process; got {self.tensor_parallel_size}"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self

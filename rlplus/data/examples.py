@@ -1,0 +1,371 @@
+"""Prompts, answers and demonstrations as token ids; rows that are too long or unreadable are dropped and counted."""
+
+import json
+import re
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from math import inf, nan
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rlplus.config import DataConfig
+from rlplus.data.prompts import Prompt, encode_prompts, make_prompt
+from rlplus.data.row_files import MissingColumn, Row, get_column, read_rows, row_names
+
+CHUNK = 1000  # rows tokenised together, on all cores
+
+
+@dataclass(frozen=True)
+class Example:
+    """A row: its number over all files, prompt token ids, the answer, and demonstration token ids that end with eos.
+
+    benchmark: the value of the column `data.benchmark`; empty without one. rows: the number of equal rows that this one
+    represents. demonstration_reward: the demonstration's grade by the run's reward; NaN before. behavior_logprob: of
+    each of the demonstration's tokens under its author; None if unknown. columns: the values of `data.columns`, by the
+    last part of their names.
+    """
+
+    index: int
+    prompt: tuple[int, ...]
+    answer: str
+    demonstration: tuple[int, ...] | None
+    benchmark: str = ""
+    rows: int = 1
+    demonstration_reward: float = nan
+    behavior_logprob: Sequence[float] | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class LoadReport:
+    """Counts of what was kept and dropped. `first` names the first place of each kind of loss.
+
+    plain: rows whose prompt is text, not chat messages.
+    prompt_lengths, demonstration_lengths: tokens of each, also of those that are dropped for their length.
+    """
+
+    max_prompt_length: int
+    max_demonstration_length: int
+    rows: int = 0
+    kept: int = 0
+    plain: int = 0
+    prompts_too_long: int = 0
+    answers_missing: int = 0
+    demonstrations: int = 0
+    demonstrations_missing: int = 0
+    demonstrations_unmatched: int = 0
+    demonstrations_too_long: int = 0
+    demonstrations_unprefixed: int = 0
+    first: dict[str, str] = field(default_factory=dict)
+    prompt_lengths: list[int] = field(default_factory=list)
+    demonstration_lengths: list[int] = field(default_factory=list)
+
+    def count(self, what: str, where: str) -> None:
+        setattr(self, what, getattr(self, what) + 1)
+        self.first.setdefault(what, where)
+
+    @property
+    def dropped_share(self) -> float:
+        """Share of the rows that were dropped."""
+        return (self.prompts_too_long + self.answers_missing) / max(1, self.rows)
+
+    @property
+    def dropped_demonstration_share(self) -> float:
+        """Share of the demonstrations of kept rows that were dropped."""
+        dropped = self.demonstrations_unmatched + self.demonstrations_too_long
+        return dropped / max(1, self.demonstrations + dropped)
+
+    def summary(self) -> str:
+        """One line, for logs and errors."""
+        labels = {
+            "prompts_too_long": f"prompts longer than {self.max_prompt_length} tokens",
+            "answers_missing": "rows without an answer, or not matched by answer_pattern",
+            "demonstrations_too_long": f"demonstrations longer than {self.max_demonstration_length} tokens",
+            "demonstrations_unmatched": "demonstrations not matched by demonstration_pattern",
+            "demonstrations_missing": "rows without a demonstration",
+            "demonstrations_unprefixed": "demonstrations that did not start with data.response_prefix, kept whole",
+        }
+        losses = [
+            f"{getattr(self, name)} {labels[name]} (first: {self.first[name]})" for name in labels if name in self.first
+        ]
+        kept = f"{self.rows} rows, {self.kept} kept, {self.demonstrations} demonstrations"
+        return "; ".join([kept, *losses])
+
+    def refusal(self, config: DataConfig) -> str | None:
+        """The reason for which these data are refused, with the counts: too much is dropped, or nothing is left."""
+        files = ", ".join(config.paths)
+        shares = [("rows", self.dropped_share), ("demonstrations", self.dropped_demonstration_share)]
+        for what, share in shares:
+            if share > config.max_dropped_share:
+                return (
+                    f"{files}: {share:.1%} of the {what} would be dropped, "
+                    f"data.max_dropped_share allows {config.max_dropped_share:.1%}: {self.summary()}"
+                )
+        if not self.kept:
+            return f"{files}: want at least one row; got {self.summary()}"
+        if config.demonstration is not None and not self.demonstrations:
+            return f"{files}: want demonstrations in column {config.demonstration!r}; got {self.summary()}"
+        return None
+
+
+@dataclass
+class _Parsed:
+    index: int
+    where: str
+    prompt: Prompt
+    answer: str | None
+    demonstration: str | None
+    noted: str | None  # why there is no demonstration, or a note about it: the counter in LoadReport
+    benchmark: str
+    behavior_logprob: Any
+    columns: Mapping[str, Any]
+
+
+def load_examples(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, max_demonstration_length: int
+) -> tuple[list[Example], LoadReport]:
+    """`read_examples`, and ValueError where the report refuses them."""
+    examples, report = read_examples(config, tokenizer, max_demonstration_length=max_demonstration_length)
+    if refusal := report.refusal(config):
+        raise ValueError(refusal)
+    return examples, report
+
+
+def read_examples(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_demonstration_length: int,
+    layout: Callable[[Row], Row] | None = None,
+    wanted: Callable[[str], bool] = lambda benchmark: True,
+    section: str = "data",
+) -> tuple[list[Example], LoadReport]:
+    """Read and tokenise the data; a row with several demonstrations gives an example for each, see `variants`.
+
+    layout: converts a row of a file, with all of its columns, into one that `config` describes. wanted: whether to read
+    the rows of a benchmark; the others count for nothing. section: name of `config` in messages.
+    A prompt string is tokenised with the tokenizer's default special tokens, chat messages through its template with
+    the generation prompt; a demonstration without special tokens, and then eos. `response_prefix` moves from the start
+    of demonstrations to the end of prompts, as tokens of its own; a demonstration without it is kept whole and counted.
+    A row whose prompt is too long or whose answer cannot be found is dropped; a demonstration that is too long (eos
+    counted) or does not match its pattern leaves the row without one. Nothing else is cut. ValueError, with the place,
+    if a row is malformed.
+    """
+    report = LoadReport(config.max_prompt_length, max_demonstration_length)
+    examples: list[Example] = []
+    # One int object for each id: long demonstrations of a large data set would fill gigabytes with copies.
+    shared: dict[int, int] = {}
+    rows, last = _naming_key(_parse_rows(config, layout, wanted), config, section), -1
+    while chunk := list(islice(rows, CHUNK)):
+        prompts = encode_prompts([(row.where, row.prompt) for row in chunk], tokenizer, config.response_prefix)
+        demonstrations = _encode_demonstrations(chunk, tokenizer)
+        for row, prompt, demonstration in zip(chunk, prompts, demonstrations, strict=True):
+            if not prompt:
+                raise ValueError(f"{row.where}: want a prompt of at least one token; got {row.prompt!r}")
+            counted, last = row.index == last, row.index
+            if not counted:
+                report.rows += 1
+                report.prompt_lengths.append(len(prompt))
+                report.plain += isinstance(row.prompt, str)
+            dropped = "answers_missing" if row.answer is None else "prompts_too_long"
+            if row.answer is None or len(prompt) > config.max_prompt_length:
+                if not counted:
+                    report.count(dropped, row.where)
+                continue
+            noted = row.noted
+            if demonstration is not None:
+                report.demonstration_lengths.append(len(demonstration))
+                if len(demonstration) > max_demonstration_length:
+                    demonstration, noted = None, "demonstrations_too_long"
+            if noted is not None:
+                report.count(noted, row.where)
+            report.kept += not counted
+            report.demonstrations += demonstration is not None
+            examples.append(
+                Example(
+                    row.index,
+                    tuple(map(shared.setdefault, prompt, prompt)),
+                    row.answer,
+                    None if demonstration is None else tuple(map(shared.setdefault, demonstration, demonstration)),
+                    row.benchmark,
+                    behavior_logprob=_behavior_logprob(config, row, demonstration),
+                    columns=row.columns,
+                )
+            )
+    return examples, report
+
+
+def _naming_key(rows: Iterator[_Parsed], config: DataConfig, section: str) -> Iterator[_Parsed]:
+    """The rows; the error for a missing column names the key that asks for it."""
+    try:
+        yield from rows
+    except MissingColumn as error:
+        keys = [f"{section}.{key}" for key, value in config if value == error.column]
+        raise ValueError(f"{error}{f' ({keys[0]} names it)' if keys else ''}") from error
+
+
+def _parse_rows(
+    config: DataConfig, layout: Callable[[Row], Row] | None, wanted: Callable[[str], bool]
+) -> Iterator[_Parsed]:
+    names = (config.prompt, config.answer, config.demonstration, config.behavior_logprob, config.benchmark)
+    columns = [name for name in (*names, *config.columns) if name is not None]
+    row: Row = {}
+    demonstration_seen = config.demonstration is None
+    for index, (where, row) in enumerate(read_rows(config.paths, None if layout else columns, config.limit)):
+        if layout is not None:
+            row = _laid_out(layout, where, row)
+        benchmark = "" if config.benchmark is None else str(_column(where, row, config.benchmark))
+        if not wanted(benchmark):
+            continue
+        prompt = make_prompt(config, where, _column(where, row, config.prompt))
+        answer = _match(config.answer_pattern, _answer(where, _column(where, row, config.answer)))
+        answer = answer and answer.strip()
+        value = None
+        if config.demonstration is not None:
+            try:
+                value = get_column(row, config.demonstration)
+                demonstration_seen = True
+            except KeyError:  # JSONL rows may leave it out, but not all of them
+                pass
+        further = {name.rpartition(".")[2]: _json_value(where, name, row) for name in config.columns}
+        texts = _demonstrations(where, value)
+        for text, behavior in zip(texts, _behavior_logprobs(config, where, row, value, len(texts)), strict=True):
+            demonstration, noted = _shaped(config, text, answer)
+            yield _Parsed(index, where, prompt, answer, demonstration, noted, benchmark, behavior, further)
+    if not demonstration_seen and row:
+        assert config.demonstration is not None
+        raise MissingColumn(", ".join(config.paths), config.demonstration, row_names(row))
+
+
+def _laid_out(layout: Callable[[Row], Row], where: str, row: Row) -> Row:
+    try:
+        return layout(row)
+    except KeyError as error:
+        raise MissingColumn(where, str(error.args[0]), row_names(row)) from None
+
+
+def _json_value(where: str, column: str, row: Row) -> Any:
+    """The value as reward functions get it, after a round trip through JSON: dates, for example, are text."""
+    value = _column(where, row, column)
+    try:
+        return json.loads(json.dumps(value, default=str))
+    except ValueError as error:
+        raise ValueError(f"{where}: want {column!r} as JSON can hold it; got {str(value)[:80]} ({error})") from error
+
+
+def _column(where: str, row: Row, column: str) -> Any:
+    try:
+        return get_column(row, column)
+    except KeyError:
+        raise MissingColumn(where, column, row_names(row)) from None
+
+
+def _match(pattern: str | None, text: str | None) -> str | None:
+    """The pattern's group, or the whole text; None if it is only white space."""
+    if pattern is not None and text is not None:
+        found = re.search(pattern, text)
+        text = found.group(1) if found else None
+    return text if text and text.strip() else None
+
+
+def _after_prefix(text: str, prefix: str) -> tuple[str | None, str | None]:
+    """A demonstration without the prefix, which may follow white space, and the counter to increase."""
+    for start in (0, len(text) - len(text.lstrip())):
+        if text.startswith(prefix, start):
+            rest = text[start + len(prefix) :]
+            return (rest, None) if rest.strip() else (None, "demonstrations_missing")
+    return text, "demonstrations_unprefixed"
+
+
+def _answer(where: str, value: Any) -> str | None:
+    if isinstance(value, list) and len(value) == 1:  # verl's ground_truth may be a list of one
+        value = value[0]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if value is None or isinstance(value, str):
+        return value
+    raise ValueError(f"{where}: want the answer as a string or a number; got {value!r}")
+
+
+def holds_several(demonstration: Any) -> bool:
+    """Whether the column has several; a list of one dict is a chat message."""
+    return isinstance(demonstration, list) and not (len(demonstration) == 1 and isinstance(demonstration[0], dict))
+
+
+def _demonstrations(where: str, value: Any) -> list[str | None]:
+    """The column's texts, at least one; None for a null or for white space."""
+    if not holds_several(value):
+        return [_demonstration(where, value)]
+    return [_demonstration(where, part) for part in value] or [None]
+
+
+def _demonstration(where: str, value: Any) -> str | None:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):  # one chat message
+        value = value[0].get("content")
+    if value is None or isinstance(value, str):
+        return value if value and value.strip() else None
+    raise ValueError(
+        f"{where}: want the demonstration as a string or one chat message, or a list of these; got {value!r}"
+    )
+
+
+def _shaped(config: DataConfig, text: str | None, answer: str | None) -> tuple[str | None, str | None]:
+    """A demonstration in the form that the run trains on, and the counter to increase."""
+    demonstration = _match(config.demonstration_pattern, text)
+    if demonstration is None:
+        missing = None if config.demonstration is None else "demonstrations_missing"
+        return None, missing if text is None else "demonstrations_unmatched"
+    if config.demonstration_template is not None:
+        demonstration = config.demonstration_template.format(demonstration=demonstration, answer=answer)
+    if config.response_prefix is None:
+        return demonstration, None
+    return _after_prefix(demonstration, config.response_prefix)
+
+
+def _behavior_logprobs(config: DataConfig, where: str, row: Row, value: Any, count: int) -> list[Any]:
+    """The column's value for each of `count` demonstrations, given the `value` of the demonstration column."""
+    if config.behavior_logprob is None or value is None:
+        return [None] * count
+    found = _column(where, row, config.behavior_logprob)
+    if not holds_several(value) or not value:
+        return [found]
+    if found is None:
+        return [None] * count
+    if not isinstance(found, list) or len(found) != count:
+        came = f"{len(found)}" if isinstance(found, list) else str(found)[:80]
+        raise ValueError(
+            f"{where}: want {config.behavior_logprob!r} a list of {count} lists, one per demonstration; got {came}"
+        )
+    return found
+
+
+def _behavior_logprob(config: DataConfig, row: _Parsed, demonstration: Sequence[int] | None) -> Sequence[float] | None:
+    """The row's logprobs, as many as its demonstration's tokens; None without a demonstration or a column."""
+    if config.behavior_logprob is None or demonstration is None:
+        return None
+    values, tokens = row.behavior_logprob, len(demonstration)
+    wanted = (
+        f"{row.where}: want {config.behavior_logprob!r} a list of {tokens} logprobs, one per token of the demonstration"
+    )
+    if not isinstance(values, list):
+        raise ValueError(f"{wanted}; got {str(values)[:80]}")
+    if len(values) != tokens:
+        raise ValueError(f"{wanted} (the end token is one; response_prefix is none); got {len(values)}")
+    for place, value in enumerate(values):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not -inf < value <= 0:
+            raise ValueError(f"{wanted}, finite and at most 0; got {value!r} at place {place}")
+    return array("f", values)
+
+
+def _encode_demonstrations(chunk: Sequence[_Parsed], tokenizer: PreTrainedTokenizerBase) -> list[list[int] | None]:
+    texts = [row.demonstration for row in chunk if row.demonstration is not None]
+    encoded = iter(tokenizer(texts, add_special_tokens=False).input_ids if texts else [])
+    eos = tokenizer.eos_token_id
+    demonstrations: list[list[int] | None] = []
+    for row in chunk:
+        ids = None if row.demonstration is None else next(encoded)
+        demonstrations.append(ids if ids is None or ids[-1:] == [eos] else [*ids, eos])
+    return demonstrations

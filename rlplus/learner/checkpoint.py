@@ -1,0 +1,320 @@
+"""Atomic checkpoints that resume exactly.
+
+    checkpoints/latest            the name of the newest complete checkpoint
+    checkpoints/step-000050/      DeepSpeed's shards in a folder of each model, such as policy/; rng-<rank>.pt,
+                                  rank-<rank>.pt, state.json and its CRC-32
+    checkpoints/saving/           a checkpoint being written, possibly by a process that died
+
+A checkpoint is written under the name `saving`, flushed to the disk, renamed, and only then named in `latest`. `verify`
+compares the checksums that torch.save puts into its zip archives, and that of state.json, before anything is loaded.
+Loading unpickles (DeepSpeed's format does): load only checkpoints that you wrote yourself.
+"""
+
+import json
+import random
+import re
+import shutil
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlplus.common import agree
+from rlplus.common.durable import flush, remove_unfinished, write_text
+from rlplus.common.textfiles import read_text
+
+SAVING = "saving"
+NAME = re.compile(r"step-\d+")
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest complete checkpoint under `folder`, or None; ValueError for a pointer to anything else."""
+    pointer = folder / "latest"
+    if not pointer.is_file():  # lost, or not yet written: a renamed checkpoint is complete
+        complete = _complete(folder)
+        return complete[-1] if complete else None
+    name = read_text(pointer).strip()
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{pointer} is damaged: want the name of a checkpoint, step-<digits>; got {name[:80]!r}")
+    if not (folder / name / "state.json").is_file():
+        raise ValueError(f"{pointer} names {name}, which is missing or incomplete")
+    return folder / name
+
+
+def named(folder: Path, name: str) -> Path:
+    """The complete checkpoint of that name; ValueError where there is none."""
+    complete = _complete(folder)
+    if folder / name not in complete:
+        have = ", ".join(path.name for path in complete) or "none"
+        raise ValueError(f"want a complete checkpoint in {folder}: {have}; got {name!r}")
+    return folder / name
+
+
+def _complete(folder: Path) -> list[Path]:
+    """The complete checkpoints, oldest first."""
+    found = (file.parent for file in folder.glob("step-*/state.json") if NAME.fullmatch(file.parent.name))
+    return sorted(found, key=_step)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def name_of(step: int) -> str:
+    """The name of a step's checkpoint."""
+    return f"step-{step:06d}"
+
+
+def save(
+    engines: Mapping[str, Any],
+    folder: Path,
+    step: int,
+    state: dict[str, Any],
+    keep: int,
+    rank_state: Any = None,
+    spared: str | None = None,
+) -> Path:
+    """Write DeepSpeed engines, every rank's random state and `state` (JSON) as step `step`; keep the newest `keep`.
+
+    engines: by the names of their folders. rank_state: this rank's additional state, pickled. spared: the name of a
+    checkpoint that is kept however old it is. Collective.
+    Raises OSError (a full disk, for example) with the previous checkpoint intact.
+    """
+    final, saving = folder / name_of(step), folder / SAVING
+    main = dist.get_rank() == 0
+    if agree.largest(main and _is_saved(final)):  # one rank's view: a network file system may show others less
+        return final
+    whole = state | {"step": step, "world_size": dist.get_world_size(), "rank_state": rank_state is not None}
+    _together(lambda: _clear(saving, final) if main else None, step, saving)
+    _together(lambda: _write(engines, saving, rank_state), step, saving)  # each rank flushes what it wrote
+    _together(lambda: _publish(folder, final, whole, keep, spared) if main else None, step, saving)
+    return final
+
+
+def _is_saved(final: Path) -> bool:
+    pointer = final.with_name("latest")
+    return pointer.is_file() and pointer.read_text() == final.name and (final / "state.json").is_file()
+
+
+def _together(action: Callable[[], None], step: int, saving: Path) -> None:
+    """Call the function; OSError on every rank if it fails on one, so that the others do not wait for that one."""
+    failure: Exception | None = None
+    try:
+        action()
+    except (OSError, RuntimeError) as error:
+        failure = error
+    if what := agree.failures(failure):
+        raise OSError(f"could not write the checkpoint of step {step} under {saving}: {what}") from failure
+
+
+def _clear(saving: Path, final: Path) -> None:
+    saving.parent.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(saving.parent, "latest|exported")
+    for leftover in (saving, final):  # `final` without a pointer: the process died between rename and pointer
+        if leftover.exists():
+            shutil.rmtree(leftover)
+
+
+def _write(engines: Mapping[str, Any], saving: Path, rank_state: Any) -> None:
+    failed: list[Exception] = []
+    for name, engine in engines.items():
+        with _errors_kept(engine) as errors:
+            engine.save_checkpoint(str(saving), tag=name, save_latest=False)
+        failed += errors
+    if failed:
+        raise failed[0]
+    _save_flushed(random_state(), saving / f"rng-{dist.get_rank()}.pt")
+    if rank_state is not None:
+        _save_flushed(rank_state, saving / f"rank-{dist.get_rank()}.pt")
+
+
+def _save_flushed(value: Any, file: Path) -> None:
+    torch.save(value, file)
+    flush(file)
+
+
+@contextmanager
+def _errors_kept(engine: Any) -> Iterator[list[Exception]]:
+    """Flush the files that DeepSpeed writes inside, and collect errors instead of raising them.
+
+    Its save ends with a barrier, in which the other ranks would wait for a rank that left early.
+    """
+    errors: list[Exception] = []
+
+    def kept(write: Callable[..., Any]) -> Callable[..., Any]:
+        def attempt(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = write(*args, **kwargs)
+                for file in (*args, *kwargs.values()):  # of (state, path)
+                    if isinstance(file, str):
+                        flush(Path(file))
+                return result
+            except (OSError, RuntimeError) as error:
+                errors.append(error)
+
+        return attempt
+
+    writers = ((engine.checkpoint_engine, "save"), (engine, "_copy_recovery_script"))  # the script on rank 0
+    for owner, name in writers:
+        setattr(owner, name, kept(getattr(owner, name)))
+    try:
+        yield errors
+    finally:
+        for owner, name in writers:
+            delattr(owner, name)  # the class has the real one
+
+
+def _publish(folder: Path, final: Path, state: dict[str, Any], keep: int, spared: str | None) -> None:
+    """Rename the finished `saving` to `final`, name it in `latest`, delete old checkpoints."""
+    saving = folder / SAVING
+    text = json.dumps(state | {"files": _archives(saving)})
+    write_text(saving / "state.json", text)
+    write_text(saving / "state.crc32", f"{zlib.crc32(text.encode()):08x}")
+    for path in (*saving.rglob("*"), saving):
+        flush(path)
+    saving.rename(final)
+    point_to(final)
+    # A later one has no pointer, see `_clear`: it is none of the newest.
+    steps = (path for path in folder.glob("step-*") if NAME.fullmatch(path.name))
+    for old in sorted((path for path in steps if _step(path) <= _step(final)), key=_step)[:-keep]:
+        if old.name != spared:
+            shutil.rmtree(old)
+
+
+def _archives(checkpoint: Path) -> list[str]:
+    return sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*.pt"))
+
+
+def point_to(checkpoint: Path) -> None:
+    """Name it in `latest`."""
+    write_text(checkpoint.with_name("latest"), checkpoint.name)
+
+
+def verify(checkpoint: Path) -> None:
+    """ValueError on all ranks if a file is changed or missing; it names the newest older intact checkpoint.
+
+    Collective. Each rank reads its share of the files once, in pieces, and compares their CRC-32.
+    """
+    files = _checked_files(checkpoint)
+    shares = agree.gathered(_damage(files[dist.get_rank() :: dist.get_world_size()]))
+    if damage := [text for share in shares for text in share]:
+        older = _newest_whole(checkpoint) if dist.get_rank() == 0 else None
+        raise ValueError(f"{'; '.join(damage)}. {agree.gathered(older)[0]}")
+
+
+def _checked_files(checkpoint: Path) -> list[Path]:
+    """state.json and the files that it lists, missing ones too; without a list (0.1.0) the existing files."""
+    names = _archives(checkpoint)
+    with suppress(ValueError, OSError):  # damaged, which its own check reports
+        names = read_state(checkpoint).get("files", names)
+    return [checkpoint / name for name in ("state.json", *sorted(names))]
+
+
+def _newest_whole(than: Path) -> str:
+    for older in reversed(_complete(than.parent)):
+        if _step(older) < _step(than) and not _damage(_checked_files(older)):
+            return f"The newest older checkpoint that is whole: {older.name}; --resume={older.name} goes on from it"
+    return "There is no older checkpoint that is whole"
+
+
+def _damage(files: Sequence[Path]) -> list[str]:
+    """A line for each damaged file."""
+    found = []
+    for file in files:
+        try:
+            if file.suffix == ".json":
+                _read_checked(file)
+            else:
+                _check_archive(file)
+        except Exception as error:  # a damaged archive can raise anything
+            found.append(f"{file} is damaged: {error}")
+    return found
+
+
+def _check_archive(file: Path) -> None:
+    """Raise if an archive of torch.save is damaged: its CRC-32s, and the other fields that torch reads."""
+    with zipfile.ZipFile(file) as archive:
+        if (wrong := archive.testzip()) is not None:
+            raise ValueError(f"the CRC-32 of {wrong} is wrong")
+        for entry in archive.infolist():  # stored as they are, none a directory
+            if entry.compress_type or entry.compress_size != entry.file_size or entry.external_attr:
+                raise ValueError(f"the entry of {entry.filename} in its table is wrong")
+
+
+def _read_checked(file: Path) -> Any:
+    """The JSON in `file`; ValueError if its CRC-32 differs, or is missing where the version that wrote it had one."""
+    content, written = file.read_bytes(), file.with_suffix(".crc32")
+    if written.exists() and written.read_bytes() != f"{zlib.crc32(content):08x}".encode():
+        raise ValueError("its CRC-32 is wrong")
+    state = json.loads(content)
+    if not written.exists() and isinstance(state, dict) and state.keys() & {"files", "surroundings"}:
+        raise ValueError(f"{written.name} beside it is missing, which only 0.1.0 did not write")
+    return state
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The JSON state of a checkpoint: `save`'s `state`, "step" and "world_size"."""
+    file = checkpoint / "state.json"
+    try:
+        state: dict[str, Any] = _read_checked(file)
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+    if not isinstance(state, dict) or not {"step", "world_size"} <= state.keys():
+        raise ValueError(f"{file} is damaged: want an object with step and world_size; got {str(state)[:100]}")
+    return state
+
+
+def read_rank_state(checkpoint: Path) -> Any:
+    """This rank's `rank_state`; None if there was none."""
+    file = checkpoint / f"rank-{dist.get_rank()}.pt"
+    if not read_state(checkpoint).get("rank_state", file.exists()):
+        return None
+    try:
+        return torch.load(file, weights_only=False)
+    except Exception as error:  # unpickling damaged data can raise anything
+        raise ValueError(f"{checkpoint} is damaged, {file.name} cannot be read: {error!r}") from error
+
+
+def load(engines: Mapping[str, Any], checkpoint: Path) -> None:
+    """Restore DeepSpeed engines and this rank's random state; ValueError for another number of ranks, or damage."""
+    saved = read_state(checkpoint)["world_size"]
+    if saved != dist.get_world_size():
+        raise ValueError(
+            f"{checkpoint} was written by {saved} ranks: want as many to resume; got {dist.get_world_size()}"
+        )
+    try:
+        for name, engine in engines.items():
+            place = checkpoint / name
+            if len(engines) == 1 and not place.is_dir():  # 0.1.0 wrote the one engine's files into the folder itself
+                place = checkpoint
+            path, _ = engine.load_checkpoint(str(place.parent), tag=place.name)
+            if path is None:
+                raise ValueError(f"DeepSpeed found nothing in {place}")
+        generators = torch.load(checkpoint / f"rng-{dist.get_rank()}.pt", weights_only=False)
+    except torch.OutOfMemoryError:  # not the file's fault
+        raise
+    except Exception as error:
+        raise ValueError(f"{checkpoint} is damaged, a file cannot be read: {error!r}") from error
+    set_random_state(generators)
+
+
+def random_state() -> dict[str, Any]:
+    """The states of this process's random generators."""
+    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

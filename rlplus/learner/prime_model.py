@@ -1,0 +1,49 @@
+"""A process reward model: a language model whose logprobs minus those of the reference are token rewards."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from rlplus.algorithm import outcome_loss
+from rlplus.config import Config
+from rlplus.data import MicroBatch
+from rlplus.learner.policy import Policy
+from rlplus.loss import linear_logprob
+
+
+class OutcomeLoss(NamedTuple):
+    """Loss () of a micro-batch."""
+
+    loss: Tensor
+
+
+class ProcessModel(Policy):
+    """Starts from the policy's initial weights, and keeps a frozen copy of them as its reference."""
+
+    def __init__(self, config: Config, model_path: str, model_config: PretrainedConfig) -> None:
+        super().__init__(config, model_path, model_config, reference=True)
+
+    def score(self, batch: MicroBatch) -> Tensor:
+        """log pi_phi - log pi_ref (N,) of the batch's targets."""
+        return self.logprob(batch) - self.logprob(batch, reference=True)
+
+    def learn(self, batches: Sequence[MicroBatch], beta: float) -> list[OutcomeLoss]:
+        """`backward` of the outcome loss; the outcomes are the batches' `returns`."""
+        ranks = dist.get_world_size()
+        outputs = self.backward(batches, partial(self._outcome_op, beta, ranks))
+        return [OutcomeLoss(out.loss / ranks) for out in outputs]
+
+    def _outcome_op(self, beta: float, ranks: int, batch: MicroBatch) -> Callable[..., OutcomeLoss]:
+        reference, outcome = self.logprob(batch, reference=True), batch.returns
+        assert outcome is not None, "want samples with returns"
+        weight = batch.token_weight * ranks  # DeepSpeed averages gradients over ranks, the weights are global already
+
+        def op(hidden: Tensor, head_weight: Tensor, **head: Any) -> OutcomeLoss:
+            logprob, _ = linear_logprob(hidden, head_weight, batch.target, **head, **self._head_options())
+            return OutcomeLoss(outcome_loss(logprob - reference, outcome, weight, batch.sequence, beta))
+
+        return op

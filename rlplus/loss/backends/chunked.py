@@ -1,0 +1,249 @@
+"""The `torch` backend: chunks of tokens, one pass, three GEMMs, any device; the full logits never exist.
+
+Per chunk: logits in fp32 (fp64 for fp64 inputs), log-softmax in place, logprob and entropy of every row, the
+objective, the logits' gradient written over the logits, and the two GEMMs that take it to hidden and weight.
+
+Scratch: two buffers (rows, V) of the accumulation dtype, so rows = max_scratch_mb * 10^6 / (8 V) in fp32. On a GPU
+with half-precision inputs a third, of the gradient in that dtype, and for each row copies of its hidden state and of
+its gradient; with a softcap another, of its slope. The dW accumulator (V, H) is not counted.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
+from rlplus.loss.head import (
+    FLOOR,
+    Gradients,
+    Head,
+    RunningStatistics,
+    Statistics,
+    add_dweight,
+    cap_slope,
+    capped,
+    dhidden,
+    drop_smallest,
+    fp16_scale,
+    fp16_weights,
+    raw_logits,
+    scaled,
+)
+from rlplus.loss.head import add_dhidden as add_dhidden  # for rlplus.loss.backends.least, as the block_ functions
+
+
+def policy_loss(
+    head: Head,
+    constants: TokenConstants,
+    objective: Objective,
+    grad_filter: float,
+    scratch_bytes: float,
+    needs: list[bool],
+    weight_grad: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed.
+
+    With `weight_grad` (V, H), fp32 (fp64), the gradient of weight is added there.
+    """
+    N, dtype = len(head.target), head.dtype
+    logprob, entropy = (head.hidden.new_empty(N, dtype=dtype) for _ in range(2))
+    loss = head.hidden.new_zeros((), dtype=dtype)
+    names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
+    stats = head.hidden.new_zeros(len(names), dtype=dtype)
+    grads = Gradients.zeros(head, needs, weight_grad)
+    gradient = any(g.numel() for g in grads)
+    scale = _fp16_scale(head, fp16_weights(constants, objective))
+    if scale is not None and weight_grad is not None:
+        weight_grad.mul_(scale)  # a power of two: exact, and undone at the end
+    for rows in _chunks(head, scratch_bytes):
+        part = TokenConstants(*(None if x is None else x[rows] for x in constants))  # type: ignore[arg-type]
+        logp, p, logprob[rows], entropy[rows], slope = _statistics(head, rows, gradient)
+        out = token_loss(logprob[rows], entropy[rows], part, objective)
+        loss += out.loss
+        stats += torch.stack(list(out.stats.values()))
+        if gradient:
+            dlogprob = drop_smallest(out.dlogprob, logprob[rows], grad_filter)
+            dentropy = out.dentropy if objective.entropy_coef else None
+            _backward(head, rows, (logp, p, slope), dlogprob, dentropy, entropy[rows], scale, grads)
+        del logp, p, slope  # before the next chunk's are made, else there are four buffers
+    return loss, logprob, entropy, stats, _unscaled(grads, scale).finish(head, weight_grad)
+
+
+def logprob(head: Head, scratch_bytes: float) -> tuple[Tensor, Tensor]:
+    """-> logprob (N,), entropy (N,)."""
+    logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
+    for rows in _chunks(head, scratch_bytes):
+        _, _, logprob[rows], entropy[rows], _ = _statistics(head, rows, gradient=False)
+    return logprob, entropy
+
+
+def logprob_backward(
+    head: Head,
+    dlogprob: Tensor,
+    dentropy: Tensor,
+    scratch_bytes: float,
+    needs: list[bool],
+    weight_grad: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`; recomputes the logits."""
+    grads, scale = Gradients.zeros(head, needs, weight_grad), _fp16_scale(head, [dlogprob, dentropy])
+    for rows in _chunks(head, scratch_bytes):
+        logp, p, _, entropy, slope = _statistics(head, rows, gradient=True)
+        _backward(head, rows, (logp, p, slope), dlogprob[rows], dentropy[rows], entropy, scale, grads)
+        del logp, p, slope
+    return _unscaled(grads, scale).finish(head, weight_grad)
+
+
+def _chunks(head: Head, scratch_bytes: float) -> Iterator[slice]:
+    N, (V, H) = len(head.target), head.weight.shape
+    row = V * block_bytes(head)
+    if head.hidden.is_cuda:
+        row += 2 * H * (head.hidden.dtype.itemsize + head.dtype.itemsize)
+    rows = max(1, int(scratch_bytes // row))
+    return (slice(start, min(start + rows, N)) for start in range(0, N, rows))
+
+
+def _statistics(head: Head, rows: slice, gradient: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """log p (n, V), memory for p (n, V), logprob (n,), entropy (n,), slope (n, V) of the softcap.
+
+    logprob is NaN where the target is no token; slope is None without a softcap or a gradient.
+    """
+    head = head.rows(rows)
+    x = scaled(raw_logits(head), head)
+    slope = cap_slope(x, head) if gradient else None
+    z = capped(x, head)
+    top, at = z.max(-1, keepdim=True)
+    logsum, entropy, p = _row_statistics(z.sub_(top).clamp_(min=FLOOR), at)
+    logp = z.sub_(logsum[:, None])
+    known = (head.target >= 0) & (head.target < logp.shape[1])
+    logprob = logp.gather(1, head.target.where(known, 0)[:, None]).squeeze(1)
+    return logp, p, logprob.masked_fill(~known, torch.nan), entropy, slope
+
+
+def _row_statistics(z: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """log sum e^z and entropy (n,) of z (n, V), whose largest, at `at` (n, 1), is 0; memory like z.
+
+    The exponentials are summed without the largest, a 1 that would take their digits: a logprob near 0 keeps its
+    relative accuracy. No matrix product: its precision would be the caller's choice.
+    """
+    e = z.exp()
+    largest = e.gather(1, at).squeeze(1)  # 0 where all are -inf
+    rest = e.scatter_(1, at, 0.0).sum(-1) + (largest - 1)
+    logsum = rest.log1p()
+    return logsum, logsum - e.mul_(z).sum(-1) / (1 + rest), e
+
+
+def _backward(
+    head: Head,
+    rows: slice,
+    matrices: tuple[Tensor, Tensor, Tensor | None],
+    dlogprob: Tensor,
+    dentropy: Tensor | None,
+    entropy: Tensor,
+    scale: Tensor | None,
+    grads: Gradients,
+) -> None:
+    """Write dlogprob (onehot - p) - dentropy p (log p + entropy) over logp and add the chunk to the gradients.
+
+    `scale` multiplies those of weight and bias.
+    """
+    logp, p, slope = matrices
+    active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
+    if scale is not None:
+        dlogprob, dentropy = dlogprob * scale, None if dentropy is None else dentropy * scale
+    torch.exp(logp, out=p)
+    head = head.rows(rows)
+    dz = _row_gradient(head, logp, p, dlogprob, dentropy, entropy)
+    if slope is not None:
+        dz *= slope
+    hidden = head.hidden
+    keep: Tensor | slice = rows
+    if dz.device.type == "cpu":  # leave rows without a gradient out of the GEMMs; p's memory is free now
+        index = active.nonzero().squeeze(1)
+        if len(index) < len(active):
+            dz, hidden = torch.index_select(dz, 0, index, out=p[: len(index)]), hidden[index]
+            keep = index + rows.start
+    else:  # counting them would wait for the device
+        dz, hidden = dz.masked_fill_(~active[:, None], 0.0), hidden.masked_fill(~active[:, None], 0.0)
+    if grads.hidden.numel():
+        gradient = dhidden(dz, head)
+        if scale is not None:
+            gradient /= scale
+        grads.hidden[keep] = gradient.to(grads.hidden.dtype)
+    if grads.weight.numel():
+        add_dweight(grads.weight, dz, hidden)
+    if grads.bias.numel():
+        grads.bias.add_(dz.sum(0))
+
+
+def _fp16_scale(head: Head, slopes: list[Tensor]) -> Tensor | None:
+    """The factor of the logits' gradient before it is rounded to fp16, which happens on GPUs only."""
+    return fp16_scale(*slopes) if head.mixed and head.hidden.dtype == torch.float16 else None
+
+
+def _unscaled(grads: Gradients, scale: Tensor | None) -> Gradients:
+    if scale is not None:
+        grads.weight.div_(scale)
+        grads.bias.div_(scale)
+    return grads
+
+
+def _row_gradient(
+    head: Head, logp: Tensor, p: Tensor, dlogprob: Tensor, dentropy: Tensor | None, entropy: Tensor
+) -> Tensor:
+    """Written over logp (n, V), or over a block of its columns, relative to whose start targets are given then."""
+    c = dlogprob / head.divisor
+    here = (head.target >= 0) & (head.target < logp.shape[1])
+    at = head.target.where(here, 0)[:, None]
+    logprob = logp.gather(1, at)
+    own = c[:, None] * -torch.expm1(logprob)  # c - c p would cancel near p = 1
+    if dentropy is None:
+        dz = torch.mul(p, -c[:, None], out=logp)
+    else:
+        bonus = (-dentropy / head.divisor)[:, None]
+        own += bonus * (logprob + entropy[:, None]) * p.gather(1, at)
+        dz = logp.add_(entropy[:, None]).mul_(bonus).sub_(c[:, None]).mul_(p)
+    return dz.scatter_(1, at, torch.where(here[:, None], own, dz.gather(1, at)))
+
+
+# ---- a block of the vocabulary, for rlplus.loss.backends.least
+
+
+def block_bytes(head: Head) -> int:
+    """Scratch of a logit: two buffers, three with a softcap, and on a GPU another in half precision."""
+    return (2 if head.softcap is None else 3) * head.dtype.itemsize + (head.hidden.dtype.itemsize if head.mixed else 0)
+
+
+def block_logits(head: Head) -> Tensor:
+    return raw_logits(head)
+
+
+def block_statistics(head: Head, z: Tensor) -> Statistics:
+    z = capped(scaled(z, head), head)
+    top, at = z.max(-1, keepdim=True)
+    z = z.sub_(top.masked_fill(top == -torch.inf, 0.0)).clamp_(min=FLOOR)
+    logsum, entropy, _ = _row_statistics(z, at)
+    z_target = z.gather(1, head.target.clamp(0, z.shape[1] - 1)[:, None]).squeeze(1)
+    return Statistics(top.squeeze(1), logsum, z_target - logsum, entropy)
+
+
+def running_statistics(head: Head) -> RunningStatistics:
+    return RunningStatistics(head, block_statistics)
+
+
+def known_rows(head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> tuple[Any, ...]:
+    active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
+    return rows, dlogprob, dentropy, ~active[:, None] if head.hidden.is_cuda else None
+
+
+def block_gradient(head: Head, z: Tensor, known: tuple[Any, ...]) -> Tensor:
+    rows, dlogprob, dentropy, without = known
+    x = scaled(z, head)
+    slope = cap_slope(x, head)
+    logp = capped(x, head).sub_(rows.max[:, None]).sub_(rows.logsum[:, None]).clamp_(min=FLOOR)
+    dz = _row_gradient(head, logp, logp.exp(), dlogprob, dentropy, rows.entropy)
+    if slope is not None:
+        dz *= slope
+    return dz if without is None else dz.masked_fill_(without, 0.0)  # in a CUDA graph every row takes part

@@ -1,0 +1,90 @@
+"""The `reference` backend: whole logits and autograd. For tests and small inputs; exact in fp64."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlplus.loss import Objective, TokenConstants, policy_loss, token_loss
+from rlplus.loss.head import FLOOR, Head, drop_smallest, scaled
+from rlplus.loss.precision import full_precision
+
+
+@torch.library.custom_op("rlplus::product", mutates_args=())
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a b^T in full precision, in the backward pass too; an op because torch.compile cannot trace the setting."""
+    with full_precision(a.device):
+        return a @ b.T
+
+
+def _keep_factors(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (a, b), (needs_a, needs_b) = ctx.saved_tensors, ctx.needs_input_grad
+    return product(grad, b.T) if needs_a else None, product(grad.T, a.T) if needs_b else None
+
+
+product.register_fake(lambda a, b: a.new_empty(len(a), len(b)))
+product.register_autograd(_product_backward, setup_context=_keep_factors)
+
+
+class _Rounded(torch.autograd.Function):
+    """x rounded to the values of a dtype; the gradient is not rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype).to(torch.promote_types(dtype, torch.float32))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Floor(torch.autograd.Function):
+    """max(logp, FLOOR) with the derivative of logp, so that the slope of an impossible token reaches the others."""
+
+    @staticmethod
+    def forward(ctx: Any, logp: Tensor) -> Tensor:
+        return logp.clamp(min=FLOOR)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def logprob_and_entropy(head: Head) -> tuple[Tensor, Tensor]:
+    """-> logprob (N,), NaN where the target is no token, and entropy (N,), in nats; differentiable."""
+    weight, bias = (None if x is None else _Rounded.apply(x, head.hidden.dtype) for x in (head.weight, head.bias))
+    z = scaled(product(head.hidden.to(head.dtype), weight), head._replace(bias=bias))
+    if head.softcap is not None:
+        z = head.softcap * (z / head.softcap).tanh()
+    if head.row_temperature is not None:
+        z = z / head.row_temperature[:, None]
+    logp = _Floor.apply(z.log_softmax(-1))
+    known = (head.target >= 0) & (head.target < len(head.weight))
+    logprob = logp.gather(1, head.target.where(known, 0)[:, None]).squeeze(1)
+    return torch.where(known, logprob, torch.nan), -(logp.exp() * logp).sum(-1)
+
+
+def linear_policy_loss(
+    head: Head, constants: TokenConstants, objective: Objective, grad_filter: float
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """-> loss (differentiable), logprob (N,), entropy (N,), stats."""
+    with torch.no_grad():
+        logprob, entropy = logprob_and_entropy(head)
+        row = token_loss(logprob, entropy, constants, objective)
+    counts = constants.token_weight != 0
+    if constants.entropy_weight is not None and objective.entropy_coef:
+        counts = counts | (constants.entropy_weight != 0)
+    # Rows of weight 0 enter the differentiated pass as zeros, so their contents cannot affect a gradient.
+    clean = head._replace(
+        hidden=torch.where(counts[:, None], head.hidden, 0.0), target=torch.where(counts, head.target, 0),
+        row_temperature=None if head.row_temperature is None else torch.where(counts, head.row_temperature, 1.0),
+    )  # fmt: skip
+    live_logprob, live_entropy = logprob_and_entropy(clean)
+    kept = drop_smallest(row.dlogprob, logprob, grad_filter) != 0
+    live_logprob = torch.where(kept, live_logprob, live_logprob.detach())
+    loss, stats = policy_loss(live_logprob, entropy=live_entropy, objective=objective, **constants._asdict())
+    return loss, logprob, entropy, stats

@@ -1,0 +1,291 @@
+"""The fused operations as torch sees them: custom ops with fake versions and gradients.
+
+The policy loss computes its gradients in the forward pass; `attach_gradients` returns them, scaled, in the backward
+pass. The arguments of an op are the fields of `Head` and of similar classes, and its schema is derived from their
+annotations: a new field is a new argument.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from itertools import islice
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants
+from rlplus.loss.backends import least
+from rlplus.loss.cost import faster_memory
+from rlplus.loss.faults import advising
+from rlplus.loss.head import Head
+from rlplus.loss.inputs import check_constant_values, check_differentiated_once, check_values
+from rlplus.loss.precision import full_precision
+
+PIECE = 2048  # rows of a gradient that are scaled at a time
+IGNORED = -100  # the target of no token, as torch's losses have it
+MODULES = {  # of rlplus.loss.operations, by backend: policy_loss, logprob, logprob_backward, each as in `chunked`
+    "torch": "chunked",
+    "cpp": "cpp",
+    "triton": "triton",
+}
+
+
+def implementation(backend: str) -> ModuleType:
+    """The module that computes; a backend is imported when it is first used."""
+    return import_module(f"rlplus.loss.operations.{MODULES[backend]}")
+
+
+class Options(NamedTuple):
+    """How the policy loss is computed; backend: its name, with the suffix "/least" for that module, or "/faster"."""
+
+    grad_filter: float
+    scratch_bytes: float
+    backend: str
+
+
+FIELDS = {kind: tuple(kind.__annotations__) for kind in (Head, TokenConstants, Objective, Options)}
+TYPES = {  # in a schema
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    float: "float",
+    float | None: "float?",
+    str: "str",
+}
+
+
+def _schema(*kinds: type) -> str:
+    """The schema of an op that takes these classes."""
+    return ", ".join(
+        f"{TYPES[type_]} {kind.__name__}_{name}" for kind in kinds for name, type_ in kind.__annotations__.items()
+    )
+
+
+def pack(*parts: Any) -> list[Any]:
+    """Instances of classes in FIELDS -> the arguments of an op."""
+    return [getattr(part, name) for part in parts for name in FIELDS[type(part)]]
+
+
+def _unpack(arguments: Sequence[Any], *kinds: Any) -> list[Any]:
+    """The inverse of `pack`: the instances, then the remaining arguments."""
+    rest = iter(arguments)
+    return [*(kind(*islice(rest, len(FIELDS[kind]))) for kind in kinds), *rest]
+
+
+def check_policy_rows(head: Head, constants: TokenConstants, objective: Objective) -> None:
+    """Check targets and temperatures of rows with a weight, and all weights."""
+    check_constant_values(constants)
+    on = constants.token_weight != 0
+    _check_targets(head, on)
+    if objective.entropy_coef and constants.entropy_weight is not None:
+        on = on | (constants.entropy_weight != 0)
+    _check_temperatures(head, on)
+
+
+def check_logprob_rows(head: Head) -> None:
+    """Check targets and temperatures of rows whose target is not IGNORED."""
+    on = head.target != IGNORED
+    _check_targets(head, on)
+    _check_temperatures(head, on)
+
+
+def _check_targets(head: Head, on: Tensor) -> None:
+    V = len(head.weight)
+    check_values(
+        ((head.target >= 0) & (head.target < V)) | ~on,
+        f"want target in [0, {V}) wherever the token's weight is not 0; got a value outside",
+    )
+
+
+def _check_temperatures(head: Head, on: Tensor) -> None:
+    if head.row_temperature is not None:
+        check_values(
+            ((head.row_temperature > 0) & head.row_temperature.isfinite()) | ~on,
+            "want temperature finite and > 0 wherever the token's weight is not 0; got 0, less, NaN or Inf",
+        )
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """The address of a tensor's first byte and the one after its last."""
+    elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
+
+
+def _check_apart(weight_grad: Tensor, inputs: Sequence[Any]) -> None:
+    start, end = _memory(weight_grad)
+    for tensor in inputs:
+        if isinstance(tensor, Tensor) and tensor.numel():
+            first, last = _memory(tensor)
+            if first < end and start < last:
+                raise ValueError("want weight_grad in memory that no input uses; got one that overlaps")
+
+
+@torch.library.custom_op(
+    "rlplus::linear_policy_loss",
+    mutates_args=("weight_grad",),
+    schema=f"(Tensor(a!)? weight_grad, bool[] needs, {_schema(Head, TokenConstants, Objective, Options)}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def linear_policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
+    """-> loss, logprob, entropy, stats, dhidden, dweight, dbias (without elements where not needed).
+
+    With weight_grad the gradient of weight is added there. Not differentiable, see `attach_gradients`.
+    """
+    if weight_grad is not None:
+        _check_apart(weight_grad, arguments)
+    head, constants, objective, options = _unpack(arguments, Head, TokenConstants, Objective, Options)
+    check_policy_rows(head, constants, objective)
+    name, _, memory = options.backend.partition("/")
+    if memory == "faster":
+        memory = faster_memory(head.shape, options.scratch_bytes).removeprefix("fast")
+
+    def compute(head: Head, *where: Any) -> tuple[Any, ...]:
+        inputs = (head, constants, objective, options.grad_filter, options.scratch_bytes, *where)
+        if memory:
+            return least.policy_loss(implementation(name), *inputs)
+        out: tuple[Any, ...] = implementation(name).policy_loss(*inputs)
+        return out
+
+    with full_precision(head.hidden.device), advising(name):
+        return _in_one_dtype(compute, head, list(needs), weight_grad)
+
+
+def _in_one_dtype(
+    compute: Callable[..., tuple[Any, ...]], head: Head, needs: list[bool], weight_grad: Tensor | None
+) -> tuple[Tensor, ...]:
+    """compute(head, needs, weight_grad) -> (..., gradients), of the rounded head; dbias in the accumulation dtype.
+
+    -> (..., dhidden, dweight, dbias), each in the dtype of its input, to which its fp32 (fp64) sum is rounded.
+    """
+    total = weight_grad
+    if needs[1] and head.weight.dtype != head.hidden.dtype:
+        total = torch.zeros(head.weight.shape, dtype=head.dtype, device=head.weight.device)
+    *rest, grads = compute(head.rounded(), [needs[0], needs[1] and total is None, needs[2]], total)
+    dhidden, dweight, dbias = grads
+    if total is not None and total is not weight_grad:
+        dweight = total.to(head.weight.dtype)
+    return *rest, dhidden, dweight, dbias.to((head.weight if head.bias is None else head.bias).dtype)
+
+
+@linear_policy_loss.register_fake
+def _(weight_grad, needs, *arguments):  # type: ignore[no-untyped-def]
+    head, constants, *_ = _unpack(arguments, Head, TokenConstants)
+    stats = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
+    rows = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
+    loss, sums = (head.hidden.new_empty(shape, dtype=head.dtype) for shape in ((), len(stats)))
+    return loss, *rows, sums, *_empty_gradients(head, needs)
+
+
+def _empty_gradients(head: Head, needs: Sequence[bool]) -> tuple[Tensor, ...]:
+    likes = (head.hidden, head.weight, head.weight[:, 0] if head.bias is None else head.bias)
+    return tuple(x.new_empty(x.shape if need else (0,)) for x, need in zip(likes, needs, strict=True))
+
+
+@torch.library.custom_op("rlplus::attach_gradients", mutates_args=())
+def attach_gradients(
+    loss: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, dhidden: Tensor, dweight: Tensor, dbias: Tensor,
+    kernels: bool,
+) -> Tensor:  # fmt: skip
+    """The loss, whose gradients in hidden, weight and bias are given; the backward pass may overwrite them.
+
+    kernels: whether it may use Triton's, on CUDA.
+    """
+    return loss.clone()
+
+
+attach_gradients.register_fake(lambda loss, *_: torch.empty_like(loss))
+
+
+def _keep_gradients(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    *_, ctx.kernels = inputs
+    ctx.save_for_backward(*inputs[4:7])
+
+
+def _scale(gradient: Tensor, by: Tensor, in_place: bool, kernels: bool) -> Tensor:
+    """gradient * by, multiplied in fp32 (fp64): a loss scale of 65536 is infinite in fp16."""
+    if not in_place:
+        return (gradient.to(by.dtype) * by).to(gradient.dtype)
+    if by.device.type == "cpu" and by.item() == 1:  # on other devices reading it would wait
+        return gradient
+    if kernels and by.is_cuda:
+        from rlplus.kernels.scale import scale_
+
+        with torch.cuda.device(by.device):
+            return scale_(gradient, by)
+    for piece in gradient.split(PIECE):  # all of dweight in fp32 would be the peak of memory
+        piece.copy_(piece.to(by.dtype) * by)
+    return gradient
+
+
+def _scale_gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+    check_differentiated_once()
+    # If the graph is not retained nothing else reads them, and a second dweight would be the peak of memory.
+    last = not torch._C._autograd._get_current_graph_task_keep_graph()
+    given = zip(ctx.saved_tensors, ctx.needs_input_grad[1:4], strict=True)
+    # A compiler's fake tensor has another type; its graph must not change what the forward pass returned.
+    return (
+        None,
+        *(_scale(g, grad_loss, last and type(g) is Tensor, ctx.kernels) if need else None for g, need in given),
+        *(None,) * 4,
+    )
+
+
+attach_gradients.register_autograd(_scale_gradients, setup_context=_keep_gradients)
+
+
+@torch.library.custom_op(
+    "rlplus::linear_logprob",
+    mutates_args=(),
+    schema=f"({_schema(Head)}, float scratch_bytes, str backend) -> (Tensor, Tensor)",
+)
+def linear_logprob(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """-> logprob (N,), NaN where the target is IGNORED, and entropy (N,)."""
+    head, scratch_bytes, backend = _unpack(arguments, Head)
+    check_logprob_rows(head)
+    with full_precision(head.hidden.device), advising(backend):
+        return implementation(backend).logprob(head.rounded(), scratch_bytes)
+
+
+@linear_logprob.register_fake
+def _(*arguments):  # type: ignore[no-untyped-def]
+    head, *_ = _unpack(arguments, Head)
+    return tuple(head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
+
+
+@torch.library.custom_op(
+    "rlplus::linear_logprob_backward",
+    mutates_args=(),
+    schema=f"(Tensor dlogprob, Tensor dentropy, {_schema(Head)}, float scratch_bytes, str backend, bool[] needs) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+def linear_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dhidden, dweight, dbias, without elements where not needed."""
+    head, scratch_bytes, backend, needs = _unpack(arguments, Head)
+
+    def compute(head: Head, *where: Any) -> tuple[Any, ...]:
+        return (implementation(backend).logprob_backward(head, dlogprob, dentropy, scratch_bytes, *where),)
+
+    with full_precision(head.hidden.device), advising(backend):
+        return _in_one_dtype(compute, head, list(needs), None)  # type: ignore[return-value]
+
+
+@linear_logprob_backward.register_fake
+def _(dlogprob, dentropy, *arguments):  # type: ignore[no-untyped-def]
+    head, *_, needs = _unpack(arguments, Head)
+    return _empty_gradients(head, needs)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
+    ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+
+
+def _recompute(ctx: Any, dlogprob: Tensor, dentropy: Tensor) -> tuple[Tensor | None, ...]:
+    check_differentiated_once()
+    inputs = [other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
+    needs = list(ctx.needs_input_grad[:3])
+    grads = linear_logprob_backward(dlogprob, dentropy, *inputs, needs)
+    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *(None,) * (len(inputs) - 3)
+
+
+linear_logprob.register_autograd(_recompute, setup_context=_keep_inputs)

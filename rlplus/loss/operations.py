@@ -1,0 +1,311 @@
+"""The public operations on a language-model head: policy loss and logprobs without the full logits."""
+
+from math import inf
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rlplus.errors import nearest
+from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants, library
+from rlplus.loss.backends import reference
+from rlplus.loss.backends.selection import BACKENDS, backend_for
+from rlplus.loss.causal_lm import head_of
+from rlplus.loss.head import Head
+from rlplus.loss.inputs import check_constants, check_tensor, describe, objective_of
+from rlplus.loss.tuning import use_tuning
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+MAX_SCRATCH_MB = {"fast": 1250.0, "least": 80.0}  # by memory mode
+
+
+class PolicyLoss(NamedTuple):
+    """loss: 0-d, differentiable in hidden, weight and bias. The others are detached.
+
+    logprob, entropy (...): of every row, in nats, fp32 (fp64 for fp64 inputs); logprob is NaN where the target is no
+    token. stats: 0-d sums and counts, which add up over micro-batches and ranks.
+    """
+
+    loss: Tensor
+    logprob: Tensor
+    entropy: Tensor
+    stats: dict[str, Tensor]
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    old_logprob: Tensor | None,
+    advantage: Tensor,
+    token_weight: Tensor,
+    external: Tensor | None = None,
+    behavior_logprob: Tensor | None = None,
+    ref_logprob: Tensor | None = None,
+    engine_logprob: Tensor | None = None,
+    entropy_weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+    objective: Objective | str | None = None,
+    grad_filter: float = 0.0,
+    max_scratch_mb: float | None = None,
+    memory: str | None = None,
+    weight_grad: Tensor | None = None,
+    backend: str = "auto",
+) -> PolicyLoss:
+    """The RL-PLUS loss (eq. 7, or another `objective`, or the name of its preset) straight from the head's inputs.
+
+    hidden (..., H), weight (V, H), bias (V,) or None, of floating dtypes; target (...) int64 or int32. The product has
+    hidden's dtype; weight and bias of another dtype are rounded to it (copies during the call). Gradients are sums in
+    fp32 (fp64), rounded to the dtype of their input when they are complete, and in half precision once more where the
+    loss is scaled before the backward pass. The gradient of the logits, which they are products of, is rounded too: to
+    hidden's half precision by triton, by torch on CUDA and by cpp for bf16, if the processor multiplies it.
+    logits = softcap * tanh(x / softcap) / temperature, x = scale * (hidden weight^T + bias); without a softcap, x /
+    temperature. `rlplus.head_of` reads logit_scale and logit_softcap from a model. temperature: a number, or a floating
+    tensor, 0-d or one per token (...), used in fp32 (fp64) and without a gradient. Logits are accumulated and kept in
+    fp32 (fp64 for fp64 inputs), whatever autocast and torch.backends say about TF32: products of fp32 matrices have
+    full precision during the call, in all threads.
+    Per token (...): logprobs floating; advantage and weights floating, integer or bool; external bool or integer, or
+    None if no token is. advantage may be one per sequence, (..., 1) or (...) without the last axis.
+    loss = sum of token_weight * token loss, see `token_weights`.
+      old_logprob        under the policy that sampled; None = the current policy (one update per batch)
+      behavior_logprob   under the demonstrations' author, when known
+      ref_logprob, engine_logprob   needed by objective.kl_coef and objective.mismatch_cap
+      entropy_weight     weights of the entropy bonus; None = token_weight
+    Rows of weight 0 are left out by selection: their contents, NaN included, change no bit of loss and gradients,
+    and their target and temperature may be anything.
+
+    grad_filter        drop, per chunk, the smallest rows of the backward pass while their summed L1 mass stays within
+                       this share of the whole; refused with an entropy bonus. The mass is that of the gradient of the
+                       logits; behind a softcap the change is smaller still, as |d logits / d (hidden weight^T)| <=
+                       scale / temperature
+    memory             "fast": one pass, three GEMMs, and for half-precision inputs an fp32 accumulator (V, H) of the
+                       weight's gradient; "least": two passes, about four GEMMs, no accumulator (`rlplus.loss.backends.least`);
+                       None: "fast", but on CUDA "least" if max_scratch_mb is so small that it should be faster by
+                       `rlplus.loss.cost` (at 16,384 tokens of Qwen2.5-7B's head: below 190)
+    max_scratch_mb     memory for logits, 10^6 bytes; None = 1250, with memory="least" 80
+    weight_grad        (V, H), contiguous, fp32 (fp64 for fp64 inputs), in memory that no input uses: the gradient of
+                       weight is added there by this call, without later factors of the loss. The backward pass then
+                       returns no gradient of weight, and is not needed if hidden and bias need no gradient
+    backend            "torch", "cpp", "triton" (CUDA; bf16, fp16, fp32), "reference" or "auto", which the environment
+                       variable RLPLUS_BACKEND replaces: cpp for CPU tensors where it is built; triton for CUDA tensors
+                       of compute capability 8.0 or more where its self-check passed (a child process, once per kind of
+                       device and versions) and the first call of each size agrees with plain products; else torch
+
+    The same inputs, options and number of threads give the same bits on every backend; on CUDA as far as cuBLAS does,
+    which it does within one stream. Other chunks, threads, backends or tunings (`use_tuning`): the same up to rounding.
+
+    Nearly sure tokens: logprob, entropy and gradients are proportional to 1 - p, which `torch` and `cpp` keep to the
+    accuracy of the logits: measured in fp32 (V = 32,000, largest of 64 rows) within 3e-5 of it for 1 - p from 1e-2 to
+    3.5e-8. `triton` and `reference` add the other tokens' exponentials to the target's 1, beside which fp32 loses their
+    digits: 0.1 % and 3 % of a logprob are lost at 1 - p = 1e-4, 11 % at 2e-6, all at 1e-7. fp64 inputs lose nothing.
+
+    Differentiable once. Raises ValueError for wrong shapes, dtypes, devices, options and (on the CPU; elsewhere
+    asserted on the device) for targets outside [0, V), non-finite weights, per-token temperatures that are not finite
+    and > 0, and in rows of non-zero weight for non-finite advantages, and for given logprobs none of which is below 0.
+    """
+    objective = objective_of(objective)
+    head = _head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature))
+    if external is None:
+        external = torch.zeros_like(target, dtype=torch.bool)
+    inputs = TokenConstants(
+        advantage, token_weight, external, old_logprob, behavior_logprob, ref_logprob, engine_logprob, entropy_weight
+    )
+    constants = check_constants(inputs, target.shape, hidden.device, head.dtype, objective)
+    _check_options(head, objective, grad_filter, memory, weight_grad)
+    way = _way(memory, max_scratch_mb, hidden.device)
+    scratch = _scratch_bytes(max_scratch_mb, way)
+    backend = backend_for(backend, head, scratch)
+    if backend == "reference":
+        if way == "least" or weight_grad is not None:
+            raise ValueError(
+                "backend 'reference' keeps the full logits: it takes neither memory='least' nor weight_grad"
+            )
+        library.check_policy_rows(head, constants, objective)
+        loss, logprob, entropy, stats = reference.linear_policy_loss(head, constants, objective, grad_filter)
+    else:
+        options = library.Options(float(grad_filter), scratch, backend if way == "fast" else f"{backend}/{way}")
+        loss, logprob, entropy, stats = _fused_policy_loss(head, constants, objective, options, weight_grad)
+    return PolicyLoss(loss, logprob.detach().view(target.shape), entropy.detach().view(target.shape), stats)
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+    max_scratch_mb: float | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """logprob and entropy (...) in nats, fp32 (fp64 for fp64 inputs), both differentiable once.
+
+    hidden (..., H), weight (V, H), bias (V,) or None; target (...) int64 or int32 in [0, V), or -100: there the logprob
+    is 0 and has no gradient, and the temperature may be anything. Logits, temperature, dtypes, options and errors as in
+    `linear_policy_loss`.
+    """
+    head = _head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature))
+    scratch = _scratch_bytes(max_scratch_mb, "fast")
+    backend = backend_for(backend, head, scratch)
+    if backend == "reference":
+        library.check_logprob_rows(head)
+        logprob, entropy = reference.logprob_and_entropy(head)
+    else:
+        logprob, entropy = library.linear_logprob(*head, scratch, backend)
+    return logprob.masked_fill(head.target == library.IGNORED, 0.0).view(target.shape), entropy.view(target.shape)
+
+
+class RLPlusLoss(nn.Module):
+    """`linear_policy_loss` as a module: options are given once, tensors at each call.
+
+    objective: an `Objective` or a preset's name; options: keyword arguments of `linear_policy_loss` for every call,
+    such as temperature, max_scratch_mb, backend.
+    """
+
+    def __init__(self, objective: str | Objective = "rlplus", **options: Any) -> None:
+        super().__init__()
+        self.objective = objective_of(objective)
+        known = ("logit_scale", "logit_softcap", "temperature", "grad_filter", "max_scratch_mb", "memory", "backend")
+        for name in options:
+            if name not in known:
+                near = nearest(name, known)
+                hint = f" (did you mean {near!r}?)" if near else ""
+                raise ValueError(f"want options among {', '.join(known)}; got {name!r}{hint}")
+        self.options = options
+
+    def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, **inputs: Any) -> PolicyLoss:
+        """hidden (..., H), weight (V, H), target (...) and the per-token inputs of `linear_policy_loss`."""
+        return linear_policy_loss(hidden, weight, target, objective=self.objective, **(self.options | inputs))
+
+    def extra_repr(self) -> str:
+        return ", ".join([repr(self.objective), *(f"{k}={v!r}" for k, v in self.options.items())])
+
+
+def _fused_policy_loss(
+    head: Head,
+    constants: TokenConstants,
+    objective: Objective,
+    options: library.Options,
+    weight_grad: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """-> loss, logprob (N,), entropy (N,), stats, through the registered ops."""
+    weight = head.weight if weight_grad is None else head.weight.detach()
+    differentiable = (head.hidden, weight, head.bias)
+    needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in differentiable]
+    arguments = library.pack(head, constants, objective, options)
+    with torch.no_grad():
+        loss, logprob, entropy, sums, *gradients = library.linear_policy_loss(weight_grad, needs, *arguments)
+    kernels = options.backend.startswith("triton")
+    loss = library.attach_gradients(loss, *differentiable, *gradients, kernels)
+    names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
+    return loss, logprob, entropy, dict(zip(names, sums.unbind(), strict=True))
+
+
+def _check_options(
+    head: Head, objective: Objective, grad_filter: float, memory: str | None, weight_grad: Tensor | None
+) -> None:
+    if not (isinstance(grad_filter, int | float) and 0 <= grad_filter < 1):
+        raise ValueError(f"want grad_filter in [0, 1); got {grad_filter!r}")
+    if grad_filter and objective.entropy_coef:
+        raise ValueError(
+            f"want grad_filter 0 with an entropy bonus (its gradient is not bounded by 1 - p); got {grad_filter}"
+        )
+    if memory is not None and memory not in tuple(MAX_SCRATCH_MB):
+        raise ValueError(f"want memory 'fast', 'least' or None; got {memory!r}")
+    if weight_grad is not None:
+        check_tensor("weight_grad", weight_grad, (head.weight.shape, head.hidden.device), dtype=head.dtype)
+        if weight_grad.requires_grad or not weight_grad.is_contiguous():
+            raise ValueError("want weight_grad contiguous and without requires_grad")
+
+
+def _way(memory: str | None, max_scratch_mb: float | None, device: torch.device) -> str:
+    """The memory mode; "faster" lets the operation, which knows the sizes, choose the faster one."""
+    if memory is not None:
+        return memory
+    return "faster" if device.type == "cuda" and max_scratch_mb is not None else "fast"
+
+
+def _scratch_bytes(max_scratch_mb: float | None, way: str) -> float:
+    mb = MAX_SCRATCH_MB[way] if max_scratch_mb is None else max_scratch_mb
+    if not (isinstance(mb, int | float) and 0 < mb < inf):
+        raise ValueError(f"want max_scratch_mb a finite number > 0; got {mb!r}")
+    return mb * 1e6
+
+
+def _head(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    numbers: tuple[float, float | None, float | Tensor],
+) -> Head:
+    """numbers: logit_scale, logit_softcap, temperature. A `Head` has temperature / scale and softcap / temperature.
+
+    A temperature per token is the head's row_temperature, and the other one is 1.
+    """
+    _check_plain(hidden=hidden, weight=weight, target=target, bias=bias)
+    tensors = all(isinstance(t, Tensor) for t in (hidden, weight, target))
+    if not tensors or hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or not weight.numel():
+        raise ValueError(
+            f"want hidden (..., H) and weight (V, H), H > 0, V > 0; got {describe(hidden)} and {describe(weight)}"
+        )
+    if not {hidden.dtype, weight.dtype} <= set(DTYPES) or weight.device != hidden.device:
+        raise ValueError(
+            "want hidden and weight of bf16, fp16, fp32 or fp64 and of one device; "
+            f"got {describe(hidden)}, {describe(weight)}"
+        )
+    target = target.long() if target.dtype == torch.int32 else target
+    check_tensor("target", target, (hidden.shape[:-1], hidden.device), dtype=torch.int64)
+    if bias is not None:
+        check_tensor("bias", bias, (weight.shape[:1], hidden.device))
+    scale, softcap, temperature = numbers
+    rows: Tensor | None = None
+    if isinstance(temperature, Tensor) and temperature.ndim == 0 and temperature.device.type == "cpu":
+        temperature = temperature.item()
+    elif isinstance(temperature, Tensor):
+        rows, temperature = _row_temperature(temperature, hidden), 1.0
+    # By comparisons: a number that changes is a symbol to torch.compile, which math.isfinite cannot take.
+    for name, value in {"logit_scale": scale, "logit_softcap": softcap, "temperature": temperature}.items():
+        optional = name == "logit_softcap" and value is None
+        if not (optional or (isinstance(value, int | float) and 0 < value < inf)):
+            got = describe(value) if isinstance(value, Tensor) else repr(value)
+            raise ValueError(f"want {name} a finite number > 0; got {got}")
+    return Head(
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1),
+        float(temperature / scale), None if softcap is None else float(softcap / temperature), rows,
+    )  # fmt: skip
+
+
+def _check_plain(**inputs: Any) -> None:
+    for name, value in inputs.items():
+        if hasattr(value, "full_tensor"):
+            raise ValueError(
+                f"want {name} a plain tensor; got a DTensor, {describe(value)}, {value.placements}: pass "
+                f"{name}.full_tensor(), or call in the forward pass of a module whose parameters FSDP has gathered"
+            )
+
+
+def _row_temperature(temperature: Tensor, hidden: Tensor) -> Tensor:
+    """One temperature per row of a `Head`; a 0-d tensor on a device is expanded: reading it would wait."""
+    shape = hidden.shape[:-1]
+    each = temperature.expand(shape) if temperature.ndim == 0 else temperature
+    check_tensor("temperature", each, (shape, hidden.device))
+    return each.detach().reshape(-1).to(torch.promote_types(hidden.dtype, torch.float32))
+
+
+__all__ = [
+    "BACKENDS",
+    "MAX_SCRATCH_MB",
+    "PolicyLoss",
+    "RLPlusLoss",
+    "head_of",
+    "linear_logprob",
+    "linear_policy_loss",
+    "use_tuning",
+]

@@ -1,0 +1,130 @@
+"""The data of a run as the model will see them: loaded, rendered and graded by the run's own code."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rlplus.config import Config
+from rlplus.data import Example, LoadReport, load_tokenizer, read_examples, read_problems, response_text
+from rlplus.evaluation.known import known_benchmarks, refusal
+from rlplus.reward import Scorer, Verdict
+from rlplus.trainer.prompt_pool import Prompts, select_prompts
+from rlplus.trainer.ranks import initialize_distributed
+
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A row, counted from 0, with its tokens as text, special ones too.
+
+    verdict: the reward of the demonstration, or the status under which it is dropped; None where it is not graded.
+    """
+
+    row: int
+    prompt: str
+    prompt_tokens: int
+    answer: str
+    demonstration: str | None
+    demonstration_tokens: int
+    verdict: Verdict | None
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of `count` texts, also of those that are dropped for being longer than `limit`."""
+
+    count: int
+    smallest: int
+    median: int
+    p95: int
+    largest: int
+    limit: int
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """The data that a training reads.
+
+    prompts: their number, from which it draws. summaries: counts of what was kept and dropped, by section or grading.
+    lengths: by kind of text. refusals: reasons for which a run would not start.
+    """
+
+    prompts: int
+    summaries: tuple[str, ...]
+    lengths: dict[str, Lengths]
+    rendered: tuple[Rendered, ...]
+    refusals: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan_data(config: Config) -> DataPlan:
+    """Load all that a training reads, grade its demonstrations, and render some prompts.
+
+    ValueError where there is nothing to show: no tokenizer, a malformed row, a reward that cannot be set up.
+    """
+    initialize_distributed()
+    tokenizer = load_tokenizer(config.model)
+    loaded, report = read_examples(config.data, tokenizer, max_demonstration_length=config.max_demonstration_length)
+    reports, reasons = {"data": report}, [report.refusal(config.data)]
+    for key, section in config.evaluations_read.items():
+        sources = read_problems(section, tokenizer)
+        reports |= {f"{key}.{source.source}": source.report for source in sources}
+        reasons += [source.refusal for source in sources]
+        problems = [example for source in sources for example in source.examples]
+        tests = known_benchmarks(config.validation, problems) if key == "validation" else []
+        if tests and not config.validation.allow_test_benchmarks:
+            reasons.append(refusal(tests))
+    refusals = [reason for reason in reasons if reason is not None]
+    with Scorer(config.reward, config.data.columns) as scorer:
+        decode = partial(response_text, tokenizer, prefix=config.data.response_prefix)
+        prompts = select_prompts(config, loaded, scorer, decode)
+    graded = [] if prompts.graded is None else [prompts.graded.summary()]
+    return DataPlan(
+        len(prompts.variants),
+        (*(f"{key}: {report.summary()}" for key, report in reports.items()), *graded),
+        dict(_lengths(reports)),
+        tuple(_rendered(loaded, prompts, tokenizer)),
+        (*refusals, *prompts.refusals(config)),
+    )
+
+
+def _lengths(reports: dict[str, LoadReport]) -> Iterator[tuple[str, Lengths]]:
+    for key, report in reports.items():
+        part = [word for word in key.split(".") if word != "data"]
+        for name, lengths, limit in (
+            ("prompts", report.prompt_lengths, report.max_prompt_length),
+            ("demonstrations", report.demonstration_lengths, report.max_demonstration_length),
+        ):
+            if lengths:
+                # Lengths that occur: the smallest ones that such a share of all does not exceed.
+                smallest, median, p95, largest = np.quantile(lengths, [0, 0.5, 0.95, 1], method="inverted_cdf").tolist()
+                yield " ".join([*part, name]), Lengths(len(lengths), smallest, median, p95, largest, limit)
+
+
+def _rendered(examples: Sequence[Example], prompts: Prompts, tokenizer: Any) -> Iterator[Rendered]:
+    """The first rows, those with a demonstration before others; the last is one that the reward refused, if any was."""
+    demonstrated = [i for i, example in enumerate(examples) if example.demonstration is not None]
+    verdicts = dict(zip(demonstrated, prompts.verdicts, strict=False))  # none where the algorithm takes none
+    others = (i for i, example in enumerate(examples) if example.demonstration is None)
+    chosen = [*demonstrated, *others][:SHOWN]
+    refused = [i for i, verdict in verdicts.items() if isinstance(verdict, str)]
+    if refused and not set(refused) & set(chosen):
+        chosen[-1] = refused[0]
+    for i in chosen:
+        example = examples[i]
+        demonstration = example.demonstration
+        yield Rendered(
+            example.index,
+            tokenizer.decode(list(example.prompt)),
+            len(example.prompt),
+            example.answer,
+            None if demonstration is None else tokenizer.decode(list(demonstration)),
+            len(demonstration or ()),
+            verdicts.get(i),
+        )

@@ -1,0 +1,359 @@
+"""Rollouts by a vLLM server that the user started: token ids over HTTP, weights through a folder both can see.
+
+What the server must be started with stands in SERVE. The key of VLLM_API_KEY, where it is set, is sent along, but vLLM
+does not ask for it on the development endpoints: anyone who can reach the port can replace the weights, so the server
+listens on this machine alone unless it is told otherwise.
+"""
+
+import http.client
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rlplus.common import agree
+from rlplus.config import RolloutConfig
+from rlplus.errors import RunFailed
+from rlplus.rollout.protocol import Completion, check_logprobs, check_request
+from rlplus.rollout.push import WeightFiles, parameter_shapes, watched
+from rlplus.rollout.vllm_engine import prompt_seeds
+
+SERVE = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve {model} --host 127.0.0.1 --tokens-only --skip-tokenizer-init "
+    "--generation-config vllm --logprobs-mode processed_logprobs --dtype {dtype} --max-model-len {length}"
+)
+GENERATE = "/inference/v1/generate"
+CONNECTIONS = 64  # prompts at a time from each rank; the server batches what it has
+KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))  # a dead host shows in 30 s
+PATIENCE_S = 60.0  # for a connection and for /metrics, and with answers, before /metrics is asked
+TOKENS = "vllm:generation_tokens_total"  # in /metrics: grows with every token of every request
+RESTART = "Start it again, and the run with --resume"
+NO_LOGPROB = -9999.0  # what the server writes for NaN and for -inf
+
+
+class ServerEngine:
+    """One server for all ranks. ValueError if none answers, or if it was not started so that logprobs are exact."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_path: str,
+        *,
+        dtype: str,
+        max_model_len: int,
+        eos_token_id: int,
+        trust_remote_code: bool = False,
+        config_path: str | None = None,
+    ) -> None:
+        assert config.server_url is not None
+        self._http = _Requests(_split(config.server_url))
+        self._url = self._http.url.geturl()
+        self._shapes, self._vocabulary = parameter_shapes(
+            config_path or model_path, trust_remote_code=trust_remote_code
+        )
+        self._max_model_len, self._eos = max_model_len, eos_token_id
+        self._timeout_s, self._progress_s = config.push_timeout_s, config.progress_timeout_s
+        self._version: int | None = None
+        self._failure: str | None = "the server may hold any weights: push before generating"
+        self._generating: _Requests | None = None
+        self.name = f"vllm at {self._url}"
+        self._check_server(dtype, SERVE.format(model=model_path, dtype=dtype, length=max_model_len))
+        try:
+            self._files: WeightFiles | None = WeightFiles(config.push_folder, config.push_bucket_mb, per_node=False)
+        except OSError as error:
+            raise ValueError(f"want rollout.push_folder a folder to write to: {error}") from error
+
+    def _check_server(self, dtype: str, serve: str) -> None:
+        want = f"want at {self._url} a server started with: {serve}"
+        try:
+            info = _parsed(self._http.send("GET", "/server_info?config_format=json", timeout_s=PATIENCE_S))
+            self._tokens()
+        except OSError as error:
+            raise ValueError(f"{want}; {error}") from error
+        try:
+            problems, self._most = self._problems(info["vllm_config"], dtype)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{want}, vLLM 0.32; what is there tells nothing of {error}") from error
+        if problems:
+            raise ValueError(f"{want}; {'; '.join(problems)}")
+
+    def _problems(self, info: dict[str, Any], dtype: str) -> tuple[list[str], int]:
+        """The settings that keep the server from being exact, and its limit of responses per prompt."""
+        model, scheduler = info["model_config"], info["scheduler_config"]
+        problems = []
+        if model["logprobs_mode"] != "processed_logprobs":
+            problems.append(f"it gives {model['logprobs_mode']}, which ignore the temperature")
+        if not model["skip_tokenizer_init"]:
+            problems.append("it has a tokenizer, and with it stop strings and limits of its own")
+        if str(model["dtype"]).removeprefix("torch.") != dtype:
+            problems.append(f"its dtype is {model['dtype']}")
+        if model["max_model_len"] < self._max_model_len:
+            problems.append(f"its sequences have at most {model['max_model_len']} tokens")
+        if info["device_config"]["device"] == "cpu":
+            if scheduler["enable_chunked_prefill"]:
+                problems.append("on the CPU vLLM fails on a seeded prompt in two parts: --no-enable-chunked-prefill")
+            if "lm_head.weight" not in self._shapes:
+                problems.append("on the CPU a server cannot renew a tied head: untie it, or want rollout.mode process")
+        return problems, int(scheduler["max_num_seqs"])
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: Sequence[int],
+        *,
+        temperature: float,
+        max_tokens: int | Sequence[int],
+        seed: int,
+        stop: Sequence[int] = (),
+    ) -> list[list[Completion]]:
+        http = self._generating = _Requests(self._http.url)  # before the next line, so that no `close` misses it
+        if self._failure:
+            raise RuntimeError(self._failure)
+        limits = check_request(
+            prompts,
+            n,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            max_model_len=self._max_model_len,
+            vocabulary=self._vocabulary,
+            stop=stop,
+        )
+        if max(n, default=0) > self._most:
+            raise ValueError(
+                f"want at most {self._most} responses a prompt (the server's --max-num-seqs); got {max(n)}"
+            )
+        seeds = prompt_seeds(n, seed)
+        params = [
+            {
+                "n": count if temperature else 1,
+                "temperature": temperature,
+                "top_p": 1.0,
+                "top_k": 0,
+                "max_tokens": limit,
+                "seed": first,
+                "logprobs": 0,
+                "ignore_eos": True,
+                "stop_token_ids": [self._eos, *stop],
+                "detokenize": False,
+            }
+            for count, first, limit in zip(n, seeds, limits, strict=True)
+        ]
+        pool = ThreadPoolExecutor(CONNECTIONS)
+        try:
+            asked = [pool.submit(self._ask, http, prompts[i], params[i]) for i, count in enumerate(n) if count]
+            self._await(asked)
+            answers = iter([future.result() for future in asked])
+        except OSError as error:
+            if self._files is None:
+                raise RuntimeError(self._failure) from error
+            if isinstance(error, _Refused) and error.status < 500:  # of the request; it would refuse it again
+                raise RunFailed(f"{self.name} refused: {error}") from error
+            raise RunFailed(f"{self.name} did not answer: {error}. {RESTART}") from error
+        finally:
+            http.hang_up()  # the server drops what it still works on, where we would wait for it in the next line
+            pool.shutdown(cancel_futures=True)
+        groups = [next(answers) if count else [] for count in n]
+        return check_logprobs([g if temperature else g * count for g, count in zip(groups, n, strict=True)])
+
+    def _await(self, asked: list[Future[list[Completion]]]) -> None:
+        """Return when all are answered, raise when one fails; OSError when the server makes no progress any more.
+
+        An answer may take as long as it takes to generate, so its tokens are what has a limit.
+        """
+        left, tokens, since = set(asked), -1.0, time.monotonic()
+        while left:
+            done, left = wait(left, min(PATIENCE_S, self._progress_s / 2), FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            before, tokens = tokens, tokens if done else self._tokens()
+            if done or tokens != before:
+                since = time.monotonic()
+            elif time.monotonic() - since >= self._progress_s:
+                raise OSError(
+                    f"no answer and no token for {self._progress_s:g} s (rollout.progress_timeout_s): it hangs"
+                )
+
+    def _tokens(self) -> float:
+        """Generated by the server so far, for whomever; OSError where it does not tell."""
+        text = self._http.send("GET", "/metrics", timeout_s=PATIENCE_S).decode(errors="replace")
+        counts = [line.split()[-1] for line in text.splitlines() if line.startswith((f"{TOKENS}{{", f"{TOKENS} "))]
+        if not counts:
+            raise OSError(f"want {TOKENS} in GET /metrics, which --disable-log-stats leaves out; got none")
+        return sum(map(float, counts))
+
+    def _ask(self, http: "_Requests", prompt: Sequence[int], params: dict[str, Any]) -> list[Completion]:
+        answer = _parsed(http.send("POST", GENERATE, {"token_ids": list(prompt), "sampling_params": params}))
+        try:
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            if len(choices) != params["n"]:
+                raise RunFailed(f"want {params['n']} responses from {self.name}; got {len(choices)}")
+            return [self._completion(choice) for choice in choices]
+        except (KeyError, TypeError) as error:
+            raise RunFailed(f"want an answer of vLLM 0.32 from {self.name}; got {str(answer)[:500]}") from error
+
+    def _completion(self, choice: dict[str, Any]) -> Completion:
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise RunFailed(f"{self.name} ended a response with {choice['finish_reason']}: want stop or length")
+        versions = {span["version"] for span in choice["weight_versions"] or []}
+        if versions != {str(self._version)}:
+            raise RunFailed(
+                f"{self.name} generated with the weights of {sorted(versions)}; want those of {self._version}. "
+                "Does another run push to this server?"
+            )
+        logprob = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        finite = [-math.inf if value <= NO_LOGPROB else value for value in logprob]
+        return Completion(choice["token_ids"], finite, choice["finish_reason"] == "length")
+
+    def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        if self._files is None:
+            raise RuntimeError(self._failure)
+        self._failure = f"the push of version {version} failed half-way: push a whole model before generating"
+        with watched(weights, self._shapes, version=version, timeout_s=self._timeout_s) as checked:
+            self._files.write(checked)
+        failed: list[str | None] = [None]
+        if self._files.leader:
+            try:
+                self._load(version)
+            except (_Refused, RunFailed) as error:
+                failed = [str(error)]
+            except OSError as error:
+                failed = [f"{error}. {RESTART}"]
+            except Exception as error:  # whatever it is: the other ranks wait for word of it
+                failed = [repr(error)]
+        if dist.is_initialized():
+            failed = agree.gathered(failed)[0]  # which also keeps the others from generating too early
+        if failed[0]:
+            raise RunFailed(f"{self.name} did not take the weights of version {version}: {failed[0]}")
+        self._version, self._failure = version, None
+
+    def _load(self, version: int) -> None:
+        assert self._files is not None
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(self._files.folder)}}
+        try:
+            self._http.send("POST", "/collective_rpc", reload, timeout_s=self._timeout_s)
+        except _Refused as error:
+            # vLLM does not recover from a misfit: it then refuses what does fit, too.
+            raise RunFailed(
+                f"{error}. Does it see {self._files.folder} (rollout.push_folder), and was it started with the model "
+                "of this run? Its log says more; start it again before the next run"
+            ) from error
+        reset = _parsed(self._http.send("POST", "/reset_prefix_cache", timeout_s=self._timeout_s))
+        if reset != {"success": True}:
+            raise RunFailed(f"it did not reset its prefix cache ({reset}); does somebody else use it?")
+        self._http.send("POST", "/update_weight_version", {"new_version": str(version)}, timeout_s=self._timeout_s)
+
+    def sleep(self) -> None:
+        """Stays awake: it has its GPUs to itself."""
+
+    def close(self) -> None:
+        """The server stays, with the last weights; what another thread asks of it ends."""
+        self._failure = "the engine is closed"
+        files, self._files = self._files, None
+        if self._generating is not None:
+            self._generating.hang_up()
+        if files is not None:
+            files.close()
+
+
+class _Refused(OSError):
+    """The server answered, but not with 200."""
+
+    def __init__(self, request: str, status: int, text: bytes) -> None:
+        hint = ". Is VLLM_API_KEY that of the server?" if status == 401 else ""
+        super().__init__(f"{request} was answered with {status}: {_reason(text)}{hint}")
+        self.status = status
+
+
+class _Requests:
+    """HTTP to one server from several threads, until `hang_up` ends what is under way and whatever comes after."""
+
+    def __init__(self, url: SplitResult) -> None:
+        self.url = url
+        self._headers = {"Content-Type": "application/json"} | _authorization()
+        self._lock = threading.Lock()
+        self._under_way: set[socket.socket] = set()
+        self._over = False
+
+    def send(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> bytes:
+        """The answer's body; OSError where none comes, or another status than 200."""
+        kind = http.client.HTTPSConnection if self.url.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self.url.netloc, timeout=PATIENCE_S)
+        connected = None
+        try:
+            connection.connect()
+            connected = connection.sock  # which the connection may forget
+            self._begin(connected, timeout_s)
+            text = None if body is None else json.dumps(body)
+            connection.request(method, self.url.path + path, text, self._headers)
+            response = connection.getresponse()
+            answer = response.read()
+        except (http.client.HTTPException, OSError) as error:
+            raise OSError(f"{method} {path}: {type(error).__name__} {error}") from error
+        finally:
+            with self._lock:
+                self._under_way.discard(connected)
+            connection.close()
+        if response.status != 200:
+            raise _Refused(f"{method} {path}", response.status, answer)
+        return answer
+
+    def _begin(self, connected: socket.socket, timeout_s: float | None) -> None:
+        connected.settimeout(timeout_s)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE:
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
+        with self._lock:
+            if self._over:
+                raise ConnectionAbortedError("the engine hung up")
+            self._under_way.add(connected)
+
+    def hang_up(self) -> None:
+        with self._lock:
+            self._over = True
+            for connected in self._under_way:
+                with suppress(OSError):  # the server was first
+                    # Not a TLS socket's own, which is not for use while another thread reads.
+                    socket.socket.shutdown(connected, socket.SHUT_RDWR)
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        good = bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
+    except ValueError:  # the port
+        good = False
+    if not good or parts.query or parts.fragment:
+        raise ValueError(f"want rollout.server_url such as http://localhost:8000; got {url}")
+    return parts._replace(path=parts.path.rstrip("/"))
+
+
+def _authorization() -> dict[str, str]:
+    """The header with the server's key. ValueError where VLLM_API_KEY cannot be in one."""
+    key = os.environ.get("VLLM_API_KEY", "")
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError("want VLLM_API_KEY of printable ASCII; got other characters, such as the end of a line")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise OSError(f"want JSON; got {text.decode(errors='replace')[:200]!r}") from error
+
+
+def _reason(text: bytes) -> str:
+    """vLLM's message in an answer of its own, else the answer."""
+    with suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(text)["error"]["message"])[:500]
+    return text.decode(errors="replace")[:500]

@@ -1,0 +1,344 @@
+"""Rollouts with vLLM inside this process: the trainer's, with weights passed in memory, or a separate one."""
+
+import gc
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlplus.common import agree
+from rlplus.config import RolloutConfig
+from rlplus.errors import nearest
+from rlplus.rollout.clock import Clock
+from rlplus.rollout.protocol import DEFAULT_CACHE_MB, Completion, check_logprobs, check_request, whole_model
+from rlplus.rollout.push import WeightFiles, parameter_shapes, watched
+
+CPU_BATCHED_TOKENS = 4096  # vLLM's own default there, of which a whole prompt must not be more
+
+
+def import_vllm() -> Any:
+    """The module vllm, set up for use inside this process; ImportError or OSError if it is missing or broken."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process: weights need no copy between two
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(level)  # it speaks while it is imported, before it reads its setting
+    with _no_future_warnings():
+        import vllm
+        from vllm import LLM  # noqa: F401  # `import vllm` is lazy and passes on a broken installation
+    return vllm
+
+
+class VLLMEngine:
+    """vLLM with one engine per rank, on the rank's GPU or on the CPU; or one engine on tensor_parallel_size GPUs.
+
+    Under torch.distributed these are the GPUs of as many neighbouring ranks, which then share all they ask for; else
+    this process's own first ones.
+    A process can have several one after the other, but not two at a time: vLLM's groups are global. An exception out of
+    `push_weights` leaves the engine unusable: close it and make a new one.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_path: str,
+        *,
+        dtype: str,
+        max_model_len: int,
+        eos_token_id: int,
+        seed: int,
+        trust_remote_code: bool = False,
+        config_path: str | None = None,
+    ) -> None:
+        self._vllm = import_vllm()
+        self._cpu = _on_cpu()
+        self._check_options(config.vllm)
+        if config.sleep and self._cpu:
+            raise ValueError("rollout.sleep gives GPU memory back: vLLM has it on CUDA only, and this is its CPU build")
+        self._sleeps, self._asleep = config.sleep, False
+        self._push_timeout_s = config.push_timeout_s
+        self.clock = Clock("the generation", "rollout.progress_timeout_s", config.progress_timeout_s)
+        self._tp = config.tensor_parallel_size
+        self._shared = dist.is_initialized() and self._tp > 1  # with neighbouring ranks
+        self._eos = eos_token_id
+        self._max_model_len = max_model_len
+        self._failure: str | None = None
+        self._foreign_group = dist.is_initialized()
+        cache_mb = config.kv_cache_memory_mb or (DEFAULT_CACHE_MB if self._cpu else None)
+        with _process_state_kept(), whole_model(), _no_future_warnings():
+            self._shapes, self._vocabulary = parameter_shapes(
+                config_path or model_path, trust_remote_code=trust_remote_code
+            )
+            settings: dict[str, Any] = {
+                "model": model_path,
+                "hf_config_path": config_path,
+                "skip_tokenizer_init": True,
+                "trust_remote_code": trust_remote_code,
+                "dtype": dtype,
+                "max_model_len": max_model_len,
+                "seed": seed,
+                "enforce_eager": config.enforce_eager or self._cpu,
+                # On the CPU vLLM fails on a seeded request whose prompt it takes in two parts.
+                "enable_chunked_prefill": not self._cpu,
+                "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_model_len) if self._cpu else None,
+                "gpu_memory_utilization": config.gpu_memory_utilization,
+                "kv_cache_memory_bytes": cache_mb * 2**20 if cache_mb else None,
+                "logprobs_mode": "processed_logprobs",
+                "generation_config": "vllm",  # nothing of the model's own sampling settings
+                "use_tqdm_on_load": False,
+                "tensor_parallel_size": self._tp,
+                "enable_sleep_mode": config.sleep,
+                # More than one rank: take rank and device from the launcher, else all engines would use the first GPU.
+                "distributed_executor_backend": "external_launcher" if _world_size() > 1 else None,
+            }
+            self._llm: Any = self._vllm.LLM(**settings | config.vllm)
+        self._watch_tokens(self._llm.llm_engine.engine_core)
+        self._repack_head = self._cpu and "lm_head.weight" not in self._shapes
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n: Sequence[int],
+        *,
+        temperature: float,
+        max_tokens: int | Sequence[int],
+        seed: int,
+        stop: Sequence[int] = (),
+    ) -> list[list[Completion]]:
+        if self._failure:
+            raise RuntimeError(self._failure)
+        limits = check_request(
+            prompts,
+            n,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            max_model_len=self._max_model_len,
+            vocabulary=self._vocabulary,
+            stop=stop,
+        )
+        params = self._sampling_params(n, temperature, limits, seed, stop)
+        asked = [i for i, count in enumerate(n) if count]
+        requests = [({"prompt_token_ids": list(prompts[i])}, params[i]) for i in asked]
+        outputs = self._run_together(requests) if self._shared else self._run(requests)
+        completions: list[list[Completion]] = [[] for _ in prompts]
+        for i, output in zip(asked, outputs, strict=True):
+            samples = [_completion(sample) for sample in output.outputs]
+            completions[i] = samples if temperature else samples * n[i]
+        return check_logprobs(completions)
+
+    def _check_options(self, options: dict[str, Any]) -> None:
+        """ValueError for a further engine argument that vLLM does not have, or that it must not have on the CPU."""
+        names = [field.name for field in fields(self._vllm.EngineArgs)] if options else []
+        for name in options:
+            if name not in names:
+                hint = f"; nearest: {near}" if (near := nearest(name, names)) else ""
+                raise ValueError(f"rollout.vllm.{name}: vLLM {self._vllm.__version__} has no such argument{hint}")
+            if self._cpu and name in ("enable_chunked_prefill", "max_num_batched_tokens"):
+                raise ValueError(
+                    f"rollout.vllm.{name}: leave it out, on the CPU vLLM fails on a seeded prompt in two parts"
+                )
+
+    def _watch_tokens(self, core: Any) -> None:
+        """Tell the clock of each new token: `LLM.generate` shows finished responses only, minutes apart."""
+        get_output = core.get_output
+
+        def watched_output() -> Any:
+            step = get_output()
+            if step.outputs:
+                self.clock.at("the next token")
+            return step
+
+        core.get_output = watched_output
+
+    def _run_together(self, requests: list[Any]) -> list[Any]:
+        """Ranks that share an engine run all requests, in the same order, and keep the answers to their own."""
+        everybody = agree.gathered(requests, self._tp)
+        outputs = self._run([request for part in everybody for request in part])
+        mine = dist.get_rank() % self._tp
+        start = sum(map(len, everybody[:mine]))
+        return outputs[start : start + len(requests)]
+
+    def _sampling_params(
+        self, n: Sequence[int], temperature: float, limits: Sequence[int], seed: int, stop: Sequence[int]
+    ) -> list[Any]:
+        """Sampling parameters, one per prompt."""
+        params = []
+        for count, first, limit in zip(n, prompt_seeds(n, seed), limits, strict=True):
+            params.append(
+                self._vllm.SamplingParams(
+                    n=max(count, 1) if temperature else 1,  # it refuses n > 1 in greedy decoding
+                    temperature=temperature,
+                    top_p=1.0,
+                    top_k=0,
+                    max_tokens=limit,
+                    seed=first,
+                    logprobs=0,  # of the sampled token only
+                    flat_logprobs=True,
+                    ignore_eos=True,  # the stop tokens are the caller's, whatever else the model's config calls eos
+                    stop_token_ids=[self._eos, *stop],
+                    detokenize=False,
+                )
+            )
+        return params
+
+    def _run(self, requests: list[Any]) -> list[Any]:
+        if not requests:
+            return []
+        prompts, params = zip(*requests, strict=True)
+        # On the CPU vLLM compiles one small function of its sampler, which takes longer than everything it could save.
+        compiler = torch.compiler.set_stance("force_eager") if self._cpu else nullcontext()
+        with _process_state_kept(), compiler, self.clock.running("the first token"):
+            try:
+                return self._llm.generate(list(prompts), list(params), use_tqdm=False)
+            except BaseException:
+                # Requests left behind would hang the next call.
+                engine = self._llm.llm_engine
+                engine.abort_request(list(engine.output_processor.request_states), internal=True)
+                raise
+
+    def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        if self._failure and not self._asleep:
+            raise RuntimeError(self._failure)
+        self._failure = f"the push of version {version} failed half-way: close this engine and make a new one"
+        asleep, self._asleep = self._asleep, False
+        if asleep:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # what the trainer has freed goes back to the device first
+            self._llm.wake_up(["weights"])  # the cache stays away while weights are gathered and loaded
+        self._load(weights, version)
+        if asleep:
+            self._llm.wake_up(["kv_cache"])
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights would be used")
+        self._llm.update_weight_version(str(version))
+        if (tag := self._llm.get_weight_version()) != str(version):
+            raise RuntimeError(f"want the weights of version {version} in vLLM; it has {tag}")
+        self._failure = None
+
+    def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        if isinstance(weights, WeightFiles) and self._tp > 1:
+            # vLLM's workers are processes of their own: they read the files that the trainer's side has checked.
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(weights.folder)})
+            return
+        with (
+            _process_state_kept(),
+            watched(weights, self._shapes, version=version, timeout_s=self._push_timeout_s) as checked,
+        ):
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked})
+            if (left := next(checked, None)) is not None:
+                raise RuntimeError(f"vLLM stopped loading at {left[0]}")
+            if self._repack_head:
+                self._llm.apply_model(_repack_tied_head)
+
+    def sleep(self) -> None:
+        if self._sleeps and not self._asleep and self._failure is None:
+            self._failure = "the engine is asleep: push weights before generating"
+            self._llm.sleep(level=2)  # weights and cache are dropped: the push brings new ones
+            self._asleep = True
+
+    def close(self) -> None:
+        if self._llm is None:
+            return
+        self._failure = "the engine is closed"
+        llm, self._llm = self._llm, None
+        with _default_group_kept() if self._foreign_group else nullcontext():
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def prompt_seeds(n: Sequence[int], seed: int) -> list[int]:
+    """One seed per prompt. vLLM seeds the j-th response to a prompt with seed + j, so prompts' seeds differ by n."""
+    # Hashed: calls with consecutive seeds would share most of theirs. 32 bits: the CPU generator reads no more.
+    first = random.Random(str(seed)).getrandbits(32)
+    return [first + before for before in accumulate(n, initial=0)][: len(n)]
+
+
+def _completion(sample: Any) -> Completion:
+    if sample.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"want responses that end with stop or length; vLLM ended one with {sample.finish_reason}")
+    return Completion(list(sample.token_ids), list(sample.logprobs.logprobs), sample.finish_reason == "length")
+
+
+def _repack_tied_head(model: nn.Module) -> None:
+    """On the CPU the head multiplies with a packed copy of its weight. A reload renews it only for an untied head.
+
+    The head is `lm_head`, or in classes without one (Gemma 2, Cohere) the embeddings themselves.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+@contextmanager
+def _no_future_warnings() -> Iterator[None]:
+    """Suppress FutureWarnings about vLLM's use of torch, which a user of this package cannot change."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+@contextmanager
+def _process_state_kept() -> Iterator[None]:
+    """Put back what vLLM changes in its process.
+
+    It seeds every random generator, on the CPU replaces torch.set_num_threads by nothing, and rewrites two variables
+    that child processes inherit: the launcher's LOCAL_WORLD_SIZE and LD_PRELOAD.
+    """
+    environment = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LD_PRELOAD")}
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _default_group_kept() -> Iterator[None]:
+    """vLLM's shutdown destroys torch.distributed's default group with its own, also where the trainer made it."""
+    destroy = dist.destroy_process_group
+
+    def destroy_subgroup(group: Any = None) -> None:
+        if group is not None and group is not dist.group.WORLD:
+            destroy(group)
+
+    dist.destroy_process_group = destroy_subgroup
+    try:
+        yield
+    finally:
+        dist.destroy_process_group = destroy

