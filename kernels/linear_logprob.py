@@ -6,8 +6,8 @@
     entropy = -sum_v p[v] log p[v]           dz = dlogprob (onehot - p) - dentropy p (log p + entropy)
     dlogits = dz (1 - tanh^2(x / softcap)) / (temperature row_temperature)
 
-The definition is `rlplus.loss.backends.reference.logprob_and_entropy`. fp32 arithmetic, results in nats. Three ways to the
-statistics of the rows: `row_statistics` reads logits that a GEMM left, `add_statistics` those of one block of the
+The definition is `rlplus.loss.backends.reference.logprob_and_entropy`. fp32 arithmetic, results in nats. Three ways to
+the statistics of the rows: `row_statistics` reads logits that a GEMM left, `add_statistics` those of one block of the
 vocabulary after another; `linear_statistics` is that GEMM, with the statistics in its epilogue, and stores the logits,
 or their exponentials (exponentials.py), only on request. `row_gradient` reads the logits once and writes only rows with
 a slot.

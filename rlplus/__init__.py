@@ -1,8 +1,9 @@
 """Reinforcement learning of language models at kernel speed: RL-PLUS and its relatives.
 
-Importing this package loads nothing. The first use of a name imports torch and, for those of `rlplus.loss.operations`, registers
-the operators under `torch.ops.rlplus`; neither needs DeepSpeed or vLLM. To register them without calling one (to load
-an exported program, say), `import rlplus.loss.operations`.
+The names here are those of the loss, which needs torch and, on NVIDIA GPUs, triton; the trainer is the extra `train`.
+Importing this package loads nothing. The first use of a name imports torch and, for the fused operations, registers the
+operators under `torch.ops.rlplus`. To register them without calling one (to load an exported program, say), `import
+rlplus.loss.operations`.
 """
 
 from typing import TYPE_CHECKING
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING
 from rlplus.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from rlplus.algorithm import ALGORITHMS, Algorithm
     from rlplus.loss import (
+        OBJECTIVES,
         Objective,
         PolicyLoss,
         RLPlusLoss,
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
-    "ALGORITHMS",
-    "Algorithm",
+    "OBJECTIVES",
     "Objective",
     "PolicyLoss",
     "RLPlusLoss",
@@ -45,13 +45,4 @@ __all__ = [
     "use_tuning",
 ]
 
-__getattr__, __dir__ = lazy_names(
-    __name__,
-    {
-        "objective": (
-            *("ALGORITHMS", "Algorithm", "Objective"),
-            *("batch_advantages", "group_advantages", "policy_loss", "register_token_loss", "token_weights"),
-        ),
-        "ops": ("PolicyLoss", "RLPlusLoss", "head_of", "linear_logprob", "linear_policy_loss", "use_tuning"),
-    },
-)
+__getattr__, __dir__ = lazy_names(__name__, {"loss": tuple(__all__)})

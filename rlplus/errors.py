@@ -21,6 +21,18 @@ def nearest(name: str, valid: Iterable[str]) -> str | None:
     return names[close[0]] if close else None
 
 
+def hint(name: object, valid: Iterable[str]) -> str:
+    """ " (did you mean 'x'?)" with the valid name that `name` probably means; empty if none is near."""
+    near = nearest(str(name), valid)
+    return f" (did you mean {near!r}?)" if near else ""
+
+
+def check_name(what: str, name: object, valid: tuple[str, ...]) -> None:
+    """ValueError unless the name is valid; it lists the valid ones and names the nearest."""
+    if name not in valid:
+        raise ValueError(f"want {what} one of {', '.join(valid)}; got {name!r}{hint(name, valid)}")
+
+
 def install_command(extra: str) -> str:
     """The command that installs the optional packages of an extra, in a checkout."""
     return f'pip install -e ".[{extra}]"'

@@ -26,7 +26,6 @@ import torch
 import triton
 from rich.console import Console
 from rich.table import Table
-from rlplus.loss.objective import KL_ESTIMATORS
 from sass import hot_path, parse
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
@@ -34,6 +33,7 @@ from triton.runtime.jit import JITFunction
 
 from rlplus.kernels import active_rows, exponentials, linear_logprob, policy_loss, scale
 from rlplus.kernels.tiling import DEFAULT, FP32_TILE, GRADIENT, STATISTICS, TILES, Tiling
+from rlplus.loss.objective import KL_ESTIMATORS
 from rlplus.loss.surrogates import EXTERNAL, INTERNAL
 
 KB = 1024

@@ -6,11 +6,11 @@ from typing import get_args
 
 import pytest
 import torch
-from rlplus.loss.objective import AdvantageEstimator
 from torch import Tensor
 from trainer_runs import metrics, run_config
 
 from rlplus import batch_advantages, group_advantages
+from rlplus.loss.objective import AdvantageEstimator
 from rlplus.trainer import train
 
 ESTIMATORS = get_args(AdvantageEstimator)

@@ -13,8 +13,7 @@ from engine_runs import same
 from safetensors.torch import load_file
 from trainer_runs import environment, metrics, run_config, write_state
 
-from rlplus import __version__
-from rlplus.learner import checkpoint
+from rlplus import __version__, checkpoint
 from rlplus.trainer import train
 
 
@@ -51,7 +50,7 @@ def test_resume_is_bitwise_over_an_epoch_boundary(tmp_path, stage, preset, dtype
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[2])
-from rlplus.learner import checkpoint
+from rlplus import checkpoint
 from rlplus.config import load_config
 from rlplus.trainer import train
 

@@ -6,7 +6,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from rlplus.loss.objective import AdvantageEstimator
 from torch import Tensor
 from update_cases import batch_of_samples
 
@@ -14,6 +13,7 @@ from rlplus import batch_advantages, group_advantages, policy_loss, token_weight
 from rlplus.algorithm import ALGORITHMS
 from rlplus.algorithm.critic_formulas import generalized_advantages
 from rlplus.algorithm.prime_formulas import process_advantages
+from rlplus.loss.objective import AdvantageEstimator
 from rlplus.recipe import set_advantages
 
 GROUPS = torch.tensor([0] * 3 + [1] * 7 + [2] * 11)

@@ -96,7 +96,7 @@ def test_a_run_resumes_with_the_options_that_it_began_with(tmp_path: Path, monke
     """They change the samples by rounding at least."""
     config = run_config(tmp_path, rollout={"engine": "vllm", "vllm": {"max_num_seqs": 4}})
     saved = {"config": config.model_dump(mode="json"), "step": 3}
-    monkeypatch.setattr("rlplus.learner.checkpoint.read_state", lambda folder: saved)
+    monkeypatch.setattr("rlplus.checkpoint.read_state", lambda folder: saved)
     read_state(tmp_path, config, {})
     with pytest.raises(ValueError, match=r"rollout\.vllm\.max_num_seqs was 4, is 5"):
         read_state(tmp_path, changed(config, "rollout", vllm={"max_num_seqs": 5}), {})

@@ -10,10 +10,10 @@ import pytest
 from engine_runs import changed, fail, launched, same
 from trainer_runs import metrics, run_config
 
+from rlplus import checkpoint
 from rlplus.config import Config
 from rlplus.errors import RunFailed, SharedFailure
 from rlplus.evaluation import evaluator
-from rlplus.learner import checkpoint
 from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import train
 from rlplus.trainer.metrics import RunLog

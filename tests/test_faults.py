@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 from trainer_runs import environment, metrics, run_config
 
+from rlplus import checkpoint
 from rlplus.config import Config
-from rlplus.learner import checkpoint
 from rlplus.trainer import Run, train
 
 

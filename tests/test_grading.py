@@ -15,9 +15,9 @@ from trainer_runs import environment, metrics, run_config
 import rlplus
 import rlplus.trainer.rollouts
 import rlplus.trainer.run
+from rlplus.checkpoint import read_state
 from rlplus.config import RewardConfig
 from rlplus.data import Example, Sample, byte_tokenizer
-from rlplus.learner.checkpoint import read_state
 from rlplus.reward import Score, Scorer, grade_demonstrations, keep_passed
 from rlplus.trainer import train
 from rlplus.trainer.ranks import initialize_distributed

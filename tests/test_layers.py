@@ -7,18 +7,16 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "rlplus"
-ORDER = "errors < lazy < textfiles < durable < commands < terminal < kernels < objective < ops < agree < config < data"
-ORDER += " < reward < rollout < checkpoint < learner < recipe < trainer < verify < evaluation < report < plan < demo"
-ORDER += " < compare < cli"
-ORDER += " < __main__"
+ORDER = "errors < lazy < common < kernels < loss < algorithm < config < data < reward < rollout < checkpoint < learner"
+ORDER += " < recipe < trainer < verify < evaluation < report < plan < demo < compare < cli < __main__"
 LAYERS = ORDER.split(" < ")
 LINKS = (PACKAGE / "kernels", PACKAGE / "bench")  # rglob does not follow links
 MODULES = sorted(path for folder in (PACKAGE, *LINKS) for path in folder.rglob("*.py"))
 ALLOWED = {name: LAYERS[:i] for i, name in enumerate(LAYERS)}
-ALLOWED["__init__"] = ["lazy", "objective", "ops"]  # importing rlplus stays cheap
-ALLOWED["bench"] = ["errors", "durable", "kernels", "objective", "ops"]  # runs where only torch and triton are
+ALLOWED["__init__"] = ["lazy", "loss"]  # importing rlplus stays cheap
+ALLOWED["bench"] = ["errors", "common", "kernels", "loss"]  # runs where only torch and triton are
 ALLOWED["bench"].append("config")  # for `tune` with a configuration
-ALLOWED["integrations"] = ["errors", "objective", "ops"]  # and nothing imports it
+ALLOWED["integrations"] = ["errors", "loss"]  # and nothing imports it
 for layer in ("cli", "trainer"):
     ALLOWED[layer].append("__version__")
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlplus import ALGORITHMS, Objective, policy_loss
+from rlplus import Objective, policy_loss
+from rlplus.algorithm import ALGORITHMS
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 EVERYTHING = Objective("clip", "mis", **FEATURES["all"])

@@ -1,4 +1,4 @@
-"""Contract of rlplus.loss.operations' public interface: memory, torch.library, torch.compile, choice of backend, errors."""
+"""Contract of the operations: memory, torch.library, torch.compile, choice of backend, errors."""
 
 import math
 import os

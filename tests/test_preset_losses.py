@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from trainer_runs import run_config
 
-from rlplus import ALGORITHMS, policy_loss
+from rlplus import policy_loss
+from rlplus.algorithm import ALGORITHMS
 from rlplus.config import Config
 from rlplus.data import Sample
 from rlplus.learner import make_micro_batches

@@ -8,7 +8,7 @@ import pytest
 from engine_runs import same
 from trainer_runs import metrics, run_config
 
-from rlplus import ALGORITHMS
+from rlplus.algorithm import ALGORITHMS
 from rlplus.data import Sample
 from rlplus.trainer import train
 

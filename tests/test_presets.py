@@ -7,8 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from rlplus import ALGORITHMS, Objective, policy_loss
-from rlplus.algorithm import Critic, Gate, Interleaved, Plain, Prefix, ProcessReward, Refill, Replay, Shaping
+from rlplus import Objective, policy_loss
+from rlplus.algorithm import (
+    ALGORITHMS,
+    Critic,
+    Gate,
+    Interleaved,
+    Plain,
+    Prefix,
+    ProcessReward,
+    Refill,
+    Replay,
+    Shaping,
+)
 
 SCRIPT: dict[str, Any] = {"entropy_coef": 1e-3}  # the official scripts'
 ABLATIONS: dict[str, dict[str, Any]] = {

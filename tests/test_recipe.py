@@ -14,10 +14,11 @@ from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM
 from update_cases import batch_of_samples, naive_loss, packed
 
+from rlplus import checkpoint
 from rlplus.algorithm import ALGORITHMS, Algorithm
 from rlplus.config import Config
 from rlplus.data import Example, Sample
-from rlplus.learner import Policy, checkpoint
+from rlplus.learner import Policy
 from rlplus.loss import PolicyLoss
 from rlplus.recipe import Ask, Batch, Recipe, Update, set_advantages
 from rlplus.trainer import Interrupted, Run, train

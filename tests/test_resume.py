@@ -14,9 +14,9 @@ import torch
 from engine_runs import changed, same
 from trainer_runs import environment, metrics, run_config
 
+from rlplus import checkpoint
 from rlplus.cli import main
 from rlplus.config import Config
-from rlplus.learner import checkpoint
 from rlplus.learner.pretrained import weights_fingerprint
 from rlplus.trainer import Interrupted, Run, run_folder, train
 from rlplus.trainer.step import Step

@@ -19,8 +19,8 @@ from servers import Server, metric
 from trainer_runs import metrics, run_config
 
 import rlplus.rollout.server_engine
+from rlplus import checkpoint
 from rlplus.config import Config
-from rlplus.learner import checkpoint
 from rlplus.rollout import RunFailed
 from rlplus.rollout.server_engine import ServerEngine
 from rlplus.trainer import Interrupted, train

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from trainer_runs import metrics, run_config
 
-from rlplus import Algorithm, Objective, policy_loss
-from rlplus.algorithm import algorithm
+from rlplus import Objective, policy_loss
+from rlplus.algorithm import Algorithm, algorithm
 from rlplus.common import agree
 from rlplus.data import MicroBatch, Sample, pack
 from rlplus.learner.statistics import needs_statistics, set_statistics

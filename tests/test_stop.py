@@ -148,7 +148,7 @@ def test_a_step_given_up_with_a_batch_ahead(tmp_path, monkeypatch, place, overla
 def test_a_second_signal_does_not_wait_unless_it_is_the_same_one(tmp_path, monkeypatch, apart):
     """A terminal and a launcher both signal a rank for one Ctrl-C: these count as one and cost no checkpoint."""
     config = run_config(tmp_path)
-    save = rlplus.learner.checkpoint.save
+    save = rlplus.checkpoint.save
 
     def signalled_again(*args: Any) -> Path:
         os.kill(os.getpid(), signal.SIGINT)
@@ -156,7 +156,7 @@ def test_a_second_signal_does_not_wait_unless_it_is_the_same_one(tmp_path, monke
 
     with monkeypatch.context() as patch:
         kill_at(patch, "generate", 2)
-        patch.setattr(rlplus.learner.checkpoint, "save", signalled_again)
+        patch.setattr(rlplus.checkpoint, "save", signalled_again)
         if apart:
             patch.setattr("rlplus.trainer.stop.ONE_SIGNAL_S", 0.0)
         with pytest.raises(Interrupted) as stop:

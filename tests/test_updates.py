@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from update_cases import batch_of_samples, naive_gradients, packed
 
 from rlplus.algorithm import ALGORITHMS, Algorithm
+from rlplus.checkpoint import random_state, set_random_state
 from rlplus.data import MicroBatch, PromptSampler, Sample
-from rlplus.learner.checkpoint import random_state, set_random_state
 from rlplus.recipe import set_advantages
 from rlplus.rollout import RunFailed
 from rlplus.trainer import Run, train

@@ -9,12 +9,12 @@ import pytest
 from engine_runs import changed, same
 from trainer_runs import metrics, run_config, write_task
 
+from rlplus import checkpoint
 from rlplus.cli import main
 from rlplus.config import BENCHMARKS, Config, DataConfig, ValidationConfig
 from rlplus.data import Example
 from rlplus.evaluation import validator
 from rlplus.evaluation.known import is_test_benchmark, known_benchmarks
-from rlplus.learner import checkpoint
 from rlplus.report import load_run
 from rlplus.rollout import Completion
 from rlplus.trainer import Run, train

@@ -14,10 +14,10 @@ import torch
 from recipe_cases import draw_rewards
 from trainer_runs import metrics, run_config, write_state
 
-from rlplus import verify
+from rlplus import checkpoint, verify
 from rlplus.cli import main
 from rlplus.data import MicroBatch, Sample
-from rlplus.learner import batch, checkpoint, make_micro_batches
+from rlplus.learner import batch, make_micro_batches
 from rlplus.learner.policy import Policy
 from rlplus.loss import group_advantages, token_weights
 from rlplus.recipe import plain

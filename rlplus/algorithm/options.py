@@ -6,8 +6,9 @@ One class of options per recipe; `Refill` and `Shaping` can be combined with any
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import ClassVar, Literal, TypeGuard, get_args
+
+from rlplus.loss.objective import is_number
 
 Head = Literal["language", "value"]
 Schedule = Literal["binomial", "random", "linear", "cosine", "fixed"]
@@ -277,11 +278,6 @@ class Shaping:
         shaped = self.wrong + (1 - self.wrong) * reward
         buffer = self.overlong * limit
         return shaped + min((limit - buffer - length) / buffer, 0.0) if buffer else shaped
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether it is a finite int or float."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def _check(options: RecipeOptions, wanted: Mapping[str, tuple[str, bool]]) -> None:

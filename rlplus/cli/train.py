@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _newest_stage(stages: "Sequence[Config]") -> int:
     """The last stage with a checkpoint, before which all are done; without any, the first."""
-    from rlplus.learner.checkpoint import latest
+    from rlplus.checkpoint import latest
 
     started = [k for k, config in enumerate(stages, 1) if latest(Path(config.output_dir) / "checkpoints")]
     return max(started, default=1)
@@ -96,7 +96,7 @@ def _check_memory(config: "Config", *, force: bool) -> None:
 
 def _out_of_memory(config: "Config", failure: RunFailed, phase: str) -> str:
     """A message with the failure, what is left of the run, and the switches that need less memory."""
-    from rlplus.learner.checkpoint import latest
+    from rlplus.checkpoint import latest
     from rlplus.plan import this_cluster
     from rlplus.plan.advice import advise
 

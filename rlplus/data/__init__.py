@@ -57,7 +57,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "kept": (
+        "sample_store": (
             "SAMPLES",
             "KeptSample",
             "drop_kept",
@@ -67,7 +67,7 @@ __getattr__, __dir__ = lazy_names(
             "read_kept",
             "write_kept",
         ),
-        "load": ("Example", "LoadReport", "load_examples", "read_examples"),
+        "examples": ("Example", "LoadReport", "load_examples", "read_examples"),
         "packing": ("MicroBatch", "Sample", "balance", "pack", "per_token"),
         "problems": ("distinct", "found_columns", "load_problems", "read_problems"),
         "sampler": ("PromptSampler", "variants"),

@@ -54,7 +54,7 @@ __getattr__, __dir__ = lazy_names(
             "seeds_below",
         ),
         "sample": ("evaluate", "evaluate_model", "evaluator", "validator"),
-        "statistics": ("Estimate", "pass_at_k"),
+        "estimates": ("Estimate", "pass_at_k"),
         "table": ("result_table",),
     },
 )

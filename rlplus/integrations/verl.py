@@ -23,10 +23,9 @@ from verl.trainer.ppo import core_algos
 from verl.utils.experimental.torch_functional import FusedLinearForPPO
 from verl.workers.utils import losses
 
-from rlplus.algorithm import ALGORITHMS
 from rlplus.integrations.interface import check_interface
 from rlplus.integrations.transformers import as_autocast
-from rlplus.loss import Objective, linear_logprob, policy_loss
+from rlplus.loss import OBJECTIVES, Objective, linear_logprob, policy_loss
 
 INTERFACE = {  # functions of verl that are replaced or called, and their arguments
     FusedLinearForPPO.forward: ("self", "hidden_states", "vocab_weights", "input_ids", "temperature"),
@@ -98,8 +97,8 @@ def _ppo_loss(own: Any, config: Any, model_output: Any, data: Any, dp_group: Any
 def _install() -> None:
     """Once per process, at the import of this module. ImportError unless verl is as this module expects it."""
     check_interface("verl 0.9", verl.__version__, INTERFACE)
-    for name, algorithm in ALGORITHMS.items():
-        objective = replace(algorithm.objective, kl_coef=0.0, entropy_coef=0.0)
+    for name, preset in OBJECTIVES.items():
+        objective = replace(preset, kl_coef=0.0, entropy_coef=0.0)
         if objective.external != "none" and name not in core_algos.POLICY_LOSS_REGISTRY:
             core_algos.register_policy_loss(name)(partial(verl_policy_loss, objective))
     FusedLinearForPPO.forward = fused_forward

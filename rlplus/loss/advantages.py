@@ -3,10 +3,10 @@
 from math import comb
 
 import torch
-from rlplus.loss.objective import AdvantageEstimator
 from torch import Tensor
 
 from rlplus.loss.inputs import check_tensor
+from rlplus.loss.objective import AdvantageEstimator
 from rlplus.loss.weights import group_advantages
 
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from rlplus.loss.objective import Objective
 from torch import Tensor
 
 from rlplus.loss.inputs import (
@@ -13,6 +12,7 @@ from rlplus.loss.inputs import (
     check_tensor,
     objective_of,
 )
+from rlplus.loss.objective import Objective
 from rlplus.loss.tokens import TokenConstants, token_loss
 
 

@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from rlplus.loss.objective import Objective
 from torch import Tensor
 
+from rlplus.loss.objective import Objective
 from rlplus.loss.tokens import TokenConstants
 
 

@@ -24,7 +24,7 @@ from rlplus.loss.precision import full_precision
 
 PIECE = 2048  # rows of a gradient that are scaled at a time
 IGNORED = -100  # the target of no token, as torch's losses have it
-MODULES = {  # of rlplus.loss.operations, by backend: policy_loss, logprob, logprob_backward, each as in `chunked`
+MODULES = {  # of rlplus.loss.backends, by backend: policy_loss, logprob, logprob_backward, each as in `chunked`
     "torch": "chunked",
     "cpp": "cpp",
     "triton": "triton",
@@ -33,7 +33,7 @@ MODULES = {  # of rlplus.loss.operations, by backend: policy_loss, logprob, logp
 
 def implementation(backend: str) -> ModuleType:
     """The module that computes; a backend is imported when it is first used."""
-    return import_module(f"rlplus.loss.operations.{MODULES[backend]}")
+    return import_module(f"rlplus.loss.backends.{MODULES[backend]}")
 
 
 class Options(NamedTuple):

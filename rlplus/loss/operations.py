@@ -83,7 +83,7 @@ def linear_policy_loss(
                        logits; behind a softcap the change is smaller still, as |d logits / d (hidden weight^T)| <=
                        scale / temperature
     memory             "fast": one pass, three GEMMs, and for half-precision inputs an fp32 accumulator (V, H) of the
-                       weight's gradient; "least": two passes, about four GEMMs, no accumulator (`rlplus.loss.backends.least`);
+                       weight's gradient; "least": two passes, about four GEMMs, no accumulator (`backends/least.py`);
                        None: "fast", but on CUDA "least" if max_scratch_mb is so small that it should be faster by
                        `rlplus.loss.cost` (at 16,384 tokens of Qwen2.5-7B's head: below 190)
     max_scratch_mb     memory for logits, 10^6 bytes; None = 1250, with memory="least" 80

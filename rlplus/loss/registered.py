@@ -7,9 +7,9 @@ from rlplus.lazy import import_function
 from rlplus.loss.surrogates import INTERNAL, Internal
 
 if TYPE_CHECKING:
-    from rlplus.loss.objective import Objective
     from torch import Tensor
 
+    from rlplus.loss.objective import Objective
     from rlplus.loss.surrogates import Terms
     from rlplus.loss.tokens import TokenConstants
 

@@ -2,8 +2,8 @@
 
     python -m rlplus.loss.selfcheck DEVICE DTYPE
 
-prints a `Verdict` as a line of JSON. `rlplus.loss.verdicts` runs it in a process of its own: a faulty kernel may kill or
-block its process, or leave its device unusable. DEVICE is the UUID of a CUDA device, or "cpu",
+prints a `Verdict` as a line of JSON. `verdicts.py` runs it in a process of its own: a faulty kernel may kill or block
+its process, or leave its device unusable. DEVICE is the UUID of a CUDA device, or "cpu",
 for Triton's interpreter.
 """
 

@@ -16,9 +16,9 @@ from math import log, log1p
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from rlplus.loss.objective import Objective
     from torch import Tensor
 
+    from rlplus.loss.objective import Objective
     from rlplus.loss.tokens import TokenConstants
 
     Terms = tuple[Tensor, Tensor, Tensor | bool, Tensor | bool]

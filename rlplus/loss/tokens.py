@@ -10,9 +10,9 @@ Symbols: p = exp(logprob), p_old = exp(old_logprob), r = p / p_old, A = advantag
 from typing import NamedTuple
 
 import torch
-from rlplus.loss.objective import Objective
 from torch import Tensor
 
+from rlplus.loss.objective import Objective
 from rlplus.loss.surrogates import EXTERNAL, INTERNAL, log_ratio
 
 

@@ -80,7 +80,7 @@ def versions() -> dict[str, str]:
         triton = MISSING
     package = Path(__file__).parent.parent
     sources = hashlib.sha256()
-    for file in sorted((*(package / "kernels").glob("*.py"), *(package / "ops").glob("*.py"))):
+    for file in sorted((*(package / "kernels").glob("*.py"), *(package / "loss").rglob("*.py"))):
         sources.update(file.read_bytes())
     driver = DRIVER.read_text().partition("\n")[0] if DRIVER.is_file() else "unknown"
     return {

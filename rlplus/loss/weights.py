@@ -3,10 +3,10 @@
 from typing import get_args
 
 import torch
-from rlplus.loss.objective import Reduction
 from torch import Tensor
 
 from rlplus.loss.inputs import check_tensor, describe
+from rlplus.loss.objective import Reduction
 
 Total = int | Tensor | tuple[int | Tensor, int | Tensor]
 

@@ -154,7 +154,7 @@ def _run_grader(supervisor: int, output: int) -> None:
     end_with_parent(signal.SIGKILL, supervisor)
     os.dup2(output, 2)
     os.close(output)
-    runpy.run_path(str(Path(__file__).with_name("worker.py")), run_name="__main__")
+    runpy.run_path(str(Path(__file__).with_name("grading_worker.py")), run_name="__main__")
 
 
 def _exit_like(status: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The process of a `ProcessEngine`: python -m rlplus.rollout.engine_worker PIPE PARENT (a file descriptor, a process id)."""
+"""The process of a `ProcessEngine`: python -m rlplus.rollout.engine_worker PIPE PARENT (descriptor, process id)."""
 
 import faulthandler
 import os

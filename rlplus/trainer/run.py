@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
+from rlplus import checkpoint
 from rlplus.common import agree
 from rlplus.common.durable import write_text
 from rlplus.common.terminal import Terminal
 from rlplus.config import Config, check_trackers
 from rlplus.data import PromptSampler, load_examples, load_tokenizer, response_text
-from rlplus.learner import Learner, Policy, check_positions, checkpoint, prepare_model, say_dropout, weights_fingerprint
+from rlplus.learner import Learner, Policy, check_positions, prepare_model, say_dropout, weights_fingerprint
 from rlplus.learner.learner import this_device
 from rlplus.loss.tuning import kind_of, using
 from rlplus.recipe import make_recipe

@@ -12,13 +12,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rlplus import __version__
+from rlplus import __version__, checkpoint
 from rlplus.common import agree
 from rlplus.common.durable import write_text
 from rlplus.common.textfiles import read_text
 from rlplus.config import STARTS, Config, recorded_config
 from rlplus.data import SAMPLES, Example, drop_kept
-from rlplus.learner import checkpoint
 from rlplus.trainer.provenance import note_start
 
 # Keys that may differ between a checkpoint's configuration and the one that resumes it.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from rlplus import checkpoint
 from rlplus.config import Config, check_training_files
-from rlplus.learner import checkpoint
 from rlplus.learner.adapters import add_adapters
 from rlplus.learner.pretrained import load_model
 from rlplus.trainer import Interrupted, Run

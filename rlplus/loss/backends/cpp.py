@@ -35,7 +35,7 @@ from rlplus.loss.head import (
 
 logger = logging.getLogger(__name__)
 
-LIBRARY = Path(__file__).parent.parent / "_C.so"
+LIBRARY = Path(__file__).parents[2] / "_C.so"
 FUNCTIONS = ("row_statistics", "row_gradient", "logits_bf16", "dweight_bf16", "may_be_reclaimed", "interface_3")
 CHUNK_ROWS = {torch.float32: 2048, torch.bfloat16: 512, torch.float16: 2048}  # the tiles of bf16 are made for 512
 DTYPES = tuple(CHUNK_ROWS)

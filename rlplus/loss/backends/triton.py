@@ -14,8 +14,8 @@ awaited only when the GEMM of the next chunk is queued, so the device does not i
 
 Scratch. A row of logits takes 4 V bytes; a row of gradients V elements of the inputs' dtype and 8 H bytes or more. A
 chunk of logits reads W once, 2 V H bytes in bf16; an emptying of the buffer reads W, and reads and writes an fp32 dW,
-10 V H bytes. `plan` chooses the two sizes that take the least time by the model of `rlplus.loss.cost`, unless the tiling
-has timed ones; the buffer is a whole number of chunks. At max_scratch_mb = 1250, H = 3584, V = 151,936, N = 16,384 in
+10 V H bytes. `plan` chooses the two sizes that take the least time by `rlplus.loss.cost`, unless the tiling has timed
+ones; the buffer is a whole number of chunks. At max_scratch_mb = 1250, H = 3584, V = 151,936, N = 16,384 in
 bf16 on an H200: 768 rows of logits, 2304 of gradients, 124 V H bytes, 68 GB, against 54 TFLOP. The dW accumulator
 (V, H) is not counted; if all rows with a gradient fit into the buffer at once and the inputs are bf16, there is none.
 """

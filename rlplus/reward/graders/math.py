@@ -142,7 +142,7 @@ class _Values:
             return 0.0, "unparsed", "math-verify cannot read the box"
         if not self._verify(gold, found):
             return 0.0, "ok", ""
-        from .plain import is_plain
+        from .plain_values import is_plain
 
         plain = found[0] == gold[0] or isinstance(found[0], str) or is_plain(found[0])
         return float(plain), "ok", "" if plain else "right, but not a plain value"

@@ -1,0 +1,1 @@
+"""The backends of the fused operations, and the choice among them."""

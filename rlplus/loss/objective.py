@@ -1,0 +1,169 @@
+"""The fields of an objective, and those of the published algorithms as presets."""
+
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Any, Literal, TypeGuard
+
+from rlplus.errors import check_name
+from rlplus.loss.registered import find_token_loss
+from rlplus.loss.surrogates import EXTERNAL, INTERNAL
+
+KL_ESTIMATORS = ("k2", "k3", "k3-unbiased")
+MISMATCH_MODES = ("truncate", "mask")
+Reduction = Literal["token", "sequence", "constant", "official"]
+AdvantageEstimator = Literal["group", "leave-one-out", "batch", "group-batch", "batch-std", "mean", "pass@k"]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it is a finite int or float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of a token as a function of its logprob and per-token constants.
+
+    Sampled (internal) and demonstrated (external) tokens each have a surrogate g(logprob); a token's loss is
+    -advantage * g. The formulas are in `surrogates.py`. Change fields with `dataclasses.replace`.
+
+    internal       "ratio" (RL-PLUS), "clip" (PPO, GRPO, DAPO), "reinforce", "cispo" (MiniMax-M1), "sapo", "dppo",
+                   or the name of a `register_token_loss`
+    external       "mis" (RL-PLUS eq. 4 with the Bayes-optimal estimate), "proxy", "omega", "bayes" (the paper's
+                   ablations), "shaped" (LUFFY, ExGRPO), "nll" (supervised), "dft" (supervised, weighted by p) or
+                   "none"; the supervised ones ignore the advantage
+    external_coef  factor of the external loss
+    gamma          exponent of the exploration weight (1 - p)^gamma on external tokens (RL-PLUS eq. 6); 0 = off
+    mixture_share  share of demonstrations in the mixture of "mis", between 0 and 1; 1/2 in the paper
+    kappa          LUFFY's shaping constant, for "shaped"
+    clip_low, clip_high   "clip": the ratio is clipped to [1 - clip_low, 1 + clip_high]; "cispo": the detached ratio is
+                   at most 1 + clip_high; "dppo": a token whose probability rose by more than clip_high, or fell by more
+                   than clip_low, where the advantage asks for more of it, has no loss
+    dual_clip      lower bound c * advantage on the objective of a negative advantage, c > 1, for "clip"; None = off
+    ratio_cap      the detached ratio is at most this, 1 or more, for "dppo"
+    tau_pos, tau_neg   temperatures of the gate of positive and of other advantages, for "sapo"
+    kl_coef        coefficient of the estimate of KL(policy || reference); needs `ref_logprob`
+    kl_estimator   "k2", "k3" (GRPO) or "k3-unbiased" (DeepSeek-V3.2; TRL's default): only the gradients of k2 on
+                   samples of the current policy, and of k3-unbiased, are those of the KL divergence
+    entropy_coef   coefficient of the entropy bonus
+    mismatch_cap   internal surrogates are weighted by w = exp(old_logprob - engine_logprob), which has this upper
+                   bound; None = no weight
+    mismatch_low   lower bound of w
+    mismatch_mode  "truncate": w is clamped to its bounds; "mask": tokens with w outside have no surrogate (IcePop)
+    """
+
+    internal: str = "ratio"
+    external: str = "mis"
+    external_coef: float = 1.0
+    gamma: float = 0.5
+    mixture_share: float = 0.5
+    kappa: float = 0.1
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    ratio_cap: float = 20.0
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+    mismatch_cap: float | None = None
+    mismatch_low: float = 0.0
+    mismatch_mode: str = "truncate"
+
+    def __post_init__(self) -> None:
+        find_token_loss(self.internal)
+        check_name("internal surrogate", self.internal, tuple(INTERNAL))
+        check_name("external surrogate", self.external, tuple(EXTERNAL))
+        if self.kl_estimator == "k1":
+            raise ValueError(
+                "want kl_estimator k2, k3 or k3-unbiased; got k1, which as a loss has an expected gradient of 0"
+            )
+        check_name("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        check_name("mismatch_mode", self.mismatch_mode, MISMATCH_MODES)
+        for field, low, strict in (
+            ("external_coef", 0.0, True),
+            ("gamma", 0.0, False),
+            ("mixture_share", 0.0, True),
+            ("kappa", 0.0, True),
+            ("clip_low", 0.0, False),
+            ("clip_high", 0.0, False),
+            ("dual_clip", 1.0, True),
+            ("ratio_cap", 1.0, False),
+            ("tau_pos", 0.0, True),
+            ("tau_neg", 0.0, True),
+            ("kl_coef", 0.0, False),
+            ("entropy_coef", None, False),
+            ("mismatch_cap", 0.0, True),
+            ("mismatch_low", 0.0, False),
+        ):
+            value = getattr(self, field)
+            if value is None and field in ("dual_clip", "mismatch_cap"):
+                continue
+            if not is_number(value) or (low is not None and (value <= low if strict else value < low)):
+                bound = "" if low is None else f" {'>' if strict else '>='} {low:g}"
+                raise ValueError(f"want {field} a finite number{bound}; got {value!r}")
+        if self.mixture_share >= 1:
+            raise ValueError(f"want mixture_share < 1; got {self.mixture_share!r}")
+        if self.mismatch_cap is not None and self.mismatch_low >= self.mismatch_cap:
+            raise ValueError(f"want mismatch_low < mismatch_cap; got {self.mismatch_low:g} and {self.mismatch_cap:g}")
+
+    def external_gradient(self, advantage: float) -> bool:
+        """Whether a demonstrated token with this advantage can have a gradient, KL and entropy aside."""
+        surrogate = EXTERNAL[self.external]
+        return surrogate.terms is not None and (advantage != 0 or not surrogate.weighted)
+
+    @classmethod
+    def preset(cls, name: str) -> "Objective":
+        """The objective of a published algorithm, one of `OBJECTIVES`; ValueError names the nearest one."""
+        check_name("objective", name, tuple(OBJECTIVES))
+        return OBJECTIVES[name]
+
+
+def _rollouts(internal: str, **fields: Any) -> Objective:
+    """An objective of sampled tokens only."""
+    return Objective(internal, "none", gamma=0.0, **fields)
+
+
+# RL-PLUS and its ablations. -no-eba: no exploration weight; -no-mis: plain importance sampling; the last three are the
+# estimators of the paper's analysis.
+RLPLUS = {
+    "rlplus": Objective(),
+    "rlplus-no-eba": Objective(gamma=0.0),
+    "rlplus-no-mis": Objective(external="omega"),
+    "rlplus-proxy": Objective(external="proxy", gamma=0.0),
+    "rlplus-omega": Objective(external="omega", gamma=0.0),
+    "rlplus-bayes": Objective(external="bayes", gamma=0.0),
+}
+_SCRIPTS = 1e-3  # the entropy bonus of the RL-PLUS and LUFFY scripts
+_NLL = Objective(external="nll", gamma=0.0)
+
+OBJECTIVES: dict[str, Objective] = {
+    **RLPLUS,
+    **{
+        name.replace("rlplus", "rlplus-official"): replace(objective, entropy_coef=_SCRIPTS)
+        for name, objective in RLPLUS.items()
+    },
+    "luffy": Objective(external="shaped", gamma=0.0, entropy_coef=_SCRIPTS),
+    "exgrpo": Objective(external="shaped", gamma=0.0, entropy_coef=_SCRIPTS),
+    "grpo": _rollouts("clip"),
+    "grpo-official": _rollouts("clip", entropy_coef=_SCRIPTS),
+    "grpo-sft": replace(_NLL, entropy_coef=_SCRIPTS),
+    "relift": replace(_NLL, entropy_coef=_SCRIPTS),
+    "hpt": replace(_NLL, entropy_coef=_SCRIPTS),
+    "superrl": replace(_NLL, internal="clip"),
+    "uft": replace(_NLL, internal="clip", external_coef=1e-3, kl_coef=1e-3),
+    # Its loss is (1 - mu) times that of rollouts plus mu times that of demonstrations, with mu = .1.
+    "chord": Objective("clip", "dft", external_coef=1 / 9, gamma=1.0),
+    "dr-grpo": _rollouts("clip"),
+    # The dual clip is that of the authors' code; the paper's formula has none.
+    "dapo": _rollouts("clip", clip_high=0.28, dual_clip=10.0),
+    "simplerl": _rollouts("clip", kl_coef=1e-4, entropy_coef=1e-3),  # above 14B: kl_coef 1e-3
+    "ppo": _rollouts("clip"),
+    "prime": _rollouts("clip"),
+    "gspo": _rollouts("clip", clip_low=3e-4, clip_high=4e-4),
+    "cispo": _rollouts("cispo", clip_high=4.0),  # at most 5: ScaleRL, arXiv 2510.13786
+    "sapo": _rollouts("sapo"),
+    "dppo": _rollouts("dppo"),
+    "sft": _NLL,
+    "dft": Objective(external="dft", gamma=0.0),
+}
