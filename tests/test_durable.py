@@ -121,7 +121,7 @@ def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
 
 
 ALLOWED = {
-    "durable.py": "it is the module",
+    "common/durable.py": "it is the module",
     "reward/grading_worker.py": "a descriptor that it has been given",
     "reward/graders/jail/namespaces.py": "files of /proc",
     "reward/graders/jail/programs.py": "pipes and descriptors that it has been given",

@@ -65,7 +65,7 @@ def test_a_drop_in_imports_its_library_only(path: Path) -> None:
             found.add(str(node.module))
     own = {name.split(".")[1] for name in found if name.startswith("rlplus.")}
     assert {name.partition(".")[0] for name in found} <= allowed
-    assert own <= {"errors", "integrations", "objective", "ops"}
+    assert own <= {"errors", "integrations", "loss"}
 
 
 @pytest.mark.parametrize("page", ["trl", "transformers", "verl", "openrlhf", "prime-rl"])

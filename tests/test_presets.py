@@ -146,7 +146,7 @@ def test_objective_is_frozen_and_replaceable() -> None:
     ("make", "message"),
     [
         (lambda: Objective.preset("rlpuls"), "got 'rlpuls'.*did you mean 'rlplus'"),
-        (lambda: Objective.preset("zzzz"), "want algorithm one of rlplus, .*; got 'zzzz'$"),
+        (lambda: Objective.preset("zzzz"), "want objective one of rlplus, .*; got 'zzzz'$"),
         (lambda: Objective(internal="ratios"), "internal surrogate .*got 'ratios'.*'ratio'"),
         (lambda: Objective(external="shape"), "external surrogate .*got 'shape'.*'shaped'"),
         (lambda: Objective(gamma=-0.5), "want gamma a finite number >= 0; got -0.5"),
