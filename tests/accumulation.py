@@ -38,9 +38,13 @@ Gradients = dict[str, Tensor]
 
 
 class Accumulated(NamedTuple):
-    """gradients: by number of micro-batches, DeepSpeed's and the float64 sum. moved: change of the fp32 weights."""
+    """gradients: by number of micro-batches, DeepSpeed's and the float64 sum; norms: DeepSpeed's norm of each.
+
+    moved: change of the fp32 weights.
+    """
 
     gradients: dict[int, tuple[Gradients, Gradients]]
+    norms: dict[int, float | None]
     moved: Gradients
 
 
@@ -78,7 +82,7 @@ def accumulate(
     plain = PackedModel(load_model(config.model, path, model_config), None).train()
     for parameter in plain.parameters():
         parameter.grad_dtype = torch.float32
-    found = {}
+    found, norms = {}, {}
     for count in alike or (len(batches),):
         used = [next(batch for batch in batches if not batch.forward_only)] * count if alike else batches
         policy.gradients_in_fp32, in_fp32 = False, policy.gradients_in_fp32
@@ -91,9 +95,10 @@ def accumulate(
         found[count] = got, {name: gradient * scale for name, gradient in want.items()}
         before = {name: safe_get_full_fp32_param(p).double().clone() for name, p in named}
         assert policy.step()
+        norms[count] = policy.grad_norm
         moved = {name: safe_get_full_fp32_param(p).double() - before[name] for name, p in named}
     policy.close()
-    return Accumulated(found, moved)
+    return Accumulated(found, norms, moved)
 
 
 def _gradients(policy: Policy, plain: PackedModel, batch: MicroBatch, objective: Any) -> Gradients:

@@ -217,7 +217,8 @@ def test_a_damaged_note_of_a_run_deletes_nothing(tmp_path: Path, output: Path, l
     rate = whole.index(b'"lr": ') + len('"lr": ')
     remedy = rf"Remove {output / 'runs/one/seed-0/GRPO'}, and this run is made again"
     flipped = whole[:rate] + bytes([whole[rate] ^ 1]) + whole[rate + 1 :]
-    for damage in (flipped, whole[:100], b"[]", b"\xff"):
+    unsealed = flipped.replace(b"crc32 of this file", b"crc32 of thisfile")
+    for damage in (flipped, unsealed, whole[:100], b"[]", b"\xff"):
         asked.write_bytes(damage)
         with pytest.raises(ValueError, match=rf"^{asked} is damaged: .*{remedy}$"):
             run_comparison(path, output, presets=["GRPO"], seeds=1, launcher=launcher)

@@ -310,8 +310,8 @@ def test_tuned_methods_have_the_tiling_of_the_file(
 
 @pytest.mark.slow
 def test_the_whole_order_on_small_numbers_without_what_a_gpu_machine_lacks(tmp_path: Path) -> None:
-    """Neither git nor the trainer's packages. A second call has nothing left to do."""
-    for name in ("deepspeed", "vllm", "pydantic", "pyarrow", "datasets"):
+    """Neither git nor the trainer's packages, which no test there imports. A second call has nothing left to do."""
+    for name in ("deepspeed", "vllm", "pydantic", "pyarrow", "datasets", "transformers", "yaml"):
         (tmp_path / f"absent/{name}").mkdir(parents=True)
         (tmp_path / f"absent/{name}/__init__.py").write_text(f"raise ModuleNotFoundError('no {name}', name='{name}')")
     out, copies = tmp_path / "results", tmp_path / "copies"
@@ -343,8 +343,3 @@ def test_the_whole_order_on_small_numbers_without_what_a_gpu_machine_lacks(tmp_p
         assert {"aten::mm"} <= {kernel["kernel"] for kernel in rows["bare-3u"]["kernels"]}
         assert rows[wanted]["kernels"]
     assert "kernels of triton two-byte" in (copies / "log.txt").read_text()
-    files = [f"tests/{name}.py" for name in ("test_gpu", "test_kernels", "test_exponentials", "test_token_kernel")]
-    collect = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *files]
-    path = f"{ROOT}{os.pathsep}{tmp_path / 'absent'}"
-    done = processes.run(collect, env=environment | {"PYTHONPATH": path}, cwd=ROOT)
-    assert done.returncode == 0, done.stdout

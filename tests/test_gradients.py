@@ -59,6 +59,8 @@ def check(found: Accumulated) -> None:
             assert error <= 2**-8, (count, name)
             if "embed" not in name and "lm_head" not in name:  # of those the plain model rounds the head's part
                 assert error <= 1e-5, (count, name)
+        norm = float(torch.stack([gradient.norm() for gradient in got.values()]).norm())
+        assert found.norms[count] == pytest.approx(norm, rel=1e-5), "clipping, and updates skipped for their norm"
 
 
 @pytest.mark.parametrize("name", QUICK)

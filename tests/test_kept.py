@@ -318,7 +318,9 @@ def test_each_start_of_a_run_is_noted(
     assert [start["step"] for start in starts] == [1]
 
 
-@pytest.mark.parametrize("damage", [b"[]", b'{"starts": [', b"\xff", b'{"starts": [1]}'])
+@pytest.mark.parametrize(
+    "damage", [b"[]", b'{"starts": [', b"\xff", b'{"starts": [1]}', b'{"starts": [{"versions": [1]}]}']
+)
 def test_damaged_starts_do_not_block_a_run(tmp_path: Path, damage: bytes) -> None:
     """They say where it comes from, and nothing depends on them: they are moved aside, which is said."""
     (path := tmp_path / "run.json").write_bytes(damage)

@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import tritons
 
 pytest.importorskip("uv", reason="its resolver")
 
@@ -55,3 +56,13 @@ def test_trl_resolves_beside_the_trainer(tmp_path: Path) -> None:
     done = resolve(tmp_path, *PROJECT["dependencies"], *extras["trl"], *extras["lora"])
     assert done.returncode == 0, done.stderr
     assert re.search(r"^trl==1\.16\.", done.stdout, re.MULTILINE)
+
+
+RELEASES = sorted(re.findall(r"\d+\.\d+\.\d+", " ".join(tritons.PINNED.values())))
+
+
+@pytest.mark.parametrize("torch", RELEASES)
+def test_the_triton_of_a_torch_is_one_that_the_kernels_are_compiled_with(torch: str, tmp_path: Path) -> None:
+    done = resolve(tmp_path, f"torch=={torch}")
+    (triton,) = re.findall(r"^triton==(\S+)", done.stdout, re.MULTILINE)
+    assert torch in tritons.PINNED[triton]

@@ -17,9 +17,10 @@ import torch
 ROOT = Path(__file__).parents[1]
 # Where the last digit may decide: objectives, heads, backends, and kernels in the interpreter.
 NUMERIC = [
-    *("advantages", "backends", "buffer_kernels", "cpp", "draw", "exponentials", "fused_head", "gemm_kernel", "inputs"),
-    *("intervals", "kernels", "laws", "logit_transform", "objective", "ops", "ops_memory", "precision", "properties"),
-    *("registered", "schedules", "statistics", "temperature", "theory", "token_kernel", "verdicts", "weights"),
+    *("advantages", "attention", "backends", "buffer_kernels", "causal_lm", "cpp", "default_dtype", "draw"),
+    *("exponentials", "fused_head", "gemm_kernel", "inputs", "intervals", "kernels", "laws", "logit_transform"),
+    *("objective", "ops", "ops_memory", "precision", "preset_losses", "presets", "properties", "registered"),
+    *("schedules", "statistics", "temperature", "theory", "token_kernel", "verdicts", "weights"),
 ]
 # Of tokens among more or fewer others: quick, and what first failed on another processor.
 OTHER_LENGTHS = ["tests/test_objective.py", "tests/test_ops.py", "-k", "micro_batches or leading_shapes"]

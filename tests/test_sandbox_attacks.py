@@ -179,6 +179,14 @@ def test_a_folder_in_memory_has_a_limit(sandbox: Sandbox) -> None:
         assert said.startswith(("OSError: [Errno 30] Read-only", "PermissionError", "FileNotFoundError")), folder
 
 
+def test_empty_files_have_a_limit_too() -> None:
+    """Each costs the kernel a kilobyte, which is in no process. bubblewrap has no option for it."""
+    code = "import os\nopen('x', 'w')\nfor i in range(20_000): os.link('x', str(i)) if i % 2 else os.mkdir(str(i))"
+    ((ended_well, said),) = run(make("namespaces"), code)
+    assert not ended_well
+    assert said.startswith("OSError: [Errno 28] No space left")
+
+
 def test_bubblewrap_limits_what_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without running it: --size is of the mount that follows; what is remounted comes before."""
     commands: list[list[str]] = []

@@ -7,7 +7,11 @@ from pathlib import Path
 import processes
 import pytest
 
-PINNED = {"3.6.0": "torch 2.11", "3.7.1": "torch 2.12.1 and 2.13"}
+PINNED = {  # tests/test_peers_install.py asks the index for them
+    "3.6.0": "torch 2.11.0",
+    "3.7.0": "torch 2.12.0",
+    "3.7.1": "torch 2.12.1 and 2.13.0",
+}
 
 
 def folder(version: str) -> Path:

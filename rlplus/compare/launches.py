@@ -349,12 +349,13 @@ def _read_asked(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        is_sealed(path.read_bytes(), path)
-        asked = _validated(json.loads(read_text(path)))
-        return {key: value for key, value in asked.items() if key != "checksum"}
+        sealed, asked = is_sealed(path.read_bytes(), path), json.loads(read_text(path))
+        if "checksum" in asked and not sealed:
+            raise ValueError("its checksum cannot be read")
+        return _validated({key: value for key, value in asked.items() if key != "checksum"})
     except ValidationError:
         return None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = str(error).removeprefix(f"{path} is damaged: ")
         raise ValueError(f"{path} is damaged: {what}. Remove {folder}, and this run is made again") from error
 

@@ -14,6 +14,7 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 RUN = ("config.yaml", "metrics.jsonl")  # of a run
 
 STARTS = "run.json"  # where the run comes from
+_FACTS = ("versions", "commits", "hardware")  # of a start, each a table
 
 _DEPTH = 3  # a comparison's runs lie two below it
 _NAMED = 6
@@ -48,7 +49,8 @@ def check_run_folder(folder: Path) -> None:
 def read_starts(path: Path) -> list[dict[str, Any]]:
     """The starts in a run's run.json, the first one first; ValueError for a damaged file."""
     try:
-        return [dict(start) for start in json.loads(read_text(path))["starts"]]
+        starts = [dict(start) for start in json.loads(read_text(path))["starts"]]
+        return [start | {key: dict(start.get(key, {})) for key in _FACTS} for start in starts]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: want the starts of a run; {error!r}") from error
 

@@ -1,7 +1,8 @@
-"""Gradients in fp32 whatever the weights' dtype: of a micro-batch, summed over micro-batches, reduced over ranks.
+"""Sums of gradients in fp32 whatever the weights' dtype: over a weight's uses, over micro-batches, over ranks.
 
 DeepSpeed 0.19 accumulates in fp32 if it is asked to (`IN_FP32`), but takes a parameter's gradient in the weights'
 dtype. There the head's, which is summed in fp32, would be rounded, and so would the sum of two uses of one weight.
+Other layers' own products are in the weights' dtype: a micro-batch's gradient of them is rounded once, by PyTorch.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,7 +44,7 @@ def in_fp32(engine: DeepSpeedEngine) -> bool:
 
 
 def take_fp32_gradients(engine: DeepSpeedEngine) -> None:
-    """Make autograd compute the trainable parameters' gradients in fp32, and DeepSpeed take them so."""
+    """Make autograd sum the trainable parameters' gradients in fp32, and DeepSpeed take them so."""
     for parameter in engine.module.parameters():
         if parameter.requires_grad:
             parameter.grad_dtype = torch.float32

@@ -9,6 +9,7 @@ import struct
 from .linux import check, libc, machine
 
 FILE_BYTES = 1 << 26  # of one file, and of all in /program
+_FILES = FILE_BYTES >> 12  # and folders and links in /program: empty ones have no bytes, but a kilobyte of the kernel's
 _NOBODY, _FIRST_USER = 65534, 1 << 20
 _NEW_USER, _NEW_REST = 0x10000000, 0x20000 | 0x4000000 | 0x8000000 | 0x20000000 | 0x40000000  # linux/sched.h
 _READ_ONLY, _NO_SETUID, _NO_DEVICES, _NO_EXEC, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
@@ -75,7 +76,8 @@ def make_root(root: str, read: list[str]) -> None:
     os.makedirs(f"{root}/proc")
     os.makedirs(f"{root}/program")
     _make_read_only(root)
-    _mount("tmpfs", f"{root}/program", "tmpfs", _NO_SETUID | _NO_DEVICES, f"size={FILE_BYTES},mode=777")
+    room = f"size={FILE_BYTES},nr_inodes={_FILES}"
+    _mount("tmpfs", f"{root}/program", "tmpfs", _NO_SETUID | _NO_DEVICES, f"{room},mode=777")
     with contextlib.suppress(OSError):  # some containers do not allow it: then there is no /proc
         _mount("proc", f"{root}/proc", "proc", _READ_ONLY | _NO_SETUID | _NO_DEVICES | _NO_EXEC)
     os.chdir(root)

@@ -13,7 +13,7 @@ from .namespaces import FILE_BYTES, enter, give_up_rights, leave_keyring, make_r
 from .programs import drive
 from .syscalls import install_filter
 
-_FILES = 64
+_FILES, _SIGNALS = 64, 256
 _PDEATHSIG, _DUMPABLE, _NO_NEW_PRIVS, _SUBREAPER = 1, 4, 38, 36  # linux/prctl.h
 
 
@@ -27,6 +27,7 @@ def _limit(settings: dict[str, Any]) -> None:
         resource.RLIMIT_CPU: settings["seconds"],
         resource.RLIMIT_NPROC: settings["processes"],
         resource.RLIMIT_NOFILE: _FILES,
+        resource.RLIMIT_SIGPENDING: _SIGNALS,  # and timers
         resource.RLIMIT_FSIZE: FILE_BYTES,
         resource.RLIMIT_CORE: 0,
     }

@@ -1,7 +1,8 @@
 """System calls that a program is refused, with the reasons, and the filter (seccomp) that refuses them.
 
-It is a list of refusals, not of permissions: which calls an ordinary Python needs changes with its version, the C
-library and the packages. `REFUSED` has the calls' numbers on x86-64 and aarch64; calls above 423 have one number.
+Up to `NEWEST` it is a list of refusals, not of permissions: which calls an ordinary Python needs changes with its
+version, the C library and the packages. Calls that are newer than the list do not exist for a program: the C library
+has another way for each. `REFUSED` has the numbers on x86-64 and aarch64; calls above 423 have one number.
 """
 
 import ctypes
@@ -65,6 +66,9 @@ _REASONS: dict[str, dict[str, tuple[int, int]]] = {
         "io_uring_enter": (426, 426),
         "io_uring_register": (427, 427),
     },
+    "a table of the whole machine's, which one program can fill for all users": {
+        "io_setup": (206, 0),  # fs.aio-max-nr
+    },
     "much kernel code that no graded program needs, in which holes were found again and again": {
         "bpf": (321, 280),
         "perf_event_open": (298, 241),
@@ -100,6 +104,7 @@ REFUSED: tuple[dict[str, int], ...] = tuple(
     {name: numbers[index] for calls in _REASONS.values() for name, numbers in calls.items()} | extra
     for index, extra in enumerate((_ONLY_X86, {}))
 )
+NEWEST = 467  # the last call that was looked at; Linux 6.15
 # Calls whose arguments decide. clone3 has its flags in memory, which no filter reads: without it the C library takes
 # clone. Of sockets only these families belong to a network namespace, or are needed to ask for addresses.
 _CLONE, _CLONE3, _MMAP, _SOCKETS = (56, 220), 435, (9, 222), ((41, 53), (198, 199))
@@ -143,6 +148,7 @@ def filter_program(index: int) -> list[Line]:
         *_unless(_EQUAL, _ARCHITECTURES[index], [_end(KILL)]),
         _load(_NUMBER),
         *_if(_AT_LEAST, _X32, [_end(KILL)]),
+        *_if(_AT_LEAST, NEWEST + 1, [_end(MISSING)]),
         *(line for number in REFUSED[index].values() for line in _if(_EQUAL, number, [_end(REFUSE)])),
         *_if(_EQUAL, _CLONE3, [_end(MISSING)]),
         *_if(_EQUAL, _CLONE[index], clone),
