@@ -103,9 +103,10 @@ def test_stages_and_offloading_make_the_same_update_on_two_ranks(two_ranks: dict
         plain["ZeRO-1, untied" if "untied" in name else "ZeRO-1"](found)
 
 
-@pytest.mark.parametrize("name", ["ZeRO-1, untied", "ZeRO-2, untied"])
+@pytest.mark.parametrize("name", ["ZeRO-1, untied", "ZeRO-2, untied", "ZeRO-3, untied"])
 def test_the_heads_gradient_is_not_rounded(name: str, alone: Any) -> None:
-    ((gradients, _),) = alone(name).gradients.values()
+    """Of one micro-batch, since a sum of several that were rounded is no bf16 number either."""
+    ((gradients, _),) = alone(name, (1,)).gradients.values()
     head: Tensor = gradients["lm.lm_head.weight"]
     moved = head[head != 0]
     assert float((moved.bfloat16().double() == moved).double().mean()) < 0.05
