@@ -70,6 +70,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "plain sft": {"algorithm": {"preset": "sft"}, "model": {"path": None, "scratch": SCRATCH}},
     "plain gspo": {"algorithm": {"preset": "gspo"}, "train": {"zero_stage": 2}},
     "interleaved relift": {"algorithm": {"preset": "relift", "recipe": {"batch": 2}}},
+    "interleaved pairs": {"algorithm": {"preset": "relift", "recipe": {"batch": 3}}, "rollout": {"group_size": 2}},
     "gate hpt": {"algorithm": {"preset": "hpt", "recipe": {"solved": 1, "keep": True}}},
     "prefix uft": {"algorithm": {"preset": "uft", "recipe": {"steps": 6, "segments": 3, "members": 3}}},
     "replay exgrpo": {"algorithm": {"preset": "exgrpo", "recipe": {"start": 0.0, "share": 0.8}}},
@@ -126,7 +127,7 @@ def write_data(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(rows))
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path) -> int:
     """A random Qwen2 whose tokens are the characters of the task, so that responses end and are right now and then."""
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -143,6 +144,7 @@ def write_model(folder: Path) -> None:
     )  # fmt: skip
     Qwen2ForCausalLM(config).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token=PAD, eos_token=EOS).save_pretrained(folder)
+    return 0
 
 
 def set_up(folder: Path, tree: Path) -> None:
@@ -163,7 +165,8 @@ def set_up(folder: Path, tree: Path) -> None:
     if not Path(rlplus.cli.__file__).resolve().is_relative_to(tree):
         raise SystemExit(f"want the rlplus of {tree}; got {rlplus.cli.__file__}")
     write_data(folder)
-    write_model(folder / "model")
+    if not wait([fork(lambda: write_model(folder / "model"), folder / "model.log")]):
+        raise SystemExit((folder / "model.log").read_text())
 
 
 def fork(work: Callable[[], int], log: Path | None = None) -> int:
