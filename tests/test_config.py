@@ -122,8 +122,20 @@ def test_overrides_reach_free_form_and_absent_sections(minimal: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "new", "own", "change", "changed"),
     [
-        ("refill", Refill(max_draws=9), Refill(0.2, 0.8), "max_draws=9", Refill(0.2, 0.8, 9)),
-        ("shaping", Shaping(overlong=0.5), Shaping(-1.0, 0.2), "overlong=0.5", Shaping(-1.0, 0.5)),
+        (
+            "refill",
+            Refill(max_draws=9),
+            Refill(low=0.2, high=0.8),
+            "max_draws=9",
+            Refill(low=0.2, high=0.8, max_draws=9),
+        ),
+        (
+            "shaping",
+            Shaping(overlong=0.5),
+            Shaping(wrong=-1.0, overlong=0.2),
+            "overlong=0.5",
+            Shaping(wrong=-1.0, overlong=0.5),
+        ),
     ],
 )
 def test_refill_and_shaping_are_the_presets_or_changed_or_none(

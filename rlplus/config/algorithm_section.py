@@ -17,6 +17,7 @@ from pydantic_core import InitErrorDetails, PydanticKnownError
 
 from rlplus.algorithm import (
     ALGORITHMS,
+    RECIPES,
     Algorithm,
     AnyRecipe,
     ExternalSchedule,
@@ -77,7 +78,7 @@ class AlgorithmConfig(Section):
     preset: str = "rlplus"
     """A published algorithm; docs/systems.md says what each one is."""
     objective: dict[Annotated[str, AfterValidator(_objective_field)], Any] = {}
-    """Changes to the preset's objective: fields of rlplus.Objective."""
+    """Changes to the preset's objective: fields of rlplus.Objective, whose defaults are those of preset rlplus."""
     reduction: Reduction | None = None
     """Normaliser of the loss, see rlplus.token_weights."""
     external_reduction: Reduction | None = None
@@ -166,4 +167,7 @@ def _named(detail: Any, kind: type[RecipeOptions]) -> InitErrorDetails:
     if detail["type"] != "extra_forbidden":
         return detail
     key = detail["loc"][0]
-    return _wrong(key, detail["input"], _unknown_key(key, "recipe", kind.model_fields))
+    error = _unknown_key(key, "recipe", kind.model_fields)
+    if owners := [name for name, other in RECIPES.items() if key in other.model_fields]:
+        error = ValueError(f"unknown key; it belongs to algorithm.recipe.name {' or '.join(owners)}")
+    return _wrong(key, detail["input"], error)
