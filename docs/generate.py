@@ -3,31 +3,26 @@
 Each part stands between two comments, <!-- begin NAME --> and <!-- end NAME -->; a test compares them with the code.
 """
 
-import inspect
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 from bench import report
 from bench.theory import __main__ as theory
-from rlplus.algorithm import ALGORITHMS, RECIPES, Algorithm, Refill, Shaping
-from rlplus.algorithm.options import recipe_name
+from rlplus.algorithm import ALGORITHMS, RECIPES, Algorithm
 from rlplus.compare import BASE, Results, load_comparison
 from rlplus.compare.config import Study
 from rlplus.compare.page import Tested, tested_in
 from rlplus.config.benchmarks import BENCHMARKS
 from rlplus.config.json_schema import json_schema
-from rlplus.loss import Objective
 from rlplus.loss.surrogates import EXTERNAL
 from rlplus.report.tables import interval, percent
 
 ROOT = Path(__file__).parent.parent
-COLUMNS = 120  # of code that fit the page, by style.css
+FAR = 2**53  # the largest value of a key that has no limit of its own
 
 # Where each preset is published. Ablations are those of the preset that their name begins with.
 SOURCES = {
@@ -140,7 +135,7 @@ def extras(algorithm: Algorithm) -> Iterator[str]:
         yield f"+ {o.entropy_coef:g} · entropy"
     if o.kl_coef:
         yield f"− {o.kl_coef:g} · KL ({o.kl_estimator})"
-    if (name := recipe_name(algorithm.recipe)) != "plain":
+    if (name := algorithm.recipe.name) != "plain":
         yield f"recipe `{name}`"
     if refill is not None:
         rest = f"; other groups after {refill.max_draws} draws" if refill.fill else ""
@@ -168,14 +163,17 @@ def section(name: str, kind: dict[str, Any], kinds: dict[str, Any]) -> Iterator[
     yield f"## {name}"
     yield markdown(kind["description"])
     yield section_table(kind["properties"], kinds, f"{name}.")
-    if name == "algorithm":
-        yield from options()
     for key, value in kind["properties"].items():
-        inner = named(value)
-        if inner is not None and inner != "DataConfig":
-            yield f"### {name}.{key}"
-            yield markdown(kinds[inner]["description"])
-            yield section_table(kinds[inner]["properties"], kinds, f"{name}.{key}.")
+        if (inner := named(value)) == "DataConfig" or not inner:
+            continue
+        yield f"### {name}.{key}"
+        for each in (options.__name__ for options in RECIPES.values()) if key == "recipe" else [inner]:
+            keys = dict(kinds[each]["properties"])
+            if own := keys.pop("name", {}).get("const") if key == "recipe" else None:
+                yield f"#### {own}"
+            yield markdown(kinds[each]["description"])
+            if keys:
+                yield section_table(keys, kinds, f"{name}.{key}.")
 
 
 def section_table(properties: dict[str, Any], kinds: dict[str, Any], prefix: str) -> str:
@@ -184,27 +182,6 @@ def section_table(properties: dict[str, Any], kinds: dict[str, Any], prefix: str
         for name, key in properties.items()
     )
     return table(("key", "type", "default", "meaning"), rows)
-
-
-def options() -> Iterator[str]:
-    """The dataclasses that the section algorithm changes, whose docstrings explain their fields."""
-    yield "### algorithm.objective"
-    yield docstring(Objective)
-    yield "### algorithm.recipe"
-    yield "One of these by `name`; without `name` it is the preset's."
-    for name, recipe in RECIPES.items():
-        yield f"#### {name}"
-        yield docstring(recipe)
-    for name, optional in (("refill", Refill), ("shaping", Shaping)):
-        yield f"### algorithm.{name}"
-        yield docstring(optional)
-
-
-def docstring(kind: type) -> str:
-    found = ", ".join(f"{field.name} {show(field.default)}" for field in fields(kind))
-    defaults = fill(f"Defaults: {found}." if found else "No options.", COLUMNS)
-    lines = [inspect.getdoc(kind) or "", defaults]
-    return "```text\n" + "\n\n".join(lines) + "\n```"
 
 
 def named(key: dict[str, Any]) -> str | None:
@@ -235,7 +212,14 @@ def kind(key: dict[str, Any]) -> str:
         return " or ".join(dict.fromkeys(kind(choice) for choice in key["anyOf"] if choice.get("type") != "null"))
     if key.get("type") == "array":
         return f"list of {kind(key['items'])}" if "items" in key else "list"
-    return {"object": "mapping", "string": "text", "boolean": "true or false"}.get(key["type"], key["type"])
+    words = {"object": "mapping", "string": "text", "boolean": "true or false"}
+    return f"{words.get(key['type'], key['type'])} {' and '.join(limits(key))}".rstrip()
+
+
+def limits(key: dict[str, Any]) -> Iterator[str]:
+    """The range of a number; a limit that no run comes near is left out."""
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    return (f"{sign} {key[name]:,.15g}" for name, sign in signs.items() if abs(key.get(name, FAR)) < FAR)
 
 
 def default(key: dict[str, Any]) -> str:

@@ -31,11 +31,19 @@ def lazy_names(
 
 
 def import_function(reference: str) -> Any:
-    """Import "module:name", also from the current folder. ImportError or AttributeError."""
-    module, _, name = reference.partition(":")
-    here = os.getcwd()
-    sys.path.insert(0, here)
+    """Import "module:name", also from the current folder, or "folder/file.py:name". ImportError or AttributeError."""
+    module, _, name = reference.rpartition(":")
+    folder, file = os.getcwd(), ""
+    if module.endswith(".py"):
+        file = os.path.abspath(module)
+        if not os.path.isfile(file):
+            raise ImportError(f"there is no file {file}")
+        folder, module = os.path.dirname(file), os.path.basename(file).removesuffix(".py")
+    sys.path.insert(0, folder)
     try:
-        return getattr(import_module(module), name)
+        found = import_module(module)
     finally:
-        sys.path.remove(here)
+        sys.path.remove(folder)
+    if file and getattr(found, "__file__", None) != file:
+        raise ImportError(f"{file} has the name of another module: {found}")
+    return getattr(found, name)

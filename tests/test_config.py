@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 from run_files import write_minimal
 
-from rlplus.algorithm import ALGORITHMS, Refill, Shaping
+from rlplus.algorithm import ALGORITHMS, Gate, Interleaved, Prefix, Refill, Shaping
 from rlplus.config import (
     AlgorithmConfig,
     Config,
@@ -122,8 +122,20 @@ def test_overrides_reach_free_form_and_absent_sections(minimal: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "new", "own", "change", "changed"),
     [
-        ("refill", Refill(max_draws=9), Refill(0.2, 0.8), "max_draws=9", Refill(0.2, 0.8, 9)),
-        ("shaping", Shaping(overlong=0.5), Shaping(-1.0, 0.2), "overlong=0.5", Shaping(-1.0, 0.5)),
+        (
+            "refill",
+            Refill(max_draws=9),
+            Refill(low=0.2, high=0.8),
+            "max_draws=9",
+            Refill(low=0.2, high=0.8, max_draws=9),
+        ),
+        (
+            "shaping",
+            Shaping(overlong=0.5),
+            Shaping(wrong=-1.0, overlong=0.2),
+            "overlong=0.5",
+            Shaping(wrong=-1.0, overlong=0.5),
+        ),
     ],
 )
 def test_refill_and_shaping_are_the_presets_or_changed_or_none(
@@ -142,6 +154,24 @@ def test_refill_and_shaping_are_the_presets_or_changed_or_none(
     assert resolved() == own
     assert resolved(f"algorithm.{name}.{change}") == changed
     assert resolved(f"algorithm.{name}=null") is None
+
+
+def test_a_recipe_has_the_presets_options_but_for_the_changes(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another recipe has its own defaults, also if its options have the same names."""
+
+    def resolved(*overrides: str) -> Any:
+        config = load_config(minimal, ["algorithm.preset=hpt", *overrides])
+        copy = minimal.with_name("copy.yaml")
+        copy.write_text(config.to_yaml())
+        assert load_config(copy) == config
+        return config.algorithm.resolve().recipe
+
+    monkeypatch.setitem(ALGORITHMS, "hpt", replace(ALGORITHMS["hpt"], recipe=Gate(solved=3)))
+    assert resolved() == Gate(solved=3)
+    assert resolved("algorithm.recipe.keep=true") == Gate(solved=3, keep=True)
+    assert resolved("algorithm.recipe.name=gate", "algorithm.recipe.solved=2") == Gate(solved=2)
+    monkeypatch.setitem(ALGORITHMS, "hpt", replace(ALGORITHMS["hpt"], recipe=Prefix(steps=9)))
+    assert resolved("algorithm.recipe.name=interleaved") == Interleaved()
 
 
 def test_response_prefix_with_its_newline(minimal: Path) -> None:

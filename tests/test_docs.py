@@ -155,8 +155,8 @@ def check_extending(page: ModuleType) -> None:
     torch.testing.assert_close(loss, want.detach())
     torch.testing.assert_close(slope, torch.autograd.grad(want.sum(), logprob)[0])
     samples = [Sample([1], [2], 0, i == 4, False, None, reward) for i, reward in enumerate((0.0, 0.5, 1.0, 0.2, 1.0))]
-    recipe = object.__new__(page.ExtremesRecipe)
-    recipe.algorithm = SimpleNamespace(recipe=page.Extremes(pairs=1))
+    recipe = object.__new__(page.Extremes)
+    recipe.options = page.Extremes.Options(name="pods.py:Extremes", pairs=1)
     kept = recipe.collect(lambda: Batch([], samples, 0.0)).samples
     assert sorted((s.reward, s.demonstration) for s in kept) == [(0.0, False), (1.0, False), (1.0, True)]
 

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from rlplus.compare.comparison_schema import json_schema as comparison_schema
 from rlplus.config import load_config
 from rlplus.config.json_schema import json_schema
 from rlplus.config.loading import read_yaml
+from rlplus.loss import Objective
+from rlplus.loss.objective import RANGES
 
 FOLDER = Path(__file__).parent.parent / "configs"
 CONFIGS, COMPARISONS = sorted(FOLDER.glob("*.yaml")), sorted((FOLDER / "compare").glob("*.yaml"))
@@ -105,6 +109,11 @@ def with_value(key: str, value: Any) -> dict[str, Any]:
         ("algorithm.objective.mismatch_mode", "mask", "masks"),
         ("algorithm.recipe", {"name": "gate", "solved": 1}, {"name": "gates"}),
         ("algorithm.recipe.sovled", None, 1),
+        ("algorithm.recipe", {"solved": 1}, {"solved": -1}),
+        ("algorithm.recipe", {"name": "critic", "gae_lambda": 1}, {"name": "critic", "gae_lambda": 7}),
+        ("algorithm.recipe", {"name": "my_file.py:Mine", "mine": 1}, {"name": "gate", "critic_updates": 3}),
+        ("algorithm.objective.clip_low", 0.1, -1),
+        ("algorithm.objective.dual_clip", 3, 1),
         ("algorithm.refill", None, {"lo": 1}),
         ("algorithm.shaping", {"wrong": -1.0}, {"wrong": "x"}),
         ("stages", [{"algorithm": {"preset": "sft"}}], [{"algorithm": {"preset": "stf"}}]),
@@ -121,9 +130,18 @@ def test_mistakes_are_found(key: str, right: Any, wrong: Any) -> None:
 def test_registered_names_are_choices() -> None:
     algorithm = SCHEMA["$defs"]["AlgorithmConfig"]["properties"]
     assert algorithm["preset"]["enum"] == [*ALGORITHMS]
-    assert algorithm["recipe"]["properties"]["name"]["enum"] == [*RECIPES]
     for name, options in RECIPES.items():
-        assert problems(with_value("algorithm.recipe", {"name": name} | vars(options()))) == []
+        assert problems(with_value("algorithm.recipe", {"name": name})) == []
+        assert problems(with_value("algorithm.recipe", options().model_dump())) == []
+
+
+def test_the_schema_of_an_objective_has_the_ranges_that_it_checks() -> None:
+    for name, key in SCHEMA["$defs"]["Objective"]["properties"].items():
+        for value in (-1.0, 0.0, 0.5, 1.0, 1.5) if name in RANGES else ():
+            valid = Draft202012Validator(key).is_valid(value)
+            with nullcontext() if valid else pytest.raises(ValueError, match=f"want {name} a finite number"):
+                Objective(**{name: value})
+    assert {*RANGES} == {f.name for f in fields(Objective) if not isinstance(getattr(Objective(), f.name), str)}
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,9 @@ def test_presets_say_what_the_papers_say(name: str) -> None:
     assert dataclasses.asdict(algorithm.objective) == plain | fields
     assert Objective.preset(name) == algorithm.objective
     assert algorithm.reduction == reduction
-    assert algorithm.refill == {"dapo": Refill(0.0, 1.0, 10), "prime": Refill(0.2, 0.8, 4, fill=True)}.get(name)
-    assert algorithm.shaping == (Shaping(-1.0, 0.2) if name == "dapo" else None)
+    prime = Refill(low=0.2, high=0.8, max_draws=4, fill=True)
+    assert algorithm.refill == {"dapo": Refill(low=0.0, high=1.0, max_draws=10), "prime": prime}.get(name)
+    assert algorithm.shaping == (Shaping(wrong=-1.0, overlong=0.2) if name == "dapo" else None)
     assert algorithm.skip_grad_norm == {"hpt": 80.0, "exgrpo": 500.0}.get(name, 0.0)
     assert algorithm.ratio_level == ("sequence" if name == "gspo" else "token")
     assert algorithm.demonstrations == demonstrations
@@ -82,7 +83,7 @@ RECIPES = {
     "relift": Interleaved(batch=128),
     "hpt": Gate(solved=0, keep=False),
     "superrl": Gate(solved=0, keep=False),
-    "uft": Prefix("binomial", low=0.05, high=0.95, steps=300, segments=5, members=None),
+    "uft": Prefix(schedule="binomial", low=0.05, high=0.95, steps=300, segments=5, members=None),
     "exgrpo": Replay(share=0.5, start=0.35),
     "ppo": Critic(),
     "prime": ProcessReward(),
@@ -113,8 +114,8 @@ def test_chord_weighs_the_likelihood_of_demonstrations_by_p_times_one_less_p() -
 
 def test_ppo_is_open_reasoner_zeros() -> None:
     """The options of its published script (orz_7b_ppo.py)."""
-    options = dataclasses.asdict(ALGORITHMS["ppo"].recipe)
-    assert options == {
+    assert ALGORITHMS["ppo"].recipe.model_dump() == {
+        "name": "critic",
         "gamma": 1.0, "gae_lambda": 1.0, "whiten": True, "stopped_only": True, "critic_updates": 12, "value_clip": 0.2,
         "lr": 5e-6, "warmup_steps": 50,
     }  # fmt: skip
@@ -122,8 +123,8 @@ def test_ppo_is_open_reasoner_zeros() -> None:
 
 def test_prime_is_its_authors() -> None:
     """The options of their published script (run_prime_main.sh)."""
-    options = dataclasses.asdict(ALGORITHMS["prime"].recipe)
-    assert options == {
+    assert ALGORITHMS["prime"].recipe.model_dump() == {
+        "name": "process-reward",
         "update": "after", "beta": 0.05, "lr": 1e-6, "warmup_steps": 0, "grad_clip": 10.0, "weight_decay": 0.0,
     }  # fmt: skip
 
@@ -150,8 +151,8 @@ def test_objective_is_frozen_and_replaceable() -> None:
         (lambda: Objective(internal="ratios"), "internal surrogate .*got 'ratios'.*'ratio'"),
         (lambda: Objective(external="shape"), "external surrogate .*got 'shape'.*'shaped'"),
         (lambda: Objective(gamma=-0.5), "want gamma a finite number >= 0; got -0.5"),
-        (lambda: Objective(mixture_share=0.0), "want mixture_share a finite number > 0; got 0.0"),
-        (lambda: Objective(mixture_share=1.0), "want mixture_share < 1; got 1.0"),
+        (lambda: Objective(mixture_share=0.0), "want mixture_share a finite number > 0 and < 1; got 0.0"),
+        (lambda: Objective(mixture_share=1.0), "want mixture_share a finite number > 0 and < 1; got 1.0"),
         (lambda: Objective(kappa=0.0), "want kappa a finite number > 0; got 0.0"),
         (lambda: Objective(dual_clip=1.0), "want dual_clip a finite number > 1; got 1.0"),
         (lambda: Objective(external_coef=0.0), "want external_coef a finite number > 0; got 0.0"),

@@ -16,11 +16,12 @@ from update_cases import batch_of_samples, naive_loss, packed
 
 from rlplus import checkpoint
 from rlplus.algorithm import ALGORITHMS, Algorithm
-from rlplus.config import Config
+from rlplus.config import Config, load_config
 from rlplus.data import Example, Sample
+from rlplus.lazy import import_function
 from rlplus.learner import Policy
 from rlplus.loss import PolicyLoss
-from rlplus.recipe import Ask, Batch, Recipe, Update, set_advantages
+from rlplus.recipe import Ask, Batch, Recipe, Update, make_recipe, set_advantages
 from rlplus.trainer import Interrupted, Run, train
 
 
@@ -253,3 +254,39 @@ def test_every_learner_is_saved_and_restored(run: Run, tmp_path: Path) -> None:
     (saved / "critic/mp_rank_00_model_states.pt").unlink()
     with pytest.raises(ValueError, match=r"critic/mp_rank_00_model_states.pt is damaged: .*No such file"):
         checkpoint.verify(saved)
+
+
+def test_a_recipe_of_a_users_file_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manual's, with options of its own: one pair of each group of four."""
+    page = Path(__file__).parent.parent / "docs/extending.md"
+    code = page.read_text().split("```python\n# pods.py\n")[1].split("```")[0]
+    counted = 'print(len(batch.samples), file=open("kept.txt", "a"))'
+    (tmp_path / "pods_of_users.py").write_text(code.replace("return batch", f"{counted}\n        return batch"))
+    (tmp_path / "no_recipe.py").write_text(
+        "from rlplus.algorithm import RecipeOptions\nclass Mine:\n    Options = RecipeOptions\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    recipe = {"name": "pods_of_users.py:Extremes", "pairs": 1}
+    config = run_config(tmp_path, algorithm={"preset": "grpo", "recipe": recipe}, train={"steps": 1})
+    folder = train(config)
+    assert (tmp_path / "kept.txt").read_text() == "8\n"
+    assert load_config(folder / "config.yaml") == config
+    state = checkpoint.read_state(folder / "checkpoints/step-000001")
+    assert "the code of algorithm.recipe.name" in state["surroundings"]
+    for wrong, message in (
+        ({"name": "pods_of_users.py:Extremes", "pair": 1}, "unknown key; nearest: algorithm.recipe.pairs"),
+        ({"name": "pods_of_users.py:Extremes", "pairs": 0}, "greater than or equal to 1"),
+        ({"name": "pods_of_users.py:Extreme"}, "has no attribute 'Extreme'"),
+        ({"name": "pods.py:Extremes"}, "there is no file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_config(tmp_path, algorithm={"preset": "grpo", "recipe": wrong})
+    config = run_config(tmp_path, algorithm={"preset": "grpo", "recipe": {"name": "no_recipe.py:Mine"}})
+    with pytest.raises(ValueError, match=r"want a subclass of rlplus.recipe.Recipe; no_recipe.py:Mine is"):
+        make_recipe(config)
+
+
+def test_a_file_with_the_name_of_another_module_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("class Mine: ...\n")
+    with pytest.raises(ImportError, match=r"json.py has the name of another module"):
+        import_function(f"{tmp_path}/json.py:Mine")

@@ -39,10 +39,10 @@ def test_the_shaped_reward(options: dict[str, float], reward: float, length: int
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"wrong": 1.0}, "want shaping.wrong a finite number < 1; got 1.0"),
-        ({"wrong": "a"}, "want shaping.wrong a finite number < 1; got 'a'"),
-        ({"overlong": 1.5}, r"want shaping.overlong a number in \[0, 1\]; got 1.5"),
-        ({"overlong": float("nan")}, r"want shaping.overlong a number in \[0, 1\]; got nan"),
+        ({"wrong": 1.0}, "wrong\n.*less than 1"),
+        ({"wrong": "a"}, "wrong\n.*valid number"),
+        ({"overlong": 1.5}, "overlong\n.*less than or equal to 1"),
+        ({"overlong": float("nan")}, "overlong\n.*less than or equal to 1"),
     ],
 )
 def test_values_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
@@ -55,7 +55,7 @@ def test_demonstrations_are_never_too_long() -> None:
         Sample([1], [2] * 10, 0, external, False, None, reward=1.0)
         for external in (False, True, [True] * 9 + [False], [True] * 10)
     ]
-    shape(samples, Shaping(-1.0, 0.5), 10)
+    shape(samples, Shaping(wrong=-1.0, overlong=0.5), 10)
     assert [sample.reward for sample in samples] == [0.0, 1.0, 0.0, 1.0]
 
 

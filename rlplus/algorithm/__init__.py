@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rlplus.algorithm.external_schedule import ExternalSchedule
 from rlplus.algorithm.options import (
     RECIPES,
+    AnyRecipe,
     Critic,
     Gate,
     Head,
@@ -20,7 +21,7 @@ from rlplus.algorithm.options import (
     Refill,
     Replay,
     Shaping,
-    recipe_name,
+    recipe_options,
 )
 from rlplus.algorithm.presets import ALGORITHMS, Algorithm, algorithm
 from rlplus.lazy import lazy_names
@@ -33,6 +34,7 @@ __all__ = [
     "ALGORITHMS",
     "RECIPES",
     "Algorithm",
+    "AnyRecipe",
     "Critic",
     "ExternalSchedule",
     "Gate",
@@ -49,7 +51,7 @@ __all__ = [
     "generalized_advantages",
     "outcome_loss",
     "process_advantages",
-    "recipe_name",
+    "recipe_options",
     "value_loss",
 ]
 

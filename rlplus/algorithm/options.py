@@ -1,295 +1,308 @@
-"""Options of recipes, the parts of an algorithm outside its loss, as frozen dataclasses.
+"""Options of recipes, the parts of an algorithm outside its loss: a union of sections, chosen by `name`.
 
-One class of options per recipe; `Refill` and `Shaping` can be combined with any of them. The recipes themselves are in
-`rlplus.recipe`; the options are here so that a configuration can be checked without torch.
+`Refill` and `Shaping` can be combined with any of them. The recipes themselves are in `rlplus.recipe`; the options are
+here so that a configuration can be checked without torch.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeGuard, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from rlplus.loss.objective import is_number
+from pydantic import Field, model_validator
+
+from rlplus.common.section import Count, Fraction, NonNegative, Positive, Section
+from rlplus.errors import nearest
+from rlplus.lazy import import_function
 
 Head = Literal["language", "value"]
-Schedule = Literal["binomial", "random", "linear", "cosine", "fixed"]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-@dataclass(frozen=True)
-class RecipeOptions:
-    """Base class of the options, with the properties of a recipe that no option changes.
+class RecipeOptions(Section):
+    """Base class of the options, with what a configuration and a plan must know of a recipe without importing it.
 
     in_place: whether a demonstration of the data replaces a rollout of its group.
     replays: whether demonstrations are the policy's own rollouts of earlier steps, not the data's.
+    whole_demonstrations: whether they are samples of their own. Otherwise responses begin with parts of them.
+    extra_updates: of the policy in a step, at most, besides those on rollouts.
     learners: the models that the recipe trains alongside the policy, by name. Each has the policy's body and the head
     of the "language" model, or a "value" head of width 1.
+    learner_passes: forward passes over a step's samples, besides those of the learners' updates.
+    references: copies of the first model that they need.
     """
 
     in_place: ClassVar[bool] = True
     replays: ClassVar[bool] = False
+    whole_demonstrations: ClassVar[bool] = True
+    extra_updates: ClassVar[int] = 0
     learners: ClassVar[Mapping[str, Head]] = {}
+    learner_passes: ClassVar[int] = 0
+    references: ClassVar[int] = 0
+
+    name: str
+
+    @property
+    def unsolved_only(self) -> bool:
+        """Whether the only demonstrations are those of prompts that no rollout solved."""
+        return False
+
+    def problems(self, config: Any) -> Iterator[str]:
+        """Reasons why a run cannot use the recipe with its other settings. config: an `rlplus.config.Config`."""
+        yield from ()
+
+    def largest_update(self, config: Any, samples: int) -> int:
+        """The largest number of samples in an update of any model. samples: of the policy on rollouts."""
+        return samples
+
+    def learner_updates(self, updates: int) -> int:
+        """Updates of each learner in a step with that many of the policy."""
+        return updates
 
 
-@dataclass(frozen=True)
 class Plain(RecipeOptions):
     """One draw of prompts, advantages of groups, one update for each mini-batch."""
 
+    name: Literal["plain"] = "plain"
 
-@dataclass(frozen=True)
+
 class Interleaved(RecipeOptions):
-    """Updates on rollouts, and sometimes one on demonstrations of prompts that no rollout solved (ReLIFT).
-
-    batch   demonstrations per such update
-    Raises ValueError for a value that does not fit.
-    """
+    """Updates on rollouts, and sometimes one on demonstrations of prompts that no rollout solved (ReLIFT)."""
 
     in_place: ClassVar[bool] = False
-    batch: int = 128
+    extra_updates: ClassVar[int] = 1
 
-    def __post_init__(self) -> None:
-        _check_integer("batch", self.batch, 1)
+    name: Literal["interleaved"] = "interleaved"
+    batch: Count = 128
+    """Demonstrations in an update on them."""
+
+    @property
+    def unsolved_only(self) -> bool:
+        return True
+
+    def largest_update(self, config: Any, samples: int) -> int:
+        return max(samples, self.batch)
 
 
-@dataclass(frozen=True)
 class Gate(RecipeOptions):
-    """Demonstrations only for prompts that the policy rarely solves (SuperRL, HPT).
-
-    solved   a prompt's demonstration is trained on if at most this many of its rollouts were solved
-    keep     whether its rollouts are trained on, too
-    Raises ValueError for values that do not fit.
-    """
+    """Demonstrations only for prompts that the policy rarely solves (SuperRL, HPT)."""
 
     in_place: ClassVar[bool] = False
-    solved: int = 0
+
+    name: Literal["gate"] = "gate"
+    solved: NonNegative = 0
+    """A prompt's demonstration is trained on if at most this many of its rollouts were solved."""
     keep: bool = False
+    """Whether the rollouts of such a prompt are trained on, too."""
 
-    def __post_init__(self) -> None:
-        _check_integer("solved", self.solved, 0)
-        if not isinstance(self.keep, bool):
-            raise ValueError(f"want recipe.keep true or false; got {self.keep!r}")
+    @property
+    def unsolved_only(self) -> bool:
+        return self.solved == 0
 
 
-@dataclass(frozen=True)
 class Prefix(RecipeOptions):
     """Responses that begin with the first tokens of the prompt's demonstration; the rest is sampled (UFT, Prefix-RFT).
 
-    schedule   the share of a demonstration that begins a response. In step t, from 1 on, p(t) falls from `high` to
-               `low` over `steps` steps; later there is no prefix.
-               "linear", "cosine": p(t). "binomial": k of `segments` equal parts, k ~ Binomial(segments, p(t)), p by
-               cosine. "random": uniform between `low` and `high`, in all steps. "fixed": likewise in all steps, evenly
-               spaced from `high` to `low` over the members; `high` for a single member
-    low, high, steps, segments
-    members    how many rollouts of a group have a prefix; None = all. "binomial" and "random" draw once for all of them
-    Raises ValueError for values that do not fit.
+    In step t, from 1 on, p(t) falls from `high` to `low` over `steps` steps; later there is no prefix.
     """
 
     in_place: ClassVar[bool] = False
-    schedule: Schedule = "binomial"
-    low: float = 0.05
-    high: float = 0.95
-    steps: int = 300
-    segments: int = 5
-    members: int | None = None
+    whole_demonstrations: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        if self.schedule not in get_args(Schedule):
-            raise ValueError(f"want recipe.schedule one of {', '.join(get_args(Schedule))}; got {self.schedule!r}")
-        if not (_is_share(self.low) and _is_share(self.high) and self.low <= self.high):
-            raise ValueError(f"want 0 <= recipe.low <= recipe.high <= 1; got {self.low!r} and {self.high!r}")
-        _check_integer("steps", self.steps, 1)
-        _check_integer("segments", self.segments, 1)
+    name: Literal["prefix"] = "prefix"
+    schedule: Literal["binomial", "random", "linear", "cosine", "fixed"] = "binomial"
+    """The share of a demonstration that begins a response. "linear", "cosine": p(t). "binomial": k of `segments` equal
+    parts, k ~ Binomial(segments, p(t)), p by cosine. "random": uniform between `low` and `high`, in all steps. "fixed":
+    in all steps, evenly spaced from `high` to `low` over the members; `high` for a single member. "binomial" and
+    "random" draw once for all members."""
+    low: Fraction = 0.05
+    """Least share."""
+    high: Fraction = 0.95
+    """Largest share."""
+    steps: Count = 300
+    """Steps until the share has fallen to `low`; there is no prefix after them."""
+    segments: Count = 5
+    """Parts of a demonstration, for "binomial"."""
+    members: Count | None = None
+    """Rollouts of a group that have a prefix; null = all."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(f"want low <= high; got {self.low:g} and {self.high:g}")
         for name, readers in (("steps", ("binomial", "linear", "cosine")), ("segments", ("binomial",))):
-            if self.schedule not in readers and getattr(self, name) != getattr(Prefix, name):
-                raise ValueError(f"recipe.{name} belongs to schedule {' or '.join(readers)}; got {self.schedule}")
-        if self.members is not None:
-            _check_integer("members", self.members, 1)
+            if self.schedule not in readers and getattr(self, name) != Prefix.model_fields[name].default:
+                raise ValueError(f"{name} belongs to schedule {' or '.join(readers)}; got {self.schedule}")
+        return self
+
+    def problems(self, config: Any) -> Iterator[str]:
+        limit, group = config.rollout.max_response_length, config.rollout.group_size
+        if config.max_demonstration_length > limit:
+            yield (
+                "want data.max_demonstration_length at most rollout.max_response_length, so that a token is sampled; "
+                f"got {config.max_demonstration_length} and {limit}"
+            )
+        if self.members is not None and self.members > group:
+            yield f"want members at most rollout.group_size {group}; got {self.members}"
 
 
-@dataclass(frozen=True)
 class Replay(RecipeOptions):
-    """Correct rollouts of earlier steps as members of groups, in the place of demonstrations (ExGRPO).
-
-    share   of a step's prompts, at most, that are earlier ones, which were solved in part
-    start   both keeping and replaying begin after the first step of which more than this share was correct
-    Raises ValueError for values that do not fit.
-    """
+    """Correct rollouts of earlier steps as members of groups, in the place of demonstrations (ExGRPO)."""
 
     in_place: ClassVar[bool] = False
     replays: ClassVar[bool] = True
-    share: float = 0.5
-    start: float = 0.35
 
-    def __post_init__(self) -> None:
-        for name in ("share", "start"):
-            if not _is_share(value := getattr(self, name)):
-                raise ValueError(f"want recipe.{name} a number in [0, 1]; got {value!r}")
+    name: Literal["replay"] = "replay"
+    share: Fraction = 0.5
+    """Largest share of a step's prompts that are earlier ones, which were solved in part."""
+    start: Fraction = 0.35
+    """Both keeping and replaying begin after the first step of which more than this share was correct."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        algorithm = config.algorithm.resolve()
+        if algorithm.demonstrates and algorithm.objective.external == "none":
+            yield "want a loss of what is replayed, algorithm.objective.external; got none"
+        if algorithm.refill is not None:
+            yield "it chooses the prompts of a step once: want algorithm.refill null"
+        if config.rollout.function is not None:
+            yield "it does not support rollout.function"
 
 
-@dataclass(frozen=True)
 class Critic(RecipeOptions):
     """PPO: a value model of the policy's size estimates the value of each state; every token has its own advantage.
 
-    gamma, gae_lambda   parameters of generalized advantage estimation; with 1 and 1, A_t = reward - V_t
-    whiten              scale advantages to mean 0 and variance 1 over the tokens of the batch
-    stopped_only        give a response that was cut at the length limit the reward 0
-    critic_updates      optimizer steps of the value model per step, each on an equal part of the step's samples
-    value_clip          how far a value may move from its value at the start of the step before its loss is clipped
-    lr, warmup_steps    of the value model's optimizer. After the warm-up its lr is constant: train.lr_schedule,
-                        lr_min_ratio and warmup_ratio do not apply. Its other settings are those of `train`
-    Raises ValueError for a value that does not fit.
+    With gamma and gae_lambda 1, A_t = reward - V_t. The value model's lr is constant after the warm-up:
+    train.lr_schedule, lr_min_ratio and warmup_ratio do not apply. Its optimizer's other settings are those of `train`.
     """
 
     learners: ClassVar[Mapping[str, Head]] = {"critic": "value"}
+    learner_passes: ClassVar[int] = 1  # values
 
-    gamma: float = 1.0
-    gae_lambda: float = 1.0
+    name: Literal["critic"] = "critic"
+    gamma: Fraction = 1.0
+    """Discount of generalized advantage estimation."""
+    gae_lambda: Fraction = 1.0
+    """Lambda of generalized advantage estimation."""
     whiten: bool = True
+    """Scale advantages to mean 0 and variance 1 over the tokens of the batch."""
     stopped_only: bool = True
-    critic_updates: int = 12
-    value_clip: float = 0.2
-    lr: float = 5e-6
-    warmup_steps: int = 50
+    """Give a response that was cut at the length limit the reward 0."""
+    critic_updates: Count = 12
+    """Optimizer steps of the value model per step, each on an equal part of the step's samples."""
+    value_clip: Positive = 0.2
+    """How far a value may move from its value at the start of the step before its loss is clipped."""
+    lr: Positive = 5e-6
+    """Learning rate of the value model."""
+    warmup_steps: NonNegative = 50
+    """Its steps of linear warm-up."""
 
-    def __post_init__(self) -> None:
-        wanted = {
-            "gamma": ("a number in [0, 1]", is_number(self.gamma) and 0 <= self.gamma <= 1),
-            "gae_lambda": ("a number in [0, 1]", is_number(self.gae_lambda) and 0 <= self.gae_lambda <= 1),
-            "whiten": ("true or false", isinstance(self.whiten, bool)),
-            "stopped_only": ("true or false", isinstance(self.stopped_only, bool)),
-            "critic_updates": ("an integer >= 1", _is_integer(self.critic_updates) and self.critic_updates >= 1),
-            "value_clip": ("a finite number > 0", _is_positive(self.value_clip)),
-            "lr": ("a finite number > 0", _is_positive(self.lr)),
-            "warmup_steps": ("an integer >= 0", _is_integer(self.warmup_steps) and self.warmup_steps >= 0),
-        }
-        _check(self, wanted)
+    def problems(self, config: Any) -> Iterator[str]:
+        samples = config.train.prompts_per_step * config.rollout.group_size
+        if self.critic_updates > samples:
+            yield f"want critic_updates at most the {samples} samples of a step; got {self.critic_updates}"
+
+    def largest_update(self, config: Any, samples: int) -> int:
+        return max(samples, -(-config.train.prompts_per_step * config.rollout.group_size // self.critic_updates))
+
+    def learner_updates(self, updates: int) -> int:
+        return self.critic_updates
 
 
-@dataclass(frozen=True)
 class ProcessReward(RecipeOptions):
     """PRIME: a second language model is trained to predict outcomes, which are rewards in [0, 1].
 
     A token's reward is its logprob under that model minus the reference's. It is trained on each step's samples, in
-    the policy's mini-batches.
-
-    update                    when it is trained: "after" it has scored the samples, as in PRIME's own code, or
-                              "before", as in verl's recipe. A step that fails after this training cannot be redone
-    beta                      in its loss, beta times the sum of a response's scores is the logit of a right answer
-    lr, warmup_steps, grad_clip, weight_decay
-                              of its optimizer, whose lr is constant after the warm-up; other settings as in `train`
-    Raises ValueError for a value that does not fit.
+    the policy's mini-batches. Its lr is constant after the warm-up; settings that are not here are those of `train`.
     """
 
     learners: ClassVar[Mapping[str, Head]] = {"process": "language"}
+    learner_passes: ClassVar[int] = 3  # scores, and the reference's logprobs for them and for the updates
+    references: ClassVar[int] = 1
 
+    name: Literal["process-reward"] = "process-reward"
     update: Literal["after", "before"] = "after"
-    beta: float = 0.05
-    lr: float = 1e-6
-    warmup_steps: int = 0
-    grad_clip: float = 10.0
-    weight_decay: float = 0.0
+    """When it is trained: "after" it has scored the samples, as in PRIME's own code, or "before", as in verl's recipe.
+    A step that fails after this training cannot be redone."""
+    beta: Positive = 0.05
+    """In its loss, beta times the sum of a response's scores is the logit of a right answer."""
+    lr: Positive = 1e-6
+    """Its learning rate."""
+    warmup_steps: NonNegative = 0
+    """Its steps of linear warm-up."""
+    grad_clip: Positive = 10.0
+    """Its gradient's largest norm; a larger one is scaled down."""
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """AdamW's weight decay for it."""
 
-    def __post_init__(self) -> None:
-        positive = "a finite number > 0"
-        wanted = {name: (positive, _is_positive(getattr(self, name))) for name in ("beta", "lr", "grad_clip")}
-        wanted["warmup_steps"] = ("an integer >= 0", _is_integer(self.warmup_steps) and self.warmup_steps >= 0)
-        wanted["weight_decay"] = ("a finite number >= 0", is_number(self.weight_decay) and self.weight_decay >= 0)
-        wanted["update"] = ("after or before", self.update in ("after", "before"))
-        _check(self, wanted)
+    def problems(self, config: Any) -> Iterator[str]:
+        algorithm = config.algorithm.resolve()
+        if algorithm.shaping is not None:
+            yield "it learns outcomes in [0, 1]: want algorithm.shaping null"
+        if algorithm.reward_kl_coef and algorithm.generates:
+            yield "it does not support algorithm.reward_kl_coef"
 
 
 PLAIN = Plain()
-
-RECIPES: dict[str, type[RecipeOptions]] = {
-    "plain": Plain,
-    "interleaved": Interleaved,
-    "gate": Gate,
-    "prefix": Prefix,
-    "critic": Critic,
-    "process-reward": ProcessReward,
-    "replay": Replay,
-}
+AnyRecipe = Plain | Interleaved | Gate | Prefix | Critic | ProcessReward | Replay
+RECIPES: dict[str, type[RecipeOptions]] = {kind.model_fields["name"].default: kind for kind in get_args(AnyRecipe)}
 
 
-def recipe_name(options: RecipeOptions) -> str:
-    """The name in `RECIPES` of the recipe that has these options."""
-    return next(name for name, kind in RECIPES.items() if kind is type(options))
+def recipe_options(name: object) -> type[RecipeOptions]:
+    """The options of the recipe with that name: one of `RECIPES`, "file.py:Class" or "module:Class". ValueError."""
+    text = str(name)
+    if text in RECIPES:
+        return RECIPES[text]
+    if ":" not in text:
+        hint = f" (nearest: {near})" if (near := nearest(text, RECIPES)) else ""
+        raise ValueError(f"want one of {', '.join(RECIPES)}, or file.py:Class; got {name!r}{hint}")
+    try:
+        recipe = import_function(text)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"want file.py:Class or module:Class of a recipe; got {text}: {error}") from error
+    options = getattr(recipe, "Options", None)
+    if not (isinstance(options, type) and issubclass(options, RecipeOptions)):
+        raise ValueError(f"want a subclass of rlplus.recipe.Recipe; {text} is {recipe!r}")
+    return options
 
 
-def _check_integer(name: str, value: object, least: int) -> None:
-    if not _is_integer(value) or value < least:
-        raise ValueError(f"want recipe.{name} an integer >= {least}; got {value!r}")
-
-
-def _is_share(value: object) -> bool:
-    return is_number(value) and 0 <= value <= 1
-
-
-@dataclass(frozen=True)
-class Refill:
+class Refill(Section):
     """Drop groups outside the bounds and draw more prompts until `prompts_per_step` groups are left.
 
-    low, high   a group is kept if its rollouts' rewards are not all equal and their mean is in [low, high]. DAPO's
-                dynamic sampling (arXiv 2503.14476, eq. 11) has 0 and 1, PRIME's filter (arXiv 2502.01456) .2 and .8
-    max_draws   at most so many draws
-    fill        if these are not enough, the first of the dropped groups fill the step, as in verl's recipe of PRIME;
-                else the run stops, as in DAPO's code. (PRIME's own code draws without limit, and keeps what is left
-                over for the next step)
-    Raises ValueError for values that do not fit.
+    A group is kept if its rollouts' rewards are not all equal and their mean is in [low, high]. DAPO's dynamic sampling
+    (arXiv 2503.14476, eq. 11) has 0 and 1, PRIME's filter (arXiv 2502.01456) .2 and .8.
     """
 
-    low: float = 0.0
-    high: float = 1.0
-    max_draws: int = 10
+    low: Finite = 0.0
+    """Least mean reward of a group that is kept."""
+    high: Finite = 1.0
+    """Largest mean reward of a group that is kept."""
+    max_draws: Count = 10
+    """Draws of a step, at most."""
     fill: bool = False
+    """If these are not enough, whether the first of the dropped groups fill the step, as in verl's recipe of PRIME;
+    else the run stops, as in DAPO's code. (PRIME's own code draws without limit, and keeps what is left over for the
+    next step.)"""
 
-    def __post_init__(self) -> None:
-        if not (is_number(self.low) and is_number(self.high) and self.low <= self.high):
-            raise ValueError(f"want refill.low <= refill.high, finite numbers; got {self.low!r} and {self.high!r}")
-        if not is_number(self.max_draws) or self.max_draws < 1 or not isinstance(self.max_draws, int):
-            raise ValueError(f"want refill.max_draws an integer >= 1; got {self.max_draws!r}")
-        if not isinstance(self.fill, bool):
-            raise ValueError(f"want refill.fill true or false; got {self.fill!r}")
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(f"want low <= high; got {self.low:g} and {self.high:g}")
+        return self
 
     def keeps(self, rewards: Sequence[float]) -> bool:
         """Whether a group with these rewards is kept."""
         return len(set(rewards)) > 1 and self.low <= sum(rewards) / len(rewards) <= self.high
 
 
-@dataclass(frozen=True)
-class Shaping:
-    """Changes to the grader's reward before advantages are computed. Metrics and `Refill` use the unchanged reward.
+class Shaping(Section):
+    """Changes to the grader's reward before advantages are computed. Metrics and `Refill` use the unchanged reward."""
 
-    wrong      the reward of a wrong answer: r becomes wrong + (1 - wrong) r
-    overlong   DAPO's soft penalty (arXiv 2503.14476, eq. 13) on rollouts that end in the last part of the length limit,
-               of which this is the share: it falls linearly from 0 to -1 at the limit. 0 = off
-    Raises ValueError for values that do not fit.
-    """
-
-    wrong: float = 0.0
-    overlong: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not is_number(self.wrong) or self.wrong >= 1:
-            raise ValueError(f"want shaping.wrong a finite number < 1; got {self.wrong!r}")
-        if not is_number(self.overlong) or not 0 <= self.overlong <= 1:
-            raise ValueError(f"want shaping.overlong a number in [0, 1]; got {self.overlong!r}")
+    wrong: Annotated[float, Field(lt=1, allow_inf_nan=False)] = 0.0
+    """The reward of a wrong answer: r becomes wrong + (1 - wrong) r."""
+    overlong: Fraction = 0.0
+    """DAPO's soft penalty (arXiv 2503.14476, eq. 13) on rollouts that end in the last part of the length limit, of
+    which this is the share: it falls linearly from 0 to -1 at the limit. 0 = off."""
 
     def reward(self, reward: float, length: int, limit: int) -> float:
         """The shaped reward of a response of `length` tokens, with a length limit of `limit`."""
         shaped = self.wrong + (1 - self.wrong) * reward
         buffer = self.overlong * limit
         return shaped + min((limit - buffer - length) / buffer, 0.0) if buffer else shaped
-
-
-def _check(options: RecipeOptions, wanted: Mapping[str, tuple[str, bool]]) -> None:
-    """ValueError for the first invalid option. wanted: for each option what it should be, and whether it is."""
-    for name, (what, fits) in wanted.items():
-        if not fits:
-            raise ValueError(f"want recipe.{name} {what}; got {getattr(options, name)!r}")
-
-
-def _is_positive(value: object) -> bool:
-    return is_number(value) and value > 0
-
-
-def _is_integer(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)

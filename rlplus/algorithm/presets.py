@@ -157,7 +157,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "prime": _rollouts_only(
         *("prime", "sequence"),  # a mean over a micro-batch, which in its run is one sequence
         recipe=ProcessReward(),
-        refill=Refill(0.2, 0.8, max_draws=4, fill=True),  # the bounds are PRIME's, the rest is verl's recipe of it
+        refill=Refill(low=0.2, high=0.8, max_draws=4, fill=True),  # the bounds are PRIME's, the rest verl's
     ),
     "gspo": _rollouts_only("gspo", "sequence", ratio_level="sequence"),
     "cispo": _rollouts_only("cispo", "token"),

@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from rlplus.algorithm import ALGORITHMS
+from rlplus.common.durable import write_text
 from rlplus.compare.config import Comparison
-from rlplus.config.json_schema import options, tidy
+from rlplus.config.json_schema import tidy
 from rlplus.demo.base import Recipe
 from rlplus.demo.task import Demonstrator, Task
-from rlplus.durable import write_text
 
 
 def json_schema() -> dict[str, Any]:
@@ -22,12 +24,20 @@ def json_schema() -> dict[str, Any]:
     sections = schema["$defs"]
     sections["Method"]["properties"]["preset"]["enum"] = [*ALGORITHMS]
     setting = sections["Setting"]["properties"]
-    base = options(Recipe)
+    base = _options(Recipe)
     base["properties"].pop("seed")  # those of the studies
-    base["properties"]["task"] = {"type": "object"} | options(Task)
+    base["properties"]["task"] = {"type": "object"} | _options(Task)
     setting["base"]["anyOf"] = [{"type": "object"} | base, {"type": "null"}]
-    setting["demonstrator"] |= options(Demonstrator)
+    setting["demonstrator"] |= _options(Demonstrator)
     return dict(tidy(schema)) | {"title": "A comparison of rlplus"}
+
+
+def _options(kind: type) -> dict[str, Any]:
+    """The fields of a dataclass, whose defaults are not those of every setting."""
+    fields = TypeAdapter(kind).json_schema().get("properties", {})
+    for field in fields.values():
+        field.pop("default", None)
+    return {"properties": fields, "additionalProperties": False}
 
 
 if __name__ == "__main__":

@@ -1,19 +1,30 @@
 """The section about the algorithm: a preset, and the run's changes to it."""
 
+from collections.abc import Iterable
 from dataclasses import fields, replace
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticKnownError
 
 from rlplus.algorithm import (
     ALGORITHMS,
     RECIPES,
     Algorithm,
+    AnyRecipe,
     ExternalSchedule,
     RecipeOptions,
     Refill,
     Shaping,
-    recipe_name,
+    recipe_options,
 )
 from rlplus.algorithm.external_schedule import Shape
 from rlplus.algorithm.presets import MismatchLevel, RatioLevel
@@ -23,17 +34,23 @@ from rlplus.errors import nearest
 from rlplus.loss import Objective
 from rlplus.loss.objective import AdvantageEstimator, Reduction
 
-OPTIONAL: dict[str, type[Refill] | type[Shaping]] = {"refill": Refill, "shaping": Shaping}
-Options = TypeVar("Options", bound=RecipeOptions | Refill | Shaping)
+
+def _unknown_key(name: str, section: str, names: Iterable[str]) -> ValueError:
+    near = nearest(name, names)
+    hint = synonym(name) or (near and f"nearest: algorithm.{section}.{near}")
+    return ValueError(f"unknown key; {hint}" if hint else "unknown key")
 
 
 def _objective_field(name: str) -> str:
     names = [field.name for field in fields(Objective)]
     if name not in names:
-        near = nearest(name, names)
-        hint = synonym(name) or (near and f"nearest: algorithm.objective.{near}")
-        raise ValueError(f"unknown key; {hint}" if hint else "unknown key")
+        raise _unknown_key(name, "objective", names)
     return name
+
+
+def _wrong(key: str, value: Any, error: ValueError) -> InitErrorDetails:
+    """The error of a key of a section, for `ValidationError`."""
+    return {"type": "value_error", "loc": (key,), "input": value, "ctx": {"error": error}}
 
 
 class ExternalScheduleConfig(Section):
@@ -61,7 +78,7 @@ class AlgorithmConfig(Section):
     preset: str = "rlplus"
     """A published algorithm; docs/systems.md says what each one is."""
     objective: dict[Annotated[str, AfterValidator(_objective_field)], Any] = {}
-    """Changes to the preset's objective: fields of rlplus.Objective."""
+    """Changes to the preset's objective: fields of rlplus.Objective, whose defaults are those of preset rlplus."""
     reduction: Reduction | None = None
     """Normaliser of the loss, see rlplus.token_weights."""
     external_reduction: Reduction | None = None
@@ -84,13 +101,13 @@ class AlgorithmConfig(Section):
     """Coefficient of the KL penalty that is taken off the rewards of sampled tokens, see rlplus.Algorithm."""
     external_schedule: ExternalScheduleConfig | None = None
     """Course of external_coef over the steps."""
-    recipe: dict[str, Any] = {}
-    """Changes to the preset's recipe options; with `name`, another recipe. Options: rlplus.algorithm.options."""
-    refill: dict[str, Any] | None = {}
-    """Changes to the preset's options of rlplus.algorithm.Refill, or switches it on where the preset has none; null
-    switches it off."""
-    shaping: dict[str, Any] | None = {}
-    """The same for rlplus.algorithm.Shaping."""
+    recipe: SerializeAsAny[RecipeOptions] = Field(default={}, validate_default=True)
+    """Changes to the options of the preset's recipe; with `name` another recipe, or your own as file.py:Class, and
+    changes to its defaults."""
+    refill: Refill | None = Field(default={}, validate_default=True)
+    """Changes to the preset's refill, or to the defaults where the preset has none; null switches it off."""
+    shaping: Shaping | None = Field(default={}, validate_default=True)
+    """Changes to the preset's shaping, or to the defaults where the preset has none; null switches it off."""
 
     @field_validator("preset")
     @classmethod
@@ -106,46 +123,51 @@ class AlgorithmConfig(Section):
         replace(Objective(), **changes)  # it checks its values itself
         return changes
 
-    @model_validator(mode="after")
-    def _check_options(self) -> Self:
-        self.resolve()
-        return self
+    @field_validator("recipe", mode="plain", json_schema_input_type=AnyRecipe)
+    @classmethod
+    def _whole_recipe(cls, changes: Any, info: ValidationInfo) -> RecipeOptions:
+        """The preset's recipe with this run's changes, or the named one, checked by the class of its options."""
+        if isinstance(changes, RecipeOptions) or "preset" not in info.data:
+            return changes
+        if not isinstance(changes, dict):
+            raise PydanticKnownError("dict_type")
+        preset = ALGORITHMS[info.data["preset"]].recipe
+        name = changes.get("name", preset.name)
+        try:
+            kind = recipe_options(name)
+        except ValueError as error:
+            raise ValidationError.from_exception_data("recipe", [_wrong("name", name, error)]) from error
+        try:
+            return kind.model_validate((preset.model_dump() if name == preset.name else {}) | changes)
+        except ValidationError as error:
+            raise ValidationError.from_exception_data("recipe", [_named(e, kind) for e in error.errors()]) from error
 
-    def _recipe(self) -> RecipeOptions:
-        """The preset's recipe with this run's changes. ValueError for an unknown name or option."""
-        preset = ALGORITHMS[self.preset].recipe
-        changes = dict(self.recipe)
-        name = changes.pop("name", recipe_name(preset))
-        if name not in RECIPES:
-            hint = f" (nearest: {near})" if (near := nearest(str(name), RECIPES)) else ""
-            raise ValueError(f"recipe.name: want one of {', '.join(RECIPES)}; got {name!r}{hint}")
-        base = preset if name == recipe_name(preset) else RECIPES[name]()
-        return _with_changes(base, changes, "recipe", f"the recipe {name}")
-
-    def _optional(self, name: str) -> Any:
-        """The preset's optional options with this run's changes; the defaults with these changes if it has none."""
-        preset, changes = getattr(ALGORITHMS[self.preset], name), getattr(self, name)
-        if not changes:
-            return None if changes is None else preset
-        return _with_changes(preset or OPTIONAL[name](), changes, name, name)
+    @field_validator("refill", "shaping", mode="before")
+    @classmethod
+    def _whole_options(cls, changes: Any, info: ValidationInfo) -> Any:
+        """The preset's options with this run's changes; the defaults with these changes if it has none."""
+        if not isinstance(changes, dict) or "preset" not in info.data:
+            return changes
+        preset = getattr(ALGORITHMS[info.data["preset"]], str(info.field_name))
+        return (preset.model_dump() if preset else {}) | changes if changes else preset
 
     def resolve(self) -> Algorithm:
-        """The algorithm to run: the preset with this section's changes. ValueError for invalid options."""
+        """The algorithm to run: the preset with this section's changes."""
         preset = ALGORITHMS[self.preset]
-        own = ("preset", "objective", "external_schedule", "recipe", *OPTIONAL)
+        own = ("preset", "objective", "external_schedule", "refill", "shaping")
         changed = {name: value for name, value in self if name not in own and value is not None}
-        changed |= {name: self._optional(name) for name in OPTIONAL}
         if self.external_schedule is not None:
             changed["external_schedule"] = self.external_schedule.resolve()
         objective = replace(preset.objective, **self.objective)
-        return replace(preset, objective=objective, recipe=self._recipe(), **changed)
+        return replace(preset, objective=objective, refill=self.refill, shaping=self.shaping, **changed)
 
 
-def _with_changes(options: Options, changes: dict[str, Any], key: str, what: str) -> Options:
-    """The options with these changes. ValueError, with the section's key, for an unknown name."""
-    names = [field.name for field in fields(options)]
-    for name in changes.keys() - set(names):
-        near = nearest(name, names)
-        hint = f"nearest: algorithm.{key}.{near}" if near else f"it has {', '.join(names) or 'none'}"
-        raise ValueError(f"{key}.{name}: unknown option of {what}; {hint}")
-    return replace(options, **changes)  # they check their values themselves
+def _named(detail: Any, kind: type[RecipeOptions]) -> InitErrorDetails:
+    """An error of a recipe's options, which for an unknown key says what is meant."""
+    if detail["type"] != "extra_forbidden":
+        return detail
+    key = detail["loc"][0]
+    error = _unknown_key(key, "recipe", kind.model_fields)
+    if owners := [name for name, other in RECIPES.items() if key in other.model_fields]:
+        error = ValueError(f"unknown key; it belongs to algorithm.recipe.name {' or '.join(owners)}")
+    return _wrong(key, detail["input"], error)

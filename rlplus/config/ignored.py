@@ -176,4 +176,7 @@ def _changed(config: Sections, key: str) -> bool:
     if isinstance(section, dict):  # the changes of a preset
         default = getattr(ALGORITHMS[config.algorithm.preset].objective, name)
         return bool(section.get(name, default) != default)
-    return bool(getattr(section, name) != type(section).model_fields[name].default)
+    default = type(section).model_fields[name].default
+    if key in ("algorithm.refill", "algorithm.shaping"):
+        default = getattr(ALGORITHMS[config.algorithm.preset], name)
+    return bool(getattr(section, name) != default)

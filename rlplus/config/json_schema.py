@@ -10,13 +10,15 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from rlplus.algorithm import ALGORITHMS, RECIPES, Refill, Shaping
+from rlplus.algorithm import ALGORITHMS, RECIPES
 from rlplus.common.durable import write_text
 from rlplus.config.benchmarks import BENCHMARKS
 from rlplus.config.schema import Config
 from rlplus.loss import Objective
-from rlplus.loss.objective import KL_ESTIMATORS, MISMATCH_MODES
+from rlplus.loss.objective import KL_ESTIMATORS, MISMATCH_MODES, RANGES
 from rlplus.loss.surrogates import EXTERNAL, INTERNAL
+
+_REFERENCE = r"^[\w./-]+:\w+$"  # module:name or file.py:name
 
 
 def json_schema() -> dict[str, Any]:
@@ -27,17 +29,10 @@ def json_schema() -> dict[str, Any]:
     schema = Config.model_json_schema()
     algorithm = schema["$defs"]["AlgorithmConfig"]["properties"]
     algorithm["preset"]["enum"] = [*ALGORITHMS]
-    algorithm["objective"] |= options(Objective)
-    algorithm["objective"]["properties"] |= {
-        "internal": {"anyOf": [{"enum": [*INTERNAL]}, {"type": "string", "pattern": r"^[\w.]+:\w+$"}]},
-        "external": {"enum": [*EXTERNAL]},
-        "kl_estimator": {"enum": [*KL_ESTIMATORS]},
-        "mismatch_mode": {"enum": [*MISMATCH_MODES]},
-    }
-    algorithm["recipe"] |= options(*RECIPES.values())
-    algorithm["recipe"]["properties"] |= {"name": {"enum": [*RECIPES]}}
-    for name, kind in (("refill", Refill), ("shaping", Shaping)):
-        algorithm[name]["anyOf"] = [{"type": "object"} | options(kind), {"type": "null"}]
+    schema["$defs"]["Objective"] = _objective()
+    algorithm["objective"] = {"$ref": "#/$defs/Objective", "description": algorithm["objective"]["description"]}
+    for name, options in RECIPES.items():
+        schema["$defs"][options.__name__]["properties"]["name"] |= {"description": f"The recipe is {name}."}
     for name in ("EvaluationConfig", "ValidationConfig"):
         schema["$defs"][name]["properties"]["benchmarks"]["items"] = {"enum": [*BENCHMARKS]}
     stage = {key: {"$ref": f"#/properties/{key}"} for key in schema["properties"] if key != "output_dir"}
@@ -46,17 +41,27 @@ def json_schema() -> dict[str, Any]:
         "type": "array",
         "items": {"type": "object", "properties": stage, "additionalProperties": False},
     }
-    return dict(tidy(schema)) | {"title": "A run of rlplus"}
+    schema = tidy(schema)
+    named = {"type": "string", "pattern": _REFERENCE, "description": "A recipe of your own, see docs/extending.md."}
+    schema["$defs"]["AlgorithmConfig"]["properties"]["recipe"]["anyOf"].append(
+        {"type": "object", "properties": {"name": named}, "required": ["name"]}
+    )
+    return schema | {"title": "A run of rlplus"}
 
 
-def options(*kinds: type) -> dict[str, Any]:
-    """The fields of dataclasses, whose defaults are not those of every preset."""
-    fields: dict[str, Any] = {}
-    for kind in kinds:
-        for name, field in TypeAdapter(kind).json_schema().get("properties", {}).items():
-            field.pop("default", None)
-            fields.setdefault(name, field)
-    return {"properties": fields, "additionalProperties": False}
+def _objective() -> dict[str, Any]:
+    """The fields of an objective, their choices and ranges."""
+    schema = TypeAdapter(Objective).json_schema() | {"additionalProperties": False}
+    choices: dict[str, dict[str, Any]] = {
+        "internal": {"anyOf": [{"enum": [*INTERNAL]}, {"type": "string", "pattern": _REFERENCE}]},
+        "external": {"enum": [*EXTERNAL]},
+        "kl_estimator": {"enum": [*KL_ESTIMATORS]},
+        "mismatch_mode": {"enum": [*MISMATCH_MODES]},
+    }
+    for name, limits in (choices | RANGES).items():
+        key = schema["properties"][name]
+        key.get("anyOf", [key])[0].update(limits)  # of a number or null, the number
+    return schema
 
 
 def tidy(node: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from rlplus.algorithm import RecipeOptions
 from rlplus.common.textfiles import read_text
 from rlplus.config.folders import DATA_SUFFIXES
 from rlplus.config.schema import Config
@@ -242,9 +243,9 @@ def _value(parts: Sequence[str], text: str, override: str) -> Any:
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds, also when it is optional."""
+    """The section that a field holds, also when it is optional; not a recipe's options, which name unknown keys."""
     for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not RecipeOptions:
             return kind
     return None
 

@@ -6,7 +6,6 @@ from typing import Self
 import yaml
 from pydantic import model_validator
 
-from rlplus.algorithm import Critic, Gate, Interleaved, Prefix, ProcessReward, Replay, recipe_name
 from rlplus.common.section import MANY
 from rlplus.config.ignored import ignored_keys
 from rlplus.config.sections import EvaluationConfig, Sections
@@ -76,7 +75,9 @@ class Config(Sections):
                 f"algorithm.advantage pass@k: want algorithm.advantage_k at most the {members} members of a group; "
                 f"got {algorithm.advantage_k}"
             )
+        recipe = algorithm.recipe
         problems += self._recipe_problems()
+        problems += (f"algorithm.recipe {recipe.name}: {problem}" for problem in recipe.problems(self))
         if self.train.overlap and self.rollout.mode == "colocated":
             problems.append(
                 "train.overlap generates while the policy trains: want rollout.mode process or server; got colocated"
@@ -127,7 +128,7 @@ class Config(Sections):
     def _recipe_problems(self) -> Iterator[str]:
         """Problems of recipes whose demonstrations do not replace a rollout."""
         algorithm = self.algorithm.resolve()
-        name = recipe_name(algorithm.recipe)
+        name = algorithm.recipe.name
         if algorithm.recipe.in_place:
             return
         if not (algorithm.generates and algorithm.demonstrates):
@@ -135,22 +136,6 @@ class Config(Sections):
             yield f"algorithm.recipe {name}: want a preset with rollouts and demonstrations; got {preset}"
         if self.train.overlap:
             yield f"train.overlap does not support algorithm.recipe {name}"
-        if isinstance(algorithm.recipe, Prefix):
-            limit, group, members = self.rollout.max_response_length, self.rollout.group_size, algorithm.recipe.members
-            if self.max_demonstration_length > limit:
-                yield (
-                    "algorithm.recipe prefix: want data.max_demonstration_length at most rollout.max_response_length, "
-                    f"so that a token is sampled; got {self.max_demonstration_length} and {limit}"
-                )
-            if members is not None and members > group:
-                yield f"want algorithm.recipe.members at most rollout.group_size {group}; got {members}"
-        if isinstance(algorithm.recipe, Replay):
-            if algorithm.demonstrates and algorithm.objective.external == "none":
-                yield "algorithm.recipe replay: want a loss of what is replayed, algorithm.objective.external; got none"
-            if algorithm.refill is not None:
-                yield "algorithm.recipe replay chooses the prompts of a step once: want algorithm.refill null"
-            if self.rollout.function is not None:
-                yield "algorithm.recipe replay does not support rollout.function"
 
     def _refill_problems(self) -> Iterator[str]:
         algorithm, size = self.algorithm.resolve(), self.rollout.group_size
@@ -158,11 +143,10 @@ class Config(Sections):
             return
         if size < (wanted := 2 + algorithm.demonstrates_in_place):
             yield f"algorithm.refill compares a group's rollouts: want rollout.group_size >= {wanted}; got {size}"
-        recipe = algorithm.recipe
-        if isinstance(recipe, Interleaved) or (isinstance(recipe, Gate) and recipe.solved == 0):
+        if algorithm.recipe.unsolved_only:
             yield (
                 "algorithm.refill drops the prompts that no rollout solved, whose demonstrations algorithm.recipe "
-                f"{recipe_name(recipe)} takes: want algorithm.refill null"
+                f"{algorithm.recipe.name} takes: want algorithm.refill null"
             )
         if self.train.overlap:
             yield "algorithm.refill takes several draws, and train.overlap one ahead: want algorithm.refill null"
@@ -180,8 +164,6 @@ class Config(Sections):
             refusal = "algorithm.reward_kl_coef does not support"
             if algorithm.demonstrates:
                 yield f"{refusal} demonstrations: want a preset without; got {self.algorithm.preset}"
-            if isinstance(algorithm.recipe, ProcessReward):
-                yield f"{refusal} algorithm.recipe {recipe_name(algorithm.recipe)}"
             if self.train.sequence_parallel > 1:
                 yield f"{refusal} train.sequence_parallel > 1; got {self.train.sequence_parallel}"
             if self.train.overlap:
@@ -195,8 +177,8 @@ class Config(Sections):
     def _learner_problems(self) -> Iterator[str]:
         """Problems of recipes that train models alongside the policy."""
         algorithm, train = self.algorithm.resolve(), self.train
-        options, recipe = algorithm.recipe, f"algorithm.recipe {recipe_name(algorithm.recipe)}"
-        if not options.learners:
+        recipe = f"algorithm.recipe {algorithm.recipe.name}"
+        if not algorithm.recipe.learners:
             return
         if train.sequence_parallel > 1:
             yield f"{recipe} does not support train.sequence_parallel > 1; got {train.sequence_parallel}"
@@ -208,11 +190,6 @@ class Config(Sections):
             yield f"{recipe} does not support rollout.function"
         if algorithm.demonstrates:
             yield f"{recipe} does not support demonstrations: want a preset without; got {self.algorithm.preset}"
-        if isinstance(options, ProcessReward) and algorithm.shaping is not None:
-            yield f"{recipe} learns outcomes in [0, 1]: want algorithm.shaping null"
-        samples = train.prompts_per_step * self.rollout.group_size
-        if isinstance(options, Critic) and options.critic_updates > samples:
-            yield f"{recipe}: want critic_updates at most the {samples} samples of a step; got {options.critic_updates}"
 
     def _size_problems(self) -> Iterator[str]:
         """Samples that are too long for a micro-batch or the model, or too many for a step."""

@@ -1,5 +1,6 @@
 """The fields of an objective, and those of the published algorithms as presets."""
 
+import operator
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Literal, TypeGuard
@@ -13,6 +14,30 @@ MISMATCH_MODES = ("truncate", "mask")
 Reduction = Literal["token", "sequence", "constant", "official"]
 AdvantageEstimator = Literal["group", "leave-one-out", "batch", "group-batch", "batch-std", "mean", "pass@k"]
 
+# The ranges of the fields of an objective, in the words of JSON schema.
+RANGES: dict[str, dict[str, float]] = {
+    "external_coef": {"exclusiveMinimum": 0},
+    "gamma": {"minimum": 0},
+    "mixture_share": {"exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    "kappa": {"exclusiveMinimum": 0},
+    "clip_low": {"minimum": 0},
+    "clip_high": {"minimum": 0},
+    "dual_clip": {"exclusiveMinimum": 1},
+    "ratio_cap": {"minimum": 1},
+    "tau_pos": {"exclusiveMinimum": 0},
+    "tau_neg": {"exclusiveMinimum": 0},
+    "kl_coef": {"minimum": 0},
+    "entropy_coef": {},
+    "mismatch_cap": {"exclusiveMinimum": 0},
+    "mismatch_low": {"minimum": 0},
+}
+_BOUNDS = {
+    "minimum": (">=", operator.ge),
+    "exclusiveMinimum": (">", operator.gt),
+    "exclusiveMaximum": ("<", operator.lt),
+}
+_DOCUMENTED = {"use_attribute_docstrings": True}  # for configs/schema.json, which pydantic makes
+
 
 def is_number(value: object) -> TypeGuard[float]:
     """Whether it is a finite int or float."""
@@ -25,50 +50,52 @@ class Objective:
 
     Sampled (internal) and demonstrated (external) tokens each have a surrogate g(logprob); a token's loss is
     -advantage * g. The formulas are in `surrogates.py`. Change fields with `dataclasses.replace`.
-
-    internal       "ratio" (RL-PLUS), "clip" (PPO, GRPO, DAPO), "reinforce", "cispo" (MiniMax-M1), "sapo", "dppo",
-                   or the name of a `register_token_loss`
-    external       "mis" (RL-PLUS eq. 4 with the Bayes-optimal estimate), "proxy", "omega", "bayes" (the paper's
-                   ablations), "shaped" (LUFFY, ExGRPO), "nll" (supervised), "dft" (supervised, weighted by p) or
-                   "none"; the supervised ones ignore the advantage
-    external_coef  factor of the external loss
-    gamma          exponent of the exploration weight (1 - p)^gamma on external tokens (RL-PLUS eq. 6); 0 = off
-    mixture_share  share of demonstrations in the mixture of "mis", between 0 and 1; 1/2 in the paper
-    kappa          LUFFY's shaping constant, for "shaped"
-    clip_low, clip_high   "clip": the ratio is clipped to [1 - clip_low, 1 + clip_high]; "cispo": the detached ratio is
-                   at most 1 + clip_high; "dppo": a token whose probability rose by more than clip_high, or fell by more
-                   than clip_low, where the advantage asks for more of it, has no loss
-    dual_clip      lower bound c * advantage on the objective of a negative advantage, c > 1, for "clip"; None = off
-    ratio_cap      the detached ratio is at most this, 1 or more, for "dppo"
-    tau_pos, tau_neg   temperatures of the gate of positive and of other advantages, for "sapo"
-    kl_coef        coefficient of the estimate of KL(policy || reference); needs `ref_logprob`
-    kl_estimator   "k2", "k3" (GRPO) or "k3-unbiased" (DeepSeek-V3.2; TRL's default): only the gradients of k2 on
-                   samples of the current policy, and of k3-unbiased, are those of the KL divergence
-    entropy_coef   coefficient of the entropy bonus
-    mismatch_cap   internal surrogates are weighted by w = exp(old_logprob - engine_logprob), which has this upper
-                   bound; None = no weight
-    mismatch_low   lower bound of w
-    mismatch_mode  "truncate": w is clamped to its bounds; "mask": tokens with w outside have no surrogate (IcePop)
     """
 
+    __pydantic_config__ = _DOCUMENTED
+
     internal: str = "ratio"
+    """The surrogate of sampled tokens: "ratio" (RL-PLUS), "clip" (PPO, GRPO, DAPO), "reinforce", "cispo" (MiniMax-M1),
+    "sapo", "dppo", or the name of a `register_token_loss`."""
     external: str = "mis"
+    """The surrogate of demonstrated tokens: "mis" (RL-PLUS eq. 4 with the Bayes-optimal estimate), "proxy", "omega",
+    "bayes" (the paper's ablations), "shaped" (LUFFY, ExGRPO), "nll" (supervised), "dft" (supervised, weighted by p) or
+    "none". The supervised ones ignore the advantage."""
     external_coef: float = 1.0
+    """Factor of the external loss."""
     gamma: float = 0.5
+    """Exponent of the exploration weight (1 - p)^gamma on external tokens (RL-PLUS eq. 6); 0 = off."""
     mixture_share: float = 0.5
+    """Share of demonstrations in the mixture of "mis"; 1/2 in the paper."""
     kappa: float = 0.1
+    """LUFFY's shaping constant, for "shaped"."""
     clip_low: float = 0.2
+    """For "clip": the ratio is clipped to [1 - clip_low, 1 + clip_high]. For "dppo": a token whose probability rose by
+    more than clip_high, or fell by more than clip_low, where the advantage asks for more of it, has no loss."""
     clip_high: float = 0.2
+    """See clip_low. For "cispo": the detached ratio is at most 1 + clip_high."""
     dual_clip: float | None = None
+    """Lower bound c * advantage on the objective of a negative advantage, for "clip"; null = off."""
     ratio_cap: float = 20.0
+    """The detached ratio is at most this, for "dppo"."""
     tau_pos: float = 1.0
+    """Temperature of the gate of positive advantages, for "sapo"."""
     tau_neg: float = 1.05
+    """Temperature of the gate of other advantages, for "sapo"."""
     kl_coef: float = 0.0
+    """Coefficient of the estimate of KL(policy || reference); needs `ref_logprob`."""
     kl_estimator: str = "k3"
+    """The estimator: "k2", "k3" (GRPO) or "k3-unbiased" (DeepSeek-V3.2; TRL's default). Only the gradients of k2 on
+    samples of the current policy, and of k3-unbiased, are those of the KL divergence."""
     entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus."""
     mismatch_cap: float | None = None
+    """Internal surrogates are weighted by w = exp(old_logprob - engine_logprob), which has this upper bound; null = no
+    weight."""
     mismatch_low: float = 0.0
+    """Lower bound of w."""
     mismatch_mode: str = "truncate"
+    """With "truncate" w is clamped to its bounds; with "mask" tokens with w outside have no surrogate (IcePop)."""
 
     def __post_init__(self) -> None:
         find_token_loss(self.internal)
@@ -80,30 +107,13 @@ class Objective:
             )
         check_name("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         check_name("mismatch_mode", self.mismatch_mode, MISMATCH_MODES)
-        for field, low, strict in (
-            ("external_coef", 0.0, True),
-            ("gamma", 0.0, False),
-            ("mixture_share", 0.0, True),
-            ("kappa", 0.0, True),
-            ("clip_low", 0.0, False),
-            ("clip_high", 0.0, False),
-            ("dual_clip", 1.0, True),
-            ("ratio_cap", 1.0, False),
-            ("tau_pos", 0.0, True),
-            ("tau_neg", 0.0, True),
-            ("kl_coef", 0.0, False),
-            ("entropy_coef", None, False),
-            ("mismatch_cap", 0.0, True),
-            ("mismatch_low", 0.0, False),
-        ):
+        for field, bounds in RANGES.items():
             value = getattr(self, field)
             if value is None and field in ("dual_clip", "mismatch_cap"):
                 continue
-            if not is_number(value) or (low is not None and (value <= low if strict else value < low)):
-                bound = "" if low is None else f" {'>' if strict else '>='} {low:g}"
-                raise ValueError(f"want {field} a finite number{bound}; got {value!r}")
-        if self.mixture_share >= 1:
-            raise ValueError(f"want mixture_share < 1; got {self.mixture_share!r}")
+            if not is_number(value) or not all(_BOUNDS[kind][1](value, bound) for kind, bound in bounds.items()):
+                wanted = " and ".join(f"{_BOUNDS[kind][0]} {bound:g}" for kind, bound in bounds.items())
+                raise ValueError(f"want {field} a finite number {wanted}".rstrip() + f"; got {value!r}")
         if self.mismatch_cap is not None and self.mismatch_low >= self.mismatch_cap:
             raise ValueError(f"want mismatch_low < mismatch_cap; got {self.mismatch_low:g} and {self.mismatch_cap:g}")
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rlplus.algorithm import Critic, Head, Interleaved, ProcessReward
+from rlplus.algorithm import Head
 from rlplus.config import Config
 from rlplus.learner.adapters import add_adapters
 from rlplus.learner.learner import deepspeed_config
@@ -163,7 +163,7 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
     }
     algorithm = config.algorithm.resolve()
     references = int(algorithm.needs_reference and config.model.lora is None)
-    references += isinstance(algorithm.recipe, ProcessReward)
+    references += algorithm.recipe.references
     if references:
         always["references"] = references * model.parameters * model.itemsize
     staying = sum(states.gradients for _, states in learners if states.gradients_stay)
@@ -208,13 +208,9 @@ def packed_shape(config: Config) -> tuple[int, int]:
 
 def _largest_update(config: Config) -> int:
     """The largest number of samples in an update of the policy or of a recipe's model."""
-    train, recipe, group = config.train, config.algorithm.resolve().recipe, config.rollout.group_size
-    samples = (train.prompts_per_update or train.prompts_per_step) * (group + 1)
-    if isinstance(recipe, Interleaved):
-        samples = max(samples, recipe.batch)
-    if isinstance(recipe, Critic):
-        samples = max(samples, -(-train.prompts_per_step * group // recipe.critic_updates))
-    return samples
+    train = config.train
+    samples = (train.prompts_per_update or train.prompts_per_step) * (config.rollout.group_size + 1)
+    return config.algorithm.resolve().recipe.largest_update(config, samples)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """A rough time per step: the work of each phase over the hardware's peak times an assumed efficiency."""
 
-from rlplus.algorithm import Critic, Interleaved, Prefix
 from rlplus.config import Config
 from rlplus.learner.learner import deepspeed_config
 from rlplus.learner.statistics import needs_statistics
@@ -74,15 +73,16 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     gemms = 4 if head_mode(config, model, cluster) == "least" else 3
     seconds["forward and backward"] = ((3 + again) * forward + gemms * head) / flops
     micro_batches = tokens / train.tokens_per_micro_batch
-    updates += isinstance(algorithm.recipe, Interleaved)  # at most one more, on demonstrations
+    recipe = algorithm.recipe
+    updates += recipe.extra_updates
     seconds["communication"] = _sent_bytes(config, model, ranks, updates, micro_batches, passes) / link
     slow = PCIE if train.offload_optimizer == "cpu" else bandwidth
     seconds["optimizer"] = _optimizer_bytes(model, ranks, updates) / slow
     for learner in model.learners[1:]:
-        if isinstance(algorithm.recipe, Critic):  # values, then its updates; a head of width 1 takes no time
-            work, updates = (4 + again) * forward, algorithm.recipe.critic_updates
-        else:  # scores and its updates, each with a pass of the reference
-            work = (6 + again) * forward + (3 + gemms) * head
+        work = (3 + again + recipe.learner_passes) * forward
+        if learner.head == "language":  # one of width 1 takes no time
+            work += (gemms + recipe.learner_passes) * head
+        updates = recipe.learner_updates(updates)
         seconds["learners"] = work / flops + _optimizer_bytes(learner, ranks, updates) / slow
         seconds["learners"] += _sent_bytes(config, learner, ranks, updates, micro_batches, 1) / link
     # Within a GPU, or through files in the host's memory.
@@ -143,7 +143,7 @@ def _members(config: Config) -> tuple[int, int]:
     """The maximum numbers of rollouts and demonstrations in a group."""
     algorithm = config.algorithm.resolve()
     rollouts = config.rollout.group_size - algorithm.demonstrates_in_place if algorithm.generates else 0
-    return rollouts, int(algorithm.needs_demonstrations and not isinstance(algorithm.recipe, Prefix))
+    return rollouts, int(algorithm.needs_demonstrations and algorithm.recipe.whole_demonstrations)
 
 
 def _tied(model: Model) -> bool:

@@ -2,6 +2,7 @@
 
 from rlplus.algorithm import Critic, Gate, Interleaved, Plain, Prefix, ProcessReward, RecipeOptions, Replay
 from rlplus.config import Config
+from rlplus.lazy import import_function
 from rlplus.recipe.critic import CriticRecipe
 from rlplus.recipe.gate import GateRecipe
 from rlplus.recipe.interleaved import InterleavedRecipe
@@ -25,5 +26,9 @@ _RECIPES: dict[type[RecipeOptions], type[Recipe]] = {
 
 
 def make_recipe(config: Config) -> Recipe:
-    """The recipe of the run's algorithm."""
-    return _RECIPES[type(config.algorithm.resolve().recipe)](config)
+    """The recipe of the run's algorithm; ValueError if its name is not that of a `Recipe`."""
+    options = config.algorithm.recipe
+    kind = _RECIPES.get(type(options)) or import_function(options.name)
+    if not (isinstance(kind, type) and issubclass(kind, Recipe)):
+        raise ValueError(f"algorithm.recipe.name: want a subclass of rlplus.recipe.Recipe; {options.name} is {kind!r}")
+    return kind(config)

@@ -21,11 +21,10 @@ from rlplus.recipe.plain import Batch, Recipe
 class CriticRecipe(Recipe):
     """Values come from the critic as the previous step left it; its updates follow those of the policy."""
 
+    options: Critic
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        options = self.algorithm.recipe
-        assert isinstance(options, Critic), "want the options of this recipe"
-        self.options = options
         self._metrics: Metrics = {}
 
     def build(self, model_path: str, model_config: PretrainedConfig, pad_id: int) -> None:

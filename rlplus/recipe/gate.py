@@ -15,10 +15,10 @@ class GateRecipe(Recipe):
     SuperRL (arXiv 2506.01096) and HPT (arXiv 2509.04419) both have solved = 0.
     """
 
+    options: Gate
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        assert isinstance(self.algorithm.recipe, Gate), "want the options of this recipe"
-        self.options = self.algorithm.recipe
         self._share = (0.0, 0.0)
 
     def collect(self, draw: Callable[[], Batch]) -> Batch:

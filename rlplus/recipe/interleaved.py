@@ -27,10 +27,11 @@ class InterleavedRecipe(Recipe):
     The original has an AdamW for each (both with lr 1e-6; norms clipped to .7 and 1).
     """
 
+    options: Interleaved
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        assert isinstance(self.algorithm.recipe, Interleaved), "want the options of this recipe"
-        self.batch = self.algorithm.recipe.batch
+        self.batch = self.options.batch
         self.steps = 0
         self.waiting: list[tuple[Place, Example]] = []
         self._in_line = 0  # of all ranks, after the step

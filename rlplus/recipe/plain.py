@@ -7,13 +7,13 @@ method; the methods' docstrings say what the ranks must do alike.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from rlplus.algorithm import Algorithm
+from rlplus.algorithm import Algorithm, RecipeOptions
 from rlplus.common import agree
 from rlplus.config import Config
 from rlplus.data import Example, Sample
@@ -57,14 +57,17 @@ class Recipe:
     learners: the models trained alongside the policy, by the names that the options give them; they are saved, restored
     and checked with the run.
     fits_first: whether `fit` comes before `credit` instead of after the policy's updates.
+    Options: of a recipe that a configuration names as file.py:Class, the class of `options`.
     """
 
+    Options: ClassVar[type[RecipeOptions]] = RecipeOptions
     learners: Mapping[str, Learner] = {}
     fits_first = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.algorithm: Algorithm = config.algorithm.resolve()
+        self.options = self.algorithm.recipe
 
     def build(self, model_path: str, model_config: PretrainedConfig, pad_id: int) -> None:
         """Create `learners` from the folder and configuration of the policy. Collective."""

@@ -23,10 +23,10 @@ class PrefixRecipe(Recipe):
     implemented here: a random share per member, and shares in windows of steps.
     """
 
+    options: Prefix
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        assert isinstance(self.algorithm.recipe, Prefix), "want the options of this recipe"
-        self.options = self.algorithm.recipe
         self.steps = 0
         self._share = (0.0, 0)
 

@@ -21,12 +21,11 @@ EPSILON = 1e-6  # added to the largest return of process rewards
 class ProcessRewardRecipe(Recipe):
     """The reward model scores a step's samples, and is trained on their outcomes afterwards or, optionally, first."""
 
+    options: ProcessReward
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        options = self.algorithm.recipe
-        assert isinstance(options, ProcessReward), "want the options of this recipe"
-        self.options = options
-        self.fits_first = options.update == "before"
+        self.fits_first = self.options.update == "before"
         self._metrics: Metrics = {}
 
     def build(self, model_path: str, model_config: PretrainedConfig, pad_id: int) -> None:

@@ -44,10 +44,10 @@ class ReplayRecipe(Recipe):
     How often each prompt was solved all ranks know; a prompt's rollout stays with one of them.
     """
 
+    options: Replay
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        assert isinstance(self.algorithm.recipe, Replay), "want the options of this recipe"
-        self.options = self.algorithm.recipe
         self.steps, self.started = 0, False
         self.solved: dict[int, int] = {}  # members that solved a prompt that waits, by its place among the run's
         self.kept: dict[int, Kept] = {}  # of this rank's part of them

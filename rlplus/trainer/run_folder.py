@@ -167,9 +167,10 @@ def surroundings(config: Config) -> dict[str, str]:
         "reward.function": config.reward.names[0],
         "rollout.function": config.rollout.function,
         "algorithm.objective.internal": config.algorithm.resolve().objective.internal,
+        "algorithm.recipe.name": config.algorithm.recipe.name,
     }
     for key, reference in own.items():
-        module, colon, _ = (reference or "").partition(":")
+        module, colon, _ = (reference or "").rpartition(":")
         if colon:
             file = _source(module)
             code = file.read_bytes() if file is not None and file.is_file() else b""
@@ -179,6 +180,8 @@ def surroundings(config: Config) -> dict[str, str]:
 
 def _source(module: str) -> Path | None:
     """The file of a module, found as a reward worker does; the trainer does not import the module."""
+    if module.endswith(".py"):
+        return Path(module)
     places: Sequence[str] | None = [os.getcwd(), *sys.path]
     spec = None
     for part in module.split("."):
