@@ -322,7 +322,12 @@ def merged(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("block", all_blocks("yaml"), ids=str)
-def test_configurations_are_valid(block: Block, tmp_path: Path) -> None:
+def test_configurations_are_valid(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if names := re.findall(r"(\w+\.py):", block.text):  # files of the page, whose first line is their name
+        monkeypatch.chdir(tmp_path)
+        for name in names:
+            (text,) = (each.text for each in blocks(block.path) if each.text.startswith(f"# {name}\n"))
+            Path(name).write_text(text)
     for i, fragment in enumerate(yaml.safe_load_all(block.text)):
         path = tmp_path / f"{i}.yaml"
         path.write_text(yaml.safe_dump(fragment if "run" in fragment else merged(fragment)))
