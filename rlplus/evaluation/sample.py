@@ -28,7 +28,7 @@ from rlplus.evaluation.results import RESULTS, Evaluation, file_part, join
 from rlplus.evaluation.scorers import Scorers, reward_of
 from rlplus.learner import check_positions, prepare_model
 from rlplus.reward import Score, Scorer
-from rlplus.rollout import Completion, Respond, RolloutEngine, make_engine, make_respond, respond
+from rlplus.rollout import Completion, Request, Respond, RolloutEngine, Sampling, make_engine, make_respond, respond
 from rlplus.trainer import Evaluate, Run
 from rlplus.trainer.ranks import initialize_distributed
 
@@ -72,11 +72,14 @@ def evaluate(
     graded, correct, statuses = list[int](), list[int](), Counter[str]()
     tokens, truncated, reward, seconds = 0, 0, 0.0, 0.0
     counts = [samples * example.rows for example in examples]
+    requests = [Request(e.prompt, count, max_tokens) for e, count in zip(examples, counts, strict=True)]
     for start, stop in _calls(counts, max_tokens):
         if kept is None or (call := kept.read(start, stop)) is None:
             began = time.monotonic()
-            options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed + start}
-            completions = _completions(respond, engine, examples[start:stop], counts[start:stop], options)
+            sampling = Sampling(temperature, seed + start)
+            completions = respond(engine, examples[start:stop], requests[start:stop], sampling)
+            if (got := [len(group) for group in completions]) != counts[start:stop]:
+                raise ValueError(f"want {counts[start:stop]} samples of the problems; {engine.name} gave {got}")
             answers = _answers(examples[start:stop], completions, scorer, decode)
             call = Call(time.monotonic() - began, [_graded(answer) for answer in answers])
             if kept is not None:
@@ -136,16 +139,6 @@ def _answers(
 def _graded(answer: Answer) -> Graded:
     score, completion = answer.score, answer.completion
     return Graded(score.value, score.status, len(completion.tokens), completion.truncated)
-
-
-def _completions(
-    respond: Respond, engine: RolloutEngine, examples: Sequence[Example], n: list[int], options: dict[str, Any]
-) -> list[list[Completion]]:
-    """The completions of each problem. ValueError unless the engine returned the requested number."""
-    groups = respond(engine, examples, n, **options)
-    if (got := [len(group) for group in groups]) != n:
-        raise ValueError(f"want {n} samples of the problems; {engine.name} gave {got}")
-    return groups
 
 
 def _calls(counts: Sequence[int], max_tokens: int) -> Iterator[tuple[int, int]]:
