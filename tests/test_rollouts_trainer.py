@@ -16,13 +16,13 @@ import rlplus.rollout.process_engine
 import rlplus.trainer.engine
 import rlplus.trainer.rollouts
 import rlplus.trainer.run
-from rlplus.evaluation import evaluate_model, evaluator
+from rlplus.evaluation import evaluate_model
 from rlplus.learner.policy import Policy, _buckets
 from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed
 from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.rollout.vllm_engine import VLLMEngine
-from rlplus.trainer import Run, train
+from rlplus.trainer import Run, evaluator, train
 
 
 @pytest.fixture

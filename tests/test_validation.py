@@ -12,13 +12,13 @@ from trainer_runs import metrics, run_config, write_task
 from rlplus import checkpoint
 from rlplus.cli import main
 from rlplus.config import BENCHMARKS, Config, DataConfig, ValidationConfig
+from rlplus.config.surroundings import surroundings
 from rlplus.data import Example
-from rlplus.evaluation import validator
 from rlplus.evaluation.known import is_test_benchmark, known_benchmarks
 from rlplus.report import load_run
 from rlplus.rollout import Completion, Request
-from rlplus.trainer import Run, train
-from rlplus.trainer.run_folder import read_state, surroundings
+from rlplus.trainer import Run, train, validator
+from rlplus.trainer.run_folder import read_state
 from rlplus.trainer.step import Step
 
 
