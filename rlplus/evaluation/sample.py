@@ -66,12 +66,11 @@ def evaluate(
     graded, correct, statuses = list[int](), list[int](), Counter[str]()
     tokens, truncated, reward, seconds = 0, 0, 0.0, 0.0
     counts = [samples * example.rows for example in examples]
-    requests = [Request(e.prompt, count, max_tokens) for e, count in zip(examples, counts, strict=True)]
     for start, stop in _calls(counts, max_tokens):
         if kept is None or (call := kept.read(start, stop)) is None:
             began = time.monotonic()
             sampling = Sampling(temperature, seed + start)
-            completions = _completions(respond, engine, examples[start:stop], requests[start:stop], sampling)
+            completions = _completions(respond, engine, examples[start:stop], counts[start:stop], max_tokens, sampling)
             answers = _answers(examples[start:stop], completions, scorer, decode)
             call = Call(time.monotonic() - began, [_graded(answer) for answer in answers])
             if kept is not None:
@@ -137,12 +136,14 @@ def _completions(
     respond: Respond,
     engine: RolloutEngine,
     examples: Sequence[Example],
-    requests: Sequence[Request],
+    n: list[int],
+    max_tokens: int,
     sampling: Sampling,
 ) -> list[list[Completion]]:
     """The completions of each problem. ValueError unless the engine returned the requested number."""
+    requests = [Request(example.prompt, count, max_tokens) for example, count in zip(examples, n, strict=True)]
     groups = respond(engine, examples, requests, sampling)
-    if (got := [len(group) for group in groups]) != (n := [request.n for request in requests]):
+    if (got := [len(group) for group in groups]) != n:
         raise ValueError(f"want {n} samples of the problems; {engine.name} gave {got}")
     return groups
 
