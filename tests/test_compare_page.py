@@ -1,6 +1,7 @@
 """The page of a comparison: what its intervals are over, and the plot of all methods' intervals."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,3 +74,21 @@ def test_the_plot_of_intervals_is_sorted_and_no_grid_line_crosses_a_label() -> N
     assert len(lines) == 5 * len(labels)
     for baseline in (float(y) for y, _ in labels):  # letters of 10.5 units, a quarter of them below the baseline
         assert not any(top < baseline + 2.6 and bottom > baseline - 8 for top, bottom in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        (None, "; got .*results.json: no such file .current directory: /"),
+        ("[]", ", in .*results.json; got '..', which is no object$"),
+        ('{"a": 1}', ", in .*results.json; got no comparison$"),
+        ('{"comparison": 3}', ", in .*results.json; got comparison: '3', which is no object$"),
+        ("{", ", in .*results.json; got Invalid JSON: "),
+    ],
+)
+def test_a_file_without_results_is_refused(tmp_path: Path, text: str | None, got: str) -> None:
+    path = tmp_path / "results.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=f"^want results, as `rlplus compare` writes them{got}"):
+        Results.load(path)

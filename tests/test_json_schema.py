@@ -11,28 +11,38 @@ from jsonschema import Draft202012Validator
 from run_files import MINIMAL, write_minimal
 
 from rlplus.algorithm import ALGORITHMS, RECIPES
+from rlplus.compare.comparison_schema import json_schema as comparison_schema
 from rlplus.config import load_config
 from rlplus.config.json_schema import json_schema
 from rlplus.config.loading import read_yaml
 
 FOLDER = Path(__file__).parent.parent / "configs"
-CONFIGS = sorted(FOLDER.glob("*.yaml"))
-SCHEMA = json_schema()
+CONFIGS, COMPARISONS = sorted(FOLDER.glob("*.yaml")), sorted((FOLDER / "compare").glob("*.yaml"))
+HEADER = "# yaml-language-server: $schema=schema.json\n"
+SCHEMA, COMPARISON = json_schema(), comparison_schema()
 
 
-def problems(values: Any) -> list[str]:
-    return [error.message for error in Draft202012Validator(SCHEMA).iter_errors(values)]
+def problems(values: Any, schema: dict[str, Any] = SCHEMA) -> list[str]:
+    return [error.message for error in Draft202012Validator(schema).iter_errors(values)]
 
 
-def test_the_committed_schema_is_that_of_the_types() -> None:
-    assert json.loads((FOLDER / "schema.json").read_text()) == SCHEMA, "want `make schema` after a change of the types"
-    Draft202012Validator.check_schema(SCHEMA)
+@pytest.mark.parametrize(("folder", "schema"), [(".", SCHEMA), ("compare", COMPARISON)], ids=["run", "comparison"])
+def test_the_committed_schema_is_that_of_the_types(folder: str, schema: dict[str, Any]) -> None:
+    committed = json.loads((FOLDER / folder / "schema.json").read_text())
+    assert committed == schema, "want `make schema` after a change of the types"
+    Draft202012Validator.check_schema(schema)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_shipped_configurations_are_valid_and_name_the_schema(path: Path) -> None:
     assert problems(read_yaml(path)) == []
-    assert path.read_text().startswith("# yaml-language-server: $schema=schema.json\n")
+    assert path.read_text().startswith(HEADER)
+
+
+@pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
+def test_shipped_comparisons_are_valid_and_name_their_schema(path: Path) -> None:
+    assert problems(read_yaml(path), COMPARISON) == []
+    assert path.read_text().startswith(HEADER)
 
 
 def test_every_value_that_a_run_writes_is_valid(tmp_path: Path) -> None:
@@ -48,11 +58,12 @@ def keys(schema: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[s
         yield from keys(section, f"{name}.")
 
 
-def test_every_key_and_section_is_documented() -> None:
-    found = dict(keys(SCHEMA))
-    assert len(found) > 100
+@pytest.mark.parametrize(("schema", "least"), [(SCHEMA, 100), (COMPARISON, 20)], ids=["run", "comparison"])
+def test_every_key_and_section_is_documented(schema: dict[str, Any], least: int) -> None:
+    found = dict(keys(schema))
+    assert len(found) > least
     for name, key in found.items():
-        section = SCHEMA["$defs"][key["$ref"].rpartition("/")[2]] if "$ref" in key else key
+        section = schema["$defs"][key["$ref"].rpartition("/")[2]] if "$ref" in key else key
         assert len(section.get("description", "")) >= 10, name
         assert "\n" not in section["description"], name
 
@@ -113,3 +124,27 @@ def test_registered_names_are_choices() -> None:
     assert algorithm["recipe"]["properties"]["name"]["enum"] == [*RECIPES]
     for name, options in RECIPES.items():
         assert problems(with_value("algorithm.recipe", {"name": name} | vars(options()))) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "right", "wrong"),
+    [
+        ("run", "demo.yaml", 1),
+        ("method", None, {}),
+        ("methods", {"A": {"preset": "grpo", "after": "B"}}, {"A": {"preset": "grop"}}),
+        ("methods", {}, {"A": {"preset": "grpo", "overides": {}}}),
+        ("studies", {"T": {"settings": ["x"], "methods": ["A"]}}, {"T": {"settings": ["x"], "methods": []}}),
+        ("studies", {"T": {"seeds": 3}}, {"T": {"seeds": 0}}),
+        ("search", {"rates": [1e-3, 3e-3]}, {"rates": [1e-3, 0]}),
+        ("search", {"seed": 1000}, {"seed": 999}),
+        ("settings", {"x": {"base": {"hidden": 48, "task": {"hard": 5}}}}, {"x": {"base": {"hiden": 48}}}),
+        ("settings", {"x": {"base": None}}, {"x": {"base": {"task": {"transfers": True}}}}),
+        ("settings", {"x": {"overrides": {"train.lr": 1}}}, {"x": {"base": {"seed": 0}}}),
+        ("settings", {"x": {"demonstrator": {"noise": 0.2}}}, {"x": {"demonstrator": {"nose": 0.2}}}),
+    ],
+)
+def test_mistakes_in_comparisons_are_found(key: str, right: Any, wrong: Any) -> None:
+    """`right` None: there is no such key."""
+    if right is not None:
+        assert problems({key: right}, COMPARISON) == []
+    assert problems({key: wrong}, COMPARISON) != []

@@ -102,7 +102,7 @@ def test_policy_loss_is_a_well_formed_torch_op(needs: list[bool], engine: bool, 
     each = 0.5 + inputs["token_weight"] if engine else None
     head = Head(**head_of(inputs), temperature=0.7, row_temperature=each)
     parts = head, TokenConstants(**{k: inputs[k] for k in names})
-    objective, options = EVERYTHING if engine else Objective(), library.Options(0.0, 400.0, backend)
+    objective, options = EVERYTHING if engine else Objective(), library.Options(0.0, 400.0, backend, "fast")
     torch.library.opcheck(library.linear_policy_loss, (None, needs, *library.pack(*parts, objective, options)))
 
 

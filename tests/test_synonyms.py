@@ -31,3 +31,16 @@ def test_paths_count_from_their_end_and_flags_lose_their_dashes() -> None:
     assert synonym("n-samples-per-prompt") == "OpenRLHF's n_samples_per_prompt is rollout.group_size here"
     assert synonym("kl_coef") == "here it is algorithm.objective.kl_coef"
     assert synonym("anything") is None
+
+
+def test_sizes_say_what_they_count() -> None:
+    """8 sequences a device are no 8 tokens, and a batch of 1024 completions no 1024 prompts."""
+    assert synonym("per_device_train_batch_size") == (
+        "TRL's per_device_train_batch_size is train.tokens_per_micro_batch here, in tokens"
+    )
+    assert synonym("data.train_batch_size") == "verl's data.train_batch_size is train.prompts_per_step here, in prompts"
+    assert synonym("mini_batch_size") == "here it is train.prompts_per_update, in prompts"
+
+
+def test_a_penalty_in_the_reward_is_not_one_in_the_loss() -> None:
+    assert synonym("algorithm.kl_ctrl.kl_coef") == ("verl's algorithm.kl_ctrl.kl_coef is algorithm.reward_kl_coef here")

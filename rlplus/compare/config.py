@@ -88,7 +88,9 @@ class Study(Section):
     """A table and its figures: methods in settings, over seeds."""
 
     settings: Annotated[list[str], Field(min_length=1)]
+    """Names of settings of the file."""
     methods: Annotated[list[Text], Field(min_length=1)]
+    """Names of methods of the file, or Base: the model before training."""
     seeds: Annotated[int, Field(ge=1, le=1000)] = 5
     """How many; studies with the same first seed share their runs."""
     first_seed: Annotated[int, Field(ge=0)] = 0
@@ -116,6 +118,7 @@ class Search(Section):
     """The learning rate of each method in each setting: the best of `rates` on one seed."""
 
     rates: Annotated[list[Positive], Field(min_length=2)]
+    """The learning rates to try, all different."""
     seed: Annotated[int, Field(ge=FIRST_SEARCHED)] = FIRST_SEARCHED
     """No study reports it."""
     share: Annotated[Fraction, Field(gt=0)] = 1 / 3
@@ -139,8 +142,11 @@ class Comparison(Section):
     overrides: Overrides = {}
     """Values of the training configuration for all runs, by dotted keys."""
     settings: dict[str, Setting] = {"": Setting()}
+    """By name; without any the training configuration has model and data, and the name is empty."""
     methods: dict[Text, Method] = {}
+    """By name, without commas."""
     studies: Annotated[dict[Text, Study], Field(min_length=1)]
+    """Tables and figures of the page, by title."""
     search: Search | None = None
     """None = train.lr of the training configuration, or of the method's overrides."""
 

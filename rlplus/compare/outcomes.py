@@ -78,12 +78,18 @@ class Results:
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a file of `save`. ValueError if it holds something else."""
+        if not path.is_file():
+            what = "it is a folder" if path.is_dir() else f"no such file (current directory: {Path.cwd()})"
+            raise ValueError(f"want results, as `rlplus compare` writes them; got {path}: {what}")
         try:
             return TypeAdapter(cls).validate_json(read_text(path))
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            got = f"no {where}" if first["type"] == "missing" else f"{where}: {first['msg']}".removeprefix(": ")
+            place = f"{where}: " if where else ""
+            got = f"no {where}" if first["type"] == "missing" else f"{place}{first['msg']}"
+            if first["type"] in ("dataclass_type", "model_type"):
+                got = f"{place}{str(first['input'])[:80]!r}, which is no object"
             raise ValueError(f"want results, as `rlplus compare` writes them, in {path}; got {got}") from error
 
 

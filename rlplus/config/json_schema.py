@@ -27,17 +27,17 @@ def json_schema() -> dict[str, Any]:
     schema = Config.model_json_schema()
     algorithm = schema["$defs"]["AlgorithmConfig"]["properties"]
     algorithm["preset"]["enum"] = [*ALGORITHMS]
-    algorithm["objective"] |= _options(Objective)
+    algorithm["objective"] |= options(Objective)
     algorithm["objective"]["properties"] |= {
         "internal": {"anyOf": [{"enum": [*INTERNAL]}, {"type": "string", "pattern": r"^[\w.]+:\w+$"}]},
         "external": {"enum": [*EXTERNAL]},
         "kl_estimator": {"enum": [*KL_ESTIMATORS]},
         "mismatch_mode": {"enum": [*MISMATCH_MODES]},
     }
-    algorithm["recipe"] |= _options(*RECIPES.values())
+    algorithm["recipe"] |= options(*RECIPES.values())
     algorithm["recipe"]["properties"] |= {"name": {"enum": [*RECIPES]}}
-    for name, options in (("refill", Refill), ("shaping", Shaping)):
-        algorithm[name]["anyOf"] = [{"type": "object"} | _options(options), {"type": "null"}]
+    for name, kind in (("refill", Refill), ("shaping", Shaping)):
+        algorithm[name]["anyOf"] = [{"type": "object"} | options(kind), {"type": "null"}]
     for name in ("EvaluationConfig", "ValidationConfig"):
         schema["$defs"][name]["properties"]["benchmarks"]["items"] = {"enum": [*BENCHMARKS]}
     stage = {key: {"$ref": f"#/properties/{key}"} for key in schema["properties"] if key != "output_dir"}
@@ -46,10 +46,10 @@ def json_schema() -> dict[str, Any]:
         "type": "array",
         "items": {"type": "object", "properties": stage, "additionalProperties": False},
     }
-    return dict(_tidy(schema)) | {"title": "A run of rlplus"}
+    return dict(tidy(schema)) | {"title": "A run of rlplus"}
 
 
-def _options(*kinds: type) -> dict[str, Any]:
+def options(*kinds: type) -> dict[str, Any]:
     """The fields of dataclasses, whose defaults are not those of every preset."""
     fields: dict[str, Any] = {}
     for kind in kinds:
@@ -59,14 +59,14 @@ def _options(*kinds: type) -> dict[str, Any]:
     return {"properties": fields, "additionalProperties": False}
 
 
-def _tidy(node: Any) -> Any:
+def tidy(node: Any) -> Any:
     """Without the titles that pydantic makes of names, what is required, and the defaults of whole sections."""
     if isinstance(node, list):
-        return [_tidy(part) for part in node]
+        return [tidy(part) for part in node]
     if not isinstance(node, dict):
         return node
     noise = {"title": str, "required": list, "default": dict}
-    kept = {key: _tidy(value) for key, value in node.items() if not isinstance(value, noise.get(key, ()))}
+    kept = {key: tidy(value) for key, value in node.items() if not isinstance(value, noise.get(key, ()))}
     if isinstance(text := kept.get("description"), str):
         kept["description"] = " ".join(text.split())
     return kept

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import fields
 from difflib import SequenceMatcher
 from pathlib import Path
 from types import NoneType
@@ -15,6 +16,7 @@ from rlplus.config.folders import DATA_SUFFIXES
 from rlplus.config.schema import Config
 from rlplus.config.synonyms import synonym
 from rlplus.errors import nearest
+from rlplus.loss.objective import Objective
 
 MAX_VALUES = 100_000  # of a configuration
 _NAMED = 4  # problems of a recorded one in a message
@@ -291,6 +293,8 @@ def _valid_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator
         yield f"{prefix}{name}"
         if inner := _section(field.annotation):
             yield from _valid_keys(inner, f"{prefix}{name}.")
+        if f"{prefix}{name}" == "algorithm.objective":
+            yield from (f"algorithm.objective.{option.name}" for option in fields(Objective))
 
 
 def _unknown_line(key: str, stage: str = "") -> str:

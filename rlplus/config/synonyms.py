@@ -78,8 +78,8 @@ VERL = {
     "actor.loss_agg_mode": "algorithm.reduction",
     "algorithm.adv_estimator": "algorithm.advantage",
     "algorithm.norm_adv_by_std_in_grpo": "algorithm.normalize_std",
+    "algorithm.kl_ctrl.kl_coef": "algorithm.reward_kl_coef",
     "algorithm.filter_groups.enable": "algorithm.refill",
-    "algorithm.gamma": "algorithm.recipe",
     "algorithm.lam": "algorithm.recipe",
     "model.enable_gradient_checkpointing": "model.gradient_checkpointing",
     "model.use_liger": "model.liger",
@@ -124,14 +124,21 @@ COMMON = {
     "bf16": "model.dtype",
 }
 
+# Sizes that others count in sequences or steps.
+COUNTED = {
+    "train.tokens_per_micro_batch": ", in tokens",
+    "train.prompts_per_step": ", in prompts",
+    "train.prompts_per_update": ", in prompts",
+}
+
 
 def synonym(key: str) -> str | None:
     """What an unknown key means elsewhere, as in "TRL's beta is algorithm.objective.kl_coef here"."""
     for name, here in VERL.items():
         if key == name or key.endswith(f".{name}"):
-            return f"verl's {name} is {here} here"
+            return f"verl's {name} is {here} here{COUNTED.get(here, '')}"
     last = key.rpartition(".")[2].lstrip("-").replace("-", "_")
     for trainer, names in (("TRL", TRL), ("OpenRLHF", OPENRLHF)):
         if last in names:
-            return f"{trainer}'s {last} is {names[last]} here"
-    return f"here it is {COMMON[last]}" if last in COMMON else None
+            return f"{trainer}'s {last} is {names[last]} here{COUNTED.get(names[last], '')}"
+    return f"here it is {COMMON[last]}{COUNTED.get(COMMON[last], '')}" if last in COMMON else None

@@ -37,11 +37,12 @@ def implementation(backend: str) -> ModuleType:
 
 
 class Options(NamedTuple):
-    """How the policy loss is computed; backend: its name, with the suffix "/least" for that module, or "/faster"."""
+    """How the policy loss is computed. memory: "fast", "least", or "faster", the one with less time by `cost`."""
 
     grad_filter: float
     scratch_bytes: float
     backend: str
+    memory: str
 
 
 FIELDS = {kind: tuple(kind.__annotations__) for kind in (Head, TokenConstants, Objective, Options)}
@@ -135,18 +136,18 @@ def linear_policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *argum
         _check_apart(weight_grad, arguments)
     head, constants, objective, options = _unpack(arguments, Head, TokenConstants, Objective, Options)
     check_policy_rows(head, constants, objective)
-    name, _, memory = options.backend.partition("/")
+    memory, blocks = options.memory, implementation(options.backend)
     if memory == "faster":
-        memory = faster_memory(head.shape, options.scratch_bytes).removeprefix("fast")
+        memory = faster_memory(head.shape, options.scratch_bytes)
 
     def compute(head: Head, *where: Any) -> tuple[Any, ...]:
         inputs = (head, constants, objective, options.grad_filter, options.scratch_bytes, *where)
-        if memory:
-            return least.policy_loss(implementation(name), *inputs)
-        out: tuple[Any, ...] = implementation(name).policy_loss(*inputs)
+        if memory == "least":
+            return least.policy_loss(blocks, *inputs)
+        out: tuple[Any, ...] = blocks.policy_loss(*inputs)
         return out
 
-    with full_precision(head.hidden.device), advising(name):
+    with full_precision(head.hidden.device), advising(options.backend):
         return _in_one_dtype(compute, head, list(needs), weight_grad)
 
 

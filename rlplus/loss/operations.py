@@ -127,7 +127,7 @@ def linear_policy_loss(
         library.check_policy_rows(head, constants, objective)
         loss, logprob, entropy, stats = reference.linear_policy_loss(head, constants, objective, grad_filter)
     else:
-        options = library.Options(float(grad_filter), scratch, backend if way == "fast" else f"{backend}/{way}")
+        options = library.Options(float(grad_filter), scratch, backend, way)
         loss, logprob, entropy, stats = _fused_policy_loss(head, constants, objective, options, weight_grad)
     return PolicyLoss(loss, logprob.detach().view(target.shape), entropy.detach().view(target.shape), stats)
 
@@ -201,8 +201,7 @@ def _fused_policy_loss(
     arguments = library.pack(head, constants, objective, options)
     with torch.no_grad():
         loss, logprob, entropy, sums, *gradients = library.linear_policy_loss(weight_grad, needs, *arguments)
-    kernels = options.backend.startswith("triton")
-    loss = library.attach_gradients(loss, *differentiable, *gradients, kernels)
+    loss = library.attach_gradients(loss, *differentiable, *gradients, options.backend == "triton")
     names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
     return loss, logprob, entropy, dict(zip(names, sums.unbind(), strict=True))
 

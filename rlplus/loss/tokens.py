@@ -32,6 +32,10 @@ class TokenConstants(NamedTuple):
     engine_logprob: Tensor | None = None
     entropy_weight: Tensor | None = None
 
+    def rows(self, index: slice) -> "TokenConstants":
+        """Those of some tokens."""
+        return TokenConstants(*(None if x is None else x[index] for x in self))  # type: ignore[arg-type]
+
 
 class TokenLoss(NamedTuple):
     """loss: weighted sum, 0-d. dlogprob, dentropy (N,): its derivatives. stats: 0-d sums and counts."""

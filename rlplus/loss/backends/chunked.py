@@ -58,7 +58,7 @@ def policy_loss(
     if scale is not None and weight_grad is not None:
         weight_grad.mul_(scale)  # a power of two: exact, and undone at the end
     for rows in _chunks(head, scratch_bytes):
-        part = TokenConstants(*(None if x is None else x[rows] for x in constants))  # type: ignore[arg-type]
+        part = constants.rows(rows)
         logp, p, logprob[rows], entropy[rows], slope = _statistics(head, rows, gradient)
         out = token_loss(logprob[rows], entropy[rows], part, objective)
         loss += out.loss

@@ -114,7 +114,7 @@ def policy_loss(
     loss, stats = head.hidden.new_zeros((), dtype=head.dtype), head.hidden.new_zeros(len(names), dtype=head.dtype)
 
     def slopes(rows: slice, logprob: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
-        part = TokenConstants(*(None if x is None else x[rows] for x in constants))  # type: ignore[arg-type]
+        part = constants.rows(rows)
         out = token_loss(logprob, entropy, part, objective)
         loss.add_(out.loss)
         stats.add_(torch.stack(list(out.stats.values())))
