@@ -51,13 +51,13 @@ def fail(monkeypatch: pytest.MonkeyPatch, *calls: int) -> list[int]:
     """The engine breaks in these calls of generate that ask for a batch, half-way and for good; returns the calls."""
     original, count = TransformersEngine._generate_batch, [0]
 
-    def breaking(engine: Any, prompts: Any, limits: Any, *rest: Any) -> Any:
-        if max(limits) > 2:  # not the probe
+    def breaking(engine: Any, batch: Any, sampling: Any) -> Any:
+        if max(request.max_tokens for request in batch) > 2:  # not the probe
             count[0] += 1
             if count[0] in calls:
                 engine._model = None
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return original(engine, prompts, limits, *rest)
+        return original(engine, batch, sampling)
 
     monkeypatch.setattr(TransformersEngine, "_generate_batch", breaking)
     return count

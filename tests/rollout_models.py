@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 from rlplus.config import RolloutConfig
-from rlplus.rollout import Completion, RolloutEngine, make_engine
+from rlplus.rollout import Completion, Request, RolloutEngine, make_engine
 
 EOS, PAD, VOCABULARY, MAX_MODEL_LEN = 1, 0, 48, 320
 PROMPTS = [[5, 9, 12], [7], [5, 9, 12, 30, 31, 22, 8, 2, 40]]
@@ -62,6 +62,10 @@ def start(kind: str, path: Path, **options: object) -> RolloutEngine:
         seed=0,
         **options,  # type: ignore[arg-type]
     )
+
+
+def requests(prompts: Sequence[Sequence[int]], n: Sequence[int], max_tokens: int) -> list[Request]:
+    return [Request(prompt, count, max_tokens) for prompt, count in zip(prompts, n, strict=True)]
 
 
 def logprobs(model: Qwen2ForCausalLM, prompt: Sequence[int], response: Sequence[int], temperature: float) -> Tensor:

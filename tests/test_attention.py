@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from causal_lms import make
-from rollout_models import PROMPTS, gap, start
+from rollout_models import PROMPTS, gap, requests, start
 from torch import Tensor
 
+from rlplus.rollout import Sampling
 from rlplus.rollout.attention import attend
 
 
@@ -55,6 +56,6 @@ def test_decoding_reads_shared_keys_in_place(tmp_path: Path, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-        groups = engine.generate(PROMPTS, [3, 2, 1], temperature=0.8, max_tokens=6, seed=0)
+        groups = engine.generate(requests(PROMPTS, [3, 2, 1], 6), Sampling(0.8, 0))
     assert {heads for tokens, heads in seen if tokens == 1} == {2}
     assert gap(model, groups, PROMPTS, 0.8) <= 1e-4

@@ -23,7 +23,7 @@ from rlplus.demo.task import draw_splits, make_tokenizer, write_jsonl
 from rlplus.evaluation import evaluate
 from rlplus.recipe import Batch, Recipe
 from rlplus.reward import Score
-from rlplus.rollout import Completion, Response, RunFailed, Sampler, make_respond
+from rlplus.rollout import Completion, Request, Response, RunFailed, Sampler, Sampling, make_respond
 from rlplus.trainer import Interrupted, Run, train
 
 END, CALL = 9, 7
@@ -36,15 +36,17 @@ class Script:
 
     answers: list[list[list[int]]]
     name: str = "script"
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    asked: list[Sequence[Request]] = field(default_factory=list)
+    sampled: list[Sampling] = field(default_factory=list)
 
-    def generate(self, prompts: Sequence[Sequence[int]], n: Sequence[int], **options: Any) -> list[list[Completion]]:
-        assert list(n) == [1] * len(prompts)
-        self.asked.append({"prompts": [list(p) for p in prompts]} | options)
-        ends = {END, *options["stop"]}
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+        assert all(request.n == 1 for request in requests)
+        self.asked.append(requests)
+        self.sampled.append(sampling)
+        ends = {END, *sampling.stop}
         groups = []
-        for tokens, limit in zip(self.answers.pop(0), options["max_tokens"], strict=True):
-            cut = tokens[:limit]
+        for tokens, request in zip(self.answers.pop(0), requests, strict=True):
+            cut = tokens[: request.max_tokens]
             groups.append([Completion(cut, [-0.5] * len(cut), truncated=cut[-1] not in ends)])
         return groups
 
@@ -71,11 +73,10 @@ def test_responses_go_on_until_they_end() -> None:
     assert (third.tokens, third.ended, third.truncated) == ([3] * 6, True, True)
     assert [p for p, on in zip(first.logprob, first.trained, strict=True) if on] == [-0.5] * 4
     assert sampler(responses) == []
-    assert script.asked[0]["max_tokens"] == [4, 4, 4]
-    assert script.asked[1]["prompts"] == [[1, 1, CALL, 5, 5], [3, 3, 3, 3, 3]]
-    assert script.asked[1]["max_tokens"] == [2, 2]
-    assert {call["temperature"] for call in script.asked} == {0.7}
-    assert len({call["seed"] for call in script.asked}) == 3
+    assert [request.max_tokens for request in script.asked[0]] == [4, 4, 4]
+    assert script.asked[1] == [Request([1, 1, CALL, 5, 5], 1, 2), Request([3, 3, 3, 3, 3], 1, 2)]
+    assert {sampling.temperature for sampling in script.sampled} == {0.7}
+    assert len({sampling.seed for sampling in script.sampled}) == 3
 
 
 def test_an_insertion_without_room_ends_the_response() -> None:
@@ -110,7 +111,7 @@ def test_thought_templates_are_inserted_one_after_the_other() -> None:
     assert short.tokens == [*texts[one[0]], 1, END]
     assert long.tokens == [*texts[two], 2, *texts[three], 3, 4, END]
     assert long.trained == [False, True, False, True, True, True]
-    assert [call["max_tokens"] for call in script.asked[:2]] == [[256, 256], [256]]
+    assert [[request.max_tokens for request in call] for call in script.asked[:2]] == [[256, 256], [256]]
 
 
 # ---- in a run
@@ -250,7 +251,7 @@ def test_what_cannot_be_trained_on_is_refused(name: str) -> None:
     respond = make_respond(f"rollout_functions:{name}", TOKENIZER, 14)
     engine: Any = Script([[[1, 2, END]] * 2])
     with pytest.raises(RunFailed, match=f"^rollout.function rollout_functions:{name}.*{FAULTS[name]}"):
-        respond(engine, tasks((1,), (2,)), [1, 1], temperature=1.0, max_tokens=8, seed=0)
+        respond(engine, tasks((1,), (2,)), [Request((1,), 1, 8), Request((2,), 1, 8)], Sampling(1.0, 0))
 
 
 def test_the_engines_own_failures_are_passed_on() -> None:
@@ -258,7 +259,7 @@ def test_the_engines_own_failures_are_passed_on() -> None:
     respond = make_respond("rollout_functions:echo", TOKENIZER, 14)
     broken: Any = Script([])
     with pytest.raises(IndexError, match="pop from empty list"):
-        respond(broken, tasks((1,)), [1], temperature=1.0, max_tokens=8, seed=0)
+        respond(broken, tasks((1,)), [Request((1,), 1, 8)], Sampling(1.0, 0))
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from rollout_models import PROMPTS, save, start, tiny_model
+from rollout_models import PROMPTS, requests, save, start, tiny_model
 from torch import Tensor
 
-from rlplus.rollout import RunFailed
+from rlplus.rollout import RunFailed, Sampling
 from rlplus.rollout.transformers_engine import BLOCK, draw
 
 
@@ -81,4 +81,4 @@ def test_logits_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
         engine.push_weights(model.named_parameters(), 1)
         for temperature in (1.0, 0.0):
             with pytest.raises(RunFailed, match="finite logprobs"):
-                engine.generate(PROMPTS, [2] * 3, temperature=temperature, max_tokens=4, seed=0)
+                engine.generate(requests(PROMPTS, [2] * 3, 4), Sampling(temperature, 0))

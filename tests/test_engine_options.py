@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engine_runs import changed
 from plan_cases import paper
-from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, gap, save, tiny_model
+from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, gap, requests, save, tiny_model
 from trainer_runs import run_config
 
 import rlplus.rollout
@@ -16,7 +16,7 @@ import rlplus.rollout.vllm_engine
 from rlplus.config import RolloutConfig, load_config
 from rlplus.config.rollout_section import OWNED
 from rlplus.plan import make_cluster, make_plan
-from rlplus.rollout import make_engine
+from rlplus.rollout import Sampling, make_engine
 from rlplus.trainer.run_folder import read_state
 
 DEFAULTS = {"enable_chunked_prefill", "max_num_batched_tokens", "use_tqdm_on_load"}  # of the trainer; a user may differ
@@ -126,7 +126,7 @@ def test_vllm_generates_the_same_with_other_options(tmp_path: Path) -> None:
         engine = start(tmp_path, mode, max_num_seqs=1, enable_prefix_caching=False)
         model = tiny_model(tied=False, seed=1)
         engine.push_weights(model.named_parameters(), 1)
-        groups = engine.generate(PROMPTS, [2] * len(PROMPTS), temperature=1.0, max_tokens=16, seed=0)
+        groups = engine.generate(requests(PROMPTS, [2] * len(PROMPTS), 16), Sampling(1.0, 0))
         assert gap(model, groups, PROMPTS, 1.0) <= 1e-4
         if mode == "colocated":
             settings = engine._llm.llm_engine.vllm_config

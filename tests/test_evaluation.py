@@ -25,7 +25,7 @@ from rlplus.evaluation.partial_samples import KeptCalls
 from rlplus.evaluation.sample import _calls
 from rlplus.evaluation.scorers import Scorers, reward_of
 from rlplus.reward import Score
-from rlplus.rollout import Completion
+from rlplus.rollout import Completion, Request, Sampling
 
 
 def test_save_and_load(tmp_path: Path) -> None:
@@ -93,16 +93,13 @@ class ScriptedEngine:
     """Answers prompt (p,) with p right ones among n; a right one is (1, eos), a wrong one (0, 0, 0, 0) truncated."""
 
     name: str = "scripted"
-    calls: list[dict[str, object]] = field(default_factory=list)
+    calls: list[tuple[Sequence[Request], Sampling]] = field(default_factory=list)
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], n: Sequence[int], *, temperature: float, max_tokens: int, seed: int
-    ) -> list[list[Completion]]:
-        options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
-        self.calls.append({"prompts": len(prompts), "n": list(n)} | options)
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+        self.calls.append((requests, sampling))
         right = Completion(tokens=[1, 9], logprob=[0.0] * 2, truncated=False)
         wrong = Completion(tokens=[0] * 4, logprob=[0.0] * 4, truncated=True)
-        return [[right] * prompt[0] + [wrong] * (count - prompt[0]) for prompt, count in zip(prompts, n, strict=True)]
+        return [[right] * r.prompt[0] + [wrong] * (r.n - r.prompt[0]) for r in requests]
 
     def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         raise NotImplementedError
@@ -143,9 +140,11 @@ def test_evaluate_counts(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     assert result.truncated_share == pytest.approx(0.5)
     assert result.pass_at(1).mean == pytest.approx(8 / 20)
     assert result.pass_at(4).mean == pytest.approx(3 / 5)
-    assert sum(int(str(call["prompts"])) for call in engine.calls) == 5
-    assert [call["seed"] for call in engine.calls] == ([5] if at_once == 4096 else [5, 7, 9])
-    assert all(call["temperature"] == 0.6 and call["max_tokens"] == 4 for call in engine.calls)
+    asked = [request for requests, _ in engine.calls for request in requests]
+    assert [(request.n, request.max_tokens) for request in asked] == [(4, 4)] * 5
+    assert [sampling for _, sampling in engine.calls] == [
+        Sampling(0.6, s) for s in ([5] if at_once == 4096 else [5, 7, 9])
+    ]
 
 
 @pytest.mark.parametrize("at_once", [4096, 13, 8, 1])
@@ -161,8 +160,8 @@ def test_repeated_rows_are_one_problem_with_more_samples(monkeypatch: pytest.Mon
     result = evaluate(engine, score, examples, spell, **options)  # type: ignore[arg-type]
     assert (result.problems, result.n, result.correct) == ((0, 1, 5), (12, 4, 8), (7, 2, 0))
     calls = {4096: [[12, 4, 8]], 13: [[12], [4, 8]], 8: [[12], [4], [8]], 1: [[12], [4], [8]]}
-    assert [call["n"] for call in engine.calls] == calls[at_once]
-    assert len({call["seed"] for call in engine.calls}) == len(engine.calls)
+    assert [[request.n for request in requests] for requests, _ in engine.calls] == calls[at_once]
+    assert len({sampling.seed for _, sampling in engine.calls}) == len(engine.calls)
     assert result.mean_response_length == pytest.approx((9 * 2 + 15 * 4) / 24)
     assert result.truncated_share == pytest.approx(15 / 24)
     assert result.pass_at(1).mean == pytest.approx((7 / 12 + 2 / 4 + 0) / 3)
@@ -207,15 +206,15 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(
     kept = KeptCalls(tmp_path / "new/evaluation-toy", 0, byte_tokenizer(), {"model": "here@a"})
 
     class Killed(ScriptedEngine):
-        def generate(self, *args: Any, **settings: Any) -> list[list[Completion]]:
+        def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
             if len(self.calls) == 2:
                 raise KeyboardInterrupt
-            return super().generate(*args, **settings)
+            return super().generate(requests, sampling)
 
     def seeds(kept: KeptCalls) -> list[object]:
         engine = ScriptedEngine()
         assert evaluate(engine, score, problems, spell, kept=kept, **options) == whole
-        return [call["seed"] for call in engine.calls]
+        return [sampling.seed for _, sampling in engine.calls]
 
     with pytest.raises(KeyboardInterrupt):
         evaluate(Killed(), score, problems, spell, kept=kept, **options)

@@ -13,9 +13,8 @@ from trainer_runs import metrics, run_config
 from rlplus import checkpoint
 from rlplus.config import Config
 from rlplus.errors import RunFailed, SharedFailure
-from rlplus.evaluation import evaluator
 from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import train
+from rlplus.trainer import evaluator, train
 from rlplus.trainer.metrics import RunLog
 from rlplus.trainer.rollouts import Rollouts
 

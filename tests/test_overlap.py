@@ -196,14 +196,14 @@ def test_the_batch_ahead_is_generated_while_the_policy_trains(tmp_path, in_threa
     original_generate, original_update = TransformersEngine._generate_batch, rlplus.learner.policy.Policy.accumulate
     meetings = []
 
-    def slow_generate(engine: Any, prompts: Any, limits: Any, *rest: Any) -> Any:
-        ahead = max(limits) > 2 and threading.current_thread() is not threading.main_thread()
-        if ahead:
+    def slow_generate(engine: Any, batch: Any, sampling: Any) -> Any:
+        probe = max(request.max_tokens for request in batch) == 2
+        if not probe and threading.current_thread() is not threading.main_thread():
             generating.set()
             assert update_seen.wait(processes.PATIENCE_S)
             generating.clear()
             update_seen.clear()
-        return original_generate(engine, prompts, limits, *rest)
+        return original_generate(engine, batch, sampling)
 
     def update(policy: Any, batches: Any, *rest: Any) -> Any:
         if not update_seen.is_set():
@@ -261,11 +261,11 @@ def test_an_engine_killed_ahead_costs_no_step(tmp_path, monkeypatch, kind):
     original = rlplus.rollout.process_engine.ProcessEngine.generate
     killed = []
 
-    def generate_and_kill(engine: Any, *args: Any, **options: Any) -> Any:
+    def generate_and_kill(engine: Any, *args: Any) -> Any:
         if threading.current_thread() is not threading.main_thread() and not killed:
             killed.append(engine)
             threading.Timer(0.02, os.kill, (engine.pid, signal.SIGKILL)).start()
-        return original(engine, *args, **options)
+        return original(engine, *args)
 
     monkeypatch.setattr(rlplus.rollout.process_engine.ProcessEngine, "generate", generate_and_kill)
     broken = train(overlapping(tmp_path, "broken", 3, rollout=engine))

@@ -118,8 +118,8 @@ def test_a_prompt_without_a_demonstration_has_no_prefix(run: Run, tmp_path: Path
 class Echo:
     """An engine whose responses are as long as they may be; it notes what it is asked."""
 
-    def generate(self, prompts: Any, n: Any, *, temperature: float, max_tokens: Any, seed: int) -> Any:
-        self.asked = [*zip(prompts, n, max_tokens, strict=True)]
+    def generate(self, requests: Any, sampling: Any) -> Any:
+        self.asked = [(request.prompt, request.n, request.max_tokens) for request in requests]
         return [
             [Completion([100 + i + j] * limit, [-0.5] * limit, True) for j in range(count)]
             for i, (_, count, limit) in enumerate(self.asked)

@@ -10,9 +10,10 @@ from typing import Any
 
 import processes
 import pytest
-from rollout_models import PROMPTS, save, start, tiny_model
+from rollout_models import PROMPTS, requests, save, start, tiny_model
 
 import rlplus.rollout.process_engine
+from rlplus.rollout import Sampling
 from rlplus.rollout.clock import Clock
 from rlplus.rollout.process_engine import POLL_S, ProcessEngine, _EngineDied, _Heartbeat
 
@@ -41,7 +42,7 @@ def test_each_token_is_progress(tmp_path: Path, kind: str) -> None:
     try:
         engine.push_weights(model.named_parameters(), 1)
         engine.clock = Ticks()
-        groups = engine.generate(PROMPTS, [2, 2, 2], temperature=1.0, max_tokens=64, seed=0)
+        groups = engine.generate(requests(PROMPTS, [2, 2, 2], 64), Sampling(1.0, 0))
     finally:
         engine.close()
     longest = max(len(c.tokens) for group in groups for c in group)

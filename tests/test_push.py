@@ -14,13 +14,13 @@ from typing import Any
 import processes
 import pytest
 import torch
-from rollout_models import EOS, PAD, PROMPTS, save, start, tiny_model
+from rollout_models import EOS, PAD, PROMPTS, requests, save, start, tiny_model
 from torch import Tensor
 
 import rlplus.rollout.clock
 import rlplus.rollout.vllm_engine
 from rlplus.config import RolloutConfig
-from rlplus.rollout import RolloutEngine, RunFailed, make_engine
+from rlplus.rollout import RolloutEngine, RunFailed, Sampling, make_engine
 from rlplus.rollout.push import watched
 
 SHAPES = {"first": torch.Size([2]), "second": torch.Size([3])}
@@ -67,7 +67,7 @@ def test_a_parameter_that_does_not_come_is_named(tmp_path: Path, clock: HangCloc
         engine.push_weights(hanging(), 7)
     clock.began = None
     with pytest.raises(RuntimeError, match="push of version 7 failed half-way"):
-        engine.generate(PROMPTS, [1, 1, 1], temperature=1.0, max_tokens=1, seed=0)
+        engine.generate(requests(PROMPTS, [1, 1, 1], 1), Sampling(1.0, 0))
     engine.push_weights(model.named_parameters(), 8)
     engine.close()
 
@@ -283,7 +283,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
 
 
 def generate(engine: RolloutEngine) -> Any:
-    return engine.generate(PROMPTS, [1, 1, 1], temperature=1.0, max_tokens=8, seed=0)
+    return engine.generate(requests(PROMPTS, [1, 1, 1], 8), Sampling(1.0, 0))
 
 
 def test_sleep_and_wake_in_order(recorded: tuple[RolloutEngine, OrderedLLM, Any]) -> None:

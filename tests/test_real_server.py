@@ -9,12 +9,12 @@ from typing import Any
 
 import processes
 import pytest
-from rollout_models import MAX_MODEL_LEN, PROMPTS, gap, save, start, tiny_model
+from rollout_models import MAX_MODEL_LEN, PROMPTS, gap, requests, save, start, tiny_model
 from servers import Server, metric
 from test_rollout_server import ask, connect
 
 import rlplus.rollout.server_engine
-from rlplus.rollout import RolloutEngine, RunFailed
+from rlplus.rollout import RolloutEngine, RunFailed, Sampling
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -52,7 +52,7 @@ def check_that_it_drops_what_nobody_waits_for(server: Server, engine: RolloutEng
     names = ("vllm:generation_tokens_total", "vllm:request_success_total")
 
     def question() -> Any:
-        return engine.generate([[5, 9]] * 64, [4] * 64, temperature=2.0, max_tokens=300, seed=0)
+        return engine.generate(requests([[5, 9]] * 64, [4] * 64, 300), Sampling(2.0, 0))
 
     def interrupt() -> None:
         processes.wait_until(lambda: metric(server, names[0]) != before[0])
@@ -68,7 +68,7 @@ def check_that_it_drops_what_nobody_waits_for(server: Server, engine: RolloutEng
     assert tokens < sum(len(c.tokens) for group in whole for c in group)
     assert ended < 4 * 64
     with pytest.raises(RunFailed, match=r"refused: POST .* was answered with 400: temperature must be in \[0, 2\]"):
-        engine.generate(PROMPTS, [1, 1, 1], temperature=3.0, max_tokens=4, seed=0)
+        engine.generate(requests(PROMPTS, [1, 1, 1], 4), Sampling(3.0, 0))
 
 
 def check_that_a_stopped_engine_is_noticed(server: Server, engine: Any) -> None:

@@ -16,9 +16,9 @@ from trainer_runs import environment, metrics, run_config
 
 from rlplus import checkpoint
 from rlplus.cli import main
-from rlplus.config import Config
+from rlplus.config import Config, surroundings
 from rlplus.learner.pretrained import weights_fingerprint
-from rlplus.trainer import Interrupted, Run, run_folder, train
+from rlplus.trainer import Interrupted, Run, train
 from rlplus.trainer.step import Step
 
 
@@ -202,8 +202,8 @@ def test_other_software_is_said(tmp_path, monkeypatch, capsys):
         return {}
 
     train(config, evaluate=edit)
-    version = run_folder.version
-    monkeypatch.setattr(run_folder, "version", lambda name: "99.0" if name == "deepspeed" else version(name))
+    version = surroundings.version
+    monkeypatch.setattr(surroundings, "version", lambda name: "99.0" if name == "deepspeed" else version(name))
     capsys.readouterr()
     train(changed(config, "train", steps=2), resume=True)
     said = capsys.readouterr().err.replace("\n", " ")

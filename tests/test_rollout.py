@@ -21,13 +21,14 @@ from rollout_models import (
     gap,
     global_state,
     logprobs,
+    requests,
     save,
     start,
     tiny_model,
 )
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from rlplus.rollout import Completion, RolloutEngine
+from rlplus.rollout import Completion, Request, RolloutEngine, Sampling
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Case:
         self, n: int = 4, seed: int = 3, temperature: float = 1.0, max_tokens: int = 16
     ) -> list[list[Completion]]:
         counts = [n] * len(PROMPTS)
-        return self.engine.generate(PROMPTS, counts, temperature=temperature, max_tokens=max_tokens, seed=seed)
+        return self.engine.generate(requests(PROMPTS, counts, max_tokens), Sampling(temperature, seed))
 
 
 @pytest.fixture(
@@ -65,7 +66,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     engine.close()
     engine.close()  # twice is harmless
     with pytest.raises(RuntimeError, match="closed"):
-        engine.generate(PROMPTS, [1, 1, 1], temperature=1.0, max_tokens=1, seed=0)
+        engine.generate(requests(PROMPTS, [1, 1, 1], 1), Sampling(1.0, 0))
     assert not dist.is_initialized(), "the engine's own process group is gone with it"
 
 
@@ -81,7 +82,7 @@ def test_one_step_frequencies_match_the_softmax(case: Case) -> None:
     """Pearson's chi-square, at most 5 deviations up, over the children of one prompt and over equal prompts."""
     draws, prompt = 1500, PROMPTS[0]
     for prompts, n in (([prompt], [draws]), ([prompt] * draws, [1] * draws)):
-        groups = case.engine.generate(prompts, n, temperature=0.8, max_tokens=1, seed=11)
+        groups = case.engine.generate(requests(prompts, n, 1), Sampling(0.8, 11))
         counts = Counter(c.tokens[0] for group in groups for c in group)
         expected = logprobs(case.model, prompt, [0], 0.8)[0].exp().double() * draws
         frequent = expected >= 5
@@ -111,26 +112,26 @@ def test_seed_decides_and_every_response_has_its_own_noise(case: Case) -> None:
     first = case.sample(seed=3)
     assert case.sample(seed=3) == first
     assert case.sample(seed=4) != first
-    twins = case.engine.generate([PROMPTS[0]] * 3, [4] * 3, temperature=1.0, max_tokens=16, seed=3)
+    twins = case.engine.generate(requests([PROMPTS[0]] * 3, [4] * 3, 16), Sampling(1.0, 3))
     responses = [tuple(c.tokens) for group in twins for c in group]
     assert len(set(responses)) == len(responses)
     # The seeds of neighbouring steps share nothing either.
-    later = case.engine.generate([PROMPTS[0]] * 3, [4] * 3, temperature=1.0, max_tokens=16, seed=4)
+    later = case.engine.generate(requests([PROMPTS[0]] * 3, [4] * 3, 16), Sampling(1.0, 4))
     assert not set(responses) & {tuple(c.tokens) for group in later for c in group}
 
 
 def test_n_differs_by_prompt(case: Case) -> None:
-    groups = case.engine.generate(PROMPTS, [3, 0, 1], temperature=1.0, max_tokens=8, seed=0)
+    groups = case.engine.generate(requests(PROMPTS, [3, 0, 1], 8), Sampling(1.0, 0))
     assert [len(group) for group in groups] == [3, 0, 1]
     assert gap(case.model, groups, PROMPTS, 1.0) <= 1e-4  # each group belongs to its prompt
-    assert case.engine.generate(PROMPTS, [0, 0, 0], temperature=1.0, max_tokens=8, seed=0) == [[], [], []]
-    assert case.engine.generate([], [], temperature=1.0, max_tokens=8, seed=0) == []
+    assert case.engine.generate(requests(PROMPTS, [0, 0, 0], 8), Sampling(1.0, 0)) == [[], [], []]
+    assert case.engine.generate(requests([], [], 8), Sampling(1.0, 0)) == []
 
 
 def test_more_prompt_tokens_than_one_pass_takes(case: Case) -> None:
     """vLLM would split a prompt between two passes, and fails on the CPU when that one is seeded."""
     prompts = [[1 + (i + j) % 40 for j in range(30)] for i in range(150)]  # 4500 tokens; a pass takes 4096
-    groups = case.engine.generate(prompts, [1] * 150, temperature=1.0, max_tokens=2, seed=0)
+    groups = case.engine.generate(requests(prompts, [1] * 150, 2), Sampling(1.0, 0))
     assert gap(case.model, groups, prompts, 1.0) < 1e-4
 
 
@@ -148,7 +149,8 @@ def test_stop_token_is_kept_and_truncation_is_told(case: Case) -> None:
 
 def test_each_prompt_has_a_limit_and_every_stop_token_ends_a_response(case: Case) -> None:
     ends, limits = (EOS, 20), [3, 16, 9]
-    groups = case.engine.generate(PROMPTS, [20] * 3, temperature=1.0, max_tokens=limits, seed=3, stop=[20])
+    asked = [Request(prompt, 20, limit) for prompt, limit in zip(PROMPTS, limits, strict=True)]
+    groups = case.engine.generate(asked, Sampling(1.0, 3, [20]))
     for group, limit in zip(groups, limits, strict=True):
         for c in group:
             assert not set(ends) & set(c.tokens[:-1])
@@ -178,23 +180,21 @@ def test_global_state_is_undisturbed(case: Case) -> None:
 
 
 def test_refuses_bad_requests_before_generating(case: Case) -> None:
-    def refused(message: str, prompts: list[list[int]], n: list[int], **options: object) -> None:
-        settings = {"temperature": 1.0, "max_tokens": 8, "seed": 0} | options
+    def refused(message: str, *asked: Request, temperature: float = 1.0, stop: Sequence[int] = ()) -> None:
         with pytest.raises(ValueError, match=message):
-            case.engine.generate(prompts, n, **settings)  # type: ignore[arg-type]
+            case.engine.generate(asked, Sampling(temperature, 0, stop))
 
-    refused("prompt 1 has 313", [[5], [5] * 313], [1, 1])
-    refused("prompt 0 has 0", [[]], [1])
-    refused("token ids from 0 to 47; prompt 0 has 5 to 48", [[5, 48]], [1])
-    refused("one count of at least 0 for each of 1 prompts", [[5]], [1, 1])
-    refused("one count of at least 0", [[5]], [-1])
-    refused("max_tokens of at least 1", [[5]], [1], max_tokens=0)
-    refused("prompt 1 has 312", [[5], [5] * 312], [1, 1], max_tokens=[8, 9])
-    refused("one max_tokens, or one for each of 1 prompts; got 2", [[5]], [1], max_tokens=[8, 8])
-    refused("stop token ids from 0 to 47; got .48.", [[5]], [1], stop=[48])
+    sound = Request([5], 1, 8)
+    refused("prompt 1 has 313", sound, Request([5] * 313, 1, 8))
+    refused("prompt 0 has 0", Request([], 1, 8))
+    refused("token ids from 0 to 47; prompt 0 has 5 to 48", Request([5, 48], 1, 8))
+    refused("want n of at least 0 and max_tokens of at least 1; request 1 has -1 and 8", sound, Request([5], -1, 8))
+    refused("want n of at least 0 and max_tokens of at least 1; request 0 has 1 and 0", Request([5], 1, 0))
+    refused("prompt 1 has 312", sound, Request([5] * 312, 1, 9))
+    refused("stop token ids from 0 to 47; got .48.", sound, stop=[48])
     for temperature in (-1.0, 0.005, math.nan, math.inf):
-        refused("temperature of 0 .greedy. or at least 0.01", [[5]], [1], temperature=temperature)
-    groups = case.engine.generate([[5] * 312], [1], temperature=1.0, max_tokens=8, seed=0)  # the longest that fits
+        refused("temperature of 0 .greedy. or at least 0.01", sound, temperature=temperature)
+    groups = case.engine.generate(requests([[5] * 312], [1], 8), Sampling(1.0, 0))  # the longest that fits
     assert gap(case.model, groups, [[5] * 312], 1.0) <= 1e-4
 
 
@@ -215,7 +215,7 @@ def test_keys_and_values_of_old_weights_are_not_used(case: Case) -> None:
     prompt = [2 + i * i % 46 for i in range(300)]
     for version, model in enumerate([case.model, changed, case.model], start=1):
         case.engine.push_weights(model.named_parameters(), version)
-        groups = case.engine.generate([prompt], [4], temperature=1.0, max_tokens=8, seed=0)
+        groups = case.engine.generate(requests([prompt], [4], 8), Sampling(1.0, 0))
         assert gap(model, groups, [prompt], 1.0) <= 1e-4
 
 
@@ -288,7 +288,7 @@ def test_vllm_takes_tied_weights_in_a_class_without_lm_head(tmp_path: Path) -> N
         for version, current in enumerate((old, new)):
             if version:
                 engine.push_weights(current.named_parameters(), version)
-            groups = engine.generate(PROMPTS, [2] * len(PROMPTS), temperature=1.0, max_tokens=8, seed=3)
+            groups = engine.generate(requests(PROMPTS, [2] * len(PROMPTS), 8), Sampling(1.0, 3))
             assert gap(current, groups, PROMPTS, 1.0) < 1e-4
     finally:
         engine.close()
@@ -314,7 +314,7 @@ def check_config_path(kind: str, path: Path, model: Qwen2ForCausalLM) -> None:
     changed.load_state_dict(model.state_dict())
     engine = start(kind, path, config_path=str(path / "changed"))
     try:
-        groups = engine.generate(PROMPTS, [2, 2, 2], temperature=1.0, max_tokens=16, seed=0)
+        groups = engine.generate(requests(PROMPTS, [2, 2, 2], 16), Sampling(1.0, 0))
     finally:
         engine.close()
     assert gap(changed, groups, PROMPTS, 1.0) <= 1e-4
@@ -334,12 +334,12 @@ def test_transformers_batches_are_bounded_by_the_cache(tmp_path: Path, monkeypat
     sizes: list[int] = []
     original = engine._generate_batch  # type: ignore[attr-defined]
 
-    def counted(prompts: Sequence[Sequence[int]], *rest: float) -> list[Completion]:
-        sizes.append(len(prompts))
-        return original(prompts, *rest)
+    def counted(batch: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        sizes.append(len(batch))
+        return original(batch, sampling)
 
     monkeypatch.setattr(engine, "_generate_batch", counted)
-    groups = engine.generate(PROMPTS, [40, 41, 42], temperature=1.0, max_tokens=16, seed=0)
+    groups = engine.generate(requests(PROMPTS, [40, 41, 42], 16), Sampling(1.0, 0))
     # 2 (keys, values) * 2 layers * 1 head * 32 * 4 bytes a token, 25 tokens at most, and 16 bytes of each of 48 logits.
     limit = 2**20 // (25 * 512 + 16 * 48)
     assert max(sizes) == limit
@@ -355,7 +355,7 @@ def test_transformers_processes_a_prompt_once_and_ended_responses_no_more(tmp_pa
     shapes: list[tuple[int, ...]] = []
     layer = engine._model.model.embed_tokens  # type: ignore[attr-defined]
     layer.register_forward_pre_hook(lambda module, arguments: shapes.append(tuple(arguments[0].shape)))
-    groups = engine.generate([*PROMPTS, PROMPTS[0]], [3, 1, 2, 2], temperature=1.0, max_tokens=12, seed=0)
+    groups = engine.generate(requests([*PROMPTS, PROMPTS[0]], [3, 1, 2, 2], 12), Sampling(1.0, 0))
     lengths = [len(completion.tokens) for group in groups for completion in group]
     assert min(lengths) < 12, "a seed with a response that ends early"
     going = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
@@ -374,7 +374,7 @@ def test_transformers_generates_with_other_models(family: str, prompts: list[lis
     engine = start("transformers", tmp_path)
     n = [3, 4, 2][: len(prompts)]
     stop = tuple(range(10, 20))
-    groups = engine.generate(prompts, n, temperature=0.8, max_tokens=20, seed=0, stop=stop)
+    groups = engine.generate(requests(prompts, n, 20), Sampling(0.8, 0, stop))
     assert [len(group) for group in groups] == n
     assert len({len(completion.tokens) for group in groups for completion in group}) > 1, "responses that end early"
     assert gap(model, groups, prompts, 0.8) <= 1e-4

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import processes
 import pytest
-from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, gap, save, start, tiny_model
+from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, gap, requests, save, start, tiny_model
 from transformers import Qwen2ForCausalLM
 
 import rlplus.rollout.process_engine
 from rlplus.config import RolloutConfig
-from rlplus.rollout import RolloutEngine, RunFailed, make_engine
+from rlplus.rollout import RolloutEngine, RunFailed, Sampling, make_engine
 from rlplus.rollout.process_engine import ProcessEngine, _EngineDied, _limit
 from rlplus.rollout.push import WeightFiles
 
@@ -47,7 +47,7 @@ def start_process(kind: str, path: Path, **changes: object) -> ProcessEngine:
 
 
 def ask(engine: RolloutEngine, n: int = 4) -> object:
-    return engine.generate(PROMPTS, [n] * 3, temperature=1.0, max_tokens=64, seed=3)
+    return engine.generate(requests(PROMPTS, [n] * 3, 64), Sampling(1.0, 3))
 
 
 def killed_when_busy(engine: ProcessEngine, delay_s: float) -> threading.Thread:
@@ -112,7 +112,7 @@ def test_death_in_a_push_and_refusals(shared: tuple[Path, Qwen2ForCausalLM], mon
     engine = start_process("transformers", path)
     try:
         with pytest.raises(ValueError, match="prompt 0 has 0"):
-            engine.generate([[]], [1], temperature=1.0, max_tokens=8, seed=0)
+            engine.generate(requests([[]], [1], 8), Sampling(1.0, 0))
         with pytest.raises(ValueError, match=r"1 did not come: lm_head\.weight"):
             engine.push_weights([(n, p) for n, p in model.named_parameters() if n != "lm_head.weight"], 1)
         assert engine.restarts == 0, "a refusal is no death"
@@ -299,7 +299,7 @@ def test_a_dead_engine_whose_pipe_is_still_held_is_noticed(tmp_path: Path, monke
         os.kill(engine.pid, signal.SIGKILL)
         time.sleep(0.5)
         prompts = [PROMPTS[0]] * 20_000  # more than the buffer of a pipe
-        answers = engine.generate(prompts, [0] * (len(prompts) - 1) + [1], temperature=1.0, max_tokens=2, seed=0)
+        answers = engine.generate(requests(prompts, [0] * (len(prompts) - 1) + [1], 2), Sampling(1.0, 0))
         assert len(answers[-1]) == 1
         assert engine.restarts == 1
     finally:

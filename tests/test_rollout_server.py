@@ -13,12 +13,12 @@ from typing import Any
 import processes
 import pytest
 import torch
-from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, save, tiny_model
+from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, requests, save, tiny_model
 from servers import FakeServer
 
 import rlplus.rollout.server_engine
 from rlplus.config import RolloutConfig
-from rlplus.rollout import RolloutEngine, RunFailed, make_engine
+from rlplus.rollout import RolloutEngine, RunFailed, Sampling, make_engine
 
 
 def connect(url: str, path: Path, **changes: Any) -> RolloutEngine:
@@ -37,7 +37,7 @@ def connect(url: str, path: Path, **changes: Any) -> RolloutEngine:
 
 
 def ask(engine: RolloutEngine, seed: int = 3) -> Any:
-    return engine.generate(PROMPTS, [4, 0, 2], temperature=0.7, max_tokens=16, seed=seed)
+    return engine.generate(requests(PROMPTS, [4, 0, 2], 16), Sampling(0.7, seed))
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_what_is_asked_and_what_is_pushed(fake: FakeServer, tmp_path: Path) -> N
     assert first["ignore_eos"]
     assert first["stop_token_ids"] == [EOS]
     with pytest.raises(ValueError, match="at most 4 responses a prompt"):
-        engine.generate([PROMPTS[0]], [5], temperature=1.0, max_tokens=4, seed=0)
+        engine.generate(requests([PROMPTS[0]], [5], 4), Sampling(1.0, 0))
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         ask(engine)

@@ -15,6 +15,7 @@ from rollout_models import (
     PROMPTS,
     gap,
     global_state,
+    requests,
     save,
     start,
     tiny_model,
@@ -22,7 +23,7 @@ from rollout_models import (
 
 import rlplus.rollout
 from rlplus.config import RolloutConfig
-from rlplus.rollout import Completion, check_logprobs, checked_weights, make_engine
+from rlplus.rollout import Completion, Sampling, check_logprobs, checked_weights, make_engine
 
 
 def test_checked_weights() -> None:
@@ -143,7 +144,7 @@ def _rank(kind: str, path: Path) -> None:
         prompts = PROMPTS[rank:]  # ranks have different work
         for model in (old, new):
             engine.push_weights(model.named_parameters(), 1)
-            groups = engine.generate(prompts, [2] * len(prompts), temperature=1.0, max_tokens=16, seed=rank)
+            groups = engine.generate(requests(prompts, [2] * len(prompts), 16), Sampling(1.0, rank))
             gaps.append(gap(model, groups, prompts, 1.0))
             tokens.append([c.tokens for group in groups for c in group])
         engine.close()

@@ -16,13 +16,13 @@ import rlplus.rollout.process_engine
 import rlplus.trainer.engine
 import rlplus.trainer.rollouts
 import rlplus.trainer.run
-from rlplus.evaluation import evaluate_model, evaluator
+from rlplus.evaluation import evaluate_model
 from rlplus.learner.policy import Policy, _buckets
 from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed
 from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.rollout.vllm_engine import VLLMEngine
-from rlplus.trainer import Run, train
+from rlplus.trainer import Run, evaluator, train
 
 
 @pytest.fixture
@@ -271,12 +271,12 @@ from rlplus.config import load_config
 from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import run, train
 original, calls = TransformersEngine.generate, []
-def generate(engine, *args, **options):
-    if options["max_tokens"] != 2:  # not the probe
+def generate(engine, requests, sampling):
+    if requests[0].max_tokens != 2:  # not the probe
         calls.append(1)
         if len(calls) == 2 and run.dist.get_rank() == 1:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-    return original(engine, *args, **options)
+    return original(engine, requests, sampling)
 TransformersEngine.generate = generate
 def make(config, *rest, seed, **settings):
     return TransformersEngine(config, *rest, **settings)

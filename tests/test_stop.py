@@ -35,7 +35,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, place: str, occasion: int) -> None:
     original, occasions = getattr(owner, name), []
 
     def killing(self: Any, *args: Any, **options: Any) -> Any:
-        if place != "generate" or max(args[1]) > 2:  # not the probe
+        if place != "generate" or max(request.max_tokens for request in args[0]) > 2:  # not the probe
             occasions.append(1)
             if len(occasions) == occasion:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -235,12 +235,12 @@ from rlplus.config import load_config
 from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import Interrupted, run, train
 original, calls = TransformersEngine._generate_batch, []
-def generate(engine, prompts, limits, *rest):
-    if max(limits) > 2:  # not the probe
+def generate(engine, batch, sampling):
+    if max(request.max_tokens for request in batch) > 2:  # not the probe
         calls.append(1)
         if len(calls) == 2 and run.dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-    return original(engine, prompts, limits, *rest)
+    return original(engine, batch, sampling)
 TransformersEngine._generate_batch = generate
 try:
     train(load_config(sys.argv[1]))

@@ -12,13 +12,13 @@ from trainer_runs import metrics, run_config, write_task
 from rlplus import checkpoint
 from rlplus.cli import main
 from rlplus.config import BENCHMARKS, Config, DataConfig, ValidationConfig
+from rlplus.config.surroundings import surroundings
 from rlplus.data import Example
-from rlplus.evaluation import validator
 from rlplus.evaluation.known import is_test_benchmark, known_benchmarks
 from rlplus.report import load_run
-from rlplus.rollout import Completion
-from rlplus.trainer import Run, train
-from rlplus.trainer.run_folder import read_state, surroundings
+from rlplus.rollout import Completion, Request
+from rlplus.trainer import Run, train, validator
+from rlplus.trainer.run_folder import read_state
 from rlplus.trainer.step import Step
 
 
@@ -54,11 +54,13 @@ def test_the_mean_reward_is_that_of_all_samples(tmp_path: Path) -> None:
     """Of two benchmarks of different sizes; a reward need not be 0 or 1. Right is what has 1."""
     graded: list[float] = []
 
-    def respond(engine: Any, examples: Sequence[Example], n: Sequence[int], **_: Any) -> list[list[Completion]]:
+    def respond(
+        engine: Any, examples: Sequence[Example], requests: Sequence[Request], sampling: Any
+    ) -> list[list[Completion]]:
         """Responses that come with their rewards, as those of rollout.function may."""
         groups = []
-        for count in n:
-            rewards = [(len(graded) + i) % 5 / 4 for i in range(count)]
+        for request in requests:
+            rewards = [(len(graded) + i) % 5 / 4 for i in range(request.n)]
             graded.extend(rewards)
             groups.append([Completion([1], [0.0], False, reward=reward) for reward in rewards])
         return groups

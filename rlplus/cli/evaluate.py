@@ -68,8 +68,9 @@ def run(args: argparse.Namespace) -> None:
 def _evaluate(config: "Config", model: str | None, output: Path, overwrite: bool, own: bool) -> None:
     """Evaluate until a signal comes, print the table and write the results. own: of a model without a configuration."""
     from rlplus.common.terminal import Terminal, counter
-    from rlplus.config import SAMPLES
+    from rlplus.config import SAMPLES, check_evaluation_files
     from rlplus.evaluation import evaluate_model, result_table, save_results
+    from rlplus.trainer.ranks import initialize_distributed
     from rlplus.trainer.stop import ended_by_signals
 
     main, say = int(os.environ.get("RANK", 0)) == 0, Terminal(stderr=True).print
@@ -93,6 +94,9 @@ def _evaluate(config: "Config", model: str | None, output: Path, overwrite: bool
 
     try:
         with counter("problems evaluated:", quiet=not main) as progress, ended_by_signals(say, left):
+            if os.environ.get("WORLD_SIZE", "1") != "1":
+                check_evaluation_files(config, model)  # before it waits for other ranks
+                initialize_distributed(config.train.collective_timeout_s)
             evaluate_model(config, model, advance, output, overwrite=overwrite, say=say, chat_expected=own, done=save)
     finally:
         if main and results:  # it took long, and the files may not be written

@@ -59,8 +59,7 @@ def _train_stage(config: "Config", resume: bool | str) -> None:
     """Train, and release all memory for the next stage."""
     import torch
 
-    from rlplus.evaluation import evaluator, validator
-    from rlplus.trainer import phase_out_of_memory, train
+    from rlplus.trainer import evaluator, phase_out_of_memory, train, validator
 
     try:
         train(config, resume=resume, evaluate=evaluator(config), validate=validator(config))

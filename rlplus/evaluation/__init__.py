@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         save_results,
         seeds_below,
     )
-    from rlplus.evaluation.sample import evaluate, evaluate_model, evaluator, validator
+    from rlplus.evaluation.sample import evaluate, evaluate_benchmarks, evaluate_model
     from rlplus.evaluation.table import result_table
 
 __all__ = [
@@ -27,8 +27,8 @@ __all__ = [
     "Estimate",
     "Evaluation",
     "evaluate",
+    "evaluate_benchmarks",
     "evaluate_model",
-    "evaluator",
     "join",
     "load_results",
     "paired_difference",
@@ -37,7 +37,6 @@ __all__ = [
     "result_table",
     "save_results",
     "seeds_below",
-    "validator",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -53,7 +52,7 @@ __getattr__, __dir__ = lazy_names(
             "save_results",
             "seeds_below",
         ),
-        "sample": ("evaluate", "evaluate_model", "evaluator", "validator"),
+        "sample": ("evaluate", "evaluate_benchmarks", "evaluate_model"),
         "estimates": ("Estimate", "pass_at_k"),
         "table": ("result_table",),
     },

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rlplus.config import Config
+from rlplus.config.surroundings import MAY_CHANGE, surroundings
 from rlplus.data import Example
 from rlplus.evaluation.scorers import reward_of
-from rlplus.trainer.run_folder import MAY_CHANGE, surroundings
 
 Asked = Mapping[str, str]  # settings by key; those of "model" and "data" are <place>@<hash>, and the place may change
 

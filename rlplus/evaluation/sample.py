@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,16 +20,13 @@ from rlplus.common import agree
 from rlplus.config import Config, check_evaluation_files
 from rlplus.data import SAMPLES, Example, load_problems, load_tokenizer, response_text
 from rlplus.evaluation.asked import Asked, asked_of
-from rlplus.evaluation.known import known_benchmarks, refusal
 from rlplus.evaluation.output_folder import check_folder, held, others_in
 from rlplus.evaluation.partial_samples import Answer, Call, Graded, KeptCalls, added
 from rlplus.evaluation.results import RESULTS, Evaluation, file_part, join
 from rlplus.evaluation.scorers import Scorers, reward_of
 from rlplus.learner import check_positions, prepare_model
 from rlplus.reward import Score, Scorer
-from rlplus.rollout import Completion, Respond, RolloutEngine, make_engine, make_respond, respond
-from rlplus.trainer import Evaluate, Run
-from rlplus.trainer.ranks import initialize_distributed
+from rlplus.rollout import Completion, Request, Respond, RolloutEngine, Sampling, make_engine, make_respond, respond
 
 _COMPLETIONS_A_CALL = 4096  # bounds what is held as Python lists at a time
 _TOKENS_A_CALL = 1 << 23  # at most, and so what a killed evaluation loses: 1024 responses of 8192 tokens
@@ -61,9 +57,7 @@ def evaluate(
     `examples` are `distinct`; `decode` gives the text to grade, without special tokens. respond: what asks the
     engine, and may give rewards. progress: called with the number of problems that are done, again and again. kept:
     stores samples as they come, and provides those of an interrupted evaluation. ValueError without problems, or if a k
-    is not in 1..samples.
-
-    Each call of the engine has its own seed, so that equal prompts in different calls do not get equal samples.
+    is not in 1..samples. Each call of the engine has a seed of its own: equal prompts never get equal samples.
     """
     if not examples:
         raise ValueError("want at least one problem to evaluate on, got none")
@@ -75,8 +69,8 @@ def evaluate(
     for start, stop in _calls(counts, max_tokens):
         if kept is None or (call := kept.read(start, stop)) is None:
             began = time.monotonic()
-            options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed + start}
-            completions = _completions(respond, engine, examples[start:stop], counts[start:stop], options)
+            sampling = Sampling(temperature, seed + start)
+            completions = _completions(respond, engine, examples[start:stop], counts[start:stop], max_tokens, sampling)
             answers = _answers(examples[start:stop], completions, scorer, decode)
             call = Call(time.monotonic() - began, [_graded(answer) for answer in answers])
             if kept is not None:
@@ -139,10 +133,16 @@ def _graded(answer: Answer) -> Graded:
 
 
 def _completions(
-    respond: Respond, engine: RolloutEngine, examples: Sequence[Example], n: list[int], options: dict[str, Any]
+    respond: Respond,
+    engine: RolloutEngine,
+    examples: Sequence[Example],
+    n: list[int],
+    max_tokens: int,
+    sampling: Sampling,
 ) -> list[list[Completion]]:
     """The completions of each problem. ValueError unless the engine returned the requested number."""
-    groups = respond(engine, examples, n, **options)
+    requests = [Request(example.prompt, count, max_tokens) for example, count in zip(examples, n, strict=True)]
+    groups = respond(engine, examples, requests, sampling)
     if (got := [len(group) for group in groups]) != n:
         raise ValueError(f"want {n} samples of the problems; {engine.name} gave {got}")
     return groups
@@ -160,61 +160,6 @@ def _calls(counts: Sequence[int], max_tokens: int) -> Iterator[tuple[int, int]]:
     yield start, len(counts)
 
 
-def evaluator(config: Config) -> Evaluate | None:
-    """The function that `train` calls every `evaluation.every` steps: pass@k by benchmark, as <benchmark>/pass@<k>.
-
-    Every rank has a share of the problems, so that none waits for another to do them all. None without
-    `evaluation.every`. ValueError for problems that cannot be used: now, and not in the middle of a run.
-    """
-    if not config.evaluation.every:
-        return None
-    tokenizer = load_tokenizer(config.model)
-    problems = load_problems(config.evaluation, tokenizer)
-
-    def evaluate_run(run: Run) -> dict[str, float]:
-        step = run.progress.step + 1  # which the weights are of
-        start = run.folder.path / SAMPLES / f"step-{step:06d}"
-
-        def keep(benchmark: str) -> KeptCalls:
-            return KeptCalls(added(start, f"-{file_part(benchmark)}"), run.rank, tokenizer, None, step)
-
-        return _passed(_evaluate_run(config, run, problems, keep if config.log.samples_every else None))
-
-    return evaluate_run
-
-
-def validator(config: Config) -> Evaluate | None:
-    """The function that `train` calls every `validation.every` steps: the mean reward, and pass@k by benchmark.
-
-    As `evaluator`, on the problems of `validation`. ValueError also for those of a known test benchmark.
-    """
-    if not config.validation.every:
-        return None
-    config = config.model_copy(update={"evaluation": config.validation})
-    problems = load_problems(config.validation, load_tokenizer(config.model))
-    if tests := known_benchmarks(config.validation, problems):
-        if not config.validation.allow_test_benchmarks:
-            raise ValueError(refusal(tests))
-        logger.warning("the best checkpoint will be chosen by a test benchmark: %s", ", ".join(tests))
-
-    def validate(run: Run) -> dict[str, float]:
-        results = _evaluate_run(config, run, problems, None)
-        reward = join([*results.values()], seed=config.train.seed).mean_reward
-        return _passed(results) if reward is None else {"reward": reward} | _passed(results)
-
-    return validate
-
-
-def _evaluate_run(config: Config, run: Run, problems: Sequence[Example], keep: Keep | None) -> dict[str, Evaluation]:
-    """Results of the policy that a run trains, by benchmark. Collective."""
-    with Scorers(config, run.scorer) as scorers:
-        return _evaluate(config, run.engine.ask, scorers, problems, run.decode, run.respond, keep, run.rank, run.world)
-
-
-def _passed(results: Mapping[str, Evaluation]) -> dict[str, float]:
-    return {f"{name}/pass@{k}": one.pass_at(k).mean for name, one in results.items() for k in one.k}
-
-
 def evaluate_model(
     config: Config,
     model: str | None = None,
@@ -228,19 +173,17 @@ def evaluate_model(
 ) -> dict[str, Evaluation]:
     """pass@k by benchmark on `evaluation`, of a Hugging Face folder or name (None: the run's result, output_dir/model).
 
-    The same problems, samples and seed for every model. Under torchrun each rank, on its own device, has a share of
-    the problems, and all get the whole result. progress: called with the number of this rank's problems that are done,
-    and their total. output: the folder for the results, whose samples/ keeps the samples; the same evaluation, started
-    again, continues with them, and `say` is told. overwrite: remove results and samples of another evaluation in
-    `output`. chat_expected: as in `load_problems`. done: called with the results before another evaluation may use
-    `output`, to write them. ValueError without evaluation data or model, if prompt and response are too long for the
-    model, if `output` has results or samples of another evaluation, and while another one writes there.
+    The same problems, samples and seed for every model. Each rank of a process group has a share of the problems, and
+    all get the whole result. progress: called with the number of this rank's problems that are done, and their total.
+    output: the folder for the results, whose samples/ keeps the samples; the same evaluation, started again, continues
+    with them, and `say` is told. overwrite: remove results and samples of another evaluation in `output`.
+    chat_expected: as in `load_problems`. done: called with the results before another evaluation may use `output`, to
+    write them. ValueError without evaluation data or model, if prompt and response are too long for the model, if
+    `output` has results or samples of another evaluation, and while another one writes there.
     """
     check_evaluation_files(config, model)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        if config.rollout.tensor_parallel_size > 1:
-            raise ValueError("want one process for rollout.tensor_parallel_size > 1, which has its own; got several")
-        initialize_distributed(config.train.collective_timeout_s)
+    if dist.is_initialized() and dist.get_world_size() > 1 and config.rollout.tensor_parallel_size > 1:
+        raise ValueError("want one process for rollout.tensor_parallel_size > 1, which has its own; got several")
     with nullcontext() if output is None else held(output):
         results = _evaluate_model(config, model, progress, output, overwrite, say, chat_expected)
         done(results)
@@ -259,7 +202,7 @@ def _evaluate_model(
     """As `evaluate_model`, of which no other one writes into `output`."""
     path = Path(config.output_dir) / "model" if model is None else Path(model)
     settings = config.model.model_copy(update={"path": str(path), "scratch": None})
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, ranks = _rank_of()
     tokenizer = load_tokenizer(settings)
     problems = load_problems(config.evaluation, tokenizer, chat_expected=chat_expected and rank == 0)
     benchmarks = _by_benchmark(config, problems)
@@ -287,16 +230,14 @@ def _evaluate_model(
         )
         try:
             decode = partial(response_text, tokenizer, prefix=config.data.response_prefix)
-            results = _evaluate(
+            results = evaluate_benchmarks(
                 config,
                 lambda ask: ask(engine),
-                scorers,
                 problems,
+                scorers,
                 decode,
                 respond,
                 keep,
-                rank,
-                ranks,
                 progress=lambda done: progress(done, own),
             )
             return {name: replace(one, model=asked[name]["model"], asked=asked[name]) for name, one in results.items()}
@@ -344,20 +285,21 @@ def _by_benchmark(config: Config, problems: Sequence[Example]) -> dict[str, list
     return benchmarks
 
 
-def _evaluate(
+def evaluate_benchmarks(
     config: Config,
     ask: Callable[[Callable[[RolloutEngine], Evaluation | None]], Evaluation | None],
-    scorers: Scorers,
     problems: Sequence[Example],
+    scorers: Scorers,
     decode: Callable[[Sequence[int]], str],
     respond: Respond,
-    keep: Keep | None,
-    rank: int = 0,
-    ranks: int = 1,
+    keep: Keep | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Evaluation]:
-    """Results by benchmark. Collective."""
-    settings = config.evaluation
+    """`evaluate` by benchmark, with the settings of `evaluation`. Collective: each rank has a share of the problems.
+
+    ask: calls a function with the engine and returns its answer.
+    """
+    settings, (rank, ranks) = config.evaluation, _rank_of()
     results, before = {}, 0
     for name, examples in _by_benchmark(config, problems).items():
         own = examples[rank::ranks]
@@ -383,6 +325,11 @@ def _evaluate(
         note = scorers.of(name).note if own else ""
         results[name] = replace(whole, grader=reward_of(config, name).description + (f" ({note})" if note else ""))
     return results
+
+
+def _rank_of() -> tuple[int, int]:
+    """This process's rank and the number of ranks; alone without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _sampled(engine: RolloutEngine, scorers: Scorers, name: str, **options: Any) -> Evaluation:

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from rlplus.config import Config
+from rlplus.config.surroundings import MAY_CHANGE
 from rlplus.plan import read_model, show_bytes, training_part
 from rlplus.plan.cluster import Cluster
 from rlplus.plan.memory import MOMENTS, Model, estimate_memory
 from rlplus.plan.search import Changes, all_switches, show_changes, with_changes
-from rlplus.trainer.run_folder import MAY_CHANGE
 
 PHASES = {  # the plan's moments in a phase; all of them for other phases
     "sync": ("generate",),

@@ -18,9 +18,11 @@ from rlplus.rollout.custom_engine import Respond, Response, Sampler, Task, make_
 from rlplus.rollout.protocol import (
     DEFAULT_CACHE_MB,
     Completion,
+    Request,
     RolloutEngine,
+    Sampling,
     check_logprobs,
-    check_request,
+    check_requests,
     whole_model,
 )
 from rlplus.rollout.push import checked_weights, ranks_here
@@ -28,14 +30,16 @@ from rlplus.rollout.push import checked_weights, ranks_here
 __all__ = [
     "DEFAULT_CACHE_MB",
     "Completion",
+    "Request",
     "Respond",
     "Response",
     "RolloutEngine",
     "RunFailed",
     "Sampler",
+    "Sampling",
     "Task",
     "check_logprobs",
-    "check_request",
+    "check_requests",
     "checked_weights",
     "make_engine",
     "make_respond",

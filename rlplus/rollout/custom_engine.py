@@ -4,13 +4,13 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from rlplus.errors import RunFailed
 from rlplus.lazy import import_function
-from rlplus.rollout.protocol import Completion, RolloutEngine
+from rlplus.rollout.protocol import Completion, Request, RolloutEngine, Sampling
 
 
 class Task(Protocol):
@@ -77,16 +77,12 @@ class Sampler:
         responses get different ones. Many responses in one call are fast, one by one they are not.
         """
         going = [response for response in responses if not response.ended]
-        limits = [response.room if max_tokens is None else min(max_tokens, response.room) for response in going]
+        requests = [
+            Request([*r.task.prompt, *r.tokens], 1, r.room if max_tokens is None else min(max_tokens, r.room))
+            for r in going
+        ]
         try:
-            drawn = self._engine.generate(
-                [[*response.task.prompt, *response.tokens] for response in going],
-                [1] * len(going),
-                temperature=self._temperature,
-                max_tokens=limits,
-                seed=self._seeds.getrandbits(31),
-                stop=stop,
-            )
+            drawn = self._engine.generate(requests, Sampling(self._temperature, self._seeds.getrandbits(31), stop))
         except Exception as error:
             self.failure = error
             raise
@@ -104,24 +100,15 @@ RolloutFunction = Callable[[Sampler, list[Response]], None]
 """Makes every response, which comes empty: with the sampler, with `Response.insert`, or by filling its lists itself."""
 
 
-class Respond(Protocol):
-    """Engine, tasks, n -> n[i] responses to tasks[i]."""
-
-    def __call__(
-        self,
-        engine: RolloutEngine,
-        tasks: Sequence[Task],
-        n: Sequence[int],
-        *,
-        temperature: float,
-        max_tokens: int | Sequence[int],
-        seed: int,
-    ) -> list[list[Completion]]: ...
+Respond = Callable[[RolloutEngine, Sequence[Task], Sequence[Request], Sampling], list[list[Completion]]]
+"""Engine, tasks, a request with the prompt of each, sampling -> the responses to each."""
 
 
-def respond(engine: RolloutEngine, tasks: Sequence[Task], n: Sequence[int], **options: Any) -> list[list[Completion]]:
+def respond(
+    engine: RolloutEngine, tasks: Sequence[Task], requests: Sequence[Request], sampling: Sampling
+) -> list[list[Completion]]:
     """The engine's responses to the prompts."""
-    return engine.generate([task.prompt for task in tasks], n, **options)
+    return engine.generate(requests, sampling)
 
 
 def make_respond(reference: str | None, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Respond:
@@ -140,18 +127,11 @@ def make_respond(reference: str | None, tokenizer: PreTrainedTokenizerBase, voca
         raise ValueError(f"rollout.function: want a function of (sampler, responses); {reference} is {function!r}")
 
     def respond_by_function(
-        engine: RolloutEngine,
-        tasks: Sequence[Task],
-        n: Sequence[int],
-        *,
-        temperature: float,
-        max_tokens: int | Sequence[int],
-        seed: int,
+        engine: RolloutEngine, tasks: Sequence[Task], requests: Sequence[Request], sampling: Sampling
     ) -> list[list[Completion]]:
-        sampler = Sampler(engine, tokenizer, temperature=temperature, seed=seed)
-        limits = [max_tokens] * len(tasks) if isinstance(max_tokens, int) else max_tokens
-        asked = zip(tasks, n, limits, strict=True)
-        groups = [[Response(task, limit) for _ in range(count)] for task, count, limit in asked]
+        sampler = Sampler(engine, tokenizer, temperature=sampling.temperature, seed=sampling.seed)
+        asked = zip(tasks, requests, strict=True)
+        groups = [[Response(task, request.max_tokens) for _ in range(request.n)] for task, request in asked]
         responses = [response for group in groups for response in group]
         try:
             function(sampler, responses)

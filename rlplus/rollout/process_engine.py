@@ -27,7 +27,7 @@ from torch import Tensor
 from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
 from rlplus.rollout.clock import GRACE_S, rank
-from rlplus.rollout.protocol import Completion
+from rlplus.rollout.protocol import Completion, Request, Sampling
 from rlplus.rollout.push import WeightFiles, parameter_shapes, ranks_here, watched
 
 WORKER = "rlplus.rollout.engine_worker"
@@ -77,21 +77,10 @@ class ProcessEngine:
     def pid(self) -> int:
         return self._process.pid
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        n: Sequence[int],
-        *,
-        temperature: float,
-        max_tokens: int | Sequence[int],
-        seed: int,
-        stop: Sequence[int] = (),
-    ) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         if self._failure:
             raise RuntimeError(self._failure)
-        limits = max_tokens if isinstance(max_tokens, int) else list(max_tokens)
-        options = {"temperature": temperature, "max_tokens": limits, "seed": seed, "stop": list(stop)}
-        answer: list[list[Completion]] = self._ask("generate", [list(p) for p in prompts], list(n), options)
+        answer: list[list[Completion]] = self._ask("generate", list(requests), sampling)
         return answer
 
     def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -100,7 +89,7 @@ class ProcessEngine:
         with watched(weights, self._shapes, version=version, timeout_s=self._timeout_s) as checked:
             self._files.write(checked)
         self._version = version
-        self._ask("push", self._files, version)
+        self._ask("push_weights", self._files, version)
         self._failure = None
 
     def sleep(self) -> None:
@@ -125,7 +114,7 @@ class ProcessEngine:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 if attempt > 1:
-                    self._restart(loading=method != "push")
+                    self._restart(loading=method != "push_weights")
                 return self._exchange((method, arguments), self._limit_s(method))
             except _EngineDied as error:
                 if self._closed:  # by another thread, which does not want the answer any more
@@ -143,10 +132,10 @@ class ProcessEngine:
         self.restarts += 1
         self._start()
         if loading and self._version is not None:
-            self._exchange(("push", (self._files, self._version)), self._limit_s("push"))
+            self._exchange(("push_weights", (self._files, self._version)), self._limit_s("push_weights"))
 
     def _limit_s(self, method: str) -> float:
-        return self._timeout_s + GRACE_S if method == "push" else self._progress_s
+        return self._timeout_s + GRACE_S if method == "push_weights" else self._progress_s
 
     def _start(self) -> None:
         self._pipe, theirs = Pipe()
@@ -279,11 +268,9 @@ def serve(pipe: Connection) -> None:
             if engine is None:
                 engine, result = make_engine(**question), None
                 engine.clock = _Heartbeat(pipe)
-            elif question[0] == "push":
-                result = engine.push_weights(*question[1])
             else:
-                prompts, n, options = question[1]
-                result = engine.generate(prompts, n, **options)
+                method, arguments = question
+                result = getattr(engine, method)(*arguments)
             pipe.send(("ok", result))
         except Exception as error:
             pipe.send(("error", _sendable(error)))

@@ -15,6 +15,29 @@ DEFAULT_CACHE_MB = 512  # for keys and values, where rollout.kv_cache_memory_mb 
 
 
 @dataclass(frozen=True)
+class Request:
+    """A prompt's token ids, the number of responses to sample, and the tokens that each may have at most."""
+
+    prompt: Sequence[int]
+    n: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How all responses of a call are sampled.
+
+    temperature: 0 decodes greedily. seed: the same one gives the same tokens for the same requests and weights; ranks
+    that generate at the same time need different ones. stop: further token ids that end a response as the end token
+    does.
+    """
+
+    temperature: float
+    seed: int
+    stop: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
 class Completion:
     """One sampled response: its token ids with the stop token, if it came, as the last.
 
@@ -35,24 +58,11 @@ class Completion:
 class RolloutEngine(Protocol):
     name: str
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        n: Sequence[int],
-        *,
-        temperature: float,
-        max_tokens: int | Sequence[int],
-        seed: int,
-        stop: Sequence[int] = (),
-    ) -> list[list[Completion]]:
-        """Sample n[i] responses of at most max_tokens tokens to each prompts[i], from the whole distribution.
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+        """The responses to each request, sampled from the whole distribution; each of them has noise of its own.
 
-        max_tokens: of all, or for each prompt. stop: further token ids that end a response as the end token does.
-
-        The same arguments and weights give the same tokens; every response of a call has noise of its own. Ranks that
-        generate at the same time need different seeds. temperature 0 decodes greedily.
         ValueError, before anything is generated: a prompt that is empty, has a token id outside the vocabulary or
-        leaves no room for max_tokens; n or max_tokens of another length, n below 0; a temperature between 0 and 0.01.
+        leaves no room for max_tokens; n below 0; a temperature between 0 and 0.01.
         """
         ...
 
@@ -74,29 +84,19 @@ class RolloutEngine(Protocol):
         ...
 
 
-def check_request(
-    prompts: Sequence[Sequence[int]],
-    n: Sequence[int],
-    *,
-    temperature: float,
-    max_tokens: int | Sequence[int],
-    max_model_len: int,
-    vocabulary: int,
-    stop: Sequence[int],
-) -> list[int]:
-    """Each prompt's max_tokens. ValueError for a request that `RolloutEngine.generate` must refuse."""
-    if len(n) != len(prompts) or any(count < 0 for count in n):
-        raise ValueError(f"want one count of at least 0 for each of {len(prompts)} prompts; got n={list(n)}")
+def check_requests(requests: Sequence[Request], sampling: Sampling, *, max_model_len: int, vocabulary: int) -> None:
+    """ValueError for what `RolloutEngine.generate` must refuse."""
+    temperature, stop = sampling.temperature, sampling.stop
     if not (temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf):
         raise ValueError(f"want a temperature of 0 (greedy) or at least {MIN_TEMPERATURE}; got {temperature}")
-    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
-    if len(limits) != len(prompts):
-        raise ValueError(f"want one max_tokens, or one for each of {len(prompts)} prompts; got {len(limits)}")
-    if min(limits, default=1) < 1:
-        raise ValueError(f"want max_tokens of at least 1; got {min(limits)}")
     if stop and not (min(stop) >= 0 and max(stop) < vocabulary):
         raise ValueError(f"want stop token ids from 0 to {vocabulary - 1}; got {list(stop)}")
-    for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+    for index, request in enumerate(requests):
+        prompt, limit = request.prompt, request.max_tokens
+        if request.n < 0 or limit < 1:
+            raise ValueError(
+                f"want n of at least 0 and max_tokens of at least 1; request {index} has {request.n} and {limit}"
+            )
         if not 1 <= len(prompt) <= max_model_len - limit:
             raise ValueError(
                 f"want prompts of 1 to {max_model_len - limit} tokens (max_model_len={max_model_len} less "
@@ -105,7 +105,6 @@ def check_request(
         if min(prompt) < 0 or max(prompt) >= vocabulary:
             low, high = min(prompt), max(prompt)
             raise ValueError(f"want token ids from 0 to {vocabulary - 1}; prompt {index} has {low} to {high}")
-    return limits
 
 
 def check_logprobs(completions: list[list[Completion]]) -> list[list[Completion]]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from rlplus.common import agree
 from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
-from rlplus.rollout.protocol import Completion, check_logprobs, check_request
+from rlplus.rollout.protocol import Completion, Request, Sampling, check_logprobs, check_requests
 from rlplus.rollout.push import WeightFiles, parameter_shapes, watched
 from rlplus.rollout.vllm_engine import prompt_seeds
 
@@ -106,51 +106,31 @@ class ServerEngine:
                 problems.append("on the CPU a server cannot renew a tied head: untie it, or want rollout.mode process")
         return problems, int(scheduler["max_num_seqs"])
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        n: Sequence[int],
-        *,
-        temperature: float,
-        max_tokens: int | Sequence[int],
-        seed: int,
-        stop: Sequence[int] = (),
-    ) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         http = self._generating = _Requests(self._http.url)  # before the next line, so that no `close` misses it
         if self._failure:
             raise RuntimeError(self._failure)
-        limits = check_request(
-            prompts,
-            n,
-            temperature=temperature,
-            max_tokens=max_tokens,
-            max_model_len=self._max_model_len,
-            vocabulary=self._vocabulary,
-            stop=stop,
-        )
-        if max(n, default=0) > self._most:
-            raise ValueError(
-                f"want at most {self._most} responses a prompt (the server's --max-num-seqs); got {max(n)}"
-            )
-        seeds = prompt_seeds(n, seed)
+        check_requests(requests, sampling, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
+        if (most := max((request.n for request in requests), default=0)) > self._most:
+            raise ValueError(f"want at most {self._most} responses a prompt (the server's --max-num-seqs); got {most}")
         params = [
             {
-                "n": count if temperature else 1,
-                "temperature": temperature,
+                "n": request.n if sampling.temperature else 1,
+                "temperature": sampling.temperature,
                 "top_p": 1.0,
                 "top_k": 0,
-                "max_tokens": limit,
-                "seed": first,
+                "max_tokens": request.max_tokens,
+                "seed": seed,
                 "logprobs": 0,
                 "ignore_eos": True,
-                "stop_token_ids": [self._eos, *stop],
+                "stop_token_ids": [self._eos, *sampling.stop],
                 "detokenize": False,
             }
-            for count, first, limit in zip(n, seeds, limits, strict=True)
+            for request, seed in zip(requests, prompt_seeds(requests, sampling.seed), strict=True)
         ]
         pool = ThreadPoolExecutor(CONNECTIONS)
         try:
-            asked = [pool.submit(self._ask, http, prompts[i], params[i]) for i, count in enumerate(n) if count]
+            asked = [pool.submit(self._ask, http, r.prompt, p) for r, p in zip(requests, params, strict=True) if r.n]
             self._await(asked)
             answers = iter([future.result() for future in asked])
         except OSError as error:
@@ -162,8 +142,10 @@ class ServerEngine:
         finally:
             http.hang_up()  # the server drops what it still works on, where we would wait for it in the next line
             pool.shutdown(cancel_futures=True)
-        groups = [next(answers) if count else [] for count in n]
-        return check_logprobs([g if temperature else g * count for g, count in zip(groups, n, strict=True)])
+        groups = [next(answers) if request.n else [] for request in requests]
+        return check_logprobs(
+            groups if sampling.temperature else [group * r.n for group, r in zip(groups, requests, strict=True)]
+        )
 
     def _await(self, asked: list[Future[list[Completion]]]) -> None:
         """Return when all are answered, raise when one fails; OSError when the server makes no progress any more.

@@ -15,7 +15,15 @@ from transformers.utils import logging as transformers_logging
 from rlplus.config import RolloutConfig
 from rlplus.rollout.attention import attend_without_copies
 from rlplus.rollout.clock import Clock
-from rlplus.rollout.protocol import DEFAULT_CACHE_MB, Completion, check_logprobs, check_request, whole_model
+from rlplus.rollout.protocol import (
+    DEFAULT_CACHE_MB,
+    Completion,
+    Request,
+    Sampling,
+    check_logprobs,
+    check_requests,
+    whole_model,
+)
 from rlplus.rollout.push import watched
 
 BLOCK = 256  # probabilities that are added up before one of them is looked for
@@ -88,50 +96,31 @@ class TransformersEngine:
         self._cache_bytes = (config.kv_cache_memory_mb or DEFAULT_CACHE_MB) * 2**20
         self._bytes_per_token = _cache_bytes_per_token(model_config, self._model.dtype)
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        n: Sequence[int],
-        *,
-        temperature: float,
-        max_tokens: int | Sequence[int],
-        seed: int,
-        stop: Sequence[int] = (),
-    ) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         if self._failure:
             raise RuntimeError(self._failure)
-        limits = check_request(
-            prompts,
-            n,
-            temperature=temperature,
-            max_tokens=max_tokens,
-            max_model_len=self._max_model_len,
-            vocabulary=self._vocabulary,
-            stop=stop,
-        )
-        stops = [self._eos, *stop]
+        check_requests(requests, sampling, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
         # Prompts of like length together: less padding.
-        owners = [i for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])) for _ in range(n[i])]
-        longest = max((len(prompts[i]) for i in owners), default=0) + max((limits[i] for i in owners), default=0)
+        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt))
+        owners = [i for i in order for _ in range(requests[i].n)]
+        asked = [request for request in requests if request.n]
+        longest = max((len(r.prompt) for r in asked), default=0) + max((r.max_tokens for r in asked), default=0)
         # A sequence's keys and values; of each logit the model's, its fp32 copy, and what `draw` makes of it.
         bytes_per_sequence = longest * self._bytes_per_token + (4 + 4 + 4 + 4) * self._vocabulary
         size = max(1, self._cache_bytes // bytes_per_sequence)
-        completions: list[list[Completion]] = [[] for _ in prompts]
+        completions: list[list[Completion]] = [[] for _ in requests]
         with self._forked_rng(), torch.no_grad(), self.clock.running("the first token"):
-            torch.manual_seed(seed)
+            torch.manual_seed(sampling.seed)
             for start in range(0, len(owners), size):
                 batch = owners[start : start + size]
-                samples = self._generate_batch(
-                    [prompts[i] for i in batch], [limits[i] for i in batch], temperature, stops
-                )
+                samples = self._generate_batch([requests[i] for i in batch], sampling)
                 for owner, sample in zip(batch, samples, strict=True):
                     completions[owner].append(sample)
         return check_logprobs(completions)
 
-    def _generate_batch(
-        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], temperature: float, stops: Sequence[int]
-    ) -> list[Completion]:
-        """A response to each prompt. Equal prompts are processed once."""
+    def _generate_batch(self, batch: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """A response to each request. Equal prompts are processed once."""
+        prompts, limits = [request.prompt for request in batch], [request.max_tokens for request in batch]
         keys: list[Any] = [tuple(prompt) for prompt in prompts]
         if self._model._is_stateful:  # a state instead of keys and values (Mamba's) cannot be copied to other rows
             keys = list(range(len(prompts)))
@@ -145,7 +134,7 @@ class TransformersEngine:
             attention_mask=torch.tensor(mask, device=self._device),
             generation_config=GenerationConfig(max_new_tokens=max(limits), pad_token_id=self._pad, use_cache=True),
             custom_generate=partial(
-                self._decode, copies=[place[key] for key in keys], limits=limits, temperature=temperature, stops=stops
+                self._decode, copies=[place[key] for key in keys], limits=limits, sampling=sampling
             ),
         )
         return completions
@@ -157,8 +146,7 @@ class TransformersEngine:
         *,
         copies: list[int],
         limits: Sequence[int],
-        temperature: float,
-        stops: Sequence[int],
+        sampling: Sampling,
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
@@ -168,6 +156,7 @@ class TransformersEngine:
 
         A sequence that has ended leaves the batch.
         """
+        stops = [self._eos, *sampling.stop]
         tokens: list[list[int]] = [[] for _ in copies]
         logprobs: list[list[float]] = [[] for _ in copies]
         rows, live = list(range(len(copies))), set(range(len(copies)))  # in the batch, and of these not ended
@@ -176,7 +165,7 @@ class TransformersEngine:
             ids, logits = ids[copies], logits[copies]
             _select(copies, inputs, ids.device)
         while True:
-            token, logprob = draw(logits, temperature)
+            token, logprob = draw(logits, sampling.temperature)
             self.clock.at("the next token")
             for row, new, new_logprob in zip(rows, token.tolist(), logprob.tolist(), strict=True):
                 if row in live:

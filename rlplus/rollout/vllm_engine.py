@@ -20,7 +20,15 @@ from rlplus.common import agree
 from rlplus.config import RolloutConfig
 from rlplus.errors import nearest
 from rlplus.rollout.clock import Clock
-from rlplus.rollout.protocol import DEFAULT_CACHE_MB, Completion, check_logprobs, check_request, whole_model
+from rlplus.rollout.protocol import (
+    DEFAULT_CACHE_MB,
+    Completion,
+    Request,
+    Sampling,
+    check_logprobs,
+    check_requests,
+    whole_model,
+)
 from rlplus.rollout.push import WeightFiles, parameter_shapes, watched
 
 CPU_BATCHED_TOKENS = 4096  # vLLM's own default there, of which a whole prompt must not be more
@@ -106,36 +114,17 @@ class VLLMEngine:
         self._watch_tokens(self._llm.llm_engine.engine_core)
         self._repack_head = self._cpu and "lm_head.weight" not in self._shapes
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        n: Sequence[int],
-        *,
-        temperature: float,
-        max_tokens: int | Sequence[int],
-        seed: int,
-        stop: Sequence[int] = (),
-    ) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         if self._failure:
             raise RuntimeError(self._failure)
-        limits = check_request(
-            prompts,
-            n,
-            temperature=temperature,
-            max_tokens=max_tokens,
-            max_model_len=self._max_model_len,
-            vocabulary=self._vocabulary,
-            stop=stop,
+        check_requests(requests, sampling, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
+        params = self._sampling_params(requests, sampling)
+        asked = [({"prompt_token_ids": list(r.prompt)}, p) for r, p in zip(requests, params, strict=True) if r.n]
+        outputs = iter(self._run_together(asked) if self._shared else self._run(asked))
+        groups = [[_completion(sample) for sample in next(outputs).outputs] if r.n else [] for r in requests]
+        return check_logprobs(
+            groups if sampling.temperature else [group * r.n for group, r in zip(groups, requests, strict=True)]
         )
-        params = self._sampling_params(n, temperature, limits, seed, stop)
-        asked = [i for i, count in enumerate(n) if count]
-        requests = [({"prompt_token_ids": list(prompts[i])}, params[i]) for i in asked]
-        outputs = self._run_together(requests) if self._shared else self._run(requests)
-        completions: list[list[Completion]] = [[] for _ in prompts]
-        for i, output in zip(asked, outputs, strict=True):
-            samples = [_completion(sample) for sample in output.outputs]
-            completions[i] = samples if temperature else samples * n[i]
-        return check_logprobs(completions)
 
     def _check_options(self, options: dict[str, Any]) -> None:
         """ValueError for a further engine argument that vLLM does not have, or that it must not have on the CPU."""
@@ -169,28 +158,24 @@ class VLLMEngine:
         start = sum(map(len, everybody[:mine]))
         return outputs[start : start + len(requests)]
 
-    def _sampling_params(
-        self, n: Sequence[int], temperature: float, limits: Sequence[int], seed: int, stop: Sequence[int]
-    ) -> list[Any]:
-        """Sampling parameters, one per prompt."""
-        params = []
-        for count, first, limit in zip(n, prompt_seeds(n, seed), limits, strict=True):
-            params.append(
-                self._vllm.SamplingParams(
-                    n=max(count, 1) if temperature else 1,  # it refuses n > 1 in greedy decoding
-                    temperature=temperature,
-                    top_p=1.0,
-                    top_k=0,
-                    max_tokens=limit,
-                    seed=first,
-                    logprobs=0,  # of the sampled token only
-                    flat_logprobs=True,
-                    ignore_eos=True,  # the stop tokens are the caller's, whatever else the model's config calls eos
-                    stop_token_ids=[self._eos, *stop],
-                    detokenize=False,
-                )
+    def _sampling_params(self, requests: Sequence[Request], sampling: Sampling) -> list[Any]:
+        """vLLM's parameters of each request."""
+        return [
+            self._vllm.SamplingParams(
+                n=max(request.n, 1) if sampling.temperature else 1,  # it refuses n > 1 in greedy decoding
+                temperature=sampling.temperature,
+                top_p=1.0,
+                top_k=0,
+                max_tokens=request.max_tokens,
+                seed=seed,
+                logprobs=0,  # of the sampled token only
+                flat_logprobs=True,
+                ignore_eos=True,  # the stop tokens are the caller's, whatever else the model's config calls eos
+                stop_token_ids=[self._eos, *sampling.stop],
+                detokenize=False,
             )
-        return params
+            for request, seed in zip(requests, prompt_seeds(requests, sampling.seed), strict=True)
+        ]
 
     def _run(self, requests: list[Any]) -> list[Any]:
         if not requests:
@@ -258,11 +243,11 @@ class VLLMEngine:
         gc.collect()
 
 
-def prompt_seeds(n: Sequence[int], seed: int) -> list[int]:
-    """One seed per prompt. vLLM seeds the j-th response to a prompt with seed + j, so prompts' seeds differ by n."""
+def prompt_seeds(requests: Sequence[Request], seed: int) -> list[int]:
+    """One seed per request. vLLM seeds the j-th response to a prompt with seed + j, so prompts' seeds differ by n."""
     # Hashed: calls with consecutive seeds would share most of theirs. 32 bits: the CPU generator reads no more.
     first = random.Random(str(seed)).getrandbits(32)
-    return [first + before for before in accumulate(n, initial=0)][: len(n)]
+    return [first + before for before in accumulate((r.n for r in requests), initial=0)][: len(requests)]
 
 
 def _completion(sample: Any) -> Completion:

@@ -10,7 +10,7 @@ from rlplus.data import Sample
 from rlplus.errors import SharedFailure
 from rlplus.learner import Policy, forward_batches
 from rlplus.reward import GraderFailed
-from rlplus.rollout import Completion, RolloutEngine, RunFailed
+from rlplus.rollout import Completion, Request, RolloutEngine, RunFailed, Sampling
 from rlplus.trainer.ranks import set_timeouts
 from rlplus.trainer.stop import Answer, StepGivenUp, StopSignal
 
@@ -91,15 +91,8 @@ class SyncedEngine:
     def _probe(self) -> float:
         prompts = [list(self.prompt[:length]) for length in range(1, min(PREFIXES, len(self.prompt)) + 1)]
         rollout = self.config.rollout
-        answers = self._agreed(
-            lambda: self.engine.generate(
-                prompts,
-                [1] * len(prompts),
-                temperature=rollout.temperature,
-                max_tokens=min(PROBE_TOKENS, rollout.max_response_length),
-                seed=0,
-            )
-        )
+        requests = [Request(prompt, 1, min(PROBE_TOKENS, rollout.max_response_length)) for prompt in prompts]
+        answers = self._agreed(lambda: self.engine.generate(requests, Sampling(rollout.temperature, seed=0)))
         samples = [
             Sample(prompt, c.tokens, group, False, c.truncated, c.logprob)
             for group, (prompt, (c,)) in enumerate(zip(prompts, answers, strict=True))

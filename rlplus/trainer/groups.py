@@ -12,7 +12,7 @@ from rlplus.data import Example, Sample
 from rlplus.errors import SharedFailure
 from rlplus.recipe import Ask, demonstration
 from rlplus.reward import Score, Scorer
-from rlplus.rollout import Completion, Respond, RolloutEngine
+from rlplus.rollout import Completion, Request, Respond, RolloutEngine, Sampling
 
 
 def generate(
@@ -26,16 +26,14 @@ def generate(
     """Every group's members, in order: its rollouts, then its demonstration or a replayed rollout if requested."""
     groups: list[list[Sample]] = [[] for _ in examples]
     if config.algorithm.resolve().generates:  # on all ranks or on none: some engines are shared by several
-        requests = [(group, *alike) for group, ask in enumerate(asks) for alike in _alike(ask)]
-        answers = respond(
-            engine,
-            [_behind(examples[group], prefix) for group, prefix, _ in requests],
-            [count for *_, count in requests],
-            temperature=config.rollout.temperature,
-            max_tokens=[config.rollout.max_response_length - len(prefix) for _, prefix, _ in requests],
-            seed=seed,
-        )
-        for (group, prefix, _), completions in zip(requests, answers, strict=True):
+        asked = [(group, *alike) for group, ask in enumerate(asks) for alike in _alike(ask)]
+        tasks = [_behind(examples[group], prefix) for group, prefix, _ in asked]
+        requests = [
+            Request(task.prompt, count, config.rollout.max_response_length - len(prefix))
+            for task, (_, prefix, count) in zip(tasks, asked, strict=True)
+        ]
+        answers = respond(engine, tasks, requests, Sampling(config.rollout.temperature, seed))
+        for (group, prefix, _), completions in zip(asked, answers, strict=True):
             groups[group] += [_rollout(examples[group], group, prefix, c) for c in completions]
     for group, (example, ask) in enumerate(zip(examples, asks, strict=True)):
         if ask.demonstrated:
