@@ -2,7 +2,7 @@
 
 from rlplus.algorithm import Critic, Interleaved, Prefix
 from rlplus.config import Config
-from rlplus.learner.learner import deepspeed_config
+from rlplus.learner.deepspeed_settings import deepspeed_config
 from rlplus.learner.statistics import needs_statistics
 from rlplus.plan.cluster import NODE, Cluster
 from rlplus.plan.memory import Memory, Model, head_mode
