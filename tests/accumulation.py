@@ -19,7 +19,7 @@ from torch import Tensor
 from rlplus.config import Config
 from rlplus.data import MicroBatch
 from rlplus.learner import make_micro_batches
-from rlplus.learner.learner import PackedModel
+from rlplus.learner.packed_model import PackedModel
 from rlplus.learner.policy import Policy
 from rlplus.learner.pretrained import load_model, prepare_model
 from rlplus.trainer.ranks import initialize_distributed

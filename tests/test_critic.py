@@ -16,7 +16,8 @@ from rlplus.algorithm import generalized_advantages, value_loss
 from rlplus.config import Config
 from rlplus.data import Sample
 from rlplus.learner import ValueModel, by_sample, mean_batches
-from rlplus.learner.value_model import _loss_op, _values, add_value_head
+from rlplus.learner.value_head import add_value_head
+from rlplus.learner.value_model import _loss_op, _values
 from rlplus.recipe import Batch, Update
 from rlplus.recipe.critic import CriticRecipe
 from rlplus.recipe.fit import whitened

@@ -11,7 +11,7 @@ from trainer_runs import metrics, run_config
 
 from rlplus.cli import main
 from rlplus.config import Config
-from rlplus.learner.learner import PackedModel
+from rlplus.learner.packed_model import PackedModel
 from rlplus.learner.policy import Policy
 from rlplus.plan import make_cluster, make_plan, show_bytes
 from rlplus.plan.advice import PHASES, advise

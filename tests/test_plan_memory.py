@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rlplus.data import Sample, byte_tokenizer, pack
 from rlplus.learner import make_micro_batches
-from rlplus.learner.learner import PackedModel
+from rlplus.learner.packed_model import PackedModel
 from rlplus.learner.policy import Policy
 from rlplus.loss import Objective, linear_policy_loss
 from rlplus.plan.activations import Meter, count_activations, meta_model

@@ -13,10 +13,10 @@ import platform
 import re
 import shlex
 import sys
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
@@ -136,5 +136,5 @@ def locked(file: Path, refusal: str) -> Iterator[None]:
 def _this_process() -> str:
     command = shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])
     shown = command if len(command) <= _LONGEST_COMMAND else f"{command[:_LONGEST_COMMAND]}…"
-    since = datetime.now(UTC).isoformat(timespec="seconds")
+    since = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
     return f"process {os.getpid()} on {platform.node()} since {since}: {' '.join(shown.split())}"

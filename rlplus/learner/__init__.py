@@ -1,12 +1,20 @@
-"""Models under DeepSpeed, and the micro-batches that they are trained on."""
+"""Models under DeepSpeed, and the micro-batches that they are trained on.
 
-from rlplus.learner.batch import by_sample, forward_batches, has_gradient, make_micro_batches, mean_batches
-from rlplus.learner.dropout import say_dropout
-from rlplus.learner.learner import Learner
-from rlplus.learner.policy import Policy
-from rlplus.learner.pretrained import check_positions, prepare_model, weights_fingerprint
-from rlplus.learner.prime_model import ProcessModel
-from rlplus.learner.value_model import ValueModel
+Importing this package loads nothing; a name is imported on first use. DeepSpeed comes with the trainable models only.
+"""
+
+from typing import TYPE_CHECKING
+
+from rlplus.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rlplus.learner.batch import by_sample, forward_batches, has_gradient, make_micro_batches, mean_batches
+    from rlplus.learner.dropout import say_dropout
+    from rlplus.learner.learner import Learner
+    from rlplus.learner.policy import Policy
+    from rlplus.learner.pretrained import check_positions, prepare_model, weights_fingerprint
+    from rlplus.learner.prime_model import ProcessModel
+    from rlplus.learner.value_model import ValueModel
 
 __all__ = [
     "Learner",
@@ -23,3 +31,16 @@ __all__ = [
     "say_dropout",
     "weights_fingerprint",
 ]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "batch": ("by_sample", "forward_batches", "has_gradient", "make_micro_batches", "mean_batches"),
+        "dropout": ("say_dropout",),
+        "learner": ("Learner",),
+        "policy": ("Policy",),
+        "pretrained": ("check_positions", "prepare_model", "weights_fingerprint"),
+        "prime_model": ("ProcessModel",),
+        "value_model": ("ValueModel",),
+    },
+)

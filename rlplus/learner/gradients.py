@@ -1,8 +1,9 @@
 """Sums of gradients in fp32 whatever the weights' dtype: over a weight's uses, over micro-batches, over ranks.
 
-DeepSpeed 0.19 accumulates in fp32 if it is asked to (`IN_FP32`), but takes a parameter's gradient in the weights'
-dtype. There the head's, which is summed in fp32, would be rounded, and so would the sum of two uses of one weight.
-Other layers' own products are in the weights' dtype: a micro-batch's gradient of them is rounded once, by PyTorch.
+DeepSpeed 0.19 accumulates in fp32 if it is asked to (`deepspeed_settings.IN_FP32`), but takes a parameter's gradient in
+the weights' dtype. There the head's, which is summed in fp32, would be rounded, and so would the sum of two uses of one
+weight. Other layers' own products are in the weights' dtype: a micro-batch's gradient of them is rounded once, by
+PyTorch.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,9 +13,6 @@ from typing import Any
 import torch
 from deepspeed.runtime.engine import BFLOAT16, ZERO_OPTIMIZATION, DeepSpeedEngine
 from torch import Tensor
-
-IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
-"""Of DeepSpeed's configuration."""
 
 
 @contextmanager

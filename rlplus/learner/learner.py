@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from math import inf
-from types import MethodType
 from typing import Any
 
 import deepspeed
@@ -13,47 +11,19 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlplus.common import agree
-from rlplus.config import Config, TrainConfig, merged
+from rlplus.config import Config, TrainConfig
 from rlplus.data import MicroBatch
 from rlplus.learner.adapters import add_adapters
-from rlplus.learner.gradients import IN_FP32, in_fp32, take_fp32_gradients, without_bf16_optimizer
+from rlplus.learner.deepspeed_settings import deepspeed_config
+from rlplus.learner.gradients import in_fp32, take_fp32_gradients, without_bf16_optimizer
 from rlplus.learner.learning_rate import learning_rate
+from rlplus.learner.packed_model import PackedModel
 from rlplus.learner.pretrained import in_shards, load_model, restore_buffers
 from rlplus.learner.sequence import SequenceGroup, check_attention
-from rlplus.loss.causal_lm import body_of, logit_transform
-
-
-class PackedModel(nn.Module):
-    """A causal LM called with packed sequences; only hidden states that predict a response token reach the head.
-
-    The `forward` of the head is replaced, so that ZeRO-3's hooks on that module gather its weight around the fused op.
-    `group`: the ranks that share each micro-batch with this one; it is then called with this rank's shard.
-    """
-
-    def __init__(self, lm: PreTrainedModel, group: SequenceGroup | None) -> None:
-        super().__init__()
-        self.lm, self.group = lm, group
-        self.transform = logit_transform(lm)
-        lm.get_output_embeddings().forward = MethodType(_fused_head, lm.get_output_embeddings())
-
-    def forward(self, batch: MicroBatch, op: Callable[..., Any]) -> Any:
-        config = self.lm.config
-        if self.group is None:
-            inputs = batch.model_inputs(config._attn_implementation)
-        else:
-            inputs = self.group.inputs(batch, config, self.lm.dtype)
-        body = body_of(self.lm)(**inputs)
-        hidden = body.last_hidden_state.flatten(0, 1)[batch.rows]
-        scale, softcap = self.transform
-        return self.lm.get_output_embeddings()(hidden, partial(op, logit_scale=scale, logit_softcap=softcap))
-
-
-def _fused_head(head: nn.Linear, hidden: Tensor, op: Callable[..., Any]) -> Any:
-    return op(hidden, head.weight, bias=head.bias)
 
 
 class Learner:
@@ -247,30 +217,3 @@ def _compile_layers(lm: PreTrainedModel) -> None:
         raise ValueError(f"train.compile: want a model that names its layers' class; {type(lm).__name__} names none")
     for layer in layers:
         layer.compile(dynamic=True)
-
-
-def deepspeed_config(config: Config, parameters: int) -> dict[str, Any]:
-    """DeepSpeed's configuration for a model with that many parameters; `train.deepspeed` is merged in last."""
-    train = config.train
-    offload = {
-        name: {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-        for name, device in (("offload_optimizer", train.offload_optimizer), ("offload_param", train.offload_params))
-        if device == "cpu"
-    }
-    bucket = min(parameters, 500_000_000)  # DeepSpeed's default, 2 GB in fp32, is allocated whatever the model's size
-    base: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,  # the update sets the boundaries itself: the number of micro-batches varies
-        "gradient_clipping": train.grad_clip,
-        "zero_optimization": {
-            "stage": train.zero_stage,
-            "reduce_bucket_size": bucket,
-            "allgather_bucket_size": bucket,
-            **offload,
-        },
-        "zero_force_ds_cpu_optimizer": False,  # without a GPU torch's AdamW is used with offloading, too
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": config.model.dtype == "bfloat16", "check_grad_overflow": True},
-        **IN_FP32,
-    }
-    return merged(base, train.deepspeed)

@@ -17,7 +17,8 @@ from rlplus.data import MicroBatch
 from rlplus.learner.adapters import merged_weights, without_adapters
 from rlplus.learner.dropout import dropout_of
 from rlplus.learner.gradients import with_head_gradient
-from rlplus.learner.learner import Learner, PackedModel, this_device
+from rlplus.learner.learner import Learner, this_device
+from rlplus.learner.packed_model import PackedModel
 from rlplus.learner.pretrained import load_model, write_model
 from rlplus.learner.sequence import probe_batch
 from rlplus.loss import Objective, PolicyLoss, TokenConstants, linear_logprob, linear_policy_loss, token_loss

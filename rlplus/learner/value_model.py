@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from rlplus.algorithm import value_loss
 from rlplus.data import MicroBatch
 from rlplus.learner.learner import Learner
+from rlplus.learner.value_head import add_value_head
 
 
 class ValueLoss(NamedTuple):
@@ -40,16 +41,6 @@ class ValueModel(Learner):
         ranks = dist.get_world_size()
         outputs = self.backward(batches, partial(_loss_op, clip, ranks))
         return [out._replace(loss=out.loss / ranks) for out in outputs]
-
-
-def add_value_head(lm: PreTrainedModel, seed: int) -> None:
-    """Replace the model's head by one of width 1 without bias: normal of std 1 / (H + 1), the same on every rank."""
-    width = lm.get_output_embeddings().in_features
-    weight = torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) / (width + 1)
-    head = nn.utils.skip_init(nn.Linear, width, 1, bias=False, device=lm.device, dtype=lm.dtype)
-    with torch.no_grad():
-        head.weight.copy_(weight)
-    lm.set_output_embeddings(head)
 
 
 def _values(hidden: Tensor, weight: Tensor, **_: Any) -> Tensor:

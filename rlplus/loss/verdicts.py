@@ -27,7 +27,8 @@ import torch
 logger = logging.getLogger(__name__)
 
 LIMIT_S = 600.0  # of a check, which compiles about ten kernels: more than a busy machine needs
-COMMAND = (sys.executable, "-P", "-m", "rlplus.loss.selfcheck")
+SAFE = ("-P",) if sys.version_info >= (3, 11) else ()  # without the current folder in sys.path
+COMMAND = (sys.executable, *SAFE, "-m", "rlplus.loss.selfcheck")
 KEPT = ("passed", "refused")
 FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)  # signals that no faulty kernel causes
 NAMING = re.compile("error|assert|fatal|terminate", re.IGNORECASE)  # what a library writes before it ends the process

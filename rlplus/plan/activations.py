@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlplus.data import MicroBatch
-from rlplus.learner.learner import PackedModel
+from rlplus.learner.packed_model import PackedModel
 from rlplus.rollout import whole_model
 
 COUNTED = "rlplus_counted"  # the name under which transformers finds the stand-in for the attention kernel

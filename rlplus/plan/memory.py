@@ -10,8 +10,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rlplus.algorithm import Head
 from rlplus.config import Config
 from rlplus.learner.adapters import add_adapters
-from rlplus.learner.learner import deepspeed_config
-from rlplus.learner.value_model import add_value_head
+from rlplus.learner.deepspeed_settings import deepspeed_config
+from rlplus.learner.value_head import add_value_head
 from rlplus.loss import MAX_SCRATCH_MB
 from rlplus.loss.backends.cpp import CHUNK_ROWS
 from rlplus.loss.backends.selection import choose

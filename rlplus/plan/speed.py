@@ -1,7 +1,7 @@
 """A rough time per step: the work of each phase over the hardware's peak times an assumed efficiency."""
 
 from rlplus.config import Config
-from rlplus.learner.learner import deepspeed_config
+from rlplus.learner.deepspeed_settings import deepspeed_config
 from rlplus.learner.statistics import needs_statistics
 from rlplus.plan.cluster import NODE, Cluster
 from rlplus.plan.memory import Memory, Model, head_mode

@@ -1,0 +1,36 @@
+"""DeepSpeed's configuration of a model, which the planner reads without DeepSpeed."""
+
+from typing import Any
+
+import torch
+
+from rlplus.config import Config, merged
+
+IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+
+
+def deepspeed_config(config: Config, parameters: int) -> dict[str, Any]:
+    """DeepSpeed's configuration for a model with that many parameters; `train.deepspeed` is merged in last."""
+    train = config.train
+    offload = {
+        name: {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        for name, device in (("offload_optimizer", train.offload_optimizer), ("offload_param", train.offload_params))
+        if device == "cpu"
+    }
+    bucket = min(parameters, 500_000_000)  # DeepSpeed's default, 2 GB in fp32, is allocated whatever the model's size
+    base: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,  # the update sets the boundaries itself: the number of micro-batches varies
+        "gradient_clipping": train.grad_clip,
+        "zero_optimization": {
+            "stage": train.zero_stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            **offload,
+        },
+        "zero_force_ds_cpu_optimizer": False,  # without a GPU torch's AdamW is used with offloading, too
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": config.model.dtype == "bfloat16", "check_grad_overflow": True},
+        **IN_FP32,
+    }
+    return merged(base, train.deepspeed)
