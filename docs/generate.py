@@ -14,7 +14,7 @@ from textwrap import fill
 from typing import Any
 
 from bench import report
-from bench.theory import __main__ as theory
+from experiments.theory import __main__ as theory
 from rlplus.algorithm import ALGORITHMS, RECIPES, Algorithm, Refill, Shaping
 from rlplus.algorithm.options import recipe_name
 from rlplus.compare import BASE, Results, load_comparison
@@ -55,7 +55,7 @@ SOURCES = {
     "sft": "maximum likelihood",
     "dft": "[DFT](https://arxiv.org/abs/2508.05629)",
 }
-PAPER = "paper-*.json"  # results of configs/compare/paper.yaml
+PAPER = "paper-*.json"  # results of experiments/compare/paper.yaml
 DIVISORS = {"token": "tokens", "sequence": "S · own length", "constant": "S · L", "official": "8 · L"}
 
 
@@ -268,8 +268,8 @@ def peers() -> str:
 def compared(files: str) -> dict[tuple[str, int], tuple[Results, dict[str, Study]]]:
     """By setting and number of seeds: the results of a comparison, and its studies with so many seeds."""
     found: dict[tuple[str, int], tuple[Results, dict[str, Study]]] = {}
-    order = list(load_comparison(ROOT / "configs/compare/paper.yaml").settings)
-    for path in sorted((ROOT / "bench/results/compare").glob(files)):
+    order = list(load_comparison(ROOT / "experiments/compare/paper.yaml").settings)
+    for path in sorted((ROOT / "experiments/compare/results").glob(files)):
         results = Results.load(path)
         studies = results.comparison.studies
         for setting in dict.fromkeys(one.setting for one in results.outcomes):
