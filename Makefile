@@ -27,7 +27,7 @@ help:  ## show this list
 setup: $(STAMP)  ## create the virtual environment and install everything (the other commands do it too)
 
 demo: setup  ## train a small model with GRPO and RL-PLUS, compare them, write a report
-	@$(BIN)/rlplus demo
+	@$(BIN)/python -m experiments.demo
 
 test: setup  ## run the quick tests, in up to four processes
 	@$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist worksteal

@@ -7,7 +7,7 @@ from mkdocs.structure.files import File, Files
 
 from rlplus.compare import Results, page_of
 
-RESULTS = Path(__file__).parent.parent / "bench/results/compare"
+RESULTS = Path(__file__).parent.parent / "experiments/compare/results"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.theory import __main__ as theory
+from experiments.theory import __main__ as theory
 from rlplus.algorithm import ALGORITHMS, RECIPES, Algorithm
 from rlplus.compare import BASE, Results, load_comparison
 from rlplus.compare.config import Study
@@ -50,7 +50,7 @@ SOURCES = {
     "sft": "maximum likelihood",
     "dft": "[DFT](https://arxiv.org/abs/2508.05629)",
 }
-PAPER = "paper-*.json"  # results of configs/compare/paper.yaml
+PAPER = "paper-*.json"  # results of experiments/compare/paper.yaml
 DIVISORS = {"token": "tokens", "sequence": "S · own length", "constant": "S · L", "official": "8 · L"}
 
 
@@ -252,8 +252,8 @@ def peers() -> str:
 def compared(files: str) -> dict[tuple[str, int], tuple[Results, dict[str, Study]]]:
     """By setting and number of seeds: the results of a comparison, and its studies with so many seeds."""
     found: dict[tuple[str, int], tuple[Results, dict[str, Study]]] = {}
-    order = list(load_comparison(ROOT / "configs/compare/paper.yaml").settings)
-    for path in sorted((ROOT / "bench/results/compare").glob(files)):
+    order = list(load_comparison(ROOT / "experiments/compare/paper.yaml").settings)
+    for path in sorted((ROOT / "experiments/compare/results").glob(files)):
         results = Results.load(path)
         studies = results.comparison.studies
         for setting in dict.fromkeys(one.setting for one in results.outcomes):

@@ -1,10 +1,10 @@
-"""A calculator for the task of `rlplus demo`: `rollout.function: examples.calculator:rollout`.
+"""A calculator for the task of the demo: `rollout.function: examples.calculator:rollout`.
 
 The policy calls it by writing `;`. The calculator then inserts the running sums of all numbers but the last, which are
 not trained on, and the policy continues after them: it has learned when to call, and how to use the answer.
 """
 
-from rlplus.demo.task import EMPTY, SCRATCHPAD, Problem
+from experiments.toy.task import EMPTY, SCRATCHPAD, Problem
 from rlplus.rollout import Response, Sampler
 
 

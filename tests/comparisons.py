@@ -4,11 +4,12 @@ from pathlib import Path
 
 import yaml
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+EXPERIMENTS = Path(__file__).parent.parent / "experiments"
+QUICK = {"base": {"batch": 1, "learnt_loss": 100.0, "sloppy_steps": 1}}  # any loss will do
 FILE = {
-    "run": str(CONFIGS / "demo.yaml"),
-    "overrides": {"rollout.engine": "transformers"},
-    "settings": {"one": {"base": {"batch": 1, "learnt_loss": 100.0, "sloppy_steps": 1}}},
+    "run": str(EXPERIMENTS / "demo.yaml"),
+    "overrides": {"rollout.engine": "transformers", "evaluation.data.benchmark": "set"},
+    "settings": {"one": {"prepare": "experiments.toy:prepare", "options": QUICK}},
     "methods": {
         "SFT": {"preset": "sft", "overrides": {"train.generated_tokens": None, "train.steps": 30}},
         "GRPO": {"preset": "grpo-official"},

@@ -26,7 +26,8 @@ from rich.markup import escape
 from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("rlplus", "kernels", "csrc", "bench", "configs", "examples", "tests", "pyproject.toml", "setup.py")
+PARTS = ("rlplus", "kernels", "csrc", "bench", "configs", "examples", "experiments", "tests")
+PARTS += ("pyproject.toml", "setup.py")
 TIMEOUT = 300  # seconds; a mistake may make a loop endless
 
 

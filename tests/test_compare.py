@@ -1,4 +1,4 @@
-"""`rlplus compare`: its file, its task, which runs there are, how they resume, and the numbers of its tables."""
+"""`rlplus compare`: its file, which runs there are, how they resume, and the numbers of its tables."""
 
 import fcntl
 import json
@@ -10,7 +10,7 @@ from threading import Thread
 
 import numpy as np
 import pytest
-from comparisons import CONFIGS, FILE, written
+from comparisons import EXPERIMENTS, FILE, QUICK, written
 from rich.text import Text
 
 from rlplus.algorithm import ALGORITHMS
@@ -18,8 +18,8 @@ from rlplus.cli import main
 from rlplus.common.commands import ending_with_this_process
 from rlplus.common.textfiles import file_name
 from rlplus.compare import BASE, MARK, Results, Runner, load_comparison, run_comparison
-from rlplus.compare.data import VALIDATION, make_base_model
 from rlplus.compare.page import terminal_tables
+from rlplus.compare.prepared import VALIDATION
 from rlplus.config import check_report_folder
 from rlplus.errors import RunFailed
 from rlplus.evaluation.estimates import bootstrap
@@ -74,13 +74,13 @@ def launcher(tmp_path: Path) -> str:
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    """The folder of a comparison whose base models are there already."""
+    """The folder of a comparison whose base models and data are there already."""
     folder = tmp_path / "out"
-    runner = Runner(load_comparison(written(tmp_path, FILE)), CONFIGS / "demo.yaml", folder)
+    runner = Runner(load_comparison(written(tmp_path, FILE)), EXPERIMENTS / "demo.yaml", folder)
     for seed in (0, 1, 1000):
-        recipe = runner.comparison.settings["one"].recipe(seed)
-        assert recipe is not None
-        make_base_model(runner.base(recipe), recipe)
+        preparation = runner.preparation("one", seed)
+        assert preparation is not None
+        preparation.make()
     (folder / MARK).touch()
     return folder
 
@@ -160,22 +160,22 @@ def test_a_report_without_finished_runs_is_refused(tmp_path: Path, output: Path,
 
 def test_an_interruption_ends_the_making_of_base_models(tmp_path: Path) -> None:
     data = json.loads(json.dumps(FILE)) | {"search": None}
-    quick = data["settings"]["one"]["base"]
-    data["settings"]["endless"] = {"base": quick | {"sloppy_steps": 10**9}}
+    endless = {"base": QUICK["base"] | {"sloppy_steps": 10**9}}
+    data["settings"]["endless"] = data["settings"]["one"] | {"options": endless}
     data["studies"]["Methods"] |= {"settings": ["one", "endless"], "seeds": 1}
 
     def interrupt(message: str) -> None:
         raise KeyboardInterrupt(message)
 
     comparison = load_comparison(written(tmp_path, data))
-    runner = Runner(comparison, CONFIGS / "demo.yaml", tmp_path / "out", jobs=2, say=interrupt)
-    with pytest.raises(KeyboardInterrupt, match="base model 1 of 2: seed 0"):
+    runner = Runner(comparison, EXPERIMENTS / "demo.yaml", tmp_path / "out", jobs=2, say=interrupt)
+    with pytest.raises(KeyboardInterrupt, match="1 of 2: base model and data of one, seed 0"):
         runner.make()
 
 
 def test_a_training_configuration_is_compared_by_its_presets(tmp_path: Path, launcher: str) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text((CONFIGS / "demo.yaml").read_text())
+    config.write_text((EXPERIMENTS / "demo.yaml").read_text())
     page = run_comparison(config, tmp_path / "out", presets=["grpo", "dr-grpo"], seeds=2, launcher=launcher)
     assert sorted(calls(tmp_path)) == ["eval"] * 6 + ["train"] * 4
     asked = (tmp_path / "models.txt").read_text().split()
@@ -242,7 +242,7 @@ def test_two_processes_do_not_share_a_folder(path: Path, tmp_path: Path, launche
 def test_a_command_that_starts_while_all_are_ended_is_ended_too(
     tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = Runner(load_comparison(path), CONFIGS / "demo.yaml", tmp_path, launcher="sh -c 'exec sleep 9'")
+    runner = Runner(load_comparison(path), EXPERIMENTS / "demo.yaml", tmp_path, launcher="sh -c 'exec sleep 9'")
     start = subprocess.Popen
     enders: list[Thread] = []
 
@@ -291,12 +291,12 @@ def test_a_wrong_override_is_refused_before_anything_runs(tmp_path: Path, path: 
 
 def test_a_search_trains_a_share_and_looks_at_no_test(path: Path, tmp_path: Path) -> None:
     comparison = load_comparison(path)
-    runner = Runner(comparison, CONFIGS / "demo.yaml", tmp_path)
+    runner = Runner(comparison, EXPERIMENTS / "demo.yaml", tmp_path)
     (run,) = runner.chain("one", 1000, "GRPO", [1e-3])
     config = runner.config_of(run)
     assert (config.train.steps, config.train.generated_tokens, config.train.lr) == (334, 66667, 1e-3)
     assert config.evaluation.data is not None
-    assert config.evaluation.data.path == str(tmp_path / "data" / "one" / "seed-1000" / VALIDATION)
+    assert config.evaluation.data.path == str(tmp_path / "prepared" / "one" / "seed-1000" / VALIDATION)
 
 
 def test_other_seeds_repeat_a_comparison(tmp_path: Path, output: Path, launcher: str) -> None:

@@ -4,10 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from comparisons import CONFIGS, FILE, written
+from comparisons import EXPERIMENTS, FILE, written
 
 from rlplus.cli.results import _names
 from rlplus.compare import BASE, MARK, Runner, load_comparison, run_comparison
+from rlplus.compare.prepared import NOTE
+from rlplus.errors import RunFailed
+
+GSM8K = EXPERIMENTS.parent / "configs/compare/gsm8k.yaml"
 
 
 @pytest.mark.parametrize(
@@ -17,9 +21,8 @@ from rlplus.compare import BASE, MARK, Runner, load_comparison, run_comparison
         ({"methods.SFT.after": "SFT+GRPO"}, "comes after itself"),
         ({"studies.Methods.methods": ["GRPPO"]}, "studies.Methods.methods: no such name in methods: 'GRPPO'"),
         ({"studies.Methods.settings": ["onne"]}, "studies.Methods.settings: no such name in settings: 'onne'; nearest"),
-        ({"settings.one.base.task": {"hrad": 3}}, "settings.one: .*hrad"),
-        ({"settings.one.base.seed": 3}, "base.seed: leave it out"),
-        ({"settings.one": {"demonstrator": {"noise": 0.1}}}, "want both, or neither"),
+        ({"settings.one": {"options": {"noise": 0.1}}}, "options are those of a function: want prepare, too"),
+        ({"settings.one.prepare": "toy.py"}, "settings.one.prepare: want"),
         ({"settings.two": {}}, "want evaluation.data.path, problems that no test has"),
         ({"serach": {}}, "serach: unknown key; nearest: search$"),
         ({"methods.GRPO.overides": {}}, r"methods\.GRPO\.overides: unknown key; nearest: methods\.GRPO\.overrides"),
@@ -33,7 +36,6 @@ from rlplus.compare import BASE, MARK, Runner, load_comparison, run_comparison
         ),
         ({"studies.Methods.methods": []}, "studies.Methods.methods: "),
         ({"methods.SFT.searched_as": "GRPO long"}, "GRPO long itself takes its rate from another method"),
-        ({"settings.one.base.scratchpad_share": 15}, "want scratchpad_share a probability; got 15"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -49,18 +51,18 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, change: dict[str, objec
 
 
 def test_settings_and_presets_choose() -> None:
-    shipped = load_comparison(CONFIGS / "compare" / "paper.yaml", ["GRPO", "RL-PLUS", "cispo"], 2, ["noisy"])
+    shipped = load_comparison(EXPERIMENTS / "compare" / "paper.yaml", ["GRPO", "RL-PLUS", "cispo"], 2, ["noisy"])
     methods = shipped.studies["Methods"]
     assert (methods.settings, methods.methods, methods.seeds) == (["noisy"], ["cispo", "GRPO", "RL-PLUS"], 2)
     assert shipped.methods["cispo"].preset == "cispo"
-    assert list(load_comparison(CONFIGS / "compare" / "paper.yaml", ["GRPO", "RL-PLUS"]).studies) == [
+    assert list(load_comparison(EXPERIMENTS / "compare" / "paper.yaml", ["GRPO", "RL-PLUS"]).studies) == [
         "Methods",
         "Model sizes",
     ]
     with pytest.raises(ValueError, match="no such name in settings: 'nosy'; nearest: noisy"):
-        load_comparison(CONFIGS / "compare" / "paper.yaml", settings=["nosy"])
+        load_comparison(EXPERIMENTS / "compare" / "paper.yaml", settings=["nosy"])
     with pytest.raises(ValueError, match="no such name in methods and presets: 'GRPPO'; nearest: "):
-        load_comparison(CONFIGS / "compare" / "paper.yaml", presets=["GRPPO"])
+        load_comparison(EXPERIMENTS / "compare" / "paper.yaml", presets=["GRPPO"])
 
 
 def test_empty_names_between_commas_are_left_out() -> None:
@@ -93,9 +95,64 @@ def test_a_search_without_a_configuration_is_refused_before_anything_is_made(
     assert [each.name for each in (tmp_path / "out").iterdir()] == [MARK]
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prepare": "nowhere:prepare"}, "settings.one: cannot import nowhere:prepare, not from the current folder"),
+        ({"prepare": "experiments.toy:repair"}, "settings.one: cannot import .* has no attribute 'repair'"),
+        ({"prepare": "experiments.toy:SET"}, "settings.one: want a function; experiments.toy:SET is a str"),
+        ({"options": {"bsae": {}}}, "settings.one: options: got an unexpected keyword argument 'bsae'; want .*base: "),
+        ({"options": {"base": {"task": {"hrad": 3}}}}, "settings.one: options.base.task.hrad: Unexpected keyword"),
+        ({"options": {"base": {"scratchpad_share": 15}}}, "options.base: want scratchpad_share a probability; got 15"),
+        ({"options": {"base": {"seed": 3}}}, "options.base.seed: Unexpected keyword"),  # the seeds are the studies'
+        ({"options": {"base": {"batch": 0.5}}}, "options.base.batch: want a valid integer"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_before_anything_is_made(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    data = json.loads(json.dumps(FILE))
+    data["settings"]["one"] |= change
+    with pytest.raises(ValueError, match=message):
+        run_comparison(written(tmp_path, data), tmp_path / "out")
+    assert [each.name for each in (tmp_path / "out").iterdir()] == [MARK]
+
+
+FUNCTION = """
+def prepare(folder, seed, lines=1, **more):
+    (folder / "model").mkdir()
+    for name in ("train", "validation", "test")[:more.get("files", 3)]:
+        (folder / f"{name}.jsonl").write_text(f"{seed} {lines}" * lines)
+"""
+
+
+def test_any_function_prepares_a_setting_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without annotations its options are as they stand in the file; others make the files anew."""
+    (tmp_path / "my_data.py").write_text(FUNCTION)
+    monkeypatch.chdir(tmp_path)
+    data = json.loads(json.dumps(FILE))
+
+    def prepared(**options: int) -> str:
+        data["settings"]["one"] = {"prepare": "my_data:prepare", "options": options}
+        preparation = Runner(load_comparison(written(tmp_path, data)), EXPERIMENTS / "demo.yaml", tmp_path).preparation(
+            "one", 3
+        )
+        assert preparation is not None
+        assert not preparation.is_made()
+        preparation.make()
+        assert preparation.is_made()
+        return (preparation.folder / "test.jsonl").read_text()
+
+    assert prepared(lines=2) == "3 23 2"
+    assert prepared() == "3 1"
+    with pytest.raises(RunFailed, match=r"my_data:prepare has not written validation\.jsonl, test\.jsonl into "):
+        prepared(files=1)
+    assert not (tmp_path / "prepared/one/seed-3" / NOTE).exists()
+
+
 def test_every_run_of_the_shipped_comparison_has_a_configuration(tmp_path: Path) -> None:
-    comparison = load_comparison(CONFIGS / "compare" / "paper.yaml", seeds=1)
-    runner = Runner(comparison, CONFIGS / "compare" / comparison.run, tmp_path)
+    comparison = load_comparison(EXPERIMENTS / "compare" / "paper.yaml", seeds=1)
+    runner = Runner(comparison, EXPERIMENTS / "compare" / comparison.run, tmp_path)
     runs = runner.all()
     assert {run.method for run in runs} == {BASE, *comparison.methods}
     for run in runs:
@@ -108,12 +165,12 @@ def test_every_run_of_the_shipped_comparison_has_a_configuration(tmp_path: Path)
         "tokens end a run, also of the shortest responses"
     )
     sizes = [comparison.settings[name] for name in comparison.studies["Model sizes"].settings]
-    assert len({json.dumps((one.base or {}) | {"hidden": 0}, sort_keys=True) for one in sizes}) == 1
-    assert len({json.dumps(one.demonstrator) for one in sizes}) == 1
+    assert [one.options["base"].pop("hidden", 64) for one in sizes] == [48, 64, 96]  # type: ignore[union-attr]
+    assert sizes[0] == sizes[1] == sizes[2]
 
 
 def test_the_comparison_at_one_rate_has_the_settings_and_methods_of_the_other(tmp_path: Path) -> None:
-    paper, one = (load_comparison(CONFIGS / "compare" / f"{name}.yaml") for name in ("paper", "one-rate"))
+    paper, one = (load_comparison(EXPERIMENTS / "compare" / f"{name}.yaml") for name in ("paper", "one-rate"))
     assert (one.run, one.overrides, one.search) == (paper.run, paper.overrides, None)
     assert one.settings == {name: paper.settings[name] for name in paper.studies["Methods"].settings}
     quarters = {"a quarter of the weight": "RL-PLUS", "a quarter of MIS alone": "without the exploration weight"}
@@ -123,13 +180,13 @@ def test_the_comparison_at_one_rate_has_the_settings_and_methods_of_the_other(tm
     for name, whole in quarters.items():
         assert one.methods[name].preset == paper.methods[whole].preset
         assert one.methods[name].overrides == {"algorithm.objective.external_coef": 0.25}
-    runner = Runner(one, CONFIGS / "compare" / one.run, tmp_path)
+    runner = Runner(one, EXPERIMENTS / "compare" / one.run, tmp_path)
     assert {runner.config_of(run).train.lr for run in runner.all()} == {1e-3}
 
 
 def test_every_search_of_the_comparison_for_a_gpu_has_a_configuration(tmp_path: Path) -> None:
-    comparison = load_comparison(CONFIGS / "compare" / "gsm8k.yaml")
-    runner, search = Runner(comparison, CONFIGS / "compare" / comparison.run, tmp_path), comparison.search
+    comparison = load_comparison(GSM8K)
+    runner, search = Runner(comparison, GSM8K.parent / comparison.run, tmp_path), comparison.search
     assert search is not None
     for method in comparison.methods:
         *_, searched = runner.chain("", search.seed, method, search.rates)

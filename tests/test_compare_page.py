@@ -53,8 +53,8 @@ def widths(solved: dict[str, list[int]], seeds: int, setting: dict[str, Any]) ->
 def test_where_all_seeds_have_the_same_problems_these_are_no_further_problems() -> None:
     """Five times the same evaluation says as much as one; of other problems each, the interval is 5 ** .5 narrower."""
     solved = {BASE: [8, 0, 0, 0] * (PROBLEMS // 4), "GRPO": [8, 8, 0, 0, 8] * (PROBLEMS // 5)}
-    task = {"base": {"batch": 1, "learnt_loss": 100.0, "sloppy_steps": 1}}
-    alone, same, other = (widths(solved, *of) for of in ((1, {}), (5, {}), (5, task)))
+    own = {"prepare": "module:function"}
+    alone, same, other = (widths(solved, *of) for of in ((1, {}), (5, {}), (5, own)))
     assert same == pytest.approx(alone, rel=0.1)
     assert other == pytest.approx([width / 5**0.5 for width in alone], rel=0.15)
 

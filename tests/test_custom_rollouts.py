@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from update_cases import batch_of_samples, naive_loss, packed
 
 from examples import calculator, thought_templates
+from experiments.toy.task import draw_splits, make_tokenizer, write_jsonl
 from rlplus.algorithm import ALGORITHMS
 from rlplus.config import Config
 from rlplus.data import Example, Sample
-from rlplus.demo.task import draw_splits, make_tokenizer, write_jsonl
 from rlplus.evaluation import evaluate
 from rlplus.recipe import Batch, Recipe
 from rlplus.reward import Score

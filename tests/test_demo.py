@@ -15,13 +15,11 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import rlplus.demo as demo
-from rlplus.common.terminal import Terminal
-from rlplus.config import load_config
-from rlplus.data import load_examples, load_tokenizer
-from rlplus.demo import base as demo_base
-from rlplus.demo.base import Recipe, make_base, make_model, response_loss
-from rlplus.demo.task import (
+from experiments.demo import demo_run as demo
+from experiments.demo.__main__ import main
+from experiments.toy import base_model
+from experiments.toy.base_model import ToyBase, make_base, make_model, response_loss
+from experiments.toy.task import (
     EASY,
     HARD,
     PLUS,
@@ -33,6 +31,9 @@ from rlplus.demo.task import (
     scratchpad,
     write_jsonl,
 )
+from rlplus.common.terminal import Terminal
+from rlplus.config import load_config
+from rlplus.data import load_examples, load_tokenizer
 from rlplus.evaluation import Estimate, Evaluation, save_results
 from rlplus.report import seeds_line
 from rlplus.reward import Scorer
@@ -43,8 +44,7 @@ def draw(rng: random.Random, length: int, exclude: Collection[Problem] = ()) -> 
     return Task().draw(rng, (PLUS, length), exclude)
 
 
-CONFIG = Path(__file__).parent.parent / "configs" / "demo.yaml"
-QUICK = Recipe(0, batch=2, learnt_loss=100.0, sloppy_steps=2)  # any loss will do: two phases, no skill
+QUICK = ToyBase(batch=2, learnt_loss=100.0, sloppy_steps=2)  # any loss will do: two phases, no skill
 
 
 @pytest.fixture
@@ -113,7 +113,8 @@ def test_config_fits_the_data_and_both_algorithms(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "train.jsonl", train[:16])
     for preset in ("rlplus", "grpo"):
         config = load_config(
-            CONFIG, [f"algorithm.preset={preset}", f"data.path={tmp_path / 'train.jsonl'}", f"model.path={tmp_path}"]
+            demo.CONFIG,
+            [f"algorithm.preset={preset}", f"data.path={tmp_path / 'train.jsonl'}", f"model.path={tmp_path}"],
         )
         examples, report = load_examples(
             config.data, load_tokenizer(config.model), max_demonstration_length=config.max_demonstration_length
@@ -145,16 +146,16 @@ def test_loss_is_the_mean_over_the_tokens_of_the_responses() -> None:
 
 def test_base_is_written_in_full_and_reused(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
-    original = demo_base.response_loss
+    original = base_model.response_loss
 
     def spy(model, tokenizer, problems, responses):  # type: ignore[no-untyped-def]
         shown.extend(problem.prompt for problem in problems)
         return original(model, tokenizer, problems, responses)
 
-    monkeypatch.setattr(demo_base, "response_loss", spy)
+    monkeypatch.setattr(base_model, "response_loss", spy)
     folder = tmp_path / "base"
     held_out = frozenset(draw_splits(0)[1])
-    assert make_base(folder, QUICK, held_out, console)
+    assert make_base(folder, QUICK, 0, held_out, console)
     assert shown
     assert not {problem.prompt for problem in held_out} & set(shown)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -163,17 +164,17 @@ def test_base_is_written_in_full_and_reused(tmp_path: Path, console: Console, mo
     assert list(folder.glob("*.safetensors"))
 
     before = (folder / "model.safetensors").read_bytes()
-    assert not make_base(folder, QUICK, held_out, console)
-    (folder / "recipe.json").unlink()  # as after an interruption
-    assert make_base(folder, QUICK, held_out, console)
+    assert not make_base(folder, QUICK, 0, held_out, console)
+    (folder / "base.json").unlink()  # as after an interruption
+    assert make_base(folder, QUICK, 0, held_out, console)
     assert (folder / "model.safetensors").read_bytes() == before
-    assert make_base(folder, replace(QUICK, seed=1), held_out, console)
+    assert make_base(folder, QUICK, 1, held_out, console)
     assert (folder / "model.safetensors").read_bytes() != before
 
 
 def test_base_that_learns_nothing_is_an_error(tmp_path: Path, console: Console) -> None:
     with pytest.raises(RunFailed, match="did not learn the scratchpad in 9 steps"):
-        make_base(tmp_path / "base", replace(QUICK, learnt_loss=0.0, max_clean_steps=9), frozenset(), console)
+        make_base(tmp_path / "base", replace(QUICK, learnt_loss=0.0, max_clean_steps=9), 0, frozenset(), console)
     assert not (tmp_path / "base").exists()
 
 
@@ -249,7 +250,7 @@ def fake_runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(demo.subprocess, "run", run)
-    monkeypatch.setattr(demo, "Recipe", lambda seed: replace(QUICK, seed=seed))
+    monkeypatch.setattr(demo, "ToyBase", lambda: QUICK)
     return commands
 
 
@@ -279,7 +280,7 @@ def test_demo_runs_twice_into_the_same_folder(
 def test_demo_with_real_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "Recipe", lambda seed: replace(QUICK, seed=seed))
+    monkeypatch.setattr(demo, "ToyBase", lambda: QUICK)
     small = ["rollout.engine=transformers", "train.prompts_per_step=4", "train.generated_tokens=500"]
     report = demo.run_demo(tmp_path, overrides=[*small, "evaluation.samples=2", "evaluation.k=[1, 2]"])
     for preset in ("grpo", "rlplus"):
@@ -300,6 +301,11 @@ def test_foreign_folders_are_left_alone(tmp_path: Path) -> None:
         demo.run_demo(tmp_path / "thesis.txt")
     with pytest.raises(ValueError, match="at least one seed"):
         demo.run_demo(tmp_path / "new", seeds=0)
+
+
+def test_the_command_says_in_a_line_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "0", "--output", str(tmp_path / "new")]) == 2
+    assert capsys.readouterr().err == "python -m experiments.demo: want at least one seed; got 0\n"
 
 
 def test_failure_shows_the_last_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

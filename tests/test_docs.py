@@ -36,12 +36,13 @@ from rlplus.recipe import Batch
 
 ROOT = Path(__file__).parent.parent
 MANUAL = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMPARISONS = {f"compare/{path.stem}.html" for path in (ROOT / "bench/results/compare").glob("*.json")}  # in the site
+# in the site
+COMPARISONS = {f"compare/{path.stem}.html" for path in (ROOT / "experiments/compare/results").glob("*.json")}
 PAGES = [
     *MANUAL,
     *(ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "DECISIONS.md", "SECURITY.md")),
 ]
-PAGES += [ROOT / folder / "README.md" for folder in ("bench", "csrc", "kernels")]
+PAGES += [ROOT / folder / "README.md" for folder in ("bench", "csrc", "experiments", "kernels")]
 SCHEMA = json_schema()
 SOURCE = "\n".join(path.read_text() for path in sorted((ROOT / "rlplus").rglob("*.py")))
 
@@ -351,7 +352,7 @@ def is_key(name: str) -> bool:
 
 SECTION = "model|data|reward|rollout|algorithm|train|checkpoint|log|validation|evaluation|stages"
 METRIC = "actor|batch|reward|mismatch|time|critic|process|sft|gate|prefix|replay|response_length|validation"
-FOLDER = "rlplus|docs|tests|configs|kernels|bench|csrc|examples"
+FOLDER = "rlplus|docs|tests|configs|kernels|bench|csrc|examples|experiments"
 
 
 @pytest.mark.parametrize("path", MANUAL, ids=lambda path: path.name)

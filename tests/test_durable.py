@@ -14,7 +14,7 @@ import pytest
 from rlplus.common import durable
 from rlplus.common.durable import UNSEALED, is_sealed, locked, remove_unfinished, replacing, write_text
 
-PACKAGE = Path(__file__).parent.parent / "rlplus"
+PACKAGE, EXPERIMENTS = (Path(__file__).parent.parent / name for name in ("rlplus", "experiments"))
 
 
 def test_a_file_has_its_name_when_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ ALLOWED = {
     "reward/graders/sandbox.py": "a pipe to the program's process",
     "trainer/metrics.py": "metrics.jsonl grows by a flushed line; a cut last one is dropped",
     "compare/launches.py": "the output of a command, while it runs",
-    "demo/__init__.py": "the output of a command, while it runs",
+    "experiments/demo/demo_run.py": "the output of a command, while it runs",
     "loss/verdicts.py": "a cache, renamed, whose files must be this user's alone; a lost one is made again",
     "bench/measure.py": "a file of /proc",
     "bench/gpu.py": "of the standard library alone; it renames its state, and its logs grow",
@@ -155,8 +155,9 @@ def in_place(text: str) -> Iterator[int]:
 
 def test_files_are_written_durably() -> None:
     """What is read again is written by `rlplus.common.durable`, but where there is a reason."""
-    paths = [path for folder in (PACKAGE, PACKAGE / "bench") for path in folder.rglob("*.py")]
-    found = {str(path.relative_to(PACKAGE)): list(in_place(path.read_text())) for path in paths}
+    roots = {PACKAGE: PACKAGE, PACKAGE / "bench": PACKAGE, EXPERIMENTS: EXPERIMENTS.parent}
+    paths = {path: root for folder, root in roots.items() for path in folder.rglob("*.py")}
+    found = {str(path.relative_to(root)): list(in_place(path.read_text())) for path, root in paths.items()}
     assert {name: lines for name, lines in found.items() if lines and name not in ALLOWED} == {}
     assert [name for name in ALLOWED if not found[name]] == []
 

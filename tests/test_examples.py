@@ -1,6 +1,5 @@
 """The examples in plain PyTorch, the preparation of public data, and the commands of the walk-through."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from examples import loss, prepare_data, scratchpads, train_minimal
-from rlplus.common.textfiles import file_name
+from examples import loss, prepare_data, train_minimal
 from rlplus.config import split_hub_path
-from rlplus.data import KeptSample, write_kept
 
 GSM8K = [  # the layout of openai/gsm8k
     {"question": "What is 48 + 24?", "answer": "Half of 48 is 48/2 = <<48/2=24>>24.\n48+24 = <<48+24=72>>72.\n#### 72"},
@@ -111,31 +108,3 @@ def test_default_sources_are_splits_on_the_hub() -> None:
         ("openai/gsm8k", "main/test"),
         ("Elliott/Openr1-Math-46k-8192", "train"),
     ]
-
-
-def test_orders_of_scratchpads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a comparison's runs: two seeds, a method whose name cannot be a folder's, hard and easy problems."""
-    hard, easy = "00001+00000+00000+00000+33333=", "00001+33333+-----+-----+-----="
-    responses = {
-        0: [":33330", ";00001,00001,00001,00001:33330", ";33332,33333,33333,33333:33330", ";12121,1:0"],
-        1: [";33333,33333,33333,33333:33330", ";33333", ";3333", ""],
-    }
-    method = "γ = 0"
-    for seed, given in responses.items():
-        samples = [
-            KeptSample(None, row, "trained", prompt, response, reward, "ok", False, [], [], [])
-            for row, prompt in ((0, easy), (1, hard))
-            for response in given
-            for reward in [float(response.endswith(":33330"))]
-        ]
-        folder = tmp_path / "runs" / "foreign" / f"seed-{seed}" / file_name(method)
-        write_kept(folder / "samples" / "evaluation-trained-0-000000.parquet", samples)
-    outcomes = [{"setting": "foreign", "seed": seed, "method": method} for seed in responses]
-    (tmp_path / "results.json").write_text(json.dumps({"outcomes": outcomes}))
-    scratchpads.main([str(tmp_path), "foreign"])
-    assert capsys.readouterr().out.splitlines()[2:] == [f"| {method} | 25 | 12 | 38 | 25 | 75, 25 |"]
-    with pytest.raises(SystemExit, match=r"want a setting with finished runs \(foreign\); got rare"):
-        scratchpads.main([str(tmp_path), "rare"])
-    (folder / "samples" / "evaluation-trained-0-000000.parquet").unlink()
-    with pytest.raises(SystemExit, match=r"want the samples of an evaluation on hard problems in .*; got none"):
-        scratchpads.main([str(tmp_path), "foreign"])

@@ -8,7 +8,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "rlplus"
 ORDER = "errors < lazy < common < kernels < loss < algorithm < config < data < reward < rollout < checkpoint < learner"
-ORDER += " < recipe < evaluation < trainer < verify < report < plan < demo < compare < cli < __main__"
+ORDER += " < recipe < evaluation < trainer < verify < report < plan < compare < cli < __main__"
 LAYERS = ORDER.split(" < ")
 LINKS = (PACKAGE / "kernels", PACKAGE / "bench")  # rglob does not follow links
 MODULES = sorted(path for folder in (PACKAGE, *LINKS) for path in folder.rglob("*.py"))
@@ -46,6 +46,19 @@ def test_imports_only_from_the_left(path: Path) -> None:
     assert not wrong, f"{layer} imports {sorted(wrong)}; it may import {ALLOWED[layer]}"
 
 
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_imports_experiments(path: Path) -> None:
+    assert "experiments" not in imported_packages(path.read_text())
+
+
+def imported_packages(text: str) -> set[str]:
+    """First parts of the names that a module imports, at its top or inside a function."""
+    nodes = list(ast.walk(ast.parse(text)))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in names}
+
+
 COLLECTIVES = ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "scatter"]
 
 
@@ -81,5 +94,8 @@ def test_kernels_import_torch_triton_and_each_other_only(path: Path) -> None:
 
 
 def test_every_form_of_import_is_seen() -> None:
-    text = "import rlplus, rlplus.cli\nfrom rlplus import demo\nfrom ..plan import x\ndef f(): from .. import report"
-    assert list(imported_layers(PACKAGE / "reward" / "x.py", text)) == ["__init__", "cli", "demo", "plan", "report"]
+    text = "import rlplus, rlplus.cli\nfrom rlplus import recipe\nfrom ..plan import x\ndef f(): from .. import report"
+    assert list(imported_layers(PACKAGE / "reward" / "x.py", text)) == ["__init__", "cli", "recipe", "plan", "report"]
+    assert imported_packages(f"import torch.nn\n{text}\ndef g(): from experiments.toy import SET") == {
+        "torch", "rlplus", "experiments"
+    }  # fmt: skip

@@ -28,7 +28,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, copy)
-    for name in ("rlplus", "kernels", "configs", "csrc", "bench"):
+    for name in ("rlplus", "kernels", "configs", "csrc", "bench", "experiments"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     (copy / "kernels" / "probe.py").write_text("import triton\n")
     return copy
@@ -57,7 +57,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path, source: Path) -> 
     kinds = ("*.py", "*.yaml", "schema.json", "models/*.json", "*.html", "report/page.*", "py.typed")
     files = {path for folder in folders for kind in kinds for path in folder.rglob(kind)}
     assert names == {str(path.relative_to(source)) for path in files}
-    assert {PROBE, "rlplus/configs/demo.yaml", "rlplus/py.typed"} <= names
+    assert {PROBE, "rlplus/configs/eval.yaml", "rlplus/py.typed"} <= names
     assert "rlplus/configs/models/Qwen--Qwen2.5-Math-7B.json" in names
 
 

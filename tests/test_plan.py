@@ -9,10 +9,10 @@ from plan_cases import CONFIGS, PAPER, PROCESS, QWEN_7B, make_plan, paper
 from rich.console import Console
 from trainer_runs import run_config, write_task
 
+from experiments.toy.base_model import make_model
+from experiments.toy.task import make_tokenizer
 from rlplus.cli import main
 from rlplus.config import load_config, load_stages, with_first_model
-from rlplus.demo.base import make_model
-from rlplus.demo.task import make_tokenizer
 from rlplus.plan import GIB, GPUS, MOMENTS, Cluster, make_cluster, this_cluster
 from rlplus.plan.cluster import Gpu
 from rlplus.plan.memory import packed_shape
@@ -107,6 +107,7 @@ def test_responses_up_to_16384_tokens_fit_or_the_switch_is_named(overrides, peak
         assert (remedy.gpus, round(remedy.peak / GIB, 1), round(remedy.host / GIB, 1)) == (8, then, host)
 
 
+DEMO = CONFIGS.parent / "experiments/demo.yaml"
 TRAINING = sorted(set(CONFIGS.glob("*.yaml")) - {CONFIGS / "eval.yaml"})  # which trains nothing
 
 
@@ -270,12 +271,12 @@ def test_shipped_configurations_are_planned_without_a_network(tmp_path, monkeypa
     text = capsys.readouterr().out
     assert "8 x a100-80g, 7.62 billion parameters" in text
     assert "Qwen/Qwen2.5-Math-7B: the architecture that comes with rlplus (no such folder; http://127.0.0.1:9" in text
-    assert main(["plan", str(CONFIGS / "demo.yaml"), "--gpus", "1", "--gpu", "h100", "--json"]) == 0
+    assert main(["plan", str(DEMO), "--gpus", "1", "--gpu", "h100", "--json"]) == 0
     parameters = sum(p.numel() for p in make_model(make_tokenizer()).parameters())
     plan = json.loads(capsys.readouterr().out)
     assert plan["parameters"] == parameters
     assert "that comes with rlplus" in plan["note"]
-    assert main(["train", str(CONFIGS / "demo.yaml"), f"data.path={write_task(tmp_path)}", "evaluation.every=0"]) == 2
+    assert main(["train", str(DEMO), f"data.path={write_task(tmp_path)}", "evaluation.every=0"]) == 2
     assert "want model.path a Hugging Face folder" in capsys.readouterr().err  # planned from it, never trained
     shipped = {path.stem.replace("--", "/") for path in (CONFIGS / "models").glob("*.json")}
     paths = {yaml.safe_load(path.read_text())["model"].get("path") for path in CONFIGS.glob("*.yaml")}

@@ -1,4 +1,4 @@
-"""bench.theory against independent enumerations: outcomes in fractions, subsets one by one, steps of gradient ascent.
+"""The theory against independent enumerations: outcomes in fractions, subsets one by one, steps of gradient ascent.
 
 Here a problem is a list of outcomes (policy, old policy, author, reward), each a Fraction.
 """
@@ -15,11 +15,11 @@ from statistics import stdev
 import pytest
 import torch
 
-from rlplus.bench.theory import coefficients, sums
-from rlplus.bench.theory.__main__ import main
-from rlplus.bench.theory.coefficients import GROUP, VOCABULARY, from_estimate, from_objective, on_policy, peak, variants
-from rlplus.bench.theory.statements import EXACT, STATEMENTS, Finding
-from rlplus.bench.theory.sums import Problem
+from experiments.theory import coefficients, sums
+from experiments.theory.__main__ import main
+from experiments.theory.coefficients import GROUP, VOCABULARY, from_estimate, from_objective, on_policy, peak, variants
+from experiments.theory.statements import EXACT, STATEMENTS, Finding
+from experiments.theory.sums import Problem
 from rlplus.loss import Objective
 
 ROOT = Path(__file__).parent.parent
@@ -310,7 +310,7 @@ def test_the_program_prints_its_tables_and_draws_the_manuals_figure(
 
 
 def test_the_figure_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("rlplus.bench.theory.__main__.find_spec", lambda name: None)
+    monkeypatch.setattr("experiments.theory.__main__.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         main(["--figure", "figure.svg"])
     assert "want matplotlib" in capsys.readouterr().err

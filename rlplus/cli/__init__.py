@@ -1,11 +1,11 @@
-"""The command line: rlplus train | eval | plan | verify | report | compare | demo."""
+"""The command line: rlplus train | eval | plan | verify | report | compare."""
 
 import argparse
 import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rlplus import __version__
 from rlplus.cli import evaluate, plan, results, train, verify
@@ -13,19 +13,24 @@ from rlplus.errors import RunFailed, log_to_stderr, printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; foreseen errors end in one message and exit status 2, not in a traceback.
+    """Run a command; -> the exit status."""
+    args = parse(argv)
+    return guarded(f"rlplus {args.command}", lambda: args.run(args))
+
+
+def guarded(name: str, command: Callable[[], int | None]) -> int:
+    """Run a command; -> the exit status. Foreseen errors end in one message and status 2, not in a traceback.
 
     A run that a signal ended exits with 128 + its number, as the shell would have it: 130 for Ctrl-C, 143 for SIGTERM.
     """
-    args = parse(argv)
     log_to_stderr()
     try:
-        return int(args.run(args) or 0)
+        return int(command() or 0)
     except (ValueError, OSError, RunFailed) as error:
-        _complain(f"rlplus {args.command}: {error}")
+        _complain(f"{name}: {error}")
         return 2
     except KeyboardInterrupt as stop:
-        _complain(f"rlplus {args.command}: {str(stop) or 'interrupted'}")
+        _complain(f"{name}: {str(stop) or 'interrupted'}")
         return 128 + int(getattr(stop, "signal", signal.SIGINT))
 
 
@@ -68,7 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     # The `deepspeed` launcher puts it in front of the command, and sets LOCAL_RANK, which is what counts, too.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    adds = (train.add, evaluate.add, plan.add, verify.add, results.add_report, results.add_compare, results.add_demo)
-    for add in adds:
+    for add in (train.add, evaluate.add, plan.add, verify.add, results.add_report, results.add_compare):
         add(commands)
     return parser

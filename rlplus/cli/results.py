@@ -1,4 +1,4 @@
-"""`rlplus report`, `rlplus compare` and `rlplus demo`."""
+"""`rlplus report` and `rlplus compare`."""
 
 import argparse
 import logging
@@ -33,7 +33,7 @@ def add_report(commands: "Commands") -> None:
 def add_compare(commands: "Commands") -> None:
     """Add the arguments of `rlplus compare`."""
     compare = commands.add_parser("compare", help="train several methods from one base, over seeds, and compare them")
-    compare.add_argument("config", help="a comparison, such as configs/compare/paper.yaml, or a training configuration")
+    compare.add_argument("config", help="a comparison, such as configs/compare/gsm8k.yaml, or a training configuration")
     compare.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="of the training configuration")
     compare.add_argument("--presets", help="names with commas: of the comparison's methods, or of any presets")
     compare.add_argument("--settings", help="names with commas, of the comparison's settings; default: all")
@@ -44,14 +44,6 @@ def add_compare(commands: "Commands") -> None:
     compare.add_argument("--launcher", help='in place of "python -m", such as "torchrun --nproc_per_node 8 -m"')
     compare.add_argument("--report", action="store_true", help="only write the report, from the runs that are finished")
     compare.set_defaults(run=_compare)
-
-
-def add_demo(commands: "Commands") -> None:
-    """Add the arguments of `rlplus demo`."""
-    demo = commands.add_parser("demo", help="train a small model with GRPO and RL-PLUS and compare them")
-    demo.add_argument("--seeds", type=int, default=1, help="how many seeds, from 0 on; default 1")
-    demo.add_argument("--output", default="runs/demo", help="default: runs/demo")
-    demo.set_defaults(run=_demo)
 
 
 def _report(args: argparse.Namespace) -> None:
@@ -173,10 +165,3 @@ def _names(option: str, text: str | None) -> list[str]:
     if twice := [name for i, name in enumerate(names) if name in names[:i]]:
         raise ValueError(f"want each name once with {option}; got {twice[0]!r} again")
     return names
-
-
-def _demo(args: argparse.Namespace) -> None:
-    quiet_imports()
-    from rlplus.demo import run_demo
-
-    run_demo(args.output, seeds=args.seeds)

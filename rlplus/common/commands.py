@@ -14,9 +14,10 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 PATIENCE_S = 600.0  # for the rest of a step and a checkpoint, after SIGTERM or the end of the command
@@ -29,6 +30,20 @@ _WATCHED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal
 def ending_with_this_process(command: Sequence[str]) -> list[str]:
     """The command line that runs the command so. Of threads, the one that starts it must outlive it."""
     return [sys.executable, "-IS", str(Path(__file__)), str(os.getpid()), *command]
+
+
+@contextmanager
+def terminated_as_exit() -> Iterator[None]:
+    """Let SIGTERM end the program like an exception, so that running commands are ended too."""
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -133,6 +133,17 @@ def locked(file: Path, refusal: str) -> Iterator[None]:
         yield
 
 
+def claimed(folder: Path, mark: str, what: str) -> Path:
+    """The folder, created if needed. Files of an earlier one with this mark may be replaced, others may not."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"want a folder as output; got the file {folder}")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / mark).exists() and any(folder.iterdir()):
+        raise ValueError(f"want an empty folder, or an earlier {what}'s, as output; got {folder}, which is neither")
+    (folder / mark).touch()
+    return folder
+
+
 def _this_process() -> str:
     command = shlex.join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]])
     shown = command if len(command) <= _LONGEST_COMMAND else f"{command[:_LONGEST_COMMAND]}…"

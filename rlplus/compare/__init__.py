@@ -7,13 +7,13 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rlplus.common.durable import locked, write_text
+from rlplus.common.commands import terminated_as_exit
+from rlplus.common.durable import claimed, locked, write_text
 from rlplus.common.terminal import Terminal
 from rlplus.compare.config import BASE, Comparison, load_comparison, owned
 from rlplus.compare.launches import Runner
 from rlplus.compare.outcomes import Outcome, Results, collect
 from rlplus.compare.page import page_of, terminal_tables
-from rlplus.demo import claimed, terminated_as_exit
 from rlplus.trainer import processor_name
 
 __all__ = [

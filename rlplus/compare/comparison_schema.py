@@ -8,36 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from rlplus.algorithm import ALGORITHMS
 from rlplus.common.durable import write_text
 from rlplus.compare.config import Comparison
 from rlplus.config.json_schema import tidy
-from rlplus.demo.base import Recipe
-from rlplus.demo.task import Demonstrator, Task
 
 
 def json_schema() -> dict[str, Any]:
     """The keys of a comparison, their types and documentation. None is required, as in that of a run."""
     schema = Comparison.model_json_schema()
-    sections = schema["$defs"]
-    sections["Method"]["properties"]["preset"]["enum"] = [*ALGORITHMS]
-    setting = sections["Setting"]["properties"]
-    base = _options(Recipe)
-    base["properties"].pop("seed")  # those of the studies
-    base["properties"]["task"] = {"type": "object"} | _options(Task)
-    setting["base"]["anyOf"] = [{"type": "object"} | base, {"type": "null"}]
-    setting["demonstrator"] |= _options(Demonstrator)
+    schema["$defs"]["Method"]["properties"]["preset"]["enum"] = [*ALGORITHMS]
     return dict(tidy(schema)) | {"title": "A comparison of rlplus"}
-
-
-def _options(kind: type) -> dict[str, Any]:
-    """The fields of a dataclass, whose defaults are not those of every setting."""
-    fields = TypeAdapter(kind).json_schema().get("properties", {})
-    for field in fields.values():
-        field.pop("default", None)
-    return {"properties": fields, "additionalProperties": False}
 
 
 if __name__ == "__main__":

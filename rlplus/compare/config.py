@@ -1,17 +1,14 @@
 """The file of a comparison: settings, methods, studies, and the search for learning rates."""
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from rlplus.algorithm import ALGORITHMS
 from rlplus.common.section import Fraction, PathText, Positive, Section, Text
 from rlplus.config import problem_lines, read_yaml
-from rlplus.demo.base import Recipe
-from rlplus.demo.task import Demonstrator
 from rlplus.errors import nearest
 
 BASE = "Base"  # the model before training, a row of every table
@@ -24,43 +21,19 @@ OWNED = ("train.seed", "output_dir", "model.path", "algorithm.preset")
 class Setting(Section):
     """A base model with its data."""
 
-    base: dict[str, Any] | None = None
-    """Fields of rlplus.demo.base.Recipe but the seed: a base model, with its data, is made for each seed. None = those
-    of the training configuration."""
-    demonstrator: dict[str, Any] = {}
-    """Fields of rlplus.demo.task.Demonstrator, of the data made with a base."""
+    prepare: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
+    """A function, as "module:name", that makes the base model and the data of each seed; see docs/comparing.md. None =
+    those of the training configuration."""
+    options: dict[str, JsonValue] = {}
+    """Further arguments of that function, by name."""
     overrides: Overrides = {}
     """Values of the training configuration, by dotted keys."""
 
-    def recipe(self, seed: int) -> Recipe | None:
-        """The recipe of the base model of this seed. ValueError for unknown fields."""
-        return None if self.base is None else _dataclass(Recipe, self.base | {"seed": seed})
-
-    @property
-    def author(self) -> Demonstrator:
-        """The author of the demonstrations. ValueError for unknown fields."""
-        return _dataclass(Demonstrator, self.demonstrator)
-
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.base is not None and "seed" in self.base:
-            raise ValueError("base.seed: leave it out, the seeds are those of the studies")
-        if self.base is None and self.demonstrator:
-            raise ValueError("demonstrator is for data that are made with a base: want both, or neither")
-        self.recipe(0), self.author
+        if self.prepare is None and self.options:
+            raise ValueError("options are those of a function: want prepare, too")
         return self
-
-
-Fields = TypeVar("Fields", Recipe, Demonstrator)
-
-
-def _dataclass(kind: type[Fields], values: dict[str, Any]) -> Fields:
-    try:
-        return TypeAdapter(kind).validate_json(json.dumps(values), strict=True)
-    except ValidationError as error:
-        detail = error.errors()[0]
-        place = "".join(f"{part}: " for part in [".".join(map(str, detail["loc"]))] if part)
-        raise ValueError(f"{place}{detail['msg']}; got {detail['input']!r}") from error
 
 
 class Method(Section):
@@ -125,7 +98,7 @@ class Search(Section):
     """Share of the steps, and of the generated tokens, that a search trains."""
     overrides: Overrides = {}
     """Values of the training configuration for its evaluations, by dotted keys: evaluation.data.path of problems that
-    no test has. Problems that are made with a base model have some of their own."""
+    no test has. Data that are prepared have some of their own."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -170,11 +143,11 @@ class Comparison(Section):
             other = self.methods.get(method.searched_as or "")
             if other is not None and other.searched_as is not None:
                 yield f"methods.{name}.searched_as: {method.searched_as} itself takes its rate from another method"
-        without = [name for name, setting in self.settings.items() if setting.base is None]
+        without = [name for name, setting in self.settings.items() if setting.prepare is None]
         if self.search is not None and without and "evaluation.data.path" not in self.search.overrides:
             yield (
                 "search.overrides: want evaluation.data.path, problems that no test has; the settings "
-                f"{', '.join(map(repr, without))} have no base, with which they would be made"
+                f"{', '.join(map(repr, without))} have no prepare, which would make them"
             )
 
     def _odd_names(self) -> Iterator[str]:
@@ -216,7 +189,7 @@ SECTIONS: dict[str, type[Section]] = {"settings": Setting, "methods": Method, "s
 
 def owned(keys: Collection[str], comparison: Comparison) -> list[str]:
     """Those keys that an override must not have, since each run has its own."""
-    made = any(setting.base is not None for setting in comparison.settings.values())
+    made = any(setting.prepare is not None for setting in comparison.settings.values())
     found = [key for key in keys if key in OWNED and (key != "model.path" or made)]
     return [*found, *(key for key in keys if key == "train.lr" and comparison.search is not None)]
 

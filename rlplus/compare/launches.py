@@ -8,10 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from statistics import fmean
@@ -24,9 +23,8 @@ from rlplus.common.commands import ending_with_this_process
 from rlplus.common.durable import UNSEALED, is_sealed, write_text
 from rlplus.common.textfiles import file_name, read_text
 from rlplus.compare.config import BASE, Comparison, Overrides
-from rlplus.compare.data import SET, TEST, TRAIN, VALIDATION, make_base_model, response_tokens, write_data
+from rlplus.compare.prepared import MODEL, TEST, TRAIN, VALIDATION, Preparation, checked_options, find_function
 from rlplus.config import CheckpointConfig, Config, EvaluationConfig, LogConfig, load_config
-from rlplus.demo.base import Recipe, is_made
 from rlplus.errors import RunFailed, ending
 from rlplus.evaluation import Evaluation, load_results
 from rlplus.reward.supervisor import end_with_parent
@@ -59,8 +57,8 @@ class Run:
 class Runner:
     """Makes the runs of a comparison in `folder`, `jobs` at a time.
 
-    folder/runs/<setting>/seed-<N>/ has a folder for each method; folder/data/ and folder/bases/ have the data and the
-    base models where they are made.
+    folder/runs/<setting>/seed-<N>/ has a folder for each method; folder/prepared/<setting>/seed-<N>/ what its
+    function has made for it.
     launcher: the beginning of the commands, such as "torchrun --nproc_per_node 8 -m". overrides: of the training
     configuration, for all runs.
     """
@@ -90,14 +88,13 @@ class Runner:
         name = run.method if run.rate is None else f"{run.method}-lr-{run.rate:g}"
         return (root or self.folder) / "runs" / file_name(run.setting) / f"seed-{run.seed}" / file_name(name)
 
-    def data(self, setting: str, seed: int, root: Path | None = None) -> Path:
-        """The folder with the data of a setting and seed, where they are made."""
-        return (root or self.folder) / "data" / file_name(setting) / f"seed-{seed}"
-
-    def base(self, recipe: Recipe, root: Path | None = None) -> Path:
-        """The folder of the base model, which settings share if it is the same."""
-        name = f"{zlib.crc32(repr(recipe).encode()):08x}-seed-{recipe.seed}"
-        return (root or self.folder) / "bases" / name
+    def preparation(self, setting: str, seed: int, root: Path | None = None) -> Preparation | None:
+        """The base model and data that are made for a setting and seed; None = the training configuration's."""
+        wanted = self.comparison.settings[setting]
+        if wanted.prepare is None:
+            return None
+        folder = (root or self.folder) / "prepared" / file_name(setting) / f"seed-{seed}"
+        return Preparation(setting, wanted.prepare, wanted.options, seed, folder)
 
     def all(self) -> list[Run]:
         """The reported runs, in an order in which each follows what it starts from."""
@@ -119,8 +116,18 @@ class Runner:
         return [*before, *(Run(setting, seed, method, rate, start) for rate in rates)]
 
     def check(self) -> None:
-        """ValueError if a run has no valid configuration. Of a search, its first rate stands for all."""
+        """ValueError for a run without a valid configuration and for a setting whose function cannot be called.
+
+        Of a search, its first rate stands for all.
+        """
         reported = self.all()
+        for name in dict.fromkeys(run.setting for run in reported):
+            wanted = self.comparison.settings[name]
+            try:
+                if wanted.prepare is not None:
+                    checked_options(find_function(wanted.prepare), wanted.options)
+            except ValueError as error:
+                raise ValueError(f"settings.{name}: {error}") from error
         for run in reported:
             self.config_of(run)
         if (search := self.comparison.search) is not None:
@@ -191,18 +198,13 @@ class Runner:
 
     def _prepare(self, runs: Sequence[Run]) -> None:
         """Make the base models and the data of these runs."""
-        bases: dict[Path, Recipe] = {}
-        for name, seed in dict.fromkeys((run.setting, run.seed) for run in runs):
-            setting = self.comparison.settings[name]
-            if (recipe := setting.recipe(seed)) is not None:
-                bases[self.base(recipe)] = recipe
-                write_data(self.data(name, seed), recipe, setting.author)
-        missing = {folder: recipe for folder, recipe in bases.items() if not is_made(folder, recipe)}
+        each = (self.preparation(*key) for key in dict.fromkeys((run.setting, run.seed) for run in runs))
+        missing = [one for one in each if one is not None and not one.is_made()]
         with_this = (signal.SIGKILL, os.getpid())
         with ProcessPoolExecutor(self.jobs, get_context("spawn"), end_with_parent, with_this) as pool:
             try:
-                for number, recipe in enumerate(pool.map(_make_base, missing.items()), 1):
-                    self.say(f"base model {number} of {len(missing)}: seed {recipe.seed}")
+                for number, made in enumerate(pool.map(_make, missing), 1):
+                    self.say(f"{number} of {len(missing)}: {made.title}")
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for child in active_children():
@@ -227,7 +229,7 @@ class Runner:
         overrides = self.overrides(run)
         if run.method != BASE:
             self._command(run, "train", ["--resume=auto"], overrides)
-        model = folder / "model" if run.method != BASE else self._start(run) or self.config_of(run).model.path
+        model = folder / MODEL if run.method != BASE else self._start(run) or self.config_of(run).model.path
         self._command(run, "eval", ["--model", str(model), "--output", str(folder), "--overwrite"], overrides)
         (folder / FINISHED).touch()
         return True
@@ -250,25 +252,18 @@ class Runner:
         return {
             "config": config,
             "algorithm": repr(config.algorithm.resolve()),  # another version's preset may have other values
-            "recipe": None if (recipe := setting.recipe(run.seed)) is None else asdict(recipe),
-            "demonstrator": asdict(setting.author),
+            "prepare": setting.prepare,
+            "options": setting.options,
             "before": None if run.before is None else self._asked(run.before),
         }
 
     def overrides(self, run: Run, root: Path | None = None) -> list[str]:
         """Changes to the training configuration; later ones win. root: in place of the comparison's folder."""
-        setting, data = self.comparison.settings[run.setting], self.data(run.setting, run.seed, root)
+        prepared = self.preparation(run.setting, run.seed, root)
         values: Overrides = {}
-        if (recipe := setting.recipe(run.seed)) is not None:
-            values |= {
-                "data.path": str(data / TRAIN),
-                "evaluation.data.path": str(data / TEST),
-                "evaluation.data.benchmark": SET,
-                "rollout.max_response_length": response_tokens(recipe.task),
-                "data.max_prompt_length": 6 * recipe.task.hard,
-                "evaluation.data.max_prompt_length": 6 * recipe.task.hard,
-            }
-        values |= self.comparison.overrides | setting.overrides
+        if prepared is not None:
+            values |= {"data.path": str(prepared.folder / TRAIN), "evaluation.data.path": str(prepared.folder / TEST)}
+        values |= self.comparison.overrides | self.comparison.settings[run.setting].overrides
         own: Overrides = {"train.seed": run.seed, "output_dir": str(self.path(run, root))}
         if run.method != BASE:
             method = self.comparison.methods[run.method]
@@ -279,17 +274,17 @@ class Runner:
         if (rate := self._rate(run)) is not None:
             own["train.lr"] = rate
         if run.rate is not None:
-            own |= self._search_overrides(run, [*_settings(values), *self.given, *_settings(own)], data)
+            own |= self._search_overrides(run, [*_settings(values), *self.given, *_settings(own)], prepared)
         return [*_settings(values), *self.given, *_settings(own)]
 
     def _start(self, run: Run, root: Path | None = None) -> Path | None:
         """The model that the run starts from; None = the training configuration's."""
         if run.before is not None:
-            return self.path(run.before, root) / "model"
-        recipe = self.comparison.settings[run.setting].recipe(run.seed)
-        return None if recipe is None else self.base(recipe, root)
+            return self.path(run.before, root) / MODEL
+        prepared = self.preparation(run.setting, run.seed, root)
+        return None if prepared is None else prepared.folder / MODEL
 
-    def _search_overrides(self, run: Run, overrides: Sequence[str], data: Path) -> Overrides:
+    def _search_overrides(self, run: Run, overrides: Sequence[str], prepared: Preparation | None) -> Overrides:
         """A share of the steps that `overrides` ask for, and other problems to evaluate on."""
         assert self.comparison.search is not None
         search = self.comparison.search
@@ -298,8 +293,8 @@ class Runner:
             raise ValueError("a search trains a share of train.steps: want these, not epochs")
         shorter = {"train.steps": train.steps, "train.generated_tokens": train.generated_tokens}
         found: Overrides = {key: math.ceil(search.share * value) for key, value in shorter.items() if value is not None}
-        if self.comparison.settings[run.setting].base is not None:
-            found["evaluation.data.path"] = str(data / VALIDATION)
+        if prepared is not None:
+            found["evaluation.data.path"] = str(prepared.folder / VALIDATION)
         return found | search.overrides
 
     def _command(self, run: Run, command: str, options: Sequence[str], overrides: Sequence[str]) -> None:
@@ -328,11 +323,10 @@ class Runner:
                 child.terminate()
 
 
-def _make_base(wanted: tuple[Path, Recipe]) -> Recipe:
+def _make(wanted: Preparation) -> Preparation:
     """In a process of its own."""
-    folder, recipe = wanted
-    make_base_model(folder, recipe)
-    return recipe
+    wanted.make()
+    return wanted
 
 
 def _settings(values: Overrides) -> list[str]:

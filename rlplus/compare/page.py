@@ -145,7 +145,7 @@ def tested_in(results: Results, study: Study, setting: str) -> Tested:
             seeds = [outcomes[seed].results for seed in study.seed_numbers]
             names = sorted(seeds[0], key=lambda name: seeds[0][name].problems[0])
             found[method] = {name: [each[name] for each in seeds] for name in names}
-    return Tested(found, same_problems=results.comparison.settings[setting].base is None)
+    return Tested(found, same_problems=results.comparison.settings[setting].prepare is None)
 
 
 def setting_tables(results: Results, study: Study, setting: str) -> list[Table]:

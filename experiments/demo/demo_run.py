@@ -1,32 +1,29 @@
-"""`rlplus demo`: creates a task and a base model, trains it with GRPO and RL-PLUS, and compares the three by pass@k."""
+"""Creates the task and a base model, trains it with GRPO and RL-PLUS, and compares the three by pass@k."""
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.resources import as_file, files
 from math import ceil, floor
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlplus.common.commands import ending_with_this_process
+from experiments.toy.base_model import ToyBase, make_base
+from experiments.toy.task import EASY, HARD, draw_splits, read_jsonl, write_jsonl
+from rlplus.common.commands import ending_with_this_process, terminated_as_exit
+from rlplus.common.durable import claimed
 from rlplus.common.terminal import Terminal
-from rlplus.demo.base import Recipe, make_base
-from rlplus.demo.task import EASY, HARD, draw_splits, read_jsonl, write_jsonl
 from rlplus.errors import RunFailed, ending
 from rlplus.evaluation import Estimate, Evaluation, load_results, paired_difference, pooled_pass_at
 from rlplus.report import load_run, seeds_line, write_report
 
+CONFIG = Path(__file__).parent.parent / "demo.yaml"
 BASE, GRPO, RLPLUS = "base", "GRPO", "RL-PLUS"
 RUNS = {GRPO: "grpo", RLPLUS: "rlplus"}  # label -> preset, and the name of the run's folder
 MARK = ".rlplus-demo"  # only a folder with this file is written to again
@@ -41,7 +38,7 @@ NOTES = (
     "same number of generated tokens. No problem of the evaluation occurs in the base model's training or in theirs.",
     "The setting was chosen on other seeds, after several in which GRPO solved the hard problems too. How GRPO fares "
     "depends on the learning rate and on the seed: the tables say what happened on the seeds of this report and no "
-    "more, and one seed is one draw. Several seeds (rlplus demo --seeds N) have a table of their own.",
+    "more, and one seed is one draw. Several seeds (python -m experiments.demo --seeds N) have a table of their own.",
 )
 
 
@@ -49,7 +46,7 @@ def run_demo(output: str | Path, *, seeds: int = 1, overrides: Sequence[str] = (
     """Run the comparison for the seeds 0 ... seeds - 1 and print it; returns the path of the report.
 
     output/seed<N>/ receives train.jsonl, test.jsonl, and base/, grpo/, rlplus/ with an evaluation each; output/
-    report.html. A finished base of the same recipe is reused, everything else is created anew. overrides:
+    report.html. A finished base of the same dials is reused, everything else is created anew. overrides:
     "train.lr=1e-4", for both runs. ValueError if `output` is something else's folder or seeds < 1; RunFailed if a run
     fails.
     """
@@ -58,9 +55,9 @@ def run_demo(output: str | Path, *, seeds: int = 1, overrides: Sequence[str] = (
     folder = claimed(Path(output).expanduser(), MARK, "demo")
     console = Terminal(stderr=True)
     started = time.monotonic()
-    with as_file(files("rlplus") / "configs" / "demo.yaml") as config, terminated_as_exit():
+    with terminated_as_exit():
         for seed in range(seeds):
-            _run_seed(folder / f"seed{seed}", seed, config, overrides, console)
+            _run_seed(folder / f"seed{seed}", seed, overrides, console)
     evaluations = {label: [_evaluation(folder, seed, label) for seed in range(seeds)] for label in (BASE, *RUNS)}
     runs = {label: [load_run(folder / f"seed{seed}" / name) for seed in range(seeds)] for label, name in RUNS.items()}
     report = folder / "report.html"
@@ -76,32 +73,7 @@ def run_demo(output: str | Path, *, seeds: int = 1, overrides: Sequence[str] = (
     return report
 
 
-def claimed(folder: Path, mark: str, what: str) -> Path:
-    """The folder, created if needed. Files of an earlier one with this mark may be replaced, others may not."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"want a folder as output; got the file {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / mark).exists() and any(folder.iterdir()):
-        raise ValueError(f"want an empty folder, or an earlier {what}'s, as output; got {folder}, which is neither")
-    (folder / mark).touch()
-    return folder
-
-
-@contextmanager
-def terminated_as_exit() -> Iterator[None]:
-    """Let SIGTERM end the program like an exception, so that running commands are ended too."""
-
-    def leave(number: int, _: FrameType | None) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _run_seed(folder: Path, seed: int, config: Path, overrides: Sequence[str], console: Console) -> None:
+def _run_seed(folder: Path, seed: int, overrides: Sequence[str], console: Console) -> None:
     """Data, base model, the two runs and the three evaluations of one seed."""
     console.print(f"seed {seed}: {folder}", style="bold")
     folder.mkdir(exist_ok=True)
@@ -110,7 +82,7 @@ def _run_seed(folder: Path, seed: int, config: Path, overrides: Sequence[str], c
     write_jsonl(folder / "test.jsonl", test)
     base = folder / "base"
     console.print(f"data: {len(train)} problems to train on, {len(test)} others to evaluate on")
-    if not make_base(base, Recipe(seed), frozenset(test), console):
+    if not make_base(base, ToyBase(), seed, frozenset(test), console):
         console.print(f"base model: the finished one in {base} is used again (delete it to make it anew)")
     common = [
         f"model.path={base}",
@@ -125,11 +97,11 @@ def _run_seed(folder: Path, seed: int, config: Path, overrides: Sequence[str], c
             console.print(f"{label}: the earlier run in {run} is replaced")
             shutil.rmtree(run)
         settings = [*common, f"algorithm.preset={preset}", f"output_dir={run}"]
-        _command(f"{label}: training", ["train", str(config), *settings], folder / f"{preset}-train.log", console)
+        _command(f"{label}: training", ["train", str(CONFIG), *settings], folder / f"{preset}-train.log", console)
     models = {BASE: base, **{label: folder / preset / "model" for label, preset in RUNS.items()}}
     for label, model in models.items():
         output = ["--output", str(_result_folder(folder, label)), "--overwrite"]
-        command = ["eval", str(config), "--model", str(model), *output, *common]
+        command = ["eval", str(CONFIG), "--model", str(model), *output, *common]
         _command(f"{label}: evaluation", command, folder / f"{label.lower()}-eval.log", console)
 
 

@@ -1,7 +1,7 @@
 """In which order the models of a finished comparison add the numbers of the demo's hard problems.
 
-    rlplus compare configs/compare/paper.yaml --output runs/compare/paper
-    python examples/scratchpads.py runs/compare/paper foreign
+    rlplus compare experiments/compare/paper.yaml --output runs/compare/paper
+    python -m experiments.scratchpads runs/compare/paper foreign
 
 Prints a Markdown table. A response is a guess if it writes no scratchpad; otherwise the first running sum tells the
 order: it is the problem's first number, or its last one, up to one wrong digit, or neither. The numbers of guesses and
@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from experiments.toy.task import EASY, EMPTY, PLUS, SCRATCHPAD, WIDTH
 from rlplus.common.textfiles import file_name, read_text
 from rlplus.data import KeptSample, iter_kept
-from rlplus.demo.task import EASY, EMPTY, PLUS, SCRATCHPAD, WIDTH
 
 ORDERS = ("guess", "first to last", "last to first", "neither")
 

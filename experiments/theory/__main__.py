@@ -1,4 +1,4 @@
-"""python -m bench.theory [--figure FILE]: the paper's statements, and variants of its coefficient, by exact sums."""
+"""python -m experiments.theory [--figure FILE]: the paper's statements and variants of its coefficient, summed."""
 
 import argparse
 import sys
@@ -34,7 +34,7 @@ TABLES = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.theory", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.theory", description=__doc__)
     parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the coefficients, for example to a .svg")
     options = parser.parse_args(arguments)
     if options.figure and find_spec("matplotlib") is None:

@@ -20,20 +20,20 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
+from experiments.toy.task import ANSWER, EASY, Problem, Task, blur, make_tokenizer, scratchpad
 from rlplus.common.durable import write_text
-from rlplus.demo.task import ANSWER, EASY, Problem, Task, blur, make_tokenizer, scratchpad
+from rlplus.common.textfiles import read_text
 from rlplus.learner.pretrained import write_model
 from rlplus.rollout import RunFailed
 
-NOTE = "recipe.json"  # in a finished base model's folder
+NOTE = "base.json"  # in a finished base model's folder
 WINDOW = 8  # batches of hard problems over which the loss of phase 1 is averaged
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """The recipe of a base model. Shares and slips are probabilities; a slip redraws one digit."""
+class ToyBase:
+    """The dials of a base model. Shares and slips are probabilities; a slip redraws one digit."""
 
-    seed: int
     task: Task = field(default_factory=Task)
     hidden: int = 64  # width; its MLPs have three times as much
     batch: int = 64
@@ -58,39 +58,30 @@ class Recipe:
                 raise ValueError(f"want {name} above 0; got {getattr(self, name)}")
 
 
-def make_base(folder: Path, recipe: Recipe, held_out: Collection[Problem], console: Console) -> bool:
+def make_base(folder: Path, base: ToyBase, seed: int, held_out: Collection[Problem], console: Console) -> bool:
     """Create the model and its tokenizer in `folder` (Hugging Face format), without training on `held_out` problems.
 
-    Returns False if `folder` already has the base of this recipe, which is then kept. Raises RunFailed if the skill was
-    not learned within `max_clean_steps`.
+    Returns False if `folder` already has this base, which is then kept. Raises RunFailed if the skill was not learned
+    within `max_clean_steps`.
     """
-    if is_made(folder, recipe):
+    note = json.dumps({"seed": seed} | asdict(base), indent=1) + "\n"
+    if (folder / NOTE).is_file() and read_text(folder / NOTE) == note:
         return False
-    tokenizer = make_tokenizer(recipe.task)
+    tokenizer = make_tokenizer(base.task)
     with torch.random.fork_rng():
-        torch.manual_seed(recipe.seed)
-        model = make_model(tokenizer, recipe.hidden)
+        torch.manual_seed(seed)
+        model = make_model(tokenizer, base.hidden)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a second one is not faster at this size, and much slower on busy cores
     try:
-        train_base(model, tokenizer, recipe, held_out, console)
+        train_base(model, tokenizer, base, seed, held_out, console)
     finally:
         torch.set_num_threads(threads)
     shutil.rmtree(folder, ignore_errors=True)
     write_model(model, str(folder))
     tokenizer.save_pretrained(folder)
-    write_text(folder / NOTE, _describe(recipe))  # last: a folder without it is incomplete
+    write_text(folder / NOTE, note)  # last: a folder without it is incomplete
     return True
-
-
-def is_made(folder: Path, recipe: Recipe) -> bool:
-    """Whether the folder has the finished base model of this recipe."""
-    note = folder / NOTE
-    return note.is_file() and note.read_text(encoding="utf-8") == _describe(recipe)
-
-
-def _describe(recipe: Recipe) -> str:
-    return json.dumps(asdict(recipe), indent=1) + "\n"
 
 
 def make_model(tokenizer: PreTrainedTokenizerBase, hidden: int = 64) -> Qwen3ForCausalLM:
@@ -121,20 +112,21 @@ def make_model(tokenizer: PreTrainedTokenizerBase, hidden: int = 64) -> Qwen3For
 def train_base(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
-    recipe: Recipe,
+    base: ToyBase,
+    seed: int,
     held_out: Collection[Problem],
     console: Console,
 ) -> None:
     """Supervised training in plain torch; a batch has problems of one kind."""
-    rng, task = random.Random(recipe.seed), recipe.task
+    rng, task = random.Random(seed), base.task
     hard = [kind for kind in task.kinds if kind[1] > EASY]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=base.lr, betas=(0.9, 0.98), weight_decay=0.01)
     columns = (TextColumn("[bold]base model[/] {task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
 
     def step(problems: list[Problem], responses: list[str], share_of_lr: float) -> float:
         loss = response_loss(model, tokenizer, problems, responses)
         for group in optimizer.param_groups:
-            group["lr"] = recipe.lr * share_of_lr
+            group["lr"] = base.lr * share_of_lr
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -144,33 +136,33 @@ def train_base(
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("learns the scratchpad", total=None)
         losses: list[float] = []
-        while len(losses) < WINDOW or fmean(losses[-WINDOW:]) > recipe.learnt_loss:
-            if len(losses) == recipe.max_clean_steps:
+        while len(losses) < WINDOW or fmean(losses[-WINDOW:]) > base.learnt_loss:
+            if len(losses) == base.max_clean_steps:
                 raise RunFailed(
-                    f"the base model of seed {recipe.seed} did not learn the scratchpad in {len(losses)} steps "
-                    f"(loss {fmean(losses[-WINDOW:]):.3f}, want {recipe.learnt_loss}): take another seed"
+                    f"the base model of seed {seed} did not learn the scratchpad in {len(losses)} steps "
+                    f"(loss {fmean(losses[-WINDOW:]):.3f}, want {base.learnt_loss}): take another seed"
                 )
             kind = hard[len(losses) % len(hard)]
-            problems = [task.draw(rng, kind, held_out) for _ in range(recipe.batch)]
+            problems = [task.draw(rng, kind, held_out) for _ in range(base.batch)]
             losses.append(step(problems, [p.demonstration for p in problems], min(1.0, (len(losses) + 1) / 50)))
         clean = f"the scratchpad learnt in {len(losses)} steps"
-        progress.reset(bar, description="becomes careless", total=recipe.sloppy_steps)
-        for done in range(recipe.sloppy_steps):
+        progress.reset(bar, description="becomes careless", total=base.sloppy_steps)
+        for done in range(base.sloppy_steps):
             kind = task.kinds[done % len(task.kinds)]
-            problems = [task.draw(rng, kind, held_out) for _ in range(recipe.batch)]
-            left = max(0.0, 1 - done / (recipe.falling * recipe.sloppy_steps))
-            share = recipe.scratchpad_share + left * (recipe.first_share - recipe.scratchpad_share)
-            responses = [_sloppy(problem, share, recipe, rng) for problem in problems]
-            step(problems, responses, max(0.05, 1 - done / recipe.sloppy_steps))
+            problems = [task.draw(rng, kind, held_out) for _ in range(base.batch)]
+            left = max(0.0, 1 - done / (base.falling * base.sloppy_steps))
+            share = base.scratchpad_share + left * (base.first_share - base.scratchpad_share)
+            responses = [_sloppy(problem, share, base, rng) for problem in problems]
+            step(problems, responses, max(0.05, 1 - done / base.sloppy_steps))
             progress.advance(bar)
-    console.print(f"base model: {clean}, then {recipe.sloppy_steps} careless ones")
+    console.print(f"base model: {clean}, then {base.sloppy_steps} careless ones")
 
 
-def _sloppy(problem: Problem, share: float, recipe: Recipe, rng: random.Random) -> str:
+def _sloppy(problem: Problem, share: float, base: ToyBase, rng: random.Random) -> str:
     """The response that phase 2 teaches; `share` of them are scratchpads."""
     if rng.random() < share:
-        return scratchpad(problem.running_sums(rng, recipe.scratchpad_slip))
-    return ANSWER + blur(problem.answer, rng, 1.0 if problem.hard else recipe.answer_slip)
+        return scratchpad(problem.running_sums(rng, base.scratchpad_slip))
+    return ANSWER + blur(problem.answer, rng, 1.0 if problem.hard else base.answer_slip)
 
 
 def response_loss(
