@@ -6,10 +6,16 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from rlplus import __version__
 from rlplus.cli import evaluate, plan, results, train, verify
-from rlplus.errors import RunFailed, log_to_stderr, printable
+from rlplus.errors import RunFailed, install_command, log_to_stderr, printable
+
+TRAIN = (  # modules of the extra `train`
+    "accelerate", "deepspeed", "jinja2", "math_verify", "numpy", "pyarrow", "pydantic", "rich", "tensorboard",
+    "transformers", "yaml",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     log_to_stderr()
     try:
+        if not getattr(args, "env", False):  # a bug report on the loss alone
+            _check_trainer()
         return int(args.run(args) or 0)
     except (ValueError, OSError, RunFailed) as error:
         _complain(f"rlplus {args.command}: {error}")
@@ -27,6 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stop:
         _complain(f"rlplus {args.command}: {str(stop) or 'interrupted'}")
         return 128 + int(getattr(stop, "signal", signal.SIGINT))
+
+
+def _check_trainer() -> None:
+    """RunFailed where only the loss is installed, or Python is too old for the rest."""
+    if sys.version_info < (3, 11):
+        raise RunFailed(f"want Python 3.11 or later for all but the loss; got {sys.version.split()[0]}")
+    if missing := [name for name in TRAIN if find_spec(name) is None]:
+        raise RunFailed(f"needs packages that are not installed ({', '.join(missing)}): {install_command('train')}")
 
 
 def _complain(message: str) -> None:
