@@ -36,7 +36,9 @@ test-slow: setup  ## run the slow tests
 	@$(BIN)/python -m pytest -m slow
 
 test-peers: .venv-peers/.ready  ## compare with TRL, verl and OpenRLHF, in an environment of their own, .venv-peers
-	@PYTHONPATH=. .venv-peers/bin/python -m pytest -m peers tests/test_peers*.py
+	@rm -rf build
+	RLPLUS_EXT=0 .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .
+	.venv-peers/bin/pytest -o pythonpath= -m peers tests/test_peers*.py
 
 mutants: setup  ## make known mistakes in copies of the tree, one at a time; the tests must notice each
 	@$(BIN)/python tests/mutants.py
@@ -69,12 +71,12 @@ clean:  ## remove the virtual environment, caches and build outputs; never a run
 
 force:
 
-.venv-peers/.ready: tests/peers.txt
+.venv-peers/.ready: tests/peers.txt pyproject.toml
 	@echo "Installing TRL, verl and OpenRLHF into .venv-peers, some minutes."
 	$(or $(PYTHON),python3) -m venv --clear .venv-peers
 	install=".venv-peers/bin/python -m pip install --quiet --disable-pip-version-check"
 	$$install "torch==2.13.0+cpu" 2> /dev/null || $$install --extra-index-url "$(TORCH_CPU_INDEX)" "torch==2.13.0+cpu"
-	$$install -r tests/peers.txt
+	RLPLUS_EXT=0 $$install -r tests/peers.txt .
 	$$install --no-deps openrlhf==0.11.2  # flash-attn, which it wants, needs CUDA
 	touch "$@"
 

@@ -121,7 +121,7 @@ NAMES = f"""
 import sys
 import rlplus
 assert not {SLOW} & set(sys.modules), "import rlplus"
-assert {{"Objective", "linear_policy_loss", "ops", "__version__"}} <= set(dir(rlplus))
+assert {{"Objective", "linear_policy_loss", "loss", "__version__"}} <= set(dir(rlplus))
 rlplus.Objective.preset("rlplus")
 import rlplus.config
 assert not {SLOW} & set(sys.modules), "presets and configurations"

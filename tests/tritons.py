@@ -7,7 +7,7 @@ from pathlib import Path
 import processes
 import pytest
 
-PINNED = {  # tests/test_peers_install.py asks the index for them
+PINNED = {  # tests/test_resolution.py asks the index for them
     "3.6.0": "torch 2.11.0",
     "3.7.0": "torch 2.12.0",
     "3.7.1": "torch 2.12.1 and 2.13.0",

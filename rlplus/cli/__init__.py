@@ -6,16 +6,29 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 from rlplus import __version__
 from rlplus.cli import evaluate, plan, results, train, verify
-from rlplus.errors import RunFailed, log_to_stderr, printable
+from rlplus.errors import RunFailed, install_command, log_to_stderr, printable
+
+TRAIN = (  # modules of the extra `train`
+    "accelerate", "deepspeed", "jinja2", "math_verify", "numpy", "pyarrow", "pydantic", "rich", "tensorboard",
+    "transformers", "yaml",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; -> the exit status."""
     args = parse(argv)
-    return guarded(f"rlplus {args.command}", lambda: args.run(args))
+    return guarded(f"rlplus {args.command}", lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int | None:
+    if not getattr(args, "env", False):  # a bug report on the loss alone
+        _check_trainer()
+    status: int | None = args.run(args)
+    return status
 
 
 def guarded(name: str, command: Callable[[], int | None]) -> int:
@@ -32,6 +45,14 @@ def guarded(name: str, command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt as stop:
         _complain(f"{name}: {str(stop) or 'interrupted'}")
         return 128 + int(getattr(stop, "signal", signal.SIGINT))
+
+
+def _check_trainer() -> None:
+    """RunFailed where only the loss is installed, or Python is too old for the rest."""
+    if sys.version_info < (3, 11):
+        raise RunFailed(f"want Python 3.11 or later for all but the loss; got {sys.version.split()[0]}")
+    if missing := [name for name in TRAIN if find_spec(name) is None]:
+        raise RunFailed(f"needs packages that are not installed ({', '.join(missing)}): {install_command('train')}")
 
 
 def _complain(message: str) -> None:

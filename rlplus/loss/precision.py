@@ -6,8 +6,8 @@ from threading import Lock
 
 import torch
 
-if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):  # in words, before a name is missed
-    raise ImportError(f"want torch 2.11 or later for the operations of rlplus; got {torch.__version__}")
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):  # which has no setting _split_k
+    raise ImportError(f"want torch 2.10 or later for the operations of rlplus; got {torch.__version__}")
 _SETTINGS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 FULL = ("none", "ieee")  # the default, and by choice
 _SUMS = "allow_bf16_reduced_precision_reduction"  # of torch.backends.cuda.matmul; with _split_k, the second of its pair
