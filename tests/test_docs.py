@@ -28,6 +28,7 @@ from rlplus.algorithm import ALGORITHMS
 from rlplus.cli import parse
 from rlplus.cli.evaluate import evaluated
 from rlplus.compare import load_comparison
+from rlplus.compare.config import Setting
 from rlplus.config import load_stages
 from rlplus.config.json_schema import json_schema
 from rlplus.data import Sample
@@ -331,6 +332,9 @@ def test_configurations_are_valid(block: Block, tmp_path: Path, monkeypatch: pyt
             Path(name).write_text(text)
     for i, fragment in enumerate(yaml.safe_load_all(block.text)):
         path = tmp_path / f"{i}.yaml"
+        if "settings" in fragment and "run" not in fragment:  # a part of a comparison
+            assert [Setting.model_validate(setting) for setting in fragment["settings"].values()]
+            continue
         path.write_text(yaml.safe_dump(fragment if "run" in fragment else merged(fragment)))
         (load_comparison if "run" in fragment else load_stages)(path)
 

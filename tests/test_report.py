@@ -225,7 +225,8 @@ def test_load_run(tmp_path: Path) -> None:
     assert loaded.curve("reward/internal") == ([1, 2, 3], [0.01, 0.02, 0.03])
     assert (loaded.warnings, loaded.starts) == ((), ())
     (tmp_path / "run.json").write_text('{"starts": [{"date": "x"}]}')
-    assert load_run(tmp_path).starts == ({"date": "x"},)
+    (start,) = load_run(tmp_path).starts
+    assert start == {"date": "x", "versions": {}, "commits": {}, "hardware": {}}
     for damage in ("{", "[]", '{"starts": [1]}', "{}"):
         (tmp_path / "run.json").write_text(damage)
         loaded = load_run(tmp_path)  # the numbers are whole

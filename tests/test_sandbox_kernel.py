@@ -51,7 +51,8 @@ def test_for_root_our_own_namespaces_come_first(monkeypatch: pytest.MonkeyPatch,
 
 def child(code: str) -> str:
     """Standard output of a Python process with the C library and the graders; its exit status 9 skips the test."""
-    start = f"import ctypes, os, sys\nsys.path.insert(0, {str(REWARD)!r})\nimport worker\nworker._load_graders()\n"
+    start = f"import ctypes, os, sys\nsys.path.insert(0, {str(REWARD)!r})\n"
+    start += "import grading_worker as worker\nworker._load_graders()\n"
     start += "from _rlplus_reward.graders.jail import namespaces\nfrom _rlplus_reward.graders.sandbox import Sandbox\n"
     start += "libc = ctypes.CDLL(None, use_errno=True)\n"
     done = processes.run([sys.executable, "-c", start + code])
