@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from rlplus.config import BENCHMARKS, DataConfig, EvaluationConfig, ValidationConfig, benchmark_name
-from rlplus.data.benchmarks import LAYOUTS
 from rlplus.data.examples import Example, LoadReport, read_examples
 from rlplus.data.row_files import Row, get_column, read_rows, row_names
 
@@ -95,7 +94,7 @@ def _layout(data: DataConfig, name: str) -> Callable[[Row], Row]:
     def layout(row: Row) -> Row:
         if not (_has(row, data.prompt) and _has(row, data.answer)):
             try:
-                question, answer = LAYOUTS[BENCHMARKS[name].layout](row)
+                question, answer = BENCHMARKS[name].layout(row)
             except KeyError as error:  # of a row with only one of the columns of `data` the other is missing
                 lacking = [column for column in (data.prompt, data.answer) if not _has(row, column)]
                 raise KeyError(lacking[0] if len(lacking) == 1 else error.args[0]) from error
