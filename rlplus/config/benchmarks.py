@@ -1,4 +1,4 @@
-"""The benchmarks that evaluations know by name: the source of their problems, its layout and the grader of responses."""
+"""The benchmarks that evaluations know by name: the problems' source and layout, the grader."""
 
 import base64
 import io
@@ -89,8 +89,9 @@ def _private_tests(text: str) -> Any:
 class Benchmark:
     """One benchmark. A file of the user's can replace `source`: the column `data.benchmark` selects its rows.
 
-    source: `data.path` of the problems on the hub. layout: makes question and answer of a row there. grader: the reward's `kind`, which evaluation.math_grader replaces for
-    mathematics. aliases: other names in files, such as LUFFY's and RL-PLUS's, which are in verl's layout.
+    source: `data.path` of the problems on the hub. layout: makes question and answer of a row there. grader: the
+    reward's `kind`, which evaluation.math_grader replaces for mathematics. aliases: other names in files, such as
+    LUFFY's and RL-PLUS's, which are in verl's layout.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""The settings, model and data that determine an evaluation's samples and grades: whether kept ones are another's."""
+"""What samples and grades depend on. Kept samples made with other settings belong to another evaluation."""
 
 import hashlib
 import json

@@ -20,7 +20,7 @@ def known_benchmarks(validation: ValidationConfig, problems: Sequence[Example]) 
 
 
 def refusal(benchmarks: Sequence[str]) -> str:
-    """The message of a run that they would choose the checkpoint of."""
+    """The error when validation uses a test benchmark."""
     return (
         f"validation.data: want problems that are no test set; got {', '.join(benchmarks)}, by which the best "
         "checkpoint would be chosen. validation.allow_test_benchmarks=true does it all the same"

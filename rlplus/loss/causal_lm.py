@@ -222,6 +222,6 @@ def _reading(got: Tensor, z: Tensor, candidates: list[LogitTransform]) -> LogitT
 
 
 def _difference(logits: Tensor, z: Tensor) -> str:
-    apart = (logits - z).abs()
-    at = apart.argmax()
+    distance = (logits - z).abs()
+    at = distance.argmax()
     return f"{logits.flatten()[at]:.6g} of z = {z.flatten()[at]:.6g}"

@@ -7,7 +7,7 @@ from rlplus.plan.cluster import NODE, Cluster
 from rlplus.plan.memory import Memory, Model, head_mode
 
 GEMM_EFFICIENCY = 0.45  # of the bf16 peak: training of dense models reaches 0.4 to 0.5 on A100. Assumed
-MEMORY_EFFICIENCY = 0.6  # of the memory's bandwidth, in decoding and in the optimiser. Assumed
+MEMORY_EFFICIENCY = 0.6  # of the memory's bandwidth, in decoding and in the optimizer. Assumed
 LINK_EFFICIENCY = 0.7  # of NVLink's, one direction. Assumed
 NETWORK = 50e9  # bytes per second of each GPU between nodes, 400 Gbit/s. Assumed
 PCIE = 20e9  # bytes per second to the host. Assumed

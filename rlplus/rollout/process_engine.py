@@ -31,7 +31,7 @@ from rlplus.rollout.protocol import Completion, Request, Sampling
 from rlplus.rollout.push import WeightFiles, parameter_shapes, ranks_here, watched
 
 WORKER = "rlplus.rollout.engine_worker"
-ATTEMPTS = 3  # for one question: an engine that dies of the question itself would die for ever
+ATTEMPTS = 3  # tries per request, in case the request itself crashes the engine
 POLL_S = 0.5  # a death that the pipe does not tell, because a child still holds it, is noticed this late
 STOP_S = 10.0  # for an orderly end
 START_S = 1800.0  # to load a model, compile and capture graphs, which shows no progress

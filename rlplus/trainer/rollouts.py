@@ -52,7 +52,7 @@ class Rollouts:
 
     With train.overlap k every k-th step pushes its weights, and these sample the batches of the k steps behind it, one
     after the other in a thread, while the steps train; the first step samples its own batch, too. So a batch was
-    sampled 1 to k steps before it is trained on, as many in every run: no clock decides it.
+    sampled 1 to k steps before it is trained on. The delay is the same in every run; timing plays no part.
 
     Their old_logprob are the engine's: those of the policy that sampled, to the engine's accuracy, which the probe
     checks at every push. Demonstrations get theirs from the same weights, by a forward pass of the policy before they

@@ -59,8 +59,8 @@ class Sandbox:
     which all sleep.
 
     kind "auto": bubblewrap or namespaces. As root namespaces come first: they give each program a user of its own,
-    where bubblewrap's is root outside of it. OSError where no sandbox of that kind can be made, later also of `run`
-    and `test`: then nothing is known of the code.
+    where bubblewrap's is root outside of it. Raises OSError if this sandbox is unavailable, later also in `run` and
+    `test`: then nothing is known of the code. "auto" never falls back to "limits".
     """
 
     def __init__(self, kind: str, memory: int, seconds: float) -> None:
