@@ -151,7 +151,7 @@ def _errors_kept(engine: Any) -> Iterator[list[Exception]]:
         def attempt(*args: Any, **kwargs: Any) -> Any:
             try:
                 result = write(*args, **kwargs)
-                for file in (*args, *kwargs.values()):  # of (state, path)
+                for file in (*args, *kwargs.values()):  # arguments (state, path)
                     if isinstance(file, str):
                         flush(Path(file))
                 return result

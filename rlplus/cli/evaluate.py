@@ -74,7 +74,7 @@ def _evaluate(config: "Config", model: str | None, output: Path, overwrite: bool
     from rlplus.trainer.stop import ended_by_signals
 
     main, say = int(os.environ.get("RANK", 0)) == 0, Terminal(stderr=True).print
-    done, problems = 0, 0  # of this process
+    done, problems = 0, 0  # by this process
     results: dict[str, Evaluation] = {}
     files: list[Path] = []
 

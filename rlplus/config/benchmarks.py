@@ -32,7 +32,7 @@ def _options(question: str, options: Sequence[str]) -> str:
 
 
 def _arc(row: Row) -> tuple[str, str]:
-    labels = list(row["choices"]["label"])  # of some questions 1 to 4
+    labels = list(row["choices"]["label"])  # 1 to 4 in some questions
     return _options(row["question"], row["choices"]["text"]), _LETTERS[labels.index(row["answerKey"])]
 
 

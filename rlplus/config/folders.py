@@ -11,10 +11,10 @@ from rlplus.common.textfiles import read_text
 SAMPLES = "samples"  # the folder, in output_dir
 RESULTS = "evaluation"  # how the files of results and samples of an evaluation begin
 DATA_SUFFIXES = (".jsonl", ".parquet")
-RUN = ("config.yaml", "metrics.jsonl")  # of a run
+RUN = ("config.yaml", "metrics.jsonl")  # a run's files
 
 STARTS = "run.json"  # where the run comes from
-_FACTS = ("versions", "commits", "hardware")  # of a start, each a table
+_FACTS = ("versions", "commits", "hardware")  # a start's tables
 
 _DEPTH = 3  # a comparison's runs lie two below it
 _NAMED = 6

@@ -19,7 +19,7 @@ from rlplus.config.synonyms import synonym
 from rlplus.errors import hint
 from rlplus.loss.objective import Objective
 
-MAX_VALUES = 100_000  # of a configuration
+MAX_VALUES = 100_000  # in a configuration
 _NAMED = 4  # problems of a recorded one in a message
 
 

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from rlplus.common.section import Count, PathText, Positive, Seconds, Section, Temperature
 
-# Of vLLM's engine arguments: those that the trainer sets, or that it could not work with, each with the reason.
+# vLLM's engine arguments that the trainer sets, or that it could not work with, each with the reason.
 OWNED: dict[str, str] = {
     "model": "the engine loads model.path, and gets the policy's weights before it generates",
     "tokenizer": "the engine takes and gives token ids of the model's own tokenizer, model.path",

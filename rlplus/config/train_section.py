@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from rlplus.common.section import Count, Fraction, NonNegative, PathText, Positive, Seconds, Section
 
-# Of DeepSpeed's configuration: they would change the loss's normalisation, or be ignored beside the trainer's own.
+# DeepSpeed's keys that would change the loss's normalisation, or be ignored beside the trainer's own.
 OWNED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
 OWNED |= {"optimizer", "scheduler", "fp16"}
 LARGEST = 3.4e38  # float32

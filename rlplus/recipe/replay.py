@@ -50,8 +50,8 @@ class ReplayRecipe(Recipe):
         super().__init__(config)
         self.steps, self.started = 0, False
         self.solved: dict[int, int] = {}  # members that solved a prompt that waits, by its place among the run's
-        self.kept: dict[int, Kept] = {}  # of this rank's part of them
-        self._places: list[int] = []  # of this step's prompts, on this rank
+        self.kept: dict[int, Kept] = {}  # this rank's part
+        self._places: list[int] = []  # this step's prompts, on this rank
         self._replayed: dict[int, Kept] = {}
 
     def prompts(self, drawn: Sequence[int]) -> list[int]:

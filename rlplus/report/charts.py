@@ -8,11 +8,11 @@ from statistics import fmean
 from rlplus.evaluation import Evaluation, pooled_pass_at
 from rlplus.report.run_reader import RunData
 
-WIDTH, HEIGHT = 340.0, 200.0  # of a chart, in the units of its SVG: a phone's pixels
+WIDTH, HEIGHT = 340.0, 200.0  # a chart's size in the units of its SVG: a phone's pixels
 LEFT, TOP, BOTTOM = 42.0, 10.0, 24.0  # margins
 LABEL, LETTER, SPACING = 14, 6.8, 12.0  # direct labels: most letters, width of a letter, distance to the next label
-MOST_POINTS = 600  # of a line
-MOST_BANDS = 3  # of a chart
+MOST_POINTS = 600  # drawn per line
+MOST_BANDS = 3  # drawn per chart
 ACCENT = "accent"  # the style of the line that matters most
 TICKS = 4  # intervals of an axis, about
 

@@ -48,7 +48,7 @@ class Scorer:
         self._started = False  # whether any worker ever did
         self._failed_starts = 0  # in a row
         self._next_start = 0.0
-        # Of the call under way: numbers of the items to be graded, and to be graded again; first failures; results.
+        # The call under way: numbers of the items to be graded, and to be graded again; first failures; results.
         self._queue: deque[int] = deque()
         self._again: deque[int] = deque()
         self._failures: dict[int, Score] = {}

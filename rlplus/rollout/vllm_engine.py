@@ -168,7 +168,7 @@ class VLLMEngine:
                 top_k=0,
                 max_tokens=request.max_tokens,
                 seed=seed,
-                logprobs=0,  # of the sampled token only
+                logprobs=0,  # the sampled token's only
                 flat_logprobs=True,
                 ignore_eos=True,  # the stop tokens are the caller's, whatever else the model's config calls eos
                 stop_token_ids=[self._eos, *sampling.stop],

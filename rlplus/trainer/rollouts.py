@@ -33,7 +33,7 @@ class Drawn:
 
 
 Question = Callable[[RolloutEngine], Drawn]
-Position = dict[str, int]  # of the sampler
+Position = dict[str, int]  # the sampler's state
 
 
 @dataclass
@@ -169,7 +169,7 @@ class Rollouts:
         return [vars(ahead.coming.result()) for ahead in self._ahead] or None
 
     def restore(self, state: Any) -> None:
-        batches = [state] if isinstance(state, dict) else state or []  # of 0.1.0: one batch
+        batches = [state] if isinstance(state, dict) else state or []  # 0.1.0 kept one batch
         for batch in batches:
             done: Future[Drawn] = Future()
             done.set_result(Drawn(**batch))
