@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from rlplus.errors import nearest
+from rlplus.errors import hint
 
 from . import tune_options
 from .suites import SUITES, on_cuda
@@ -62,8 +62,7 @@ def checked(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
 
 
 def unknown(parser: argparse.ArgumentParser, name: str, methods: Iterable[str]) -> NoReturn:
-    near = nearest(name, methods)
-    parser.error(f"argument --only: no method {name!r}{f' (did you mean {near!r}?)' if near else '; see --list'}")
+    parser.error(f"argument --only: no method {name!r}{hint(name, methods, otherwise='; see --list')}")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-NAMES = ("float32", "bfloat16", "float16")  # of dtypes
+NAMES = ("float32", "bfloat16", "float16")  # dtypes
 GROUP = 8  # sequences: seven sampled, one demonstrated
 
 

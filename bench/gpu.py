@@ -23,8 +23,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-CALL_S = 570.0  # of a call, which may take 600 with the start of Python and the copies of the results
-TOTAL_S = 1620.0  # of all calls; of half an hour the rest goes into starting the machine and carrying files
+CALL_S = 570.0  # limit of a call, which may take 600 with the start of Python and the copies of the results
+TOTAL_S = 1620.0  # limit of all calls; the rest of half an hour goes into starting the machine and carrying files
 LEAST_S = 20.0  # with less left a part is not begun
 GRACE_S = 10.0  # between asking a process to end and killing it
 UNFINISHED = 75
@@ -77,7 +77,7 @@ def parts(folder: Path, cpu: bool) -> list[Part]:
     """In their order: no part is cut short by the end of a call, since each starts only where it fits."""
     python, tuning, out = sys.executable, str(folder / "tuning.json"), str(folder)
     bench, tiny = [python, "-m", "bench", "--output", out], ["--tiny"] if cpu else []
-    head = ["--head", "151936", "3584", "--seconds", "270"]  # of Qwen2.5-7B, as in the main case of bench
+    head = ["--head", "151936", "3584", "--seconds", "270"]  # Qwen2.5-7B's, as in the main case of bench
     if cpu:
         head = ["--head", "300", "32", "--tokens", "16", "--max-scratch-mb", "1", "--seconds", "20"]
     return [

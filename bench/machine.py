@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from rlplus.loss.verdicts import versions
 
-PACK = "gpu-pack"  # of `python -m bench.pack`
+PACK = "gpu-pack"  # written by `python -m bench.pack`
 STATE = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu")  # MHz, W, degrees Celsius
 KERNELS = 20  # with a row of their own; the rest is summed
 

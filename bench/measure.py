@@ -29,7 +29,7 @@ from .peers import METHODS, Method, Step, Unavailable
 
 Row = dict[str, Any]
 ERRORS = ("dhidden_error", "dweight_error")
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of glibc's mallopt
 
 
 def seconds_left(until: float) -> float:

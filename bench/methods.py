@@ -154,7 +154,7 @@ def own_gemm(x: Inputs) -> Tiling:
     return Tiling(forward=kernels.default_tile(x.hidden, False), loss=kernels.default_tile(x.hidden, True))
 
 
-tuning_file: Path | None = None  # of --tuning
+tuning_file: Path | None = None  # --tuning
 
 
 def tuned(x: Inputs) -> Tiling:

@@ -14,7 +14,7 @@ from rlplus.loss.verdicts import versions
 from .machine import PACK, package_root, revision
 
 SMALL = ("liger-kernel", "cut-cross-entropy", "trl", "verl")
-LIMIT_MB = 50  # of files there, which travel with a source tree of 10 MB
+LIMIT_MB = 50  # size of the files there, which travel with a source tree of 10 MB
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux2014_x86_64")
 
 

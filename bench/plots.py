@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from .measure import Row
+from .output import LOSSES, SIZES, Result, cases_of, sweep_of, title
 from .peers import METHODS
-from .report import LOSSES, SIZES, Result, cases_of, sweep_of, title
 
 OWN, PEER = "tab:blue", "tab:orange"
 

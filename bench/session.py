@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import methods, plots, report
+from . import methods, output, plots
 from .case import Case
 from .measure import keep_memory, run
 from .suites import SUITES, on_cuda, tiny
@@ -24,7 +24,7 @@ def measure(options: argparse.Namespace, say: Say) -> None:
     methods.tuning_file = options.tuning
     torch.set_num_threads(options.threads)
     stem = options.output / (f"cpu-{options.threads}" if options.suite in ("cpu", "full") else options.suite)
-    record = report.Record(stem.with_suffix(".json"), options.suite, device, options.threads)
+    record = output.Record(stem.with_suffix(".json"), options.suite, device, options.threads)
     wanted = [chosen(case, options) for case in (tiny(cases()) if options.tiny else cases())]
     if device == "cpu":
         keep_memory(max(working_bytes(case) for case in wanted))
@@ -49,7 +49,7 @@ def chosen(case: Case, options: argparse.Namespace) -> Case:
     return Case(**(vars(case) | changes))
 
 
-def measure_case(case: Case, device: str, until: float, record: report.Record, say: Say) -> None:
+def measure_case(case: Case, device: str, until: float, record: output.Record, say: Say) -> None:
     if not case.methods:
         return
     left = until - time.monotonic()
@@ -61,4 +61,4 @@ def measure_case(case: Case, device: str, until: float, record: report.Record, s
         say(f"{case.name}, N={case.N}, H={case.H}, V={case.V}, {case.dtype}: {status}")
         return
     run(case, device, until, record.put)
-    say(report.case_table(record.result["cases"][-1]))
+    say(output.case_table(record.result["cases"][-1]))

@@ -27,9 +27,9 @@ from .cases import DTYPES, Head, Inputs
 from .measure import elapsed, spread
 from .tune_options import described
 
-MARGIN = 0.02  # of the time: less may be noise, and is no reason to change bits
+MARGIN = 0.02  # share of the time: less may be noise, and is no reason to change bits
 ROUNDS = 7
-LAUNCHES = 20  # of a row kernel, timed together: one takes about as long as its launch
+LAUNCHES = 20  # row kernels timed together: one takes about as long as its launch
 BUFFERS = 6  # sizes with the least time by the cost model
 
 Step = Callable[[], object]

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench import report
+from bench import output
 from experiments.theory import __main__ as theory
 from rlplus.algorithm import ALGORITHMS, RECIPES, Algorithm
 from rlplus.compare import BASE, Results, load_comparison
@@ -56,7 +56,7 @@ DIVISORS = {"token": "tokens", "sequence": "S · own length", "constant": "S · 
 
 def table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
     """A Markdown table."""
-    return report.lines(header, ([cell.replace("|", "\\|") for cell in row] for row in rows))
+    return output.lines(header, ([cell.replace("|", "\\|") for cell in row] for row in rows))
 
 
 # ---- presets
@@ -241,12 +241,12 @@ def benchmarks() -> str:
 
 
 def measurements() -> str:
-    return report.manual_part(report.load(ROOT / "bench/results")).strip()
+    return output.manual_part(output.load(ROOT / "bench/results")).strip()
 
 
 def peers() -> str:
     """The README's table: a few methods of the first processor's results."""
-    return report.short_table(report.load(ROOT / "bench/results")["cpu-1"]).strip()
+    return output.short_table(output.load(ROOT / "bench/results")["cpu-1"]).strip()
 
 
 def compared(files: str) -> dict[tuple[str, int], tuple[Results, dict[str, Study]]]:

@@ -8,7 +8,7 @@ group by a correct demonstration. Each step
 
 1. samples seven responses to each of 32 problems, and appends the demonstration to each group;
 2. rewards right answers with 1, and takes advantages within each group (eq. 3);
-3. takes an optimiser step on the loss of eq. 7: a sampled token counts by its ratio r = p / p_old, a demonstrated one
+3. takes an optimizer step on the loss of eq. 7: a sampled token counts by its ratio r = p / p_old, a demonstrated one
    by the multiple importance sampling ratio 2 p / (p_author + p_old), with p_author estimated as (1 + p_old) / 2, times
    the exploration weight (1 - p) ** 0.5, which is small for tokens that the policy is already sure of.
 

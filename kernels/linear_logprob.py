@@ -32,8 +32,8 @@ ROWS, VECTOR = tl.constexpr(8), tl.constexpr(4)
 # Columns of `values` (n, WIDTH), what is known of a token.
 LOGPROB, ENTROPY, MAX, LOGSUM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 DLOGPROB, DENTROPY, WIDTH = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
-PARTIALS = tl.constexpr(3)  # of a part of a row: max z, sum of e^(z - max), sum of e^(z - max) (z - max)
-E_SCALE = tl.constexpr(2.0**15)  # of the exponentials: fp16 then has its 11 bits from there down to 2^-14
+PARTIALS = tl.constexpr(3)  # per part of a row: max z, sum of e^(z - max), sum of e^(z - max) (z - max)
+E_SCALE = tl.constexpr(2.0**15)  # scale of the exponentials: fp16 then has its 11 bits from there down to 2^-14
 COMBINE = {"BLOCK_N": 16, "BLOCK_T": 64, "num_warps": 4, **FUSION}
 
 
@@ -48,7 +48,7 @@ def row_statistics(
     everywhere, and without a softcap, which makes infinite logits finite, so does one with +inf or nothing but -inf.
     """
     n, blocks = len(target), triton.cdiv(V, tiling.statistics.BLOCK_V)
-    each = triton.cdiv(blocks, min(blocks, triton.cdiv(tiling.programs, max(n, 1))))  # of a row that a program reads
+    each = triton.cdiv(blocks, min(blocks, triton.cdiv(tiling.programs, max(n, 1))))  # read by a program, per row
     parts = triton.cdiv(blocks, each)
     partial = values.new_empty(parts, PARTIALS.value, n) if parts > 1 else None
     rest = (temperature, softcap, row_temperature, each, tiling.statistics)

@@ -149,8 +149,8 @@ def _mis(logprob, old, behavior, c, BEHAVIOR: tl.constexpr):
     s = c.mixture_share
     if BEHAVIOR:
         one, other = behavior + tl.log(s), old + tl.log(1.0 - s)
-        apart = tl.where(one == other, 0.0, -tl.abs(one - other))
-        logaddexp = tl.where(one > other, one, other) + tl.log(1.0 + tl.exp(apart))
+        gap = tl.where(one == other, 0.0, -tl.abs(one - other))
+        logaddexp = tl.where(one > other, one, other) + tl.log(1.0 + tl.exp(gap))
         g = tl.exp(logprob - logaddexp)
     else:
         g = tl.exp(logprob) / (0.5 * s + (1.0 - 0.5 * s) * tl.exp(old))

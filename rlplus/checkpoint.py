@@ -151,7 +151,7 @@ def _errors_kept(engine: Any) -> Iterator[list[Exception]]:
         def attempt(*args: Any, **kwargs: Any) -> Any:
             try:
                 result = write(*args, **kwargs)
-                for file in (*args, *kwargs.values()):  # of (state, path)
+                for file in (*args, *kwargs.values()):  # arguments (state, path)
                     if isinstance(file, str):
                         flush(Path(file))
                 return result
@@ -180,7 +180,7 @@ def _publish(folder: Path, final: Path, state: dict[str, Any], keep: int, spared
         flush(path)
     saving.rename(final)
     point_to(final)
-    # A later one has no pointer, see `_clear`: it is none of the newest.
+    # Later checkpoints are leftovers that nothing points to (see `_clear`); do not count them.
     steps = (path for path in folder.glob("step-*") if NAME.fullmatch(path.name))
     for old in sorted((path for path in steps if _step(path) <= _step(final)), key=_step)[:-keep]:
         if old.name != spared:

@@ -11,26 +11,25 @@ class RunFailed(RuntimeError):
 
 
 class SharedFailure(RunFailed):
-    """Raised on all ranks in the same place, whichever failed, so that together they can still write a checkpoint."""
+    """Raised on every rank when any rank fails, so that they can still write a checkpoint together."""
 
 
-def nearest(name: str, valid: Iterable[str]) -> str | None:
-    """The valid name that `name` probably means, ignoring case; None if none is near."""
+def hint(name: object, valid: Iterable[str], prefix: str = "", *, otherwise: str = "") -> str:
+    """ "; nearest: x" with the valid name that `name` probably means, ignoring case; `otherwise` if none is near.
+
+    prefix: put in front of the valid name, such as the section of a key.
+    """
     names = {text.lower(): text for text in valid}
-    close = get_close_matches(name.lower(), names, n=1)
-    return names[close[0]] if close else None
+    close = get_close_matches(str(name).lower(), names, n=1)
+    return f"; nearest: {prefix}{names[close[0]]}" if close else otherwise
 
 
-def hint(name: object, valid: Iterable[str]) -> str:
-    """ " (did you mean 'x'?)" with the valid name that `name` probably means; empty if none is near."""
-    near = nearest(str(name), valid)
-    return f" (did you mean {near!r}?)" if near else ""
-
-
-def check_name(what: str, name: object, valid: tuple[str, ...]) -> None:
-    """ValueError unless the name is valid; it lists the valid ones and names the nearest."""
-    if name not in valid:
-        raise ValueError(f"want {what} one of {', '.join(valid)}; got {name!r}{hint(name, valid)}")
+def check_name(what: str, name: object, valid: Iterable[str]) -> None:
+    """ValueError unless the name is valid; it lists the valid ones and names the nearest. what: may be empty."""
+    names = tuple(valid)
+    if name not in names:
+        wanted = f"want {what} one of" if what else "want one of"
+        raise ValueError(f"{wanted} {', '.join(names)}; got {name!r}{hint(name, names)}")
 
 
 def install_command(extra: str) -> str:

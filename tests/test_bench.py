@@ -15,7 +15,7 @@ import pytest
 import torch
 from trainer_runs import environment
 
-from rlplus.bench import measure, report
+from rlplus.bench import measure, output
 from rlplus.bench.__main__ import main
 from rlplus.bench.cases import Case, Head, Inputs
 from rlplus.bench.measure import Measurement, memory_of_a_process, run
@@ -277,7 +277,7 @@ def test_it_runs_from_the_source_tree() -> None:
         (["--suite", "all"], "invalid choice: 'all'"),
         (["--suite", "cpu", "--threads", "0"], "want a number >= 1; got 0"),
         (["--suite", "cpu", "--repeats", "-1"], "want a number >= 1; got -1"),
-        (["--suite", "cpu", "--only", "tritn"], "no method 'tritn' (did you mean 'triton'?)"),
+        (["--suite", "cpu", "--only", "tritn"], "no method 'tritn'; nearest: triton"),
         (["--suite", "cpu", "--output", __file__], "want a folder; got the file"),
         (["--suite", "cpu", "--tuning", "absent.json"], "want a file of `tune`; got absent.json: no such file"),
     ],
@@ -320,23 +320,23 @@ def test_a_sweep_measures_its_base_once() -> None:
 
 
 def test_the_committed_results_are_complete() -> None:
-    results = report.load(ROOT / "bench/results")
+    results = output.load(ROOT / "bench/results")
     assert all(result["complete"] for result in results.values())
     rows = [row for result in results.values() for case in result["cases"] for row in case["rows"]]
     assert not [row for row in rows for value in row.values() if str(value).startswith("left out")]
 
 
 def test_the_short_table_times_bf16_only_where_the_processor_can() -> None:
-    result = report.load(ROOT / "bench/results")["cpu-1"]
-    half, single = (report.ratio(row) for case in result["cases"] for row in case["rows"] if row["method"] == "TRL")
-    able, unable = (report.short_table(result | {"hardware": {"bf16_instructions": can}}) for can in (True, False))
+    result = output.load(ROOT / "bench/results")["cpu-1"]
+    half, single = (output.ratio(row) for case in result["cases"] for row in case["rows"] if row["method"] == "TRL")
+    able, unable = (output.short_table(result | {"hardware": {"bf16_instructions": can}}) for can in (True, False))
     assert (f"| {single} | {half} |" in able, f"| {single} |" in unable, half in unable) == (True, True, False)
 
 
 def test_the_main_table_holds_every_method_with_its_number_or_its_reason() -> None:
     case = measured(replace(SMALL, methods=("torch", "naive torch", "QuACK"), repeats=1))
     result = {"suite": "cpu", "device": "x", "hardware": {}, "threads": 1, "versions": {"torch": "2"}, "cases": [case]}
-    table = report.manual_part({"cpu-1": result})
+    table = output.manual_part({"cpu-1": result})
     assert "| `torch` |" in table
     assert f"{case['rows'][2]['ratio']['median']:.2f}" in table
     assert case["rows"][3]["status"] in table
@@ -362,7 +362,7 @@ SWEPT = {(512, 448, 16_000): 1.56, (256, 448, 16_000): 1.31, (512, 224, 16_000):
 
 
 def test_the_manual_shows_every_shape_of_the_sweep_and_its_range() -> None:
-    text = report.manual_part({"cpu-1": swept(SWEPT)})
+    text = output.manual_part({"cpu-1": swept(SWEPT)})
     assert "1.12 to 1.88 × the bare GEMMs in bfloat16." in text
     for shape, value in SWEPT.items():
         assert f"| bfloat16 | {' | '.join(map(str, shape))} | {value:.2f}" in text

@@ -7,8 +7,8 @@ import pytest
 from test_bench import SWEPT, swept
 
 from rlplus.bench import plots
+from rlplus.bench.output import LOSSES
 from rlplus.bench.peers import METHODS
-from rlplus.bench.report import LOSSES
 
 figure = pytest.importorskip("matplotlib.figure")
 METHODS_OF = {

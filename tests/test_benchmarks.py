@@ -16,16 +16,15 @@ import pytest
 
 from rlplus.config import BENCHMARKS, DataConfig, EvaluationConfig, ValidationConfig, benchmark_name
 from rlplus.data import byte_tokenizer, found_columns, load_examples, load_problems
-from rlplus.data.benchmarks import LAYOUTS
 from rlplus.data.prompts import TEMPLATES
 from rlplus.reward.graders.choice import choice
 
 TESTS = [{"input": "1", "output": "2", "testtype": "stdin"}, {"input": "3", "output": "4", "testtype": "stdin"}]
 PACKED = base64.b64encode(zlib.compress(pickle.dumps(json.dumps(TESTS[1:])))).decode()
 ROWS: dict[str, dict[str, Any]] = {
-    "math": {"problem": "1+1?", "answer": ["2"]},
-    "arc": {"question": "Which?", "choices": {"text": ["x", "y", "z"], "label": ["1", "2", "3"]}, "answerKey": "3"},
-    "gpqa": {
+    "math500": {"problem": "1+1?", "answer": ["2"]},
+    "arc_c": {"question": "Which?", "choices": {"text": ["x", "y", "z"], "label": ["1", "2", "3"]}, "answerKey": "3"},
+    "gpqa_diamond": {
         "Question": "Which one?", "Correct Answer": " right\n", "Incorrect Answer 1": "p", "Incorrect Answer 2": "q",
         "Incorrect Answer 3": "r",
     },
@@ -48,19 +47,23 @@ def test_the_papers_twelve_are_known_and_every_layout_is_used() -> None:
         "aime24", "aime25", "amc", "math500", "minerva", "olympiadbench", "humaneval", "leetcode", "livecodebench",
         "arc_c", "gpqa_diamond", "mmlu_pro",
     }  # fmt: skip
-    assert {entry.layout for entry in BENCHMARKS.values()} == set(LAYOUTS) == set(ROWS)
+    assert {entry.layout for entry in BENCHMARKS.values()} == {BENCHMARKS[name].layout for name in ROWS}
     assert [benchmark_name(name) for name in ("aime", "math", "olympiad_bench", "gpqa", "amc", "other")] == [
         "aime24", "math500", "olympiadbench", "gpqa_diamond", "amc", None,
     ]  # fmt: skip
 
 
+def read(name: str, **changed: Any) -> tuple[str, str]:
+    return BENCHMARKS[name].layout(ROWS[name] | changed)
+
+
 def test_layouts() -> None:
-    asked = {name: LAYOUTS[name](row) for name, row in ROWS.items()}
-    assert asked["math"] == ("1+1?", "2")
-    assert asked["arc"] == ("Which?\n\nA) x\nB) y\nC) z", "C")
+    asked = {name: read(name) for name in ROWS}
+    assert asked["math500"] == ("1+1?", "2")
+    assert asked["arc_c"] == ("Which?\n\nA) x\nB) y\nC) z", "C")
     assert asked["mmlu_pro"][1] == "J"
     assert asked["mmlu_pro"][0].endswith("\nJ) t")
-    question, answer = asked["gpqa"]
+    question, answer = asked["gpqa_diamond"]
     assert f"\n{answer}) right" in question
     assert question.startswith("Answer the following multiple choice question. The last line")
     assert json.loads(asked["humaneval"][1]) == {
@@ -72,15 +75,15 @@ def test_layouts() -> None:
 
 
 def test_the_right_option_of_gpqa_is_not_always_in_one_place() -> None:
-    answers = {LAYOUTS["gpqa"](ROWS["gpqa"] | {"Question": f"Which of {i}?"})[1] for i in range(64)}
+    answers = {read("gpqa_diamond", Question=f"Which of {i}?")[1] for i in range(64)}
     assert answers == set("ABCD")
-    assert LAYOUTS["gpqa"](ROWS["gpqa"]) == LAYOUTS["gpqa"](dict(ROWS["gpqa"]))
+    assert read("gpqa_diamond") == read("gpqa_diamond")
 
 
 def test_pickled_tests_run_no_code() -> None:
     evil = base64.b64encode(zlib.compress(b"cos\nsystem\n(S'true'\ntR.")).decode()
     with pytest.raises(ValueError, match=r"want a pickled text as LiveCodeBench's private tests; got os.system"):
-        LAYOUTS["livecodebench"](ROWS["livecodebench"] | {"private_test_cases": evil})
+        read("livecodebench", private_test_cases=evil)
 
 
 # Files
@@ -112,10 +115,10 @@ def test_benchmarks_of_a_file_in_verls_layout(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_file_as_the_benchmark_has_it_on_the_hub(tmp_path: Path, name: str) -> None:
-    row = ROWS[BENCHMARKS[name].layout]
+    row = next(row for known, row in ROWS.items() if BENCHMARKS[known].layout is BENCHMARKS[name].layout)
     (tmp_path / "x.jsonl").write_text(json.dumps(row))
     (problem,) = load_problems(evaluation(tmp_path / "x.jsonl", [name]), byte_tokenizer())
-    question, answer = LAYOUTS[BENCHMARKS[name].layout](row)
+    question, answer = BENCHMARKS[name].layout(row)
     assert (text(problem.prompt), problem.answer, problem.benchmark) == (question, answer, name)
     if BENCHMARKS[name].grader == "choice":
         assert choice(answer, answer, {})[0] == 1
@@ -353,7 +356,7 @@ def test_benchmarks_come_from_the_hub(cache: Path) -> None:
     for split in ("aime", "amc"):
         rows = [{"problem": f"{split} {i}", "answer": [str(i)]} for i in range(2)]
         cached(cache, "lkevinzc/math-eval", f"default/{split}/0000.parquet", rows)
-    cached(cache, "allenai/ai2_arc", "ARC-Challenge/test/0000.parquet", [ROWS["arc"]])
+    cached(cache, "allenai/ai2_arc", "ARC-Challenge/test/0000.parquet", [ROWS["arc_c"]])
     config = EvaluationConfig(benchmarks=["arc_c", "amc", "aime24"])
     problems = load_problems(config, byte_tokenizer())
     assert [(e.benchmark, e.index, e.answer) for e in problems] == [

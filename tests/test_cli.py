@@ -208,7 +208,7 @@ def test_what_needs_no_model_is_answered_without_torch(config_file, tmp_path):
             ["model.scratch=null", "model.path=nowhere"],
             r"want model.path a Hugging Face folder or hub name; got 'nowhere'",
         ),
-        (["train.backend=trito"], r"'cpp' or 'triton' (nearest: triton); got 'trito'"),
+        (["train.backend=trito"], r"'cpp' or 'triton'; got 'trito' (str); nearest: triton"),
     ],
 )
 def test_what_is_wrong_is_one_message(config_file, capsys, arguments, message):

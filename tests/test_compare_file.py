@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from comparisons import EXPERIMENTS, FILE, written
 
-from rlplus.cli.results import _names
+from rlplus.cli.compare import _names
 from rlplus.compare import BASE, MARK, Runner, load_comparison, run_comparison
 from rlplus.compare.prepared import NOTE
 from rlplus.errors import RunFailed

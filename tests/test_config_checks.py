@@ -68,12 +68,12 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, line: str) 
         ("train.zero_stage=4", "train.zero_stage: want 1, 2 or 3; got 4 (int)"),
         (
             "rollout.engine=vlm",
-            "rollout.engine: want 'auto', 'vllm' or 'transformers' (nearest: vllm); got 'vlm' (str)",
+            "rollout.engine: want 'auto', 'vllm' or 'transformers'; got 'vlm' (str); nearest: vllm",
         ),
         (
             "reward.kind=mathverify",
-            "reward.kind: want 'exact_match', 'choice', 'code', 'math_verify', 'math_verify_strict' or 'oat' "
-            "(nearest: math_verify); got 'mathverify' (str)",
+            "reward.kind: want 'exact_match', 'choice', 'code', 'math_verify', 'math_verify_strict' or 'oat'; "
+            "got 'mathverify' (str); nearest: math_verify",
         ),
         ("train=5", "train: want a section of keys and values; got 5 (int)"),
         ("data.path=", "data.path: want a path or a list of paths; got ''"),
@@ -168,7 +168,7 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
             ["data.response_prefix=<t>", "evaluation.data.path=t.jsonl"],
             "^evaluation.data.response_prefix: want data.response_prefix, .*'<t>'; got None",
         ),
-        (["algorithm.recipe.name=plian"], r"^algorithm.recipe.name: want one of plain.*'plian' \(nearest: plain\)"),
+        (["algorithm.recipe.name=plian"], r"^algorithm.recipe.name: want one of plain.*'plian'; nearest: plain"),
         (["algorithm.advantage=pass@k", "algorithm.advantage_k=9"], "at most the 8 members of a group; got 9"),
         (
             ["algorithm.preset=relift", "algorithm.recipe.batch=0"],
@@ -181,7 +181,7 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
         (["algorithm.preset=hpt", "algorithm.recipe.keep=1"], "^algorithm.recipe.keep: want a valid boolean; got 1"),
         (
             ["algorithm.preset=uft", "algorithm.recipe.schedule=cosin"],
-            r"^algorithm.recipe.schedule: want 'binomial', .*\(nearest: cosine\); got 'cosin'",
+            r"^algorithm.recipe.schedule: want 'binomial', .*; got 'cosin' \(str\); nearest: cosine",
         ),
         (
             ["algorithm.preset=uft", "algorithm.recipe.high=2"],
@@ -353,7 +353,7 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
             "recipe.weight_decay: want a valid number; got 'x'",
         ),
         (["algorithm.preset=ppo", "algorithm.recipe.whiten=1"], "recipe.whiten: want a valid boolean; got 1"),
-        (["algorithm.preset=rlpls"], r"^algorithm.preset: want one of rlplus, .*got 'rlpls' \(nearest: rlplus\)"),
+        (["algorithm.preset=rlpls"], r"^algorithm.preset: want one of rlplus, .*got 'rlpls'; nearest: rlplus"),
     ],
 )
 def test_contradictions(minimal: Path, overrides: list[str], match: str) -> None:

@@ -1,4 +1,4 @@
-"""`rlplus plan --env`: the contents of a bug report."""
+"""`rlplus env`: the contents of a bug report."""
 
 import json
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ def test_it_needs_neither_a_gpu_nor_a_configuration(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLPLUS_CACHE", "/verdicts")
-    assert main(["plan", "--env"]) == 0
+    assert main(["env"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["torch"] == torch.__version__
     assert found["versions"]["rlplus"] == rlplus.__version__
@@ -55,8 +55,22 @@ def test_a_backend_that_does_not_fit_is_said_per_device(monkeypatch: pytest.Monk
 
 
 def test_a_plan_needs_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan"]) == 2
-    assert "want a configuration, such as configs/gsm8k-tiny.yaml, or --env" in capsys.readouterr().err
+    for command in ("plan", "train"):
+        with pytest.raises(SystemExit):
+            main([command])
+        assert "the following arguments are required: config\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--env"], "plan has no --env: see rlplus env\n"),
+        (["report", "runs/first", "--show=3", "--wrong"], "report has no --show: see rlplus samples --help\n"),
+    ],
+)
+def test_commands_that_were_options_are_named(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        main(["train"])
-    assert "the following arguments are required: config\n" in capsys.readouterr().err
+        main(arguments)
+    assert message in capsys.readouterr().err

@@ -131,7 +131,7 @@ def test_a_model_is_evaluated_without_a_configuration(tmp_path, monkeypatch, cap
         write_tiny(tmp_path / name / "model")
         assert main(["eval", f"{name}/model", *options[1:], "--benchmarks", "gpqa_diamond"]) == 0
     assert {path.name for path in (tmp_path / "runs/eval").iterdir()} == {"tiny", "a-model", "b-model"}
-    assert main(["report", "runs/eval/a-model", "--show", "1"]) == 0
+    assert main(["samples", "runs/eval/a-model", "-n", "1"]) == 0
     assert "gpqa_diamond, row 7 of the data" in capsys.readouterr().out
     assert main(["eval", "tiny", "--benchmarks", "amc", "--template", "qwem"]) == 2
     assert "--template: want own, qwen, simplerl" in capsys.readouterr().err

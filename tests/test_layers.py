@@ -1,6 +1,7 @@
 """A module imports only from the layers on its left."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +58,12 @@ def imported_packages(text: str) -> set[str]:
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
     return {name.partition(".")[0] for name in names}
+
+
+def test_the_name_of_a_file_says_which_it_is() -> None:
+    """Also in a traceback, a search or an editor's tab."""
+    names = Counter(path.name for path in MODULES)
+    assert [name for name, n in names.items() if n > 1 and name not in ("__init__.py", "__main__.py", "base.py")] == []
 
 
 COLLECTIVES = ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "scatter"]

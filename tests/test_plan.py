@@ -160,7 +160,7 @@ def test_the_command(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpu", "a100-80"], "or a size of memory such as 24g; got 'a100-80' (nearest: a100-80g)"),
+        (["--gpu", "a100-80"], "or a size of memory such as 24g; got 'a100-80'; nearest: a100-80g"),
         (
             ["--gpu", "24"],
             "h100, h200, or a size of memory such as 24g; got '24'\n",

@@ -88,7 +88,7 @@ def test_an_update_of_a_critic_takes_what_is_planned(tmp_path, stage, dtype):
         critic.accumulate(batches, 0.2)
         assert critic.step()
 
-    update()  # the first one makes the optimiser's moments
+    update()  # the first one makes the optimizer's moments
     between = alive_beyond(before)
     with Meter(known=everything_known()) as passes:
         critic.accumulate(mean_batches(samples, config, 0, critic.device), 0.2)

@@ -58,7 +58,7 @@ def test_an_update_takes_what_is_planned(tmp_path, stage, dtype):
         policy.accumulate(batches, algorithm.objective)
         assert policy.step()
 
-    update()  # the first one makes the optimiser's moments
+    update()  # the first one makes the optimizer's moments
     between = alive_beyond(before)
     with Meter(known=everything_known()) as passes:
         batches = make_micro_batches(samples_of(2, 48), algorithm, config, 0, policy.device)

@@ -146,10 +146,10 @@ def test_objective_is_frozen_and_replaceable() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Objective.preset("rlpuls"), "got 'rlpuls'.*did you mean 'rlplus'"),
+        (lambda: Objective.preset("rlpuls"), "got 'rlpuls'.*nearest: rlplus"),
         (lambda: Objective.preset("zzzz"), "want objective one of rlplus, .*; got 'zzzz'$"),
-        (lambda: Objective(internal="ratios"), "internal surrogate .*got 'ratios'.*'ratio'"),
-        (lambda: Objective(external="shape"), "external surrogate .*got 'shape'.*'shaped'"),
+        (lambda: Objective(internal="ratios"), "internal surrogate .*got 'ratios'; nearest: ratio"),
+        (lambda: Objective(external="shape"), "external surrogate .*got 'shape'; nearest: shaped"),
         (lambda: Objective(gamma=-0.5), "want gamma a finite number >= 0; got -0.5"),
         (lambda: Objective(mixture_share=0.0), "want mixture_share a finite number > 0 and < 1; got 0.0"),
         (lambda: Objective(mixture_share=1.0), "want mixture_share a finite number > 0 and < 1; got 1.0"),
@@ -160,7 +160,7 @@ def test_objective_is_frozen_and_replaceable() -> None:
         (lambda: Objective(tau_pos=0.0), "want tau_pos a finite number > 0; got 0.0"),
         (lambda: Objective(tau_neg=-1.0), "want tau_neg a finite number > 0; got -1.0"),
         (lambda: Objective(kl_estimator="k1"), "got k1, which as a loss has an expected gradient of 0"),
-        (lambda: Objective(kl_estimator="k3_unbiased"), "want kl_estimator one of k2, .*did you mean 'k3-unbiased'"),
+        (lambda: Objective(kl_estimator="k3_unbiased"), "want kl_estimator one of k2, .*nearest: k3-unbiased"),
         (lambda: Objective(mismatch_mode="masks"), "want mismatch_mode one of truncate, mask; got 'masks'"),
         (lambda: Objective(mismatch_cap=2.0, mismatch_low=2.5), "want mismatch_low < mismatch_cap; got 2.5 and 2"),
         (lambda: Objective(mismatch_cap=0.0), "want mismatch_cap a finite number > 0"),

@@ -43,7 +43,7 @@ def test_reports_and_samples(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     check("rlplus.cli", "report", str(run), "-o", str(page))
     assert all(part in page.read_text() for part in ("Training reward", "amc", "step 1"))
-    assert "1+1=" in check("rlplus.cli", "report", str(run), "--show", "1")
+    assert "1+1=" in check("rlplus.cli", "samples", str(run), "-n", "1")
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def test_a_step_of_several_draws_is_given_up_as_a_whole(tmp_path: Path, monkeypa
 
 
 def test_every_learner_is_saved_and_restored(run: Run, tmp_path: Path) -> None:
-    """Weights and optimiser: the next step of each is the one that it would have taken."""
+    """Weights and optimizer: the next step of each is the one that it would have taken."""
     model = str(run.folder.path / "scratch")
     learners = {name: Policy(run.config, model, run.policy.model_config) for name in ("policy", "critic")}
     engines = {name: learner.engine for name, learner in learners.items()}

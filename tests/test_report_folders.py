@@ -18,19 +18,19 @@ def test_folders_are_checked_without_torch(tmp_path: Path) -> None:
     for name in ("runs/a", "killed"):
         (tmp_path / name / "samples").mkdir(parents=True)
         (tmp_path / name / "samples/evaluation-amc-0-000000.parquet").touch()
-    report, below = ["report", str(tmp_path / "runs")], [str(tmp_path / "runs" / name) for name in "abc"]
+    runs, below = str(tmp_path / "runs"), [str(tmp_path / "runs" / name) for name in "abc"]
     cases = [
         (["report", "nowhere"], 2, f"got nowhere: no such folder (current directory: {Path.cwd()})"),
-        (["report", "nowhere", "--show", "1"], 2, "got nowhere: no such folder"),
+        (["samples", "nowhere"], 2, "got nowhere: no such folder"),
         (["report", f"{tmp_path}/file"], 2, "it is a file"),
         (["report", f"{tmp_path}/empty"], 2, "no evaluation-BENCHMARK.json; nor is there one below it"),
-        (report, 2, f"no metrics.jsonl and no evaluation-BENCHMARK.json; below it are {', '.join(below)}\n"),
-        ([*report, "--show", "1"], 2, f"below it are {', '.join(below)}\n"),
+        (["report", runs], 2, f"no metrics.jsonl and no evaluation-BENCHMARK.json; below it are {', '.join(below)}\n"),
+        (["samples", runs], 2, f"below it are {', '.join(below)}\n"),
         (["report", below[2]], 2, f"{below[2]} has no metrics.jsonl, which the first step writes"),
         (["report", f"{tmp_path}/killed"], 2, "has samples only: run the same `rlplus eval` again"),
-        (["report", below[0], "--show", "1", "--step", "4"], 2, "has only an evaluation's, which --show prints"),
-        (["report", "a.json", below[1]], 2, "want one file, without --show, to report on a comparison; got a.json"),
-        (["report", below[1], "--show", "1"], 2, "has none (log.samples_every says how often: 0 is never)"),
+        (["samples", below[0], "--step", "4"], 2, "has only an evaluation's, which is printed without --step"),
+        (["report", "a.json", below[1]], 2, "want one file to report on a comparison; got a.json"),
+        (["samples", below[1]], 2, "has none (log.samples_every says how often: 0 is never)"),
     ]
     done = processes.run([sys.executable, "-c", QUICK, json.dumps(cases)], env=environment())
     assert done.returncode == 0, done.stderr

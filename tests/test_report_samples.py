@@ -93,14 +93,14 @@ def test_a_damaged_file_does_not_hide_the_others_in_the_terminal(
     for step in (1, 2, 3):
         keep(tmp_path / "samples", f"step-{step:06d}", kept(step=step))
     damage(tmp_path / "samples/step-000002.parquet", how)
-    assert main(["report", str(tmp_path), "--show", "3"]) == 0
+    assert main(["samples", str(tmp_path), "-n", "3"]) == 0
     out, _ = capsys.readouterr()
     assert re.findall(r"step \d", out) == ["step 3", "step 1"]
     (record,) = caplog.records
     assert "step-000002.parquet; got" in record.getMessage()
     for step in (1, 3):
         damage(tmp_path / f"samples/step-00000{step}.parquet", how)
-    assert main(["report", str(tmp_path), "--show", "3"]) == 2
+    assert main(["samples", str(tmp_path), "-n", "3"]) == 2
     assert "want samples that can be read; got 3 damaged or empty files in" in capsys.readouterr().err
 
 
@@ -109,12 +109,9 @@ def test_the_samples_of_a_step_in_the_terminal(tmp_path: Path, capsys: pytest.Ca
         keep(tmp_path / "samples", f"step-{step:06d}", kept(step=step))
     keep(tmp_path / "samples", "step-000020-amc-0-000000", kept(step=20, benchmark="amc"))
     keep(tmp_path / "samples", "evaluation-amc-0-000000", kept(step=None, benchmark="amc"))
-    assert main(["report", str(tmp_path), "--show", "5", "--step", "22"]) == 0
+    assert main(["samples", str(tmp_path), "-n", "5", "--step", "22"]) == 0
     out, _ = capsys.readouterr()
     assert re.findall(r"step .*?, row 8|^amc", out) == ["step 20, row 8", "step 20, amc, row 8"]
-    for option in (["--step", "22"], ["--wrong"]):
-        assert main(["report", str(tmp_path), *option]) == 2
-        assert f"want --show with {option[0]}, such as --show 5 --step 40 --wrong" in capsys.readouterr().err
 
 
 def test_the_newest_samples_in_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,36 +122,35 @@ def test_the_newest_samples_in_the_terminal(tmp_path: Path, capsys: pytest.Captu
     keep(tmp_path / "other/samples", "step-000003", kept(step=3))
     (tmp_path / "run/config.yaml").write_text("a: 1\n")
     (tmp_path / "run/metrics.jsonl").write_text('{"step": 1, "generated_tokens": 1}\n')
-    assert main(["report", str(tmp_path / "run"), "--show", "2", "-o", str(tmp_path / "report.html")]) == 0
+    assert main(["samples", str(tmp_path / "run"), "-n", "2"]) == 0
     out, _ = capsys.readouterr()
     assert out.count("step 10, row 8 of the data, right 1 of 1\n") == 2
     assert out.count("[red]x[/red]\\x1b[2J") == 2  # prompt and response
     assert "\x1b" not in out
     assert "old" not in out
-    assert not (tmp_path / "report.html").exists()
-    assert main(["report", str(tmp_path / "run"), "--show", "3"]) == 0
+    assert main(["samples", str(tmp_path / "run"), "-n", "3"]) == 0
     assert "old" in capsys.readouterr().out
-    assert main(["report", str(tmp_path / "run"), "--show", "0"]) == 2
-    assert "want --show at least 1; got 0" in capsys.readouterr().err
+    assert main(["samples", str(tmp_path / "run"), "-n", "0"]) == 2
+    assert "want --problems at least 1; got 0" in capsys.readouterr().err
     for name in ("config.yaml", "metrics.jsonl"):  # as in a folder of `rlplus eval MODEL`
         (tmp_path / "run" / name).unlink()
     keep(tmp_path / "run/samples", "evaluation-amc-0-000000", kept(step=None, benchmark="amc"))
-    assert main(["report", str(tmp_path / "run"), "--show", "2"]) == 0
+    assert main(["samples", str(tmp_path / "run"), "-n", "2"]) == 0
     out, _ = capsys.readouterr()
     assert out.index("amc, row 8") < out.index("step 10, row 8")
     folders = [str(tmp_path / name) for name in ("run", "other")]
-    assert main(["report", *folders, "--show", "1"]) == 0
+    assert main(["samples", *folders, "-n", "1"]) == 0
     found = re.findall(rf"^{tmp_path}/\w+$|^.*row 8", capsys.readouterr().out, flags=re.MULTILINE)
     assert found == [folders[0], "amc, row 8", folders[1], "step 3, row 8"]
     for path in (tmp_path / "run/samples").iterdir():
         path.unlink()
     (tmp_path / "run/config.yaml").touch()
-    assert main(["report", str(tmp_path / "run"), "--show", "1"]) == 2
+    assert main(["samples", str(tmp_path / "run"), "-n", "1"]) == 2
     assert "run/samples has none (log.samples_every says how often: 0 is never)" in capsys.readouterr().err
 
 
 def shown_in_terminal(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
-    assert main(["report", str(folder), "--show", *options]) == 0
+    assert main(["samples", str(folder), "-n", *options]) == 0
     return capsys.readouterr().out
 
 

@@ -45,7 +45,7 @@ def stale(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("updates", [1, 2])
 def test_no_weight_learns_from_an_engine_with_other_weights(tmp_path, monkeypatch, stale, updates):
-    """The batch's own logprobs show it before the first optimiser step on the batch, with one update or several."""
+    """The batch's own logprobs show it before the first optimizer step on the batch, with one update or several."""
     stale(1)
     config = run_config(tmp_path, train={"prompts_per_update": 4 // updates})
     steps: list[tuple[Policy, list[torch.Tensor]]] = []  # each with the weights after it

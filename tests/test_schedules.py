@@ -92,7 +92,7 @@ def test_a_warmup_ratio_counts_updates_rounded_up(ratio: float, updates: int, wa
         ),
         (
             ["train.lr_schedule=cosin"],
-            "train.lr_schedule: want 'constant', 'cosine' or 'linear' (nearest: cosine); got 'cosin' (str)",
+            "train.lr_schedule: want 'constant', 'cosine' or 'linear'; got 'cosin' (str); nearest: cosine",
         ),
     ],
 )

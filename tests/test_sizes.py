@@ -1,6 +1,7 @@
-"""Functions fit on a page, and files are short enough to be read as a whole."""
+"""Functions fit on a page, files are short enough to be read as a whole, and comments say what they are about."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,13 @@ def test_a_file_is_short() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
     assert len(lengths) > 150
     assert {name: n for name, n in lengths.items() if n > FILE} == {}
+
+
+def test_a_comment_names_its_thing_first() -> None:
+    """Not "of a run": a reader would have to find out what."""
+    paths = [path for folder in ("rlplus", "kernels", "bench") for path in (ROOT / folder).rglob("*.py")]
+    lines = [(path.name, line) for path in paths for line in path.read_text().splitlines()]
+    assert [found for found in lines if re.search(r"(^|\s)#\s*of\b", found[1], re.IGNORECASE)] == []
 
 
 def test_docstrings_are_not_counted() -> None:

@@ -8,7 +8,7 @@ import pytest
 from rich.table import Table
 
 from rlplus.common.terminal import Terminal, counter
-from rlplus.errors import log_to_stderr, nearest, printable
+from rlplus.errors import hint, log_to_stderr, printable
 
 HOSTILE = "[red]a[/nothing] :smile: \x1b]0;title\x07\x1b[2J\x9b31m\r\u202e\ud800"
 SHOWN = r"[red]a[/nothing] :smile: \x1b]0;title\x07\x1b[2J\x9b31m\r\u202e\ud800"
@@ -69,4 +69,5 @@ def test_the_log_has_our_warnings_and_others_errors(
     [("RLPLUS", "rlplus"), ("rlpuls", "rlplus"), ("Dr-Grpo", "dr-grpo"), ("xyz", None), ("", None), ("ppo2000", None)],
 )
 def test_hints_ignore_case_and_are_silent_when_nothing_is_near(name: str, near: str | None) -> None:
-    assert nearest(name, ["rlplus", "dr-grpo", "sft"]) == near
+    assert hint(name, ["rlplus", "dr-grpo", "sft"], "x.") == (f"; nearest: x.{near}" if near else "")
+    assert hint(name, ["rlplus", "dr-grpo", "sft"], otherwise="; none") == (f"; nearest: {near}" if near else "; none")

@@ -67,7 +67,7 @@ def test_the_temperature_of_a_run_reaches_old_logprob(run: Run) -> None:
 
 
 def test_the_gradient_is_clipped_to_its_norm(run: Run) -> None:
-    """Seen in the optimiser's first moment, a tenth of the gradient: AdamW's first step does not depend on its size."""
+    """Seen in the optimizer's first moment, a tenth of the gradient: AdamW's first step does not depend on its size."""
     before = {name: p.detach().clone() for name, p in run.policy.engine.module.named_parameters()}
     run.policy.accumulate(micro_batches(run, batch_of_samples()), run.recipe.algorithm.objective)
     assert run.policy.step()

@@ -11,10 +11,10 @@ from trainer_runs import metrics, run_config, write_task
 
 from rlplus import checkpoint
 from rlplus.cli import main
-from rlplus.config import BENCHMARKS, Config, DataConfig, ValidationConfig
+from rlplus.config import BENCHMARKS, Config, DataConfig, ValidationConfig, is_test_benchmark
 from rlplus.config.surroundings import surroundings
 from rlplus.data import Example
-from rlplus.evaluation.known import is_test_benchmark, known_benchmarks
+from rlplus.evaluation.known import known_benchmarks
 from rlplus.report import load_run
 from rlplus.rollout import Completion, Request
 from rlplus.trainer import Run, train, validator

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlplus.bench.report import lines
+from rlplus.bench.output import lines
 
 from .coefficients import advantage_rows, coefficient_rows, estimate_rows
 from .statements import STATEMENTS

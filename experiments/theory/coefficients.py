@@ -18,7 +18,7 @@ from .sums import balance, bayes_estimate, bias, expectation, random_problems, v
 Coefficient = Callable[[Tensor, Tensor, Tensor], Tensor]
 GROUP, GAMMA, VOCABULARY = 8, 0.5, 151_936  # the paper's: 7 rollouts and 1 demonstration; tokens of Qwen2.5
 HARD = 0.05  # a token less likely than this is hard
-GRID = torch.linspace(0, 1, 100_001, dtype=torch.float64)[1:]  # of p
+GRID = torch.linspace(0, 1, 100_001, dtype=torch.float64)[1:]  # values of p
 
 
 class Variant(NamedTuple):

@@ -29,7 +29,7 @@ from .sums import (
 )
 
 COUNT, OUTCOMES, MISSING = 500, 8, 3  # problems, and outcomes of each; those that the author never writes
-EXACT = 1e-12  # of sums of terms of order 1
+EXACT = 1e-12  # absolute error of sums of terms of order 1
 EQUAL = f"equal on {COUNT} random problems"
 PAPER = from_objective(Objective())
 

@@ -41,7 +41,7 @@ class ToyBase:
     learnt_loss: float = 0.06  # nats a token: phase 1 is done
     max_clean_steps: int = 1000
     sloppy_steps: int = 450
-    first_share: float = 0.7  # of scratchpads, at the start of phase 2 ...
+    first_share: float = 0.7  # share of scratchpads at the start of phase 2 ...
     scratchpad_share: float = 0.15  # ... falling to this share, the base's own, over the first `falling` of phase 2
     falling: float = 0.6
     scratchpad_slip: float = 0.15

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import Field, model_validator
 
 from rlplus.common.section import Count, Fraction, NonNegative, Positive, Section
-from rlplus.errors import nearest
+from rlplus.errors import hint
 from rlplus.lazy import import_function
 
 Head = Literal["language", "value"]
@@ -251,8 +251,7 @@ def recipe_options(name: object) -> type[RecipeOptions]:
     if text in RECIPES:
         return RECIPES[text]
     if ":" not in text:
-        hint = f" (nearest: {near})" if (near := nearest(text, RECIPES)) else ""
-        raise ValueError(f"want one of {', '.join(RECIPES)}, or file.py:Class; got {name!r}{hint}")
+        raise ValueError(f"want one of {', '.join(RECIPES)}, or file.py:Class; got {name!r}{hint(text, RECIPES)}")
     try:
         recipe = import_function(text)
     except (ImportError, AttributeError) as error:

@@ -170,5 +170,5 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 def algorithm(name: str) -> Algorithm:
     """The algorithm of that name; ValueError names the nearest one."""
-    check_name("algorithm", name, tuple(ALGORITHMS))
+    check_name("algorithm", name, ALGORITHMS)
     return ALGORITHMS[name]

@@ -1,4 +1,4 @@
-"""The command line: rlplus train | eval | plan | verify | report | compare."""
+"""The command line: rlplus train | eval | plan | verify | report | samples | compare | env."""
 
 import argparse
 import os
@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 from rlplus import __version__
-from rlplus.cli import evaluate, plan, results, train, verify
+from rlplus.cli import compare, env, evaluate, plan, report, samples, train, verify
 from rlplus.errors import RunFailed, install_command, log_to_stderr, printable
 
 TRAIN = (  # modules of the extra `train`
     "accelerate", "deepspeed", "jinja2", "math_verify", "numpy", "pyarrow", "pydantic", "rich", "tensorboard",
     "transformers", "yaml",
 )  # fmt: skip
+MOVED = {("report", "--show"): "rlplus samples --help", ("plan", "--env"): "rlplus env"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int | None:
-    if not getattr(args, "env", False):  # a bug report on the loss alone
+    if args.command != "env":  # a bug report on the loss alone
         _check_trainer()
     status: int | None = args.run(args)
     return status
@@ -64,8 +65,11 @@ def _complain(message: str) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
-    args, rest = parser.parse_known_args(_resume_joined(sys.argv[1:] if argv is None else argv))
+    parser, argv = _parser(), sys.argv[1:] if argv is None else argv
+    for (command, option), other in MOVED.items():
+        if command in argv[:1] and option in [text.partition("=")[0] for text in argv]:
+            parser.error(f"{command} has no {option}: see {other}")
+    args, rest = parser.parse_known_args(_resume_joined(argv))
     # argparse gives a list of positionals only one stretch: the overrides behind an option are left over.
     more = [text for text in rest if hasattr(args, "overrides") and not text.startswith("-")]
     if unknown := [text for text in rest if text not in more]:
@@ -94,6 +98,6 @@ def _parser() -> argparse.ArgumentParser:
     # The `deepspeed` launcher puts it in front of the command, and sets LOCAL_RANK, which is what counts, too.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for add in (train.add, evaluate.add, plan.add, verify.add, results.add_report, results.add_compare):
-        add(commands)
+    for command in (train, evaluate, plan, verify, report, samples, compare, env):
+        command.add(commands)
     return parser

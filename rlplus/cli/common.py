@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 YAML = "YAML file, such as configs/gsm8k-tiny.yaml"
 
 
-def add_configuration(
-    command: argparse.ArgumentParser, what: str = YAML, *, optional: bool = False, name: str = "config"
-) -> None:
+def add_configuration(command: argparse.ArgumentParser, what: str = YAML, *, name: str = "config") -> None:
     """Add the arguments config, which messages call `name`, and overrides."""
-    command.add_argument("config", nargs="?" if optional else None, metavar=name, help=what)
+    command.add_argument("config", metavar=name, help=what)
     command.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="such as train.lr=1e-6")
 
 

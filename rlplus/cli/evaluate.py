@@ -74,7 +74,7 @@ def _evaluate(config: "Config", model: str | None, output: Path, overwrite: bool
     from rlplus.trainer.stop import ended_by_signals
 
     main, say = int(os.environ.get("RANK", 0)) == 0, Terminal(stderr=True).print
-    done, problems = 0, 0  # of this process
+    done, problems = 0, 0  # by this process
     results: dict[str, Evaluation] = {}
     files: list[Path] = []
 
@@ -170,12 +170,12 @@ def evaluated(args: argparse.Namespace) -> tuple[Path, list[str]]:
 def _benchmarks(text: str) -> list[str]:
     """Names of the registry for those of --benchmarks, where they may be other ones in files."""
     from rlplus.config import BENCHMARKS, benchmark_name
-    from rlplus.errors import nearest
+    from rlplus.errors import hint
 
     names = []
     for given in filter(None, map(str.strip, text.split(","))):
         if (name := benchmark_name(given)) is None:
-            near = f"; nearest: {found}" if (found := nearest(given, BENCHMARKS)) else ""
+            near = hint(given, BENCHMARKS)
             raise ValueError(f"--benchmarks: want names from {', '.join(BENCHMARKS)}; got {given!r}{near}")
         names.append(name)
     return names
@@ -183,8 +183,9 @@ def _benchmarks(text: str) -> list[str]:
 
 def _template(name: str | None) -> str | None:
     from rlplus.config import DataConfig
+    from rlplus.errors import hint
 
     known = get_args(DataConfig.model_fields["template"].annotation)
     if name is not None and name not in known:
-        raise ValueError(f"--template: want {', '.join(known)}; got {name!r}")
+        raise ValueError(f"--template: want {', '.join(known)}; got {name!r}{hint(name, known)}")
     return name

@@ -28,24 +28,12 @@ def add(commands: "Commands") -> None:
         help="also load the data, grade the demonstrations and show three prompts as the model will see them",
     )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes and seconds")
-    plan.add_argument(
-        "--env",
-        action="store_true",
-        help="print this machine's versions, devices and backends of the head as JSON, for bug reports",
-    )
     plan.set_defaults(run=run)
-    add_configuration(plan, optional=True)  # --env needs none
+    add_configuration(plan)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; exit status 1 if the run does not fit, or would refuse its data."""
-    if args.env:
-        from rlplus.loss.environment import environment
-
-        sys.stdout.write(json.dumps(environment(), indent=2) + "\n")
-        return 0
-    if args.config is None:
-        raise ValueError("want a configuration, such as configs/gsm8k-tiny.yaml, or --env")
     from rlplus.config import (
         check_model_path,
         check_training_files,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlplus.common import durable
 
-timeout = timedelta(hours=1)  # of a collective
+timeout = timedelta(hours=1)  # a collective's limit
 _gloo: Any = None
 _phase = "the start"
 

@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from rlplus.algorithm import ALGORITHMS
 from rlplus.common.section import Fraction, PathText, Positive, Section, Text
 from rlplus.config import problem_lines, read_yaml
-from rlplus.errors import nearest
+from rlplus.errors import hint
 
 BASE = "Base"  # the model before training, a row of every table
 FIRST_SEARCHED = 1000  # the least seed of a search, which no study reports
@@ -51,9 +51,8 @@ class Method(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.preset not in ALGORITHMS:
-            near = nearest(self.preset, ALGORITHMS)
-            hint = f"nearest: {near}" if near else f"want one of {', '.join(ALGORITHMS)}"
-            raise ValueError(f"preset: got {self.preset!r}; {hint}")
+            near = hint(self.preset, ALGORITHMS, otherwise=f"; want one of {', '.join(ALGORITHMS)}")
+            raise ValueError(f"preset: got {self.preset!r}{near}")
         return self
 
 
@@ -197,9 +196,8 @@ def owned(keys: Collection[str], comparison: Comparison) -> list[str]:
 def _unknown(what: str, named: Iterator[tuple[str, str]], known: Mapping[str, object]) -> Iterator[str]:
     for place, name in named:
         if name not in known:
-            near = nearest(name, known)
-            hint = f"nearest: {near}" if near else f"there are {', '.join(known) or 'none'}"
-            yield f"{place}: no such name in {what}: {name!r}; {hint}"
+            near = hint(name, known, otherwise=f"; there are {', '.join(known) or 'none'}")
+            yield f"{place}: no such name in {what}: {name!r}{near}"
 
 
 def load_comparison(
@@ -268,6 +266,5 @@ def _lines(detail: Any) -> list[str]:
         return problem_lines(detail)
     *parents, key = map(str, detail["loc"])
     section = SECTIONS[parents[0]] if parents else Comparison
-    near = nearest(key, section.model_fields)
-    hint = f"; nearest: {'.'.join([*parents, near])}" if near else ""
-    return [f"{'.'.join([*parents, key])}: unknown key{hint}"]
+    prefix = "".join(f"{parent}." for parent in parents)
+    return [f"{prefix}{key}: unknown key{hint(key, section.model_fields, prefix)}"]

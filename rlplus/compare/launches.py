@@ -79,7 +79,7 @@ class Runner:
         self.launcher = shlex.split(launcher) if launcher else [sys.executable, "-m"]
         self._children: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
-        self._starting = Lock()  # of a child, or of the end of all of them
+        self._starting = Lock()  # held while a child starts or all are stopped
         self._rates: dict[tuple[str, str], float] = {}  # found, by setting and method
         self.searched: dict[str, dict[str, dict[str, float]]] = {}  # mean pass@1 by setting, method and rate
 

@@ -16,7 +16,7 @@ from rlplus.evaluation import Evaluation
 from rlplus.report import RunData, load_run
 from rlplus.report.charts import DEMONSTRATIONS, DYNAMICS
 
-POINTS = 60  # of a curve, at most
+POINTS = 60  # at most, per curve
 CURVES = (*DYNAMICS[:3], DEMONSTRATIONS[0])  # reward, entropy, response length; p of demonstrated tokens
 
 
@@ -53,7 +53,7 @@ class Results:
     search_runs: dict[str, dict[str, dict[str, tuple[int, int]]]]
     outcomes: list[Outcome]
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # of `load`
+    __pydantic_config__ = ConfigDict(extra="forbid")  # `load` refuses other keys
 
     def of(self, setting: str, method: str, seeds: range | None = None) -> dict[int, Outcome]:
         """The method's outcomes by seed."""

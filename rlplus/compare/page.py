@@ -15,7 +15,7 @@ from rlplus.report import render
 from rlplus.report.charts import ACCENT, Chart, Series, pass_chart, step_chart
 from rlplus.report.tables import Cell, Table, interval, percent
 
-MOST_LINES = 6  # of a chart
+MOST_LINES = 6  # drawn per chart
 NOTE = (
     "pass@k: the share of problems of which at least one of k samples is right, with 95% intervals over seeds "
     "and problems. Differences are on the same problems of the same seeds; bold where 0 is outside the interval. "

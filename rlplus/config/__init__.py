@@ -1,7 +1,7 @@
 """The configuration of a run: typed, frozen, checked as a whole before anything is loaded."""
 
 from rlplus.config.algorithm_section import AlgorithmConfig
-from rlplus.config.benchmarks import BENCHMARKS, Benchmark, benchmark_name
+from rlplus.config.benchmarks import BENCHMARKS, Benchmark, benchmark_name, is_test_benchmark
 from rlplus.config.data_section import DataConfig
 from rlplus.config.folders import (
     RESULTS,
@@ -84,6 +84,7 @@ __all__ = [
     "check_trackers",
     "check_training_files",
     "is_run",
+    "is_test_benchmark",
     "load_config",
     "load_stages",
     "merged",

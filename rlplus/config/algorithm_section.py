@@ -30,15 +30,14 @@ from rlplus.algorithm.external_schedule import Shape
 from rlplus.algorithm.presets import MismatchLevel, RatioLevel
 from rlplus.common.section import Count, Section
 from rlplus.config.synonyms import synonym
-from rlplus.errors import nearest
+from rlplus.errors import check_name, hint
 from rlplus.loss import Objective
 from rlplus.loss.objective import AdvantageEstimator, Reduction
 
 
 def _unknown_key(name: str, section: str, names: Iterable[str]) -> ValueError:
-    near = nearest(name, names)
-    hint = synonym(name) or (near and f"nearest: algorithm.{section}.{near}")
-    return ValueError(f"unknown key; {hint}" if hint else "unknown key")
+    meant = synonym(name)
+    return ValueError(f"unknown key{f'; {meant}' if meant else hint(name, names, f'algorithm.{section}.')}")
 
 
 def _objective_field(name: str) -> str:
@@ -112,9 +111,7 @@ class AlgorithmConfig(Section):
     @field_validator("preset")
     @classmethod
     def _check_preset(cls, name: str) -> str:
-        if name not in ALGORITHMS:
-            hint = f" (nearest: {near})" if (near := nearest(name, ALGORITHMS)) else ""
-            raise ValueError(f"want one of {', '.join(ALGORITHMS)}; got {name!r}{hint}")
+        check_name("", name, ALGORITHMS)
         return name
 
     @field_validator("objective")

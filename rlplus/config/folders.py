@@ -11,10 +11,10 @@ from rlplus.common.textfiles import read_text
 SAMPLES = "samples"  # the folder, in output_dir
 RESULTS = "evaluation"  # how the files of results and samples of an evaluation begin
 DATA_SUFFIXES = (".jsonl", ".parquet")
-RUN = ("config.yaml", "metrics.jsonl")  # of a run
+RUN = ("config.yaml", "metrics.jsonl")  # a run's files
 
 STARTS = "run.json"  # where the run comes from
-_FACTS = ("versions", "commits", "hardware")  # of a start, each a table
+_FACTS = ("versions", "commits", "hardware")  # a start's tables
 
 _DEPTH = 3  # a comparison's runs lie two below it
 _NAMED = 6
@@ -33,7 +33,7 @@ def check_report_folder(folder: Path) -> None:
     if not is_run(folder):
         raise ValueError(
             f"want results of an evaluation, {RESULTS}-BENCHMARK.json; {folder} has samples only: run the same "
-            "`rlplus eval` again to finish it, or read them with --show 5"
+            "`rlplus eval` again to finish it, or read them with `rlplus samples`"
         )
     check_run_folder(folder)
 
@@ -64,7 +64,7 @@ def check_samples_folder(folder: Path, *, of_step: bool) -> None:
     if of_step and not _has(folder / SAMPLES, "step-*.parquet"):
         raise ValueError(
             f"want --step for a run that kept samples of its steps; {folder / SAMPLES} has only an evaluation's, "
-            "which --show prints without --step"
+            "which is printed without --step"
         )
 
 

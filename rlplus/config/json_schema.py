@@ -60,7 +60,7 @@ def _objective() -> dict[str, Any]:
     }
     for name, limits in (choices | RANGES).items():
         key = schema["properties"][name]
-        key.get("anyOf", [key])[0].update(limits)  # of a number or null, the number
+        key.get("anyOf", [key])[0].update(limits)  # the number, where null is allowed too
     return schema
 
 

@@ -16,10 +16,10 @@ from rlplus.common.textfiles import read_text
 from rlplus.config.folders import DATA_SUFFIXES
 from rlplus.config.schema import Config
 from rlplus.config.synonyms import synonym
-from rlplus.errors import nearest
+from rlplus.errors import hint
 from rlplus.loss.objective import Objective
 
-MAX_VALUES = 100_000  # of a configuration
+MAX_VALUES = 100_000  # in a configuration
 _NAMED = 4  # problems of a recorded one in a message
 
 
@@ -334,8 +334,8 @@ def problem_lines(detail: Any) -> list[str]:
         wanted = "want a section of keys and values"
     else:
         wanted = re.sub(r"^\w+ should (be |have )?", "want ", detail["msg"])
+    near = ""
     if kind == "literal_error" and isinstance(value, str):
-        valid = re.findall(r"'([^']*)'", detail["ctx"]["expected"])
-        wanted += f" (nearest: {near})" if (near := nearest(value, valid)) else ""
+        near = hint(value, re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
     shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
-    return [f"{prefix}{wanted}; got {shown} ({type(value).__name__})"]
+    return [f"{prefix}{wanted}; got {shown} ({type(value).__name__}){near}"]

@@ -106,7 +106,7 @@ def model_problem(path: str) -> str | None:
     if Path(path).is_dir():
         if (Path(path) / "config.json").is_file():
             return None
-        inner = Path(path) / "model"  # of a run
+        inner = Path(path) / "model"  # a run's output folder
         hint = f"; {inner} has one" if (inner / "config.json").is_file() else ""
         return f"the folder has no config.json{hint}"
     if Path(path).exists():

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from rlplus.common.section import Count, PathText, Positive, Seconds, Section, Temperature
 
-# Of vLLM's engine arguments: those that the trainer sets, or that it could not work with, each with the reason.
+# vLLM's engine arguments that the trainer sets, or that it could not work with, each with the reason.
 OWNED: dict[str, str] = {
     "model": "the engine loads model.path, and gets the policy's weights before it generates",
     "tokenizer": "the engine takes and gives token ids of the model's own tokenizer, model.path",
@@ -60,7 +60,7 @@ class RolloutConfig(Section):
     sleep: bool = False
     """Let the colocated engine give its GPU memory back while the policy trains (CUDA)."""
     tensor_parallel_size: Count = 1
-    """GPUs that share one engine: of so many ranks (colocated), or of each rank's own (process)."""
+    """GPUs per engine. colocated: this many ranks share one. process: each rank's engine has this many."""
     max_logprob_gap: Positive | None = None
     """The run stops when the tokens' logprobs in the engine and in the trainer differ by more, in the mean over a step
     or over the probe after a push; None = 1e-4 in float32, 5e-2 in bfloat16."""

@@ -28,6 +28,7 @@ from rlplus.config.benchmarks import BENCHMARKS
 from rlplus.config.data_section import DataConfig
 from rlplus.config.rollout_section import RolloutConfig
 from rlplus.config.train_section import TrainConfig
+from rlplus.errors import hint
 
 
 class ScratchModel(Section):
@@ -80,7 +81,7 @@ class ModelConfig(Section):
     attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
     """The implementation, by transformers' name."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the weights; the optimiser's are fp32."""
+    """Type of the weights; the optimizer's are fp32."""
     gradient_checkpointing: bool = False
     """Keep only the layers' inputs, and run each layer again in the backward pass."""
     liger: bool = False
@@ -129,7 +130,7 @@ class RewardConfig(Section):
     """Worker processes per rank."""
     timeout_s: Seconds = 10.0
     """CPU time that one may spend on a response, in seconds, children included; ten times that by the wall clock.
-    A program of kind code has half of it, for computing and sleeping, and is wrong beyond."""
+    With kind code a program gets half of that; a slower one counts as wrong."""
     memory_mb: Annotated[int, Field(ge=256, le=2**40)] = 2048
     """Limit of a worker's address space."""
     sandbox: Literal["auto", "bubblewrap", "namespaces", "limits"] = "auto"
@@ -220,7 +221,7 @@ class EvaluationConfig(Section):
     def _check_benchmarks(cls, names: list[str]) -> list[str]:
         for name in names:
             if name not in BENCHMARKS:
-                raise ValueError(f"want names from {', '.join(BENCHMARKS)}; got {name!r}")
+                raise ValueError(f"want names from {', '.join(BENCHMARKS)}; got {name!r}{hint(name, BENCHMARKS)}")
         return names
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from rlplus.common.section import Count, Fraction, NonNegative, PathText, Positive, Seconds, Section
 
-# Of DeepSpeed's configuration: they would change the loss's normalisation, or be ignored beside the trainer's own.
+# DeepSpeed's keys that would change the loss's normalisation, or be ignored beside the trainer's own.
 OWNED = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
 OWNED |= {"optimizer", "scheduler", "fp16"}
 LARGEST = 3.4e38  # float32
@@ -31,7 +31,7 @@ class TrainConfig(Section):
     prompts_per_step: Count = 128
     """Groups per step."""
     prompts_per_update: Count | None = None
-    """Groups per optimiser step; None = all of the step's."""
+    """Groups per optimizer step; None = all of the step's."""
     tokens_per_micro_batch: Count = 32768
     """Most tokens of one forward pass on a rank, padding included."""
     lr: Positive = 1e-6
@@ -47,15 +47,15 @@ class TrainConfig(Section):
     lr_min_ratio: Fraction = 0.0
     """Smallest lr, as a share of lr."""
     warmup_steps: NonNegative = 0
-    """Optimiser steps over which lr grows to its value."""
+    """Optimizer steps over which lr grows to its value."""
     warmup_ratio: Fraction | None = None
     """Warm-up, in place of warmup_steps, as a share of the run's updates, rounded up."""
     grad_clip: Positive = 1.0
     """Largest norm of the gradient."""
     zero_stage: Literal[1, 2, 3] = 1
-    """Sharding over the ranks: 1 optimiser state, 2 + gradients, 3 + weights."""
+    """Sharding over the ranks: 1 optimizer state, 2 + gradients, 3 + weights."""
     offload_optimizer: Literal["none", "cpu"] = "none"
-    """Place of the optimiser's state. cpu: DeepSpeed keeps the optimiser's state in host memory."""
+    """Where the optimizer state is kept. cpu: in host memory, by DeepSpeed."""
     offload_params: Literal["none", "cpu"] = "none"
     """Place of the weights. cpu: with ZeRO 3, DeepSpeed keeps them in host memory."""
     sequence_parallel: Count = 1

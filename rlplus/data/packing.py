@@ -269,7 +269,7 @@ def _micro_batch(
     starts = [r * width + start for r, row in enumerate(rows) for start in _starts([lengths[i] for i in row])]
     start, length = torch.tensor(starts), torch.tensor([lengths[index] for index in order])
     count = torch.tensor([len(sample.response) for sample in chosen])
-    places = _ranges(start, length)  # of every token, in the flattened rows
+    places = _ranges(start, length)  # every token's, in the flattened rows
     input_ids = torch.full((len(rows) * width,), pad_id, dtype=torch.int64)
     input_ids[places] = torch.tensor([*chain(*((*sample.prompt, *sample.response) for sample in chosen))])
     # First as if rows were padding after their last token; then every sequence from 0 on.

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from rlplus.config import BENCHMARKS, DataConfig, EvaluationConfig, ValidationConfig, benchmark_name
-from rlplus.data.benchmarks import LAYOUTS
 from rlplus.data.examples import Example, LoadReport, read_examples
 from rlplus.data.row_files import Row, get_column, read_rows, row_names
 
@@ -73,7 +72,7 @@ def _read(
         rows, report = read_examples(data, tokenizer, max_demonstration_length=1, section=section)
         return Problems(source, rows, report, report.refusal(data))
     data = data.model_copy(update={"max_dropped_share": 0.0})
-    found: dict[str, str] = {}  # of all rows, the benchmark as the data call it: as the registry does
+    found: dict[str, str] = {}  # benchmarks of all rows: the registry's name by the data's
 
     def wanted(benchmark: str) -> bool:
         found[benchmark] = (benchmark_name(benchmark) or "") if data.benchmark else names[0]
@@ -95,8 +94,8 @@ def _layout(data: DataConfig, name: str) -> Callable[[Row], Row]:
     def layout(row: Row) -> Row:
         if not (_has(row, data.prompt) and _has(row, data.answer)):
             try:
-                question, answer = LAYOUTS[BENCHMARKS[name].layout](row)
-            except KeyError as error:  # of a row with only one of the columns of `data` the other is missing
+                question, answer = BENCHMARKS[name].layout(row)
+            except KeyError as error:  # if a row has one of the columns of `data`, the other is missing
                 lacking = [column for column in (data.prompt, data.answer) if not _has(row, column)]
                 raise KeyError(lacking[0] if len(lacking) == 1 else error.args[0]) from error
             row = row | {data.prompt: question, data.answer: answer}

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from rlplus.config import check_data_files
 from rlplus.data.hub import local_files
-from rlplus.errors import nearest
+from rlplus.errors import hint
 
 Row = dict[str, Any]
 _SURROGATE = re.compile("[\ud800-\udfff]")  # json accepts "\\ud800" alone, though no valid text contains it
@@ -124,6 +124,5 @@ class MissingColumn(ValueError):
     """A row or a file without the column."""
 
     def __init__(self, where: str, column: str, names: Sequence[str]) -> None:
-        hint = f"; nearest: {near}" if (near := nearest(column, names)) else ""
-        super().__init__(f"{where}: want a column {column!r}; got {', '.join(names) or 'none'}{hint}")
+        super().__init__(f"{where}: want a column {column!r}; got {', '.join(names) or 'none'}{hint(column, names)}")
         self.column = column

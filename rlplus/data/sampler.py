@@ -11,7 +11,7 @@ class PromptSampler:
     """Endless batches of indices 0..n-1: every epoch is a new seeded shuffle, and a batch may run into the next one.
 
     The order depends on n and seed only: the state is one counter, and a resumed run draws the same as an uninterrupted
-    one. variants: for each index, those of which a random one, by seed and counter, is returned instead.
+    one. variants[i]: alternatives to index i; one of them, chosen by seed and counter, is returned.
     """
 
     def __init__(self, n: int, batch: int, seed: int, variants: Sequence[Sequence[int]] | None = None) -> None:

@@ -12,7 +12,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 
-UTF8_BYTES = 4  # of a character, at most
+UTF8_BYTES = 4  # at most, per character
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

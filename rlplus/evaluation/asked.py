@@ -1,4 +1,4 @@
-"""The settings, model and data that determine an evaluation's samples and grades: whether kept ones are another's."""
+"""What samples and grades depend on. Kept samples made with other settings belong to another evaluation."""
 
 import hashlib
 import json
@@ -14,8 +14,8 @@ from rlplus.evaluation.scorers import reward_of
 Asked = Mapping[str, str]  # settings by key; those of "model" and "data" are <place>@<hash>, and the place may change
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
-_BLOCKS, _BLOCK = 16, 1 << 16  # of a file of weights: number and bytes of what is hashed
-# Of the engine: what changes no distribution, and what is for training alone.
+_BLOCKS, _BLOCK = 16, 1 << 16  # hashed parts of a file of weights: number and bytes
+# The engine's settings that change no distribution, or are for training alone.
 _FREE = {key.removeprefix("rollout.") for key in MAY_CHANGE if key.startswith("rollout.")} | {
     "group_size",
     "temperature",

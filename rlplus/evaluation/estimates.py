@@ -13,7 +13,7 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.uint32]
 
 _REPLICATES = 2000
-_TAIL = 0.025  # of a 95% interval, at either end
+_TAIL = 0.025  # at either end of a 95% interval
 _INDICES_AT_ONCE = 1 << 22  # bootstrap indices held at a time (16 MB)
 _WEIGHTS_KEPT = 1 << 22  # at most so many weights of resampled problems are kept for further means (32 MB)
 

@@ -1,25 +1,10 @@
 """Public test benchmarks, known by name: what chooses a checkpoint on one cannot report on it."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlplus.config import BENCHMARKS, ValidationConfig
+from rlplus.config import BENCHMARKS, ValidationConfig, is_test_benchmark
 from rlplus.data import Example
-
-# Of names without case and punctuation. Where one of these is part of a longer name, that is still the benchmark's.
-_PART = re.compile(
-    "aime(20)?2[4-9]|amc(20)?23|math500|minervamath|olympiadbench|gpqa|mmlupro|arcchallenge|humaneval|livecodebench"
-    "|(gsm8k|math)test"
-)
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-_WHOLE = {_plain(name) for key, entry in BENCHMARKS.items() for name in (key, *entry.aliases)}
-_WHOLE -= {"math"}  # also the name of the training set
 
 
 def known_benchmarks(validation: ValidationConfig, problems: Sequence[Example]) -> list[str]:
@@ -34,14 +19,8 @@ def known_benchmarks(validation: ValidationConfig, problems: Sequence[Example]) 
     return sorted(found)
 
 
-def is_test_benchmark(name: str) -> bool:
-    """Whether a test benchmark has that name, in any spelling: those of the registry, and other well-known ones."""
-    plain = _plain(name)
-    return plain in _WHOLE or _PART.search(plain) is not None
-
-
 def refusal(benchmarks: Sequence[str]) -> str:
-    """The message of a run that they would choose the checkpoint of."""
+    """The error when validation uses a test benchmark."""
     return (
         f"validation.data: want problems that are no test set; got {', '.join(benchmarks)}, by which the best "
         "checkpoint would be chosen. validation.allow_test_benchmarks=true does it all the same"

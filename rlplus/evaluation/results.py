@@ -51,7 +51,7 @@ class Evaluation:
     asked: dict[str, str] = field(default_factory=dict)
     seconds: float = field(default=0.0, compare=False)
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # of `load`
+    __pydantic_config__ = ConfigDict(extra="forbid")  # `load` refuses other keys
 
     def __post_init__(self) -> None:
         if not self.problems or not len(self.problems) == len(self.n) == len(self.correct):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlplus.loss.head import Head, capped, raw_logits, scaled
 
-MEASURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of logits z (n, V) and targets (n,)
+MEASURES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # functions of logits z (n, V) and targets (n,)
     "is_top1": lambda z, target: z.argmax(-1) == target,
     "mean_logits": lambda z, target: z.mean(-1),
     "log_sum_sq_probs": lambda z, target: (2 * z).logsumexp(-1) - 2 * z.logsumexp(-1),

@@ -34,7 +34,7 @@ INTERFACE = {  # functions and classes of prime-rl that are replaced or called, 
 
 def fused_forward(self: Any, hidden_states: Tensor, labels: Tensor, temperature: Tensor) -> PrimeLmOutput:
     """`forward` of the fused heads: logprobs and entropy (B, T) in fp32. As in prime-rl, entropy has no gradient."""
-    softcap = getattr(self, "softcap", None)  # of Gemma's
+    softcap = getattr(self, "softcap", None)  # Gemma's heads have one
     logprob, entropy = linear_logprob(
         hidden_states, self.weight, labels, temperature=temperature, logit_softcap=softcap
     )

@@ -51,7 +51,7 @@ class FusedOutput(ModelOutput):
     router_logits: tuple[Tensor, ...] | None = None
 
 
-KEPT = tuple(field.name for field in fields(FusedOutput))[5:]  # of the class's own output
+KEPT = tuple(field.name for field in fields(FusedOutput))[5:]  # fields of the class's own output
 
 
 def fuse_head(

@@ -38,7 +38,7 @@ INTERFACE = {  # functions of verl that are replaced or called, and their argume
 }
 IMPORTERS = ("verl.workers.utils.losses", "verl.workers.engine_workers", "verl.trainer.distillation.losses")
 
-_external: ContextVar[Tensor | None] = ContextVar("external", default=None)  # of the batch in `ppo_loss`
+_external: ContextVar[Tensor | None] = ContextVar("external", default=None)  # the batch's, in `ppo_loss`
 
 
 def fused_forward(

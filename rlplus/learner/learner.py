@@ -34,7 +34,7 @@ class Learner:
 
     def __init__(self, config: Config, model_path: str, model_config: PretrainedConfig) -> None:
         self.config, self.model_config = config, model_config
-        self._skipped_norms: list[float] = []  # of the last update, if it was skipped for its norm
+        self._skipped_norms: list[float] = []  # the last update's, if it was skipped for its norm
         self.device = this_device()
         train = config.train
         self.group: SequenceGroup | None = None

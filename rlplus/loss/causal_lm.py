@@ -19,7 +19,7 @@ from torch import Tensor, nn
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier")
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 LARGEST = 100.0  # the probe's logits run from -LARGEST to LARGEST
-TOLERANCE = 1e-5  # of the largest value: several classes compute in fp32
+TOLERANCE = 1e-5  # relative to the largest value: several classes compute in fp32
 
 
 class LogitTransform(NamedTuple):
@@ -222,6 +222,6 @@ def _reading(got: Tensor, z: Tensor, candidates: list[LogitTransform]) -> LogitT
 
 
 def _difference(logits: Tensor, z: Tensor) -> str:
-    apart = (logits - z).abs()
-    at = apart.argmax()
+    distance = (logits - z).abs()
+    at = distance.argmax()
     return f"{logits.flatten()[at]:.6g} of z = {z.flatten()[at]:.6g}"

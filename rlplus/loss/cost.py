@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rlplus.kernels.tiling import MOST_CHUNKS
 
-TILE = (128, 256)  # of a GEMM's result, processed by one processor at a time; the vendor may choose another
+TILE = (128, 256)  # the part of a GEMM's result that one processor computes at a time; the vendor may choose another
 LAUNCH = 2e-6  # seconds
 BLOCK, BETWEEN = 10, 60  # launches for a block of the vocabulary in both of two passes, and between these
 
@@ -120,7 +120,7 @@ def one_pass(
         "gradient": active * V * (path.stored + narrow),
         "rounding": V * H * (wide + narrow) if count > 1 and narrow != wide else 0,
         "scaling": scaling * V * H,
-        "rows": active * H * (wide + 5 * narrow),  # of hidden: gathered, rounded, scattered
+        "rows": active * H * (wide + 5 * narrow),  # hidden's: gathered, rounded, scattered
     }
     seconds |= {part: amount / machine.bandwidth for part, amount in bytes_moved.items()}
     seconds["launches"] = LAUNCH * (launches.chunk * sum(chunks.values()) + launches.emptying * count)
@@ -133,7 +133,7 @@ def two_passes(
     """Like `one_pass` with memory="least"; columns: of a block of the vocabulary."""
     N, H, V, narrow, wide = shape
     active = round(share * N)
-    lent = min(1.0, active * wide / (V * narrow)) if narrow != wide else 0.0  # of the blocks, those done twice
+    lent = min(1.0, active * wide / (V * narrow)) if narrow != wide else 0.0  # share of the blocks that are done twice
     seconds = dict.fromkeys(("logits", "dhidden", "dweight", "statistics", "gradient", "launches"), 0.0)
     for B, k in _parts(V, columns).items():
         weight, dz = B * H * narrow, active * B * narrow

@@ -24,7 +24,7 @@ from rlplus.loss.precision import full_precision
 
 PIECE = 2048  # rows of a gradient that are scaled at a time
 IGNORED = -100  # the target of no token, as torch's losses have it
-MODULES = {  # of rlplus.loss.backends, by backend: policy_loss, logprob, logprob_backward, each as in `chunked`
+MODULES = {  # modules of rlplus.loss.backends: policy_loss, logprob, logprob_backward, each as in `chunked`
     "torch": "chunked",
     "cpp": "cpp",
     "triton": "triton",

@@ -99,8 +99,8 @@ class Objective:
 
     def __post_init__(self) -> None:
         find_token_loss(self.internal)
-        check_name("internal surrogate", self.internal, tuple(INTERNAL))
-        check_name("external surrogate", self.external, tuple(EXTERNAL))
+        check_name("internal surrogate", self.internal, INTERNAL)
+        check_name("external surrogate", self.external, EXTERNAL)
         if self.kl_estimator == "k1":
             raise ValueError(
                 "want kl_estimator k2, k3 or k3-unbiased; got k1, which as a loss has an expected gradient of 0"
@@ -125,7 +125,7 @@ class Objective:
     @classmethod
     def preset(cls, name: str) -> "Objective":
         """The objective of a published algorithm, one of `OBJECTIVES`; ValueError names the nearest one."""
-        check_name("objective", name, tuple(OBJECTIVES))
+        check_name("objective", name, OBJECTIVES)
         return OBJECTIVES[name]
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rlplus.errors import nearest
+from rlplus.errors import hint
 from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants, library
 from rlplus.loss.backends import reference
 from rlplus.loss.backends.selection import BACKENDS, backend_for
@@ -174,9 +174,7 @@ class RLPlusLoss(nn.Module):
         known = ("logit_scale", "logit_softcap", "temperature", "grad_filter", "max_scratch_mb", "memory", "backend")
         for name in options:
             if name not in known:
-                near = nearest(name, known)
-                hint = f" (did you mean {near!r}?)" if near else ""
-                raise ValueError(f"want options among {', '.join(known)}; got {name!r}{hint}")
+                raise ValueError(f"want options among {', '.join(known)}; got {name!r}{hint(name, known)}")
         self.options = options
 
     def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, **inputs: Any) -> PolicyLoss:

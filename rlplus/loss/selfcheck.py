@@ -22,7 +22,7 @@ from rlplus.loss.verdicts import Verdict
 OBJECTIVE = Objective("clip", "mis", kl_coef=0.1, entropy_coef=0.05)
 TEMPERATURE = 0.9
 SOFTCAP = 4.0
-FACTOR = 0.75  # of the loss, by the backward pass
+FACTOR = 0.75  # by which the backward pass scales the loss
 Results = dict[str, Tensor]
 
 

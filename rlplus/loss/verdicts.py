@@ -26,7 +26,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-LIMIT_S = 600.0  # of a check, which compiles about ten kernels: more than a busy machine needs
+LIMIT_S = 600.0  # for a check, which compiles about ten kernels: more than a busy machine needs
 SAFE = ("-P",) if sys.version_info >= (3, 11) else ()  # without the current folder in sys.path
 COMMAND = (sys.executable, *SAFE, "-m", "rlplus.loss.selfcheck")
 KEPT = ("passed", "refused")

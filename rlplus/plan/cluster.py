@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rlplus.config import Config
-from rlplus.errors import nearest
+from rlplus.errors import hint
 
 GIB = 2**30
 NODE = 8  # GPUs of a node
@@ -73,14 +73,14 @@ def _named_gpu(name: str) -> Gpu:
         return GPUS[name.lower()]
     if size := re.fullmatch(r"([1-9]\d{0,5})g(?:i?b)?", name.lower()):
         return Gpu(f"{size[1]} GiB GPU", int(size[1]) * GIB)
-    hint = f" (nearest: {near})" if (near := nearest(name, GPUS)) else ""
-    raise ValueError(f"want --gpu one of {', '.join(GPUS)}, or a size of memory such as 24g; got {name!r}{hint}")
+    wanted = f"one of {', '.join(GPUS)}, or a size of memory such as 24g"
+    raise ValueError(f"want --gpu {wanted}; got {name!r}{hint(name, GPUS)}")
 
 
 def gpus_a_rank(config: Config, gpu: Gpu) -> int:
     """GPUs per rank: one, and in mode process those of its engine, if the run has one; a server's are not counted."""
-    apart = config.needs_engine and config.rollout.mode == "process" and gpu.name != "cpu"
-    return 1 + config.rollout.tensor_parallel_size if apart else 1
+    own_gpus = config.needs_engine and config.rollout.mode == "process" and gpu.name != "cpu"
+    return 1 + config.rollout.tensor_parallel_size if own_gpus else 1
 
 
 def this_cluster(config: Config) -> Cluster:

@@ -20,9 +20,9 @@ from rlplus.plan.activations import Activations, count_activations, meta_model
 from rlplus.plan.cluster import GIB, NODE, Cluster
 from rlplus.rollout import DEFAULT_CACHE_MB
 
-RESERVE = 3 * GIB  # of a GPU: driver, CUDA context, cuBLAS, NCCL's buffers, fragmentation. Assumed
-ENGINE_ASLEEP = 1 * GIB  # of these, kept by vLLM while it sleeps: CUDA graphs, its context. Assumed
-ENGINE_OVERHEAD = 2 * GIB  # of vLLM on a GPU beyond weights and cache: activations, logits, CUDA graphs. Assumed
+RESERVE = 3 * GIB  # per GPU: driver, CUDA context, cuBLAS, NCCL's buffers, fragmentation. Assumed
+ENGINE_ASLEEP = 1 * GIB  # kept by vLLM while it sleeps: CUDA graphs, its context. Assumed
+ENGINE_OVERHEAD = 2 * GIB  # vLLM's memory beyond weights and cache: activations, logits, CUDA graphs. Assumed
 LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters, and its stage3_max_reuse_distance
 SUB_GROUP = 1_000_000_000  # DeepSpeed's sub_group_size: parameters that ZeRO-3 updates at a time
 

@@ -6,9 +6,9 @@ from rlplus.learner.statistics import needs_statistics
 from rlplus.plan.cluster import NODE, Cluster
 from rlplus.plan.memory import Memory, Model, head_mode
 
-GEMM_EFFICIENCY = 0.45  # of the bf16 peak: training of dense models reaches 0.4 to 0.5 on A100. Assumed
-MEMORY_EFFICIENCY = 0.6  # of the memory's bandwidth, in decoding and in the optimiser. Assumed
-LINK_EFFICIENCY = 0.7  # of NVLink's, one direction. Assumed
+GEMM_EFFICIENCY = 0.45  # share of the bf16 peak: training of dense models reaches 0.4 to 0.5 on A100. Assumed
+MEMORY_EFFICIENCY = 0.6  # share of the memory's bandwidth, in decoding and in the optimizer. Assumed
+LINK_EFFICIENCY = 0.7  # share of NVLink's bandwidth, one direction. Assumed
 NETWORK = 50e9  # bytes per second of each GPU between nodes, 400 Gbit/s. Assumed
 PCIE = 20e9  # bytes per second to the host. Assumed
 MAX_SEQUENCES = 256  # that vLLM runs at a time: its default
@@ -125,8 +125,8 @@ def _generate_seconds(
     rollout = config.rollout
     group, _ = _members(config)
     parallel = rollout.tensor_parallel_size
-    gpus = cluster.gpus * (parallel if rollout.mode == "process" else 1)  # of all engines
-    sequences = config.train.prompts_per_step * group * parallel / gpus  # of one engine
+    gpus = cluster.gpus * (parallel if rollout.mode == "process" else 1)  # all engines'
+    sequences = config.train.prompts_per_step * group * parallel / gpus  # one engine's
     longest = config.data.max_prompt_length + rollout.max_response_length
     capacity = memory.cache // (model.cache_share(parallel) * longest)
     at_once = max(1.0, min(sequences, capacity, MAX_SEQUENCES))

@@ -80,7 +80,7 @@ class CriticRecipe(Recipe):
         """
         world, updates, size = dist.get_world_size(), self.options.critic_updates, self.config.rollout.group_size
         parts: list[list[Sample]] = [[] for _ in range(updates)]
-        members: Counter[int] = Counter()  # of each group so far
+        members: Counter[int] = Counter()  # counted so far in each group
         for sample in samples:
             place = (sample.group * world + dist.get_rank()) * size + members[sample.group]
             members[sample.group] += 1

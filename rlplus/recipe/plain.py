@@ -45,7 +45,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Update:
-    """One optimiser step: the loss of `algorithm` on this rank's `samples`."""
+    """One optimizer step: the loss of `algorithm` on this rank's `samples`."""
 
     samples: list[Sample]
     algorithm: Algorithm
@@ -73,7 +73,7 @@ class Recipe:
         """Create `learners` from the folder and configuration of the policy. Collective."""
 
     def prompts(self, drawn: Sequence[int]) -> list[int]:
-        """This rank's prompts of a draw, by their places among the run's, out of those of all ranks that were drawn."""
+        """This rank's share of the drawn prompts (indices into the run's prompts)."""
         return list(drawn[dist.get_rank() :: dist.get_world_size()])
 
     def ask(self, examples: Sequence[Example]) -> list[Ask]:

@@ -13,7 +13,7 @@ from rlplus.errors import SharedFailure
 from rlplus.recipe.plain import Batch
 
 Group = tuple[Example, list[Sample]]
-Place = tuple[int, int, int]  # of a group: its draw, its number there, its rank; they sort in the sampler's order
+Place = tuple[int, int, int]  # a group's draw, its number there, its rank: sorts in the sampler's order
 
 
 class Refilled(NamedTuple):

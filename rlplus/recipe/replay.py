@@ -31,8 +31,8 @@ class Kept(NamedTuple):
 class ReplayRecipe(Recipe):
     """Some of a step's prompts are earlier ones that were solved in part, each with a rollout that solved it then.
 
-    Such a prompt gets one rollout less, and the kept one is a member of its group: external tokens, whose author is the
-    policy of then, with the logprobs of then as behavior_logprob. How often a prompt was solved when it was last
+    Such a prompt gets one rollout less. The kept rollout joins the group as external tokens. Its author is the earlier
+    policy; those logprobs are its behavior_logprob. How often a prompt was solved when it was last
     trained on, replayed member included, decides how likely it returns: by a normal distribution around half of the
     group, with a standard deviation of one rollout. A prompt that all members solved waits no longer.
 
@@ -50,8 +50,8 @@ class ReplayRecipe(Recipe):
         super().__init__(config)
         self.steps, self.started = 0, False
         self.solved: dict[int, int] = {}  # members that solved a prompt that waits, by its place among the run's
-        self.kept: dict[int, Kept] = {}  # of this rank's part of them
-        self._places: list[int] = []  # of this step's prompts, on this rank
+        self.kept: dict[int, Kept] = {}  # this rank's part
+        self._places: list[int] = []  # this step's prompts, on this rank
         self._replayed: dict[int, Kept] = {}
 
     def prompts(self, drawn: Sequence[int]) -> list[int]:
@@ -120,7 +120,7 @@ class ReplayRecipe(Recipe):
 
 
 def _draw(buckets: dict[int, list[int]], group_size: int, random: Random) -> int:
-    """Take a prompt out of the buckets of those that were solved equally often: first a bucket, then one of it."""
+    """Remove a random prompt: choose a bucket (prompts solved equally often), then a prompt in it."""
     squares = {number: (number - group_size / 2) ** 2 for number in sorted(buckets)}
     nearest = min(squares.values())  # has the weight 1: in a large group all others may round to 0
     (number,) = random.choices([*squares], [exp((nearest - square) / 2) for square in squares.values()])

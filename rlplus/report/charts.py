@@ -8,11 +8,11 @@ from statistics import fmean
 from rlplus.evaluation import Evaluation, pooled_pass_at
 from rlplus.report.run_reader import RunData
 
-WIDTH, HEIGHT = 340.0, 200.0  # of a chart, in the units of its SVG: a phone's pixels
+WIDTH, HEIGHT = 340.0, 200.0  # a chart's size in the units of its SVG: a phone's pixels
 LEFT, TOP, BOTTOM = 42.0, 10.0, 24.0  # margins
-LABEL, LETTER, APART = 14, 6.8, 12.0  # letters of a direct label at most, their width, and its distance to the next one
-MOST_POINTS = 600  # of a line
-MOST_BANDS = 3  # of a chart
+LABEL, LETTER, SPACING = 14, 6.8, 12.0  # direct labels: most letters, width of a letter, distance to the next label
+MOST_POINTS = 600  # drawn per line
+MOST_BANDS = 3  # drawn per chart
 ACCENT = "accent"  # the style of the line that matters most
 TICKS = 4  # intervals of an axis, about
 
@@ -90,10 +90,10 @@ class Chart:
 
     def label(self, ends: Mapping[str, float], styles: Mapping[str, str]) -> None:
         """A label behind the end of each line, given its last value, moved apart where they would overlap."""
-        lowest = self.bottom + APART
+        lowest = self.bottom + SPACING
         for i, (label, value) in enumerate(sorted(ends.items(), key=lambda end: end[1])):
-            lowest = min(self.y_at(value) + 3.5, lowest - APART)
-            lowest = max(lowest, TOP + APART * (len(ends) - 1 - i))  # room for those above
+            lowest = min(self.y_at(value) + 3.5, lowest - SPACING)
+            lowest = max(lowest, TOP + SPACING * (len(ends) - 1 - i))  # room for those above
             self.labels.append((self.right + 5, round(lowest, 1), styles[label], short(label)))
 
 

@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 def show_samples(folder: Path, most: int, terminal: Terminal, step: int | None = None, *, wrong: bool = False) -> None:
-    """Print samples of the newest problems in a run's `samples/`, so many at most, and the tokens that were unlikely.
+    """Print samples of up to `most` of the newest problems in a run's `samples/`, and their least likely tokens.
 
-    Those of the finished model's evaluation are newer than all steps. step: print those of the kept step nearest to it
-    instead. wrong: only problems with a wrong response, and that one. Damaged files are left out with a warning.
-    ValueError where there is nothing to print.
+    The finished model's evaluation is newer than all steps. step: print the kept step nearest to it instead. wrong:
+    only problems with a wrong response, and that response. Damaged files are left out with a warning. ValueError where
+    there is nothing to print.
     """
     steps = kept_steps(folder)
     files = sorted(folder.glob("*.parquet"), key=lambda path: (-steps.get(path, inf), path.stem))

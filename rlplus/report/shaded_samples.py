@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from rlplus.data import KeptSample, kept_steps, read_kept
 
-MOST_STEPS = 12  # of a run
-PROBLEMS = 4  # of an evaluation, two responses each
+MOST_STEPS = 12  # shown for a run
+PROBLEMS = 4  # shown for an evaluation, two responses each
 HEAD, TAIL = 800, 200  # tokens of a longer response
 SHADES = 10
 EVALUATED = 512  # samples of an evaluation among which to choose

@@ -12,7 +12,7 @@ from rlplus.report.run_reader import RunData
 _WORK = {
     "generate": "generate",
     "forward_backward": "forward, backward",
-    "optimizer": "optimiser",
+    "optimizer": "optimizer",
     "old_logprob": "old logprobs",
     "statistics": "statistics",
     "learners": "critic or reward model",
@@ -142,11 +142,11 @@ def difference_table(tested: Tested) -> Table | None:
     labels = list(tested)
     pairs = list(combinations(labels, 2)) if len(labels) <= 4 else [(labels[0], label) for label in labels[1:]]
     ks = _asked(tested)
-    table, apart = Table(["difference in points", *(f"pass@{k}" for k in ks)]), []
+    table, incomparable = Table(["difference in points", *(f"pass@{k}" for k in ks)]), []
     for first, second in pairs:
         one, other = tested[first], tested[second]
         if [e.problems for e in one] != [e.problems for e in other]:
-            apart.append(f"{second} − {first}")
+            incomparable.append(f"{second} − {first}")
             continue
         row: list[Cell | str] = [f"{second} − {first}"]
         for k in ks:
@@ -156,8 +156,8 @@ def difference_table(tested: Tested) -> Table | None:
             estimate = paired_difference(one, other, k)
             row.append(interval(estimate, "+", strong=estimate.low > 0 or estimate.high < 0))
         table.add(*row)
-    if apart:
-        table.note = f"Not comparable, since problems or seeds differ: {', '.join(apart)}."
+    if incomparable:
+        table.note = f"Not comparable, since problems or seeds differ: {', '.join(incomparable)}."
     return table if pairs else None
 
 

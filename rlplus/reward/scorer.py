@@ -48,7 +48,7 @@ class Scorer:
         self._started = False  # whether any worker ever did
         self._failed_starts = 0  # in a row
         self._next_start = 0.0
-        # Of the call under way: numbers of the items to be graded, and to be graded again; first failures; results.
+        # The call under way: numbers of the items to be graded, and to be graded again; first failures; results.
         self._queue: deque[int] = deque()
         self._again: deque[int] = deque()
         self._failures: dict[int, Score] = {}
@@ -80,7 +80,7 @@ class Scorer:
         try:
             self._collect(wait_s=0.0)  # replaces workers that died since the last call
             while len(self._scores) < len(texts):
-                self._hand_out(texts, answers, columns)
+                self._feed(texts, answers, columns)
                 self._collect()
         except BaseException:
             self.close()  # the answers still under way must not reach the next call
@@ -101,7 +101,7 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _hand_out(self, texts: Sequence[str], answers: Sequence[str], columns: Sequence[Mapping[str, Any]]) -> None:
+    def _feed(self, texts: Sequence[str], answers: Sequence[str], columns: Sequence[Mapping[str, Any]]) -> None:
         """Send items to idle workers; items that failed once go to a worker that has graded nothing yet."""
         idle = [worker for worker in self._workers if worker.ready and not worker.pending]
         for worker in idle:

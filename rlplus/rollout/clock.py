@@ -23,8 +23,7 @@ class Clock:
     """Ends a body that shows no progress for timeout_s. body: its name in the message, key: the setting's.
 
     The stacks of all threads go to stderr, then RunFailed interrupts what Python can interrupt in the main thread.
-    Where that is not possible, as in a collective that waits for a rank that is gone, the process ends after a moment's
-    grace: nothing else would end it.
+    If Python cannot interrupt it (a collective waiting for a dead rank), the process exits after a grace period.
     """
 
     def __init__(self, body: str, key: str, timeout_s: float) -> None:

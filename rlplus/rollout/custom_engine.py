@@ -66,7 +66,7 @@ class Sampler:
     ) -> None:
         self.tokenizer = tokenizer
         self._engine, self._temperature, self._seeds = engine, temperature, random.Random(seed)
-        self.failure: Exception | None = None  # of the engine
+        self.failure: Exception | None = None  # the engine's
 
     def __call__(
         self, responses: Sequence[Response], *, stop: Sequence[int] = (), max_tokens: int | None = None

@@ -31,14 +31,14 @@ from rlplus.rollout.protocol import Completion, Request, Sampling
 from rlplus.rollout.push import WeightFiles, parameter_shapes, ranks_here, watched
 
 WORKER = "rlplus.rollout.engine_worker"
-ATTEMPTS = 3  # for one question: an engine that dies of the question itself would die for ever
+ATTEMPTS = 3  # tries per request, in case the request itself crashes the engine
 POLL_S = 0.5  # a death that the pipe does not tell, because a child still holds it, is noticed this late
 STOP_S = 10.0  # for an orderly end
 START_S = 1800.0  # to load a model, compile and capture graphs, which shows no progress
 BEAT_S = 0.1  # between two signs of progress
 STACKS_SIGNAL, STACKS_S = signal.SIGUSR2, 1.0  # asks a process for its stacks, and the time for writing them
 PROGRESS = "progress"  # a message that is no answer yet
-# Of the trainer's launcher: the engine is no rank of the trainer's group.
+# The launcher's variables are left out: the engine is no rank of the trainer's group.
 LAUNCHER = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class ProcessEngine:
         inside = config.model_copy(update={"mode": "colocated"})
         self._settings = {"config": inside, "model_path": model_path, **settings}
         self._environment = _environment(config.tensor_parallel_size)
-        self._version: int | None = None  # of the files
+        self._version: int | None = None  # the files' version
         self._failure: str | None = None
         self._closed = self._busy = False  # busy: a question is unanswered, and `close` does not wait
         self._files = WeightFiles(config.push_folder, config.push_bucket_mb, per_node=True)

@@ -136,7 +136,7 @@ class ServerEngine:
         except OSError as error:
             if self._files is None:
                 raise RuntimeError(self._failure) from error
-            if isinstance(error, _Refused) and error.status < 500:  # of the request; it would refuse it again
+            if isinstance(error, _Refused) and error.status < 500:  # the request's fault: it would be refused again
                 raise RunFailed(f"{self.name} refused: {error}") from error
             raise RunFailed(f"{self.name} did not answer: {error}. {RESTART}") from error
         finally:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rlplus.common import agree
 from rlplus.config import RolloutConfig
-from rlplus.errors import nearest
+from rlplus.errors import hint
 from rlplus.rollout.clock import Clock
 from rlplus.rollout.protocol import (
     DEFAULT_CACHE_MB,
@@ -131,8 +131,8 @@ class VLLMEngine:
         names = [field.name for field in fields(self._vllm.EngineArgs)] if options else []
         for name in options:
             if name not in names:
-                hint = f"; nearest: {near}" if (near := nearest(name, names)) else ""
-                raise ValueError(f"rollout.vllm.{name}: vLLM {self._vllm.__version__} has no such argument{hint}")
+                wanted = f"vLLM {self._vllm.__version__} has no such argument{hint(name, names)}"
+                raise ValueError(f"rollout.vllm.{name}: {wanted}")
             if self._cpu and name in ("enable_chunked_prefill", "max_num_batched_tokens"):
                 raise ValueError(
                     f"rollout.vllm.{name}: leave it out, on the CPU vLLM fails on a seeded prompt in two parts"
@@ -168,7 +168,7 @@ class VLLMEngine:
                 top_k=0,
                 max_tokens=request.max_tokens,
                 seed=seed,
-                logprobs=0,  # of the sampled token only
+                logprobs=0,  # the sampled token's only
                 flat_logprobs=True,
                 ignore_eos=True,  # the stop tokens are the caller's, whatever else the model's config calls eos
                 stop_token_ids=[self._eos, *sampling.stop],

@@ -58,7 +58,7 @@ class SyncedEngine:
         self.config, self.policy, self.prompt, self.pad_id = config, policy, prompt, pad_id
         self._make, self._stop = make, stop
         self.engine = self._new()
-        self.gap = 0.0  # of the last probe
+        self.gap = 0.0  # found by the last probe
         self._version: int | None = None  # that the engine has
         self._probed: int | None = None
 

@@ -33,7 +33,7 @@ class Drawn:
 
 
 Question = Callable[[RolloutEngine], Drawn]
-Position = dict[str, int]  # of the sampler
+Position = dict[str, int]  # the sampler's state
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Rollouts:
 
     With train.overlap k every k-th step pushes its weights, and these sample the batches of the k steps behind it, one
     after the other in a thread, while the steps train; the first step samples its own batch, too. So a batch was
-    sampled 1 to k steps before it is trained on, as many in every run: no clock decides it.
+    sampled 1 to k steps before it is trained on. The delay is the same in every run; timing plays no part.
 
     Their old_logprob are the engine's: those of the policy that sampled, to the engine's accuracy, which the probe
     checks at every push. Demonstrations get theirs from the same weights, by a forward pass of the policy before they
@@ -169,7 +169,7 @@ class Rollouts:
         return [vars(ahead.coming.result()) for ahead in self._ahead] or None
 
     def restore(self, state: Any) -> None:
-        batches = [state] if isinstance(state, dict) else state or []  # of 0.1.0: one batch
+        batches = [state] if isinstance(state, dict) else state or []  # 0.1.0 kept one batch
         for batch in batches:
             done: Future[Drawn] = Future()
             done.set_result(Drawn(**batch))

@@ -92,7 +92,7 @@ class Run:
         self._make_learners(model_path, model_config, stack)
         self._start_engine(model_path, model_config, stack)
         if folder.last is not None and (remembered := checkpoint.read_rank_state(folder.last)) is not None:
-            if not isinstance(remembered, dict):  # of 0.1.0: the batch ahead alone
+            if not isinstance(remembered, dict):  # 0.1.0 kept the batch ahead alone
                 remembered = {"rollouts": vars(remembered), "recipe": None}
             self.rollouts.restore(remembered["rollouts"])
             self.recipe.restore(remembered["recipe"])

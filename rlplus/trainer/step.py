@@ -34,7 +34,7 @@ class Step:
         self.run, self.config, self.tally = run, run.config, Tally()
         self.generated = 0  # tokens, on this rank
         self.updated = False  # the policy
-        self.failure: SharedFailure | None = None  # of the evaluation
+        self.failure: SharedFailure | None = None  # an evaluation's
         self.ungraded: list[tuple[Example, Sample]] = []  # the grader failed on them
         self.kept: list[KeptSample] | None = None
         run.begin_step()

@@ -73,7 +73,7 @@ class _Tracker:
             yield
         except but:
             raise
-        except Exception as error:  # of a network, of a foreign package
+        except Exception as error:  # a network or a foreign package failed
             if not self._failed:
                 logger.warning("%s failed, and may miss steps that metrics.jsonl has: %r", self.name, error)
             self._failed = True

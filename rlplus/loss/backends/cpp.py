@@ -39,10 +39,10 @@ LIBRARY = Path(__file__).parents[2] / "_C.so"
 FUNCTIONS = ("row_statistics", "row_gradient", "logits_bf16", "dweight_bf16", "may_be_reclaimed", "interface_3")
 CHUNK_ROWS = {torch.float32: 2048, torch.bfloat16: 512, torch.float16: 2048}  # the tiles of bf16 are made for 512
 DTYPES = tuple(CHUNK_ROWS)
-PACKED_BYTES = 2**18  # of the weight at a time, for the bf16 GEMM: half of a second-level cache
-# Of the bf16 GEMM, which is compiled at the first use of each shape: few of them, and tiles that fit the caches.
+PACKED_BYTES = 2**18  # bytes of weight at a time, for the bf16 GEMM: half of a second-level cache
+# Shapes of the bf16 GEMM, each compiled at its first use: few of them, and tiles that fit the caches.
 PANEL_ROWS = 64
-GRADIENT_COLUMNS = 128  # of dz, transposed at a time
+GRADIENT_COLUMNS = 128  # columns of dz that are transposed at a time
 GRADIENT_WIDTH = 448  # columns of hidden at a time: with 512 rows half of a second-level cache
 DEPTH_STEP = 64  # rows of dz are filled up with zeros to a multiple of it
 DEPTH = 32  # bf16 values in a row of an AMX tile, as in csrc/rows.cpp

@@ -22,9 +22,9 @@ from rlplus.loss.head import Head
 from rlplus.loss.precision import full_precision
 
 BACKENDS = ("reference", *library.MODULES)
-CAPABILITY = (8, 0)  # of the GPUs for which the kernels are compiled and tested
+CAPABILITY = (8, 0)  # the oldest GPUs for which the kernels are compiled and tested
 COMPARED_ROWS = 8
-TOLERANCE = 1e-3  # of a logprob, and of its size: what is wrong is wrong by more
+TOLERANCE = 1e-3  # absolute and relative error of a logprob: what is wrong is wrong by more
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 Verdict = tuple[float, str, str]  # value, status, detail: see rlplus.reward.Score
-Grader = Callable[[str, str, Mapping[str, Any]], Verdict]  # of a text, the answer, and the row's `data.columns`
+Grader = Callable[[str, str, Mapping[str, Any]], Verdict]  # (text, answer, the row's `data.columns`)
 
 _BOXES = ("\\boxed", "\\fbox")
 

@@ -32,7 +32,7 @@ def _inner(expression: Any) -> list[Any]:
 def _is_written_number(node: Any) -> bool:
     if node == _PERCENT or getattr(node, "is_Number", False):
         return True
-    if isinstance(node, Pow):  # of a denominator, or in scientific notation
+    if isinstance(node, Pow):  # a denominator's, or in scientific notation
         return isinstance(node.base, Integer) and (node.exp == -1 or (node.base == 10 and node.exp.is_Integer))
     if isinstance(node, Mul):  # a sign, a fraction, a percentage, scientific notation
         sign = [arg for arg in node.args if arg == -1]

@@ -31,7 +31,7 @@ from .jail.programs import READY
 KINDS = ("bubblewrap", "namespaces", "limits")
 _PROCESSES = 64
 _LOOK_S = 0.05  # how often the processes are counted: reading /proc costs milliseconds
-_LATE_S = 0.2  # of the time before a later look than this, nothing is known
+_LATE_S = 0.2  # a later look than this says nothing of the time before
 _WALL_CLOCK_FACTOR = 5  # the limit of the wall clock over that of the CPU time, for a busy machine
 _MOST_OUTPUT = 1 << 28  # bytes of all runs together
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/program", "LANG": "C.UTF-8"}
@@ -59,8 +59,8 @@ class Sandbox:
     which all sleep.
 
     kind "auto": bubblewrap or namespaces. As root namespaces come first: they give each program a user of its own,
-    where bubblewrap's is root outside of it. OSError where no sandbox of that kind can be made, later also of `run`
-    and `test`: then nothing is known of the code.
+    where bubblewrap's is root outside of it. Raises OSError if this sandbox is unavailable, later also in `run` and
+    `test`: then nothing is known of the code. "auto" never falls back to "limits".
     """
 
     def __init__(self, kind: str, memory: int, seconds: float) -> None:

@@ -5,7 +5,7 @@ import os
 import platform
 
 libc = ctypes.CDLL(None, use_errno=True)
-MACHINES = ("x86_64", "aarch64")  # of the tables of numbers, in this order
+MACHINES = ("x86_64", "aarch64")  # columns of the tables of numbers, in this order
 
 
 def machine() -> int:

@@ -8,7 +8,7 @@ import struct
 
 from .linux import check, libc, machine
 
-FILE_BYTES = 1 << 26  # of one file, and of all in /program
+FILE_BYTES = 1 << 26  # limit of one file, and of all in /program
 _FILES = FILE_BYTES >> 12  # and folders and links in /program: empty ones have no bytes, but a kilobyte of the kernel's
 _NOBODY, _FIRST_USER = 65534, 1 << 20
 _NEW_USER, _NEW_REST = 0x10000000, 0x20000 | 0x4000000 | 0x8000000 | 0x20000000 | 0x40000000  # linux/sched.h

@@ -197,7 +197,7 @@ def _one(job: dict[str, Any], given: str, replies: int) -> list[Any]:
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # of the real-time signals only the first and the last have one
+    except ValueError:  # most real-time signals have none
         return f"signal {number}"
 
 

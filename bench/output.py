@@ -214,9 +214,9 @@ def faults_note(results: dict[str, Result]) -> str:
 
 def main_table(result: Result) -> str:
     """All methods side by side: speed and memory by dtype, accuracy of bf16."""
-    apart = cases_of(result, "apart")  # of the same shape
+    separate = cases_of(result, "apart")  # cases of the same shape
     cases = {
-        dtype: case | {"rows": case["rows"] + apart.get(dtype, {"rows": []})["rows"]}
+        dtype: case | {"rows": case["rows"] + separate.get(dtype, {"rows": []})["rows"]}
         for dtype, case in cases_of(result, "main").items()
     }
     if not cases:
