@@ -87,7 +87,7 @@ def test_on_a_python_too_old_for_the_trainer_a_command_says_so(
 
 def test_the_environment_is_shown_without_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "find_spec", lambda name: None)
-    assert cli.main(["plan", "--env"]) == 0
+    assert cli.main(["env"]) == 0
 
 
 def test_an_older_torch_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
