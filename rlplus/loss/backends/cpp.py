@@ -1,4 +1,4 @@
-"""The `cpp` backend: the one pass of `chunked` on the CPU, with the native row kernels of csrc/rows.cpp.
+"""The `cpp` backend: the one pass of `chunked` on the CPU, with the native kernels in csrc/.
 
 One buffer (rows, V) of fp32 holds a chunk's logits and, in the place of rows without a gradient, the gradients of the
 chunks before it. When little room is left, the two backward GEMMs process all of them at once: they stay large even if
@@ -36,7 +36,7 @@ from rlplus.loss.head import (
 logger = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).parents[2] / "_C.so"
-FUNCTIONS = ("row_statistics", "row_gradient", "logits_bf16", "dweight_bf16", "may_be_reclaimed", "interface_3")
+FUNCTIONS = ("row_statistics", "row_gradient", "logits_bf16", "dweight_bf16", "may_be_reclaimed", "interface_4")
 CHUNK_ROWS = {torch.float32: 2048, torch.bfloat16: 512, torch.float16: 2048}  # the tiles of bf16 are made for 512
 DTYPES = tuple(CHUNK_ROWS)
 PACKED_BYTES = 2**18  # bytes of weight at a time, for the bf16 GEMM: half of a second-level cache
@@ -58,6 +58,7 @@ def load() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(LIBRARY))  # after torch, whose OpenMP it then shares
         for name in FUNCTIONS:
             getattr(library, f"rlplus_{name}").restype = None
+        library.rlplus_gemm_works.restype = ctypes.c_int
     except (OSError, AttributeError) as error:  # missing, or another version
         logger.info("backend 'cpp' is not available, 'auto' is 'torch' on the CPU too: %s", error)
         return None
@@ -251,7 +252,10 @@ def _library() -> ctypes.CDLL:
 
 def _gemm(head: Head) -> tuple[ctypes.c_void_p, ctypes.c_void_p] | None:
     """The GEMM for these inputs; None where they are multiplied in fp32."""
-    return _torch_gemm() if head.hidden.dtype == torch.bfloat16 and head.hidden.shape[1] % 2 == 0 else None
+    if head.hidden.dtype != torch.bfloat16 or head.hidden.shape[1] % 2 or (gemm := _torch_gemm()) is None:
+        return None
+    # Asked every time: torch.backends.mkldnn can be switched off, as DNNL_MAX_CPU_ISA can.
+    return gemm if _library().rlplus_gemm_works(*gemm) else None
 
 
 def _logits(head: Head, gemm: tuple[ctypes.c_void_p, ctypes.c_void_p] | None, z: Tensor) -> Tensor:
