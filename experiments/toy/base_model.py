@@ -26,7 +26,7 @@ from rlplus.common.textfiles import read_text
 from rlplus.learner.pretrained import write_model
 from rlplus.rollout import RunFailed
 
-NOTE = "base.json"  # in a finished base model's folder
+NOTE = "base.json"  # marks the folder of a finished base model
 WINDOW = 8  # batches of hard problems over which the loss of phase 1 is averaged
 
 

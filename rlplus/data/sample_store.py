@@ -1,6 +1,6 @@
 """Samples that a run keeps to be read: prompts, responses, and what is known of each token, as Parquet files.
 
-`output_dir/samples/` has step-<step>.parquet for the groups of a step. Of an evaluation after the step it has a file
+`output_dir/samples/` has step-<step>.parquet for the groups of a step. An evaluation after the step has a file
 per call of the engine: step-<step>-<benchmark>-<rank>-<the first problem's number>.parquet.
 """
 
@@ -137,7 +137,7 @@ def write_kept(path: Path, samples: Iterable[KeptSample], facts: Mapping[str, st
     if not path.parent.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
     rows = (vars(sample) | {"detail": printable(sample.detail)} for sample in samples)  # may hold anything
-    options = {"compression": "zstd", "write_page_checksum": True}  # for other readers: ours checks the whole file
+    options = {"compression": "zstd", "write_page_checksum": True}  # ours checks the whole file
     with replacing(path, sealed=True) as file, pq.ParquetWriter(file, schema, **options) as writer:
         while some := list(islice(rows, _ROWS)):
             writer.write_table(pa.Table.from_pylist(some, schema))
@@ -168,7 +168,7 @@ def iter_kept(path: Path) -> Iterator[KeptSample]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[pq.ParquetFile]:
-    """The file, whose content is checked; ValueError for another or a damaged one. Those of 0.2.0 have no checksum."""
+    """The file, whose content is checked; ValueError for another or a damaged one. Files of 0.2.0 have no checksum."""
     try:
         content = path.read_bytes()
         sealed = is_sealed(content, path)
