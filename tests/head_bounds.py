@@ -82,7 +82,7 @@ class Rows:
     weight: Tensor
     onehot: Tensor
     logp: Tensor
-    error: Tensor  # of a row's logits and of its logprob: 8 eps of the largest logit, in absolute terms
+    error: Tensor  # a row's logits' and its logprob's: 8 eps of the largest logit, in absolute terms
     temperature: float
 
     @classmethod

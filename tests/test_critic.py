@@ -170,7 +170,7 @@ def test_values_and_their_gradient_are_those_of_single_sequences_in_float64(run:
     assert "lm_head.weight" in gradients
     for name, p in model.named_parameters():
         gradient = gradients[name.removeprefix("lm.")]
-        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # those of test_trainer.py
+        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # as in test_trainer.py
         torch.testing.assert_close(p.grad.double(), gradient, msg=name, **bound)
     model.zero_grad()
 

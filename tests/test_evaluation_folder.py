@@ -71,7 +71,7 @@ def test_an_evaluation_is_known_by_its_contents(tmp_path: Path) -> None:
 
 
 def test_nothing_of_another_evaluation_is_replaced(tmp_path: Path) -> None:
-    """Of a benchmark that is evaluated again all must be the same, of the others the model."""
+    """A benchmark that is evaluated again must be the same throughout, the others must have the same model."""
 
     def one(name: str, model: str, samples: str = "4") -> Evaluation:
         asked = {"benchmark": name, "model": model, "evaluation.samples": samples}
@@ -130,7 +130,7 @@ def test_every_benchmark_has_a_file(tmp_path: Path) -> None:
 
 
 def test_no_result_of_an_earlier_evaluation_mixes_in(tmp_path: Path) -> None:
-    """One file per benchmark, which the next evaluation replaces; that of 0.1.0 counts only alone."""
+    """One file per benchmark, which the next evaluation replaces; 0.1.0's counts only alone."""
     old = evaluation((1, 2), name="amc")
     old.save(tmp_path / "evaluation.json")
     assert load_results(tmp_path) == {"amc": old}

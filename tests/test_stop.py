@@ -68,7 +68,7 @@ def train_counting(monkeypatch: pytest.MonkeyPatch, config: Config) -> tuple[Pat
 @pytest.mark.parametrize("zero_stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_that_is_given_up_is_done_again_bit_for_bit(tmp_path, monkeypatch, place, zero_stage):
-    """The third of four steps; the checkpoint is that of the second one's end."""
+    """The third of four steps; the checkpoint is the second one's."""
     whole, counts = train_counting(monkeypatch, two_micro_batches(tmp_path, "whole", zero_stage=zero_stage))
     config = two_micro_batches(tmp_path, "parts", zero_stage=zero_stage)
     with monkeypatch.context() as patch:
