@@ -72,7 +72,7 @@ def presets() -> str:
 
 
 def source(name: str) -> str:
-    """Where it is published. KeyError for a preset without an entry in `SOURCES`."""
+    """The preset's publication. KeyError for a preset without an entry in `SOURCES`."""
     if name in SOURCES:
         return SOURCES[name]
     base = max((known for known in SOURCES if name.startswith(f"{known}-")), key=len)
@@ -268,7 +268,7 @@ def compared(files: str) -> dict[tuple[str, int], tuple[Results, dict[str, Study
 
 
 def comparisons() -> str:
-    """For each setting and number of seeds, what each method solves of each test set."""
+    """Each method's share of each test set solved, by setting and number of seeds."""
     parts = (
         f"`{setting}`, {seeds} seeds:\n\n{setting_table(results, studies, setting)}"
         for (setting, seeds), (results, studies) in compared(PAPER).items()

@@ -5,7 +5,7 @@
 The launches come from the public functions: they run with the compiler in the place of the launcher, on a driver
 that only names a target. Exit status 1 if a kernel spills registers, exceeds the shared memory of a block, loads
 aligned rows in pieces of less than 16 bytes, multiplies half precision without the tensor cores, or takes too many
-instructions an element. TRITON_INTERPRET must not be set.
+instructions per element. TRITON_INTERPRET must not be set.
 """
 
 import argparse
@@ -216,8 +216,8 @@ def compile_all(arch: int, variants: list[str] | None) -> Iterator[dict[str, Any
 
 
 def resources(kernel: Any, elements: float | None) -> dict[str, float | None]:
-    """Registers a thread, shared memory in bytes, instructions that spill, widths of loads from global memory, and
-    instructions an element: of the longest loop, without one of the whole kernel."""
+    """Registers per thread, shared memory in bytes, instructions that spill, widths of loads from global memory, and
+    instructions per element of the longest loop, else of the whole kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -251,7 +251,7 @@ def faults(row: dict[str, Any]) -> list[str]:
         (row["spills"] <= spills, f"{row['spills']} spills"),
         (row["shared"] <= SHARED_LIMIT[row["arch"]], f"{row['shared']} bytes of shared memory"),
         (row["loads16"] > 0 or not row["aligned"] or row["kernel"] == "_combine_kernel", "no loads of 16 bytes"),
-        (row["instructions"] is None or row["instructions"] <= most, f"more than {most} instructions an element"),
+        (row["instructions"] is None or row["instructions"] <= most, f"more than {most} instructions per element"),
         (row["tensor_cores"] > 0 or row["kernel"] != "_tile_kernel" or "float32" in row["variant"], "no tensor cores"),
     )
     return [message for ok, message in checks if not ok]

@@ -4,7 +4,7 @@
     python tests/same_bits.py compare FILE.json [--tree FOLDER] [--only WORD ...] [--jobs N]
 
 Every recipe trains a tiny model for three steps on the CPU, on one rank and on two, and does its third step again from
-the checkpoint of the second. Compared are all metrics of each step but the clock's (CLOCK), the columns of the
+the checkpoint of the second. It compares all metrics of each step but the clock's (CLOCK), the columns of the
 samples that a run keeps, and the tensors of its model. Exit status 1 if anything differs, or if a resumed run differs
 from the uninterrupted one. Bits belong to one machine and the libraries' versions, which FILE names.
 

@@ -203,7 +203,7 @@ def test_pooled_interval_covers_the_spread_over_seeds() -> None:
     generator = torch.Generator().manual_seed(4)
     trials, pooled, problems_only = 100, 0, 0
     for _ in range(trials):
-        levels = 0.4 + 0.2 * torch.rand(10, generator=generator, dtype=torch.float64)  # one a seed
+        levels = 0.4 + 0.2 * torch.rand(10, generator=generator, dtype=torch.float64)  # one per seed
         runs = [evaluation(draw(40, level, generator), n=16) for level in levels.tolist()]
         estimate = pooled_pass_at(runs, 1)
         pooled += estimate.low <= 0.5 <= estimate.high

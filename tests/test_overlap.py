@@ -167,7 +167,7 @@ def test_overlap_is_training_some_steps_behind(tmp_path, in_thread, lottery, pre
     [("rlplus", 3), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("rlplus", "grpo"))],
 )
 def test_resume_with_overlap_is_bitwise(tmp_path, in_thread, lottery, preset, overlap):
-    """Also over an epoch boundary (6 prompts, 4 a step), and when a finished run is prolonged."""
+    """Also over an epoch boundary (6 prompts, 4 per step), and when a finished run is prolonged."""
     sections = {"algorithm": {"preset": preset}, "train": {"overlap": overlap}}
     whole = train(overlapping(tmp_path, "whole", 6, **sections))
     config = overlapping(tmp_path, "parts", 2, **sections)

@@ -196,7 +196,7 @@ def test_a_recipe_with_updates_and_a_state_of_its_own_resumes_bit_for_bit(
 
 
 class Twice(Recipe):
-    """Two draws a step, and the second one's groups behind the first one's."""
+    """Two draws per step, and the second one's groups behind the first one's."""
 
     drawn: ClassVar[list[list[int]]] = []
     kill = False

@@ -108,7 +108,7 @@ def test_a_signal_does_not_wait_for_the_server(
 
 
 def test_two_ranks_share_a_server(tmp_path: Path, start: Path, server: Server) -> None:
-    """ZeRO-3; the same as two engines, one a rank. And over a resume."""
+    """ZeRO-3; the same as two engines, one per rank. And over a resume."""
     sharded = {"zero_stage": 3, "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
     processes = run_of(tmp_path, start, "processes", 4, None, train=sharded, rollout={"mode": "process"})
     torchrun(processes)

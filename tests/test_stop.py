@@ -97,7 +97,7 @@ def test_the_first_step_can_be_given_up(tmp_path, monkeypatch):
 
 
 def test_a_step_that_has_changed_the_policy_is_finished(tmp_path, monkeypatch):
-    """Two updates a step: a signal in the second one's backward pass."""
+    """Two updates per step: a signal in the second one's backward pass."""
     whole = train(run_config(tmp_path, "whole", train={"prompts_per_update": 2}))
     config = run_config(tmp_path, "parts", train={"prompts_per_update": 2})
     with monkeypatch.context() as patch:

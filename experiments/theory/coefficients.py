@@ -79,7 +79,7 @@ def on_policy(coefficient: Coefficient, p: Tensor) -> Tensor:
 
 
 def peak(coefficient: Coefficient) -> tuple[float, float]:
-    """Where the coefficient is greatest on the current policy, to 1e-5, and its value there."""
+    """The probability at which the coefficient is greatest on the current policy, to 1e-5, and its value there."""
     values = on_policy(coefficient, GRID)
     return float(GRID[values.argmax()]), float(values.max())
 

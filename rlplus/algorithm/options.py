@@ -188,7 +188,7 @@ class Critic(RecipeOptions):
     critic_updates: Count = 12
     """Optimizer steps of the value model per step, each on an equal part of the step's samples."""
     value_clip: Positive = 0.2
-    """How far a value may move from its value at the start of the step before its loss is clipped."""
+    """Distance from a value's start in the step at which its loss is clipped."""
     lr: Positive = 5e-6
     """Learning rate of the value model."""
     warmup_steps: NonNegative = 50

@@ -64,7 +64,7 @@ class Study(Section):
     methods: Annotated[list[Text], Field(min_length=1)]
     """Names of methods of the file, or Base: the model before training."""
     seeds: Annotated[int, Field(ge=1, le=1000)] = 5
-    """How many; studies with the same first seed share their runs."""
+    """Number of seeds; studies with the same first seed share their runs."""
     first_seed: Annotated[int, Field(ge=0)] = 0
     """The others follow it."""
     reference: Text | None = None

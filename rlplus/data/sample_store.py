@@ -28,7 +28,7 @@ _STEP = re.compile(r"step-(\d+)(-.*)?\.parquet")
 class KeptSample:
     """A prompt and a response; the lists have a value per token of the response. None: unknown.
 
-    step                the step of training; of an evaluation the last one done, None of a model outside of a run
+    step                the step of training; for an evaluation the last one done, None for a model outside of a run
     problem             the number of the row in the data, counted from 0
     benchmark           of an evaluation, else empty
     response            as it was graded
@@ -97,7 +97,7 @@ class KeptSample:
 
     @property
     def heading(self) -> str:
-        """Where it stands in the run, and its facts."""
+        """Its place in the run, and its facts."""
         place = [] if self.step is None else [f"step {self.step}"]
         place += [self.benchmark] if self.benchmark else []
         return ", ".join([*place, self.row, self.facts])

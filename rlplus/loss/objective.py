@@ -95,7 +95,7 @@ class Objective:
     mismatch_low: float = 0.0
     """Lower bound of w."""
     mismatch_mode: str = "truncate"
-    """How w keeps its bounds: "truncate" clamps it; "mask" removes the surrogate of tokens with w outside (IcePop)."""
+    """Use of w's bounds: "truncate" clamps w; "mask" removes the surrogate of tokens with w outside (IcePop)."""
 
     def __post_init__(self) -> None:
         find_token_loss(self.internal)

@@ -166,7 +166,7 @@ def pass_chart(
 ) -> Chart:
     """pass@k over k, on a logarithmic axis; same_problems as in `pooled_pass_at`.
 
-    Up to three lines have the band of their 95% interval; of more, whose bands would hide each other, the accented one.
+    Up to three lines have the band of their 95% interval; of more, whose bands would overlap, the accented one.
     """
     series: list[Series] = []
     ticks: set[int] = set()
