@@ -1,4 +1,14 @@
-"""The fields of an objective, and the published algorithms' objectives as presets."""
+"""The fields of an objective, and the published algorithms' objectives as presets.
+
+A surrogate of your own is a function of the logprobs and `TokenConstants`. It returns the tokens' losses and their
+derivatives with respect to logprob, see `register_token_loss`:
+
+    # drift.py, for `algorithm: {objective: {internal: "drift.py:drift"}}`
+    def drift(logprob, constants):
+        change = logprob - constants.old_logprob
+        loss = -constants.advantage * change.exp()
+        return loss + change**2 / 2, loss + change
+"""
 
 import operator
 from dataclasses import dataclass, replace
