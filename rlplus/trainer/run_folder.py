@@ -27,14 +27,14 @@ class RunFolder:
     """The folder of a run, locked until `stack` closes. Collective.
 
     last: the checkpoint to resume from, None for a new run; its files are intact. state: its JSON. notes: messages for
-    the user about it. fingerprints: of the run's inputs, by the keys of `state`.
+    the user about it. fingerprints: the run's inputs', by the keys of `state`.
     """
 
     def __init__(self, config: Config, resume: bool | str, stack: ExitStack) -> None:
         self.config, self.path = config, Path(config.output_dir)
         self.checkpoints, self.model = self.path / "checkpoints", self.path / "model"
         self._exported = self.checkpoints / "exported"  # names the checkpoint whose model has been written
-        self.surroundings = surroundings(config)  # at the start of the run
+        self.surroundings = surroundings(config)  # as they are when the run starts
         self.fingerprints: dict[str, str | None] = {}
         if not agree.largest(self.path.is_dir()):  # a mistyped folder is not created
             find_checkpoint(self.path, resume)
@@ -57,13 +57,13 @@ class RunFolder:
         return self.last is not None and exported == self.last.name and (self.model / "config.json").exists()
 
     def set_inputs(self, weights: str | None, examples: Sequence[Example]) -> None:
-        """Fingerprint the inputs; ValueError if they are not those of the checkpoint, in whatever location."""
+        """Fingerprint the inputs; ValueError if they differ from the checkpoint's, in whatever location."""
         self.fingerprints = {"weights": weights, "examples": fingerprint(examples)}
         if self.last is not None:
             check_inputs(self.last, self.state, self.config, self.fingerprints)
 
     def begin(self, devices: Sequence[str]) -> None:
-        """For rank 0: mark the folder as this run's, which continues from `last`, on these devices."""
+        """Mark the folder, on rank 0, as this run's, which continues from `last`, on these devices."""
         step = self.state.get("step", 0)
         if self.last is not None:
             checkpoint.point_to(self.last)  # which may be an older one
@@ -80,7 +80,7 @@ class RunFolder:
         checkpoint.save(engines, self.checkpoints, step, state, self.config.checkpoint.keep, rank_state, best)
 
     def note_result(self, step: int) -> None:
-        """For rank 0: record that the model of this step was written."""
+        """Record, on rank 0, that the model of this step was written."""
         write_text(self._exported, checkpoint.name_of(step))
 
 
@@ -185,7 +185,7 @@ def _choice(config: Config) -> dict[str, Any]:
 
 
 def check_inputs(last: Path, state: dict[str, Any], config: Config, fingerprints: dict[str, str | None]) -> None:
-    """ValueError if data or model are not those of the checkpoint. Their location does not matter."""
+    """ValueError if data or model differ from the checkpoint's. Their location does not matter."""
     for key, name in MAY_MOVE.items():
         section = key.partition(".")[0]
         was, now = state["config"][section]["path"], config.model_dump(mode="json")[section]["path"]
