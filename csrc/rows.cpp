@@ -71,7 +71,7 @@ INLINE void store(float x, uint16_t& out) {  // bf16, to nearest even
   out = uint16_t(x != x ? 0x7fc0u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-// Facts of a row that the gradient needs: max of z + bias, capped; rest, the sum of e = exp((z + bias - max) / T), z + bias
+// What the gradient needs of a row: max of z + bias, capped; rest, the sum of e = exp((z + bias - max) / T), z + bias
 // capped, without the largest, a 1 that would take its digits (-1: there is none); logprob and entropy.
 struct Row {
   float max, rest, logprob, entropy;
@@ -335,7 +335,7 @@ void rlplus_row_gradient(float* z, const float* bias, const int64_t* source, int
 }
 
 // hidden (n, H), weight (V, H) bf16, H even -> z (n, V) = hidden weight^T in fp32, which torch.mm does not offer on the
-// CPU. The caller passes torch's own oneDNN GEMM. columns: so many of the vocabulary at a time are packed into cache.
+// CPU. The caller passes torch's own oneDNN GEMM. columns: of the vocabulary at a time, packed into cache.
 void rlplus_logits_bf16(Brgemm gemm, BrgemmRelease release, const uint16_t* hidden, int64_t hidden_stride,
                         const uint16_t* weight, int64_t weight_stride, int64_t n, int64_t H, int64_t V, float* z,
                         int64_t columns, int64_t panel, int threads) {

@@ -37,7 +37,7 @@ from rlplus.recipe import Batch
 
 ROOT = Path(__file__).parent.parent
 MANUAL = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# pages of the site
+# in the site
 COMPARISONS = {f"compare/{path.stem}.html" for path in (ROOT / "experiments/compare/results").glob("*.json")}
 PAGES = [
     *MANUAL,

@@ -130,7 +130,7 @@ def test_every_benchmark_has_a_file(tmp_path: Path) -> None:
 
 
 def test_no_result_of_an_earlier_evaluation_mixes_in(tmp_path: Path) -> None:
-    """One file per benchmark, which the next evaluation replaces; 0.1.0's counts only alone."""
+    """One file per benchmark, which the next evaluation replaces; that of 0.1.0 counts only alone."""
     old = evaluation((1, 2), name="amc")
     old.save(tmp_path / "evaluation.json")
     assert load_results(tmp_path) == {"amc": old}

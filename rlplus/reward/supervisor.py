@@ -43,7 +43,7 @@ def end_with_parent(signal_number: int, parent: int) -> None:
 
 
 class Process(NamedTuple):
-    """A process: CPU time in clock ticks, with its reaped children's; state as in ps; memory in pages."""
+    """A process: CPU time in clock ticks, with that of the children it waited for; state as in ps; memory in pages."""
 
     parent: int
     ticks: int
@@ -149,7 +149,7 @@ class _Supervisor:
 
 
 def _run_grader(supervisor: int, output: int) -> None:
-    """Run worker.py, in the forked child, in a new session, with its prints going to `output`."""
+    """In the forked child: run worker.py in a new session, with its prints going to `output`."""
     os.setsid()  # a signal to its own group does not reach the supervisor
     end_with_parent(signal.SIGKILL, supervisor)
     os.dup2(output, 2)

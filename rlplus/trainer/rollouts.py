@@ -23,7 +23,7 @@ from rlplus.trainer.metrics import Tally
 class Drawn:
     """A `Batch` before scoring, with the `indices` of its examples in the run's data; the form in checkpoints.
 
-    version: the number of steps that made the weights that sampled it; None: 0.1.0 did not say.
+    version: of the weights that sampled it, the number of steps that made them; None: of 0.1.0, which did not say.
     """
 
     indices: list[int]

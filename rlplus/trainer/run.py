@@ -51,7 +51,7 @@ class Run:
         self.under_way = False  # a step
         self.can_redo = False  # it has not changed a model yet
         self.stop = StopSignal(lambda message: self.log.say(message))
-        self.complete = False  # the run is finished and its model written, from the start
+        self.complete = False  # at the start: the run is finished and its model written
 
     def __enter__(self) -> Self:
         with naming_phase("start"), ExitStack() as stack:  # closes what was opened if building fails half-way
@@ -224,7 +224,7 @@ class Run:
             )
 
     def _nonfinite(self) -> str:
-        """The first place of NaN or infinity in the policy and the recipe's learners; empty if none."""
+        """Where NaN or infinity is first found in the policy and the recipe's learners; empty if nowhere."""
         for name, learner in self.learners.items():
             if what := learner.nonfinite():
                 return what if learner is self.policy else f"{what} of the {name}"

@@ -27,14 +27,14 @@ class RunFolder:
     """The folder of a run, locked until `stack` closes. Collective.
 
     last: the checkpoint to resume from, None for a new run; its files are intact. state: its JSON. notes: messages for
-    the user about it. fingerprints: the run's inputs', by the keys of `state`.
+    the user about it. fingerprints: of the run's inputs, by the keys of `state`.
     """
 
     def __init__(self, config: Config, resume: bool | str, stack: ExitStack) -> None:
         self.config, self.path = config, Path(config.output_dir)
         self.checkpoints, self.model = self.path / "checkpoints", self.path / "model"
         self._exported = self.checkpoints / "exported"  # names the checkpoint whose model has been written
-        self.surroundings = surroundings(config)  # as they are when the run starts
+        self.surroundings = surroundings(config)  # at the start of the run
         self.fingerprints: dict[str, str | None] = {}
         if not agree.largest(self.path.is_dir()):  # a mistyped folder is not created
             find_checkpoint(self.path, resume)
@@ -57,7 +57,7 @@ class RunFolder:
         return self.last is not None and exported == self.last.name and (self.model / "config.json").exists()
 
     def set_inputs(self, weights: str | None, examples: Sequence[Example]) -> None:
-        """Fingerprint the inputs; ValueError if they differ from the checkpoint's, in whatever location."""
+        """Fingerprint the inputs; ValueError if they are not those of the checkpoint, in whatever location."""
         self.fingerprints = {"weights": weights, "examples": fingerprint(examples)}
         if self.last is not None:
             check_inputs(self.last, self.state, self.config, self.fingerprints)
