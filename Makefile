@@ -90,7 +90,7 @@ $(STAMP): pyproject.toml setup.py $(NATIVE) Makefile $(FORCE)
 	fi
 	if [ -e "$(MARK)" ] && { [ ! -e "$@" ] || [ -n "$(FORCE)" ]; }; then
 	    echo "Making the virtual environment $(VENV)."
-	    find "$(VENV)" -mindepth 1 ! -path "$(MARK)" -delete  # what an interrupted run or a moved checkout left
+	    find "$(VENV)" -mindepth 1 ! -path "$(MARK)" -delete  # left by an interrupted run or a moved checkout
 	fi
 	rm -f "$@"
 	if [ ! -e "$(VENV)/pyvenv.cfg" ]; then

@@ -196,7 +196,7 @@ void rlplus_row_statistics(const float* z, const float* bias, const int64_t* tar
   for (int64_t i = 0; i < n; ++i) statistics_one(z + i * V, bias, V, target[i], inv_temperature[i], cap, rows + i);
 }
 
-// For s < n: row s of the buffer becomes the gradient of row source[s], fp32 or, in the front half of the row's memory,
+// Row s < n of the buffer becomes the gradient of row source[s], fp32 or, in the front half of the row's memory,
 // bf16. Each source is its own slot or a row that is no slot, and each slot is its own source or a row that is no
 // source, so rows may be done in any order. The arrays behind it are indexed by source; dentropy may be null.
 // Zeros follow a bf16 row as far as oneDNN's AMX kernel reads past its end, to multiply what is there by 0: the bits of

@@ -6,7 +6,7 @@
     checkpoints/saving/           a checkpoint being written, possibly by a process that died
 
 A checkpoint is written under the name `saving`, flushed to the disk, renamed, and only then named in `latest`. `verify`
-compares the checksums that torch.save puts into its zip archives, and that of state.json, before anything is loaded.
+compares the checksums that torch.save puts into its zip archives, and state.json's, before anything is loaded.
 Loading unpickles (DeepSpeed's format does): load only checkpoints that you wrote yourself.
 """
 

@@ -127,7 +127,7 @@ def test_the_true_denominator_reaches_the_gradient(tmp_path: Path, external: str
         for batch in packed(run, samples):
             model(batch, run.policy._loss_op(objective, batch)).loss.backward()
         for name, parameter in lm.named_parameters():
-            bound = {"rtol": 1e-4, "atol": 1e-6 * float(parameter.grad.abs().max())}  # those of test_trainer.py
+            bound = {"rtol": 1e-4, "atol": 1e-6 * float(parameter.grad.abs().max())}  # as in test_trainer.py
             got = dict(model.named_parameters())[f"lm.{name}"].grad
             torch.testing.assert_close(got.double(), parameter.grad, msg=name, **bound)
         with pytest.raises(AssertionError, match="want the author's logprob of"):
@@ -135,7 +135,7 @@ def test_the_true_denominator_reaches_the_gradient(tmp_path: Path, external: str
 
 
 def test_the_column_reaches_the_loss_of_a_run(tmp_path: Path) -> None:
-    """The mean weight of demonstrated tokens is that of the true denominator; another column counts as other data."""
+    """The mean weight of demonstrated tokens has the true denominator; another column counts as other data."""
     config = known(tmp_path, train={"steps": 1})
     with Run(config, resume=False) as run:
         seen = []

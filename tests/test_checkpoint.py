@@ -34,7 +34,7 @@ def with_steps(config, steps, output=None):
     ],
 )
 def test_resume_is_bitwise_over_an_epoch_boundary(tmp_path, stage, preset, dtype):
-    """6 prompts at 4 a step: steps 2, 3 and 5 cross into the next epoch."""
+    """6 prompts, 4 per step: steps 2, 3 and 5 cross into the next epoch."""
     sections = {"model": {"dtype": dtype}, "train": {"zero_stage": stage}, "algorithm": {"preset": preset}}
     config = run_config(tmp_path, **sections)
     whole = train(with_steps(config, 6, tmp_path / "whole"))

@@ -102,7 +102,7 @@ def test_the_head_of_a_value_model() -> None:
 
 
 def test_values_of_a_bf16_model_are_summed_and_kept_in_fp32() -> None:
-    """Within fp32's rounding of the product of the bf16 states and weights; of values near 1, bf16 has 8 bits."""
+    """Within fp32's rounding of the product of the bf16 states and weights; bf16 has 8 bits of values near 1."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(200, 96, generator=generator).bfloat16()
     weight = torch.randn(1, 96, generator=generator).bfloat16()
@@ -170,7 +170,7 @@ def test_values_and_their_gradient_are_those_of_single_sequences_in_float64(run:
     assert "lm_head.weight" in gradients
     for name, p in model.named_parameters():
         gradient = gradients[name.removeprefix("lm.")]
-        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # those of test_trainer.py
+        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # as in test_trainer.py
         torch.testing.assert_close(p.grad.double(), gradient, msg=name, **bound)
     model.zero_grad()
 

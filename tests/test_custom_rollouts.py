@@ -229,7 +229,7 @@ def test_tokens_that_are_not_trained_on_reach_neither_gradient_nor_denominator(r
     assert sum(int(out.stats["tokens"]) for out in outputs) == tokens
     for name, p in model.named_parameters():
         gradient = want[name.removeprefix("lm.")]
-        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # those of test_trainer.py
+        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # as in test_trainer.py
         torch.testing.assert_close(p.grad.double(), gradient, msg=name, **bound)
     model.zero_grad()
     assert packed(run, [replace(samples[0], trained=False)]) == []

@@ -71,7 +71,7 @@ def test_an_evaluation_is_known_by_its_contents(tmp_path: Path) -> None:
 
 
 def test_nothing_of_another_evaluation_is_replaced(tmp_path: Path) -> None:
-    """Of a benchmark that is evaluated again all must be the same, of the others the model."""
+    """A benchmark that is evaluated again must be the same throughout, the others must have the same model."""
 
     def one(name: str, model: str, samples: str = "4") -> Evaluation:
         asked = {"benchmark": name, "model": model, "evaluation.samples": samples}

@@ -37,7 +37,7 @@ def grader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def evaluated(folder: Path, output: str, reward: dict[str, Any], every: int, steps: int) -> Config:
-    """A run whose evaluations fail: on two ranks that of the second one's problem."""
+    """A run whose evaluations fail: on two ranks at the second one's problem."""
     problems = folder / "problems.jsonl"
     problems.write_text("".join(json.dumps({"prompt": "1+1=", "answer": answer}) + "\n" for answer in ("2", "fails")))
     evaluation = {"data": {"path": str(problems), "max_prompt_length": 8}, "every": every, "samples": 1}

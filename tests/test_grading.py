@@ -117,7 +117,7 @@ def test_two_ranks_share_the_demonstrations_and_agree_on_every_verdict(tmp_path:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-# What a run makes of it
+# Grading in a run
 
 ONCE = """
 import os
@@ -151,7 +151,7 @@ def grade(text, answer):
 
 
 def test_a_resumed_run_has_the_demonstrations_it_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grader fails on others when the run is resumed; the result is that of a run which was never interrupted."""
+    """The grader fails on others when the run is resumed; the result is the same as without an interruption."""
     (tmp_path / "switched_graders.py").write_text(SWITCHED)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad").write_text("2")

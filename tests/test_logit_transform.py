@@ -194,7 +194,7 @@ def test_a_module_takes_them_as_options() -> None:
 def test_a_run_trains_the_model_that_its_class_is(
     tmp_path: Path, kind: Any, config: Any, numbers: dict[str, Any]
 ) -> None:
-    """The gradient is that of the plain model's own logits."""
+    """The gradient is the same as through the plain model's own logits."""
     tokenizer = byte_tokenizer()
     torch.manual_seed(0)
     model = config(

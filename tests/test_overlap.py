@@ -94,7 +94,7 @@ def check_logprob(run: Run, samples: list[Sample], sampler: dict[str, torch.Tens
 
 
 def version(step: int, overlap: int) -> int:
-    """Of the weights that sample the batch of a step: those of every `overlap`-th step sample the batches behind it."""
+    """The version of the weights that sample a step's batch: every `overlap`-th step's sample the batches behind it."""
     return max(0, step - 1) // overlap * overlap
 
 
@@ -139,7 +139,7 @@ def simulated(config: Config) -> tuple[dict[str, torch.Tensor], list[list[float]
 
 @pytest.mark.parametrize(("preset", "overlap"), [("rlplus", 1), ("grpo", 1), ("rlplus", 3)])
 def test_overlap_is_training_some_steps_behind(tmp_path, in_thread, lottery, preset, overlap):
-    """The weights after 5 steps are those of a delay written out by hand, and not those of no delay."""
+    """The weights after 5 steps equal a delay's written out by hand, and differ from no delay's."""
     changes = {"lr": 3e-3, "overlap": overlap}
     config = overlapping(tmp_path, "overlap", 5, algorithm={"preset": preset}, train=changes)
     folder = train(config)
@@ -167,7 +167,7 @@ def test_overlap_is_training_some_steps_behind(tmp_path, in_thread, lottery, pre
     [("rlplus", 3), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("rlplus", "grpo"))],
 )
 def test_resume_with_overlap_is_bitwise(tmp_path, in_thread, lottery, preset, overlap):
-    """Also over an epoch boundary (6 prompts, 4 a step), and when a finished run is prolonged."""
+    """Also over an epoch boundary (6 prompts, 4 per step), and when a finished run is prolonged."""
     sections = {"algorithm": {"preset": preset}, "train": {"overlap": overlap}}
     whole = train(overlapping(tmp_path, "whole", 6, **sections))
     config = overlapping(tmp_path, "parts", 2, **sections)

@@ -263,7 +263,7 @@ def test_no_remedy_splits_heads_that_cannot_be_split():
 
 
 def test_shipped_configurations_are_planned_without_a_network(tmp_path, monkeypatch, capsys):
-    """From the architecture that travels with them, which is Qwen's own and that of the demo's recipe."""
+    """The architecture travels with them: Qwen's own, and the demo's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")

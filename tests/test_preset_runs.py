@@ -1,4 +1,4 @@
-"""Twenty steps of the presets whose step needs nothing but the objective; test_refill.py has those of dapo."""
+"""Twenty steps of the presets whose step needs nothing but the objective; test_refill.py has dapo's."""
 
 from collections.abc import Sequence
 from pathlib import Path

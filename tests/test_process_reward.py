@@ -22,7 +22,7 @@ from rlplus.trainer.step import Step
 
 
 def test_advantages_are_their_definition() -> None:
-    """A token's worth: process rewards from there on, each less its baseline; the outcome less that of the others."""
+    """A token's worth: process rewards from there on, each less its baseline; the outcome less the others'."""
     generator = torch.Generator().manual_seed(0)
     scores = [torch.randn(n, generator=generator, dtype=torch.float64) for n in (1, 5, 3)]
     outcomes = [1.0, 0.0, 1.0]
@@ -109,7 +109,7 @@ def test_scores_and_the_gradient_are_those_of_single_sequences_in_float64(run: R
     gradients = {name: p.grad for name, p in phi.named_parameters()}
     for name, p in model.named_parameters():
         gradient = gradients[name.removeprefix("lm.")]
-        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # those of test_trainer.py
+        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # as in test_trainer.py
         torch.testing.assert_close(p.grad.double(), gradient, msg=name, **bound)
     model.zero_grad()
 

@@ -1,4 +1,4 @@
-"""What a recipe may do in a step: values per token, several draws, further updates, a state, further learners."""
+"""Everything a recipe may do in a step: values per token, several draws, further updates, state, further learners."""
 
 import os
 import signal
@@ -74,7 +74,7 @@ def test_values_of_single_tokens_reach_the_gradient(run: Run) -> None:
         model(batch, run.policy._loss_op(ALGORITHMS["rlplus"].objective, batch)).loss.backward()
     for name, p in model.named_parameters():
         gradient = want[name.removeprefix("lm.")]
-        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # those of test_trainer.py
+        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # as in test_trainer.py
         torch.testing.assert_close(p.grad.double(), gradient, msg=name, **bound)
     model.zero_grad()
 
@@ -196,7 +196,7 @@ def test_a_recipe_with_updates_and_a_state_of_its_own_resumes_bit_for_bit(
 
 
 class Twice(Recipe):
-    """Two draws a step, and the second one's groups behind the first one's."""
+    """Two draws per step, and the second one's groups behind the first one's."""
 
     drawn: ClassVar[list[list[int]]] = []
     kill = False

@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 def step(
     recipe: Recipe, drawn: Sequence[int], right: dict[int, int], logprob: float = -1.0
 ) -> tuple[list[int], dict[int, Ask], Batch]:
-    """Of each prompt's rollouts so many are right, the first ones, with this logprob less a tenth from one to the next.
+    """A step: the first so many of each prompt's rollouts are right; each has a tenth less logprob than the one before.
 
     Returns the prompts of the step, what is asked of each, and its samples.
     """

@@ -259,7 +259,7 @@ def test_a_damaged_result_is_left_out_of_the_page_which_says_so(
     for label, record in zip("ba", caplog.records, strict=True):
         assert record.getMessage().startswith(f"{label}: {wanted}/{label}/evaluation-amc.json; got")
         assert f"{label}: {wanted}/{label}/evaluation-amc.json; got" in text
-    assert "a 18.8" in text  # on the other benchmark
+    assert "a 18.8" in text  # the other benchmark's result
     assert main(command) == 2
     assert f"b: {wanted}/b/evaluation-amc.json; got" in capsys.readouterr().err
 

@@ -107,7 +107,7 @@ def test_a_flipped_bit_is_found_or_has_no_effect(tmp_path):
                 assert equal(torch.load(file), value), place
         file.write_bytes(whole)
     assert not checkpoint._damage([file])
-    assert found >= 20 * 8 + 3 * 4  # at least what holds the numbers
+    assert found >= 20 * 8 + 3 * 4  # the bytes of the numbers at least
 
 
 @pytest.mark.parametrize("name", ["optim_states", "model_states", "rng-0.pt", "state.json", "latest", "missing"])

@@ -220,7 +220,7 @@ def test_a_worker_may_end_by_itself_as_it_is_told_to(
     os.kill(worker.process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "_ended", lambda: False)  # as it was a moment ago
+        patch.setattr(worker, "_ended", lambda: False)  # still running, a moment ago
         worker.end()
     scorer.close()
     assert worker.process.returncode == -signal.SIGKILL

@@ -83,7 +83,7 @@ def test_a_checkpoint_with_ruined_weights_is_not_resumed(tmp_path: Path, monkeyp
         return ""
 
     with monkeypatch.context() as patch:
-        nonfinite = [lambda _: "", poison]  # before and after the update
+        nonfinite = [lambda _: "", poison]  # one before, one after the update
         patch.setattr(Policy, "nonfinite", lambda policy: nonfinite.pop(0)(policy))
         train(config)
     with pytest.raises(ValueError, match=r"step-000001 has NaN or infinity in parameter model\.embed_tokens\.weight"):

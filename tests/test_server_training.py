@@ -28,7 +28,7 @@ from rlplus.trainer import Interrupted, train
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 LENGTH = 48
-LONGEST = 8 + LENGTH  # with the prompt
+LONGEST = 8 + LENGTH  # includes the prompt
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +93,12 @@ def test_a_server_generates_ahead(tmp_path: Path, start: Path, server: Server) -
 def test_a_signal_does_not_wait_for_the_server(
     tmp_path: Path, start: Path, server: Server, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """Nor does the server work on for nobody; the run then ends as an undisturbed one."""
+    """The server stops working on requests without a caller; the resumed run ends like an undisturbed one."""
     sections: dict[str, Any] = {"train": {"overlap": overlap}}
     whole = train(run_of(tmp_path, start, "whole", 3, server, **sections))
     config = run_of(tmp_path, start, "stopped", 3, server, **sections)
     with monkeypatch.context() as patch:
-        # Ahead: of the third, so that there is a finished step to resume from, wherever the signal meets the second.
+        # Ahead: in the third batch, so that a finished step can be resumed, wherever the signal meets the second.
         in_batch(patch, 3 if overlap else 2, os.kill, os.getpid(), signal.SIGINT)
         with pytest.raises(Interrupted):
             train(config)
@@ -108,7 +108,7 @@ def test_a_signal_does_not_wait_for_the_server(
 
 
 def test_two_ranks_share_a_server(tmp_path: Path, start: Path, server: Server) -> None:
-    """ZeRO-3; the same as two engines, one a rank. And over a resume."""
+    """ZeRO-3; the same as two engines, one per rank. And over a resume."""
     sharded = {"zero_stage": 3, "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
     processes = run_of(tmp_path, start, "processes", 4, None, train=sharded, rollout={"mode": "process"})
     torchrun(processes)

@@ -68,7 +68,7 @@ def train_counting(monkeypatch: pytest.MonkeyPatch, config: Config) -> tuple[Pat
 @pytest.mark.parametrize("zero_stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_that_is_given_up_is_done_again_bit_for_bit(tmp_path, monkeypatch, place, zero_stage):
-    """The third of four steps; the checkpoint is that of the second one's end."""
+    """The third of four steps; the checkpoint is the second one's."""
     whole, counts = train_counting(monkeypatch, two_micro_batches(tmp_path, "whole", zero_stage=zero_stage))
     config = two_micro_batches(tmp_path, "parts", zero_stage=zero_stage)
     with monkeypatch.context() as patch:
@@ -97,7 +97,7 @@ def test_the_first_step_can_be_given_up(tmp_path, monkeypatch):
 
 
 def test_a_step_that_has_changed_the_policy_is_finished(tmp_path, monkeypatch):
-    """Two updates a step: a signal in the second one's backward pass."""
+    """Two updates per step: a signal in the second one's backward pass."""
     whole = train(run_config(tmp_path, "whole", train={"prompts_per_update": 2}))
     config = run_config(tmp_path, "parts", train={"prompts_per_update": 2})
     with monkeypatch.context() as patch:

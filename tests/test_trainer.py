@@ -267,7 +267,7 @@ def test_overrides_reach_the_model(tmp_path):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_least_memory_is_the_same_training(tmp_path, monkeypatch, stage):
-    """Two updates a step, so that old_logprob is a pass of its own, which has no such option."""
+    """Two updates per step, so that old_logprob is a pass of its own, which has no such option."""
     changes = {"zero_stage": stage, "prompts_per_update": 2}
     fast = train(run_config(tmp_path, "fast", train=changes))
     asked = []

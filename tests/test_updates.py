@@ -49,7 +49,7 @@ def test_the_temperature_of_a_run_reaches_its_gradient(run: Run) -> None:
     got = {name.removeprefix("lm."): p.grad for name, p in lm.named_parameters()}
     lm.zero_grad()
     for name, gradient in want.items():
-        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # those of test_trainer.py
+        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # as in test_trainer.py
         torch.testing.assert_close(got[name].double(), gradient, msg=name, **bound)
         assert not torch.allclose(plain[name], gradient, rtol=1e-2)
 
@@ -84,7 +84,7 @@ def test_the_gradient_is_clipped_to_its_norm(run: Run) -> None:
 
 
 def test_the_official_bonus_is_a_mean_over_all_response_tokens(run: Run) -> None:
-    """Including those of samples without an advantage; the loss itself is normalised by length."""
+    """Tokens of samples without an advantage count; the loss itself is normalised by length."""
     samples = batch_of_samples()
     batches = micro_batches(run, samples, ALGORITHMS["rlplus-official"])
     weights = torch.cat([batch.entropy_weight for batch in batches if batch.entropy_weight is not None])
@@ -122,7 +122,7 @@ def test_demonstrations_of_solved_groups_are_learnt(run: Run) -> None:
 def test_an_applied_update_begins_the_count_of_nonfinite_ones_anew(run: Run) -> None:
     for applied in (False, False, True, False, False):
         run.count_nonfinite(applied)
-    for applied in (True, False):  # of another model
+    for applied in (True, False):  # another model's
         run.count_nonfinite(applied, "critic")
     with pytest.raises(RunFailed, match="3 updates of the policy in a row"):
         run.count_nonfinite(False)

@@ -33,7 +33,7 @@ def validated(folder: Path, output: str = "run", every: int = 1, name: str = "he
 
 
 def test_a_run_learns_the_same_with_validation_and_resumes_exactly(tmp_path: Path) -> None:
-    """Metrics and weights are those of a run without, bit for bit, and of one that was resumed."""
+    """Metrics and weights equal a run's without validation, bit for bit, and a resumed run's."""
     plain = train(run_config(tmp_path, "plain", train={"steps": 3}))
     config = validated(tmp_path, every=2, train={"steps": 3}, checkpoint={"every": 1, "keep": 9})
     folder = train(config, validate=validator(config))
@@ -51,13 +51,13 @@ def test_a_run_learns_the_same_with_validation_and_resumes_exactly(tmp_path: Pat
 
 
 def test_the_mean_reward_is_that_of_all_samples(tmp_path: Path) -> None:
-    """Of two benchmarks of different sizes; a reward need not be 0 or 1. Right is what has 1."""
+    """Two benchmarks of different sizes; a reward need not be 0 or 1. Only a 1 counts as right."""
     graded: list[float] = []
 
     def respond(
         engine: Any, examples: Sequence[Example], requests: Sequence[Request], sampling: Any
     ) -> list[list[Completion]]:
-        """Responses that come with their rewards, as those of rollout.function may."""
+        """Responses that come with their rewards, as rollout.function's may."""
         groups = []
         for request in requests:
             rewards = [(len(graded) + i) % 5 / 4 for i in range(request.n)]

@@ -56,7 +56,7 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 
 
 def check_samples_folder(folder: Path, *, of_step: bool) -> None:
-    """ValueError unless the folder has kept samples; of_step: those of a step."""
+    """ValueError unless the folder has kept samples; of_step: a step's samples."""
     _check_known(folder)
     if not _has(folder / SAMPLES, "*.parquet"):
         why = "log.samples_every says how often: 0 is never" if is_run(folder) else "`rlplus eval` keeps them"

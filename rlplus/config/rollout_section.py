@@ -73,8 +73,8 @@ class RolloutConfig(Section):
     """A generation without a new token for longer hangs: an engine's process is then started again, as one that dies;
     in the other modes the run stops."""
     push_folder: PathText | None = None
-    """Where weights pass to an engine in another process; None = /dev/shm, or the temporary folder. Holds the whole
-    model. A server must see it under the same name."""
+    """Folder for weights on their way to an engine in another process; None = /dev/shm, or the temporary folder. Holds
+    the whole model. A server must see it under the same name."""
     server_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
     """Address of the server, such as http://localhost:8000."""
     function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None

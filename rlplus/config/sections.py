@@ -42,7 +42,7 @@ class ScratchModel(Section):
     """Attention heads."""
     intermediate_size: Moderate = 192
     """Width inside the MLPs."""
-    initializer_range: Positive = 0.12  # at 64 wide, the usual 0.02 learns nothing within minutes
+    initializer_range: Positive = 0.12  # the usual 0.02 learns nothing within minutes at a width of 64
     """Standard deviation of the weights."""
     max_position_embeddings: Count = 4096
     """Longest sequence."""
@@ -258,7 +258,7 @@ class LogConfig(Section):
     """Samples kept to be read, and live trackers, which get the metrics beside metrics.jsonl and TensorBoard."""
 
     samples_every: NonNegative = 10
-    """Steps between two whose samples are kept in output_dir/samples, besides the first step's; 0 = none, nor those of
+    """Interval in steps at which samples are kept in output_dir/samples, besides the first step's; 0 = none, also of
     evaluations in the run. `rlplus eval` keeps its own in any case."""
     sample_groups: Count = 2
     """Number of groups of such a step that are kept."""
@@ -268,7 +268,7 @@ class LogConfig(Section):
     """Project of Trackio; needs `pip install -e ".[trackio]"`. It stays on disk unless TRACKIO_SPACE_ID is set."""
 
     def keeps_samples(self, step: int) -> bool:
-        """Whether those of a step are kept, counted from 1."""
+        """Whether a step's samples are kept; steps count from 1."""
         return self.samples_every > 0 and (step == 1 or step % self.samples_every == 0)
 
 

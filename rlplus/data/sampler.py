@@ -53,9 +53,9 @@ class PromptSampler:
 
 
 def variants(examples: Sequence[Example], choice: str) -> list[list[int]]:
-    """For each row, which of the examples stand for it: those that have a demonstration, or one without.
+    """The examples that stand for each row: all with a demonstration, or one without.
 
-    choice: of several, "first", "shortest" (in tokens), "likeliest" (by the mean `behavior_logprob`): one of them;
+    choice: which of several: one, the "first", "shortest" (in tokens) or "likeliest" (by the mean `behavior_logprob`);
     "random": all. The examples of a row are next to each other.
     """
     scores: dict[str, Callable[[Example], float]] = {

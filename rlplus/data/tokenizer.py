@@ -12,7 +12,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 
-UTF8_BYTES = 4  # at most, per character
+UTF8_BYTES = 4  # bytes of a character at most
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -24,7 +24,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab={sign: byte for byte, sign in enumerate(_byte_signs())}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|pad|>", "<|endoftext|>"])  # in the order of their ids
+    tokenizer.add_special_tokens(["<|pad|>", "<|endoftext|>"])  # their order is the order of their ids
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<|pad|>",

@@ -29,7 +29,7 @@ from rlplus.reward import Score, Scorer
 from rlplus.rollout import Completion, Request, Respond, RolloutEngine, Sampling, make_engine, make_respond, respond
 
 _COMPLETIONS_A_CALL = 4096  # bounds what is held as Python lists at a time
-_TOKENS_A_CALL = 1 << 23  # at most, and so what a killed evaluation loses: 1024 responses of 8192 tokens
+_TOKENS_A_CALL = 1 << 23  # a killed evaluation loses at most these: 1024 responses of 8192 tokens
 
 Keep = Callable[[str], KeptCalls]  # where to keep the samples of a benchmark, given its name
 
@@ -56,7 +56,7 @@ def evaluate(
 
     `examples` are `distinct`; `decode` gives the text to grade, without special tokens. respond: what asks the
     engine, and may give rewards. progress: called with the number of problems that are done, again and again. kept:
-    stores samples as they come, and provides those of an interrupted evaluation. ValueError without problems, or if a k
+    stores samples as they come, and provides an interrupted evaluation's. ValueError without problems, or if a k
     is not in 1..samples. Each call of the engine has a seed of its own: equal prompts never get equal samples.
     """
     if not examples:
@@ -199,7 +199,7 @@ def _evaluate_model(
     say: Callable[[str], None],
     chat_expected: bool,
 ) -> dict[str, Evaluation]:
-    """As `evaluate_model`, of which no other one writes into `output`."""
+    """`evaluate_model` while no other evaluation writes into `output`."""
     path = Path(config.output_dir) / "model" if model is None else Path(model)
     settings = config.model.model_copy(update={"path": str(path), "scratch": None})
     rank, ranks = _rank_of()
@@ -255,7 +255,7 @@ def _keep_in(
     rank: int,
     ranks: int,
 ) -> Keep:
-    """Where to keep samples, without damaged files and, with `overwrite`, those of other evaluations. Collective.
+    """The place to keep samples, without damaged files and, with `overwrite`, other evaluations'. Collective.
 
     ValueError if there are any of others, without `overwrite`.
     """

@@ -28,7 +28,7 @@ def deepspeed_config(config: Config, parameters: int) -> dict[str, Any]:
             "allgather_bucket_size": bucket,
             **offload,
         },
-        "zero_force_ds_cpu_optimizer": False,  # without a GPU torch's AdamW is used with offloading, too
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW without a GPU, with offloading, too
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": config.model.dtype == "bfloat16", "check_grad_overflow": True},
         **IN_FP32,

@@ -46,7 +46,7 @@ class Policy(Learner):
             self.reference = PackedModel(lm, self.group).to(self.device).eval().requires_grad_(False)
 
     def nonfinite(self) -> str:
-        """Where there is NaN or infinity: the first such parameter, else a batch's logprobs; empty if all is finite.
+        """The place of NaN or infinity: the first such parameter, else a batch's logprobs; empty if all is finite.
 
         Collective. A pass over this rank's weights and one forward pass of two short sequences.
         """

@@ -1,4 +1,4 @@
-"""A process reward model: a language model whose logprobs minus those of the reference are token rewards."""
+"""A process reward model: a language model whose logprobs minus the reference's are token rewards."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

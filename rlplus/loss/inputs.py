@@ -50,7 +50,7 @@ def _number(name: str, value: object, dtype: torch.dtype) -> object:
 
 
 def objective_of(given: object) -> Objective:
-    """The objective; or that of the preset of this name, or the default for None. ValueError for anything else."""
+    """The objective; a name's is its preset's, None's the default. ValueError for anything else."""
     if given is None:
         return Objective()
     if isinstance(given, str):
@@ -83,7 +83,7 @@ def check_constants(
 
 
 def check_differentiated_once() -> None:
-    """For backward passes whose derivatives are constants: a second derivative would be silently wrong."""
+    """Refuse a second derivative through a backward pass of constants: it would be silently wrong."""
     if torch.is_grad_enabled():
         raise RuntimeError("want create_graph=False: the loss is differentiable once; got create_graph=True")
 

@@ -37,7 +37,7 @@ def implementation(backend: str) -> ModuleType:
 
 
 class Options(NamedTuple):
-    """How the policy loss is computed. memory: "fast", "least", or "faster", the one with less time by `cost`."""
+    """Options of the policy loss. memory: "fast", "least", or "faster", the one that takes less time by `cost`."""
 
     grad_filter: float
     scratch_bytes: float
@@ -46,7 +46,7 @@ class Options(NamedTuple):
 
 
 FIELDS = {kind: tuple(kind.__annotations__) for kind in (Head, TokenConstants, Objective, Options)}
-TYPES = {  # in a schema
+TYPES = {  # names in a schema
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     float: "float",
@@ -206,7 +206,7 @@ def _scale(gradient: Tensor, by: Tensor, in_place: bool, kernels: bool) -> Tenso
     """gradient * by, multiplied in fp32 (fp64): a loss scale of 65536 is infinite in fp16."""
     if not in_place:
         return (gradient.to(by.dtype) * by).to(gradient.dtype)
-    if by.device.type == "cpu" and by.item() == 1:  # on other devices reading it would wait
+    if by.device.type == "cpu" and by.item() == 1:  # a read on other devices would wait
         return gradient
     if kernels and by.is_cuda:
         from rlplus.kernels.scale import scale_

@@ -19,7 +19,7 @@ from rlplus.recipe.plain import Batch, Recipe
 
 
 class CriticRecipe(Recipe):
-    """Values come from the critic as the previous step left it; its updates follow those of the policy."""
+    """Values come from the critic as the previous step left it; its updates follow the policy's."""
 
     options: Critic
 
@@ -34,7 +34,7 @@ class CriticRecipe(Recipe):
         self.pad_id = pad_id
 
     def collect(self, draw: Callable[[], Batch]) -> Batch:
-        """With `stopped_only` the reward of a truncated response becomes 0, before shaping."""
+        """The step's batch. With `stopped_only` the reward of a truncated response becomes 0, before shaping."""
         batch = super().collect(draw)
         for sample in batch.samples:
             if self.options.stopped_only and sample.truncated:

@@ -12,7 +12,7 @@ from rlplus.config import Config
 from rlplus.data import MicroBatch
 from rlplus.learner import Learner
 
-SMALLEST_VARIANCE = 1e-8  # below it, differences are rounding errors
+SMALLEST_VARIANCE = 1e-8  # differences below it are rounding errors
 
 Metrics = dict[str, tuple[float, float]]  # this rank's sum and count of each
 

@@ -36,7 +36,7 @@ def _grade(grader: Any, require_think: bool, text: str, answer: str, row: Mappin
     try:
         value, status, detail = grader(text, answer, row)
         return value, status, detail[:_MAX_DETAIL]
-    except MemoryError:  # what filled it may still be held: a fresh process serves the others better
+    except MemoryError:  # it may stay full: a fresh process serves the others better
         raise SystemExit("reward worker: out of memory (limit: reward.memory_mb)") from None
     except Exception as error:  # one text must not cost the others their score; counted and logged by the parent
         return 0.0, "crash", f"{type(error).__name__}: {error}"[:_MAX_DETAIL]

@@ -43,7 +43,7 @@ def evaluator(config: Config) -> Evaluate | None:
 def validator(config: Config) -> Evaluate | None:
     """The function that `train` calls every `validation.every` steps: the mean reward, and pass@k by benchmark.
 
-    As `evaluator`, on the problems of `validation`. ValueError also for those of a known test benchmark.
+    As `evaluator`, on the problems of `validation`. ValueError also for a known test benchmark's.
     """
     if not config.validation.every:
         return None

@@ -73,7 +73,7 @@ def train_step(run: Run, evaluate: Evaluate | None = None, validate: Evaluate | 
     step.remember(work)  # the logprobs of the policy before the first update, and of the reference
     for update, micro_batches in work:
         outputs = step.accumulate(update, micro_batches)
-        if has_gradient(micro_batches):  # on any rank
+        if has_gradient(micro_batches):  # any rank's
             recipe.saw(update, outputs, step.optimize(update))
     step.fit(batch)  # the models that the recipe trains alongside the policy
     if evaluate is not None and run.progress.evaluation_due:

@@ -4,7 +4,7 @@ from typing import Any
 
 from rlplus.config import Config
 
-IDLE_STEPS = 4  # in a row without an update: fewer may be chance in small steps, more would tell the user late
+IDLE_STEPS = 4  # consecutive steps without an update: fewer may be chance in small steps, more would tell the user late
 
 
 class Progress:

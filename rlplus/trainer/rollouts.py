@@ -38,7 +38,7 @@ Position = dict[str, int]  # the sampler's state
 
 @dataclass
 class Ahead:
-    """A batch that is generated ahead. position: of the sampler, before the batch's prompts."""
+    """A batch that is generated ahead. position: the sampler's, before the batch's prompts."""
 
     position: Position
     coming: Future[Drawn]
@@ -54,7 +54,7 @@ class Rollouts:
     after the other in a thread, while the steps train; the first step samples its own batch, too. So a batch was
     sampled 1 to k steps before it is trained on. The delay is the same in every run; timing plays no part.
 
-    Their old_logprob are the engine's: those of the policy that sampled, to the engine's accuracy, which the probe
+    Their old_logprob are the engine's: the sampling policy's, to the engine's accuracy, which the probe
     checks at every push. Demonstrations get theirs from the same weights, by a forward pass of the policy before they
     change. Both are part of the batch, and the batches ahead part of a checkpoint.
     """
@@ -74,7 +74,7 @@ class Rollouts:
         self.examples, self.sampler, self.pad_id, self.engine = examples, sampler, pad_id, engine
         self.respond = respond
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._ahead: list[Ahead] = []  # in the order in which they are generated and trained on
+        self._ahead: list[Ahead] = []  # ordered as they are generated and trained on
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
         self._begin: tuple[Position, list[Ahead]] = sampler.state_dict(), []  # the target of `rewind`
 
@@ -96,7 +96,7 @@ class Rollouts:
         if last and self.recipe.algorithm.generates:
             with tally.time("sync"):
                 self.engine.sync(step, probe=overlap > 0)
-            if overlap:  # without overlap the batch's own gap is logged
+            if overlap:  # the batch's own gap is logged otherwise
                 tally.mean("mismatch/probe", self.engine.gap)
         with tally.time("generate"):
             if self._ahead:
@@ -118,7 +118,7 @@ class Rollouts:
     def _settle(self, count: int) -> None:
         """Wait for the first `count` batches ahead: the engine answers one question at a time.
 
-        EngineFailed if one failed: its prompts, and those of the batches after it, were not used.
+        EngineFailed if one failed: its prompts, and the later batches', were not used.
         """
         for i, ahead in enumerate(self._ahead[:count]):
             try:

@@ -63,7 +63,7 @@ class RunFolder:
             check_inputs(self.last, self.state, self.config, self.fingerprints)
 
     def begin(self, devices: Sequence[str]) -> None:
-        """For rank 0: mark the folder as this run's, which continues from `last`, on these devices."""
+        """Mark the folder, on rank 0, as this run's, which continues from `last`, on these devices."""
         step = self.state.get("step", 0)
         if self.last is not None:
             checkpoint.point_to(self.last)  # which may be an older one
@@ -80,7 +80,7 @@ class RunFolder:
         checkpoint.save(engines, self.checkpoints, step, state, self.config.checkpoint.keep, rank_state, best)
 
     def note_result(self, step: int) -> None:
-        """For rank 0: record that the model of this step was written."""
+        """Record, on rank 0, that the model of this step was written."""
         write_text(self._exported, checkpoint.name_of(step))
 
 
@@ -185,7 +185,7 @@ def _choice(config: Config) -> dict[str, Any]:
 
 
 def check_inputs(last: Path, state: dict[str, Any], config: Config, fingerprints: dict[str, str | None]) -> None:
-    """ValueError if data or model are not those of the checkpoint. Their location does not matter."""
+    """ValueError if data or model differ from the checkpoint's. Their location does not matter."""
     for key, name in MAY_MOVE.items():
         section = key.partition(".")[0]
         was, now = state["config"][section]["path"], config.model_dump(mode="json")[section]["path"]

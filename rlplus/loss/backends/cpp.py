@@ -55,7 +55,7 @@ Slopes = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 def load() -> ctypes.CDLL | None:
     """The native library; None, with the reason logged once, if it was not built or does not load."""
     try:
-        library = ctypes.CDLL(str(LIBRARY))  # after torch, whose OpenMP it then shares
+        library = ctypes.CDLL(str(LIBRARY))  # torch is loaded: they share its OpenMP
         for name in FUNCTIONS:
             getattr(library, f"rlplus_{name}").restype = None
         library.rlplus_gemm_works.restype = ctypes.c_int
@@ -166,7 +166,7 @@ class _OnePass:
         own = shape.numel() if self.gemm and weight_grad is None else 0
         self.scratch = _take_scratch(rows * V + own)
         self.buffer = self.scratch[: rows * V].view(rows, V)
-        # For bf16 inputs dweight accumulates in fp32 and is rounded into this buffer.
+        # dweight of bf16 inputs accumulates in fp32 and is rounded into this buffer.
         self.rounded = head.hidden.new_empty(shape if own else (0,))
         if weight_grad is not None:
             self.dweight = weight_grad
@@ -351,8 +351,8 @@ def add_dhidden(total: Tensor, dz: Tensor, head: Head) -> None:
 def _dhidden(dz: Tensor, head: Head) -> Tensor:
     if dz.dtype != head.weight.dtype:
         return dhidden(dz, head)
-    # With AMX the vendor's kernel may read up to DEPTH - 1 values past a row. `_row_gradient` leaves zeros there where
-    # the row's memory, that of V fp32 logits, has room for them.
+    # The vendor's kernel for AMX may read up to DEPTH - 1 values past a row. `_row_gradient` leaves zeros there where
+    # the row's memory, V fp32 logits, has room for them.
     V = dz.shape[1]
     return torch.mm(dz if V >= DEPTH - 1 else torch.nn.functional.pad(dz, (0, DEPTH - V))[:, :V], head.weight)
 
@@ -365,7 +365,7 @@ _kept: list[Tensor] = []
 
 
 def _take_scratch(size: int) -> Tensor:
-    """Uninitialised fp32 memory, that of an earlier call if it is large enough.
+    """Uninitialised fp32 memory, an earlier call's if it is large enough.
 
     The first touch of fresh memory would take a tenth of a bf16 pass. Memory kept between calls is marked MADV_FREE, so
     the operating system can reclaim it.
