@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from update_cases import packed
 
 import rlplus.rollout.process_engine
-import rlplus.trainer.rollouts
 from rlplus.config import Config
 from rlplus.data import Sample
 from rlplus.learner import forward_batches
@@ -176,18 +175,6 @@ def test_resume_with_overlap_is_bitwise(tmp_path, in_thread, lottery, preset, ov
     parts = train(changed(config, "train", steps=6), resume=True)
     assert same(whole, parts)
     assert metrics(whole) == metrics(parts)
-
-
-def test_a_checkpoint_of_0_1_0_with_a_batch_ahead_resumes(tmp_path, in_thread, lottery):
-    """It holds the batch as an object."""
-    whole = train(overlapping(tmp_path, "whole", 3))
-    config = overlapping(tmp_path, "parts", 2)
-    saved = train(config) / "checkpoints/step-000002"
-    remembered = torch.load(saved / "rank-0.pt", weights_only=False)
-    batch = object.__new__(rlplus.trainer.rollouts.Batch)
-    vars(batch).update({name: value for name, value in remembered["rollouts"][0].items() if name != "version"})
-    torch.save(batch, saved / "rank-0.pt")
-    assert same(whole, train(changed(config, "train", steps=3), resume=True))
 
 
 def test_the_batch_ahead_is_generated_while_the_policy_trains(tmp_path, in_thread, monkeypatch):

@@ -38,10 +38,8 @@ class Progress:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.step, self.generated, nonfinite = state["step"], state["generated"], state["nonfinite"]
-        self.nonfinite = dict(nonfinite) if isinstance(nonfinite, dict) else {"policy": nonfinite}  # 0.1.0: a number
-        self.external_share = state.get("external_share", 1.0)
-        self.best = state.get("best")
+        self.step, self.generated, self.nonfinite = state["step"], state["generated"], dict(state["nonfinite"])
+        self.external_share, self.best = state["external_share"], state["best"]
 
     @property
     def share_done(self) -> float:

@@ -23,13 +23,13 @@ from rlplus.trainer.metrics import Tally
 class Drawn:
     """A `Batch` before scoring, with the `indices` of its examples in the run's data; the form in checkpoints.
 
-    version: of the weights that sampled it, the number of steps that made them; None: of 0.1.0, which did not say.
+    version: of the weights that sampled it, the number of steps that made them.
     """
 
     indices: list[int]
     samples: list[Sample]
     seconds: float
-    version: int | None = None
+    version: int
 
 
 Question = Callable[[RolloutEngine], Drawn]
@@ -106,7 +106,7 @@ class Rollouts:
             for _ in range(overlap if last else 0):
                 position, question = self.sampler.state_dict(), self._question(step)
                 self._ahead.append(Ahead(position, self._thread.submit(question, self.engine.engine)))
-        if overlap and drawn.version is not None:
+        if overlap:
             tally.mean("batch/staleness", step - drawn.version)
         return Batch([self.examples[i] for i in drawn.indices], drawn.samples, drawn.seconds)
 
@@ -169,8 +169,7 @@ class Rollouts:
         return [vars(ahead.coming.result()) for ahead in self._ahead] or None
 
     def restore(self, state: Any) -> None:
-        batches = [state] if isinstance(state, dict) else state or []  # 0.1.0 kept one batch
-        for batch in batches:
+        for batch in state or []:
             done: Future[Drawn] = Future()
             done.set_result(Drawn(**batch))
             self._ahead.append(Ahead(self.sampler.state_dict(), done))

@@ -92,8 +92,6 @@ class Run:
         self._make_learners(model_path, model_config, stack)
         self._start_engine(model_path, model_config, stack)
         if folder.last is not None and (remembered := checkpoint.read_rank_state(folder.last)) is not None:
-            if not isinstance(remembered, dict):  # 0.1.0 kept the batch ahead alone
-                remembered = {"rollouts": vars(remembered), "recipe": None}
             self.rollouts.restore(remembered["rollouts"])
             self.recipe.restore(remembered["recipe"])
         devices = agree.gathered(device_name())
@@ -142,7 +140,7 @@ class Run:
         if self.folder.last is None:
             self.tuning, tiling, note = run_tuning.begin(self.config.train.tuning, kind)
         else:
-            self.tuning, tiling, note = run_tuning.resume(self.folder.state.get("tuning"), kind)
+            self.tuning, tiling, note = run_tuning.resume(self.folder.state["tuning"], kind)
         if note:
             self.folder.notes.append(f"tuning: {note}")
         if tiling is not None:

@@ -154,11 +154,11 @@ def read_state(last: Path, config: Config, now: dict[str, str]) -> tuple[dict[st
     lengths = [(part.train.steps, part.train.epochs) for part in (written, config)]
     if config.train.lr_needs_length and lengths[0] != lengths[1]:
         notes.append("the run's length has changed: from here on its learning rate is that of a run of the new length")
-    if state.get("best") is not None and _choice(written) != _choice(config):
+    if state["best"] is not None and _choice(written) != _choice(config):
         notes.append("validation has changed: from here on the best checkpoint is chosen anew")
         state["best"] = None
-    before = state.get("surroundings", {})
-    for name in sorted(before.keys() | now.keys()) if before else ():
+    before = state["surroundings"]
+    for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
             notes.append(
                 f"since that checkpoint {name} has changed: {before.get(name, 'none')} -> {now.get(name, 'none')}"
@@ -169,13 +169,13 @@ def read_state(last: Path, config: Config, now: dict[str, str]) -> tuple[dict[st
 def config_in(last: Path, state: Mapping[str, Any]) -> Config:
     """The configuration in the state of the checkpoint `last`; ValueError if it is another version's."""
     try:
-        return recorded_config(state.get("config"))
+        return recorded_config(state["config"])
     except ValueError as error:
-        was = state.get("surroundings", {}).get("rlplus")
-        by = f"by rlplus {was}" if was else "by an unknown version of rlplus"
+        was = state["surroundings"]["rlplus"]
         advice = "" if was == __version__ else ". Go on with that version, or a later one"
         raise ValueError(
-            f"{last} was written {by}, this is {__version__}, which does not read its configuration: {error}{advice}"
+            f"{last} was written by rlplus {was}, this is {__version__}, which does not read its configuration: "
+            f"{error}{advice}"
         ) from error
 
 
@@ -189,7 +189,7 @@ def check_inputs(last: Path, state: dict[str, Any], config: Config, fingerprints
     for key, name in MAY_MOVE.items():
         section = key.partition(".")[0]
         was, now = state["config"][section]["path"], config.model_dump(mode="json")[section]["path"]
-        saved, found = state.get(name), fingerprints[name]
+        saved, found = state[name], fingerprints[name]
         if was != now and (saved is None or found is None):
             raise ValueError(f"{last} has no fingerprint to compare with: want {key} {was!r} as there; got {now!r}")
         if saved is not None and saved != found:
