@@ -50,9 +50,9 @@ def latest(folder: Path) -> Path | None:
 
 def named(folder: Path, name: str) -> Path:
     """The complete checkpoint of that name; ValueError where there is none."""
-    complete = _complete(folder)
-    if folder / name not in complete:
-        have = ", ".join(path.name for path in complete) or "none"
+    complete = [path.name for path in _complete(folder)]
+    if name not in complete:
+        have = ", ".join(complete) or "none"
         raise ValueError(f"want a complete checkpoint in {folder}: {have}; got {name!r}")
     return folder / name
 

@@ -22,7 +22,7 @@ from rlplus.data import Sample
 from rlplus.learner import forward_batches
 from rlplus.recipe import Batch, set_advantages
 from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import Run, train
+from rlplus.trainer import Run, open_run, train
 from rlplus.trainer.groups import generate
 from rlplus.trainer.rollouts import use_engine_logprob
 
@@ -46,7 +46,7 @@ def in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         settings.pop("seed")
         return TransformersEngine(config, *rest, **settings)
 
-    monkeypatch.setattr("rlplus.trainer.run.make_engine", make)
+    monkeypatch.setattr("rlplus.trainer.run_parts.make_engine", make)
 
 
 def overlapping(folder: Path, output: str, steps: int, **sections: Any) -> Config:
@@ -100,7 +100,7 @@ def version(step: int, overlap: int) -> int:
 def simulated(config: Config) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
     """Each batch from the weights that it should have, with their logprobs, checked against float64: no Rollouts."""
     plain = changed(changed(config, "train", overlap=0), "rollout", mode="colocated")
-    with Run(plain, resume=False) as run:
+    with open_run(plain) as run:
         history = [{name: p.clone() for name, p in run.policy.weights()}]
         rewards = []
 
@@ -171,8 +171,8 @@ def test_resume_with_overlap_is_bitwise(tmp_path, in_thread, lottery, preset, ov
     whole = train(overlapping(tmp_path, "whole", 6, **sections))
     config = overlapping(tmp_path, "parts", 2, **sections)
     train(config)
-    train(changed(config, "train", steps=4), resume=True)
-    parts = train(changed(config, "train", steps=6), resume=True)
+    train(changed(config, "train", steps=4), resume="newest")
+    parts = train(changed(config, "train", steps=6), resume="newest")
     assert same(whole, parts)
     assert metrics(whole) == metrics(parts)
 
@@ -234,7 +234,7 @@ def test_a_batch_that_is_lost_takes_none_with_it_that_is_there(tmp_path, in_thre
         with pytest.raises(RuntimeError, match="illegal memory access"):
             train(config)
     assert len(drawn) == 1
-    train(config, resume=True)
+    train(config, resume="newest")
     assert [prompts for prompts, _ in drawn] == [prompts for prompts, _ in whole]
     assert [stale for _, stale in drawn] == [0, 1, 1, 2, 3]
 

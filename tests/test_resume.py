@@ -1,10 +1,12 @@
 """Resuming: nothing to resume, finished runs, damage, other inputs, other software."""
 
+import json
 import os
 import shutil
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,30 @@ from rlplus import checkpoint
 from rlplus.cli import main
 from rlplus.config import Config, surroundings
 from rlplus.learner.pretrained import weights_fingerprint
-from rlplus.trainer import Interrupted, Run, train
+from rlplus.trainer import Interrupted, Run, open_run, train
+from rlplus.trainer.run import OF_RANK, STATE
 from rlplus.trainer.step import Step
 
 
 def stamps(place: Path) -> dict[str, tuple[int, int]]:
     return {str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in place.rglob("*") if p.name != ".lock"}
+
+
+def test_a_resumed_run_is_complete_and_has_the_state_that_was_saved(tmp_path):
+    """Of every part, in the file that the part belongs to."""
+    config = run_config(tmp_path, train={"steps": 1, "overlap": 1})
+    saved = train(config) / "checkpoints/step-000001"
+    shared, own = json.loads((saved / "state.json").read_text()), torch.load(saved / "rank-0.pt", weights_only=False)
+    with open_run(changed(config, "train", steps=2), "newest") as run:
+        states = {name: getattr(run, name).state() for name in STATE}
+        assert own == {name: states[name] for name in OF_RANK}
+        assert own["rollouts"][0]["version"] == 0, "want a batch that was generated ahead"
+        assert shared["sampler"] == states["sampler"] == {"n": 6, "seed": 0, "drawn": 8}
+        assert shared["generated"] > 0
+        assert {name: shared[name] for name in states["progress"]} == states["progress"]
+        assert run.progress.step == 1
+        with pytest.raises(FrozenInstanceError):
+            run.sampler = None
 
 
 def test_resume_begins_and_ends_where_it_says(tmp_path, capsys):
@@ -65,14 +85,14 @@ def test_a_model_that_was_not_written_is_written_on_resume(tmp_path, monkeypatch
         patch.setattr("rlplus.learner.policy.write_model", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(config)
-    assert (train(config, resume=True) / "model/model.safetensors").is_file()
+    assert (train(config, resume="newest") / "model/model.safetensors").is_file()
 
 
 def test_a_model_that_was_removed_is_written_again_on_resume(tmp_path):
     config = run_config(tmp_path, train={"steps": 1})
     model = train(config) / "model"
     model.rename(tmp_path / "whole")
-    train(config, resume=True)
+    train(config, resume="newest")
     assert {p.name: p.read_bytes() for p in model.iterdir()} == {
         p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()
     }
@@ -125,7 +145,7 @@ def test_damage_is_named_and_resumed_before_it_when_told(tmp_path, name):
             (file,) = (checkpoints / step).rglob(f"*{name}*")
             damaged(file, len(file.read_bytes()) // 2)
     with pytest.raises(ValueError, match="is damaged: ") as error:
-        train(config, resume=True)
+        train(config, resume="newest")
     said = str(error.value)
     if name == "latest":
         assert "latest is damaged: want the name of a checkpoint, step-<digits>; got '../run/step-000001'" in said
@@ -167,17 +187,17 @@ def test_data_and_model_may_move_but_not_change(tmp_path):
     rows = data.read_text()
     data.write_text(rows.replace('"answer": "2"', '"answer": "9"'))
     with pytest.raises(ValueError, match=r"step-000001 was written by a run on other data than .*moved.jsonl: it has"):
-        train(config, resume=True)
+        train(config, resume="newest")
     data.write_text(rows)
     weights = bytearray((moved / "model.safetensors").read_bytes())
     first = 8 + int.from_bytes(weights[:8], "little")
     weights[first] ^= 1
     (moved / "model.safetensors").write_bytes(weights)
     with pytest.raises(ValueError, match=r"step-000001 was written by a run on other model than .*moved model: it has"):
-        train(config, resume=True)
+        train(config, resume="newest")
     weights[first] ^= 1
     (moved / "model.safetensors").write_bytes(weights)
-    assert [row["step"] for row in metrics(train(config, resume=True))] == [1, 2]
+    assert [row["step"] for row in metrics(train(config, resume="newest"))] == [1, 2]
 
 
 def test_a_model_without_safetensors_has_no_fingerprint(tmp_path):
@@ -205,7 +225,7 @@ def test_other_software_is_said(tmp_path, monkeypatch, capsys):
     version = surroundings.version
     monkeypatch.setattr(surroundings, "version", lambda name: "99.0" if name == "deepspeed" else version(name))
     capsys.readouterr()
-    train(changed(config, "train", steps=2), resume=True)
+    train(changed(config, "train", steps=2), resume="newest")
     said = capsys.readouterr().err.replace("\n", " ")
     assert f"since that checkpoint deepspeed has changed: {version('deepspeed')} -> 99.0" in said
     assert "since that checkpoint the code of reward.function has changed" in said

@@ -27,15 +27,15 @@ class RunFolder:
     """The folder of a run, locked until `stack` closes. Collective.
 
     last: the checkpoint to resume from, None for a new run; its files are intact. state: its JSON. notes: messages for
-    the user about it. fingerprints: of the run's inputs, by the keys of `state`.
+    the user about it. fixed: entries that are the same in each checkpoint of the run, such as its inputs' fingerprints.
     """
 
-    def __init__(self, config: Config, resume: bool | str, stack: ExitStack) -> None:
+    def __init__(self, config: Config, resume: str | None, stack: ExitStack) -> None:
         self.config, self.path = config, Path(config.output_dir)
         self.checkpoints, self.model = self.path / "checkpoints", self.path / "model"
         self._exported = self.checkpoints / "exported"  # names the checkpoint whose model has been written
         self.surroundings = surroundings(config)  # at the start of the run
-        self.fingerprints: dict[str, str | None] = {}
+        self.fixed: dict[str, Any] = {"config": config.model_dump(mode="json"), "surroundings": self.surroundings}
         if not agree.largest(self.path.is_dir()):  # a mistyped folder is not created
             find_checkpoint(self.path, resume)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -58,9 +58,10 @@ class RunFolder:
 
     def set_inputs(self, weights: str | None, examples: Sequence[Example]) -> None:
         """Fingerprint the inputs; ValueError if they are not those of the checkpoint, in whatever location."""
-        self.fingerprints = {"weights": weights, "examples": fingerprint(examples)}
+        fingerprints = {"weights": weights, "examples": fingerprint(examples)}
+        self.fixed |= fingerprints
         if self.last is not None:
-            check_inputs(self.last, self.state, self.config, self.fingerprints)
+            check_inputs(self.last, self.state, self.config, fingerprints)
 
     def begin(self, devices: Sequence[str]) -> None:
         """For rank 0: mark the folder as this run's, which continues from `last`, on these devices."""
@@ -74,17 +75,17 @@ class RunFolder:
 
     def save(self, engines: Mapping[str, Any], step: int, state: dict[str, Any], rank_state: Any) -> None:
         """Write a checkpoint, see `checkpoint.save`. Collective."""
-        state |= {"config": self.config.model_dump(mode="json"), "surroundings": self.surroundings}
-        state |= self.fingerprints
         best = state["best"] and checkpoint.name_of(state["best"]["step"])
-        checkpoint.save(engines, self.checkpoints, step, state, self.config.checkpoint.keep, rank_state, best)
+        checkpoint.save(
+            engines, self.checkpoints, step, state | self.fixed, self.config.checkpoint.keep, rank_state, best
+        )
 
     def note_result(self, step: int) -> None:
         """For rank 0: record that the model of this step was written."""
         write_text(self._exported, checkpoint.name_of(step))
 
 
-def find_checkpoint(folder: Path, resume: bool | str) -> Path | None:
+def find_checkpoint(folder: Path, resume: str | None) -> Path | None:
     """The checkpoint to resume from, None for a new run; its files are intact. Collective; call it under the lock.
 
     resume: as for `rlplus.trainer.train`. Raises ValueError, on all ranks, if there is none or it is damaged, or if
@@ -104,16 +105,16 @@ def find_checkpoint(folder: Path, resume: bool | str) -> Path | None:
     return last
 
 
-def _find(folder: Path, resume: bool | str) -> Path | None:
+def _find(folder: Path, resume: str | None) -> Path | None:
     checkpoints = folder / "checkpoints"
-    if isinstance(resume, str) and resume != "auto":
+    if resume not in (None, "newest", "auto"):
         return checkpoint.named(checkpoints, resume)
     last = checkpoint.latest(checkpoints)
-    if last is not None and not resume:
+    if last is not None and resume is None:
         raise ValueError(
             f"{folder} already holds a run, at {last.name}: resume it (--resume), or choose another output_dir"
         )
-    if last is None and resume is True:
+    if last is None and resume == "newest":
         raise ValueError(
             f"there is nothing to resume in {folder}, which has no checkpoint: leave --resume out to start a run "
             "there; --resume=auto resumes where there is a checkpoint and starts where there is none"
