@@ -71,7 +71,7 @@ def _made(config: Config, resume: str | None, stack: ExitStack) -> Run:
     model_path, model_config = prepare_model(config.model, folder.path, config.train.seed)
     say_dropout(model_config)
     check_positions(config, model_config)
-    tokenizer = load_tokenizer(config.model.model_copy(update={"path": model_path, "scratch": None}))
+    tokenizer = load_tokenizer(config.model, model_path)
     pad_id: int = tokenizer.pad_token_id
     respond = make_respond(config.rollout.function, tokenizer, model_config.vocab_size)
     scorer = stack.enter_context(Scorer(config.reward, config.data.columns))
