@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import Run, open_run, train
 from rlplus.trainer.groups import generate
 from rlplus.trainer.rollouts import use_engine_logprob
+from rlplus.trainer.run import OF_RANK, STATE
 
 
 def test_overlap_refuses_a_cap_that_would_do_nothing(tmp_path):
@@ -175,6 +177,23 @@ def test_resume_with_overlap_is_bitwise(tmp_path, in_thread, lottery, preset, ov
     parts = train(changed(config, "train", steps=6), resume="newest")
     assert same(whole, parts)
     assert metrics(whole) == metrics(parts)
+
+
+def test_a_resumed_run_is_complete_and_has_the_state_that_was_saved(tmp_path, in_thread):
+    """Of every part, in the file that the part belongs to."""
+    config = overlapping(tmp_path, "run", 1)
+    saved = train(config) / "checkpoints/step-000001"
+    shared, own = json.loads((saved / "state.json").read_text()), torch.load(saved / "rank-0.pt", weights_only=False)
+    with open_run(changed(config, "train", steps=2), "newest") as run:
+        states = {name: getattr(run, name).state() for name in STATE}
+        assert own == {name: states[name] for name in OF_RANK}
+        assert own["rollouts"][0]["version"] == 0, "want a batch that was generated ahead"
+        assert shared["sampler"] == states["sampler"] == {"n": 6, "seed": 0, "drawn": 8}
+        assert shared["generated"] > 0
+        assert {name: shared[name] for name in states["progress"]} == states["progress"]
+        assert run.progress.step == 1
+        with pytest.raises(FrozenInstanceError):
+            run.sampler = None
 
 
 def test_the_batch_ahead_is_generated_while_the_policy_trains(tmp_path, in_thread, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,9 @@ def test_the_mean_reward_is_that_of_all_samples(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}=", "answer": str(i), "set": "a" if i < 3 else "b"} for i in range(5)]
     (tmp_path / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with open_run(config) as run:
-        run.respond = respond
         validate = validator(config)
         assert validate is not None
-        found = validate(run)
+        found = validate(replace(run, respond=respond))
     assert len(graded) == 15
     assert found["reward"] == pytest.approx(sum(graded) / 15)
     assert found["a/pass@1"] == pytest.approx(sum(value == 1 for value in graded[:9]) / 9)
