@@ -52,7 +52,7 @@ class StepStart:
         checkpoint.set_random_state(self._random)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """The parts of a run, all of them made and, if it resumes, restored.
 

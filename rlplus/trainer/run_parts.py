@@ -99,17 +99,17 @@ def _made(config: Config, resume: str | None, stack: ExitStack) -> Run:
     devices = agree.gathered(device_name())
     if rank == 0:
         folder.begin(devices)
-    log, start = _open_log(config, folder, progress, stack), StepStart(rollouts, recipe)
-    run = Run(
-        config, rank, world, folder, tokenizer, pad_id, scorer, data.examples, progress, sampler, recipe, policy,
-        learners, engine, respond, rollouts, start, log, stop,
-    )  # fmt: skip
+    log = _open_log(config, folder, progress, stack)
     source = f"rollouts by {engine.engine.name}" if config.needs_engine else "no rollouts, and no engine"
     head = f"head by backend {policy.backend!r}: {policy.why_backend}"
     for note in (*folder.notes, *notes, head, f"{source}; output in {folder.path}"):
         log.say(note)
     stop.install(stack, log.say)
-    return run
+    return Run(
+        config=config, rank=rank, world=world, folder=folder, tokenizer=tokenizer, pad_id=pad_id, scorer=scorer,
+        examples=data.examples, progress=progress, sampler=sampler, recipe=recipe, policy=policy, learners=learners,
+        engine=engine, respond=respond, rollouts=rollouts, start=StepStart(rollouts, recipe), log=log, stop=stop,
+    )  # fmt: skip
 
 
 def _refuse_finished(config: Config, folder: RunFolder, rank: int) -> None:
