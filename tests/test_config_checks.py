@@ -9,6 +9,7 @@ from run_files import problems, write_minimal
 from rlplus.algorithm import ALGORITHMS
 from rlplus.config import load_config
 from rlplus.config.loading import _kinds, _valid_keys
+from rlplus.loss.surrogates import EXTERNAL
 
 VALIDATED = ["validation.every=5", "validation.data.path=validation.jsonl"]
 
@@ -92,8 +93,8 @@ def test_wrong_value_says_what_was_wanted_and_what_came(minimal: Path, override:
 
 
 def test_every_wrong_option_of_an_objective_has_its_key(minimal: Path) -> None:
-    assert problems(minimal, "algorithm.objective={internal: klip, clip_low: -1, kl_estimator: k9}") == [
-        "algorithm.objective.internal: want one of ratio, clip, reinforce, cispo, sapo, dppo; got 'klip'; nearest: clip",
+    assert problems(minimal, "algorithm.objective={external: mi, clip_low: -1, kl_estimator: k9}") == [
+        f"algorithm.objective.external: want one of {', '.join(EXTERNAL)}; got 'mi'; nearest: mis",
         "algorithm.objective.clip_low: want a finite number >= 0; got -1",
         "algorithm.objective.kl_estimator: want one of k2, k3, k3-unbiased; got 'k9'",
     ]
