@@ -43,7 +43,7 @@ def killed_and_resumed(
             with pytest.raises(Interrupted):
                 train(parts, resume="auto")
         assert (Path(parts.output_dir) / "checkpoints/latest").read_text() == saved
-    train(parts, resume=True)
+    train(parts, resume="newest")
     assert same(whole, Path(parts.output_dir))
     rows = metrics(whole)
     assert metrics(Path(parts.output_dir)) == rows

@@ -123,7 +123,7 @@ def twenty_steps(
         with pytest.raises(Interrupted):
             train(config)
     assert (Path(config.output_dir) / "checkpoints/latest").read_text() == "step-000007"
-    train(config, resume=True)
+    train(config, resume="newest")
     assert same(whole, Path(config.output_dir))
     assert metrics(Path(config.output_dir)) == rows
     return rows

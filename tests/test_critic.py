@@ -22,7 +22,7 @@ from rlplus.recipe import Batch, Update
 from rlplus.recipe.critic import CriticRecipe
 from rlplus.recipe.fit import whitened
 from rlplus.rollout import RunFailed
-from rlplus.trainer import Run, train
+from rlplus.trainer import Run, open_run, train
 from rlplus.trainer.ranks import initialize_distributed
 
 # ---- formulas
@@ -121,7 +121,7 @@ def ppo(folder: Path, output: str = "run", train: Any = None, **options: Any) ->
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run that is built and never trained."""
-    with Run(ppo(tmp_path_factory.mktemp("run")), resume=False) as run:
+    with open_run(ppo(tmp_path_factory.mktemp("run"))) as run:
         yield run
 
 
@@ -266,7 +266,7 @@ def test_nonfinite_gradients_of_the_critic_are_counted_and_stop_the_run(
 
 def test_a_ruined_critic_is_named(tmp_path: Path) -> None:
     config = ppo(tmp_path, train={"steps": 2})
-    with Run(config, resume=False) as run:
+    with open_run(config) as run:
         head = run.learners["critic"].engine.module.lm.get_output_embeddings()
         head.weight.data[0, -1] = torch.inf
         with pytest.raises(RunFailed, match=r"infinity in parameter lm_head\.weight of the critic"):

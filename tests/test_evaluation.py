@@ -285,10 +285,10 @@ def test_a_benchmark_has_its_grader_whatever_the_runs_reward(tmp_path: Path) -> 
     evaluation = {"data": data, "benchmarks": ["amc", "gpqa_diamond"]}
     config = run_config(tmp_path, evaluation=evaluation | {"math_grader": "math_verify_strict"})
     for name, kind in {"amc": "math_verify_strict", "gpqa_diamond": "choice", "other": "exact_match"}.items():
-        assert reward_of(config, name).description == kind
+        assert reward_of(config.reward, config.evaluation, name).description == kind
     texts = {"amc": [r"\boxed{3+4}", r"\boxed{7}"], "gpqa_diamond": ["ANSWER: C", "**(d)**"]}
     answers = {"amc": ["7", "7"], "gpqa_diamond": ["C", "C"]}
-    with Scorers(config) as scorers:
+    with Scorers(config, config.evaluation) as scorers:
         for name in texts:
             assert [score.value for score in scorers.of(name)(texts[name], answers[name])] == [
                 float(name != "amc"), float(name == "amc"),

@@ -229,7 +229,7 @@ class Failing:
 
 
 def test_responses_on_which_the_grader_failed_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlplus.trainer.run.Scorer", Failing)
+    monkeypatch.setattr("rlplus.trainer.run_parts.Scorer", Failing)
     folder = train(config_of(tmp_path, train={"steps": 1}))
     samples = read_kept(folder / "samples/step-000001.parquet")
     failed = [one for one in samples if one.status == "timeout"]
@@ -312,7 +312,7 @@ def test_each_start_of_a_run_is_noted(
     assert first["hardware"]["ranks"].startswith("1 × ")
     longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 2})})
     (folder / "run.json").write_text("[]")
-    train(longer, resume=True)
+    train(longer, resume="newest")
     assert capsys.readouterr().err.count("run.json is damaged: want the starts of a run") == 1
     starts = json.loads((folder / "run.json").read_text())["starts"]
     assert [start["step"] for start in starts] == [1]

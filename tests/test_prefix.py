@@ -18,14 +18,14 @@ from rlplus.data import Example
 from rlplus.recipe import Ask, Recipe
 from rlplus.recipe.prefix import PrefixRecipe
 from rlplus.rollout import Completion, respond
-from rlplus.trainer import Run
+from rlplus.trainer import Run, open_run
 from rlplus.trainer.groups import generate
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """A run that is built and never trained."""
-    with Run(run_config(tmp_path_factory.mktemp("run")), resume=False) as run:
+    with open_run(run_config(tmp_path_factory.mktemp("run"))) as run:
         yield run
 
 

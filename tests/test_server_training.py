@@ -73,7 +73,7 @@ def test_a_server_trains_as_an_engine_of_ones_own(tmp_path: Path, start: Path, s
     assert moved > 5e-3
     config = run_of(tmp_path, start, "parts", 2, server)
     train(config)
-    train(changed(config, "train", steps=4), resume=True)
+    train(changed(config, "train", steps=4), resume="newest")
     check(colocated, Path(config.output_dir), 4)
     assert list((tmp_path / "push").iterdir()) == []
 
@@ -85,7 +85,7 @@ def test_a_server_generates_ahead(tmp_path: Path, start: Path, server: Server) -
     check(process, train(run_of(tmp_path, start, "served", 4, server, train=ahead)), 4)
     config = run_of(tmp_path, start, "parts", 2, server, train=ahead)
     train(config)
-    train(changed(config, "train", steps=4), resume=True)
+    train(changed(config, "train", steps=4), resume="newest")
     check(process, Path(config.output_dir), 4)
 
 
@@ -103,7 +103,7 @@ def test_a_signal_does_not_wait_for_the_server(
         with pytest.raises(Interrupted):
             train(config)
     processes.wait_until(lambda: not metric(server, "vllm:num_requests_running"))
-    train(config, resume=True)
+    train(config, resume="newest")
     check(whole, Path(config.output_dir), 3)
 
 
@@ -162,7 +162,7 @@ def test_a_server_that_dies_costs_no_finished_step(
     assert checkpoint.read_state(last)["step"] == 2
     assert len(metrics(folder)) == 2
     with Server(start, tmp_path / "log", LONGEST, port=processes.free_port()) as another:
-        train(changed(config, "rollout", server_url=another.url), resume=True)
+        train(changed(config, "rollout", server_url=another.url), resume="newest")
     if overlap:
         assert metrics(folder)[:2] == metrics(whole)[:2]
         assert [row["step"] for row in metrics(folder)] == [1, 2, 3, 4]
@@ -197,7 +197,7 @@ def test_a_server_that_hangs_ends_the_run(
 
     monkeypatch.setattr(ServerEngine, "_load", kill_and_load)
     with pytest.raises(RunFailed, match=r"not take the weights of version 2: .*Start it again, and the run with --res"):
-        train(config, resume=True)
+        train(config, resume="newest")
     assert [row["step"] for row in metrics(Path(config.output_dir))] == [1, 2]
 
 

@@ -20,7 +20,7 @@ from rlplus.checkpoint import random_state, set_random_state
 from rlplus.data import MicroBatch, PromptSampler, Sample
 from rlplus.recipe import set_advantages
 from rlplus.rollout import RunFailed
-from rlplus.trainer import Run, train
+from rlplus.trainer import Run, open_run, train
 from rlplus.trainer import rollouts as rollouts_module
 from rlplus.trainer.rollouts import Rollouts
 
@@ -29,7 +29,7 @@ from rlplus.trainer.rollouts import Rollouts
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Not trained; at a temperature of 0.7, and with gradients clipped at a norm that they have by far."""
     changes = {"rollout": {"temperature": 0.7}, "train": {"grad_clip": 1e-3}}
-    with Run(run_config(tmp_path_factory.mktemp("run"), **changes), resume=False) as run:
+    with open_run(run_config(tmp_path_factory.mktemp("run"), **changes)) as run:
         yield run
 
 
@@ -136,7 +136,7 @@ def test_an_update_that_is_skipped_for_its_norm_leaves_no_trace(tmp_path: Path, 
     def updates(name: str, factors: list[float], limit: float) -> tuple[list[tuple[bool, float]], list[torch.Tensor]]:
         options = {"zero_stage": stage, "warmup_steps": 4}
         config = run_config(tmp_path, name, model={"dtype": dtype}, train=options)
-        with Run(config, resume=False) as run:
+        with open_run(config) as run:
             made = []
             for factor in factors:
                 samples = batch_of_samples()
@@ -188,7 +188,7 @@ def test_a_checkpoint_holds_the_random_state_of_python_numpy_and_torch(tmp_path:
     seed(0)
     train(run_config(tmp_path, "parts", train={"steps": 1}, **sections), evaluate=draws)
     seed(1)  # another process would be elsewhere
-    parts = metrics(train(run_config(tmp_path, "parts", **sections), resume=True, evaluate=draws))
+    parts = metrics(train(run_config(tmp_path, "parts", **sections), resume="newest", evaluate=draws))
     assert parts == whole
     assert len({value for row in parts for name, value in row.items() if "draw" in name}) == 2
     state = random_state()

@@ -1,5 +1,6 @@
 """The section about the algorithm: a preset, and the run's changes to it."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Annotated, Any, Self
@@ -117,7 +118,16 @@ class AlgorithmConfig(Section):
     @field_validator("objective")
     @classmethod
     def _check_objective(cls, changes: dict[str, Any]) -> dict[str, Any]:
-        replace(Objective(), **changes)  # it checks its values itself
+        problems = []
+        for name, value in changes.items():  # `Objective` checks its values itself
+            try:
+                Objective(**{name: value})
+            except ValueError as error:
+                text = re.sub(f"^want {name} (surrogate )?", "want ", str(error))
+                problems.append(_wrong(name, value, ValueError(text)))
+        if problems:
+            raise ValidationError.from_exception_data("objective", problems)
+        replace(Objective(), **changes)
         return changes
 
     @field_validator("recipe", mode="plain", json_schema_input_type=AnyRecipe)

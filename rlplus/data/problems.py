@@ -71,7 +71,6 @@ def _read(
     if not names:
         rows, report = read_examples(data, tokenizer, max_demonstration_length=1, section=section)
         return Problems(source, rows, report, report.refusal(data))
-    data = data.model_copy(update={"max_dropped_share": 0.0})
     found: dict[str, str] = {}  # benchmarks of all rows: the registry's name by the data's
 
     def wanted(benchmark: str) -> bool:
@@ -82,7 +81,7 @@ def _read(
     rows, report = read_examples(
         data, tokenizer, max_demonstration_length=1, layout=layout, wanted=wanted, section=section
     )
-    refusal = report.refusal(data)
+    refusal = report.refusal(data, whole=True)
     if missing := [name for name in names if name not in found.values()]:
         refusal = f"{', '.join(data.paths)}: want rows of {', '.join(missing)}; got {', '.join(found) or 'none'}"
     return Problems(source, [replace(e, benchmark=found[e.benchmark]) for e in rows], report, refusal)

@@ -34,7 +34,9 @@ def asked_of(config: Config, model: Path, benchmark: str, problems: Sequence[Exa
         exclude_defaults=True,
     )
     settings.get("evaluation", {}).get("data", {}).pop("path", None)
-    settings["reward"] = reward_of(config, benchmark).model_dump(exclude_defaults=True, exclude={"workers"})
+    settings["reward"] = reward_of(config.reward, config.evaluation, benchmark).model_dump(
+        exclude_defaults=True, exclude={"workers"}
+    )
     settings["data"] = {"response_prefix": config.data.response_prefix}
     rows = [(e.index, e.prompt, e.answer, e.rows, dict(e.columns)) for e in problems]
     return {

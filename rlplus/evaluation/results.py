@@ -196,13 +196,9 @@ def save_results(folder: Path, results: Mapping[str, Evaluation]) -> list[Path]:
 
 
 def load_results(folder: Path, damaged: list[str] | None = None) -> dict[str, Evaluation]:
-    """The results in a folder, by benchmark. ValueError for a damaged file, or its message is added to `damaged`.
-
-    evaluation.json, the name of a single benchmark's result in 0.1.0, counts only where there is no newer file.
-    """
-    paths = sorted(folder.glob(f"{RESULTS}-*.json")) or sorted(folder.glob(f"{RESULTS}.json"))
+    """The results in a folder, by benchmark. ValueError for a damaged file, or its message is added to `damaged`."""
     results = {}
-    for path in paths:
+    for path in sorted(folder.glob(f"{RESULTS}-*.json")):
         try:
             result = Evaluation.load(path)
         except ValueError as error:

@@ -55,6 +55,11 @@ class Head(NamedTuple):
         return self.temperature if self.row_temperature is None else self.temperature * self.row_temperature
 
     @property
+    def logits(self) -> tuple[torch.dtype, str, bool]:
+        """What a backend's scratch per logit depends on: hidden's dtype, the type of device, whether there is a cap."""
+        return self.hidden.dtype, self.hidden.device.type, self.softcap is not None
+
+    @property
     def mixed(self) -> bool:
         """Whether half-precision inputs go into GEMMs that accumulate and return fp32: on CUDA; the CPU has none."""
         return self.hidden.is_cuda and self.hidden.dtype != self.dtype

@@ -24,7 +24,7 @@ from rlplus.loss.precision import full_precision
 
 PIECE = 2048  # rows of a gradient that are scaled at a time
 IGNORED = -100  # the target of no token, as torch's losses have it
-MODULES = {  # modules of rlplus.loss.backends: policy_loss, logprob, logprob_backward, each as in `chunked`
+MODULES = {  # in rlplus.loss.backends, `reference` apart: policy_loss, logprob, logprob_backward, each as in `chunked`
     "torch": "chunked",
     "cpp": "cpp",
     "triton": "triton",
@@ -33,7 +33,7 @@ MODULES = {  # modules of rlplus.loss.backends: policy_loss, logprob, logprob_ba
 
 def implementation(backend: str) -> ModuleType:
     """The module that computes; a backend is imported when it is first used."""
-    return import_module(f"rlplus.loss.backends.{MODULES[backend]}")
+    return import_module(f"rlplus.loss.backends.{MODULES.get(backend, backend)}")
 
 
 class Options(NamedTuple):

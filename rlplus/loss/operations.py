@@ -109,12 +109,12 @@ def linear_policy_loss(
     """
     objective = objective_of(objective)
     head = _head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature))
-    if external is None:
-        external = torch.zeros_like(target, dtype=torch.bool)
-    inputs = TokenConstants(
-        advantage, token_weight, external, old_logprob, behavior_logprob, ref_logprob, engine_logprob, entropy_weight
-    )
-    constants = check_constants(inputs, target.shape, hidden.device, head.dtype, objective)
+    constants = check_constants(
+        objective, target.shape, hidden.device, head.dtype,
+        advantage=advantage, token_weight=token_weight, external=external, old_logprob=old_logprob,
+        behavior_logprob=behavior_logprob, ref_logprob=ref_logprob, engine_logprob=engine_logprob,
+        entropy_weight=entropy_weight,
+    )  # fmt: skip
     _check_options(head, objective, grad_filter, memory, weight_grad)
     way = _way(memory, max_scratch_mb, hidden.device)
     scratch = _scratch_bytes(max_scratch_mb, way)

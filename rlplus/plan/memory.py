@@ -16,6 +16,7 @@ from rlplus.loss import MAX_SCRATCH_MB
 from rlplus.loss.backends.cpp import CHUNK_ROWS
 from rlplus.loss.backends.selection import choose
 from rlplus.loss.cost import Shape, faster_memory, whole_tiles
+from rlplus.loss.library import implementation
 from rlplus.plan.activations import Activations, count_activations, meta_model
 from rlplus.plan.cluster import GIB, NODE, Cluster
 from rlplus.rollout import DEFAULT_CACHE_MB
@@ -338,16 +339,14 @@ def head_mode(config: Config, model: Model, cluster: Cluster) -> str:
 def head_scratch(config: Config, model: Model, cluster: Cluster) -> int:
     """Bytes of logits and their gradients: max_scratch_mb, or less for few tokens.
 
-    The backends' modules document the bytes per row. `reference` keeps all rows at once, six times by measurement:
-    logits, log-softmax, probabilities, and the tensors that their gradients need.
+    Each backend has its bytes per logit, as for a head without a softcap. `reference` keeps all rows at once.
     """
     tokens, vocabulary, mode = head_tokens(config), model.vocabulary, head_mode(config, model, cluster)
-    dtype = getattr(torch, config.model.dtype)
-    backend = choose(config.train.backend, torch.device("cpu" if cluster.cpu else "cuda"), dtype).backend
+    dtype, device = getattr(torch, config.model.dtype), "cpu" if cluster.cpu else "cuda"
+    backend = choose(config.train.backend, torch.device(device), dtype).backend
+    logit: int = implementation(backend).scratch_per_logit(dtype, device)
     if backend == "reference":
-        return 6 * 4 * vocabulary * tokens
-    half = dtype.itemsize if not cluster.cpu and dtype.itemsize < 4 else 0
-    logit = {"cpp": 4, "torch": 8 + half, "triton": 4 + (half or 4)}[backend]
+        return logit * vocabulary * tokens
     scratch = int(1e6 * (config.train.max_scratch_mb or MAX_SCRATCH_MB[mode]))
     if mode == "least":  # all rows, some columns
         return logit * tokens * min(vocabulary, whole_tiles(scratch / (logit * tokens)))

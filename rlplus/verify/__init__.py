@@ -15,7 +15,7 @@ from rlplus import checkpoint
 from rlplus.config import Config, check_training_files
 from rlplus.learner.adapters import add_adapters
 from rlplus.learner.pretrained import load_model
-from rlplus.trainer import Interrupted, Run
+from rlplus.trainer import Interrupted, Run, open_run
 from rlplus.trainer.run_folder import config_in
 from rlplus.trainer.stop import StepGivenUp
 from rlplus.verify.errors_table import Row, compare_computed, compare_constants
@@ -102,7 +102,7 @@ def _copy(last: Path, place: Path) -> Config:
 
 def _take(config: Config, name: str, sequences: int) -> _Prepared:
     """The trainer's step, and the constants of its samples by their definitions."""
-    with Run(config, resume=name) as run, _interruptible():
+    with open_run(config, resume=name) as run, _interruptible():
         taken = take(run)
         constants = constants_of(taken.update.samples, _advantages(run, taken), taken.update.algorithm, run.config)
         rows = compare_constants(taken, constants)

@@ -98,7 +98,7 @@ def logprob_backward(
 
 def _chunks(head: Head, scratch_bytes: float) -> Iterator[slice]:
     N, (V, H) = len(head.target), head.weight.shape
-    row = V * block_bytes(head)
+    row = V * scratch_per_logit(*head.logits)
     if head.hidden.is_cuda:
         row += 2 * H * (head.hidden.dtype.itemsize + head.dtype.itemsize)
     rows = max(1, int(scratch_bytes // row))
@@ -211,9 +211,10 @@ def _row_gradient(
 # ---- a block of the vocabulary, for rlplus.loss.backends.least
 
 
-def block_bytes(head: Head) -> int:
-    """Scratch of a logit: two buffers, three with a softcap, and on a GPU another in half precision."""
-    return (2 if head.softcap is None else 3) * head.dtype.itemsize + (head.hidden.dtype.itemsize if head.mixed else 0)
+def scratch_per_logit(dtype: torch.dtype, device: str, capped: bool = False) -> int:
+    """Two buffers, three with a softcap, and on a GPU another in half precision."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return (3 if capped else 2) * wide.itemsize + (dtype.itemsize if device == "cuda" and dtype != wide else 0)
 
 
 def block_logits(head: Head) -> Tensor:

@@ -314,9 +314,9 @@ def _row_gradient(
 # ---- a block of the vocabulary, for rlplus.loss.backends.least
 
 
-def block_bytes(head: Head) -> int:
-    """Scratch per logit; its gradient overwrites it."""
-    return head.dtype.itemsize
+def scratch_per_logit(dtype: torch.dtype, device: str, capped: bool = False) -> int:
+    """One buffer: the gradient overwrites the logits."""
+    return torch.promote_types(dtype, torch.float32).itemsize
 
 
 def block_logits(head: Head) -> Tensor:

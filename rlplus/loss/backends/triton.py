@@ -126,9 +126,10 @@ def logprob_backward(
 # ---- a block of the vocabulary, for rlplus.loss.backends.least
 
 
-def block_bytes(head: Head) -> int:
-    """Scratch of a logit and of its gradient."""
-    return head.dtype.itemsize + _gradient_dtype(head).itemsize
+def scratch_per_logit(dtype: torch.dtype, device: str, capped: bool = False) -> int:
+    """A logit and its gradient."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return wide.itemsize + (wide if device == "cpu" else dtype).itemsize
 
 
 def block_logits(head: Head) -> Tensor:
