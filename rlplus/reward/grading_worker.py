@@ -23,9 +23,11 @@ _MAX_DETAIL, _MAX_ERROR = 500, 4000  # characters, of a verdict and of what prev
 
 def _load_graders() -> Any:
     """The package `graders` beside this file, without importing rlplus, under a name that no user's module has."""
-    package = sys.modules["_rlplus_reward"] = ModuleType("_rlplus_reward")
-    package.__path__ = [str(Path(__file__).parent)]
-    return importlib.import_module("_rlplus_reward.graders")
+    folder = Path(__file__).parent
+    for name, path in (("_rlplus", folder.parent), ("_rlplus.reward", folder)):
+        package = sys.modules[name] = ModuleType(name)
+        package.__path__ = [str(path)]
+    return importlib.import_module("_rlplus.reward.graders")
 
 
 def _grade(grader: Any, require_think: bool, text: str, answer: str, row: Mapping[str, Any]) -> tuple[float, str, str]:
