@@ -57,13 +57,16 @@ def test_a_late_look_tells_little_about_the_time_before() -> None:
 
 def test_threads_tell_whether_a_process_could_run() -> None:
     """The state of a process is that of its first thread, which waits here."""
-    code = "import threading, time\nthreading.Thread(target={}).start()\nprint(flush=True)\n"
-    for target, expected in (("lambda: [0 for _ in iter(int, 1)]", True), ("lambda: time.sleep(600)", False)):
-        command = [sys.executable, "-S", "-c", code.format(target)]
+    code = "import threading, time\ndef work():\n    {}\nthreading.Thread(target=work).start()\nprint(flush=True)\n"
+    for work, busy in (("while True: pass", True), ("time.sleep(600)", False)):
+        command = [sys.executable, "-S", "-c", code.format(work)]
         with processes.started(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             process.stdout.readline()
-            processes.wait_until(lambda pid=process.pid, expected=expected: runnable(pid) is expected, process)
+            if busy:  # at any time one of its threads has the interpreter's lock, and runs
+                assert any(runnable(process.pid) for _ in range(1000))
+            else:
+                processes.wait_until(lambda pid=process.pid: not runnable(pid), process)
     assert not runnable(process.pid)
 
 
