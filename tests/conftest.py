@@ -23,7 +23,6 @@ import torch  # noqa: E402
 
 if TYPE_CHECKING:
     from rlplus.reward import Scorer
-    from rlplus.reward.graders.sandbox import Sandbox
 
 
 def end(number: int, _: object) -> None:
@@ -108,27 +107,3 @@ def grader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Callable[..., Sc
     (tmp_path / "own_graders.py").write_text(GRADERS)
     monkeypatch.chdir(tmp_path)
     return lambda **changes: Scorer(reward_config(function="own_graders:grade", **changes))
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests with `sandbox` run in each kind."""
-    if "sandbox" in metafunc.fixturenames:
-        from sandboxes import KINDS
-
-        metafunc.parametrize("sandbox", KINDS, indirect=True, scope="module")
-
-
-@pytest.fixture(scope="module")
-def sandbox(request: pytest.FixtureRequest) -> "Sandbox":
-    """A sandbox of this kind."""
-    from sandboxes import make
-
-    return make(request.param)
-
-
-@pytest.fixture(scope="module")
-def closed() -> "Sandbox":
-    """A sandbox that keeps files and network from programs."""
-    from sandboxes import make
-
-    return make("auto")

@@ -27,7 +27,8 @@ from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("rlplus", "kernels", "csrc", "bench", "configs", "examples", "experiments", "tests")
-PARTS += ("pyproject.toml", "setup.py")
+PARTS += (".github", "docs", "pyproject.toml", "setup.py", "mkdocs.yml", "Makefile", "LICENSE")
+PARTS += tuple(sorted(path.name for path in ROOT.glob("*.md")))
 TIMEOUT = 300  # seconds; a mistake may make a loop endless
 
 
@@ -85,13 +86,16 @@ def build(tree: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def start(tree: Path, tests: Sequence[str]) -> int:
-    """Run the tests there in a process of its own, up to the first that fails; -> its number. Output in output.txt."""
+def start(tree: Path, tests: Sequence[str], limit: int) -> int:
+    """Run the tests there in a process of its own, up to the first that fails; -> its number. Output in output.txt.
+
+    limit: seconds; 0 for none.
+    """
     import pytest
 
     process = os.fork()
     if process == 0:
-        signal.alarm(TIMEOUT)
+        signal.alarm(limit)
         output = os.open(tree / "output.txt", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -108,7 +112,8 @@ def failure(tree: Path, status: int) -> str | None:
     output = (tree / "output.txt").read_text()
     if os.WIFSIGNALED(status):
         return f"the process ended by {signal.Signals(os.WTERMSIG(status)).name}"
-    failed = re.search(r"^FAILED (?:tests/)?(.*?)(?: - |$)", output, re.MULTILINE)
+    # An ERROR in a test is its fixture's; one in a file is a mistake that cannot be compiled or imported.
+    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+::.*?)(?: - |$)", output, re.MULTILINE)
     assert (failed is None) == (os.waitstatus_to_exitcode(status) == 0), output  # no test at all is no success
     return failed and failed[1]
 
@@ -127,7 +132,7 @@ def try_all(chosen: Sequence[Mutant | None], folder: Path, jobs: int) -> Iterato
                 mutant.apply(tree)
                 if mutant.native:
                     build(tree)
-            running[start(tree, every_test if mutant is None else mutant.tests)] = mutant, tree
+            running[start(tree, *((every_test, 0) if mutant is None else (mutant.tests, TIMEOUT)))] = mutant, tree
         process, status = os.wait()
         mutant, tree = running.pop(process)
         yield mutant, failure(tree, status)

@@ -227,11 +227,17 @@ def test_the_program_writes_as_it_goes_and_says_that_it_ended(
 ) -> None:
     monkeypatch.setitem(SUITES, "quick", (lambda: unlimited(quick()), inf))
     monkeypatch.setattr("rlplus.bench.session.keep_memory", lambda _: None)  # it would change this process's malloc
+    own, cases = output.write_text, []
+    monkeypatch.setattr(
+        output, "write_text", lambda path, text: (cases.append(len(json.loads(text)["cases"])), own(path, text))
+    )
     threads = torch.get_num_threads()
     main(["--suite", "quick", "--output", str(tmp_path / "new"), "--repeats", "1", "--only", "torch", "QuACK"])
     torch.set_num_threads(threads)
     result = json.loads((tmp_path / "new/quick.json").read_text())
     assert result["complete"]
+    assert cases == sorted(cases)
+    assert set(cases) == {0, 1, 2}
     assert {"suite", "device", "clock", "threads", "hardware", "versions"} <= result.keys()
     assert result["versions"]["torch"] == torch.__version__
     assert [case["dtype"] for case in result["cases"]] == ["bfloat16", "float32"]

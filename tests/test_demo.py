@@ -74,13 +74,17 @@ def test_slips_have_their_share_and_are_carried_on() -> None:
     assert problem.running_sums(rng, 0.0) == ["00000", "11111", "22222"]
 
 
-def test_splits_share_no_problem_and_follow_from_the_seed() -> None:
+def test_splits_share_no_problem_and_follow_from_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     train, test = draw_splits(3)
     assert (train, test) == draw_splits(3)
     assert draw_splits(4)[1] != test
     assert len({p.prompt for p in train + test}) == len(train) + len(test)
     assert sum(p.hard for p in test) * 2 == len(test)
     assert sum(p.hard for p in train) * 4 == len(train)
+    for name, value in (("WIDTH", 1), ("DEMO_TRAIN", 12), ("DEMO_TEST", 12)):  # 15 of the 16 easy problems that exist
+        monkeypatch.setattr(f"experiments.toy.task.{name}", value)
+    train, test = draw_splits(3)
+    assert len(set(train + test)) == 24
 
 
 def test_draw_leaves_out_what_is_excluded() -> None:

@@ -44,6 +44,7 @@ PAGES = [
     *(ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "DECISIONS.md", "SECURITY.md")),
 ]
 PAGES += [ROOT / folder / "README.md" for folder in ("bench", "csrc", "experiments", "kernels")]
+PAGES.append(ROOT / "rlplus/sandbox/SECURITY.md")
 SCHEMA = json_schema()
 SOURCE = "\n".join(path.read_text() for path in sorted((ROOT / "rlplus").rglob("*.py")))
 

@@ -123,9 +123,9 @@ def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
 ALLOWED = {
     "common/durable.py": "it is the module",
     "reward/grading_worker.py": "a descriptor that it has been given",
-    "reward/graders/jail/namespaces.py": "files of /proc",
-    "reward/graders/jail/programs.py": "pipes and descriptors that it has been given",
-    "reward/graders/sandbox.py": "a pipe to the program's process",
+    "sandbox/jail/namespaces.py": "files of /proc",
+    "sandbox/jail/programs.py": "pipes and descriptors that it has been given",
+    "sandbox/sandbox.py": "a pipe to the program's process",
     "trainer/metrics.py": "metrics.jsonl grows by a flushed line; a cut last one is dropped",
     "compare/launches.py": "the output of a command, while it runs",
     "experiments/demo/demo_run.py": "the output of a command, while it runs",

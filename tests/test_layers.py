@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "rlplus"
-ORDER = "errors < lazy < common < kernels < loss < algorithm < config < data < reward < rollout < checkpoint < learner"
-ORDER += " < recipe < evaluation < trainer < verify < report < plan < compare < cli < __main__"
+ORDER = "sandbox < errors < lazy < common < kernels < loss < algorithm < config < data < reward < rollout < checkpoint"
+ORDER += " < learner < recipe < evaluation < trainer < verify < report < plan < compare < cli < __main__"
 LAYERS = ORDER.split(" < ")
 LINKS = (PACKAGE / "kernels", PACKAGE / "bench")  # rglob does not follow links
 MODULES = sorted(path for folder in (PACKAGE, *LINKS) for path in folder.rglob("*.py"))

@@ -180,7 +180,7 @@ def test_resume_with_overlap_is_bitwise(tmp_path, in_thread, lottery, preset, ov
 
 
 def test_a_resumed_run_is_complete_and_has_the_state_that_was_saved(tmp_path, in_thread):
-    """Of every part, in the file that the part belongs to."""
+    """Every part has its own, in the file that the part belongs to."""
     config = overlapping(tmp_path, "run", 1)
     saved = train(config) / "checkpoints/step-000001"
     shared, own = json.loads((saved / "state.json").read_text()), torch.load(saved / "rank-0.pt", weights_only=False)

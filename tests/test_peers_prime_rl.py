@@ -1,10 +1,10 @@
-"""`rlplus.integrations.prime_rl` on the modules of a checkout of prime-rl: its fused heads, its losses, its tests of heads.
+"""`rlplus.integrations.prime_rl` on a checkout of prime-rl: its fused heads, its losses, its tests of the heads.
 
     PRIME_RL=path/to/prime-rl pytest -m peers tests/test_peers_prime_rl.py
 
-It needs Python 3.12, and beside rlplus what those modules import: transformers 5.6.2, beartype, jaxtyping, wandb, loguru,
-prime-pydantic-config, renderers, verifiers. The package of prime-rl's models is replaced by an empty one: it imports all of
-them, which want flash-attn.
+It needs Python 3.12, and beside rlplus the imports of those modules: transformers 5.6.2, beartype, jaxtyping, wandb,
+loguru, prime-pydantic-config, renderers, verifiers. The package of prime-rl's models is replaced by an empty one: it
+imports every model, and they want flash-attn.
 """
 
 import importlib
@@ -105,13 +105,14 @@ def test_their_sum_over_sequences_with_our_loss(theirs: Any, name: str) -> None:
 
 
 def test_their_own_tests_of_the_heads_pass_with_ours(theirs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of them that need neither a GPU nor one of prime-rl's models."""
+    """Only their tests on the CPU; the others need a GPU or prime-rl's models."""
     own, plain, *_ = theirs
     path = CHECKOUT / "tests/unit/train/rl/test_fused_lm_head.py"
     monkeypatch.setitem(sys.modules, "prime_rl.trainer.models.llama", ModuleType("llama"))
     sys.modules["prime_rl.trainer.models.llama"].LlamaForCausalLM = None  # type: ignore[attr-defined]
     spec = importlib.util.spec_from_file_location("their_tests", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     tests = [value for name, value in vars(module).items() if name.startswith("test_") and name.endswith("_cpu")]

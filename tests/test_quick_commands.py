@@ -18,7 +18,8 @@ try:
     status = main(sys.argv[2:])
 except SystemExit as end:
     status = end.code
-slow = {"torch", "triton", "transformers", "tokenizers", "deepspeed", "datasets", "pandas", "matplotlib", "vllm"}
+slow = {"accelerate", "datasets", "deepspeed", "matplotlib", "pandas", "tokenizers", "torch", "transformers", "triton"}
+slow |= {"experiments", "vllm"}
 assert not slow & set(sys.modules), slow & set(sys.modules)
 sys.exit(status)
 """

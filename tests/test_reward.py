@@ -225,6 +225,7 @@ def test_short_items_share_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(sizes) == 256
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[:4] == [32] * 4
+    assert sizes[-4:] == [1] * 4
     assert len(sizes) <= 4 + 2 * 8
 
 

@@ -56,7 +56,7 @@ class Head(NamedTuple):
 
     @property
     def logits(self) -> tuple[torch.dtype, str, bool]:
-        """What a backend's scratch per logit depends on: hidden's dtype, the type of device, whether there is a cap."""
+        """Inputs of a backend's scratch per logit: hidden's dtype, the type of device, whether there is a cap."""
         return self.hidden.dtype, self.hidden.device.type, self.softcap is not None
 
     @property

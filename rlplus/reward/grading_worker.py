@@ -22,10 +22,11 @@ _MAX_DETAIL, _MAX_ERROR = 500, 4000  # characters, of a verdict and of what prev
 
 
 def _without_rlplus(name: str) -> Any:
-    """A module of this folder or the one above, loaded without rlplus, under a name that no user's module has."""
-    package = sys.modules.setdefault("_rlplus_reward", ModuleType("_rlplus_reward"))
-    package.__path__ = [str(folder) for folder in Path(__file__).parents[:2]]
-    return importlib.import_module(f"_rlplus_reward.{name}")
+    """A module of rlplus, loaded without the package, under a name that no user's module has."""
+    folder = Path(__file__).parent
+    for package, path in (("_rlplus", folder.parent), ("_rlplus.reward", folder)):
+        sys.modules.setdefault(package, ModuleType(package)).__path__ = [str(path)]
+    return importlib.import_module(f"_rlplus.{name}")
 
 
 def _grade(grader: Any, require_think: bool, text: str, answer: str, row: Mapping[str, Any]) -> tuple[float, str, str]:
@@ -72,7 +73,7 @@ def main() -> None:
         memory = settings["memory_mb"] << 20
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         sys.path.insert(0, os.getcwd())
-        grader = _without_rlplus("graders").make_grader(settings, _without_rlplus("lazy").import_function)
+        grader = _without_rlplus("reward.graders").make_grader(settings, _without_rlplus("lazy").import_function)
     except Exception as error:
         send("error", f"{type(error).__name__}: {error}"[:_MAX_ERROR])
         return

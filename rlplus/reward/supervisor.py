@@ -2,10 +2,11 @@
 
     python -P supervisor.py PID_OF_THE_PARENT
 
-The grader is a fork that runs worker.py with this process's stdin and stdout. Linux hands its orphans to this process
-(PR_SET_CHILD_SUBREAPER), in whatever session they are: killing children until none is left ends every descendant. That
-happens on SIGTERM, which Linux also sends when the parent dies, and when the grader ends. The exit status is then the
-grader's. A grader runs under the same user: code that kills this process on purpose can leave children behind.
+The grader is a fork that runs grading_worker.py with this process's stdin and stdout. Linux hands its orphans to this
+process (PR_SET_CHILD_SUBREAPER), in whatever session they are: killing children until none is left ends every
+descendant. That happens on SIGTERM, which Linux also sends when the parent dies, and when the grader ends. The exit
+status is then the grader's. A grader runs under the same user: code that kills this process on purpose can leave
+children behind.
 
 What the grader prints is passed on to stderr with control characters escaped, up to `OUTPUT_LIMIT` bytes.
 """
@@ -20,8 +21,9 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 OUTPUT_LIMIT = 1 << 16  # bytes over the life of one grader
 _KILL_PAUSE_S = 0.001
@@ -42,40 +44,14 @@ def end_with_parent(signal_number: int, parent: int) -> None:
         raise SystemExit(1)
 
 
-class Process(NamedTuple):
-    """A process: CPU time in clock ticks, with that of the children it waited for; state as in ps; memory in pages."""
-
-    parent: int
-    ticks: int
-    state: str
-    pages: int
-
-
-def processes() -> dict[int, Process]:
-    """All processes by id, from /proc."""
-    table = {}
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError):  # it has ended
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    fields = file.read().rpartition(b")")[2].split()
-                used = sum(map(int, fields[11:15]))
-                table[int(name)] = Process(int(fields[1]), used, fields[0].decode(), int(fields[21]))
-    return table
-
-
-def cpu_seconds(root: int) -> float:
-    """CPU time that `root` and its descendants have used, in seconds; 0 if there is no such process."""
-    table = processes()
-    children: dict[int, list[int]] = {}
-    for process, entry in table.items():
-        children.setdefault(entry.parent, []).append(process)
-    ticks, todo = 0, [root]
-    while todo:
-        process = todo.pop()
-        ticks += table[process].ticks if process in table else 0
-        todo += children.get(process, [])
-    return ticks / os.sysconf("SC_CLK_TCK")
+def _children() -> Iterator[int]:
+    """Processes that have this one as their parent, from /proc; the ended ones too."""
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            with open(f"/proc/{name}/stat", "rb") as file:
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+            if parent == os.getpid():
+                yield int(name)
 
 
 class _Output:
@@ -126,10 +102,9 @@ class _Supervisor:
             if output.descriptor in readable:
                 output.pass_on()
         while self._reap():
-            for process, entry in processes().items():
-                if entry.parent == os.getpid():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process, signal.SIGKILL)
+            for process in list(_children()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
             time.sleep(_KILL_PAUSE_S)
         output.pass_on()
         assert self.status is not None
@@ -149,7 +124,7 @@ class _Supervisor:
 
 
 def _run_grader(supervisor: int, output: int) -> None:
-    """In the forked child: run worker.py in a new session, with its prints going to `output`."""
+    """In the forked child: run grading_worker.py in a new session, with its prints going to `output`."""
     os.setsid()  # a signal to its own group does not reach the supervisor
     end_with_parent(signal.SIGKILL, supervisor)
     os.dup2(output, 2)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
-from rlplus.reward.supervisor import cpu_seconds
+from rlplus.sandbox.process_table import cpu_seconds
 
 Status = Literal["ok", "unparsed", "timeout", "crash", "bad_gold"]
 

@@ -170,7 +170,7 @@ def _load_learners(learners: dict[str, Learner], folder: RunFolder, stack: ExitS
 def _engine_starter(
     config: Config, model_path: str, model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, place: Path
 ) -> Callable[[], RolloutEngine]:
-    """What starts the engine, with the model configuration, which is written to `place`."""
+    """A function that starts the engine. The model configuration, which it reads, is written to `place`."""
     model_config.save_pretrained(str(place))
     if not config.needs_engine:
         return NoEngine

@@ -1,4 +1,6 @@
-"""The graders by name. worker.py loads this folder by its path: nothing here may import torch or rlplus."""
+"""The graders by name. grading_worker.py loads this folder and the sandbox by path: nothing here may import torch, or
+rlplus by its name.
+"""
 
 import inspect
 import math
@@ -46,10 +48,14 @@ def _named_grader(name: str, settings: Mapping[str, Any], load: Callable[[str], 
 
         return choice
     if name == "code":
+        from ...sandbox import Sandbox  # noqa: TID252  the worker loads both folders under other names
         from .code import code_grader
-        from .sandbox import Sandbox
 
-        return code_grader(Sandbox(settings["sandbox"], settings["memory_mb"] << 20, settings["timeout_s"] / 2))
+        try:
+            sandbox = Sandbox(settings["sandbox"], settings["memory_mb"] << 20, settings["timeout_s"] / 2)
+        except OSError as error:
+            raise OSError(f"reward.sandbox: {error}") from None
+        return code_grader(sandbox)
     if name == "oat":
         from .oat import oat
 

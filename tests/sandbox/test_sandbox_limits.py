@@ -1,19 +1,17 @@
 """The limits of a program's time, by a clock of the tests."""
 
+import itertools
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Iterable
-from types import SimpleNamespace
 
 import processes
 import pytest
-from reward_graders import linux
-from sandboxes import run
+from sandboxes import linux, run
 
-from rlplus.reward.graders.sandbox import Sandbox, _Meter, _runnable
-from rlplus.reward.supervisor import Process
-from rlplus.reward.worker_handle import Worker
+from rlplus.sandbox import Sandbox
+from rlplus.sandbox.process_table import Process, runnable
+from rlplus.sandbox.sandbox import _Meter
 
 pytestmark = linux
 
@@ -26,8 +24,8 @@ def ended(looks: Iterable[tuple[float, float, bool, int]]) -> tuple[str, float]:
     for now, cpu, runs, received in looks:
         used = {1: Process(parent=0, ticks=round(cpu / TICK), state="S", pages=1)}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("rlplus.reward.graders.sandbox._runnable", lambda process, runs=runs: runs)
-            patch.setattr("rlplus.reward.graders.sandbox.os.sysconf", lambda name: round(1 / TICK))
+            patch.setattr("rlplus.sandbox.sandbox.runnable", lambda process, runs=runs: runs)
+            patch.setattr("rlplus.sandbox.sandbox.os.sysconf", lambda name: round(1 / TICK))
             if fault := meter.fault(now, used, received):
                 return fault, now
     return "", now
@@ -59,35 +57,38 @@ def test_a_late_look_tells_little_about_the_time_before() -> None:
 
 def test_threads_tell_whether_a_process_could_run() -> None:
     """The state of a process is its first thread's, which waits here."""
-    code = "import threading, time\nthreading.Thread(target={}).start()\nprint(flush=True)\n"
-    for target, expected in (("lambda: [0 for _ in iter(int, 1)]", True), ("lambda: time.sleep(600)", False)):
-        command = [sys.executable, "-S", "-c", code.format(target)]
+    code = "import threading, time\ndef work():\n    {}\nthreading.Thread(target=work).start()\nprint(flush=True)\n"
+    for work, busy in (("while True: pass", True), ("time.sleep(600)", False)):
+        command = [sys.executable, "-S", "-c", code.format(work)]
         with processes.started(command, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             process.stdout.readline()
-            processes.wait_until(lambda pid=process.pid, expected=expected: _runnable(pid) is expected, process)
-    assert not _runnable(process.pid)
+            if busy:  # at any time one of its threads has the interpreter's lock, and runs
+                assert any(runnable(process.pid) for _ in range(1000))
+            else:
+                processes.wait_until(lambda pid=process.pid: not runnable(pid), process)
+    assert not runnable(process.pid)
 
 
 def test_a_program_that_sleeps_is_ended_before_the_wall_clocks_limit(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlplus.reward.graders.sandbox._WALL_CLOCK_FACTOR", 1e9)
+    monkeypatch.setattr("rlplus.sandbox.sandbox._WALL_CLOCK_FACTOR", 1e9)
     asleep = "import os, time\nfor _ in range(3): os.fork()\ntime.sleep(1e8)"
     assert run(sandbox, asleep) == [(False, "over the limit of time")]
     assert sandbox.test("import time\ndef f(): time.sleep(1e8)", "", "f()") == (False, "over the limit of time")
 
 
-def test_a_grader_may_still_say_that_a_program_was_over_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 processes burn seconds of CPU time between two looks: the program is wrong, and the grader has not failed."""
-    now, cpu = 0.0, 0.0
-    monkeypatch.setattr("rlplus.reward.worker_handle.time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr("rlplus.reward.worker_handle.cpu_seconds", lambda process: cpu)
-    worker = Worker.__new__(Worker)
-    monkeypatch.setattr(worker, "_ended", lambda: False)
-    worker.ready, worker.pending, worker._broken, worker.process = True, deque([0]), "", SimpleNamespace(pid=1)
-    worker._restart_clocks()
-    for now, cpu in ((1.0, 0.0), (11.0, 9.0), (12.0, 12.0), (12.9, 90.0)):
-        assert worker.fault(10.0) is None, (now, cpu)
-    now = 13.1
-    assert worker.fault(10.0) == ("timeout", "used 10 s of CPU time")
+@pytest.mark.parametrize("costly", ["the output", "looking"])
+def test_what_reading_its_output_costs_counts_for_a_program(
+    closed: Sandbox, monkeypatch: pytest.MonkeyPatch, costly: str
+) -> None:
+    """Looking at its processes does not. By a clock that goes on in the reader's time, or within each look."""
+    calls, read = itertools.count(), [0.0]
+    looks = (number // 2 * 5.0 for number in calls)  # 0 at the start; then two calls a look
+    clock = {"the output": lambda: read[0], "looking": lambda: next(looks)}[costly]
+    monkeypatch.setattr("rlplus.sandbox.sandbox.time.process_time", clock)
+    results = closed.run("import time\nprint(1, flush=True)\ntime.sleep(float(input()))", ["0", "1e8"])
+    assert next(results) == (True, "1\n")
+    read[0] = 5.0
+    assert list(results) == [(False, f"over the limit of {'CPU time' if costly == 'the output' else 'time'}")]

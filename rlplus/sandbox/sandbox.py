@@ -1,10 +1,4 @@
-"""The sandbox for a model's programs: no network, no files but Python's, limits on all resources.
-
-Kinds: "bubblewrap" (the command bwrap) and "namespaces" (jail, by Linux's user namespaces or as root). Both give a
-program only a read-only Python and an empty folder in memory, and kill everything it started. "limits" has no
-namespaces: a program has the user's files and network, and is limited in time, memory, processes and output.
-SECURITY.md says what each promises.
-"""
+"""The processes of one sandbox: how they are started, what they may use, and their end."""
 
 import contextlib
 import json
@@ -24,9 +18,9 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..supervisor import Process, processes  # noqa: TID252  worker.py loads the package under another name
 from .jail.namespaces import FILE_BYTES
 from .jail.programs import READY
+from .process_table import Process, processes, runnable, tree
 
 KINDS = ("bubblewrap", "namespaces", "limits")
 _PROCESSES = 64
@@ -55,15 +49,17 @@ log = logging.getLogger(__name__)
 
 
 class Sandbox:
-    """Runs code, see jail. memory: bytes, of one process and of all together. seconds: CPU time of all, and time in
+    """Runs Python programs. memory: bytes, of one process and of all together. seconds: CPU time of all, and time in
     which all sleep.
 
     kind "auto": bubblewrap or namespaces. As root namespaces come first: they give each program a user of its own,
     where bubblewrap's is root outside of it. Raises OSError if this sandbox is unavailable, later also in `run` and
-    `test`: then nothing is known of the code. "auto" never falls back to "limits".
+    `test`: then nothing is known of the code. "auto" never falls back to "limits". ValueError for another kind.
     """
 
     def __init__(self, kind: str, memory: int, seconds: float) -> None:
+        if kind not in ("auto", *KINDS):
+            raise ValueError(f"want a sandbox of kind auto, {', '.join(KINDS)}; got {kind!r}")
         self._memory, self._seconds = memory, seconds
         reasons = []
         closed = ("namespaces", "bubblewrap") if os.getuid() == 0 else ("bubblewrap", "namespaces")
@@ -78,7 +74,7 @@ class Sandbox:
             reasons.append(f"{self.kind}: {text}")
         raise OSError(
             f"no sandbox for programs ({'; '.join(reasons)}): want bubblewrap, or a machine that allows user "
-            'namespaces, or reward.sandbox "limits", which keeps a program from neither files nor network'
+            'namespaces, or the kind "limits", which keeps a program from neither files nor network'
         )
 
     def run(
@@ -184,7 +180,7 @@ class Sandbox:
                 if (now := time.monotonic()) >= meter.looked + _LOOK_S:
                     before = time.process_time()
                     table = processes()
-                    used = dict(entry for each in sandboxes for entry in _tree(each.pid, table))
+                    used = {pid: entry for each in sandboxes for pid, entry in tree(each.pid, table).items()}
                     if fault := meter.fault(now, used, received, spent + before):
                         yield False, f"over the limit of {fault}"
                         return
@@ -206,7 +202,7 @@ class _Meter:
         """
         cpu = spent + sum(entry.ticks for entry in used.values()) / os.sysconf("SC_CLK_TCK")
         idle = min(now - self.looked, _LATE_S) - max(0.0, cpu - self._cpu)
-        if idle > 0 and received == self._received and not any(map(_runnable, used)):
+        if idle > 0 and received == self._received and not any(map(runnable, used)):
             self._asleep += idle
         self.looked, self._cpu, self._received = now, cpu, received
         limits = {
@@ -217,16 +213,6 @@ class _Meter:
             "output": received > _MOST_OUTPUT,
         }
         return next((name for name, passed in limits.items() if passed), "")
-
-
-def _runnable(process: int) -> bool:
-    """Whether a thread of the process runs or waits for a processor or a disk."""
-    with contextlib.suppress(OSError):  # it has ended
-        for thread in os.listdir(f"/proc/{process}/task"):
-            with open(f"/proc/{process}/task/{thread}/stat", "rb") as file:
-                if file.read().rpartition(b")")[2].split()[0] in (b"R", b"D"):
-                    return True
-    return False
 
 
 def _wait_until_ready(process: "subprocess.Popen[bytes]") -> None:
@@ -279,20 +265,6 @@ def _remove(folder: str) -> None:
         log.warning("the folder of a program stays: %s", error)
 
 
-def _tree(root: int, table: dict[int, Any]) -> list[tuple[int, Any]]:
-    """`root` and its descendants in a table of all processes."""
-    children: dict[int, list[int]] = {}
-    for process, entry in table.items():
-        children.setdefault(entry.parent, []).append(process)
-    found, todo = [], [root]
-    while todo:
-        process = todo.pop()
-        if process in table:
-            found.append((process, table[process]))
-        todo += children.get(process, [])
-    return found
-
-
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """Kill all descendants, then the process, which adopts orphans.
 
@@ -302,7 +274,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     quiet, before = 0, None
     while quiet < 2:
         table = processes()
-        others = [pid for pid, entry in _tree(process.pid, table) if pid != process.pid and entry.state != "Z"]
+        others = [pid for pid, entry in tree(process.pid, table).items() if pid != process.pid and entry.state != "Z"]
         orphans = {pid for pid, entry in table.items() if entry.parent not in table}
         quiet = 0 if others or orphans != before else quiet + 1
         before = orphans

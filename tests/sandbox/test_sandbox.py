@@ -1,73 +1,19 @@
-"""A model's programs in the sandbox: those that pass their tests, and attacks on the machine that grades them."""
+"""A program's verdict is not its own: it reaches neither the tests, nor the processes above it."""
 
-import json
+import os
 from pathlib import Path
 
 import pytest
-from reward_graders import linux, reward_config
-from sandboxes import make, run
+from sandboxes import MEMORY, SECONDS, linux, make, run
 
-from rlplus.reward import Scorer
-from rlplus.reward.graders.code import code_grader
-from rlplus.reward.graders.sandbox import Sandbox, _reply
+from rlplus.sandbox import Sandbox
+from rlplus.sandbox.sandbox import _remove, _reply
 
 pytestmark = linux
 
-
-def block(code: str) -> str:
-    return f"Here it is.\n```python\n{code}\n```\n"
-
-
-# Programs and their tests
-
-DOUBLE = "for line in open(0):\n    print(2 * int(line))"
-
-
-def test_a_program_reads_and_writes(sandbox: Sandbox) -> None:
-    answer = json.dumps({"cases": [["1\n2\n", "2\n4\n"], ["5", "10"]]})
-    grade = code_grader(sandbox)
-    whole = "import sys\nfor n in sys.stdin.read().split():\n    print(2 * int(n))"
-    main = "if __name__ == '__main__':\n    try:\n        while True:\n            print(2 * int(input()))\n"
-    for code in (DOUBLE, whole, f"{main}    except EOFError:\n        pass"):
-        assert grade(block(code), answer, {}) == (1.0, "ok", "")
-    assert grade(block("print(2)\nprint(4)"), answer, {}) == (0.0, "ok", "test 2 of 2: another result")
-    assert grade(block("1 / 0"), answer, {}) == (0.0, "ok", "test 1 of 2: ZeroDivisionError: division by zero")
-    assert grade(block("print(2"), answer, {})[2].startswith("test 1 of 2: SyntaxError")
-    assert grade(block(DOUBLE + "\nexit(3)"), answer, {})[0] == 0
-    assert grade(block(DOUBLE + "\nexit()"), answer, {})[0] == 1
-
-
-def test_a_function_gets_the_lines(sandbox: Sandbox) -> None:
-    answer = json.dumps({"cases": [["[1, 2]\n3", "[4, 5]"], ['["a"]\n"b"', '["ab"]']], "function": "add"})
-    grade = code_grader(sandbox)
-    body = "    def add(self, xs: List[int], y: int):\n        print('noise')\n        return [x + y for x in xs]"
-    assert grade(block(f"class Solution:\n{body}"), answer, {}) == (1.0, "ok", "")
-    assert grade(block("def add(xs, y):\n    return tuple(x + y for x in xs)"), answer, {}) == (1.0, "ok", "")
-    assert grade(block("def add(xs, y):\n    return xs"), answer, {})[0] == 0
-    assert grade(block("def sub(xs, y):\n    return xs"), answer, {})[2] == "test 1 of 2: KeyError: 'add'"
-
-
-def test_tests_behind_the_code_must_be_reached(sandbox: Sandbox) -> None:
-    """Code that exits before them does not pass."""
-    before = 'from typing import List\n\ndef add(xs: List[int], y: int) -> List[int]:\n    """Add y."""\n'
-    tests = {"before": before, "after": "def check(f):\n    assert f([1], 2) == [3]\ncheck(add)\n", "function": "add"}
-    answer = json.dumps(tests)
-    grade = code_grader(sandbox)
-    right = "def add(xs: List[int], y: int) -> List[int]:\n    return [x + y for x in xs]"
-    assert grade(block(right), answer, {}) == (1.0, "ok", "")
-    assert grade(block("    return [x + y for x in xs]"), answer, {}) == (1.0, "ok", "")
-    assert grade(block(right.replace("+", "-")), answer, {})[:2] == (0.0, "ok")
-    for end in ("exit(0)", "import os; os._exit(0)", "raise SystemExit", "print('passed'); import sys; sys.exit(0)"):
-        assert grade(block(f"{right}\n{end}"), answer, {})[0] == 0
-    answer = json.dumps({"after": "my_solution = Solution()\nassert my_solution.f(1) == 2"})
-    assert grade(block("class Solution:\n    def f(self, x: Optional[int]):\n        return x + 1"), answer, {})[0] == 1
-
-
-DOUBLE_TESTS = {  # what no program may learn: the wanted value, of an argument that it does not know
-    "before": 'def double(x: int) -> int:\n    """Twice x."""\n',
-    "after": "def check(f):\n    assert f(481516) == 963032\n    assert f(2) != 5\ncheck(double)\n",
-    "function": "double",
-}
+BEFORE = 'def double(x: int) -> int:\n    """Twice x."""\n'
+# What no program may learn: the wanted value for an argument that it does not know.
+TESTS = "def check(f):\n    assert f(481516) == 963032\n    assert f(2) != 5\ncheck(double)\n"
 ANY_FD = "for fd in range(64):\n    try:\n        os.write(fd, ({}).encode())\n    except OSError:\n        pass\n"
 FORGERIES = {
     "equal to everything": "class Yes(int):\n    __eq__ = __ne__ = lambda self, other: True\n    __hash__ = None\n"
@@ -114,11 +60,14 @@ def double(x):
 @pytest.mark.parametrize("way", FORGERIES)
 def test_code_does_not_decide_its_verdict(closed: Sandbox, way: str) -> None:
     """It neither finds the tests nor ends or answers in their place; what it returns is compared by value."""
+
+    def verdict(code: str) -> tuple[bool, str]:
+        return closed.test(BEFORE + code, BEFORE, TESTS, "double")
+
+    assert verdict("def double(x): return 2 * x") == (True, "")
     code = FORGERIES[way]
-    answer = json.dumps(DOUBLE_TESTS)
     for each in [code.format(value) for value in ("Yes(4)", "Any()", "[Any()]")] if "{}" in code else [code]:
-        value, status, detail = code_grader(closed)(block(each), answer, {})
-        assert (value, status) == (0, "ok"), detail
+        assert verdict(each)[0] is False
 
 
 def test_values_and_objects_cross_the_link(sandbox: Sandbox) -> None:
@@ -188,48 +137,50 @@ def test_the_kernel_guards_the_processes_above_a_program(sandbox: Sandbox) -> No
     assert run(sandbox, "import ctypes\nprint(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))") == [(True, "0\n")]
 
 
-def test_what_is_no_program_and_what_is_no_test(closed: Sandbox) -> None:
-    grade = code_grader(closed)
-    assert grade("no code", json.dumps({"after": ""}), {})[1] == "unparsed"
-    broken = ['{"after": "1 +"}', '{"before": "def f(x):", "after": "f(1)"}', '{"after": 1}']
-    for answer in ("", "7", "{}", '{"cases": 3}', '{"cases": [["a"]]}', '{"cases": []}', *broken):
-        assert grade(block("pass"), answer, {})[1] == "bad_gold"
-
-
-def test_the_tests_say_which_block_counts(closed: Sandbox) -> None:
-    """A script behind a draft for a program that reads and writes; a function's definition before its example."""
-    grade = code_grader(closed)
-    draft, example = block("def add(x):\n    return x + 2"), block("print(add(1))")
-    helper = block("def show(x):\n    print(x)\n\ndef check(f):\n    pass")
-    script = block("print(int(input()) + 2)")
-    assert grade(draft + script, json.dumps({"cases": [["1", "3"]]}), {})[0] == 1
-    for answer in (
-        {"cases": [["1", "3"]], "function": "add"},
-        {"after": "def check(f):\n    assert f(1) == 3\ncheck(add)\n"},
-    ):
-        assert grade(draft + example + helper, json.dumps(answer), {})[0] == 1
-
-
-def test_the_scorer_says_which_sandbox_it_has() -> None:
-    with Scorer(reward_config(kind="code", sandbox="namespaces", workers=1, memory_mb=1024)) as scorer:
-        answer = json.dumps({"cases": [["1", "2"]]})
-        scores = scorer([block(DOUBLE), block("while True: pass"), "none"], [answer] * 3)
-        assert scorer.note == "namespaces"
-    assert [(score.value, score.status) for score in scores] == [(1.0, "ok"), (0.0, "ok"), (0.0, "unparsed")]
-    assert "over the limit of CPU time" in scores[1].detail or "SIGXCPU" in scores[1].detail
-
-
 def test_a_late_supervisor_leaves_the_limit_of_cpu_time_to_the_kernel(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlplus.reward.graders.sandbox._LOOK_S", 600.0)
+    monkeypatch.setattr("rlplus.sandbox.sandbox._LOOK_S", 600.0)
     assert run(sandbox, "while True: pass") == [(False, "ended by SIGXCPU")]
 
 
 def test_a_sandbox_that_cannot_be_made_is_no_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is known of the code: the grader fails, and tries again."""
     sandbox = make("limits")
-    monkeypatch.setattr("rlplus.reward.graders.sandbox._JAIL", tmp_path / "missing.py")
+    monkeypatch.setattr("rlplus.sandbox.sandbox._JAIL", tmp_path / "missing.py")
     for attempt in (lambda: run(sandbox, "print(1)"), lambda: sandbox.test("x = 1", "", "x")):
         with pytest.raises(OSError, match=r"can't open file '.*missing\.py'"):
             attempt()
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    """Otherwise it would be `limits`, which was not asked for."""
+    with pytest.raises(ValueError, match="want a sandbox of kind auto, bubblewrap, namespaces, limits; got 'bwrap'"):
+        Sandbox("bwrap", MEMORY, SECONDS)
+
+
+def test_the_signal_is_named_or_numbered(closed: Sandbox) -> None:
+    code = "import os\nos.kill(os.getpid(), int(input()))"
+    assert run(closed, code, "40", "15") == [(False, "ended by signal 40"), (False, "ended by SIGTERM")]
+
+
+def test_a_folder_of_any_depth_is_removed(tmp_path: Path) -> None:
+    """Deeper than a recursion, with a path longer than Linux takes, without rights, and with links out of it."""
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    for place in (folder, outside):
+        place.mkdir()
+    (outside / "kept").touch()
+    descriptor = os.open(folder, os.O_RDONLY)
+    for _ in range(1_200):
+        os.mkdir("dddd", dir_fd=descriptor)
+        os.symlink(outside, "link", dir_fd=descriptor)
+        inner = os.open("dddd", os.O_RDONLY, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = inner
+    os.close(descriptor)
+    (folder / "dddd").chmod(0)
+    folder.chmod(0o500)
+    _remove(str(folder))
+    _remove(str(folder))
+    assert os.listdir(tmp_path) == ["outside"]
+    assert os.listdir(outside) == ["kept"]

@@ -11,11 +11,11 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from reward_graders import linux
-from sandboxes import MEMORY, SECONDS, make, run
+from sandboxes import MEMORY, SECONDS, linux, make, run
 
-from rlplus.reward.graders.sandbox import Sandbox, _end
-from rlplus.reward.supervisor import Process, processes
+from rlplus.sandbox import Sandbox
+from rlplus.sandbox.process_table import Process, processes
+from rlplus.sandbox.sandbox import _end
 
 pytestmark = linux
 
@@ -116,8 +116,8 @@ def test_a_process_that_one_look_misses_is_ended(monkeypatch: pytest.MonkeyPatch
         return {pid: Process(parent=parent, ticks=0, state="S", pages=0) for pid, parent in next(looks).items()}
 
     killed: list[int] = []
-    monkeypatch.setattr("rlplus.reward.graders.sandbox.processes", look)
-    monkeypatch.setattr("rlplus.reward.graders.sandbox.os.kill", lambda pid, number: killed.append(pid))
+    monkeypatch.setattr("rlplus.sandbox.sandbox.processes", look)
+    monkeypatch.setattr("rlplus.sandbox.sandbox.os.kill", lambda pid, number: killed.append(pid))
     process = MagicMock(pid=1)
     _end(process)
     assert killed == [2, 3]
@@ -195,8 +195,8 @@ def test_bubblewrap_limits_what_is_in_memory(monkeypatch: pytest.MonkeyPatch) ->
         commands.append(command)
         raise OSError("recorded")
 
-    monkeypatch.setattr("rlplus.reward.graders.sandbox.shutil.which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr("rlplus.reward.graders.sandbox.subprocess.Popen", record)
+    monkeypatch.setattr("rlplus.sandbox.sandbox.shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("rlplus.sandbox.sandbox.subprocess.Popen", record)
     with pytest.raises(OSError, match="no sandbox"):
         Sandbox("bubblewrap", MEMORY, SECONDS)
     (command,) = commands

@@ -2,14 +2,17 @@
 
 import os
 import shutil
+import sys
 
 import processes
 import pytest
 
-from rlplus.reward.graders.sandbox import Sandbox
+from rlplus.sandbox import Sandbox
 
 KINDS = ["namespaces", "limits", *(["bubblewrap"] if shutil.which("bwrap") else [])]
 MEMORY, SECONDS = 512 << 20, 1.0
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="limits and /proc of Linux")
 
 
 def make(kind: str) -> Sandbox:
@@ -21,6 +24,18 @@ def make(kind: str) -> Sandbox:
         if kind == "limits" or processes.run(["unshare", *ours, "true"]).returncode == 0:
             raise
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def sandbox(request: pytest.FixtureRequest) -> Sandbox:
+    """A sandbox of each kind."""
+    return make(request.param)
+
+
+@pytest.fixture(scope="module")
+def closed() -> Sandbox:
+    """A sandbox that keeps files and network from programs."""
+    return make("auto")
 
 
 def run(sandbox: Sandbox, code: str, *inputs: str) -> list[tuple[bool, str]]:

@@ -5,8 +5,8 @@ import os
 import sys
 
 if __name__ == "__main__":
-    package = sys.modules["_rlplus_jail"] = type(sys)("_rlplus_jail")
+    package = sys.modules["_sandbox_jail"] = type(sys)("_sandbox_jail")
     package.__path__ = [os.path.dirname(os.path.abspath(__file__))]
     if sys.path[:1] == package.__path__:  # as the folder that is run
         del sys.path[0]
-    importlib.import_module("_rlplus_jail.start").main()
+    importlib.import_module("_sandbox_jail.start").main()
