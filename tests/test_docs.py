@@ -37,11 +37,13 @@ from rlplus.recipe import Batch
 
 ROOT = Path(__file__).parent.parent
 MANUAL = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DECISIONS = sorted((ROOT / "docs/decisions").glob("*.md"))
 # in the site
 COMPARISONS = {f"compare/{path.stem}.html" for path in (ROOT / "experiments/compare/results").glob("*.json")}
 PAGES = [
     *MANUAL,
-    *(ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "DECISIONS.md", "SECURITY.md")),
+    *(ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *DECISIONS,
 ]
 PAGES += [ROOT / folder / "README.md" for folder in ("bench", "csrc", "experiments", "kernels")]
 SCHEMA = json_schema()
@@ -359,7 +361,7 @@ METRIC = "actor|batch|reward|mismatch|time|critic|process|sft|gate|prefix|replay
 FOLDER = "rlplus|docs|tests|configs|kernels|bench|csrc|examples|experiments"
 
 
-@pytest.mark.parametrize("path", MANUAL, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*MANUAL, *DECISIONS], ids=lambda path: path.name)
 def test_names_in_the_text_exist(path: Path) -> None:
     """Keys, metrics, files and public names between backquotes."""
     for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(path)):
