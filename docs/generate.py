@@ -3,12 +3,14 @@
 Each part stands between two comments, <!-- begin NAME --> and <!-- end NAME -->; a test compares them with the code.
 """
 
+import ast
 import json
 import re
 from collections.abc import Callable, Iterator
 from datetime import date
 from functools import partial
 from pathlib import Path
+from textwrap import dedent
 from typing import Any, NamedTuple
 
 from bench import output
@@ -342,6 +344,26 @@ def difference(tested: Tested, reference: str, method: str) -> str:
     return f"**{text}**" if estimate.low > 0 or estimate.high < 0 else text
 
 
+# ---- the example in one file
+
+
+def names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, context)}
+
+
+def minimal_step() -> str:
+    """The step of examples/train_minimal.py up to the gradients, as a block of Python that runs by itself."""
+    source = (ROOT / "examples/train_minimal.py").read_text(encoding="utf-8")
+    begin, end = "    # The demonstration is the last member", "    optimizer.zero_grad()\n    out.loss.backward()\n"
+    body = dedent(source[source.index(begin) : source.index(end)]) + "out.loss.backward()"
+    top = ast.parse(source).body
+    own = {node.name for node in top if isinstance(node, ast.FunctionDef)}
+    own |= {name for node in top if isinstance(node, ast.Assign) for name in names(node, ast.Store)}
+    used = own & names(ast.parse(body), ast.Load) | {"make_policy"}
+    imports = f"import torch\n\nimport rlplus\nfrom examples.train_minimal import {', '.join(sorted(used))}"
+    return f'```python\n{imports}\n\nlm, problems = make_policy(), ["407", "215"]\n{body}\n```'
+
+
 # ---- decisions
 
 # The parts of the index, in its order.
@@ -396,6 +418,7 @@ def decisions() -> str:
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"peers": peers},
+    "docs/index.md": {"step": minimal_step},
     "docs/kernels.md": {"measurements": measurements},
     "docs/systems.md": {"presets": presets},
     "docs/configuration.md": {"keys": keys},

@@ -147,6 +147,11 @@ def check_pytorch(page: ModuleType) -> None:
     assert page.model.lm_head.weight.grad.any()
 
 
+def check_index(page: ModuleType) -> None:
+    assert page.external.sum() == 2 * page.response.shape[-1], "one demonstration for each of two prompts"
+    assert all(parameter.grad.any() for parameter in page.lm.parameters())
+
+
 def check_extending(page: ModuleType) -> None:
     """The surrogate against autograd of the tests' formula; the recipe on a group of five."""
     objective = ALGORITHMS["spo"].objective
@@ -166,7 +171,7 @@ def check_extending(page: ModuleType) -> None:
 
 
 CHECKS: dict[str, Callable[[ModuleType], None]] = {
-    "README.md": check_readme, "pytorch.md": check_pytorch, "extending.md": check_extending,
+    "README.md": check_readme, "index.md": check_index, "pytorch.md": check_pytorch, "extending.md": check_extending,
 }  # fmt: skip
 NEEDS = {"trl.md": "trl"}  # a package that other ones here exclude
 
