@@ -5,10 +5,13 @@ correct demonstration by another author. The loss and the gradients of all weigh
 the logits are never stored whole. The example compares them with a computation that does store them.
 """
 
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+try:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import rlplus
+    import rlplus
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing.name} is not installed: pip install -e . transformers") from None
 
 PROMPTS, MEMBERS = 4, 8
 PROMPT, RESPONSE = 6, 10  # tokens

@@ -18,10 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+try:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
-from rlplus.data.row_files import Row, read_rows
+    from rlplus.data.row_files import Row, read_rows
+except ModuleNotFoundError as missing:
+    raise SystemExit(f'{missing.name} is not installed: pip install -e ".[train]"') from None
 
 SEED = 0  # chooses the problems for validation
 _CALCULATION = re.compile(r"<<[^<>]*>>")

@@ -22,16 +22,19 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+try:
+    import pyarrow.parquet as pq
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rlplus.common.terminal import counter
-from rlplus.config import Config, load_config
-from rlplus.data import Example, load_examples, load_tokenizer
-from rlplus.data.examples import holds_several
-from rlplus.data.row_files import Row, get_column, read_rows
-from rlplus.loss import head_of, linear_logprob
+    from rlplus.common.terminal import counter
+    from rlplus.config import Config, load_config
+    from rlplus.data import Example, load_examples, load_tokenizer
+    from rlplus.data.examples import holds_several
+    from rlplus.data.row_files import Row, get_column, read_rows
+    from rlplus.loss import head_of, linear_logprob
+except ModuleNotFoundError as missing:
+    raise SystemExit(f'{missing.name} is not installed: pip install -e ".[train]"') from None
 
 COLUMN = "behavior_logprob"
 

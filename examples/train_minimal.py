@@ -1,6 +1,7 @@
 """RL-PLUS in one file: transformers, PyTorch and the loss of rlplus, without a trainer.
 
-    python examples/train_minimal.py      # less than a minute on a CPU
+    pip install -e . transformers
+    python examples/train_minimal.py      # about a minute on a CPU
 
 A random LLaMA of 110,000 parameters learns to reverse three digits: "407=" -> "704.". A random model hardly ever
 finds an answer by itself, so GRPO has nothing to start from. RL-PLUS (arXiv 2508.00222) replaces one rollout of each
@@ -17,11 +18,14 @@ p is the policy's probability of a token, p_old the sampling policy's.
 
 import random
 
-import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+try:
+    import torch
+    from torch import Tensor
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-import rlplus
+    import rlplus
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing.name} is not installed: pip install -e . transformers") from None
 
 VOCABULARY = "0123456789=."
 END = VOCABULARY.index(".")  # ends a response, and pads behind it

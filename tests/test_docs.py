@@ -37,11 +37,13 @@ from rlplus.recipe import Batch
 
 ROOT = Path(__file__).parent.parent
 MANUAL = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DECISIONS = sorted((ROOT / "docs/decisions").glob("*.md"))
 # in the site
 COMPARISONS = {f"compare/{path.stem}.html" for path in (ROOT / "experiments/compare/results").glob("*.json")}
 PAGES = [
     *MANUAL,
-    *(ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "DECISIONS.md", "SECURITY.md")),
+    *(ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *DECISIONS,
 ]
 PAGES += [ROOT / folder / "README.md" for folder in ("bench", "csrc", "experiments", "kernels")]
 PAGES.append(ROOT / "rlplus/sandbox/SECURITY.md")
@@ -146,6 +148,11 @@ def check_pytorch(page: ModuleType) -> None:
     assert page.model.lm_head.weight.grad.any()
 
 
+def check_index(page: ModuleType) -> None:
+    assert page.external.sum() == 2 * page.response.shape[-1], "one demonstration for each of two prompts"
+    assert all(parameter.grad.any() for parameter in page.lm.parameters())
+
+
 def check_extending(page: ModuleType) -> None:
     """The surrogate against autograd of the tests' formula; the recipe on a group of five."""
     objective = ALGORITHMS["spo"].objective
@@ -165,7 +172,7 @@ def check_extending(page: ModuleType) -> None:
 
 
 CHECKS: dict[str, Callable[[ModuleType], None]] = {
-    "README.md": check_readme, "pytorch.md": check_pytorch, "extending.md": check_extending,
+    "README.md": check_readme, "index.md": check_index, "pytorch.md": check_pytorch, "extending.md": check_extending,
 }  # fmt: skip
 NEEDS = {"trl.md": "trl"}  # a package that other ones here exclude
 
@@ -360,7 +367,7 @@ METRIC = "actor|batch|reward|mismatch|time|critic|process|sft|gate|prefix|replay
 FOLDER = "rlplus|docs|tests|configs|kernels|bench|csrc|examples|experiments"
 
 
-@pytest.mark.parametrize("path", MANUAL, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*MANUAL, *DECISIONS], ids=lambda path: path.name)
 def test_names_in_the_text_exist(path: Path) -> None:
     """Keys, metrics, files and public names between backquotes."""
     for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(path)):

@@ -1,6 +1,8 @@
 """The examples in plain PyTorch, the preparation of public data, and the commands of the walk-through."""
 
 import re
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from examples import loss, prepare_data, train_minimal
 from rlplus.config import split_hub_path
 
+FOLDER = Path(__file__).parent.parent / "examples"
 GSM8K = [  # the layout of openai/gsm8k
     {"question": "What is 48 + 24?", "answer": "Half of 48 is 48/2 = <<48/2=24>>24.\n48+24 = <<48+24=72>>72.\n#### 72"},
     {"question": "What is 1000 + 600?", "answer": "It is $<<1000+600=1600>>1,600.\n#### 1,600"},
@@ -52,6 +55,33 @@ def test_rl_plus_learns_without_a_trainer(capsys: pytest.CaptureFixture[str]) ->
     (_, before), (_, after) = history[:10].mean(0).tolist(), history[-10:].mean(0).tolist()
     assert after > before + 0.15
     assert len(re.findall(r"^step +\d+ ", capsys.readouterr().out, re.MULTILINE)) == 1
+
+
+@pytest.mark.slow
+def test_the_manual_shows_what_comes_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its numbers depend on the processor in their last digits; the end must not."""
+    shown = (FOLDER.parent / "docs/index.md").read_text()
+    train_minimal.main()
+    printed = capsys.readouterr().out
+    (want,), (got,) = (
+        re.findall(r"^(\d+)% of 100 problems that were not trained on", t, re.M) for t in (shown, printed)
+    )
+    assert int(got) == pytest.approx(int(want), abs=5)
+    assert int(got) >= 90
+
+
+SCRIPTS = [path for path in sorted(FOLDER.glob("*.py")) if "__main__" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_says_what_to_install(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the losses alone there is no transformers and no pyarrow."""
+    for name in ("transformers", "pyarrow"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(
+        SystemExit, match=r'^(transformers|pyarrow)\S* is not installed: pip install -e (\. trans|"\.\[train)'
+    ):
+        runpy.run_path(str(path))
 
 
 def test_gsm8k_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

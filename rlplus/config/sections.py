@@ -109,7 +109,7 @@ class ModelConfig(Section):
 
 MathKind = Literal["math_verify", "math_verify_strict", "oat"]
 RewardKind = Literal["exact_match", "choice", "code", MathKind]
-_KINDS = ("exact_match", "choice", "code", *get_args(MathKind))
+_KINDS = get_args(RewardKind)
 
 
 class RewardConfig(Section):
