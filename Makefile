@@ -12,6 +12,7 @@ PYTHON ?=
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := $(VENV)/bin
+NATIVE := $(wildcard csrc/*.cpp csrc/*.h)
 # Only a folder with this mark was made here and may be deleted again.
 MARK := $(VENV)/.made-by-make
 # Written last, so a half-made environment never counts as done. Named after the place of the checkout: the
@@ -80,16 +81,16 @@ force:
 	$$install --no-deps openrlhf==0.11.2  # flash-attn, which it wants, needs CUDA
 	touch "$@"
 
-$(STAMP): pyproject.toml setup.py csrc/rows.cpp Makefile $(FORCE)
+$(STAMP): pyproject.toml setup.py $(NATIVE) Makefile $(FORCE)
 	@mkdir -p "$(dir $(VENV))"
 	exec 9> "$(VENV).lock"
 	flock 9
-	if [ -z "$(FORCE)" ] && [ "$@" -nt pyproject.toml ] && [ "$@" -nt setup.py ] && [ "$@" -nt csrc/rows.cpp ] && [ "$@" -nt Makefile ]; then
+	if [ -z "$(FORCE)" ] && [ "$@" -nt pyproject.toml ] && [ "$@" -nt setup.py ] && [ -z "$$(find $(NATIVE) -newer "$@")" ] && [ "$@" -nt Makefile ]; then
 	    exit 0  # another make finished it while this one waited
 	fi
 	if [ -e "$(MARK)" ] && { [ ! -e "$@" ] || [ -n "$(FORCE)" ]; }; then
 	    echo "Making the virtual environment $(VENV)."
-	    find "$(VENV)" -mindepth 1 ! -path "$(MARK)" -delete  # what an interrupted run or a moved checkout left
+	    find "$(VENV)" -mindepth 1 ! -path "$(MARK)" -delete  # left by an interrupted run or a moved checkout
 	fi
 	rm -f "$@"
 	if [ ! -e "$(VENV)/pyvenv.cfg" ]; then

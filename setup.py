@@ -43,7 +43,8 @@ class AnyPython(bdist_wheel):
 
 library = Extension(
     "rlplus._C",
-    ["csrc/rows.cpp"],
+    ["csrc/gemm.cpp", "csrc/rows.cpp"],
+    depends=["csrc/numbers.h"],
     language="c++",
     extra_compile_args=FLAGS,
     extra_link_args=["-fopenmp"],

@@ -14,7 +14,7 @@ from rlplus.errors import hint
 from . import tune_options
 from .suites import SUITES, on_cuda
 
-# What needs torch is imported in functions: --help and wrong arguments are answered without it.
+# Imports that need torch are in functions: --help and wrong arguments are answered without it.
 
 
 def say(text: str) -> None:

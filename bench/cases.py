@@ -1,4 +1,4 @@
-"""The inputs of a case: tensors that look like those of reinforcement learning."""
+"""The inputs of a case: tensors like the ones that reinforcement learning has."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

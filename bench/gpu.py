@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 CALL_S = 570.0  # limit of a call, which may take 600 with the start of Python and the copies of the results
 TOTAL_S = 1620.0  # limit of all calls; the rest of half an hour goes into starting the machine and carrying files
-LEAST_S = 20.0  # with less left a part is not begun
-GRACE_S = 10.0  # between asking a process to end and killing it
+LEAST_S = 20.0  # no part begins with less left
+GRACE_S = 10.0  # a process that is asked to end has this long before it is killed
 UNFINISHED = 75
 STEPS = ("selfcheck", "bench", "tune", "tuned", "tests", "sanitize")
 LOG, STATE = "log.txt", "state.json"
@@ -74,7 +74,7 @@ class Part(NamedTuple):
 
 
 def parts(folder: Path, cpu: bool) -> list[Part]:
-    """In their order: no part is cut short by the end of a call, since each starts only where it fits."""
+    """The parts in order. No call's end cuts one short, since each starts only where it fits."""
     python, tuning, out = sys.executable, str(folder / "tuning.json"), str(folder)
     bench, tiny = [python, "-m", "bench", "--output", out], ["--tiny"] if cpu else []
     head = ["--head", "151936", "3584", "--seconds", "270"]  # Qwen2.5-7B's, as in the main case of bench
@@ -96,7 +96,7 @@ def tests(cpu: bool) -> list[Part]:
         pytest += ["-n", "6"] if find_spec("xdist") else []
     files = ("test_gemm_kernel", "test_kernels", "test_exponentials", "test_token_kernel", "test_buffer_kernels")
     kernels = [f"tests/{name}.py" for name in files]
-    # The rehearsal imports all of them, those of the GPU too.
+    # The rehearsal imports all of them, including the GPU tests.
     chosen = ["tests/test_gpu.py", *kernels, "-k", "test_gemm_kernel and same_inputs"] if cpu else kernels
     return [
         Part("test_gpu", "tests", 155, [*pytest, "tests/test_gpu.py"], skip="needs a GPU" if cpu else ""),
@@ -107,7 +107,7 @@ def tests(cpu: bool) -> list[Part]:
 def sanitizers(cpu: bool) -> list[Part]:
     """Small shapes under compute-sanitizer, if it is installed and works on this GPU."""
     reason = "needs a GPU" if cpu else "" if shutil.which("compute-sanitizer") else "compute-sanitizer is not installed"
-    # Without torch's cache of memory each tensor is an allocation of its own, whose end the tool can see.
+    # Disable torch's memory cache: each tensor is then a separate allocation, whose end the tool can see.
     tool = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--report-api-errors", "no"]
     small = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_gpu.py", "-k", "test_small"]
     trial = [*tool, "--error-exitcode", "9", sys.executable, "-c", "import torch; torch.ones(1).cuda()"]

@@ -14,7 +14,7 @@ from rlplus.loss.verdicts import versions
 
 PACK = "gpu-pack"  # written by `python -m bench.pack`
 STATE = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu")  # MHz, W, degrees Celsius
-KERNELS = 20  # with a row of their own; the rest is summed
+KERNELS = 20  # rows at most; the other kernels are summed in one
 
 
 def package_root() -> Path:
@@ -23,7 +23,7 @@ def package_root() -> Path:
 
 
 def revision(root: Path | None = None) -> str:
-    """The commit of the sources, "-dirty" if files differ: of git, else of the file that `python -m bench.pack` wrote.
+    """The commit of the sources, "-dirty" if files differ; from git, else from the file of `python -m bench.pack`.
 
     RLPLUS_REVISION replaces it. "unknown" without any of them.
     """

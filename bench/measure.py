@@ -189,7 +189,7 @@ class Measurement:
                     row["extra_mb"] = memory_of_a_process(self.case, method, timeout=limit)
 
     def compare(self) -> None:
-        """Errors against fp64: the largest of a logprob, and those of the gradients relative to their norms."""
+        """Errors against fp64: the largest of a logprob; gradients' errors relative to their norms."""
         steps = self.first_share()
         for kind in sorted({method.kind for _, method, *_ in steps}):
             exact: list[tuple[Tensor, Tensor]] = []  # one pair of fp64 gradients at a time

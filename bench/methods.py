@@ -169,7 +169,7 @@ def tuned(x: Inputs) -> Tiling:
 
 
 def two_bytes(x: Inputs) -> Tiling:
-    """With exponentials in two bytes: the tile that the file has for them, else the default one."""
+    """The file's tile for exponentials in two bytes, else the default one."""
     if x.hidden.dtype != torch.bfloat16:
         raise Unavailable("needs bf16")
     tile = import_module("rlplus.kernels.linear_logprob").default_tile(x.hidden, True)

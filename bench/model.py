@@ -1,4 +1,4 @@
-"""The cost model's table: the time of loss and gradients over that of their bare GEMMs, for GPUs not present here.
+"""The cost model's table: time of loss and gradients divided by time of the bare GEMMs, for GPUs not present here.
 
 "floor": a GEMM hides all of its memory traffic; "half": half of the shorter of multiplications and traffic shows. With
 "waves" the last tiles of a GEMM's result leave processors idle, if the vendor takes tiles of 128 x 256.
@@ -19,7 +19,7 @@ SCRATCH_MB = (1250, 320, 160)
 SHARES = (0.5, 0.25)
 BARS = {1250: 1.08, 320: 1.35}
 
-# What was done for speed: the way it was before, in the words of `cost.one_pass`.
+# Optimisations: how each was before, as arguments of `cost.one_pass`.
 CHANGES: dict[str, dict[str, Any]] = {
     "the factor of the backward pass read on the device": {"scaling": 16},
     "the bookkeeping of a chunk's rows in one kernel": {"launches": cost.Launches(chunk=23)},
@@ -55,7 +55,7 @@ def sizes(
 
 
 def ratio(machine: cost.Machine, rows: int, capacity: int, waves: bool = False, **options: Any) -> float:
-    """The modelled time over that of the bare GEMMs."""
+    """The modelled time divided by the bare GEMMs' time."""
     machine = machine if waves else machine._replace(processors=0)
     return sum(cost.one_pass(machine, SHAPE, rows, capacity, **options).values()) / bare(machine)
 

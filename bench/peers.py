@@ -1,4 +1,4 @@
-"""The methods of others, each through its public entry point: PyTorch's, and those of other packages.
+"""The methods of others, each through its public entry point: PyTorch's and other packages'.
 
 To add one, write a function with the decorator `method`, and name it in `suites.py`. A method of ours is one call of
 `methods.ours`.
@@ -21,7 +21,7 @@ from rlplus.loss import policy_loss
 from .cases import Inputs
 from .methods import METHODS, Method, Step, Unavailable, method
 
-__all__ = ["METHODS", "Method", "Step", "Unavailable", "method"]  # with those of others
+__all__ = ["METHODS", "Method", "Step", "Unavailable", "method"]  # METHODS includes other packages' methods
 
 # ---- peers: PyTorch
 

@@ -62,7 +62,7 @@ def sweeps(result: Result) -> dict[str, list[dict[str, Any]]]:
     cases = sweep_of(result)
     base = next(iter(cases), ())
     found = {}
-    for i, what in enumerate(SIZES, start=1):  # behind the dtype
+    for i, what in enumerate(SIZES, start=1):  # the dtype is at 0
         alone = [c for shape, c in cases.items() if shape[:i] + shape[i + 1 :] == base[:i] + base[i + 1 :]]
         measured = [case for case in alone if case["rows"][-1]["status"] == "ok"]
         if len(measured) > 1:

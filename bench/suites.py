@@ -28,7 +28,7 @@ def sweep(base: Sizes, values: Sizes, method: str, dtype: str = "bfloat16", repe
 
 
 def cpu() -> list[Case]:
-    """At most ten minutes on two cores."""
+    """The suite `cpu`: at most ten minutes on two cores."""
     bars: Sizes = {"N": 1024, "H": 896, "V": 32_000, "repeats": 5}
     base: Sizes = {"N": 512, "H": 448, "V": 16_000}
     main: Sizes = base | {"repeats": 5}
@@ -63,7 +63,7 @@ QWEN: Sizes = {"N": 16_384, "H": 3584, "V": 151_936}  # Qwen2.5-7B
 
 
 def gpu() -> list[Case]:
-    """At most six minutes on one H200: with the self-check before it, one call of ten."""
+    """The suite `gpu`: at most six minutes on one H200; with the self-check before it, one call of ten minutes."""
     options = ("320 MB", "160 MB", "least", "into", "entropy", "filter")
     own = ("triton", "triton own GEMM", "triton two-byte")
     ours = (*own, *(f"triton {option}" for option in options), "torch", "reference", "cpp")
@@ -90,7 +90,7 @@ def gpu() -> list[Case]:
 
 
 def tuned() -> list[Case]:
-    """At most 80 seconds on one H200: the head that `tune` tunes by default, with and without the tuning of a file."""
+    """The head that `tune` tunes by default, with and without a file's tuning: at most 80 seconds on one H200."""
     own = ("triton", "triton tuned", "triton two-byte", "triton own GEMM")
     forward = ("triton forward", "triton tuned forward", "triton own GEMM forward")
     cases = [
@@ -109,7 +109,7 @@ def tiny(cases: list[Case]) -> list[Case]:
 
 
 def quick() -> list[Case]:
-    """At most a minute on a CPU."""
+    """The suite `quick`: at most a minute on a CPU."""
     sizes: Sizes = {"N": 128, "H": 128, "V": 4000}
     methods = ("cpp", "cpp least", "torch", "triton", "reference", *PEERS[:-4])
     cases = [

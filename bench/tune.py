@@ -207,7 +207,7 @@ def prepared(part: Part, work: Work, tiling: Tiling) -> tuple[Step | None, str]:
             return None, f"wrong: {fault}"
         step = part.step(work, tiling)
         step()
-    except Exception as error:  # from Triton, its compiler, the driver; out of memory
+    except Exception as error:  # raised by Triton, its compiler or the driver; out of memory
         if any(text in str(error) for text in STICKY):
             raise
         return None, f"failed: {one_line(error)}"

@@ -5,25 +5,17 @@
 // package's one definition of the objectives: (N,) vectors, a thousandth of the time of a chunk's GEMMs.
 //
 // Compile without -ffast-math: NaN and infinity must come out where they went in.
+#include "numbers.h"
+
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <limits>
 #include <type_traits>
-#include <vector>
 
 #ifdef __linux__
 #include <sys/mman.h>
 #include <unistd.h>
 #endif
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(EVERY_CPU)
-#define EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#elif !defined(EVERY_CPU)  // else the compiler's command line chose one processor
-#define EVERY_CPU
-#endif
-#define INLINE static inline __attribute__((always_inline))
 
 namespace {
 
@@ -31,14 +23,6 @@ constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr float FLOOR = -1e30f;  // stands in for log 0, as in every backend
 constexpr int64_t BLOCK = 2048;  // columns at a time: they stay in the first-level cache between max and sum
 constexpr int64_t DEPTH = 32;    // bf16 values in a row of an AMX tile
-
-template <class To, class From>
-INLINE To bits(From x) {
-  static_assert(sizeof(To) == sizeof(From));
-  To y;
-  std::memcpy(&y, &x, sizeof y);
-  return y;
-}
 
 // 2^x for x <= 0 to about 1 ulp; 0 below -126, where fp32 has no normal numbers left. NaN stays NaN.
 INLINE float exp2_nonpositive(float x) {
@@ -63,12 +47,6 @@ INLINE Capped softcap(float x, float cap) {
   const float series = a * (1.f - y2 * (1 / 3.f - y2 * (2 / 15.f - y2 * (17 / 315.f - y2 * (62 / 2835.f)))));
   const float t = a < 0.25f ? series : (1.f - e) / (1.f + e);
   return {std::copysign(cap * t, y), 4.f * e / ((1.f + e) * (1.f + e))};
-}
-
-INLINE void store(float x, float& out) { out = x; }
-INLINE void store(float x, uint16_t& out) {  // bf16, to nearest even
-  const uint32_t u = bits<uint32_t>(x);
-  out = uint16_t(x != x ? 0x7fc0u : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
 // What the gradient needs of a row: max of z + bias, capped; rest, the sum of e = exp((z + bias - max) / T), z + bias
@@ -203,110 +181,12 @@ EVERY_CPU void gradient_one(const float* z, const float* bias, int64_t V, int64_
   });
 }
 
-constexpr int TILE = 16;
-
-#if defined(__GNUC__) && !defined(__clang__)
-typedef uint32_t Lanes __attribute__((vector_size(4 * TILE)));
-
-// One of the four steps that transpose a tile: exchange the off-diagonal blocks of size S.
-template <unsigned S>
-INLINE void exchange(Lanes* r) {
-  Lanes low, high;
-  for (unsigned j = 0; j < TILE; ++j) {
-    low[j] = j & S ? TILE + j - S : j;
-    high[j] = j & S ? TILE + j : j + S;
-  }
-  for (unsigned i = 0; i < TILE; ++i)
-    if (!(i & S)) {
-      const Lanes a = r[i], b = r[i + S];
-      r[i] = __builtin_shuffle(a, b, low);
-      r[i + S] = __builtin_shuffle(a, b, high);
-    }
-}
-
-INLINE void transpose(const uint32_t* w, int64_t stride, uint32_t* out, int64_t out_stride) {
-  Lanes r[TILE];
-  for (int i = 0; i < TILE; ++i) std::memcpy(&r[i], w + i * stride, sizeof r[i]);
-  exchange<1>(r);
-  exchange<2>(r);
-  exchange<4>(r);
-  exchange<8>(r);
-  for (int i = 0; i < TILE; ++i) std::memcpy(out + i * out_stride, &r[i], sizeof r[i]);
-}
-
-// 2 TILE rows of TILE bf16: as the above, of the pairs that two rows form in every column.
-INLINE void transpose_pairs(const uint16_t* x, int64_t stride, uint32_t* out, int64_t out_stride) {
-  typedef uint16_t Halves __attribute__((vector_size(2 * TILE)));
-  Lanes r[TILE];
-  for (int i = 0; i < TILE; ++i) {
-    Halves low, high;
-    std::memcpy(&low, x + 2 * i * stride, sizeof low);
-    std::memcpy(&high, x + (2 * i + 1) * stride, sizeof high);
-    r[i] = __builtin_convertvector(low, Lanes) | __builtin_convertvector(high, Lanes) << 16;
-  }
-  exchange<1>(r);
-  exchange<2>(r);
-  exchange<4>(r);
-  exchange<8>(r);
-  for (int i = 0; i < TILE; ++i) std::memcpy(out + i * out_stride, &r[i], sizeof r[i]);
-}
-#else
-INLINE void transpose_pairs(const uint16_t* x, int64_t stride, uint32_t* out, int64_t out_stride) {
-  for (int i = 0; i < TILE; ++i)
-    for (int j = 0; j < TILE; ++j)
-      out[i * out_stride + j] = x[2 * j * stride + i] | uint32_t(x[(2 * j + 1) * stride + i]) << 16;
-}
-
-INLINE void transpose(const uint32_t* w, int64_t stride, uint32_t* out, int64_t out_stride) {
-  for (int i = 0; i < TILE; ++i)
-    for (int j = 0; j < TILE; ++j) out[i * out_stride + j] = w[j * stride + i];
-}
-#endif
-
-// w (n, pairs) -> out (pairs, n), both of bf16 pairs: the layout in which the CPU multiplies bf16.
-EVERY_CPU void pack(const uint32_t* __restrict w, int64_t stride, int64_t n, int64_t pairs, uint32_t* __restrict out) {
-  for (int64_t v = 0; v < n; v += TILE)
-    for (int64_t k = 0; k < pairs; k += TILE)
-      if (v + TILE <= n && k + TILE <= pairs)
-        transpose(w + v * stride + k, stride, out + k * n + v, n);
-      else
-        for (int64_t i = k; i < std::min(pairs, k + TILE); ++i)
-          for (int64_t j = v; j < std::min(n, v + TILE); ++j) out[i * n + j] = w[j * stride + i];
-}
-
-// dz (n, columns) bf16 -> out (columns, K), K >= n even; 0 from n on.
-EVERY_CPU void transpose_rows(const uint16_t* __restrict dz, int64_t stride, int64_t n, int64_t columns, int64_t K,
-                              uint16_t* __restrict out) {
-  for (int64_t k = 0; k < K; k += 2 * TILE)
-    for (int64_t v = 0; v < columns; v += TILE)
-      if (k + 2 * TILE <= n && v + TILE <= columns)
-        transpose_pairs(dz + k * stride + v, stride, (uint32_t*)(out + v * K + k), K / 2);
-      else
-        for (int64_t j = v; j < std::min(columns, v + TILE); ++j)
-          for (int64_t i = k; i < std::min(K, k + 2 * TILE); ++i) out[j * K + i] = i < n ? dz[i * stride + j] : 0;
-}
-
-// h (n, H) bf16 -> out (K / 2, H) of pairs of rows, 0 from n on.
-EVERY_CPU void pair_rows(const uint16_t* __restrict h, int64_t n, int64_t H, int64_t k, uint32_t* __restrict out) {
-  for (int64_t j = 0; j < H; ++j)
-    out[j] = (k < n ? h[k * H + j] : 0u) | (k + 1 < n ? uint32_t(h[(k + 1) * H + j]) << 16 : 0u);
-}
-
-EVERY_CPU void round_all(const float* __restrict x, int64_t n, uint16_t* __restrict out) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) store(x[i], out[i]);
-}
-
-using Brgemm = void (*)(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc, bool add_C,
-                        const void* A, const void* B, float* C, bool is_vnni);
-using BrgemmRelease = void (*)(bool is_vnni);
-
 }  // namespace
 
 extern "C" {
 
 // Renamed with every change of a signature below: the package does not load a library of another version.
-void rlplus_interface_3() {}
+void rlplus_interface_4() {}
 
 // z (n, V) fp32, bias (V,) or null, target (n,) -> rows (n, 4), see Row; logprob is NaN where the target is no token.
 // inv_temperature (n,). cap: z + bias becomes cap * tanh((z + bias) / cap); 0: it does not.
@@ -316,7 +196,7 @@ void rlplus_row_statistics(const float* z, const float* bias, const int64_t* tar
   for (int64_t i = 0; i < n; ++i) statistics_one(z + i * V, bias, V, target[i], inv_temperature[i], cap, rows + i);
 }
 
-// For s < n: row s of the buffer becomes the gradient of row source[s], fp32 or, in the front half of the row's memory,
+// Row s < n of the buffer becomes the gradient of row source[s], fp32 or, in the front half of the row's memory,
 // bf16. Each source is its own slot or a row that is no slot, and each slot is its own source or a row that is no
 // source, so rows may be done in any order. The arrays behind it are indexed by source; dentropy may be null.
 // Zeros follow a bf16 row as far as oneDNN's AMX kernel reads past its end, to multiply what is there by 0: the bits of
@@ -331,59 +211,6 @@ void rlplus_row_gradient(float* z, const float* bias, const int64_t* source, int
     float* out = z + s * V;
     gradient_one(z + i * V, bias, V, target[i], inv_temperature[i], cap, rows[i], dlogprob[i], e, to_bf16, out);
     if (to_bf16) std::fill_n((uint16_t*)out + V, std::min(V, DEPTH - 1), uint16_t(0));
-  }
-}
-
-// hidden (n, H), weight (V, H) bf16, H even -> z (n, V) = hidden weight^T in fp32, which torch.mm does not offer on the
-// CPU. The caller passes torch's own oneDNN GEMM. columns: of the vocabulary at a time, packed into cache.
-void rlplus_logits_bf16(Brgemm gemm, BrgemmRelease release, const uint16_t* hidden, int64_t hidden_stride,
-                        const uint16_t* weight, int64_t weight_stride, int64_t n, int64_t H, int64_t V, float* z,
-                        int64_t columns, int64_t panel, int threads) {
-#pragma omp parallel num_threads(threads)
-  {
-    std::vector<uint32_t> packed(columns * (H / 2));
-#pragma omp for schedule(dynamic)
-    for (int64_t v = 0; v < V; v += columns) {
-      const int64_t width = std::min(columns, V - v);
-      pack((const uint32_t*)(weight + v * weight_stride), weight_stride / 2, width, H / 2, packed.data());
-      for (int64_t i = 0; i < n; i += panel)
-        gemm(std::min(panel, n - i), width, H, hidden_stride, width, V, false, hidden + i * hidden_stride,
-             packed.data(), z + i * V + v, true);
-    }
-    release(true);
-  }
-}
-
-// sum (V, H) fp32 += dz^T hidden, for dz (n, V), hidden (n, H) bf16; `first`: sum = it; `last`: out (V, H) bf16 becomes
-// the sum instead. K: n rounded up, so that the GEMM, which is compiled at its first use, comes in few shapes. Its tiles
-// are (panel, width); `columns` of dz are transposed at a time.
-void rlplus_dweight_bf16(Brgemm gemm, BrgemmRelease release, const uint16_t* dz, int64_t stride, const uint16_t* hidden,
-                         int64_t n, int64_t K, int64_t H, int64_t V, float* sum, uint16_t* out, int64_t columns,
-                         int64_t panel, int64_t width, int first, int last, int threads) {
-  std::vector<uint32_t> pairs(K / 2 * H);
-#pragma omp parallel num_threads(threads)
-  {
-    std::vector<uint16_t> across(columns * K);
-    std::vector<float> tile(last ? panel * H : 0);
-#pragma omp for schedule(static)
-    for (int64_t k = 0; k < K; k += 2) pair_rows(hidden, n, H, k, pairs.data() + k / 2 * H);
-#pragma omp for schedule(dynamic)
-    for (int64_t v = 0; v < V; v += columns) {
-      const int64_t m = std::min(columns, V - v);
-      transpose_rows(dz + v, stride, n, m, K, across.data());
-      for (int64_t i = 0; i < m; i += panel) {
-        const int64_t rows = std::min(panel, m - i), start = (v + i) * H;
-        float* c = last ? tile.data() : sum + start;
-        if (last && !first)
-          std::memcpy(c, sum + start, rows * H * sizeof(float));
-        else if (!first)
-          for (int64_t j = 0; j < rows * H; j += 16) __builtin_prefetch(c + j, 1, 2);
-        for (int64_t j = 0; j < H; j += width)
-          gemm(rows, std::min(width, H - j), K, K, H, H, !first, across.data() + i * K, pairs.data() + j, c + j, true);
-        if (last) round_all(c, rows * H, out + start);
-      }
-    }
-    release(true);
   }
 }
 

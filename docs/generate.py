@@ -27,7 +27,7 @@ from rlplus.report.tables import interval, percent
 ROOT = Path(__file__).parent.parent
 FAR = 2**53  # the largest value of a key that has no limit of its own
 
-# Where each preset is published. Ablations are those of the preset that their name begins with.
+# The publication of each preset. An ablation belongs to the preset that its name begins with.
 SOURCES = {
     "rlplus": "[RL-PLUS](https://arxiv.org/abs/2508.00222)",
     "rlplus-official": "the RL-PLUS authors' scripts",
@@ -75,7 +75,7 @@ def presets() -> str:
 
 
 def source(name: str) -> str:
-    """Where it is published. KeyError for a preset without an entry in `SOURCES`."""
+    """The preset's publication. KeyError for a preset without an entry in `SOURCES`."""
     if name in SOURCES:
         return SOURCES[name]
     base = max((known for known in SOURCES if name.startswith(f"{known}-")), key=len)
@@ -253,7 +253,7 @@ def peers() -> str:
 
 
 def compared(files: str) -> dict[tuple[str, int], tuple[Results, dict[str, Study]]]:
-    """By setting and number of seeds: the results of a comparison, and its studies with so many seeds."""
+    """A comparison's results, and its studies with so many seeds, by setting and number of seeds."""
     found: dict[tuple[str, int], tuple[Results, dict[str, Study]]] = {}
     order = list(load_comparison(ROOT / "experiments/compare/paper.yaml").settings)
     for path in sorted((ROOT / "experiments/compare/results").glob(files)):
@@ -271,7 +271,7 @@ def compared(files: str) -> dict[tuple[str, int], tuple[Results, dict[str, Study
 
 
 def comparisons() -> str:
-    """For each setting and number of seeds, what each method solves of each test set."""
+    """Each method's share of each test set solved, by setting and number of seeds."""
     parts = (
         f"`{setting}`, {seeds} seeds:\n\n{setting_table(results, studies, setting)}"
         for (setting, seeds), (results, studies) in compared(PAPER).items()
@@ -321,7 +321,7 @@ def settings_beside(files: str) -> str:
 
 
 def block(name: str, studies: dict[str, Study]) -> str:
-    """The title of a study's rows, with its reference if it is not that of the first study."""
+    """The title of a study's rows, with its reference if the first study has another."""
     usual = next(iter(studies.values())).compared_with
     reference = studies[name].compared_with
     return f"**{name}**" if reference == usual else f"**{name}**, compared with: {reference}"
@@ -335,7 +335,7 @@ def mean_and_difference(tested: Tested, reference: str, method: str) -> str:
 
 
 def difference(tested: Tested, reference: str, method: str) -> str:
-    """From the reference, in points of pass@1 on all problems; bold if its interval excludes 0."""
+    """The difference from the reference, in points of pass@1 on all problems; bold if its interval excludes 0."""
     if method == reference or reference not in tested.methods:
         return ""
     estimate = tested.difference(reference, method, 1)

@@ -6,7 +6,7 @@
 Rows come from the Hugging Face hub, or with --train and --test from copies of the same files (JSONL or Parquet).
 gsm8k (openai/gsm8k): columns prompt, answer and demonstration, the worked solution without the calculator's input
 and with the answer in a box. openr1-math (Elliott/Openr1-Math-46k-8192, LUFFY's selection of OpenR1-Math-220k): verl's
-columns prompt, reward_model and target, the trace of DeepSeek-R1. Of equal prompts to train on the first is kept, so
+columns prompt, reward_model and target, the trace of DeepSeek-R1. The first of equal training prompts is kept, so
 that no problem for validation is trained on.
 """
 
@@ -26,7 +26,7 @@ try:
 except ModuleNotFoundError as missing:
     raise SystemExit(f'{missing.name} is not installed: pip install -e ".[train]"') from None
 
-SEED = 0  # of the choice of problems for validation
+SEED = 0  # chooses the problems for validation
 _CALCULATION = re.compile(r"<<[^<>]*>>")
 
 

@@ -8,7 +8,7 @@ train on, the end token included; null where the run would not train on the demo
 row has a list of demonstrations. With it the denominator of `mis`, `omega` and `shaped` is the true one; without it
 `mis` estimates it, and the others take it as 1.
 
-Tokens are those of the run's tokenizer, and the demonstrator gives the probability of exactly these. So both must have
+Tokens come from the run's tokenizer, and the demonstrator gives the probability of exactly these. So both must have
 the same tokens: a used token with another meaning in the demonstrator's vocabulary is an error, and so is an end token
 at which the demonstrator would not end. Prompts are the run's as well. If the demonstrator was prompted differently,
 set `model.chat_template=ITS_TEMPLATE` and other keys of `data`, as long as the demonstrations' tokens stay the same.
@@ -56,12 +56,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     lm: PreTrainedModel = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, config.model.dtype))
     check_tokens(examples, tokenizer, AutoTokenizer.from_pretrained(args.model), lm)
     lm = lm.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    scored: dict[int, list[float]] = {}  # by place in `examples`
+    scored: dict[int, list[float]] = {}  # keys: places in `examples`
     with counter("demonstrations scored:") as progress:
         for batch in batches(examples, args.tokens):
             scored |= zip(batch, score(lm, [examples[i] for i in batch], args.temperature), strict=True)
             progress(len(scored), report.demonstrations)
-    found: dict[int, list[list[float] | None]] = {}  # by row
+    found: dict[int, list[list[float] | None]] = {}  # keys: rows
     for i, example in enumerate(examples):
         found.setdefault(example.index, []).append(scored.get(i))
     with args.output.open("w", encoding="utf-8") as file:

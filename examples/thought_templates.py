@@ -11,7 +11,7 @@ from itertools import zip_longest
 
 from rlplus.rollout import Response, Sampler
 
-# By rising complexity: the longest prompt in tokens, and the actions.
+# The longest prompt in tokens, and the actions; in order of complexity.
 TEMPLATES: tuple[tuple[float, tuple[str, ...]], ...] = (
     (64, ("Let me compute the result directly.\n",)),
     (256, ("Let me break the problem into steps.\n", "Let me check each step.\n")),
@@ -35,7 +35,7 @@ def rollout(sampler: Sampler, responses: list[Response]) -> None:
             if not response.ended:
                 response.insert(sampler.tokenizer.encode(action, add_special_tokens=False))
         sampler([response for response, _ in acting], max_tokens=SEGMENT)
-    sampler(responses)  # to the end
+    sampler(responses)  # continues to the end
 
 
 def template(complexity: int) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ group by a correct demonstration. Each step
    by the multiple importance sampling ratio 2 p / (p_author + p_old), with p_author estimated as (1 + p_old) / 2, times
    the exploration weight (1 - p) ** 0.5, which is small for tokens that the policy is already sure of.
 
-p is the policy's probability of a token, p_old that of the policy that sampled.
+p is the policy's probability of a token, p_old the sampling policy's.
 """
 
 import random
@@ -30,8 +30,8 @@ except ModuleNotFoundError as missing:
 VOCABULARY = "0123456789=."
 END = VOCABULARY.index(".")  # ends a response, and pads behind it
 PROMPT, RESPONSE = 4, 4  # tokens
-PROBLEMS, MEMBERS = 32, 8  # of a step, of a group
-HELD_OUT = 100  # of the 1000 problems
+PROBLEMS, MEMBERS = 32, 8  # prompts per step, responses per prompt
+HELD_OUT = 100  # problems, out of the 1000
 LR = 2e-3
 OBJECTIVE = rlplus.Objective.preset("rlplus")
 

@@ -1,4 +1,4 @@
-"""In which order the models of a finished comparison add the numbers of the demo's hard problems.
+"""The order in which the models of a finished comparison add the numbers of the demo's hard problems.
 
     rlplus compare experiments/compare/paper.yaml --output runs/compare/paper
     python -m experiments.scratchpads runs/compare/paper foreign

@@ -5,7 +5,7 @@
     dlogits[target] = dlogprob (1 - e^logprob) / temperature, from fp32
 
 E is relative to its tile, so it neither overflows nor, down to 2^-29 of the tile's largest, has less than 11 bits: the
-rounding is an eighth of that of a bf16 gradient. log E is not exact enough for the gradient of an entropy.
+rounding is an eighth of a bf16 gradient's. log E is not exact enough for the gradient of an entropy.
 """
 
 import triton

@@ -7,7 +7,7 @@
     dlogits = dz (1 - tanh^2(x / softcap)) / (temperature row_temperature)
 
 The definition is `rlplus.loss.backends.reference.logprob_and_entropy`. fp32 arithmetic, results in nats. Three ways to
-the statistics of the rows: `row_statistics` reads logits that a GEMM left, `add_statistics` those of one block of the
+the statistics of the rows: `row_statistics` reads logits that a GEMM left, `add_statistics` logits of one block of the
 vocabulary after another; `linear_statistics` is that GEMM, with the statistics in its epilogue, and stores the logits,
 or their exponentials (exponentials.py), only on request. `row_gradient` reads the logits once and writes only rows with
 a slot.
@@ -32,7 +32,7 @@ ROWS, VECTOR = tl.constexpr(8), tl.constexpr(4)
 # Columns of `values` (n, WIDTH), what is known of a token.
 LOGPROB, ENTROPY, MAX, LOGSUM = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 DLOGPROB, DENTROPY, WIDTH = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
-PARTIALS = tl.constexpr(3)  # per part of a row: max z, sum of e^(z - max), sum of e^(z - max) (z - max)
+PARTIALS = tl.constexpr(3)  # numbers per part of a row: max z, sum of e^(z - max), sum of e^(z - max) (z - max)
 E_SCALE = tl.constexpr(2.0**15)  # scale of the exponentials: fp16 then has its 11 bits from there down to 2^-14
 COMBINE = {"BLOCK_N": 16, "BLOCK_T": 64, "num_warps": 4, **FUSION}
 
@@ -236,7 +236,7 @@ def _statistics_kernel(
     offset = tl.arange(0, ROWS)[:, None] * COLUMNS + column[None, :]
     offset = tl.max_contiguous(offset, (1, VECTOR))  # not more with a bias of two bytes: threads would share columns
     whole = first + (last - first) // BLOCK_V * BLOCK_V  # a multiple of 16, as the compiler can see
-    for start in range(first, whole, BLOCK_V):  # without masks, and no thread waits for another
+    for start in range(first, whole, BLOCK_V):  # no masks, and no thread waits for another
         raw = tl.load(row + start + offset)
         m, s, t = _add_tile(m, s, t, _z(raw, start + offset, True, bias, inv_temperature, softcap))
     if whole < last:
@@ -260,7 +260,7 @@ def _statistics_kernel(
         tl.store(out + MAX, m)
         tl.store(out + LOGSUM, logsum)
     else:
-        tl.store(out + LOGPROB, z_target, known)  # until `_combine_kernel` replaces it
+        tl.store(out + LOGPROB, z_target, known)  # a placeholder, which `_combine_kernel` replaces
         tl.store(part, m)
         tl.store(part + tl.num_programs(0), s)
         tl.store(part + 2 * tl.num_programs(0), t)
@@ -358,7 +358,7 @@ def _combine_kernel(values, partial, target, n, V, tiles, BLOCK_N: tl.constexpr,
     here = rows < n
     y = tl.load(target + rows, here, -1)
     out, known = values + rows * WIDTH, (y >= 0) & (y < V)
-    z_target = tl.load(out + LOGPROB, here & known, 0.0)  # before the barriers of the sums: threads may share a row
+    z_target = tl.load(out + LOGPROB, here & known, 0.0)  # must precede the sums' barriers: threads may share a row
     m = tl.full((BLOCK_N,), LOWEST, tl.float32)
     s, t = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, tiles, BLOCK_T):

@@ -62,8 +62,8 @@ def token_loss(values: Tensor, constants: Tensor, coefficients: Coefficients, gi
     """Fill the columns DLOGPROB and DENTROPY of values (n, 6) fp32; -> sums (blocks, 20) fp32, to be added up.
 
     constants (n, 8) fp32: advantage, token_weight, external (0 or 1), old_logprob, behavior_logprob, ref_logprob,
-    engine_logprob, entropy_weight; anything in the columns that are not given. The sums are those of
-    `rlplus.loss`: STATS, then MISMATCH_STATS.
+    engine_logprob, entropy_weight; anything in the columns that are not given. The sums are
+    `rlplus.loss`'s STATS, then MISMATCH_STATS.
     """
     n = len(values)
     if values.shape != (n, WIDTH.value) or constants.shape != (n, CONSTANTS.value):
@@ -193,7 +193,7 @@ def _dft(logprob, old, behavior, c, BEHAVIOR: tl.constexpr):
     return p * logprob, p
 
 
-# By name, as in `rlplus.loss.surrogates`; the external ones with whether the advantage weighs them.
+# The names are those in `rlplus.loss.surrogates`; the external ones say whether the advantage weighs them.
 INTERNAL = {"ratio": _ratio, "clip": _clip, "reinforce": _reinforce, "cispo": _cispo, "sapo": _sapo, "dppo": _dppo}
 EXTERNAL = {
     "mis": (_mis, True),

@@ -62,10 +62,10 @@ DEFAULT = Tiling()
 STATISTICS = (DEFAULT.statistics, Block(2048, 2), Block(8192, 8))
 GRADIENT = (DEFAULT.gradient, Block(2048, 4), Block(4096, 4), Block(8192, 8))
 PROGRAMS = (DEFAULT.programs, 1024, 2048)
-MOST_CHUNKS = 16  # in the gradient buffer
+MOST_CHUNKS = 16  # chunks at most in the gradient buffer
 
-# By the GPU's major compute capability, for half precision: the default for logprobs alone; the default with a bias or
-# logits to store, which need registers; other candidates. 0: the interpreter.
+# Tiles by the GPU's major compute capability, for half precision: the default for logprobs alone; the default with a
+# bias or logits to store, which need registers; other candidates. 0: the interpreter.
 TILES = {
     0: (Tile(16, 32, 32, 2, 4, 1, True), Tile(32, 64, 32, 2, 4, 1, False)),
     8: (

@@ -1,6 +1,6 @@
 """Reinforcement learning of language models at kernel speed: RL-PLUS and its relatives.
 
-The names here are those of the loss, which needs torch and, on NVIDIA GPUs, triton; the trainer is the extra `train`.
+The names here belong to the loss, which needs torch and, on NVIDIA GPUs, triton; the trainer is the extra `train`.
 Importing this package loads nothing. The first use of a name imports torch and, for the fused operations, registers the
 operators under `torch.ops.rlplus`. To register them without calling one (to load an exported program, say), `import
 rlplus.loss.operations`.

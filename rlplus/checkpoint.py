@@ -6,7 +6,7 @@
     checkpoints/saving/           a checkpoint being written, possibly by a process that died
 
 A checkpoint is written under the name `saving`, flushed to the disk, renamed, and only then named in `latest`. `verify`
-compares the checksums that torch.save puts into its zip archives, and that of state.json, before anything is loaded.
+compares the checksums that torch.save puts into its zip archives, and state.json's, before anything is loaded.
 Loading unpickles (DeepSpeed's format does): load only checkpoints that you wrote yourself.
 """
 
@@ -31,6 +31,7 @@ from rlplus.common.textfiles import read_text
 
 SAVING = "saving"
 NAME = re.compile(r"step-\d+")
+WRITTEN = {"step", "world_size", "rank_state", "files"}  # added by `save` to a state; rank_state: whether there is one
 
 
 def latest(folder: Path) -> Path | None:
@@ -49,9 +50,9 @@ def latest(folder: Path) -> Path | None:
 
 def named(folder: Path, name: str) -> Path:
     """The complete checkpoint of that name; ValueError where there is none."""
-    complete = _complete(folder)
-    if folder / name not in complete:
-        have = ", ".join(path.name for path in complete) or "none"
+    complete = [path.name for path in _complete(folder)]
+    if name not in complete:
+        have = ", ".join(complete) or "none"
         raise ValueError(f"want a complete checkpoint in {folder}: {have}; got {name!r}")
     return folder / name
 
@@ -209,10 +210,10 @@ def verify(checkpoint: Path) -> None:
 
 
 def _checked_files(checkpoint: Path) -> list[Path]:
-    """state.json and the files that it lists, missing ones too; without a list (0.1.0) the existing files."""
+    """state.json and the files that it lists, missing ones too."""
     names = _archives(checkpoint)
     with suppress(ValueError, OSError):  # damaged, which its own check reports
-        names = read_state(checkpoint).get("files", names)
+        names = read_state(checkpoint)["files"]
     return [checkpoint / name for name in ("state.json", *sorted(names))]
 
 
@@ -248,32 +249,32 @@ def _check_archive(file: Path) -> None:
 
 
 def _read_checked(file: Path) -> Any:
-    """The JSON in `file`; ValueError if its CRC-32 differs, or is missing where the version that wrote it had one."""
+    """The JSON in `file`; ValueError if its CRC-32 is missing or differs."""
     content, written = file.read_bytes(), file.with_suffix(".crc32")
-    if written.exists() and written.read_bytes() != f"{zlib.crc32(content):08x}".encode():
+    if not written.exists():
+        raise ValueError(f"{written.name} beside it is missing, which rlplus writes since version 0.2.0")
+    if written.read_bytes() != f"{zlib.crc32(content):08x}".encode():
         raise ValueError("its CRC-32 is wrong")
-    state = json.loads(content)
-    if not written.exists() and isinstance(state, dict) and state.keys() & {"files", "surroundings"}:
-        raise ValueError(f"{written.name} beside it is missing, which only 0.1.0 did not write")
-    return state
+    return json.loads(content)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The JSON state of a checkpoint: `save`'s `state`, "step" and "world_size"."""
+    """The JSON state of a checkpoint: `save`'s `state` and WRITTEN."""
     file = checkpoint / "state.json"
     try:
         state: dict[str, Any] = _read_checked(file)
     except ValueError as error:
         raise ValueError(f"{file} is damaged: {error}") from error
-    if not isinstance(state, dict) or not {"step", "world_size"} <= state.keys():
-        raise ValueError(f"{file} is damaged: want an object with step and world_size; got {str(state)[:100]}")
+    if not isinstance(state, dict) or not state.keys() >= WRITTEN:
+        wanted = ", ".join(sorted(WRITTEN))
+        raise ValueError(f"{file} is damaged: want an object with {wanted}; got {str(state)[:100]}")
     return state
 
 
 def read_rank_state(checkpoint: Path) -> Any:
     """This rank's `rank_state`; None if there was none."""
     file = checkpoint / f"rank-{dist.get_rank()}.pt"
-    if not read_state(checkpoint).get("rank_state", file.exists()):
+    if not read_state(checkpoint)["rank_state"]:
         return None
     try:
         return torch.load(file, weights_only=False)
@@ -291,8 +292,6 @@ def load(engines: Mapping[str, Any], checkpoint: Path) -> None:
     try:
         for name, engine in engines.items():
             place = checkpoint / name
-            if len(engines) == 1 and not place.is_dir():  # 0.1.0 wrote the one engine's files into the folder itself
-                place = checkpoint
             path, _ = engine.load_checkpoint(str(place.parent), tag=place.name)
             if path is None:
                 raise ValueError(f"DeepSpeed found nothing in {place}")

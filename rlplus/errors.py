@@ -54,7 +54,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _without_excerpt(message: str) -> str:
-    """The message with spaces for newlines; of more than 1000 characters the middle is left out."""
+    """The message with spaces for newlines; beyond 1000 characters the middle is left out."""
     lines = [" ".join(line.split()) for line in message.splitlines() if line.strip()]
     if "^" in lines[5:]:  # place, "def" of the function, others, the line with the error, caret
         at = lines.index("^", 5)
@@ -64,7 +64,7 @@ def _without_excerpt(message: str) -> str:
 
 
 def ending(status: int) -> str:
-    """How a command with this status of `subprocess` ended, "exit status 1" or "signal SIGKILL"."""
+    """The end of a command with this status of `subprocess`: "exit status 1" or "signal SIGKILL"."""
     return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 

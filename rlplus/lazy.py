@@ -1,4 +1,4 @@
-"""Imports by name: of a package's names on first use (PEP 562), which keeps imports fast, and of users' functions."""
+"""Imports by name: a package's names on first use (PEP 562), which keeps imports fast, and users' functions."""
 
 import os
 import sys

@@ -102,7 +102,7 @@ def accumulate(
 
 
 def _gradients(policy: Policy, plain: PackedModel, batch: MicroBatch, objective: Any) -> Gradients:
-    """Of one micro-batch, by plain autograd."""
+    """A micro-batch's gradients by plain autograd."""
     plain(batch, policy._loss_op(objective, batch)).loss.backward()
     gradients = {name: p.grad.double() for name, p in plain.named_parameters() if p.grad is not None}
     plain.zero_grad(set_to_none=True)

@@ -38,7 +38,7 @@ def _mixture(t: SimpleNamespace) -> Tensor:
     return share * (t.estimate if t.p_omega is None else t.p_omega) + (1 - share) * t.p_old
 
 
-# What one token loses, by surrogate; demonstrated tokens have the exploration weight beside it.
+# A token's loss, by surrogate; demonstrated tokens have the exploration weight beside it.
 INTERNAL: dict[str, Callable[[SimpleNamespace], Tensor]] = {
     "ratio": lambda t: -t.A * t.r,
     "clip": _clip,

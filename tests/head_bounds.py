@@ -82,7 +82,7 @@ class Rows:
     weight: Tensor
     onehot: Tensor
     logp: Tensor
-    error: Tensor  # of a row's logits and of its logprob: 8 eps of the largest logit, in absolute terms
+    error: Tensor  # a row's logits' and its logprob's: 8 eps of the largest logit, in absolute terms
     temperature: float
 
     @classmethod
@@ -180,7 +180,7 @@ def check(case: Case, got: dict[str, Any], backend: str) -> None:
 
 
 def bits(result: dict[str, Any], rows: Tensor) -> list[Tensor]:
-    """The bits that two runs must share; of logprob and entropy only those rows."""
+    """The bits that two runs must share; logprob and entropy of the chosen rows only."""
     return [v[rows] if k in ("logprob", "entropy") else v for k, v in tensors(result).items()] + [
         *result["stats"].values()
     ]

@@ -109,7 +109,7 @@ def absolute_sums(
 
 
 def of_gradients(prefix: str, dx: Tensor, hidden: Tensor, weight: Tensor) -> Head:
-    """dx (N, V): of hidden weight^T + bias."""
+    """The gradients from dx (N, V), the gradient of hidden weight^T + bias."""
     return {f"{prefix}dhidden": dx @ weight, f"{prefix}dweight": dx.T @ hidden, f"{prefix}dbias": dx.sum(0)}
 
 

@@ -2,10 +2,10 @@
 
     python tests/kernel_table.py [--arch 80 90 100 120] [--variants TEXT...] [--json PATH]
 
-The launches are those of the public functions: they run with the compiler in the place of the launcher, on a driver
+The launches come from the public functions: they run with the compiler in the place of the launcher, on a driver
 that only names a target. Exit status 1 if a kernel spills registers, exceeds the shared memory of a block, loads
 aligned rows in pieces of less than 16 bytes, multiplies half precision without the tensor cores, or takes too many
-instructions an element. TRITON_INTERPRET must not be set.
+instructions per element. TRITON_INTERPRET must not be set.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class NoDevice:
         return 0
 
 
-Launch = tuple[str, bool, Callable[[], Any]]  # what it is, whether its rows are aligned, and the launch
+Launch = tuple[str, bool, Callable[[], Any]]  # name, whether its rows are aligned, and the launch
 
 
 def row_launches() -> Iterator[Launch]:
@@ -76,7 +76,7 @@ def row_launches() -> Iterator[Launch]:
         bias = torch.empty(V, dtype=dtype) if with_bias else None
         rest = (torch.empty(2, 6), torch.empty(2, W), V, target, bias, 1.0)
         where = f"{name(dtype)}, V {V} in {W}{', bias' if with_bias else ''}"
-        if with_bias or dtype == torch.float32:  # without a bias the statistics read fp32 alone
+        if with_bias or dtype == torch.float32:  # the statistics read fp32 alone without a bias
             n = DEFAULT.programs
             many = (torch.empty(n, 6), torch.empty(n, W), V, torch.zeros(n, dtype=torch.int64), bias, 1.0)
             yield where, W % 16 == 0, lambda many=many: linear_logprob.row_statistics(*many)
@@ -197,7 +197,7 @@ def compile_all(arch: int, variants: list[str] | None) -> Iterator[dict[str, Any
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         blocks = [size for name, size in options.items() if name.startswith("BLOCK")]
-        elements = math.prod(blocks) / (32 * options["num_warps"]) if blocks else None  # of a thread
+        elements = math.prod(blocks) / (32 * options["num_warps"]) if blocks else None  # a thread's
         compiled.append((self.__name__, elements, launch(self, *args, grid=grid, warmup=True, **options)))
 
     driver.set_active(NoDevice(arch))
@@ -216,8 +216,8 @@ def compile_all(arch: int, variants: list[str] | None) -> Iterator[dict[str, Any
 
 
 def resources(kernel: Any, elements: float | None) -> dict[str, float | None]:
-    """Registers a thread, shared memory in bytes, instructions that spill, widths of loads from global memory, and
-    instructions an element: of the longest loop, without one of the whole kernel."""
+    """Registers per thread, shared memory in bytes, instructions that spill, widths of loads from global memory, and
+    instructions per element of the longest loop, else of the whole kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -251,7 +251,7 @@ def faults(row: dict[str, Any]) -> list[str]:
         (row["spills"] <= spills, f"{row['spills']} spills"),
         (row["shared"] <= SHARED_LIMIT[row["arch"]], f"{row['shared']} bytes of shared memory"),
         (row["loads16"] > 0 or not row["aligned"] or row["kernel"] == "_combine_kernel", "no loads of 16 bytes"),
-        (row["instructions"] is None or row["instructions"] <= most, f"more than {most} instructions an element"),
+        (row["instructions"] is None or row["instructions"] <= most, f"more than {most} instructions per element"),
         (row["tensor_cores"] > 0 or row["kernel"] != "_tile_kernel" or "float32" in row["variant"], "no tensor cores"),
     )
     return [message for ok, message in checks if not ok]

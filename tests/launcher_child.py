@@ -1,6 +1,6 @@
 """Launches kernels by Triton's launcher on stub_driver.c: python launcher_child.py FOLDER ARCH PART...
 
-FOLDER has the stub, libcuda.so.1; the parts are those of PARTS. Prints as JSON what the stub received: for each launch
+FOLDER has the stub, libcuda.so.1; the parts are keys of PARTS. Prints as JSON what the stub received: for each launch
 the kernel, grid, block, bytes of shared memory, stream and arguments. A pointer is replaced by the name of the kernel's
 parameter; a tensor map by its tensor, type of elements, sizes, stride in bytes, and sizes of a box.
 """
@@ -16,7 +16,7 @@ from typing import Any
 folder, arch, parts = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
 os.environ.update(TRITON_LIBCUDA_PATH=str(folder), TRITON_CACHE_DIR=str(folder / f"cache {arch}"), STUB_ARCH=arch)
 os.environ.pop("TRITON_INTERPRET", None)
-stub = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # before the real one is looked for
+stub = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # must precede the search for the real one
 
 import torch  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402

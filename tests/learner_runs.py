@@ -31,9 +31,9 @@ def killed_and_resumed(
     credit: tuple[Any, str],
     update: tuple[Any, str],
 ) -> list[dict[str, float]]:
-    """The metrics of a run, which are those of one that is killed twice, bit for bit, as are the weights.
+    """The metrics of a run. Another that is killed twice has the same metrics and weights, bit for bit.
 
-    config: of a folder's name. credit: the method in which it is killed in the third step, which can then be redone.
+    config: makes one from a folder's name. credit: the method in which the third step, which can be redone, is killed.
     update: one of the learner, of which each step has two or more; the second one in the third step is killed.
     """
     whole, parts = train(config("whole")), config("parts")
@@ -43,7 +43,7 @@ def killed_and_resumed(
             with pytest.raises(Interrupted):
                 train(parts, resume="auto")
         assert (Path(parts.output_dir) / "checkpoints/latest").read_text() == saved
-    train(parts, resume=True)
+    train(parts, resume="newest")
     assert same(whole, Path(parts.output_dir))
     rows = metrics(whole)
     assert metrics(Path(parts.output_dir)) == rows

@@ -70,7 +70,7 @@ def make_samples(tokens: int, sequences: int, demonstrates: bool) -> list[Sample
     """Sequences that fill one row, of random tokens and advantages.
 
     demonstrates: whether the first half of the first one is demonstrated. Its author's probabilities are uniform: with
-    larger ones, such as those of the estimate, the importance weights of random tokens would be almost 0.
+    larger ones, such as the estimate's, the importance weights of random tokens would be almost 0.
     """
     generator = torch.Generator().manual_seed(1)
     length, samples = tokens // sequences - 8, []

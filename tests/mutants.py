@@ -1,4 +1,4 @@
-"""Show that the tests notice mistakes: apply those of mutants.toml one at a time and run the tests that should fail.
+"""Show that the tests notice mistakes: apply each one of mutants.toml and run the tests that should fail.
 
     python tests/mutants.py [--jobs N] [--only WORDS]
 

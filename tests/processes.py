@@ -73,7 +73,7 @@ def free_port() -> int:
 
 
 def _alive(process: subprocess.Popen[str], mark: str) -> list[int]:
-    """The process, its descendants, and every other one with its mark: of another session or with a dead parent.
+    """The process, its descendants, and every other one with its mark: in another session or with a dead parent.
 
     The mark alone is not enough: a program that sets its title overwrites the environment that others see.
     """

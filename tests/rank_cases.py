@@ -175,7 +175,7 @@ def config_of(folder: Path, name: str) -> Config:
 
 
 def add_trained_adapters(lm: Any, *args: Any) -> None:
-    """Adapters as after some training: B starts at 0, where those of A have no gradient."""
+    """Adapters as after some training: B starts at 0, where A's have no gradient."""
     add_adapters(lm, *args)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in lm.named_parameters():
@@ -263,7 +263,7 @@ def run_case(folder: Path, name: str) -> dict[str, Any]:
     finite = policy.nonfinite() == ""
     name, parameter = [(n, p) for n, p in policy.engine.module.lm.named_parameters() if "up_proj" in n][-1]
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
-        parameter.view(-1)[-1] = torch.inf  # in the last rank's shard
+        parameter.view(-1)[-1] = torch.inf  # the last rank's shard has it
     return {
         "nonfinite": (finite, policy.nonfinite() == f"parameter {name}"),
         "gradients": gradients,

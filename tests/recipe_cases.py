@@ -48,7 +48,7 @@ def shown(samples: Sequence[Sample]) -> list[int]:
 def check_gradient(
     run: Run, updates: Sequence[tuple[Sequence[MicroBatch], Algorithm]], loss: Callable[[Any], Tensor]
 ) -> None:
-    """The gradient of these updates is that of `loss`, a function of the model in float64."""
+    """The gradient of these updates is the gradient of `loss`, a function of the model in float64."""
     lm = AutoModelForCausalLM.from_pretrained(str(run.folder.path / "scratch"), dtype=torch.float64)
     loss(lm).backward()
     model = run.policy.engine.module
@@ -59,7 +59,7 @@ def check_gradient(
     got = {name.removeprefix("lm."): p.grad.double() for name, p in model.named_parameters()}
     model.zero_grad()
     for name, p in lm.named_parameters():
-        bound = {"rtol": 1e-4, "atol": 1e-6 * float(p.grad.abs().max())}  # those of test_trainer.py
+        bound = {"rtol": 1e-4, "atol": 1e-6 * float(p.grad.abs().max())}  # as in test_trainer.py
         torch.testing.assert_close(got[name], p.grad, msg=name, **bound)
 
 
@@ -77,7 +77,7 @@ def tokens_of(lm: PreTrainedModel, sample: Sample) -> tuple[Tensor, Tensor]:
 def sampled_loss(
     lm: PreTrainedModel, samples: Sequence[Sample], limit: int, members: Sequence[Sample] | None = None
 ) -> Tensor:
-    """-A r without clip or std, over 8 times the length limit. members: of the groups, where they have others, too."""
+    """-A r without clip or std, over 8 times the length limit. members: of the groups, if there are others, too."""
     total = torch.zeros((), dtype=torch.float64)
     for sample in samples:
         group = [other.reward for other in members or samples if other.group == sample.group]
@@ -95,7 +95,7 @@ def draw_rewards(samples: Sequence[Sample], *_: Any) -> None:
 def twenty_steps(
     folder: Path, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any], kind: type[Recipe]
 ) -> list[dict[str, float]]:
-    """The metrics of a run: those of one that is killed in step 8 and resumed, whose model is the same bit for bit.
+    """The metrics of a run. One that is killed in step 8 and resumed has the same metrics and model, bit for bit.
 
     SIGTERM comes when the recipe has changed its state and before the policy changes.
     """
@@ -123,7 +123,7 @@ def twenty_steps(
         with pytest.raises(Interrupted):
             train(config)
     assert (Path(config.output_dir) / "checkpoints/latest").read_text() == "step-000007"
-    train(config, resume=True)
+    train(config, resume="newest")
     assert same(whole, Path(config.output_dir))
     assert metrics(Path(config.output_dir)) == rows
     return rows

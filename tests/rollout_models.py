@@ -39,7 +39,7 @@ def tiny_model(tied: bool, seed: int = 0) -> Qwen2ForCausalLM:
 
 def save(model: Qwen2ForCausalLM, path: Path) -> None:
     model.save_pretrained(path)
-    # What published models bring along, exaggerated: none of it may change the sampling.
+    # The defaults of published models, exaggerated: none of them may change the sampling.
     GenerationConfig(
         do_sample=True, temperature=0.1, top_k=1, top_p=0.2, repetition_penalty=5.0, eos_token_id=[EOS, 20]
     ).save_pretrained(path)

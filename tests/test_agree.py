@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from trainer_runs import environment, run_config
 
 import rlplus
-from rlplus.trainer import Run
+from rlplus.trainer import open_run
 from rlplus.trainer.ranks import initialize_distributed
 
 TWO_RANKS = """
@@ -108,8 +108,8 @@ import sys
 import torch
 import torch.distributed as dist
 from rlplus.config import load_config
-from rlplus.trainer import Run
-with Run(load_config(sys.argv[1]), resume=False):
+from rlplus.trainer import open_run
+with open_run(load_config(sys.argv[1])):
     groups = list(dist.distributed_c10d._world.pg_map)
     timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
     sys.stdout.write(f"{len(groups)} groups: {sorted(timeouts)}\\n")
@@ -185,5 +185,5 @@ def listening() -> set[str]:
 
 def test_a_run_of_one_process_opens_no_port(tmp_path: Path) -> None:
     before = listening()
-    with Run(run_config(tmp_path, train={"zero_stage": 3}), resume=False):
+    with open_run(run_config(tmp_path, train={"zero_stage": 3})):
         assert listening() <= before

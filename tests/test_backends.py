@@ -109,7 +109,7 @@ def test_where_triton_is_out_of_the_question_nothing_is_checked(
         assert choose("auto", device, FP64 if what == "fp64" else BF16) == ("torch", reason)
     verdict.assert_not_called()
     rest = "; 'auto' is 'torch' in this process, with RLPLUS_BACKEND=torch without this warning"
-    assert warnings(caplog) == ([] if what == "fp64" else [reason + rest])  # of fp64 it is in the docstring
+    assert warnings(caplog) == ([] if what == "fp64" else [reason + rest])  # the docstring says it of fp64
 
 
 CAPTURED = (
@@ -208,7 +208,7 @@ def test_another_tiling_is_checked_again(compared: mock.Mock) -> None:
         linear_logprob(**head)
         return compared.call_count - before
 
-    assert [calls(), calls()] == [2, 1]  # with the operation's own
+    assert [calls(), calls()] == [2, 1]  # the first includes the operation's own
     with tuning.using(tuning.kind_of(torch.device("cpu"), FP32, V, H), Tiling(programs=2048)):
         assert [calls(), calls()] == [2, 1]
     assert calls() == 1

@@ -55,7 +55,7 @@ def test_balance_evens_tokens_out(case: tuple[list[int], list[int], int]) -> Non
 def test_balance_by_hand() -> None:
     assert balance([9, 8, 7, 6], [0, 0, 0, 0], 2, ROW, BUDGET) == [0, 1, 1, 0]
     assert balance([9, 7, 8, 6], [0, 0, 1, 1], 2, ROW, BUDGET) == [0, 1, 1, 0]
-    assert balance([9, 6, 8, 7], [1, 1, 0, 0], 2, ROW, BUDGET) == [1, 1, 0, 0]  # as good as it gets: nobody moves
+    assert balance([9, 6, 8, 7], [1, 1, 0, 0], 2, ROW, BUDGET) == [1, 1, 0, 0]  # no better distribution: nothing moves
     assert balance([], [], 3, ROW, BUDGET) == []
 
 
@@ -81,7 +81,7 @@ def test_shards_are_the_whole(lengths: list[tuple[int, int]], count: int, one_ro
         shards = [whole.shard(k, count) for k in range(count)]
         assert torch.cat([s.input_ids for s in shards], 1).equal(whole.input_ids)
         assert torch.cat([s.position_ids for s in shards], 1).equal(whole.position_ids)
-        # The hidden state at a shard's row is that of the same token: use the place in the whole as the hidden state.
+        # A shard's row has the hidden state of the same token: use the place in the whole as the hidden state.
         places = torch.arange(whole.input_ids.numel()).view(whole.input_ids.shape).chunk(count, 1)
         seen = []
         for shard, place in zip(shards, places, strict=True):

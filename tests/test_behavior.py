@@ -20,7 +20,7 @@ from rlplus.algorithm import ALGORITHMS
 from rlplus.config import Config, DataConfig, load_config
 from rlplus.data import byte_tokenizer, load_examples
 from rlplus.recipe import set_advantages
-from rlplus.trainer import Run, train
+from rlplus.trainer import open_run, train
 from rlplus.trainer.loop import train_step
 
 SCRIPT = Path(__file__).parent.parent / "examples/score_demonstrations.py"
@@ -110,7 +110,7 @@ def test_the_true_denominator_reaches_the_gradient(tmp_path: Path, external: str
         if s.demonstration:
             s.behavior_logprob = (-2 * torch.rand(len(s.response), generator=generator)).tolist()
     objective = replace(ALGORITHMS["rlplus"].objective, external=external)
-    with Run(known(tmp_path), resume=False) as run:
+    with open_run(known(tmp_path)) as run:
         lm = AutoModelForCausalLM.from_pretrained(str(run.folder.path / "scratch"), dtype=torch.float64)
         tokens = sum(len(s.response) for s in samples)
         for s in samples:
@@ -127,7 +127,7 @@ def test_the_true_denominator_reaches_the_gradient(tmp_path: Path, external: str
         for batch in packed(run, samples):
             model(batch, run.policy._loss_op(objective, batch)).loss.backward()
         for name, parameter in lm.named_parameters():
-            bound = {"rtol": 1e-4, "atol": 1e-6 * float(parameter.grad.abs().max())}  # those of test_trainer.py
+            bound = {"rtol": 1e-4, "atol": 1e-6 * float(parameter.grad.abs().max())}  # as in test_trainer.py
             got = dict(model.named_parameters())[f"lm.{name}"].grad
             torch.testing.assert_close(got.double(), parameter.grad, msg=name, **bound)
         with pytest.raises(AssertionError, match="want the author's logprob of"):
@@ -135,9 +135,9 @@ def test_the_true_denominator_reaches_the_gradient(tmp_path: Path, external: str
 
 
 def test_the_column_reaches_the_loss_of_a_run(tmp_path: Path) -> None:
-    """The mean weight of demonstrated tokens is that of the true denominator; another column counts as other data."""
+    """The mean weight of demonstrated tokens has the true denominator; another column counts as other data."""
     config = known(tmp_path, train={"steps": 1})
-    with Run(config, resume=False) as run:
+    with open_run(config) as run:
         seen = []
         accumulate = run.policy.accumulate
 
@@ -162,7 +162,7 @@ def test_the_column_reaches_the_loss_of_a_run(tmp_path: Path) -> None:
     path = Path(config.data.paths[0])
     path.write_text(path.read_text().replace("-0.75", "-0.76"))
     with pytest.raises(ValueError, match="was written by a run on other data"):
-        train(changed(config, "train", steps=2), resume=True)
+        train(changed(config, "train", steps=2), resume="newest")
 
 
 # ---- the script

@@ -86,7 +86,7 @@ def test_accuracy_of_fp32_is_that_of_fp32_and_of_bf16_that_of_bf16() -> None:
 
 
 def test_every_available_method_computes_its_loss() -> None:
-    """Whatever is installed here: the gradients are those of the loss that the method says it has."""
+    """Whatever is installed here: the gradients belong to the loss that the method says it has."""
     methods = tuple(m for m in METHODS if METHODS[m].kind not in ("bare", "forward"))
     case = measured(replace(SMALL, N=16, H=16, V=50, repeats=1, methods=methods))
     for row in case["rows"]:

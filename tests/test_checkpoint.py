@@ -9,7 +9,6 @@ from pathlib import Path
 import processes
 import pytest
 import torch
-from engine_runs import same
 from safetensors.torch import load_file
 from trainer_runs import environment, metrics, run_config, write_state
 
@@ -34,13 +33,13 @@ def with_steps(config, steps, output=None):
     ],
 )
 def test_resume_is_bitwise_over_an_epoch_boundary(tmp_path, stage, preset, dtype):
-    """6 prompts at 4 a step: steps 2, 3 and 5 cross into the next epoch."""
+    """6 prompts, 4 per step: steps 2, 3 and 5 cross into the next epoch."""
     sections = {"model": {"dtype": dtype}, "train": {"zero_stage": stage}, "algorithm": {"preset": preset}}
     config = run_config(tmp_path, **sections)
     whole = train(with_steps(config, 6, tmp_path / "whole"))
     train(with_steps(config, 2))
-    train(with_steps(config, 4), resume=True)
-    parts = train(with_steps(config, 6), resume=True)
+    train(with_steps(config, 4), resume="newest")
+    parts = train(with_steps(config, 6), resume="newest")
     first, second = (load_file(folder / "model/model.safetensors") for folder in (whole, parts))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -91,7 +90,7 @@ def test_kill_in_the_middle_of_a_checkpoint_loses_only_that_one(tmp_path, moment
     assert checkpoint.latest(checkpoints).name == "step-000001"
     leftovers = {p.name for p in checkpoints.iterdir() if p.is_dir()} - {"step-000001"}
     assert leftovers == ({"step-000002"} if moment == "pointer" else {"saving"})
-    folder = train(config, resume=True)
+    folder = train(config, resume="newest")
     assert [row["step"] for row in metrics(folder)] == [1, 2, 3]
     whole = train(config.model_copy(update={"output_dir": str(tmp_path / "whole"), "checkpoint": config.checkpoint}))
     assert metrics(whole) == metrics(folder)
@@ -104,7 +103,7 @@ def test_a_torn_last_line_of_metrics_is_dropped_on_resume(tmp_path):
     folder = train(with_steps(config, 1))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 2, "from": "a step after the checkpoint"}) + "\n" + '{"step": 3, "rew')
-    train(with_steps(config, 2), resume=True)
+    train(with_steps(config, 2), resume="newest")
     assert [sorted(row)[0] for row in metrics(folder)] == ["actor/active_rows"] * 2
 
 
@@ -121,7 +120,7 @@ def test_another_number_of_ranks_is_refused(tmp_path):
     saved = folder / "checkpoints/step-000001"
     write_state(saved, json.loads((saved / "state.json").read_text()) | {"world_size": 8})
     with pytest.raises(ValueError, match=r"written by 8 ranks: want as many to resume; got 1"):
-        train(with_steps(config, 2), resume=True)
+        train(with_steps(config, 2), resume="newest")
 
 
 def test_a_failing_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
@@ -133,10 +132,10 @@ def test_a_failing_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(OSError, match=r"could not write the checkpoint of step 2 under .*No space left"):
-        train(with_steps(config, 2), resume=True)
+        train(with_steps(config, 2), resume="newest")
     monkeypatch.undo()
     assert checkpoint.latest(folder / "checkpoints").name == "step-000001"
-    train(with_steps(config, 2), resume=True)
+    train(with_steps(config, 2), resume="newest")
     assert [row["step"] for row in metrics(folder)] == [1, 2]
 
 
@@ -145,7 +144,7 @@ def test_a_leftover_without_a_pointer_costs_no_checkpoint(tmp_path):
     config = run_config(tmp_path, checkpoint={"every": 1, "keep": 1})
     folder = train(with_steps(config, 1))
     (folder / "checkpoints/step-000009").mkdir()
-    train(with_steps(config, 2), resume=True)
+    train(with_steps(config, 2), resume="newest")
     assert checkpoint.latest(folder / "checkpoints").name == "step-000002"
     assert sorted(p.name for p in (folder / "checkpoints").glob("step-*")) == ["step-000002", "step-000009"]
 
@@ -160,13 +159,13 @@ def test_a_checkpoint_from_before_a_key_existed_resumes_and_one_of_a_later_versi
     with pytest.raises(
         ValueError, match=message + r"telepathy.gain: unknown key\. Go on with that version, or a later"
     ):
-        train(with_steps(config, 2), resume=True)
+        train(with_steps(config, 2), resume="newest")
     del state["config"]["train"]["backend"], state["config"]["rollout"]["mode"]
     write_state(saved, state)
     other = config.model_copy(update={"train": config.train.model_copy(update={"backend": "reference"})})
     with pytest.raises(ValueError, match=r"train.backend was 'auto', is 'reference'$"):
-        train(with_steps(other, 2), resume=True)
-    train(with_steps(config, 2), resume=True)
+        train(with_steps(other, 2), resume="newest")
+    train(with_steps(config, 2), resume="newest")
 
 
 def test_ranks_that_see_other_checkpoints_are_refused(tmp_path, monkeypatch):
@@ -180,21 +179,19 @@ def test_ranks_that_see_other_checkpoints_are_refused(tmp_path, monkeypatch):
         train(run_config(tmp_path))
 
 
-def test_a_checkpoint_of_0_1_0_resumes(tmp_path):
-    """It has one model, whose files are next to the others."""
+def test_a_state_without_its_checksum_or_a_key_is_refused(tmp_path):
+    """Such are the checkpoints of 0.1.0, too."""
     config = run_config(tmp_path)
     saved = train(with_steps(config, 1)) / "checkpoints/step-000001"
-    for file in (saved / "policy").iterdir():
-        file.rename(saved / file.name)
-    (saved / "policy").rmdir()
     state = json.loads((saved / "state.json").read_text())
-    whole = {key: value for key, value in state.items() if key not in ("files", "surroundings")}
+    for key in checkpoint.WRITTEN:
+        write_state(saved, {name: value for name, value in state.items() if name != key})
+        with pytest.raises(ValueError, match=r"state.json is damaged: want an object with files, rank_state, step"):
+            train(with_steps(config, 2), resume="newest")
     (saved / "state.crc32").unlink()
-    with pytest.raises(ValueError, match=r"state.json is damaged: state.crc32 beside it is missing, which only 0.1.0"):
-        train(with_steps(config, 2), resume=True)
-    (saved / "state.json").write_text(json.dumps(whole))
-    train(with_steps(config, 2), resume=True)
-    assert same(train(with_steps(config, 2, tmp_path / "whole")), tmp_path / "run")
+    missing = r"state.json is damaged: state.crc32 beside it is missing, which rlplus writes since version 0\.2\.0"
+    with pytest.raises(ValueError, match=missing):
+        train(with_steps(config, 2), resume="newest")
 
 
 ONE_FULL_DISK = """

@@ -67,7 +67,7 @@ def test_train_evaluate_report(config_file, tmp_path, capsys):
     assert "val/task/pass@1" not in rows[0].keys() | rows[2].keys()
     assert main(["eval", str(config_file)]) == 0
     out, err = capsys.readouterr()
-    for line, pattern in zip(err.splitlines(), LINES, strict=True):  # no other line, no bar, one line a step
+    for line, pattern in zip(err.splitlines(), LINES, strict=True):  # no other line, no bar, one line per step
         assert re.fullmatch(pattern.format(run=re.escape(str(run))), line), line
     result = json.loads((run / "evaluation-task.json").read_text())
     assert len(result["problems"]) == 6

@@ -24,7 +24,7 @@ from rlplus.config import check_report_folder
 from rlplus.errors import RunFailed
 from rlplus.evaluation.estimates import bootstrap
 
-# In place of `python -m rlplus`: writes what a run writes. A model's quality is in a file, and rises by the learning
+# A stand-in for `python -m rlplus`: writes what a run writes. A model's quality is in a file, and rises by the learning
 # rate, up to 3e-3; every call adds a line to calls.txt.
 COMMAND = """
 import json, sys
@@ -136,7 +136,7 @@ def test_runs_searches_resumes_and_reports(tmp_path: Path, path: Path, output: P
 
 def test_an_interrupted_comparison_keeps_what_is_finished(tmp_path: Path, output: Path, launcher: str) -> None:
     data = json.loads(json.dumps(FILE)) | {"search": None}
-    data["methods"]["GRPO"]["overrides"] = {"train.lr": 0.666}  # at which the command fails
+    data["methods"]["GRPO"]["overrides"] = {"train.lr": 0.666}  # makes the command fail
     with pytest.raises(RunFailed, match=r"one, GRPO, seed 0: rlplus train failed with exit status 1; from .*train.log"):
         run_comparison(written(tmp_path, data), output, launcher=launcher)
     results = Results.load(output / "results.json")

@@ -89,7 +89,7 @@ def test_a_search_without_a_configuration_is_refused_before_anything_is_made(
     data = json.loads(json.dumps(FILE))
     section = data["search"] if place == "search" else data["methods"]["SFT"]
     section["overrides"] = overrides
-    data["studies"]["Methods"]["methods"] = ["SFT+GRPO"]  # with SFT only as what it starts from
+    data["studies"]["Methods"]["methods"] = ["SFT+GRPO"]  # SFT is only its start
     with pytest.raises(ValueError, match=message):
         run_comparison(written(tmp_path, data), tmp_path / "out")
     assert [each.name for each in (tmp_path / "out").iterdir()] == [MARK]

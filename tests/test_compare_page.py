@@ -38,7 +38,7 @@ def made(solved: dict[str, list[int]], seeds: int, setting: dict[str, Any]) -> t
 
 
 def widths(solved: dict[str, list[int]], seeds: int, setting: dict[str, Any]) -> list[float]:
-    """Of the intervals of pass@1, of a difference, and of the band in the chart."""
+    """Widths of the intervals of pass@1 and of a difference, and of the band in the chart."""
     results, part = made(solved, seeds, setting)
     tested = page.tested_in(results, results.comparison.studies["Methods"], "")
     estimates: list[Estimate] = [tested.estimate("GRPO", 1), tested.difference(BASE, "GRPO", 1)]
@@ -51,7 +51,7 @@ def widths(solved: dict[str, list[int]], seeds: int, setting: dict[str, Any]) ->
 
 
 def test_where_all_seeds_have_the_same_problems_these_are_no_further_problems() -> None:
-    """Five times the same evaluation says as much as one; of other problems each, the interval is 5 ** .5 narrower."""
+    """Five times the same evaluation says as much as one; on other problems, the interval is 5 ** .5 narrower."""
     solved = {BASE: [8, 0, 0, 0] * (PROBLEMS // 4), "GRPO": [8, 8, 0, 0, 8] * (PROBLEMS // 5)}
     own = {"prepare": "module:function"}
     alone, same, other = (widths(solved, *of) for of in ((1, {}), (5, {}), (5, own)))

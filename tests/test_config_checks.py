@@ -9,6 +9,7 @@ from run_files import problems, write_minimal
 from rlplus.algorithm import ALGORITHMS
 from rlplus.config import load_config
 from rlplus.config.loading import _kinds, _valid_keys
+from rlplus.loss.surrogates import EXTERNAL
 
 VALIDATED = ["validation.every=5", "validation.data.path=validation.jsonl"]
 
@@ -79,12 +80,24 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, line: str) 
         ("data.path=", "data.path: want a path or a list of paths; got ''"),
         ("data.path=[1]", "data.path: want a path or a list of paths; got [1]"),
         ("output_dir=", "output_dir: want at least 1 character; got '' (str)"),
-        ("algorithm.objective.gamma=x", "algorithm.objective: want gamma a finite number >= 0; got 'x'"),
+        ("algorithm.objective.gamma=x", "algorithm.objective.gamma: want a finite number >= 0; got 'x'"),
+        (
+            "algorithm.objective={mismatch_low: 3, mismatch_cap: 2}",
+            "algorithm.objective: want mismatch_low < mismatch_cap; got 3 and 2",
+        ),
         ("rollout={}", "rollout.max_response_length: want a value; the key is missing"),
     ],
 )
 def test_wrong_value_says_what_was_wanted_and_what_came(minimal: Path, override: str, line: str) -> None:
     assert problems(minimal, override) == [line]
+
+
+def test_every_wrong_option_of_an_objective_has_its_key(minimal: Path) -> None:
+    assert problems(minimal, "algorithm.objective={external: mi, clip_low: -1, kl_estimator: k9}") == [
+        f"algorithm.objective.external: want one of {', '.join(EXTERNAL)}; got 'mi'; nearest: mis",
+        "algorithm.objective.clip_low: want a finite number >= 0; got -1",
+        "algorithm.objective.kl_estimator: want one of k2, k3, k3-unbiased; got 'k9'",
+    ]
 
 
 NUMBERS = [key for key in _valid_keys() if _kinds(key.split(".")) & {int, float}]

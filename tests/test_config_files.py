@@ -32,7 +32,7 @@ def test_the_cache_takes_the_place_of_a_hub_out_of_reach(cache: Path, caplog: py
     assert "taking owner/name from the cache" in caplog.text
     problem = hub_problem("owner/other")
     assert problem is not None
-    assert f"HF_HUB_OFFLINE is set, and the cache {cache} does not have it" in problem  # by the first call
+    assert f"HF_HUB_OFFLINE is set, and the cache {cache} does not have it" in problem  # the first call found it
 
 
 def test_any_answer_of_the_hub_means_that_it_can_be_reached(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_a_key_without_effect_is_refused(
     load_config(minimal, without)
     if with_effect is not None:
         config = load_config(minimal, [*with_effect, override])
-        copy = tmp_path / "copy.yaml"  # as a run writes it: every value, defaults included
+        copy = tmp_path / "copy.yaml"  # like a run's: every value, defaults included
         copy.write_text(config.to_yaml())
         assert load_config(copy) == config
 

@@ -15,7 +15,7 @@ RATIOS = {
     (122, 732): ((1.25, 1.60), (1.42, 1.80)),
     (99, 297): ((1.72, 2.14), (2.04, 2.48)),
 }
-SHARES = {0.5: (0.76, 0.79), 0.25: (0.58, 0.60)}  # at (640, 2560), floors
+SHARES = {0.5: (0.76, 0.79), 0.25: (0.58, 0.60)}  # floors at (640, 2560)
 
 
 @pytest.mark.parametrize(("sizes", "want"), RATIOS.items())
@@ -38,7 +38,7 @@ def test_the_parts_are_those_that_a_count_by_hand_gives() -> None:
     machine = cost.H200._replace(processors=0)
     got = cost.one_pass(machine, model.SHAPE, 768, 2304, exposed=0.5)
     weight, logits, hidden = 0.544538624, 2.489319424, 0.058720256  # 10^9 elements
-    tflop = 17.84344  # of one GEMM
+    tflop = 17.84344  # one GEMM's
     assert tflop == pytest.approx(2 * N * H * V / 1e12, abs=1e-5)
     traffic = {
         "logits": 22 * 2 * weight + 4 * logits + 2 * hidden,

@@ -121,6 +121,16 @@ def test_without_torchs_bf16_gemm_bf16_inputs_are_widened(monkeypatch: pytest.Mo
     check(got, head, constants, EVERYTHING)
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+@pytest.mark.parametrize("memory", ["fast", "least"])
+def test_a_bf16_gemm_that_is_switched_off_is_not_called(memory: str) -> None:
+    """torch's would throw where nothing can catch it, and end the process."""
+    head, constants = sample(19, dtype=BF16)
+    with torch.backends.mkldnn.flags(enabled=False):
+        got = run(head, constants, EVERYTHING, backend="cpp", memory=memory)
+    check(got, head, constants, EVERYTHING)
+
+
 @pytest.mark.parametrize("memory", ["fast", "least"])
 @pytest.mark.parametrize(("n", "V", "H"), [(70, 4099, 24), (40, 65, 8), (33, 31, 2), (9, 20, 8), (3, 1, 2)])
 def test_a_bf16_gemm_may_read_past_the_rows(

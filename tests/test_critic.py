@@ -22,7 +22,7 @@ from rlplus.recipe import Batch, Update
 from rlplus.recipe.critic import CriticRecipe
 from rlplus.recipe.fit import whitened
 from rlplus.rollout import RunFailed
-from rlplus.trainer import Run, train
+from rlplus.trainer import Run, open_run, train
 from rlplus.trainer.ranks import initialize_distributed
 
 # ---- formulas
@@ -102,7 +102,7 @@ def test_the_head_of_a_value_model() -> None:
 
 
 def test_values_of_a_bf16_model_are_summed_and_kept_in_fp32() -> None:
-    """Within fp32's rounding of the product of the bf16 states and weights; of values near 1, bf16 has 8 bits."""
+    """Within fp32's rounding of the product of the bf16 states and weights; bf16 has 8 bits of values near 1."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(200, 96, generator=generator).bfloat16()
     weight = torch.randn(1, 96, generator=generator).bfloat16()
@@ -121,7 +121,7 @@ def ppo(folder: Path, output: str = "run", train: Any = None, **options: Any) ->
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run that is built and never trained."""
-    with Run(ppo(tmp_path_factory.mktemp("run")), resume=False) as run:
+    with open_run(ppo(tmp_path_factory.mktemp("run"))) as run:
         yield run
 
 
@@ -170,7 +170,7 @@ def test_values_and_their_gradient_are_those_of_single_sequences_in_float64(run:
     assert "lm_head.weight" in gradients
     for name, p in model.named_parameters():
         gradient = gradients[name.removeprefix("lm.")]
-        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # those of test_trainer.py
+        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # as in test_trainer.py
         torch.testing.assert_close(p.grad.double(), gradient, msg=name, **bound)
     model.zero_grad()
 
@@ -266,7 +266,7 @@ def test_nonfinite_gradients_of_the_critic_are_counted_and_stop_the_run(
 
 def test_a_ruined_critic_is_named(tmp_path: Path) -> None:
     config = ppo(tmp_path, train={"steps": 2})
-    with Run(config, resume=False) as run:
+    with open_run(config) as run:
         head = run.learners["critic"].engine.module.lm.get_output_embeddings()
         head.weight.data[0, -1] = torch.inf
         with pytest.raises(RunFailed, match=r"infinity in parameter lm_head\.weight of the critic"):

@@ -24,7 +24,7 @@ from rlplus.evaluation import evaluate
 from rlplus.recipe import Batch, Recipe
 from rlplus.reward import Score
 from rlplus.rollout import Completion, Request, Response, RunFailed, Sampler, Sampling, make_respond
-from rlplus.trainer import Interrupted, Run, train
+from rlplus.trainer import Interrupted, Run, open_run, train
 
 END, CALL = 9, 7
 TOKENIZER: Any = make_tokenizer()
@@ -151,7 +151,7 @@ def demo_config(folder: Path, output: str = "run", **train_changes: Any) -> Conf
 def test_the_policy_learns_from_what_it_wrote_and_reads_what_the_tool_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlplus.trainer.run.make_recipe", Kept)
+    monkeypatch.setattr("rlplus.trainer.run_parts.make_recipe", Kept)
     Kept.kept.clear()
     rows = metrics(train(demo_config(tmp_path)))
     called = 0
@@ -192,17 +192,17 @@ def test_a_run_with_a_function_resumes_bit_for_bit(tmp_path: Path, monkeypatch: 
     config = run_config(tmp_path, "parts", rollout=rollout)
     Kept.kept.clear()
     with monkeypatch.context() as patch:
-        patch.setattr("rlplus.trainer.run.make_recipe", Killed)
+        patch.setattr("rlplus.trainer.run_parts.make_recipe", Killed)
         with pytest.raises(Interrupted):
             train(config)
-    parts = train(config, resume=True)
+    parts = train(config, resume="newest")
     assert same(whole, parts)
     assert metrics(whole) == metrics(parts)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with Run(run_config(tmp_path_factory.mktemp("run")), resume=False) as run:
+    with open_run(run_config(tmp_path_factory.mktemp("run"))) as run:
         yield run
 
 
@@ -229,7 +229,7 @@ def test_tokens_that_are_not_trained_on_reach_neither_gradient_nor_denominator(r
     assert sum(int(out.stats["tokens"]) for out in outputs) == tokens
     for name, p in model.named_parameters():
         gradient = want[name.removeprefix("lm.")]
-        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # those of test_trainer.py
+        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # as in test_trainer.py
         torch.testing.assert_close(p.grad.double(), gradient, msg=name, **bound)
     model.zero_grad()
     assert packed(run, [replace(samples[0], trained=False)]) == []

@@ -226,7 +226,7 @@ def test_response_prefix_moves_from_demonstrations_to_prompts(write: Write) -> N
     ]  # fmt: skip
     assert response_text(TOKENIZER, [97, EOS], None) == "a"
     lengths = [e.demonstration and len(e.demonstration) for e in load(11, **fields)[0]]
-    assert lengths == [11, 2, 11, None, None]  # as stripped
+    assert lengths == [11, 2, 11, None, None]  # counts stripped tokens
     assert len(load(**fields, max_prompt_length=9)[0]) == 5
     with pytest.raises(ValueError, match=r"100.0% of the rows would be dropped.*prompts longer than 8 tokens"):
         load(**fields, max_prompt_length=8)

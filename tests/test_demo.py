@@ -165,7 +165,7 @@ def test_base_is_written_in_full_and_reused(tmp_path: Path, console: Console, mo
 
     before = (folder / "model.safetensors").read_bytes()
     assert not make_base(folder, QUICK, 0, held_out, console)
-    (folder / "base.json").unlink()  # as after an interruption
+    (folder / "base.json").unlink()  # an interruption leaves it so
     assert make_base(folder, QUICK, 0, held_out, console)
     assert (folder / "model.safetensors").read_bytes() == before
     assert make_base(folder, QUICK, 1, held_out, console)
@@ -242,7 +242,7 @@ def fake_runs(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         settings = dict(word.split("=", 1) for word in command if "=" in word and not word.startswith("-"))
         if "train" in command:
             folder = Path(settings["output_dir"])
-            folder.mkdir()  # as the real one, it would refuse an earlier run
+            folder.mkdir()  # it would refuse an earlier run, like the real one
             (folder / "config.yaml").write_text("model: {}\n")
             (folder / "metrics.jsonl").write_text('{"step": 1, "generated_tokens": 10, "reward/internal": 0.5}\n')
         else:

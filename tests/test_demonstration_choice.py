@@ -89,7 +89,7 @@ def test_a_random_variant_is_a_function_of_seed_and_draw() -> None:
             expected = 400 / len(group)
             assert abs(counts[index] - expected) <= 5 * expected**0.5
     again = PromptSampler(3, 2, seed=1, variants=choices)
-    again.load_state_dict({"n": 3, "seed": 1, "drawn": 2 * 100})
+    again.restore({"n": 3, "seed": 1, "drawn": 2 * 100})
     assert [again.next() for _ in range(500)] == drawn[100:]
     plain = PromptSampler(3, 2, seed=1)
     places = {index: place for place, group in enumerate(choices) for index in group}

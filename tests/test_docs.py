@@ -177,7 +177,7 @@ NEEDS = {"trl.md": "trl"}  # a package that other ones here exclude
 
 
 def check_imports(page: ast.Module) -> None:
-    """What a page that cannot run here imports from rlplus is defined there."""
+    """Names that a page which cannot run here imports from rlplus are defined there."""
     for node in ast.walk(page):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("rlplus"):
             source = ast.parse((ROOT / f"{str(node.module).replace('.', '/')}.py").read_text())
@@ -201,7 +201,7 @@ def test_python_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return
     copy = tmp_path / f"page_{path.stem.lower()}.py"
     copy.write_text("\n".join(lines) + "\n")
-    for table in (INTERNAL, ALGORITHMS):  # what a page registers ends with the test
+    for table in (INTERNAL, ALGORITHMS):  # a page's entries end with the test
         for name in ("spo", "mine"):
             monkeypatch.setitem(table, name, None)
             del table[name]

@@ -18,7 +18,7 @@ from rlplus.learner import ValueModel, make_micro_batches
 from rlplus.learner.dropout import dropout_fields, without_dropout
 from rlplus.learner.policy import Policy
 from rlplus.learner.pretrained import load_model
-from rlplus.trainer import Run
+from rlplus.trainer import open_run
 
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2}
 FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -83,7 +83,7 @@ def test_a_run_has_none_says_so_once_and_writes_the_fields_as_they_were(
 ) -> None:
     """Policy, reference and critic, in training mode and with other random numbers each time."""
     source = tmp_path / "model"
-    with Run(run_config(tmp_path, "made"), resume=False) as run:
+    with open_run(run_config(tmp_path, "made")) as run:
         run.policy.export(str(source))
         run.tokenizer.save_pretrained(source)
     fields = json.loads((source / "config.json").read_text())
@@ -92,7 +92,7 @@ def test_a_run_has_none_says_so_once_and_writes_the_fields_as_they_were(
         "model": {"scratch": None, "path": str(source), "dtype": "float32"},
         "algorithm": {"preset": "ppo", "reward_kl_coef": 0.1, "recipe": {"critic_updates": 1}},
     }
-    with Run(run_config(tmp_path, **changes), resume=False) as run:
+    with open_run(run_config(tmp_path, **changes)) as run:
         (said,) = [record.getMessage() for record in caplog.records if "dropout" in record.getMessage()]
         assert said.startswith("the model's configuration asks for attention_dropout 0.5; RL turns it off, since ")
         (critic,) = run.recipe.learners.values()

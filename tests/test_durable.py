@@ -70,7 +70,7 @@ def test_links_are_followed_and_devices_are_written_to(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    """Of the files asked for, and nothing that a user called so."""
+    """Leftovers of the files asked for, and nothing that a user called so."""
     killed = "import os, sys\nfrom pathlib import Path\nfrom rlplus.common.durable import replacing\n"
     killed += "with replacing(Path(sys.argv[1])) as file:\n    os.kill(os.getpid(), 9)"
     write_text(path := tmp_path / "step-1.json", "old")
@@ -154,7 +154,7 @@ def in_place(text: str) -> Iterator[int]:
 
 
 def test_files_are_written_durably() -> None:
-    """What is read again is written by `rlplus.common.durable`, but where there is a reason."""
+    """Files that are read again are written by `rlplus.common.durable`, but where there is a reason."""
     roots = {PACKAGE: PACKAGE, PACKAGE / "bench": PACKAGE, EXPERIMENTS: EXPERIMENTS.parent}
     paths = {path: root for folder, root in roots.items() for path in folder.rglob("*.py")}
     found = {str(path.relative_to(root)): list(in_place(path.read_text())) for path, root in paths.items()}

@@ -19,12 +19,12 @@ from rlplus.plan import make_cluster, make_plan
 from rlplus.rollout import Sampling, make_engine
 from rlplus.trainer.run_folder import read_state
 
-DEFAULTS = {"enable_chunked_prefill", "max_num_batched_tokens", "use_tqdm_on_load"}  # of the trainer; a user may differ
+DEFAULTS = {"enable_chunked_prefill", "max_num_batched_tokens", "use_tqdm_on_load"}  # the trainer's; a user may differ
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The engine arguments that vLLM, as on CUDA, was last made with; it has no others than those of its start."""
+    """The engine arguments that vLLM, as on CUDA, was last made with; it never gets others later."""
     arguments: dict[str, Any] = {}
     core = SimpleNamespace(get_output=None, shutdown=lambda: None)
 

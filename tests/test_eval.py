@@ -123,10 +123,10 @@ def test_a_model_is_evaluated_without_a_configuration(tmp_path, monkeypatch, cap
     for benchmark in ("amc", "gpqa_diamond"):  # each by itself, from the same samples
         assert main(["eval", *options, "--benchmarks", benchmark]) == 0
     assert len(scored) == 4
-    # The whole file, graded by the run's own reward: of the prompts three are in both benchmarks.
+    # The whole file, graded by the run's own reward: three of the prompts are in both benchmarks.
     assert main(["eval", *options, "evaluation.data.benchmark=null"]) == 0
     assert "│ 4 " in capsys.readouterr().out
-    # What tells runs' models apart is the name of the run.
+    # The name of the run tells runs' models apart.
     for name in ("a", "b"):
         write_tiny(tmp_path / name / "model")
         assert main(["eval", f"{name}/model", *options[1:], "--benchmarks", "gpqa_diamond"]) == 0

@@ -81,7 +81,7 @@ def test_a_flipped_bit_changes_no_count(tmp_path: Path) -> None:
         Evaluation.load(path)
     for place in range(len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        with pytest.raises(ValueError, match=r"one\.json"):  # of a seal that is none: an unknown key
+        with pytest.raises(ValueError, match=r"one\.json"):  # a broken seal is an unknown key
             Evaluation.load(path)
     older = {key: value for key, value in json.loads(whole).items() if key != "checksum"}
     path.write_text(json.dumps(older))  # 0.2.0 wrote none
@@ -196,7 +196,7 @@ def test_the_math_benchmarks_are_1560_problems() -> None:
 def test_a_killed_evaluation_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Kept samples are not drawn again, and the result is the same; those of another evaluation are not read."""
+    """Kept samples are not drawn again, and the result is the same; another evaluation's are not read."""
     monkeypatch.setattr("rlplus.evaluation.sample._COMPLETIONS_A_CALL", 8)
     problems = [
         Example(index=i, prompt=(right,), answer="1 9", demonstration=None) for i, right in enumerate([0, 3, 4, 1, 2])
@@ -285,10 +285,10 @@ def test_a_benchmark_has_its_grader_whatever_the_runs_reward(tmp_path: Path) -> 
     evaluation = {"data": data, "benchmarks": ["amc", "gpqa_diamond"]}
     config = run_config(tmp_path, evaluation=evaluation | {"math_grader": "math_verify_strict"})
     for name, kind in {"amc": "math_verify_strict", "gpqa_diamond": "choice", "other": "exact_match"}.items():
-        assert reward_of(config, name).description == kind
+        assert reward_of(config.reward, config.evaluation, name).description == kind
     texts = {"amc": [r"\boxed{3+4}", r"\boxed{7}"], "gpqa_diamond": ["ANSWER: C", "**(d)**"]}
     answers = {"amc": ["7", "7"], "gpqa_diamond": ["C", "C"]}
-    with Scorers(config) as scorers:
+    with Scorers(config, config.evaluation) as scorers:
         for name in texts:
             assert [score.value for score in scorers.of(name)(texts[name], answers[name])] == [
                 float(name != "amc"), float(name == "amc"),
@@ -348,7 +348,7 @@ def test_a_sample_on_which_the_grader_failed_is_neither_right_nor_wrong(caplog: 
 
     def failing(texts: Sequence[str], answers: Sequence[str], columns: object) -> list[Score]:
         scores = score(texts, answers)
-        for i in (0, 6, 8, 9, 10, 11):  # of 3 problems with 4 samples each: a right one, a wrong one, all
+        for i in (0, 6, 8, 9, 10, 11):  # a right one, a wrong one, all of the 4 samples of 3 problems
             scores[i] = Score(nan, "timeout")
         return scores
 

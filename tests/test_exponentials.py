@@ -28,7 +28,7 @@ from rlplus.loss.head import Head
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS, HALF_EPS, SUBNORMAL = torch.finfo(torch.float32).eps, torch.finfo(torch.float16).eps, 2.0**-24
-ROUNDING = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # of the logits' gradient: at least that of E
+ROUNDING = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the logits' gradient is rounded at least as E is
 EVERY_TILE = pytest.mark.parametrize("tile", TILES[0], ids=["TMA", "pointers"])
 EVERY_SCRATCH = pytest.mark.parametrize(
     "max_scratch_mb",
@@ -86,7 +86,7 @@ def test_every_shape_keeps_its_statistics_and_exponentials(n: int, V: int, H: in
 @pytest.mark.parametrize("block", [tiling.gradient for tiling in (DEFAULT, Tiling(gradient=backend.Block(64, 1)))])
 @pytest.mark.parametrize("size", [0.1, 3.0, 30.0])
 def test_the_gradient_is_as_exact_as_fp16(size: float, block: backend.Block, tile: Tile) -> None:
-    """Element by element; rounded to bf16, its error is that of the exact gradient rounded to bf16."""
+    """Element by element; rounded to bf16, its error is the exact gradient's, rounded to bf16."""
     n, V, T = 20, 333, 0.7
     args = inputs(n, V, 16, size)
     args[2][::2] = (args[0] @ args[1].T).argmax(1)[::2]
@@ -217,7 +217,7 @@ def test_flat_and_certain_policies_of_any_vocabulary(V: int, scale: float) -> No
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_errors_are_those_of_a_plain_bf16_gradient(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of dhidden, dweight on inputs as in reinforcement learning; the gradient of the logits is rounded as on CUDA."""
+    """dhidden and dweight, on inputs as in reinforcement learning; the logits' gradient is rounded as on CUDA."""
     if DEVICE == "cpu":
         f, g = backend.dhidden, backend.add_dweight
         monkeypatch.setattr(backend, "dhidden", lambda dz, head: f(dz.bfloat16().float(), head))
@@ -339,7 +339,7 @@ def test_logprobs_with_gradients_do_not_use_them(used: list[int], monkeypatch: p
 
 
 def test_a_loss_in_bf16_uses_them_with_sizes_of_the_model(used: list[int]) -> None:
-    """Timed sizes are those of fp32 logits. Without gradients nothing is stored."""
+    """Timed sizes are for fp32 logits. Without gradients nothing is stored."""
     head, constants = sample(23, V, dtype=torch.bfloat16, H=H)
     del head["bias"]
     kind = tuning.kind_of(torch.device(DEVICE), torch.bfloat16, V, H)
@@ -369,7 +369,7 @@ def test_the_plan_keeps_to_its_scratch(n: int, V: int, H: int, scratch: float) -
 def test_the_same_scratch_has_one_and_a_half_times_the_rows() -> None:
     tile, head = TILES[9][1], meta(16_384, 151_936, 3584)
     rows = [
-        sum(backend.row_bytes(head, True, tiling))  # of a chunk that is a buffer, too
+        sum(backend.row_bytes(head, True, tiling))  # a chunk is a buffer, too
         for tiling in (Tiling(loss=tile), Tiling(loss=tile, exponentials=tile))
     ]
     assert 1.44 < rows[0] / rows[1] < 1.5

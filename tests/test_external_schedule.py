@@ -22,7 +22,7 @@ from rlplus.learner import Policy
 from rlplus.loss import Objective
 from rlplus.loss.backends.token_arguments import coefficients
 from rlplus.recipe import set_advantages
-from rlplus.trainer import Run, train
+from rlplus.trainer import open_run, train
 
 
 def test_linear_and_cosine_coefficients() -> None:
@@ -110,7 +110,7 @@ def test_a_run_follows_its_schedule_and_resumes_in_its_middle(tmp_path: Path, mo
 
 def test_squared_slopes_are_the_logits_gradients(tmp_path: Path) -> None:
     """For both kinds of tokens, without KL and entropy, at a coefficient of 1: in float64 through the logits."""
-    with Run(run_config(tmp_path), resume=False) as run:
+    with open_run(run_config(tmp_path)) as run:
         samples = batch_of_samples()
         set_advantages(samples, run.recipe.algorithm)
         batches = packed(run, samples)

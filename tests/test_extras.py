@@ -18,7 +18,7 @@ from rlplus.data import byte_tokenizer
 from rlplus.learner.adapters import add_adapters, merged_weights, without_adapters
 from rlplus.learner.pretrained import _apply_liger, make_scratch_model
 from rlplus.recipe import set_advantages
-from rlplus.trainer import Run, train
+from rlplus.trainer import open_run, train
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -46,7 +46,7 @@ def test_attention_that_leaks_is_refused(
 def test_a_model_that_mixes_tokens_outside_of_attention_is_refused(tmp_path: Path) -> None:
     """Lfm2's convolutions run over the borders of packed sequences, whatever the attention."""
     config = run_config(tmp_path)
-    with Run(config, resume=False) as run:
+    with open_run(config) as run:
         run.tokenizer.save_pretrained(tmp_path / "lfm2")
         vocabulary = len(run.tokenizer)
     model = Lfm2Config(
@@ -129,7 +129,7 @@ def test_sequence_parallelism_lets_longer_sequences_in(tmp_path: Path) -> None:
 def test_merged_weights_are_those_of_peft(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    with Run(run_config(tmp_path), resume=False) as run:
+    with open_run(run_config(tmp_path)) as run:
         path = str(run.folder.path / "scratch")
         settings = run_config(tmp_path, model={"lora": LORA | {"target_modules": ["q_proj", "down_proj"]}}).model.lora
         assert settings is not None
@@ -182,7 +182,7 @@ def test_resume_is_bitwise_with(tmp_path: Path, model: dict[str, Any], options: 
     config = run_config(tmp_path, model=model, train=options)
     whole = train(with_steps(config, 3, tmp_path / "whole"))
     train(with_steps(config, 2, tmp_path / "parts"))
-    parts = train(with_steps(config, 3, tmp_path / "parts"), resume=True)
+    parts = train(with_steps(config, 3, tmp_path / "parts"), resume="newest")
     assert metrics(whole) == metrics(parts)
     first, second = (load_file(folder / "model/model.safetensors") for folder in (whole, parts))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -202,7 +202,7 @@ def test_resume_is_bitwise_with(tmp_path: Path, model: dict[str, Any], options: 
 def test_compiled_layers_compute_the_same(tmp_path: Path) -> None:
     def first_update(**options: Any) -> tuple[float, dict[str, torch.Tensor]]:
         config = run_config(tmp_path, f"run{len(options)}", train=options)
-        with Run(config, resume=False) as run:
+        with open_run(config) as run:
             from update_cases import batch_of_samples, packed
 
             samples = batch_of_samples()

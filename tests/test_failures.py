@@ -37,7 +37,7 @@ def grader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def evaluated(folder: Path, output: str, reward: dict[str, Any], every: int, steps: int) -> Config:
-    """A run whose evaluations fail: on two ranks that of the second one's problem."""
+    """A run whose evaluations fail: on two ranks at the second one's problem."""
     problems = folder / "problems.jsonl"
     problems.write_text("".join(json.dumps({"prompt": "1+1=", "answer": answer}) + "\n" for answer in ("2", "fails")))
     evaluation = {"data": {"path": str(problems), "max_prompt_length": 8}, "every": every, "samples": 1}
@@ -61,7 +61,7 @@ def test_an_evaluation_whose_grader_fails_costs_no_step(tmp_path: Path, grader: 
         train(config, evaluate=evaluator(config))
     assert newest(config) == "step-000002"
     assert [row["step"] for row in metrics(Path(config.output_dir))] == [1, 2]
-    folder = train(changed(config, "evaluation", every=0), resume=True)
+    folder = train(changed(config, "evaluation", every=0), resume="newest")
     whole = train(evaluated(tmp_path, "whole", grader, every=0, steps=3))
     assert same(whole, folder)
     assert metrics(whole) == metrics(folder)
@@ -107,7 +107,7 @@ def test_metrics_that_cannot_be_written_leave_no_wrong_checkpoint(
         with pytest.raises(OSError, match="Input/output error"):
             train(config)
     assert newest(config) == "step-000001"
-    folder = train(config, resume=True)
+    folder = train(config, resume="newest")
     assert same(whole, folder)
     assert metrics(whole) == metrics(folder)
 
@@ -120,7 +120,7 @@ def test_an_engine_that_fails_ahead_of_an_evaluation_costs_no_step(
     def make(config: Any, *rest: Any, seed: int, **settings: Any) -> TransformersEngine:
         return TransformersEngine(config, *rest, **settings)
 
-    monkeypatch.setattr("rlplus.trainer.run.make_engine", make)
+    monkeypatch.setattr("rlplus.trainer.run_parts.make_engine", make)
     drawn: list[list[int]] = []
     draw = Rollouts.draw
 
@@ -143,7 +143,7 @@ def test_an_engine_that_fails_ahead_of_an_evaluation_costs_no_step(
         with pytest.raises(RunFailed, match="illegal memory access"):
             train(config, evaluate=lambda run: {})
     assert newest(config) == "step-000002"
-    train(config, resume=True, evaluate=lambda run: {})
+    train(config, resume="newest", evaluate=lambda run: {})
     assert [row["step"] for row in metrics(Path(config.output_dir))] == [1, 2, 3, 4]
     assert drawn == whole
 

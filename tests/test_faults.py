@@ -19,7 +19,7 @@ from trainer_runs import environment, metrics, run_config
 
 from rlplus import checkpoint
 from rlplus.config import Config
-from rlplus.trainer import Run, train
+from rlplus.trainer import Run, open_run, train
 
 
 def write_config(config: Config, folder: Path) -> Path:
@@ -143,13 +143,13 @@ def test_a_disk_that_fails_at_the_end_of_a_save(tmp_path, monkeypatch, write):
         raise OSError(28, "No space left on device", str(path))
 
     more = config.model_copy(update={"train": config.train.model_copy(update={"steps": 2})})
-    with monkeypatch.context() as patch, Run(more, resume=True) as run:
+    with monkeypatch.context() as patch, open_run(more, resume="newest") as run:
         patch.setattr(checkpoint.Path if write == "rename" else checkpoint, write, full)
         run.progress.step = 2
         with pytest.raises(OSError, match=r"could not write the checkpoint of step 2 under .*rank 0: .*No space left"):
             run.save_checkpoint()
     assert newest(folder) == 1
-    train(more, resume=True)
+    train(more, resume="newest")
     assert newest(folder) == 2
 
 

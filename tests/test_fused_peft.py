@@ -33,7 +33,7 @@ def test_in_peft(first: str) -> None:
 
 @pytest.mark.parametrize("first", ["fused", "peft"])
 def test_a_trained_copy_of_the_head_is_the_head(first: str) -> None:
-    """modules_to_save: values and gradients are those of the active adapter's copy, without adapters the original's."""
+    """modules_to_save: values and gradients are the active adapter's copy's, without adapters the original's."""
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
     model = make("Cohere", {"logit_scale": 0.25, "tie_word_embeddings": False})
     wrapped = peft.get_peft_model(fuse_head(model, temperature=TEMPERATURE) if first == "fused" else model, lora)

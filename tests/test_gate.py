@@ -21,13 +21,13 @@ from torch import Tensor
 from trainer_runs import run_config
 
 from rlplus.recipe.gate import GateRecipe
-from rlplus.trainer import Run
+from rlplus.trainer import Run, open_run
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """A run that is built and never trained."""
-    with Run(run_config(tmp_path_factory.mktemp("run")), resume=False) as run:
+    with open_run(run_config(tmp_path_factory.mktemp("run"))) as run:
         yield run
 
 

@@ -15,7 +15,7 @@ from rlplus.loss.head import FLOOR
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = torch.finfo(torch.float32).eps
-COLUMNS = kernels.DLOGPROB.value  # of `values`, that the statistics fill
+COLUMNS = kernels.DLOGPROB.value  # columns of `values` that the statistics fill
 TILES = {f"{'TMA' if tile.tma else 'pointers'}": tile for tile in kernels.TILES[0]}  # small ones, on CUDA too
 EVERY_TILE = pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 

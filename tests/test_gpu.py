@@ -285,7 +285,7 @@ def test_runs_on_the_device_of_its_inputs(gemm: str) -> None:
 
 @pytest.mark.parametrize("max_scratch_mb", [None, 0.3])
 def test_a_graph_replays_what_eager_mode_computes(gemm: str, max_scratch_mb: float | None) -> None:
-    """With inputs that were not there at its capture, other rows of weight 0 among them."""
+    """Inputs that came after its capture, with other rows of weight 0."""
     static, static_constants = on_gpu(case(100, 500, 64))
     later, later_constants = case(100, 500, 64, seed=1)
     leaf = {k: v.requires_grad_(v.is_floating_point()) for k, v in static.items()}
@@ -357,7 +357,7 @@ def test_memory_stays_within_the_scratch(
     n, V, H = 4096, 32_001, 1024
     hidden, weight = torch.randn(n, H, device=DEVICE).to(dtype), (0.1 * torch.randn(V, H, device=DEVICE)).to(dtype)
     target, on = torch.randint(V, (n,), device=DEVICE), torch.ones(n, device=DEVICE)
-    tokens = 400 * n + 1_000_000  # per-token constants and results
+    tokens = 400 * n + 1_000_000  # bytes of per-token constants and results
     bytes_used, _ = peak(lambda: linear_logprob(hidden, weight, target, backend=name, max_scratch_mb=mb))
     assert bytes_used <= mb * 1e6 + tokens
     hidden.requires_grad_()

@@ -339,7 +339,7 @@ def test_the_whole_order_on_small_numbers_without_what_a_gpu_machine_lacks(tmp_p
         assert (result["complete"], result["revision"]) == (True, "abc")
         rows = {row["method"]: row for row in result["cases"][0]["rows"]}
         assert rows[wanted]["status"] == "ok"
-        assert rows[wanted]["ratio"]["median"] > 0  # over the bare GEMMs
+        assert rows[wanted]["ratio"]["median"] > 0  # relative to the bare GEMMs
         assert {"aten::mm"} <= {kernel["kernel"] for kernel in rows["bare-3u"]["kernels"]}
         assert rows[wanted]["kernels"]
     assert "kernels of triton two-byte" in (copies / "log.txt").read_text()

@@ -57,7 +57,7 @@ def check(found: Accumulated) -> None:
         for name, gradient in want.items():
             error = float((got[name] - gradient).norm() / gradient.norm())
             assert error <= 2**-8, (count, name)
-            if "embed" not in name and "lm_head" not in name:  # of those the plain model rounds the head's part
+            if "embed" not in name and "lm_head" not in name:  # in the others the plain model rounds the head's part
                 assert error <= 1e-5, (count, name)
         norm = float(torch.stack([gradient.norm() for gradient in got.values()]).norm())
         assert found.norms[count] == pytest.approx(norm, rel=1e-5), "clipping, and updates skipped for their norm"
@@ -105,7 +105,7 @@ def test_stages_and_offloading_make_the_same_update_on_two_ranks(two_ranks: dict
 
 @pytest.mark.parametrize("name", ["ZeRO-1, untied", "ZeRO-2, untied", "ZeRO-3, untied"])
 def test_the_heads_gradient_is_not_rounded(name: str, alone: Any) -> None:
-    """Of one micro-batch, since a sum of several that were rounded is no bf16 number either."""
+    """One micro-batch only: a sum of several that were rounded is no bf16 number either."""
     ((gradients, _),) = alone(name, (1,)).gradients.values()
     head: Tensor = gradients["lm.lm_head.weight"]
     moved = head[head != 0]

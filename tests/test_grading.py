@@ -14,7 +14,7 @@ from trainer_runs import environment, metrics, run_config
 
 import rlplus
 import rlplus.trainer.rollouts
-import rlplus.trainer.run
+import rlplus.trainer.run_parts
 from rlplus.checkpoint import read_state
 from rlplus.config import RewardConfig
 from rlplus.data import Example, Sample, byte_tokenizer
@@ -117,7 +117,7 @@ def test_two_ranks_share_the_demonstrations_and_agree_on_every_verdict(tmp_path:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-# What a run makes of it
+# Grading in a run
 
 ONCE = """
 import os
@@ -151,7 +151,7 @@ def grade(text, answer):
 
 
 def test_a_resumed_run_has_the_demonstrations_it_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grader fails on others when the run is resumed; the result is that of a run which was never interrupted."""
+    """The grader fails on others when the run is resumed; the result is the same as without an interruption."""
     (tmp_path / "switched_graders.py").write_text(SWITCHED)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad").write_text("2")
@@ -165,7 +165,7 @@ def test_a_resumed_run_has_the_demonstrations_it_started_with(tmp_path: Path, mo
     assert verdicts.count("crash") == 1
     assert verdicts.count(1.0) == 5
     (tmp_path / "bad").write_text("0 4 5")
-    train(run_config(tmp_path, "half", **sections, train={"steps": 4}), resume=True)
+    train(run_config(tmp_path, "half", **sections, train={"steps": 4}), resume="newest")
     assert same(whole, half)
     assert metrics(whole) == metrics(half)
 
@@ -202,7 +202,7 @@ def test_a_masked_sample_is_as_if_it_had_never_been_generated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: str
 ) -> None:
     """Neither loss, KL and entropy, nor group statistics, nor denominators know of it."""
-    monkeypatch.setattr(rlplus.trainer.run, "Scorer", ByLength)
+    monkeypatch.setattr(rlplus.trainer.run_parts, "Scorer", ByLength)
     algorithm = {"preset": preset, "objective": {"kl_coef": 0.1, "entropy_coef": 0.01}}
     settings: dict[str, Any] = {"algorithm": algorithm, "train": {"steps": 2, "prompts_per_update": 2}}
     masked = train(run_config(tmp_path, "masked", **settings))
@@ -233,7 +233,7 @@ def run_decode(tokens: Sequence[int]) -> str:
 
 
 def test_on_failure_zero_is_a_reward_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rlplus.trainer.run, "Scorer", ByLength)
+    monkeypatch.setattr(rlplus.trainer.run_parts, "Scorer", ByLength)
     (first, _) = metrics(train(run_config(tmp_path, "mask")))
     (zero, _) = metrics(train(run_config(tmp_path, "zero", reward={"on_failure": "zero"})))
     assert zero["reward/masked"] == 0 < zero["reward/timeout"] == first["reward/timeout"] == first["reward/masked"]
@@ -242,7 +242,7 @@ def test_on_failure_zero_is_a_reward_like_others(tmp_path: Path, monkeypatch: py
 
 def test_a_step_whose_rollouts_are_all_masked_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ByLength, "failed", staticmethod(lambda text: True))
-    monkeypatch.setattr(rlplus.trainer.run, "Scorer", ByLength)
+    monkeypatch.setattr(rlplus.trainer.run_parts, "Scorer", ByLength)
     rows = metrics(train(run_config(tmp_path, algorithm={"preset": "grpo"})))
     assert [row["reward/masked"] for row in rows] == [1.0, 1.0]
     assert [row["actor/updated"] for row in rows] == [0.0, 0.0]

@@ -1,4 +1,4 @@
-"""What an import loads: the losses need torch and triton, and reports, plans and configurations no trainer."""
+"""Modules that imports load: the losses need torch and triton, and reports, plans and configurations no trainer."""
 
 import ast
 import os
@@ -43,7 +43,7 @@ assert main(["report", "run", "-o", "report.html"]) == 0
 
 
 def loaded(code: str, names: tuple[str, ...], folder: Path = ROOT) -> list[str]:
-    """Those of the modules that a process which runs the code has at its end."""
+    """The modules, out of `names`, that a process which runs the code has loaded at its end."""
     code += "\nimport sys\nprint([name for name in sys.argv[1:] if name in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, *names]

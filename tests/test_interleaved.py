@@ -21,7 +21,7 @@ from torch import Tensor
 from trainer_runs import run_config
 
 from rlplus.recipe.interleaved import InterleavedRecipe
-from rlplus.trainer import Run
+from rlplus.trainer import Run, open_run
 
 RELIFT = {"preset": "relift", "recipe": {"batch": 5}}
 
@@ -29,7 +29,7 @@ RELIFT = {"preset": "relift", "recipe": {"batch": 5}}
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """A run that is built and never trained."""
-    with Run(run_config(tmp_path_factory.mktemp("run")), resume=False) as run:
+    with open_run(run_config(tmp_path_factory.mktemp("run"))) as run:
         yield run
 
 

@@ -74,11 +74,11 @@ def test_all_or_none_solved_has_the_exact_binomial_interval(problems: int) -> No
     for k in (1, 4):
         low, high = solved.pass_at(k).low, unsolved.pass_at(k).high
         assert (solved.pass_at(k), unsolved.pass_at(k)) == (Estimate(1.0, low, 1.0), Estimate(0.0, 0.0, high))
-        # At the limit, the tail that was seen has a probability of 2.5%.
+        # The limit is where the tail that was seen has a probability of 2.5%.
         assert float(binomial_tail(problems, problems, Fraction(low))) == pytest.approx(0.025, rel=1e-12)
         assert float(1 - binomial_tail(problems, 1, Fraction(high))) == pytest.approx(0.025, rel=1e-12)
     assert pooled_pass_at([solved] * 3, 1) == solved.pass_at(1)  # more seeds are not more problems
-    up = paired_difference([unsolved], [solved], 1)  # from -1 to 1: twice as wide
+    up = paired_difference([unsolved], [solved], 1)  # differences are -1 to 1: twice as wide
     assert (up.mean, up.high) == (1.0, 1.0)
     assert up.low == pytest.approx(1 - 2 * (1 - solved.pass_at(1).low), abs=1e-15)
     assert paired_difference([solved], [solved], 1).low == -paired_difference([solved], [solved], 1).high < 0
@@ -99,7 +99,7 @@ def test_intervals_do_not_depend_on_the_indices_held_at_a_time(monkeypatch: pyte
     """The bootstrap goes in parts above 2,097 problems, and keeps no weights; here also below."""
     seeds = [evaluation([0, 1, 5]), evaluation([8, 2, 4, 1, 7])]
     whole, values = pooled_pass_at(seeds, 4), [seed.values(4) for seed in seeds]
-    means = _of_own_problems(values)  # the limits of two seeds are those of Student's t
+    means = _of_own_problems(values)  # two seeds have Student's t limits
     monkeypatch.setattr("rlplus.evaluation.estimates._INDICES_AT_ONCE", at_once)
     monkeypatch.setattr("rlplus.evaluation.estimates._WEIGHTS_KEPT", 0)
     apart = pooled_pass_at(seeds, 4)
@@ -203,7 +203,7 @@ def test_pooled_interval_covers_the_spread_over_seeds() -> None:
     generator = torch.Generator().manual_seed(4)
     trials, pooled, problems_only = 100, 0, 0
     for _ in range(trials):
-        levels = 0.4 + 0.2 * torch.rand(10, generator=generator, dtype=torch.float64)  # one a seed
+        levels = 0.4 + 0.2 * torch.rand(10, generator=generator, dtype=torch.float64)  # one per seed
         runs = [evaluation(draw(40, level, generator), n=16) for level in levels.tolist()]
         estimate = pooled_pass_at(runs, 1)
         pooled += estimate.low <= 0.5 <= estimate.high

@@ -1,4 +1,4 @@
-"""The JSON schema of configurations: that of the types, documented throughout, and what it accepts and refuses."""
+"""The JSON schema of configurations: made from the types, documented throughout; it accepts and refuses as they do."""
 
 import json
 import os

@@ -97,7 +97,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path: Path, step: int) 
 def test_files_without_the_newer_columns_are_read(tmp_path: Path) -> None:
     path = tmp_path / "step-000003.parquet"
     write_kept(path, [sample(answer="4", detail="why", grade=1.0)] * 2)
-    older = pq.read_table(path).replace_schema_metadata({"stop": "2"})  # without a checksum, as those of 0.2.0
+    older = pq.read_table(path).replace_schema_metadata({"stop": "2"})  # no checksum, as in 0.2.0
     pq.write_table(older, path)
     assert read_kept(path) == [sample(answer="4", detail="why", grade=1.0)] * 2
     older = older.drop_columns(["answer", "detail", "grade"])
@@ -229,12 +229,12 @@ class Failing:
 
 
 def test_responses_on_which_the_grader_failed_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlplus.trainer.run.Scorer", Failing)
+    monkeypatch.setattr("rlplus.trainer.run_parts.Scorer", Failing)
     folder = train(config_of(tmp_path, train={"steps": 1}))
     samples = read_kept(folder / "samples/step-000001.parquet")
     failed = [one for one in samples if one.status == "timeout"]
     assert len(samples) - len(failed) == 2  # the demonstrations of two groups
-    assert len(failed) == 2 * 4  # of the twelve, as many as two groups have members
+    assert len(failed) == 2 * 4  # twelve failed; as many are kept as two groups have members
     assert all(one.reward is None and one.advantage is None and "not graded" in one.heading for one in failed)
     assert {one.graded for one in failed} == {"no (after 5 s)"}
 
@@ -250,7 +250,7 @@ def test_a_resumed_run_keeps_each_sample_once(tmp_path: Path) -> None:
     folder = train(config) / "samples"
     whole = {path: read_kept(path) for path in kept_steps(folder)}
     (folder / "step-000004.parquet.7.new").touch()
-    (folder / "step-000007.parquet").touch()  # of a longer run that went on from here
+    (folder / "step-000007.parquet").touch()  # left by a longer run that went on from here
     train(config, resume="step-000003")
     assert {path: read_kept(path) for path in folder.iterdir()} == whole
     assert len(whole) == 3
@@ -312,7 +312,7 @@ def test_each_start_of_a_run_is_noted(
     assert first["hardware"]["ranks"].startswith("1 × ")
     longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 2})})
     (folder / "run.json").write_text("[]")
-    train(longer, resume=True)
+    train(longer, resume="newest")
     assert capsys.readouterr().err.count("run.json is damaged: want the starts of a run") == 1
     starts = json.loads((folder / "run.json").read_text())["starts"]
     assert [start["step"] for start in starts] == [1]

@@ -32,7 +32,7 @@ def compiled(folder: Path, *options: str, triton: str | None = None) -> list[dic
 
 NAMES = ("statistics", "gradient", "exponential_gradient", "token_loss", "tile", "combine", "scale", "active_rows")
 KERNELS = {f"_{name}_kernel" for name in NAMES}
-USUAL = (  # of a bf16 model: one of every kernel
+USUAL = (  # a bf16 model's: one of every kernel
     "float32, V 4097 in 4160",
     "bfloat16, V 4097 in 4160",
     "bfloat16, V 4096, H 128, 128x128x64 w8 s3, stores",
@@ -68,7 +68,7 @@ def test_every_kernel_compiles_by_the_tritons_of_every_torch(arch: int, triton: 
 def test_every_kernel_compiles_within_the_limits_of_the_gpu(arch: int, tmp_path: Path) -> None:
     rows = compiled(tmp_path, "--arch", str(arch))
     assert {row["kernel"] for row in rows} == KERNELS
-    # With more than 128 registers fewer blocks run at once. On sm_120 a bias that is read number by number takes them.
+    # More than 128 registers let fewer blocks run at once. A bias that is read number by number takes them on sm_120.
     slow = [
         row for row in rows if arch == 120 and row["variant"].endswith("V 4097 in 4097, bias, blocks of the vocabulary")
     ]
@@ -84,7 +84,7 @@ def test_every_kernel_compiles_within_the_limits_of_the_gpu(arch: int, tmp_path:
 
 
 def test_a_logit_takes_few_instructions_on_hopper(tmp_path: Path) -> None:
-    """At the bandwidth of an H200 19 an element are 77 % of the instructions that it can issue."""
+    """19 instructions per element, at the bandwidth of an H200, are 77 % of what it can issue."""
     rows = compiled(tmp_path, "--arch", "90", "--variants", "float32, V 4097 in 4160", "bfloat16, V 4097 in 4160")
     instructions = {(row["kernel"], row["variant"].split(",")[0]): row["instructions"] for row in rows}
     assert 7 < instructions["_statistics_kernel", "float32"] <= 13

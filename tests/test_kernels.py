@@ -23,7 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK_V, EPS = DEFAULT.statistics.BLOCK_V, torch.finfo(torch.float32).eps
 SCRATCH = {"one row": 1e-9, "few rows": 8e-3, "all rows": None}  # MB, for 23 tokens
 EVERY = pytest.mark.parametrize("max_scratch_mb", SCRATCH.values(), ids=SCRATCH)
-QUICK = pytest.mark.parametrize(  # for tests of many cases: 23 chunks take the interpreter seconds
+QUICK = pytest.mark.parametrize(  # tests of many cases use it: 23 chunks take the interpreter seconds
     "max_scratch_mb",
     [pytest.param(value, marks=pytest.mark.slow if name == "one row" else ()) for name, value in SCRATCH.items()],
     ids=SCRATCH,

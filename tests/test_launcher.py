@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 COMPILER = shutil.which(os.environ.get("CC", "cc"))
 SCRATCH = [0, 0]  # Triton's pointers to scratch memory, which no kernel here uses
-INVERSE = pytest.approx(1 / 0.8)  # of the temperature
+INVERSE = pytest.approx(1 / 0.8)  # 1 / the temperature
 
 
 @pytest.fixture(scope="module")

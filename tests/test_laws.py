@@ -219,8 +219,8 @@ def test_nearly_sure_tokens_keep_their_relative_accuracy(backend: str, memory: s
     want = {"logprob": -odds.sum(1).log1p(), "entropy": odds.sum(1).log1p()}
     p = odds / (1 + odds.sum(1, keepdim=True))
     want["entropy"] += (p * (gaps.double()[:, None] - others).where(odds > 0, 0.0)).sum(1)
-    want["dhidden"] = p.scatter(1, target[:, None], -p.sum(1, keepdim=True))  # of the loss, minus the sum of logprobs
-    eps = 8 * torch.finfo(FP32).eps * (1 + logits.abs().max() + gaps.max())  # of e^z, by that of z
+    want["dhidden"] = p.scatter(1, target[:, None], -p.sum(1, keepdim=True))  # the loss is minus the sum of logprobs
+    eps = 8 * torch.finfo(FP32).eps * (1 + logits.abs().max() + gaps.max())  # e^z's error, by z's
     for name, value in want.items():
         assert ((got[name] - value).abs() <= eps * value.abs()).all(), name
 
@@ -228,7 +228,7 @@ def test_nearly_sure_tokens_keep_their_relative_accuracy(backend: str, memory: s
 @EVERY
 @pytest.mark.parametrize("spread", [1.0, 1e4])
 def test_a_demonstrated_token_that_cannot_be(backend: str, spread: float) -> None:
-    """Its logit is -inf: log p is -1e30, and the gradient is that of p = 0."""
+    """Its logit is -inf: log p is -1e30, and the gradient is the one at p = 0."""
     head, constants = sample(3, V=23, dtype=FP32)
     head["weight"] *= spread
     head["bias"][4], head["target"][1] = -math.inf, 4

@@ -19,7 +19,7 @@ from rlplus.learner.pretrained import load_model
 from rlplus.loss.backends import cpp
 from rlplus.loss.head import Head
 from rlplus.recipe import set_advantages
-from rlplus.trainer import Run
+from rlplus.trainer import open_run
 
 TRANSFORMS = pytest.mark.parametrize(
     "transform",
@@ -194,7 +194,7 @@ def test_a_module_takes_them_as_options() -> None:
 def test_a_run_trains_the_model_that_its_class_is(
     tmp_path: Path, kind: Any, config: Any, numbers: dict[str, Any]
 ) -> None:
-    """The gradient is that of the plain model's own logits."""
+    """The gradient is the same as through the plain model's own logits."""
     tokenizer = byte_tokenizer()
     torch.manual_seed(0)
     model = config(
@@ -205,7 +205,7 @@ def test_a_run_trains_the_model_that_its_class_is(
     path = tmp_path / "model"
     kind(model).save_pretrained(path)
     tokenizer.save_pretrained(path)
-    with Run(run_config(tmp_path, model={"path": str(path), "scratch": None}), resume=False) as built:
+    with open_run(run_config(tmp_path, model={"path": str(path), "scratch": None})) as built:
         samples = batch_of_samples()
         set_advantages(samples, built.recipe.algorithm)
         lm = built.policy.engine.module

@@ -19,7 +19,7 @@ GRADE, STRICT = math_verify(strict=False), math_verify(strict=True)
 
 
 def plain_parse(text: str) -> list[Any]:
-    """What Math-Verify reads by itself: with its own parser, and nothing in its caches."""
+    """Math-Verify's own reading: with its own parser, and nothing in its caches."""
     for cached in (parser.parse_latex_cached, parser.parse_expr_cached, parser.extract_latex):
         cached.cache_clear()
     with patch.object(latex2sympy2, "PSParser", PSParser):

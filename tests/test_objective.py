@@ -307,7 +307,7 @@ def test_a_masked_token_has_no_surrogate_whatever_overflows() -> None:
 
 @pytest.mark.parametrize(("estimator", "old_is_current"), [("k2", True), ("k3-unbiased", True), ("k3-unbiased", False)])
 def test_the_gradient_of_a_kl_estimate_is_unbiased(estimator: str, old_is_current: bool) -> None:
-    """Over all tokens, weighted by their probability under the policy that samples: that of the divergence itself."""
+    """Its mean over all tokens, by their probability under the sampling policy, is the divergence's own gradient."""
     g = torch.Generator().manual_seed(3)
     logits, ref, old = torch.randn(3, 7, generator=g, dtype=torch.float64).unbind()
     logits.requires_grad_()

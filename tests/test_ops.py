@@ -191,7 +191,7 @@ def test_gradient_rows_sum_to_0_and_a_shift_of_the_bias_changes_nothing(
 
 @EVERY
 def test_impossible_tokens_cost_nothing(backend: str, max_scratch_mb: float | None) -> None:
-    """A logit of -inf, as a banned token has, is as if the token were not there."""
+    """A logit of -inf, as a banned token has, is as if the token did not exist."""
     head, constants = sample(23)
     options = {"backend": backend, "max_scratch_mb": max_scratch_mb}
     want = run(head, constants, EVERYTHING, **options)

@@ -89,7 +89,7 @@ def test_one_message_and_the_step_can_be_done_again(
     assert f" The newest checkpoint is {newest}. The plan expected " in message
     assert "CUDACachingAllocator" not in message or phase == "generate"
     assert " It takes less with --resume and " in message or phase not in ("old_logprob", "forward_backward")
-    assert same(whole, train(config, resume=True))
+    assert same(whole, train(config, resume="newest"))
     assert metrics(whole) == metrics(Path(config.output_dir))
 
 
@@ -113,7 +113,7 @@ def test_no_memory_for_a_checkpoint_is_no_damage(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("deepspeed.runtime.engine.DeepSpeedEngine.load_checkpoint", full)
     with pytest.raises(OutOfMemory, match=r"^out of memory in start: CUDA out of memory"):
-        train(changed(config, "train", steps=2), resume=True)
+        train(changed(config, "train", steps=2), resume="newest")
 
 
 def test_what_the_advice_says_a_switch_saves_is_what_the_plan_says(tmp_path: Path) -> None:
@@ -148,5 +148,5 @@ def test_a_resume_may_take_less_memory(tmp_path: Path) -> None:
     config = run_config(tmp_path, train={"steps": 1})
     train(config)
     less = changed(config, "train", steps=2, memory="least", max_scratch_mb=1, tokens_per_micro_batch=32)
-    folder = train(changed(less, "model", gradient_checkpointing=True), resume=True)
+    folder = train(changed(less, "model", gradient_checkpointing=True), resume="newest")
     assert [row["step"] for row in metrics(folder)] == [1, 2]

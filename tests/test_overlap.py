@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,15 @@ from transformers import AutoModelForCausalLM
 from update_cases import packed
 
 import rlplus.rollout.process_engine
-import rlplus.trainer.rollouts
 from rlplus.config import Config
 from rlplus.data import Sample
 from rlplus.learner import forward_batches
 from rlplus.recipe import Batch, set_advantages
 from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import Run, train
+from rlplus.trainer import Run, open_run, train
 from rlplus.trainer.groups import generate
 from rlplus.trainer.rollouts import use_engine_logprob
+from rlplus.trainer.run import OF_RANK, STATE
 
 
 def test_overlap_refuses_a_cap_that_would_do_nothing(tmp_path):
@@ -47,7 +48,7 @@ def in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         settings.pop("seed")
         return TransformersEngine(config, *rest, **settings)
 
-    monkeypatch.setattr("rlplus.trainer.run.make_engine", make)
+    monkeypatch.setattr("rlplus.trainer.run_parts.make_engine", make)
 
 
 def overlapping(folder: Path, output: str, steps: int, **sections: Any) -> Config:
@@ -94,14 +95,14 @@ def check_logprob(run: Run, samples: list[Sample], sampler: dict[str, torch.Tens
 
 
 def version(step: int, overlap: int) -> int:
-    """Of the weights that sample the batch of a step: those of every `overlap`-th step sample the batches behind it."""
+    """The version of the weights that sample a step's batch: every `overlap`-th step's sample the batches behind it."""
     return max(0, step - 1) // overlap * overlap
 
 
 def simulated(config: Config) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
     """Each batch from the weights that it should have, with their logprobs, checked against float64: no Rollouts."""
     plain = changed(changed(config, "train", overlap=0), "rollout", mode="colocated")
-    with Run(plain, resume=False) as run:
+    with open_run(plain) as run:
         history = [{name: p.clone() for name, p in run.policy.weights()}]
         rewards = []
 
@@ -139,7 +140,7 @@ def simulated(config: Config) -> tuple[dict[str, torch.Tensor], list[list[float]
 
 @pytest.mark.parametrize(("preset", "overlap"), [("rlplus", 1), ("grpo", 1), ("rlplus", 3)])
 def test_overlap_is_training_some_steps_behind(tmp_path, in_thread, lottery, preset, overlap):
-    """The weights after 5 steps are those of a delay written out by hand, and not those of no delay."""
+    """The weights after 5 steps equal a delay's written out by hand, and differ from no delay's."""
     changes = {"lr": 3e-3, "overlap": overlap}
     config = overlapping(tmp_path, "overlap", 5, algorithm={"preset": preset}, train=changes)
     folder = train(config)
@@ -167,27 +168,32 @@ def test_overlap_is_training_some_steps_behind(tmp_path, in_thread, lottery, pre
     [("rlplus", 3), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("rlplus", "grpo"))],
 )
 def test_resume_with_overlap_is_bitwise(tmp_path, in_thread, lottery, preset, overlap):
-    """Also over an epoch boundary (6 prompts, 4 a step), and when a finished run is prolonged."""
+    """Also over an epoch boundary (6 prompts, 4 per step), and when a finished run is prolonged."""
     sections = {"algorithm": {"preset": preset}, "train": {"overlap": overlap}}
     whole = train(overlapping(tmp_path, "whole", 6, **sections))
     config = overlapping(tmp_path, "parts", 2, **sections)
     train(config)
-    train(changed(config, "train", steps=4), resume=True)
-    parts = train(changed(config, "train", steps=6), resume=True)
+    train(changed(config, "train", steps=4), resume="newest")
+    parts = train(changed(config, "train", steps=6), resume="newest")
     assert same(whole, parts)
     assert metrics(whole) == metrics(parts)
 
 
-def test_a_checkpoint_of_0_1_0_with_a_batch_ahead_resumes(tmp_path, in_thread, lottery):
-    """It holds the batch as an object."""
-    whole = train(overlapping(tmp_path, "whole", 3))
-    config = overlapping(tmp_path, "parts", 2)
-    saved = train(config) / "checkpoints/step-000002"
-    remembered = torch.load(saved / "rank-0.pt", weights_only=False)
-    batch = object.__new__(rlplus.trainer.rollouts.Batch)
-    vars(batch).update({name: value for name, value in remembered["rollouts"][0].items() if name != "version"})
-    torch.save(batch, saved / "rank-0.pt")
-    assert same(whole, train(changed(config, "train", steps=3), resume=True))
+def test_a_resumed_run_is_complete_and_has_the_state_that_was_saved(tmp_path, in_thread):
+    """Of every part, in the file that the part belongs to."""
+    config = overlapping(tmp_path, "run", 1)
+    saved = train(config) / "checkpoints/step-000001"
+    shared, own = json.loads((saved / "state.json").read_text()), torch.load(saved / "rank-0.pt", weights_only=False)
+    with open_run(changed(config, "train", steps=2), "newest") as run:
+        states = {name: getattr(run, name).state() for name in STATE}
+        assert own == {name: states[name] for name in OF_RANK}
+        assert own["rollouts"][0]["version"] == 0, "want a batch that was generated ahead"
+        assert shared["sampler"] == states["sampler"] == {"n": 6, "seed": 0, "drawn": 8}
+        assert shared["generated"] > 0
+        assert {name: shared[name] for name in states["progress"]} == states["progress"]
+        assert run.progress.step == 1
+        with pytest.raises(FrozenInstanceError):
+            run.sampler = None
 
 
 def test_the_batch_ahead_is_generated_while_the_policy_trains(tmp_path, in_thread, monkeypatch):
@@ -247,7 +253,7 @@ def test_a_batch_that_is_lost_takes_none_with_it_that_is_there(tmp_path, in_thre
         with pytest.raises(RuntimeError, match="illegal memory access"):
             train(config)
     assert len(drawn) == 1
-    train(config, resume=True)
+    train(config, resume="newest")
     assert [prompts for prompts, _ in drawn] == [prompts for prompts, _ in whole]
     assert [stale for _, stale in drawn] == [0, 1, 1, 2, 3]
 

@@ -36,10 +36,10 @@ def test_sampler_resumes_exactly(n: int, before: int, seed: int, data: st.DataOb
     sampler = PromptSampler(n, batch, seed)
     for _ in range(before):
         sampler.next()
-    state = json.loads(json.dumps(sampler.state_dict()))
+    state = json.loads(json.dumps(sampler.state()))
     resumed = PromptSampler(n, batch, seed)
     resumed.next()
-    resumed.load_state_dict(state)
+    resumed.restore(state)
     assert [resumed.next() for _ in range(9)] == [sampler.next() for _ in range(9)]
 
 
@@ -61,9 +61,9 @@ def test_sampler_refuses_what_it_cannot_mean() -> None:
     sampler = PromptSampler(8, 2, 0)
     for state in ({"n": 9, "seed": 0, "drawn": 4}, {"n": 8, "seed": 1, "drawn": 4}, {"drawn": 4}):
         with pytest.raises(ValueError, match="want the state of a sampler with n 8 and seed 0"):
-            sampler.load_state_dict(state)
+            sampler.restore(state)
     with pytest.raises(ValueError, match="want drawn >= 0"):
-        sampler.load_state_dict({"n": 8, "seed": 0, "drawn": -1})
+        sampler.restore({"n": 8, "seed": 0, "drawn": -1})
 
 
 # Packing

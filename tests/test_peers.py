@@ -100,7 +100,7 @@ def trl_grpo(
     return loss
 
 
-GRPO_LOSSES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [  # of TRL, reduction, options of both
+GRPO_LOSSES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [  # TRL's loss, reduction, options of both
     ("grpo", "sequence", {}, {"internal": "clip"}),
     ("dapo", "token", {"epsilon_high": 0.28}, {"internal": "clip", "clip_high": 0.28}),
     ("dr_grpo", "constant", {}, {"internal": "clip"}),
@@ -159,7 +159,7 @@ def verl_loss(
 VERL_LOSSES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("vanilla", "token", {"clip_ratio_c": 1.6}, {"internal": "clip", "dual_clip": 1.6}),
     ("vanilla", "token", {"clip_ratio_c": 1e9, "clip_ratio_high": 0.28}, {"internal": "clip", "clip_high": 0.28}),
-    # With clip_ratio_low 1 its cispo has no lower bound, as the paper's.
+    # clip_ratio_low 1 leaves its cispo without a lower bound, like the paper's.
     ("cispo", "token", {"clip_ratio_low": 1.0, "clip_ratio_high": 0.4}, {"internal": "cispo", "clip_high": 0.4}),
     ("sapo", "sequence", {"tau_neg": 2.0}, {"internal": "sapo", "tau_neg": 2.0}),
     ("dppo_tv", "token", {"clip_ratio_c": 20.0}, {"internal": "dppo"}),

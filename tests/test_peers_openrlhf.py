@@ -62,6 +62,6 @@ def test_the_logprobs_of_every_token(ours: Any, packing: bool) -> None:
 
 def test_patch_replaces_the_actor_that_scripts_import(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     models = sys.modules["openrlhf.models"]
-    monkeypatch.setattr(models, "Actor", models.Actor)  # to have it back
+    monkeypatch.setattr(models, "Actor", models.Actor)  # undone after the test
     ours.patch()
     assert models.Actor is ours.FusedActor

@@ -218,7 +218,7 @@ def test_images_reach_the_loss(objective: Objective | None, tmp_path: Path) -> N
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("objective", [None, Objective(internal="clip")])
 def test_demonstrations_beside_trls_options(objective: Objective | None, level: str, tmp_path: Path) -> None:
-    """The options are those of sampled tokens; a demonstration has RL-PLUS's loss, whatever they are."""
+    """The options apply to sampled tokens; a demonstration has RL-PLUS's loss, whatever they are."""
     options: dict[str, Any] = {"importance_sampling_level": level, "loss_type": "grpo", "num_iterations": 2}
     if level == "token":
         options |= {"top_entropy_quantile": 0.5, "off_policy_mask_threshold": 1e-3}
@@ -259,7 +259,7 @@ def test_demonstrations_beside_trls_options(objective: Objective | None, level: 
     sampled = gradient(False, batch)
     assert sampled.any()
     if objective is not None and level == "token":
-        return  # the quantile is that of sampled tokens, TRL's that of all
+        return  # the quantile spans sampled tokens, TRL's all
     stock = trl_runs.make_trainer(tmp_path, **options)
     stock.model.load_state_dict(trainer.model.state_dict())
     stock.model.train()

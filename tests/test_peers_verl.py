@@ -78,7 +78,7 @@ def config(mode: str, agg: str, **changes: Any) -> Any:
 
 
 def responses_of(everything: Tensor) -> Tensor:
-    """The logprobs of the responses: a position's is that of the token after it."""
+    """The logprobs of the responses: a position's belongs to the token after it."""
     rows = zip(everything.unbind(), PROMPTS, strict=True)
     return padded([row[prompt - 1 : -1] for row, prompt in rows])
 

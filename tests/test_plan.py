@@ -2,6 +2,7 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -13,9 +14,10 @@ from experiments.toy.base_model import make_model
 from experiments.toy.task import make_tokenizer
 from rlplus.cli import main
 from rlplus.config import load_config, load_stages, with_first_model
+from rlplus.loss.library import implementation
 from rlplus.plan import GIB, GPUS, MOMENTS, Cluster, make_cluster, this_cluster
 from rlplus.plan.cluster import Gpu
-from rlplus.plan.memory import packed_shape
+from rlplus.plan.memory import head_scratch, head_tokens, packed_shape
 from rlplus.plan.plan_text import show
 
 
@@ -230,6 +232,18 @@ def test_memory_that_is_not_chosen_is_the_faster_way():
     assert head() == head("train.memory=fast")
 
 
+def test_a_backend_says_what_a_logit_takes(monkeypatch):
+    """1250 MB hold 1,000 rows of that many bytes a logit, and no part of another."""
+    for name in ("reference", "torch"):
+        monkeypatch.setattr(implementation(name), "scratch_per_logit", lambda *_: 8)
+    model, cluster = SimpleNamespace(vocabulary=156_250, hidden=3584, itemsize=2), make_cluster(8, "a100-80g")
+    rows = {
+        name: head_scratch(paper(f"train.backend={name}"), model, cluster) / (8 * model.vocabulary)
+        for name in ("reference", "torch")
+    }
+    assert rows == {"reference": head_tokens(paper()), "torch": 1000}
+
+
 IN_BF16 = "train.deepspeed={data_types: {grad_accum_dtype: bf16}, communication_data_type: bf16}"
 
 
@@ -263,7 +277,7 @@ def test_no_remedy_splits_heads_that_cannot_be_split():
 
 
 def test_shipped_configurations_are_planned_without_a_network(tmp_path, monkeypatch, capsys):
-    """From the architecture that travels with them, which is Qwen's own and that of the demo's recipe."""
+    """The architecture travels with them: Qwen's own, and the demo's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")

@@ -10,7 +10,7 @@ from trainer_runs import run_config, write_task
 from rlplus.cli import main
 from rlplus.config import Config
 from rlplus.plan.data_report import Lengths, plan_data
-from rlplus.trainer import Run, train
+from rlplus.trainer import open_run, train
 
 
 def write_rows(folder: Path, rows: list[dict[str, Any]]) -> str:
@@ -29,9 +29,9 @@ def test_the_plan_is_what_the_run_reads(tmp_path: Path, capsys: pytest.CaptureFi
     """Tokens, counts and prompts; the steps of its epochs are known then."""
     config = run_config(tmp_path, train={"steps": None, "epochs": 2})
     found = plan_data(config)
-    with Run(config, resume=False) as run:
+    with open_run(config) as run:
         said = capsys.readouterr().err
-        assert len(run.prompts) == found.prompts == 6
+        assert run.sampler.n == found.prompts == 6
         for row, rendered in enumerate(found.rendered):
             example = run.examples[row]
             assert (rendered.row, rendered.answer, rendered.verdict) == (row, example.answer, 1.0)

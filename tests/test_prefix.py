@@ -18,14 +18,14 @@ from rlplus.data import Example
 from rlplus.recipe import Ask, Recipe
 from rlplus.recipe.prefix import PrefixRecipe
 from rlplus.rollout import Completion, respond
-from rlplus.trainer import Run
+from rlplus.trainer import Run, open_run
 from rlplus.trainer.groups import generate
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """A run that is built and never trained."""
-    with Run(run_config(tmp_path_factory.mktemp("run")), resume=False) as run:
+    with open_run(run_config(tmp_path_factory.mktemp("run"))) as run:
         yield run
 
 
@@ -97,7 +97,7 @@ def test_hints_are_as_many_segments_as_a_binomial_variable(run: Run, tmp_path: P
 def test_draws_of_prefixes_are_those_of_seed_step_and_prompt(run: Run, tmp_path: Path) -> None:
     examples = [replace(LONG, index=i) for i in range(20)]
     whole = [ask.prefixes[0] for ask in step(prefix_recipe(tmp_path), examples)]
-    halves = [step(prefix_recipe(tmp_path), examples[part::2]) for part in range(2)]  # as two ranks draw
+    halves = [step(prefix_recipe(tmp_path), examples[part::2]) for part in range(2)]  # two ranks draw so
     assert [halves[i % 2][i // 2].prefixes[0] for i in range(20)] == whole
     recipe = prefix_recipe(tmp_path)
     state = recipe.state()
@@ -161,7 +161,7 @@ def test_uft_is_grpo_with_the_likelihood_of_the_hint(run: Run, tmp_path: Path) -
         sample.response = [*prefix, *sample.response]
         sample.external = [True] * len(prefix) + [False] * 2
     recipe.credit(drawn)
-    high, low, std = 2 / 3, 1 / 3, math.sqrt(1 / 3) + 1e-6  # of one against two
+    high, low, std = 2 / 3, 1 / 3, math.sqrt(1 / 3) + 1e-6  # one against two
     advantage = {(0, 1): low / std, (0, 0): -high / std, (1, 0): 0.0, (2, 1): high / std, (2, 0): -low / std}
     micros = packed(run, drawn.samples, algorithm=recipe.algorithm)
     generator = torch.Generator().manual_seed(0)

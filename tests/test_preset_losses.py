@@ -60,8 +60,9 @@ def nll(t: SimpleNamespace) -> Tensor:
 class Formula:
     """rollout, demonstration: the loss of a token. reduction: see `weight_of`; std: advantages are divided by it.
 
-    entropy: coefficient of a bonus that is weighed as the loss is; bonus: of its mean over all tokens. shaped: rewards
-    of -1 and 1 and a penalty on the last fifth of the longest response. apart: demonstrations are in no statistics.
+    entropy: coefficient of a bonus that is weighed as the loss is; bonus: of a mean over all tokens. shaped:
+    rewards of -1 and 1 and a penalty on the last fifth of the longest response. apart: demonstrations count in no
+    statistics.
     """
 
     rollout: TokenLoss | None

@@ -1,4 +1,4 @@
-"""Twenty steps of the presets whose step needs nothing but the objective; test_refill.py has those of dapo."""
+"""Twenty steps of the presets whose step needs nothing but the objective; test_refill.py has dapo's."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_each_part_of_a_presets_loss_is_there_and_resumes_bit_for_bit(
     monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
     algorithm = ALGORITHMS[preset]
 
-    def run(name: str, steps: int, resume: bool = False) -> Path:
+    def run(name: str, steps: int, resume: str | None = None) -> Path:
         section = {"steps": steps, "prompts_per_update": 2, "lr": 1e-2}
         return train(run_config(tmp_path, name, algorithm={"preset": preset}, train=section), resume=resume)
 
@@ -46,6 +46,6 @@ def test_each_part_of_a_presets_loss_is_there_and_resumes_bit_for_bit(
         assert any(row.get(f"actor/{name}") for row in rows) == bool(wanted), name
     assert not algorithm.demonstrates or all(row["reward/external"] == 1 for row in rows)
     run("parts", 10)
-    resumed = run("parts", 20, resume=True)
+    resumed = run("parts", 20, resume="newest")
     assert same(whole, resumed)
     assert metrics(resumed) == rows

@@ -54,7 +54,7 @@ class LossOutputs:
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(FusedOutputLinear, "forward", FusedOutputLinear.forward)  # to have it back
+    monkeypatch.setattr(FusedOutputLinear, "forward", FusedOutputLinear.forward)  # undone after the test
     monkeypatch.setattr(GemmaFusedOutputLinear, "forward", FusedOutputLinear.forward)
     layers = "prime_rl.trainer.models.layers"
     contents = {

@@ -17,12 +17,12 @@ from rlplus.errors import SharedFailure
 from rlplus.learner import ProcessModel, by_sample, mean_batches
 from rlplus.recipe import Batch
 from rlplus.recipe.prime import ProcessRewardRecipe
-from rlplus.trainer import Run
+from rlplus.trainer import Run, open_run
 from rlplus.trainer.step import Step
 
 
 def test_advantages_are_their_definition() -> None:
-    """A token's worth: process rewards from there on, each less its baseline; the outcome less that of the others."""
+    """A token's worth: process rewards from there on, each less its baseline; the outcome less the others'."""
     generator = torch.Generator().manual_seed(0)
     scores = [torch.randn(n, generator=generator, dtype=torch.float64) for n in (1, 5, 3)]
     outcomes = [1.0, 0.0, 1.0]
@@ -67,7 +67,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     It samples at a temperature, which the reward model does not have.
     """
-    with Run(prime(tmp_path_factory.mktemp("run"), temperature=0.6), resume=False) as run:
+    with open_run(prime(tmp_path_factory.mktemp("run"), temperature=0.6)) as run:
         generator = torch.Generator().manual_seed(2)
         with torch.no_grad():
             for p in run.learners["process"].engine.module.parameters():
@@ -109,7 +109,7 @@ def test_scores_and_the_gradient_are_those_of_single_sequences_in_float64(run: R
     gradients = {name: p.grad for name, p in phi.named_parameters()}
     for name, p in model.named_parameters():
         gradient = gradients[name.removeprefix("lm.")]
-        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # those of test_trainer.py
+        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # as in test_trainer.py
         torch.testing.assert_close(p.grad.double(), gradient, msg=name, **bound)
     model.zero_grad()
 
@@ -149,7 +149,7 @@ def test_the_reward_model_scores_before_or_after_its_updates(tmp_path: Path, upd
 
     After the reward model's update the step cannot be redone.
     """
-    with Run(prime(tmp_path, update=update), resume=False) as run:
+    with open_run(prime(tmp_path, update=update)) as run:
         scratch = str(run.folder.path / "scratch")
         phi, ref = (AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float64) for _ in range(2))
         step, samples = Step(run), batch_of_samples()
@@ -158,9 +158,9 @@ def test_the_reward_model_scores_before_or_after_its_updates(tmp_path: Path, upd
         batch = run.recipe.collect(lambda: Batch([], samples, 0.0))
         step.credit(batch)
         got = torch.tensor([a for sample in samples for a in sample.advantage], dtype=torch.float64)
-        assert run.can_redo == (update == "after")
+        assert run.start.can_redo == (update == "after")
         step.fit(batch)
-        assert not run.can_redo
+        assert not run.start.can_redo
         count = run.recipe.metrics()["process/nonfinite"]
     assert count == (0.0, 2.0)
 
@@ -216,7 +216,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_reward_model_learns_the_outcomes(tmp_path: Path) -> None:
     """Repeated training on one batch."""
-    with Run(prime(tmp_path), resume=False) as run:
+    with open_run(prime(tmp_path)) as run:
         recipe, losses, applied = run.recipe, list[float](), list[bool]()
         samples = batch_of_samples()
         for sample in samples:

@@ -22,7 +22,7 @@ NUMERIC = [
     *("objective", "ops", "ops_memory", "precision", "preset_losses", "presets", "properties", "registered"),
     *("schedules", "statistics", "temperature", "theory", "token_kernel", "verdicts", "weights"),
 ]
-# Of tokens among more or fewer others: quick, and what first failed on another processor.
+# Results of tokens among more or fewer others: quick, and the first to fail on another processor.
 OTHER_LENGTHS = ["tests/test_objective.py", "tests/test_ops.py", "-k", "micro_batches or leading_shapes"]
 
 
@@ -73,7 +73,7 @@ def test_numbers(processor: Processor) -> None:
 @pytest.mark.slow
 @EACH
 def test_the_native_library_compiled_for_it(processor: Processor, tmp_path: Path) -> None:
-    """Its functions exist for each generation, and the loader takes those of this one: here they have only one."""
+    """Its functions exist for each generation, and the loader takes this one's: here they have only one."""
     build = ["setup.py", "build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path)]
     compiler = f"{os.environ.get('CXX', 'c++')} -DEVERY_CPU= -march={processor.compiler}"
     done = processes.run([sys.executable, *build], env=os.environ | {"RLPLUS_EXT": "1", "CXX": compiler}, cwd=ROOT)

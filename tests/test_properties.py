@@ -39,7 +39,7 @@ def cases(
 ) -> Case:
     n, V = draw(st.sampled_from([7, 5, 2, 1, 0])), draw(st.sampled_from(vocabularies))
     H, dtype = draw(st.sampled_from([1, 2, 3, 5, 8, 72])), draw(st.sampled_from(dtypes))
-    spread = draw(st.sampled_from([1e-3, 1.0, 30.0, 1e4]))  # of the logits: flat, ordinary, peaked, certain
+    spread = draw(st.sampled_from([1e-3, 1.0, 30.0, 1e4]))  # the logits': flat, ordinary, peaked, certain
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
     size = {"hidden": spread**0.5, "weight": (spread / H) ** 0.5, "bias": min(spread, 10.0)}
     shape = {"hidden": (n, H), "weight": (V, H), "bias": (V,)}

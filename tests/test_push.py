@@ -196,7 +196,7 @@ def test_where_no_exception_can_be_raised_the_process_ends() -> None:
 
 class OrderedLLM:
     """vllm.LLM's methods as the engine uses them; AssertionError for one out of order, as a GPU would run out of memory
-    or compute with what is not there."""
+    or compute with memory that is gone."""
 
     def __init__(self, **settings: Any) -> None:
         self.settings, self.calls = settings, []
@@ -301,7 +301,7 @@ def test_sleep_and_wake_in_order(recorded: tuple[RolloutEngine, OrderedLLM, Any]
         generate(engine)
     engine.push_weights(weights, 1)
     generate(engine)
-    engine.push_weights(weights, 2)  # for an evaluation, without sleep in between
+    engine.push_weights(weights, 2)  # an evaluation comes without sleep in between
     assert llm.calls[5:] == [*waking, "generate", *loading]
     engine.sleep()
     with pytest.raises(ValueError, match="did not come"):

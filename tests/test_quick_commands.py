@@ -32,7 +32,7 @@ def check(module: str, *arguments: str, status: int = 0) -> str:
 
 
 def test_reports_and_samples(tmp_path: Path) -> None:
-    """Of a run with curves, results with intervals, and samples: the page, and the samples in the terminal."""
+    """A run with curves, results with intervals, and samples: the page, and the samples in the terminal."""
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(RLPLUS)

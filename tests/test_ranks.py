@@ -86,7 +86,7 @@ def check(name: str, two: dict[str, Any], one: dict[str, Any]) -> None:
         squares = [sum(rank["squared slopes"][kind] for rank in ranks) for ranks in (one["ranks"], two["ranks"])]
         assert squares[1] == pytest.approx(squares[0], rel=1e-4), kind
     assert two["row"].keys() == one["row"].keys()
-    for metric, value in one["row"].items():  # what rank 0 would log, of both
+    for metric, value in one["row"].items():  # rank 0 would log it, in both
         assert two["row"][metric] == pytest.approx(value, rel=1e-5, abs=1e-6), metric
     for rank in (*one["ranks"], *two["ranks"]):
         assert rank["factors"] == {1.0}, "the backward pass scales the head's gradient"

@@ -1,4 +1,4 @@
-"""What a recipe may do in a step: values per token, several draws, further updates, a state, further learners."""
+"""Everything a recipe may do in a step: values per token, several draws, further updates, state, further learners."""
 
 import os
 import signal
@@ -22,13 +22,13 @@ from rlplus.lazy import import_function
 from rlplus.learner import Policy
 from rlplus.loss import PolicyLoss
 from rlplus.recipe import Ask, Batch, Recipe, Update, make_recipe, set_advantages
-from rlplus.trainer import Interrupted, Run, train
+from rlplus.trainer import Interrupted, Run, open_run, train
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A run that is built and never trained."""
-    with Run(run_config(tmp_path_factory.mktemp("run")), resume=False) as run:
+    with open_run(run_config(tmp_path_factory.mktemp("run"))) as run:
         yield run
 
 
@@ -74,7 +74,7 @@ def test_values_of_single_tokens_reach_the_gradient(run: Run) -> None:
         model(batch, run.policy._loss_op(ALGORITHMS["rlplus"].objective, batch)).loss.backward()
     for name, p in model.named_parameters():
         gradient = want[name.removeprefix("lm.")]
-        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # those of test_trainer.py
+        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # as in test_trainer.py
         torch.testing.assert_close(p.grad.double(), gradient, msg=name, **bound)
     model.zero_grad()
 
@@ -173,7 +173,9 @@ def test_a_recipe_with_updates_and_a_state_of_its_own_resumes_bit_for_bit(
 ) -> None:
     """Also if the third step is given up after the recipe has changed its state."""
     made: list[Interleaved] = []
-    monkeypatch.setattr("rlplus.trainer.run.make_recipe", lambda config: made.append(Interleaved(config)) or made[-1])
+    monkeypatch.setattr(
+        "rlplus.trainer.run_parts.make_recipe", lambda config: made.append(Interleaved(config)) or made[-1]
+    )
     steps = {"steps": 4, "prompts_per_step": 6, "seed": 1}
     sections: dict[str, Any] = {"algorithm": {"preset": "grpo"}, "train": steps}
     whole = train(run_config(tmp_path, "whole", **sections))
@@ -190,13 +192,13 @@ def test_a_recipe_with_updates_and_a_state_of_its_own_resumes_bit_for_bit(
         with pytest.raises(Interrupted):
             train(config)
     assert (Path(config.output_dir) / "checkpoints/latest").read_text() == "step-000002"
-    train(config, resume=True)
+    train(config, resume="newest")
     assert same(whole, Path(config.output_dir))
     assert metrics(Path(config.output_dir)) == rows
 
 
 class Twice(Recipe):
-    """Two draws a step, and the second one's groups behind the first one's."""
+    """Two draws per step, and the second one's groups behind the first one's."""
 
     drawn: ClassVar[list[list[int]]] = []
     kill = False
@@ -212,13 +214,13 @@ class Twice(Recipe):
 
 
 def test_a_step_of_several_draws_is_given_up_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlplus.trainer.run.make_recipe", Twice)
+    monkeypatch.setattr("rlplus.trainer.run_parts.make_recipe", Twice)
     config = run_config(tmp_path, "parts", train={"prompts_per_step": 2, "steps": 3})
     with monkeypatch.context() as patch:
         patch.setattr(Twice, "kill", True)
         with pytest.raises(Interrupted):
             train(config)
-    train(config, resume=True)
+    train(config, resume="newest")
     parts, Twice.drawn[:] = list(Twice.drawn), []
     whole = train(run_config(tmp_path, "whole", train={"prompts_per_step": 2, "steps": 3}))
     assert parts == [*Twice.drawn[:2], *Twice.drawn[1:]], "the second step's prompts are drawn again"

@@ -232,7 +232,7 @@ def test_a_refilled_run_trains_on_nothing_else_and_resumes_bit_for_bit(
         with pytest.raises(Interrupted):
             train(config)
     assert (Path(config.output_dir) / "checkpoints/latest").read_text() == f"step-{again:06d}"
-    train(config, resume=True)
+    train(config, resume="newest")
     assert metrics(Path(config.output_dir)) == rows[: again + 3]
 
 

@@ -17,7 +17,7 @@ from rlplus.data import Example, Sample
 from rlplus.recipe import Ask, Batch, Recipe
 from rlplus.recipe.replay import ReplayRecipe, _draw
 from rlplus.reward import Score
-from rlplus.trainer import Run
+from rlplus.trainer import Run, open_run
 from rlplus.trainer.groups import generate, score
 
 EXGRPO = {"preset": "exgrpo", "recipe": {"start": 0.0}}
@@ -26,14 +26,14 @@ EXGRPO = {"preset": "exgrpo", "recipe": {"start": 0.0}}
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """A run that is built and never trained."""
-    with Run(run_config(tmp_path_factory.mktemp("run"), algorithm=EXGRPO), resume=False) as run:
+    with open_run(run_config(tmp_path_factory.mktemp("run"), algorithm=EXGRPO)) as run:
         yield run
 
 
 def step(
     recipe: Recipe, drawn: Sequence[int], right: dict[int, int], logprob: float = -1.0
 ) -> tuple[list[int], dict[int, Ask], Batch]:
-    """Of each prompt's rollouts so many are right, the first ones, with this logprob less a tenth from one to the next.
+    """A step: the first so many of each prompt's rollouts are right; each has a tenth less logprob than the one before.
 
     Returns the prompts of the step, what is asked of each, and its samples.
     """

@@ -213,6 +213,7 @@ def test_nothing_to_report(tmp_path: Path) -> None:
 def write_run(folder: Path, lines: str, config: str = "a: 1\n") -> Path:
     (folder / "config.yaml").write_text(config)
     (folder / "metrics.jsonl").write_text(lines)
+    (folder / "run.json").write_text('{"starts": [{"date": "x"}]}')
     return folder
 
 
@@ -223,10 +224,11 @@ def test_load_run(tmp_path: Path) -> None:
     assert loaded.settings == {"a": 1, "b.c": [1], "b.d": {}}
     assert loaded.metrics == (step_line(1), step_line(2), step_line(3))
     assert loaded.curve("reward/internal") == ([1, 2, 3], [0.01, 0.02, 0.03])
-    assert (loaded.warnings, loaded.starts) == ((), ())
-    (tmp_path / "run.json").write_text('{"starts": [{"date": "x"}]}')
-    (start,) = load_run(tmp_path).starts
-    assert start == {"date": "x", "versions": {}, "commits": {}, "hardware": {}}
+    assert (loaded.warnings, loaded.starts) == ((), ({"date": "x", "versions": {}, "commits": {}, "hardware": {}},))
+    (tmp_path / "run.json").unlink()
+    loaded = load_run(tmp_path)
+    assert (loaded.metrics, loaded.starts) == ((step_line(1), step_line(2), step_line(3)), ())
+    assert loaded.warnings == (f"{tmp_path}/run.json is missing: the run's dates, commands and versions are unknown",)
     for damage in ("{", "[]", '{"starts": [1]}', "{}"):
         (tmp_path / "run.json").write_text(damage)
         loaded = load_run(tmp_path)  # the numbers are whole
@@ -259,7 +261,7 @@ def test_a_damaged_result_is_left_out_of_the_page_which_says_so(
     for label, record in zip("ba", caplog.records, strict=True):
         assert record.getMessage().startswith(f"{label}: {wanted}/{label}/evaluation-amc.json; got")
         assert f"{label}: {wanted}/{label}/evaluation-amc.json; got" in text
-    assert "a 18.8" in text  # on the other benchmark
+    assert "a 18.8" in text  # the other benchmark's result
     assert main(command) == 2
     assert f"b: {wanted}/b/evaluation-amc.json; got" in capsys.readouterr().err
 

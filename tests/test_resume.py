@@ -65,14 +65,14 @@ def test_a_model_that_was_not_written_is_written_on_resume(tmp_path, monkeypatch
         patch.setattr("rlplus.learner.policy.write_model", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(config)
-    assert (train(config, resume=True) / "model/model.safetensors").is_file()
+    assert (train(config, resume="newest") / "model/model.safetensors").is_file()
 
 
 def test_a_model_that_was_removed_is_written_again_on_resume(tmp_path):
     config = run_config(tmp_path, train={"steps": 1})
     model = train(config) / "model"
     model.rename(tmp_path / "whole")
-    train(config, resume=True)
+    train(config, resume="newest")
     assert {p.name: p.read_bytes() for p in model.iterdir()} == {
         p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()
     }
@@ -107,7 +107,7 @@ def test_a_flipped_bit_is_found_or_has_no_effect(tmp_path):
                 assert equal(torch.load(file), value), place
         file.write_bytes(whole)
     assert not checkpoint._damage([file])
-    assert found >= 20 * 8 + 3 * 4  # at least what holds the numbers
+    assert found >= 20 * 8 + 3 * 4  # the bytes of the numbers at least
 
 
 @pytest.mark.parametrize("name", ["optim_states", "model_states", "rng-0.pt", "state.json", "latest", "missing"])
@@ -125,7 +125,7 @@ def test_damage_is_named_and_resumed_before_it_when_told(tmp_path, name):
             (file,) = (checkpoints / step).rglob(f"*{name}*")
             damaged(file, len(file.read_bytes()) // 2)
     with pytest.raises(ValueError, match="is damaged: ") as error:
-        train(config, resume=True)
+        train(config, resume="newest")
     said = str(error.value)
     if name == "latest":
         assert "latest is damaged: want the name of a checkpoint, step-<digits>; got '../run/step-000001'" in said
@@ -167,17 +167,17 @@ def test_data_and_model_may_move_but_not_change(tmp_path):
     rows = data.read_text()
     data.write_text(rows.replace('"answer": "2"', '"answer": "9"'))
     with pytest.raises(ValueError, match=r"step-000001 was written by a run on other data than .*moved.jsonl: it has"):
-        train(config, resume=True)
+        train(config, resume="newest")
     data.write_text(rows)
     weights = bytearray((moved / "model.safetensors").read_bytes())
     first = 8 + int.from_bytes(weights[:8], "little")
     weights[first] ^= 1
     (moved / "model.safetensors").write_bytes(weights)
     with pytest.raises(ValueError, match=r"step-000001 was written by a run on other model than .*moved model: it has"):
-        train(config, resume=True)
+        train(config, resume="newest")
     weights[first] ^= 1
     (moved / "model.safetensors").write_bytes(weights)
-    assert [row["step"] for row in metrics(train(config, resume=True))] == [1, 2]
+    assert [row["step"] for row in metrics(train(config, resume="newest"))] == [1, 2]
 
 
 def test_a_model_without_safetensors_has_no_fingerprint(tmp_path):
@@ -205,7 +205,7 @@ def test_other_software_is_said(tmp_path, monkeypatch, capsys):
     version = surroundings.version
     monkeypatch.setattr(surroundings, "version", lambda name: "99.0" if name == "deepspeed" else version(name))
     capsys.readouterr()
-    train(changed(config, "train", steps=2), resume=True)
+    train(changed(config, "train", steps=2), resume="newest")
     said = capsys.readouterr().err.replace("\n", " ")
     assert f"since that checkpoint deepspeed has changed: {version('deepspeed')} -> 99.0" in said
     assert "since that checkpoint the code of reward.function has changed" in said

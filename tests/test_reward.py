@@ -147,6 +147,23 @@ def test_rewards_add_up_with_their_weights(own: None) -> None:
         assert scorer(["<7"], ["<7"])[0].value == 1, "want 1 or more, as a right response has"
 
 
+def test_a_function_may_be_named_with_its_file(own: None, tmp_path: Path) -> None:
+    """In any folder, with what it imports from there."""
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/length.py").write_text("def length(text):\n    return len(text)\n")
+    (tmp_path / "parts/by-length.py").write_text(
+        "from length import length\n\ndef grade(text, answer):\n    return length(text)\n"
+    )
+    weights = {"parts/by-length.py:grade": 1.0, f"{tmp_path}/own_rewards.py:starts": 10}
+    config = reward_config(function=weights, workers=1)
+    with Scorer(config) as scorer:
+        assert [score.value for score in scorer(["abc", "<7"], ["7", "7"])] == [3.0, 12.0]
+    wrong = {"absent.py:grade": "there is no file", "own_rewards.py:absent": "no attribute 'absent'"}
+    for function, message in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            Scorer(reward_config(function=function))
+
+
 def test_columns_are_arguments_by_name(own: None) -> None:
     rows = [{"difficulty": 2, "topic": "sums"}, {"difficulty": 3, "topic": "sums"}, {"difficulty": 3, "topic": "x"}]
     with Scorer(reward_config(function="own_rewards:level", workers=1), ["difficulty", "topic"]) as scorer:
@@ -161,7 +178,7 @@ def test_columns_are_arguments_by_name(own: None) -> None:
 
 @pytest.mark.parametrize("function", ["exact_match", "a:b:c", [], {}, ["x"], {"a:b": "1"}, {"a:b": float("nan")}, 3])
 def test_what_names_no_rewards_is_refused(function: Any) -> None:
-    with pytest.raises(ValueError, match='want "module:name", a list of these and of kinds, or a mapping of these'):
+    with pytest.raises(ValueError, match=r'want "module:name" or "file\.py:name", a list of these and of kinds, or a'):
         reward_config(function=function)
 
 
@@ -220,7 +237,7 @@ def test_a_worker_may_end_by_itself_as_it_is_told_to(
     os.kill(worker.process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "_ended", lambda: False)  # as it was a moment ago
+        patch.setattr(worker, "_ended", lambda: False)  # still running, a moment ago
         worker.end()
     scorer.close()
     assert worker.process.returncode == -signal.SIGKILL

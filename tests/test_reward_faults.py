@@ -189,7 +189,7 @@ def test_nothing_outlives_a_parent_that_is_killed(grader: Grader, tmp_path: Path
         assert len(pids) == 4
         pids += noted(tmp_path / "pids")
         assert len(set(pids)) == 9
-        time.sleep(0.5)  # into the hanging call
+        time.sleep(0.5)  # the hanging call has begun
         assert all(alive(pid) for pid in pids)
         parent.kill()
         wait_until(lambda: not any(alive(pid) for pid in pids))
@@ -261,7 +261,7 @@ def test_a_worker_killed_between_calls_is_replaced_and_no_item_pays(grader: Grad
         assert int(second.value) != first
 
 
-# What a grader writes
+# Output of graders
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from update_cases import batch_of_samples
 
 from rlplus.data import Sample
 from rlplus.recipe import Batch
-from rlplus.trainer import Run, train
+from rlplus.trainer import Run, open_run, train
 from rlplus.trainer.step import Step
 
 TEMPERATURE = 0.7
@@ -26,7 +26,7 @@ TEMPERATURE = 0.7
 def moved_run(folder: Path, algorithm: dict[str, Any]) -> Iterator[tuple[Run, list[Sample], list[Tensor]]]:
     """A run whose policy has left its reference; samples, and log p - log p_ref of their tokens in float64."""
     config = run_config(folder, algorithm=algorithm, rollout={"temperature": TEMPERATURE})
-    with Run(config, resume=False) as run:
+    with open_run(config) as run:
         generator = torch.Generator().manual_seed(2)
         with torch.no_grad():
             for p in run.policy.engine.module.parameters():

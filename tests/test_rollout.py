@@ -340,7 +340,7 @@ def test_transformers_batches_are_bounded_by_the_cache(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(engine, "_generate_batch", counted)
     groups = engine.generate(requests(PROMPTS, [40, 41, 42], 16), Sampling(1.0, 0))
-    # 2 (keys, values) * 2 layers * 1 head * 32 * 4 bytes a token, 25 tokens at most, and 16 bytes of each of 48 logits.
+    # 2 (keys, values) * 2 layers * 1 head * 32 * 4 bytes per token, 25 tokens at most; 16 bytes for each of 48 logits
     limit = 2**20 // (25 * 512 + 16 * 48)
     assert max(sizes) == limit
     assert sum(sizes) == 123

@@ -71,7 +71,7 @@ def wait_until_gone(pid: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_engine_answers_as_if_nothing_had_been(tmp_path: Path, kind: str) -> None:
-    """The answers are those of an engine in this process, and of the weights pushed last, before and after the kill."""
+    """The answers equal an engine's in this process with the weights pushed last, before and after the kill."""
     model, pushed = tiny_model(tied=True), tiny_model(tied=True, seed=1)
     save(model, tmp_path)
     inside = start(kind, tmp_path)
@@ -119,7 +119,7 @@ def test_death_in_a_push_and_refusals(shared: tuple[Path, Qwen2ForCausalLM], mon
         with pytest.raises(RuntimeError, match="push of version 1 failed half-way"):
             ask(engine)
 
-        def dying() -> object:  # after the files are complete nothing of the trainer's is needed any more
+        def dying() -> object:  # complete files need nothing more of the trainer
             yield from model.named_parameters()
             os.kill(engine.pid, signal.SIGKILL)
 
@@ -145,7 +145,7 @@ def test_death_in_a_push_and_refusals(shared: tuple[Path, Qwen2ForCausalLM], mon
         thread = threading.Thread(target=unwanted)
         thread.start()
         time.sleep(0.5)
-        engine.close()  # in the middle of a question of another thread
+        engine.close()  # another thread's question is under way
         thread.join(processes.PATIENCE_S)
         assert not thread.is_alive()
     finally:
@@ -222,7 +222,7 @@ def test_a_hung_engine_shows_its_stacks_and_is_started_again(
             stacks += capfd.readouterr().err
             return "in hold_the_lock" in stacks and "in serve" in stacks
 
-        processes.wait_until(shown)  # of all threads
+        processes.wait_until(shown)  # stacks of all threads
         os.kill(engine.pid, signal.SIGSTOP)
         with pytest.raises(_EngineDied, match=r"hangs: no progress for 0.2 s; it is stopped .SIGSTOP"):
             engine._exchange(question, 0.2)

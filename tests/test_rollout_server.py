@@ -133,7 +133,7 @@ def test_a_server_that_would_not_be_exact_is_refused(fake: FakeServer, tmp_path:
     del model["logprobs_mode"]
     with pytest.raises(ValueError, match=r"vLLM 0.32; what is there tells nothing of 'logprobs_mode'"):
         connect(fake.url, tmp_path)
-    fake.fail = "/server_info"  # as without the development endpoints
+    fake.fail = "/server_info"  # the development endpoints are off
     with pytest.raises(ValueError, match=r"started with: .*; GET /server_info.* was answered with 500"):
         connect(fake.url, tmp_path)
     with socket.socket() as free:

@@ -15,14 +15,14 @@ from transformers import AutoTokenizer
 import rlplus.rollout.process_engine
 import rlplus.trainer.engine
 import rlplus.trainer.rollouts
-import rlplus.trainer.run
+import rlplus.trainer.run_parts
 from rlplus.evaluation import evaluate_model
 from rlplus.learner.policy import Policy, _buckets
 from rlplus.reward import Scorer
 from rlplus.rollout import RunFailed
 from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.rollout.vllm_engine import VLLMEngine
-from rlplus.trainer import Run, evaluator, train
+from rlplus.trainer import evaluator, open_run, train
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_a_response_prefix_is_in_the_prompt_and_in_what_is_graded(tmp_path, monk
         model={"chat_template": "{{ messages[0].content }}{{ '!' }}"},
         train={"steps": 1},
     )
-    with Run(config, resume=False) as run:
+    with open_run(config) as run:
         assert bytes(run.examples[0].prompt) == b"0+0=!<"
         assert bytes(run.examples[0].demonstration[:-1]) == b"0>"
         assert [e.demonstration is None for e in run.examples] == [False] * 6  # graded as "<0>"
@@ -237,9 +237,9 @@ ABSENT = """
 import os, sys, time
 from rlplus.config import load_config
 from rlplus.rollout import clock
-from rlplus.trainer import Run
+from rlplus.trainer import open_run
 clock.GRACE_S = 1.0
-with Run(load_config(sys.argv[1]), resume=False) as run:
+with open_run(load_config(sys.argv[1])) as run:
     if run.rank == 1:
         time.sleep(600)  # hangs, and does not come to the gather
     run.rollouts.sync(0)
@@ -269,18 +269,18 @@ ONE_FAILS = """
 import sys
 from rlplus.config import load_config
 from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import run, train
+from rlplus.trainer import run_parts, train
 original, calls = TransformersEngine.generate, []
 def generate(engine, requests, sampling):
     if requests[0].max_tokens != 2:  # not the probe
         calls.append(1)
-        if len(calls) == 2 and run.dist.get_rank() == 1:
+        if len(calls) == 2 and run_parts.dist.get_rank() == 1:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
     return original(engine, requests, sampling)
 TransformersEngine.generate = generate
 def make(config, *rest, seed, **settings):
     return TransformersEngine(config, *rest, **settings)
-run.make_engine = make  # of mode process, too: what differs is only where it runs
+run_parts.make_engine = make  # of mode process, too: what differs is only where it runs
 train(load_config(sys.argv[1]))
 """
 
@@ -322,7 +322,7 @@ def test_sft_starts_no_engine(tmp_path, monkeypatch, capsys):
         patch.setattr(type(beside), "needs_engine", True)
         train(beside)
     with monkeypatch.context() as patch:
-        patch.setattr(rlplus.trainer.run, "make_engine", refuse)
+        patch.setattr(rlplus.trainer.run_parts, "make_engine", refuse)
         folder = train(run_config(tmp_path, "alone", **sft))
     assert "no rollouts, and no engine" in capsys.readouterr().err
     assert same(folder, Path(beside.output_dir))

@@ -44,7 +44,7 @@ def test_an_update_that_ruins_the_weights_costs_no_checkpoint(
     folder = Path(config.output_dir)
     assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-000002"]
     assert (folder / "checkpoints/latest").read_text() == "step-000002"
-    assert same(whole, train(config, resume=True))
+    assert same(whole, train(config, resume="newest"))
     assert metrics(whole) == metrics(folder)
 
 
@@ -83,11 +83,11 @@ def test_a_checkpoint_with_ruined_weights_is_not_resumed(tmp_path: Path, monkeyp
         return ""
 
     with monkeypatch.context() as patch:
-        nonfinite = [lambda _: "", poison]  # before and after the update
+        nonfinite = [lambda _: "", poison]  # one before, one after the update
         patch.setattr(Policy, "nonfinite", lambda policy: nonfinite.pop(0)(policy))
         train(config)
     with pytest.raises(ValueError, match=r"step-000001 has NaN or infinity in parameter model\.embed_tokens\.weight"):
-        train(changed(config, "train", steps=2), resume=True)
+        train(changed(config, "train", steps=2), resume="newest")
 
 
 def test_a_run_that_trains_nothing_says_so(tmp_path: Path, capsys: Any) -> None:

@@ -229,7 +229,7 @@ assert libc.unshare(0x10020000) == 0 and libc.mount(b"none", b"/program", b"tmpf
 
 @pytest.mark.parametrize("way", UNCOUNTED)
 def test_memory_of_no_process_is_refused(sandbox: Sandbox, way: str) -> None:
-    """What belongs to no process is in no sum over processes, and outlives each of them."""
+    """Memory that belongs to no process is in no sum over processes, and outlives each of them."""
     if way == "zero" and sandbox.kind == "limits":
         return
     ((ended_well, said),) = run(sandbox, UNCOUNTED[way])

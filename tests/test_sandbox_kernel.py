@@ -1,4 +1,4 @@
-"""What a sandbox asks of Linux: read-only mounts, a keyring of its own, system calls that are refused."""
+"""The parts of Linux that a sandbox uses: read-only mounts, a keyring of its own, system calls that are refused."""
 
 import ctypes
 import errno
@@ -73,7 +73,7 @@ serial = libc.syscall(add, b"user", b"trainer", b"secret", 6, -3)
 
 
 def test_the_trainers_keys_are_neither_read_nor_revoked() -> None:
-    """What the new session keyring does by itself, without the filter. 11: read, 3: revoke (linux/keyctl.h)."""
+    """The effect of the new session keyring alone, without the filter. 11: read, 3: revoke (linux/keyctl.h)."""
     code = """
 if os.fork() == 0:
     namespaces.leave_keyring()
@@ -170,7 +170,7 @@ ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x50026
 
 
 def verdict(machine: str, number: int, *arguments: int, audit: int | None = None) -> int:
-    """What linux/filter.h says of this call: data are number, architecture, address, six arguments of 8 bytes."""
+    """The verdict of linux/filter.h on this call: data are number, architecture, address, six arguments of 8 bytes."""
     words = {0: number, 4: AUDIT[machine] if audit is None else audit}
     words |= {16 + 8 * i: value & 0xFFFFFFFF for i, value in enumerate(arguments)}
     program: Sequence[tuple[int, int, int, int]] = syscalls.filter_program(MACHINES.index(machine))

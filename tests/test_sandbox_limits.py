@@ -47,7 +47,7 @@ def test_time_asleep_counts_like_cpu_time() -> None:
     assert just_after(5.0, ended((now, 0.1 * now, True, 0) for now in times(LOOK)))
     assert just_after(5.0, ended((now, 0.0, False, number) for number, now in enumerate(times(LOOK), 1)))  # it is heard
     assert ended((now, now, True, 0) for now in times(LOOK)) == ("CPU time", pytest.approx(1 + LOOK))
-    assert ended((now, 4 * now, False, 0) for now in times(LOOK))[0] == "CPU time"  # of four that end soon
+    assert ended((now, 4 * now, False, 0) for now in times(LOOK))[0] == "CPU time"  # four that end soon
     assert ended((now, 0.0, False, 0) for now in times(LOOK, until=1.0)) == ("", 1.0)
 
 
@@ -58,7 +58,7 @@ def test_a_late_look_tells_little_about_the_time_before() -> None:
 
 
 def test_threads_tell_whether_a_process_could_run() -> None:
-    """The state of a process is that of its first thread, which waits here."""
+    """The state of a process is its first thread's, which waits here."""
     code = "import threading, time\nthreading.Thread(target={}).start()\nprint(flush=True)\n"
     for target, expected in (("lambda: [0 for _ in iter(int, 1)]", True), ("lambda: time.sleep(600)", False)):
         command = [sys.executable, "-S", "-c", code.format(target)]

@@ -24,7 +24,7 @@ def deep(levels, wrap):
 EVERYWHERE = (
     "import os\nfor fd in range(64):\n    try:\n        os.write(fd, {!r})\n    except OSError:\n        pass\n"
 )
-RESULTS = {  # of a function f, where 2 is right
+RESULTS = {  # calls of a function f, where 2 is right
     "a list too deep to read": "deep(5_000, lambda value: [value])",
     "an object too deep to read": "deep(1_100, lambda value: {'a': value})",
     "a list too deep to write": "deep(500_000, lambda value: (value,))",

@@ -27,7 +27,7 @@ from rlplus.loss import Objective
 from rlplus.plan import make_cluster, make_plan
 from rlplus.plan.plan_text import show
 from rlplus.recipe import Batch, Recipe, Update, set_advantages
-from rlplus.trainer import Run, train
+from rlplus.trainer import open_run, train
 
 
 def rates(updates: int, **fields: Any) -> list[float]:
@@ -145,7 +145,7 @@ def test_a_run_steps_with_the_scheduled_rates_and_resumes_in_their_middle(
 @pytest.mark.slow
 def test_updates_that_a_recipe_adds_end_at_the_minimum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = lr_of_updates(monkeypatch)
-    monkeypatch.setattr("rlplus.trainer.run.make_recipe", Again)
+    monkeypatch.setattr("rlplus.trainer.run_parts.make_recipe", Again)
     train(run_config(tmp_path, train=COSINE))
     assert len(seen) == 12
     assert seen[6:] == pytest.approx([1e-4] * 6)
@@ -158,13 +158,13 @@ def test_a_run_of_another_length_goes_on_with_its_rates(
     config = run_config(tmp_path, train={"steps": 1, "lr_schedule": "linear"})
     train(config)
     seen = lr_of_updates(monkeypatch)
-    train(changed(config, "train", steps=4), resume=True)
+    train(changed(config, "train", steps=4), resume="newest")
     assert seen == pytest.approx([0.75e-3, 0.5e-3, 0.25e-3])
     assert "its learning rate is that of a run of the new length" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_a_skipped_update_keeps_its_rate(tmp_path: Path) -> None:
-    with Run(run_config(tmp_path, train={"steps": 4, "lr_schedule": "linear"}), resume=False) as run:
+    with open_run(run_config(tmp_path, train={"steps": 4, "lr_schedule": "linear"})) as run:
         lrs, applied = [], []
         for finite in (True, False, True):
             samples = batch_of_samples()
@@ -214,9 +214,9 @@ def test_a_run_of_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     train(config, resume="step-000002")
     assert same(kept, folder)
     assert metrics(folder) == rows
-    train(config, resume=True)
+    train(config, resume="newest")
     assert "nothing to do: this run is finished, 3 steps" in capsys.readouterr().err.replace("\n", " ")
-    assert len(metrics(train(changed(config, "train", epochs=3), resume=True))) == 5
+    assert len(metrics(train(changed(config, "train", epochs=3), resume="newest"))) == 5
 
 
 def test_a_run_of_steps_does_not_count_epochs(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_errors_are_verdicts_but_for_those_of_memory(
     assert "\n" not in verdict.reason
 
 
-@JITFunction  # as `triton.jit` where nothing is interpreted
+@JITFunction  # the same as `triton.jit` where nothing is interpreted
 def _second(x):
     two = x + x
     return two[1]

@@ -28,7 +28,7 @@ from rlplus.trainer import Interrupted, train
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 LENGTH = 48
-LONGEST = 8 + LENGTH  # with the prompt
+LONGEST = 8 + LENGTH  # includes the prompt
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_a_server_trains_as_an_engine_of_ones_own(tmp_path: Path, start: Path, s
     assert moved > 5e-3
     config = run_of(tmp_path, start, "parts", 2, server)
     train(config)
-    train(changed(config, "train", steps=4), resume=True)
+    train(changed(config, "train", steps=4), resume="newest")
     check(colocated, Path(config.output_dir), 4)
     assert list((tmp_path / "push").iterdir()) == []
 
@@ -85,7 +85,7 @@ def test_a_server_generates_ahead(tmp_path: Path, start: Path, server: Server) -
     check(process, train(run_of(tmp_path, start, "served", 4, server, train=ahead)), 4)
     config = run_of(tmp_path, start, "parts", 2, server, train=ahead)
     train(config)
-    train(changed(config, "train", steps=4), resume=True)
+    train(changed(config, "train", steps=4), resume="newest")
     check(process, Path(config.output_dir), 4)
 
 
@@ -93,22 +93,22 @@ def test_a_server_generates_ahead(tmp_path: Path, start: Path, server: Server) -
 def test_a_signal_does_not_wait_for_the_server(
     tmp_path: Path, start: Path, server: Server, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """Nor does the server work on for nobody; the run then ends as an undisturbed one."""
+    """The server stops working on requests without a caller; the resumed run ends like an undisturbed one."""
     sections: dict[str, Any] = {"train": {"overlap": overlap}}
     whole = train(run_of(tmp_path, start, "whole", 3, server, **sections))
     config = run_of(tmp_path, start, "stopped", 3, server, **sections)
     with monkeypatch.context() as patch:
-        # Ahead: of the third, so that there is a finished step to resume from, wherever the signal meets the second.
+        # Ahead: in the third batch, so that a finished step can be resumed, wherever the signal meets the second.
         in_batch(patch, 3 if overlap else 2, os.kill, os.getpid(), signal.SIGINT)
         with pytest.raises(Interrupted):
             train(config)
     processes.wait_until(lambda: not metric(server, "vllm:num_requests_running"))
-    train(config, resume=True)
+    train(config, resume="newest")
     check(whole, Path(config.output_dir), 3)
 
 
 def test_two_ranks_share_a_server(tmp_path: Path, start: Path, server: Server) -> None:
-    """ZeRO-3; the same as two engines, one a rank. And over a resume."""
+    """ZeRO-3; the same as two engines, one per rank. And over a resume."""
     sharded = {"zero_stage": 3, "deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
     processes = run_of(tmp_path, start, "processes", 4, None, train=sharded, rollout={"mode": "process"})
     torchrun(processes)
@@ -162,7 +162,7 @@ def test_a_server_that_dies_costs_no_finished_step(
     assert checkpoint.read_state(last)["step"] == 2
     assert len(metrics(folder)) == 2
     with Server(start, tmp_path / "log", LONGEST, port=processes.free_port()) as another:
-        train(changed(config, "rollout", server_url=another.url), resume=True)
+        train(changed(config, "rollout", server_url=another.url), resume="newest")
     if overlap:
         assert metrics(folder)[:2] == metrics(whole)[:2]
         assert [row["step"] for row in metrics(folder)] == [1, 2, 3, 4]
@@ -197,7 +197,7 @@ def test_a_server_that_hangs_ends_the_run(
 
     monkeypatch.setattr(ServerEngine, "_load", kill_and_load)
     with pytest.raises(RunFailed, match=r"not take the weights of version 2: .*Start it again, and the run with --res"):
-        train(config, resume=True)
+        train(config, resume="newest")
     assert [row["step"] for row in metrics(Path(config.output_dir))] == [1, 2]
 
 

@@ -1,10 +1,10 @@
-"""What the manual's style sheet relies on in its pages."""
+"""Properties of the manual's pages on which its style sheet relies."""
 
 import re
 
 from test_docs import PAGES, ROOT, blocks
 
-COLUMNS = 120  # of code that fit the page, by style.css
+COLUMNS = 120  # characters of code that fit the page, by style.css
 
 
 def test_code_fits_the_page() -> None:

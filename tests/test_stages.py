@@ -20,7 +20,7 @@ from trainer_runs import metrics, run_config
 from rlplus.cli import main
 from rlplus.config import load_config, load_stages
 from rlplus.learner import Policy
-from rlplus.trainer import Run, step
+from rlplus.trainer import open_run, step
 from rlplus.trainer.loop import train_step
 
 TWO: list[dict[str, Any]] = [
@@ -200,7 +200,7 @@ def test_a_kill_in_the_second_stage_resumes_there(
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_no_model_outlives_its_run(tmp_path: Path, zero: int) -> None:
     config = run_config(tmp_path, train={"steps": 1, "zero_stage": zero})
-    with Run(config, resume=False) as run:
+    with open_run(config) as run:
         train_step(run, None)
         model = weakref.ref(run.policy.engine.module)
     del run

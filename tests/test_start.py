@@ -13,7 +13,7 @@ from trainer_runs import run_config
 
 from rlplus.config import Config
 from rlplus.evaluation import evaluate_model
-from rlplus.trainer import Run
+from rlplus.trainer import open_run
 
 NAME = "model.layers.1.self_attn.q_proj.weight"
 
@@ -48,7 +48,7 @@ def test_weights_that_are_not_all_the_models_are_refused(
 ) -> None:
     config = start(tmp_path, tied=tied, zero_stage=zero_stage, **tensors)
     with pytest.raises(ValueError, match=rf"want a checkpoint with all weights of the Qwen2 model; .*start {message}"):
-        Run(config, resume=False).__enter__()
+        open_run(config).__enter__()
 
 
 def test_an_evaluation_refuses_them_too(tmp_path: Path) -> None:
@@ -60,14 +60,14 @@ def test_an_evaluation_refuses_them_too(tmp_path: Path) -> None:
 def test_overrides_that_do_not_fit_a_model_made_on_the_spot_are_refused(tmp_path: Path) -> None:
     wider = run_config(tmp_path, model={"overrides": {"hidden_size": 36}})
     with pytest.raises(ValueError, match=r"other shapes than the model: lm_head|other shapes than the model: model\."):
-        Run(wider, resume=False).__enter__()
+        open_run(wider).__enter__()
 
 
 def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
     names = [f"model.layers.{i}.{kind}_layernorm.weight" for i in (0, 1) for kind in ("input", "post_attention")]
     tensors = dict.fromkeys([*names, NAME, "model.norm.weight", "model.layers.1.self_attn.q_proj.bias"])
     with pytest.raises(ValueError, match=rf"lacks {names[0]}, .* and 2 more$"):
-        Run(start(tmp_path, **tensors), resume=False).__enter__()
+        open_run(start(tmp_path, **tensors)).__enter__()
 
 
 def test_a_file_that_is_cut_off_is_told(tmp_path: Path) -> None:
@@ -75,13 +75,13 @@ def test_a_file_that_is_cut_off_is_told(tmp_path: Path) -> None:
     file = tmp_path / "start/model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(ValueError, match=r"could not read the weights of .*/start: "):
-        Run(config, resume=False).__enter__()
+        open_run(config).__enter__()
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_tensors_too_many_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, zero_stage: int) -> None:
     config = start(tmp_path, zero_stage=zero_stage, **{"score.weight": torch.ones(1), NAME + "_scale": torch.ones(1)})
-    with caplog.at_level(logging.WARNING), Run(config, resume=False):
+    with caplog.at_level(logging.WARNING), open_run(config):
         pass
     assert f"start has tensors that the model does not: {NAME}_scale, score.weight" in caplog.text
 
@@ -107,7 +107,7 @@ def test_weights_that_are_not_finite_are_named_and_nothing_else_is_blamed(
 ) -> None:
     config = start(tmp_path, zero_stage=zero_stage, **tensors)
     with pytest.raises(ValueError, match=rf"model in .*start has NaN or infinity in (parameter )?{where}: want finite"):
-        Run(config, resume=False).__enter__()
+        open_run(config).__enter__()
 
 
 @pytest.mark.slow

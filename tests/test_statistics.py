@@ -17,7 +17,7 @@ from rlplus.data import MicroBatch, Sample, pack
 from rlplus.learner.statistics import needs_statistics, set_statistics
 from rlplus.trainer import train
 
-LENGTHS = (5, 3, 4, 6)  # of the responses; the last one is a demonstration
+LENGTHS = (5, 3, 4, 6)  # the responses'; the last one is a demonstration
 GSPO = algorithm("gspo")
 
 
@@ -102,7 +102,7 @@ def test_demonstrations_keep_their_old_policy() -> None:
 @pytest.mark.parametrize("mismatch_level", ["sequence", "geometric"])
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_a_demonstrated_prefix_counts_as_little_as_a_prompt(mismatch_level: Any, on_policy: bool) -> None:
-    """Ratio and weight of a sequence are those of its sampled tokens."""
+    """Ratio and weight of a sequence count its sampled tokens only."""
     batch, logprob, entropy = micro_batch()
     place = torch.cat([torch.arange(n) for n in LENGTHS])
     sampled = (batch.sequence < 3) & (place >= batch.sequence)  # prefixes of 0, 1 and 2 tokens
@@ -172,7 +172,7 @@ def test_the_sums_go_over_the_ranks_that_share_a_sequence(monkeypatch: pytest.Mo
 
 
 def test_a_sure_token_of_a_sequence_that_has_drifted_has_its_ratio() -> None:
-    """What stands for its old logprob is above 0."""
+    """The stand-in for its old logprob is above 0."""
     batch, logprob, entropy = micro_batch()
     first = batch.sequence == 0
     logprob[first] = torch.tensor([-0.01, -2.0, -2.0, -2.0, -2.0], dtype=torch.float64)
@@ -210,7 +210,7 @@ def test_a_run_trains_on_the_tokens_of_high_entropy(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("some_right")
 def test_a_run_with_weights_and_ratios_of_sequences(tmp_path: Path) -> None:
-    """Ratios of sequences are nearer to 1 than those of tokens. Engine and trainer agree."""
+    """Ratios of sequences are nearer to 1 than ratios of tokens. Engine and trainer agree."""
     rows = []
     for ratio_level in ("token", "sequence"):
         algorithm = {"preset": "gspo", "ratio_level": ratio_level}
@@ -247,7 +247,7 @@ def test_what_has_no_gradient_counts_in_every_statistic(tmp_path: Path) -> None:
         models.append(load_file(folder / "model/model.safetensors"))
     assert rows[0]["batch/solve_none"] == 0.5
     shares = [row.pop("actor/active_rows") for row in rows]
-    assert 0 < shares[0] < 0.35 < shares[1]  # about half of half of the tokens; those of the KL term
+    assert 0 < shares[0] < 0.35 < shares[1]  # about a quarter of the tokens; with KL more
     assert rows[0] == pytest.approx(rows[1], rel=1e-4, abs=1e-7)
     for name, weight in models[0].items():
         torch.testing.assert_close(weight, models[1][name], rtol=0, atol=1e-4)

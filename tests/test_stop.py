@@ -68,7 +68,7 @@ def train_counting(monkeypatch: pytest.MonkeyPatch, config: Config) -> tuple[Pat
 @pytest.mark.parametrize("zero_stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_that_is_given_up_is_done_again_bit_for_bit(tmp_path, monkeypatch, place, zero_stage):
-    """The third of four steps; the checkpoint is that of the second one's end."""
+    """The third of four steps; the checkpoint is the second one's."""
     whole, counts = train_counting(monkeypatch, two_micro_batches(tmp_path, "whole", zero_stage=zero_stage))
     config = two_micro_batches(tmp_path, "parts", zero_stage=zero_stage)
     with monkeypatch.context() as patch:
@@ -79,7 +79,7 @@ def test_a_step_that_is_given_up_is_done_again_bit_for_bit(tmp_path, monkeypatch
     assert stop.value.signal == signal.SIGTERM
     assert newest(folder) == "step-000002"
     assert [row["step"] for row in metrics(folder)] == [1, 2]
-    train(config, resume=True)
+    train(config, resume="newest")
     assert same(whole, folder)
     assert metrics(whole) == metrics(folder)
 
@@ -97,7 +97,7 @@ def test_the_first_step_can_be_given_up(tmp_path, monkeypatch):
 
 
 def test_a_step_that_has_changed_the_policy_is_finished(tmp_path, monkeypatch):
-    """Two updates a step: a signal in the second one's backward pass."""
+    """Two updates per step: a signal in the second one's backward pass."""
     whole = train(run_config(tmp_path, "whole", train={"prompts_per_update": 2}))
     config = run_config(tmp_path, "parts", train={"prompts_per_update": 2})
     with monkeypatch.context() as patch:
@@ -114,7 +114,7 @@ def test_a_step_that_has_changed_the_policy_is_finished(tmp_path, monkeypatch):
     folder = Path(config.output_dir)
     assert newest(folder) == "step-000001"
     assert [row["step"] for row in metrics(folder)] == [1]
-    assert same(whole, train(config, resume=True))
+    assert same(whole, train(config, resume="newest"))
     assert metrics(whole) == metrics(folder)
 
 
@@ -126,7 +126,7 @@ def test_a_step_given_up_with_a_batch_ahead(tmp_path, monkeypatch, place, overla
         settings.pop("seed")
         return TransformersEngine(config, *rest, **settings)
 
-    monkeypatch.setattr("rlplus.trainer.run.make_engine", make)
+    monkeypatch.setattr("rlplus.trainer.run_parts.make_engine", make)
     sections: dict[str, Any] = {
         "rollout": {"mode": "process"},
         "train": {"steps": 4, "overlap": overlap, "tokens_per_micro_batch": 32},
@@ -139,7 +139,7 @@ def test_a_step_given_up_with_a_batch_ahead(tmp_path, monkeypatch, place, overla
             train(config)
     folder = Path(config.output_dir)
     assert newest(folder) == "step-000002"
-    train(config, resume=True)
+    train(config, resume="newest")
     assert same(whole, folder)
     assert metrics(whole) == metrics(folder)
 
@@ -192,7 +192,7 @@ def test_an_engine_that_gives_up_costs_one_step(tmp_path, monkeypatch):
         train(config)
     assert newest(Path(config.output_dir)) == "step-000002"
     monkeypatch.undo()
-    train(config, resume=True)
+    train(config, resume="newest")
     assert same(train(run_config(tmp_path, "whole", train={"steps": 4})), Path(config.output_dir))
 
 
@@ -225,7 +225,7 @@ def test_vllm_is_interrupted_in_the_middle_of_generating(tmp_path, monkeypatch):
             train(config)
     folder = Path(config.output_dir)
     assert newest(folder) == "step-000001"
-    assert same(whole, train(config, resume=True))
+    assert same(whole, train(config, resume="newest"))
     assert metrics(whole) == metrics(folder)
 
 
@@ -233,12 +233,12 @@ ONE_IS_SIGNALLED = """
 import os, signal, sys, time
 from rlplus.config import load_config
 from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import Interrupted, run, train
+from rlplus.trainer import Interrupted, run_parts, train
 original, calls = TransformersEngine._generate_batch, []
 def generate(engine, batch, sampling):
     if max(request.max_tokens for request in batch) > 2:  # not the probe
         calls.append(1)
-        if len(calls) == 2 and run.dist.get_rank() == 1:
+        if len(calls) == 2 and run_parts.dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
     return original(engine, batch, sampling)
 TransformersEngine._generate_batch = generate

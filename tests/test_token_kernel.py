@@ -72,7 +72,7 @@ def test_every_objective_matches_its_definition(internal: str, external: str, fe
 def definition(
     logprob: Tensor, entropy: Tensor, c: TokenConstants, o: Objective, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """As `run_token_loss`."""
+    """`run_token_loss` of the definition."""
     wide = TokenConstants(*(x if x is None or x.dtype == torch.bool else x.to(dtype) for x in c))
     parts = []
     for start in range(0, len(logprob), token_kernels.LAUNCH["BLOCK_N"]):

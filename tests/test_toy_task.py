@@ -62,7 +62,7 @@ def test_subtraction_is_digitwise_and_without_borrowing() -> None:
 
 
 def test_orders_of_scratchpads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a comparison's runs: two seeds, a method whose name cannot be a folder's, hard and easy problems."""
+    """A comparison's runs: two seeds, a method whose name cannot be a folder's, hard and easy problems."""
     hard, easy = "00001+00000+00000+00000+33333=", "00001+33333+-----+-----+-----="
     responses = {
         0: [":33330", ";00001,00001,00001,00001:33330", ";33332,33333,33333,33333:33330", ";12121,1:0"],

@@ -78,7 +78,7 @@ def tracker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def identity(started: dict[str, Any]) -> str:
-    """Of a tracker's run: with equal ones it is the same run."""
+    """The identity of a tracker's run: equal ones are the same run."""
     return str(started.get("id") or started["name"])
 
 
@@ -142,7 +142,7 @@ def test_a_resumed_run_goes_on_where_it_was_in_its_tracker(tmp_path: Path, track
 
 @pytest.mark.slow
 def test_a_run_that_begins_anew_is_another(tmp_path: Path, tracker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was killed before its first checkpoint has left metrics, and nothing to go on from."""
+    """A run killed before its first checkpoint has left metrics, and nothing to go on from."""
     config = run_config(tmp_path, log={tracker.__name__: "p"})
     with monkeypatch.context() as patch:
         patch.setattr("rlplus.trainer.run.Run.save_checkpoint", lambda run: 1 / 0)

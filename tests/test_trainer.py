@@ -23,20 +23,20 @@ from rlplus.loss import Objective, linear_policy_loss
 from rlplus.loss.backends.selection import Choice
 from rlplus.recipe import set_advantages
 from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import Interrupted, Run, train
+from rlplus.trainer import Interrupted, Run, open_run, train
 
 
 @pytest.fixture
 def tiny_run(tmp_path):
     """A run that is built and not yet trained."""
-    with Run(run_config(tmp_path), resume=False) as run:
+    with open_run(run_config(tmp_path)) as run:
         yield run
 
 
 def test_a_scratch_model_left_by_an_unfinished_run_is_not_used(tmp_path):
     made = []
     for seed in (0, 1):
-        with Run(run_config(tmp_path, train={"seed": seed}), resume=False) as run:
+        with open_run(run_config(tmp_path, train={"seed": seed})) as run:
             made.append(load_file(run.folder.path / "scratch/model.safetensors"))
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(made[0][name], made[1][name])
@@ -56,9 +56,9 @@ def test_data_that_changed_are_refused_on_resume(tmp_path):
     task.write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
     more = changed(config, "train", steps=2)
     with pytest.raises(ValueError, match=r"step-000001 was written by a run on other data than .*task.jsonl: it has"):
-        train(more, resume=True)
+        train(more, resume="newest")
     task.write_text("\n".join(lines) + "\n")
-    train(more, resume=True)
+    train(more, resume="newest")
 
 
 def test_a_failure_before_the_update_costs_one_step(tmp_path, monkeypatch):
@@ -227,7 +227,7 @@ def test_a_signal_lets_the_step_end_and_leaves_a_checkpoint(tmp_path, number):
     assert signal.getsignal(number) is handler
     assert not (folder / "model").exists()
     config = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3})})
-    train(config, resume=True)
+    train(config, resume="newest")
     assert [row["step"] for row in metrics(folder)] == [1, 2, 3]
     assert (folder / "model").exists()
 
@@ -242,7 +242,7 @@ def test_refusals_say_what_to_do(tmp_path):
     with pytest.raises(ValueError, match=r"already holds a run, at step-000001: resume it"):
         train(config)
     with pytest.raises(ValueError, match=r"another configuration: train.lr was 0.001, is 0.5"):
-        train(changed(config, "train", lr=0.5), resume=True)
+        train(changed(config, "train", lr=0.5), resume="newest")
     wrong = changed(config, "model", overrides={"rope_thta": 1.0}).model_copy(
         update={"output_dir": str(tmp_path / "b")}
     )
@@ -260,14 +260,14 @@ def test_refusals_say_what_to_do(tmp_path):
 
 def test_overrides_reach_the_model(tmp_path):
     config = run_config(tmp_path, train={"steps": 1}, model={"overrides": {"rope_theta": 40000.0}})
-    with Run(config, resume=False) as run:
+    with open_run(config) as run:
         assert run.policy.engine.module.lm.config.rope_parameters["rope_theta"] == 40000.0
     assert replace(run.recipe.algorithm) == run.recipe.algorithm
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_least_memory_is_the_same_training(tmp_path, monkeypatch, stage):
-    """Two updates a step, so that old_logprob is a pass of its own, which has no such option."""
+    """Two updates per step, so that old_logprob is a pass of its own, which has no such option."""
     changes = {"zero_stage": stage, "prompts_per_update": 2}
     fast = train(run_config(tmp_path, "fast", train=changes))
     asked = []
@@ -320,7 +320,7 @@ def test_the_backend_is_checked_before_the_model_is_loaded_and_agreed_on_after_i
     noted(policy_module, "linear_logprob")
     answers = iter([Choice("triton", "passed"), Choice("torch", "the first call differs")])
     monkeypatch.setattr(policy_module, "choose", lambda *_: (events.append("choose"), next(answers))[1])
-    with Run(run_config(tmp_path), resume=False) as run:
+    with open_run(run_config(tmp_path)) as run:
         assert events == ["choose", "load_model", "auto", "choose"]
         assert run.policy.nonfinite() == ""
         assert events[4:] == ["torch"]

@@ -152,7 +152,7 @@ def test_another_output_of_trls_models_is_refused(modules: dict[str, Any], monke
 
 
 def logprobs(batch: dict[str, Any]) -> Any:
-    """Of the completions, from whole logits of the untrained model."""
+    """The completions' logprobs, from whole logits of the untrained model."""
     ids = batch["completion_ids"]
     logits = tiny_model()(input_ids=torch.cat([batch["prompt_ids"], ids], 1)).logits[:, 3:-1] / 0.8
     return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]

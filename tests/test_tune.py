@@ -31,7 +31,7 @@ FASTER, SLOWER, OTHER = (Tiling(programs=n) for n in (1, 2, 3))
     ("times", "chosen"),
     [
         ([[10, 10, 10], [9, 9, 9], [8, 8, 8]], 2),
-        ([[10, 10, 10], [9.9, 9.9, 9.9]], 0),  # within the margin
+        ([[10, 10, 10], [9.9, 9.9, 9.9]], 0),  # the margin is wider
         ([[10, 10, 10], [9.7, 9.7, 9.7]], 1),
         ([[10, 10, 10], [1, 20, 20]], 0),  # one lucky round
         ([[10, 10, 10], [9, 9, 90]], 1),  # one unlucky round

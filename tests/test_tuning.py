@@ -20,7 +20,7 @@ from rlplus.loss import tuning
 from rlplus.loss.backends import triton as backend
 from rlplus.loss.head import Head
 from rlplus.loss.tuning import Kind, cached_file, read, record_of, usable, write
-from rlplus.trainer import Run
+from rlplus.trainer import open_run
 from rlplus.trainer.run_tuning import resume
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -270,7 +270,7 @@ def test_a_resumed_run_keeps_the_tuning_of_its_start(
     path = cached_file(kind)
     assert path is not None
     write(path, record_of(kind, first, []))
-    with Run(config, resume=False) as began:
+    with open_run(config) as began:
         assert tuning._in_use == {kind: first}
         assert began.policy.nonfinite() == ""
         began.progress.step = 1
@@ -278,7 +278,7 @@ def test_a_resumed_run_keeps_the_tuning_of_its_start(
     assert not tuning._in_use
     assert f"tuning: {path}\n" in capsys.readouterr().err.replace("\n ", " ")
     write(path, record_of(kind, later, []))
-    with Run(config, resume=True):
+    with open_run(config, resume="newest"):
         assert tuning._in_use == {kind: first}
     assert "tuning: as at the start of the run\n" in capsys.readouterr().err
 

@@ -20,7 +20,7 @@ from rlplus.checkpoint import random_state, set_random_state
 from rlplus.data import MicroBatch, PromptSampler, Sample
 from rlplus.recipe import set_advantages
 from rlplus.rollout import RunFailed
-from rlplus.trainer import Run, train
+from rlplus.trainer import Run, open_run, train
 from rlplus.trainer import rollouts as rollouts_module
 from rlplus.trainer.rollouts import Rollouts
 
@@ -29,7 +29,7 @@ from rlplus.trainer.rollouts import Rollouts
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Not trained; at a temperature of 0.7, and with gradients clipped at a norm that they have by far."""
     changes = {"rollout": {"temperature": 0.7}, "train": {"grad_clip": 1e-3}}
-    with Run(run_config(tmp_path_factory.mktemp("run"), **changes), resume=False) as run:
+    with open_run(run_config(tmp_path_factory.mktemp("run"), **changes)) as run:
         yield run
 
 
@@ -49,7 +49,7 @@ def test_the_temperature_of_a_run_reaches_its_gradient(run: Run) -> None:
     got = {name.removeprefix("lm."): p.grad for name, p in lm.named_parameters()}
     lm.zero_grad()
     for name, gradient in want.items():
-        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # those of test_trainer.py
+        bound = {"rtol": 1e-4, "atol": 1e-6 * float(gradient.abs().max())}  # as in test_trainer.py
         torch.testing.assert_close(got[name].double(), gradient, msg=name, **bound)
         assert not torch.allclose(plain[name], gradient, rtol=1e-2)
 
@@ -84,7 +84,7 @@ def test_the_gradient_is_clipped_to_its_norm(run: Run) -> None:
 
 
 def test_the_official_bonus_is_a_mean_over_all_response_tokens(run: Run) -> None:
-    """Including those of samples without an advantage; the loss itself is normalised by length."""
+    """Tokens of samples without an advantage count; the loss itself is normalised by length."""
     samples = batch_of_samples()
     batches = micro_batches(run, samples, ALGORITHMS["rlplus-official"])
     weights = torch.cat([batch.entropy_weight for batch in batches if batch.entropy_weight is not None])
@@ -122,7 +122,7 @@ def test_demonstrations_of_solved_groups_are_learnt(run: Run) -> None:
 def test_an_applied_update_begins_the_count_of_nonfinite_ones_anew(run: Run) -> None:
     for applied in (False, False, True, False, False):
         run.count_nonfinite(applied)
-    for applied in (True, False):  # of another model
+    for applied in (True, False):  # another model's
         run.count_nonfinite(applied, "critic")
     with pytest.raises(RunFailed, match="3 updates of the policy in a row"):
         run.count_nonfinite(False)
@@ -136,7 +136,7 @@ def test_an_update_that_is_skipped_for_its_norm_leaves_no_trace(tmp_path: Path, 
     def updates(name: str, factors: list[float], limit: float) -> tuple[list[tuple[bool, float]], list[torch.Tensor]]:
         options = {"zero_stage": stage, "warmup_steps": 4}
         config = run_config(tmp_path, name, model={"dtype": dtype}, train=options)
-        with Run(config, resume=False) as run:
+        with open_run(config) as run:
             made = []
             for factor in factors:
                 samples = batch_of_samples()
@@ -188,7 +188,7 @@ def test_a_checkpoint_holds_the_random_state_of_python_numpy_and_torch(tmp_path:
     seed(0)
     train(run_config(tmp_path, "parts", train={"steps": 1}, **sections), evaluate=draws)
     seed(1)  # another process would be elsewhere
-    parts = metrics(train(run_config(tmp_path, "parts", **sections), resume=True, evaluate=draws))
+    parts = metrics(train(run_config(tmp_path, "parts", **sections), resume="newest", evaluate=draws))
     assert parts == whole
     assert len({value for row in parts for name, value in row.items() if "draw" in name}) == 2
     state = random_state()

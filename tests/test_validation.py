@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rlplus.data import Example
 from rlplus.evaluation.known import known_benchmarks
 from rlplus.report import load_run
 from rlplus.rollout import Completion, Request
-from rlplus.trainer import Run, train, validator
+from rlplus.trainer import Run, open_run, train, validator
 from rlplus.trainer.run_folder import read_state
 from rlplus.trainer.step import Step
 
@@ -33,7 +34,7 @@ def validated(folder: Path, output: str = "run", every: int = 1, name: str = "he
 
 
 def test_a_run_learns_the_same_with_validation_and_resumes_exactly(tmp_path: Path) -> None:
-    """Metrics and weights are those of a run without, bit for bit, and of one that was resumed."""
+    """Metrics and weights equal a run's without validation, bit for bit, and a resumed run's."""
     plain = train(run_config(tmp_path, "plain", train={"steps": 3}))
     config = validated(tmp_path, every=2, train={"steps": 3}, checkpoint={"every": 1, "keep": 9})
     folder = train(config, validate=validator(config))
@@ -51,13 +52,13 @@ def test_a_run_learns_the_same_with_validation_and_resumes_exactly(tmp_path: Pat
 
 
 def test_the_mean_reward_is_that_of_all_samples(tmp_path: Path) -> None:
-    """Of two benchmarks of different sizes; a reward need not be 0 or 1. Right is what has 1."""
+    """Two benchmarks of different sizes; a reward need not be 0 or 1. Only a 1 counts as right."""
     graded: list[float] = []
 
     def respond(
         engine: Any, examples: Sequence[Example], requests: Sequence[Request], sampling: Any
     ) -> list[list[Completion]]:
-        """Responses that come with their rewards, as those of rollout.function may."""
+        """Responses that come with their rewards, as rollout.function's may."""
         groups = []
         for request in requests:
             rewards = [(len(graded) + i) % 5 / 4 for i in range(request.n)]
@@ -69,11 +70,10 @@ def test_the_mean_reward_is_that_of_all_samples(tmp_path: Path) -> None:
     config = validated(tmp_path, validation={"data": data})
     rows = [{"prompt": f"{i}=", "answer": str(i), "set": "a" if i < 3 else "b"} for i in range(5)]
     (tmp_path / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with Run(config, resume=False) as run:
-        run.respond = respond
+    with open_run(config) as run:
         validate = validator(config)
         assert validate is not None
-        found = validate(run)
+        found = validate(replace(run, respond=respond))
     assert len(graded) == 15
     assert found["reward"] == pytest.approx(sum(graded) / 15)
     assert found["a/pass@1"] == pytest.approx(sum(value == 1 for value in graded[:9]) / 9)
@@ -105,9 +105,9 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path, capsys: pyt
     assert "step 2: the best validation so far, mean reward 0.5; its checkpoint is kept" in said
     place = Path(config.output_dir) / "checkpoints/step-000002"
     assert f"the best validation was in step 2, mean reward 0.5: {place}" in said.replace("\n", "")
-    train(changed(config, "train", steps=5), resume=True, validate=validate)
+    train(changed(config, "train", steps=5), resume="newest", validate=validate)
     assert kept(config) == [2, 5]
-    train(changed(config, "train", steps=7), resume=True, validate=validate)
+    train(changed(config, "train", steps=7), resume="newest", validate=validate)
     assert kept(config) == [6, 7]
 
 
@@ -130,7 +130,7 @@ def test_a_killed_run_remembers_its_best(tmp_path: Path, monkeypatch: pytest.Mon
             patch.setattr(Step, "end", dying)
             with pytest.raises(KeyboardInterrupt):
                 train(parts, resume="auto", validate=scripted(*rewards))
-    train(parts, resume=True, validate=scripted(*rewards))
+    train(parts, resume="newest", validate=scripted(*rewards))
     assert kept(parts) == kept(whole) == [2, 5]
     assert metrics(Path(parts.output_dir)) == metrics(Path(whole.output_dir))
     best = [checkpoint.read_state(Path(c.output_dir) / "checkpoints/step-000005")["best"] for c in (parts, whole)]

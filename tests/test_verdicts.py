@@ -43,7 +43,7 @@ def test_a_verdict_is_the_last_line() -> None:
     [
         (signal.SIGSEGV, Verdict("refused", "it died of signal 11 (Segmentation fault)")),
         (signal.SIGABRT, Verdict("refused", "it died of signal 6 (Aborted)")),
-        (signal.SIGKILL, Verdict("unchecked", "it died of signal 9 (Killed)")),  # by an operator, or for memory
+        (signal.SIGKILL, Verdict("unchecked", "it died of signal 9 (Killed)")),  # an operator, or memory
         (signal.SIGTERM, Verdict("unchecked", "it died of signal 15 (Terminated)")),
     ],
 )

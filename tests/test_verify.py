@@ -74,7 +74,7 @@ def test_a_finished_run_and_the_command(run, capsys):
 
 
 def leaking(batch: MicroBatch, attention: str) -> dict[str, Any]:
-    """Positions that do not restart in rows longer than those of the trainer's own check."""
+    """Positions that do not restart in rows longer than the trainer's own check has."""
     inputs = MODEL_INPUTS(batch, attention)
     places = torch.arange(batch.input_ids.shape[1]).expand_as(batch.input_ids)
     return inputs | ({"position_ids": places} if places.shape[1] > 8 else {})
@@ -113,7 +113,7 @@ def advantage_of_another(policy: Policy, batch: MicroBatch, objective: Any) -> A
 
 MODEL_INPUTS, CONSTANTS = MicroBatch.model_inputs, Policy._constants
 BACKWARD = deepspeed.DeepSpeedEngine.backward
-MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {  # by the first quantity that is wrong
+MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {  # keys: the first quantity that is wrong
     "tokens in micro-batches": (step, "make_micro_batches", shifted),
     "tokens in micro-batches, dropped": (step, "make_micro_batches", without_the_first),
     "advantage": (plain, "group_advantages", without_std),

@@ -31,7 +31,7 @@ def test_files_are_cut_at_the_budget(tmp_path: Path) -> None:
 def test_folders_of_the_living_stay_and_those_of_the_dead_go(tmp_path: Path) -> None:
     first, second = (WeightFiles(str(tmp_path), 1, per_node=True) for _ in range(2))
     assert first.folder.exists()
-    os.close(push._locks.pop(str(first.folder)))  # as the death of its process does
+    os.close(push._locks.pop(str(first.folder)))  # the death of its process does the same
     third = WeightFiles(str(tmp_path), 1, per_node=True)
     assert not first.folder.exists()
     assert second.folder.exists()
@@ -112,7 +112,7 @@ def test_two_users_share_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second user's run starts beside a living run's folder and a dead run's; neither user loses a folder."""
     with TemporaryDirectory(prefix="rlplus-test-") as name:
         base = Path(name)
-        base.chmod(0o1777)  # as /dev/shm
+        base.chmod(0o1777)  # the mode of /dev/shm
         living, dead = WeightFiles(str(base), 1, per_node=True), killed(base)
         user = os.geteuid()
         other = 12345 if user == 0 else user + 1

@@ -1,4 +1,4 @@
-"""What the workflows run, and the stack on which one of them rehearses a session on a lent GPU."""
+"""The workflows' commands, and the stack on which one of them rehearses a session on a lent GPU."""
 
 import re
 import tomllib

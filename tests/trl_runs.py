@@ -25,7 +25,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 def tiny_model() -> Any:
-    """With sharp logits, so that ratios leave the clip."""
+    """A model with sharp logits, so that ratios leave the clip."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     special = {"pad_token_id": 256, "eos_token_id": 257, "bos_token_id": None}
@@ -39,7 +39,7 @@ def tiny_model() -> Any:
 
 
 def make_trainer(folder: Path, kind: Any = GRPOTrainer, **changes: Any) -> Any:
-    """changes: of the GRPOConfig, and kind's other arguments under `arguments`."""
+    """A trainer. changes: the GRPOConfig's fields, and kind's other arguments under `arguments`."""
     arguments = changes.pop("arguments", {})
     config: dict[str, Any] = {
         "max_steps": 4, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6,
@@ -47,7 +47,7 @@ def make_trainer(folder: Path, kind: Any = GRPOTrainer, **changes: Any) -> Any:
         "use_cpu": True, "bf16": False, "report_to": [], "logging_steps": 1, "save_strategy": "no", "top_k": 0,
         "temperature": 0.8, "disable_tqdm": True, "dataloader_pin_memory": False,
     }  # fmt: skip
-    tiny_model().save_pretrained(folder / "model")  # from where TRL loads the reference, too
+    tiny_model().save_pretrained(folder / "model")  # TRL loads the reference from there, too
     return kind(
         model=str(folder / "model"),
         reward_funcs=reward,
@@ -59,7 +59,7 @@ def make_trainer(folder: Path, kind: Any = GRPOTrainer, **changes: Any) -> Any:
 
 
 def curves(trainer: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """What training logged, step by step, and the trained weights."""
+    """The log of training, step by step, and the trained weights."""
     trainer.train()
     logged = [{k: row[k] for k in SHOWN if k in row} for row in trainer.state.log_history if "grad_norm" in row]
     weights = {k: p.detach() for k, p in trainer.model.named_parameters() if p.requires_grad}

@@ -52,7 +52,7 @@ def naive_gradients(
 
 
 def naive_loss(lm: PreTrainedModel, s: Sample, advantage: Tensor, external: Tensor, temperature: float = 1.0) -> Tensor:
-    """The sum over a response; advantage, external: of the response, or (T,)."""
+    """The sum over a response; advantage, external: one number for the response, or (T,)."""
     ids = torch.tensor([[*s.prompt, *s.response]])
     logp = (lm(ids).logits[0, len(s.prompt) - 1 : -1] / temperature).log_softmax(-1)
     p = logp.gather(1, torch.tensor(s.response)[:, None]).squeeze(1).exp()

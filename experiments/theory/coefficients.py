@@ -46,7 +46,7 @@ def from_estimate(
 ) -> Coefficient:
     """The balance heuristic times the exploration weight, with p_ω estimated as prior · p_old + (1 − prior) · uniform.
 
-    share: of demonstrations among all samples; known: p_ω in place of its estimate. The defaults are the paper's.
+    share: demonstrations' share of the samples; known: p_ω in place of its estimate. The defaults are the paper's.
     """
 
     def coefficient(p: Tensor, old: Tensor, author: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def from_estimate(
 
 
 def variants(vocabulary: int) -> list[Variant]:
-    """The paper's form, those of other presets, and what the paper's theory suggests in their place."""
+    """The paper's form, other presets' forms, and what the paper's theory suggests in their place."""
     paper, shares = from_objective(Objective()), from_estimate(share=1 / GROUP)
     return [
         Variant("paper", "4p / (3p_old + 1) · C", paper),
@@ -79,7 +79,7 @@ def on_policy(coefficient: Coefficient, p: Tensor) -> Tensor:
 
 
 def peak(coefficient: Coefficient) -> tuple[float, float]:
-    """Where the coefficient is greatest on the current policy, to 1e-5, and its value there."""
+    """The probability at which the coefficient is greatest on the current policy, to 1e-5, and its value there."""
     values = on_policy(coefficient, GRID)
     return float(GRID[values.argmax()]), float(values.max())
 

@@ -150,7 +150,7 @@ def controlled_bias() -> Finding:
 
 
 def overcomes_support() -> Finding:
-    """Only what the author never writes is rewarded, so the whole bias is that of missing support."""
+    """Only what the author never writes is rewarded, so the whole bias comes from missing support."""
     problem = random_problems(COUNT, OUTCOMES, missing=MISSING)
     problem = problem._replace(reward=torch.where(problem.author == 0, problem.reward, 0.0))
     plain = bias(problem, problem.policy / problem.author, problem.author)
@@ -182,7 +182,7 @@ def variance_robustness() -> Finding:
         "Theorem A.10",
         "one behavior policy close to π_θ keeps the variance low, however bad the others are",
         "with the true π_ω: E_ω[r²] ≤ 1 + χ²(π_θ ‖ π_old), and on the mixture a variance of at most "
-        f"(1 + χ²)/α_old − 1, {most:.2f} here; that of π_θ/π_ω is up to {', '.join(f'{value:.0e}' for value in plain)} "
+        f"(1 + χ²)/α_old − 1, {most:.2f} here; π_θ/π_ω has up to {', '.join(f'{value:.0e}' for value in plain)} "
         "for authors 1, 4 and 16 away. Low means bounded: with π_θ = π_old, a π_ω elsewhere costs up to 1/α_old − 1",
         tuple(claims),
     )

@@ -1,7 +1,7 @@
 """Estimators of J = E[R] under a policy, from outcomes of other policies: bias and variance as exact sums.
 
 Outcomes stand for the trajectories of the paper. All tensors are (..., outcomes) float64; a sum removes the last
-dimension. Numbers of lemmas, theorems and remarks are those of its appendix.
+dimension. Lemmas, theorems and remarks have the numbers of its appendix.
 """
 
 from collections.abc import Sequence

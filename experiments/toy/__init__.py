@@ -22,7 +22,7 @@ TRAIN_PROBLEMS, VALIDATION_PROBLEMS, TEST_PROBLEMS, TRANSFER_PROBLEMS = 4096, 64
 def prepare(folder: Path, seed: int, base: ToyBase = PLAIN_BASE, demonstrator: Demonstrator = PLAIN_AUTHOR) -> None:
     """Write model/ and train.jsonl, with demonstrations, validation.jsonl and test.jsonl into the folder.
 
-    To train on there are three easy problems for each hard one; of the others half are hard. No problem occurs twice,
+    Training has three easy problems per hard one; half of the other problems are hard. No problem occurs twice,
     and the base model has seen none for validation or tests.
     """
     task, rng = base.task, random.Random(f"train {seed}")

@@ -26,7 +26,7 @@ from rlplus.common.textfiles import read_text
 from rlplus.learner.pretrained import write_model
 from rlplus.rollout import RunFailed
 
-NOTE = "base.json"  # in a finished base model's folder
+NOTE = "base.json"  # marks the folder of a finished base model
 WINDOW = 8  # batches of hard problems over which the loss of phase 1 is averaged
 
 
@@ -38,7 +38,7 @@ class ToyBase:
     hidden: int = 64  # width; its MLPs have three times as much
     batch: int = 64
     lr: float = 3e-3
-    learnt_loss: float = 0.06  # nats a token: phase 1 is done
+    learnt_loss: float = 0.06  # nats per token: phase 1 is done
     max_clean_steps: int = 1000
     sloppy_steps: int = 450
     first_share: float = 0.7  # share of scratchpads at the start of phase 2 ...

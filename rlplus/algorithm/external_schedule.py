@@ -1,4 +1,4 @@
-"""How the weight of demonstrations changes from step to step."""
+"""Schedules of the weight of demonstrations over the steps."""
 
 from dataclasses import dataclass
 from math import cos, inf, isfinite, pi, sqrt
@@ -15,7 +15,7 @@ class ExternalSchedule:
             "gradient-norm": external_coef times n_ext / (n_ext + n_int), the norms of the gradients that demonstrated
             and sampled tokens had in the previous step, at a coefficient of 1: demonstrations count as long as the
             policy is far from them. The idea is SASR's (arXiv 2505.13026), whose exact formula is not published
-            clearly: this one is ours. A norm is that of the gradient with respect to the logits, for each token
+            clearly: this one is ours. A norm belongs to the gradient with respect to the logits, for each token
             |dloss / dlogprob| (1 - p), which is exact to within a factor of sqrt(2)
     end, steps   of linear and cosine
     """

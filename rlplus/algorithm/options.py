@@ -23,10 +23,10 @@ class RecipeOptions(Section):
     in_place: whether a demonstration of the data replaces a rollout of its group.
     replays: whether demonstrations are the policy's own rollouts of earlier steps, not the data's.
     whole_demonstrations: whether they are samples of their own. Otherwise responses begin with parts of them.
-    extra_updates: of the policy in a step, at most, besides those on rollouts.
+    extra_updates: the policy's updates in a step, at most, besides the ones on rollouts.
     learners: the models that the recipe trains alongside the policy, by name. Each has the policy's body and the head
     of the "language" model, or a "value" head of width 1.
-    learner_passes: forward passes over a step's samples, besides those of the learners' updates.
+    learner_passes: forward passes over a step's samples, besides the learners' updates.
     references: copies of the first model that they need.
     """
 
@@ -42,7 +42,7 @@ class RecipeOptions(Section):
 
     @property
     def unsolved_only(self) -> bool:
-        """Whether the only demonstrations are those of prompts that no rollout solved."""
+        """Whether only prompts that no rollout solved have demonstrations."""
         return False
 
     def problems(self, config: Any) -> Iterator[str]:
@@ -50,7 +50,7 @@ class RecipeOptions(Section):
         yield from ()
 
     def largest_update(self, config: Any, samples: int) -> int:
-        """The largest number of samples in an update of any model. samples: of the policy on rollouts."""
+        """The largest number of samples in an update of any model. samples: in the policy's updates on rollouts."""
         return samples
 
     def learner_updates(self, updates: int) -> int:
@@ -170,7 +170,7 @@ class Critic(RecipeOptions):
     """PPO: a value model of the policy's size estimates the value of each state; every token has its own advantage.
 
     With gamma and gae_lambda 1, A_t = reward - V_t. The value model's lr is constant after the warm-up:
-    train.lr_schedule, lr_min_ratio and warmup_ratio do not apply. Its optimizer's other settings are those of `train`.
+    train.lr_schedule, lr_min_ratio and warmup_ratio do not apply. Its optimizer's other settings are `train`'s.
     """
 
     learners: ClassVar[Mapping[str, Head]] = {"critic": "value"}
@@ -188,7 +188,7 @@ class Critic(RecipeOptions):
     critic_updates: Count = 12
     """Optimizer steps of the value model per step, each on an equal part of the step's samples."""
     value_clip: Positive = 0.2
-    """How far a value may move from its value at the start of the step before its loss is clipped."""
+    """Distance from a value's start in the step at which its loss is clipped."""
     lr: Positive = 5e-6
     """Learning rate of the value model."""
     warmup_steps: NonNegative = 50
@@ -210,7 +210,7 @@ class ProcessReward(RecipeOptions):
     """PRIME: a second language model is trained to predict outcomes, which are rewards in [0, 1].
 
     A token's reward is its logprob under that model minus the reference's. It is trained on each step's samples, in
-    the policy's mini-batches. Its lr is constant after the warm-up; settings that are not here are those of `train`.
+    the policy's mini-batches. Its lr is constant after the warm-up; `train` has its other settings.
     """
 
     learners: ClassVar[Mapping[str, Head]] = {"process": "language"}
@@ -222,7 +222,7 @@ class ProcessReward(RecipeOptions):
     """When it is trained: "after" it has scored the samples, as in PRIME's own code, or "before", as in verl's recipe.
     A step that fails after this training cannot be redone."""
     beta: Positive = 0.05
-    """In its loss, beta times the sum of a response's scores is the logit of a right answer."""
+    """Factor in its loss: beta times the sum of a response's scores is the logit of a right answer."""
     lr: Positive = 1e-6
     """Its learning rate."""
     warmup_steps: NonNegative = 0

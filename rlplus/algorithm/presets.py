@@ -34,7 +34,7 @@ class Algorithm:
     demonstrations   "none"; "group": a demonstration is a member of its group; "apart": it is excluded from the
                      group's statistics and has separate denominators, but still replaces a rollout unless the recipe
                      says otherwise (`in_place`); "only": no rollouts at all
-    external_reduction   the normaliser of demonstrations, whose denominators are then separate from those of sampled
+    external_reduction   the normaliser of demonstrations, whose denominators then leave out sampled
                      tokens: each kind has its own mean, as in RL-PLUS eq. 7. None = `reduction`, over both kinds
                      together unless demonstrations are "apart"
     ratio_level      "token", or "sequence" (GSPO, arXiv 2507.18071): the geometric mean of the sequence's ratios

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _evaluate(config: "Config", model: str | None, output: Path, overwrite: bool, own: bool) -> None:
-    """Evaluate until a signal comes, print the table and write the results. own: of a model without a configuration."""
+    """Evaluate until a signal comes, print the table and write the results. own: the model has no configuration."""
     from rlplus.common.terminal import Terminal, counter
     from rlplus.config import SAMPLES, check_evaluation_files
     from rlplus.evaluation import evaluate_model, result_table, save_results
@@ -74,7 +74,7 @@ def _evaluate(config: "Config", model: str | None, output: Path, overwrite: bool
     from rlplus.trainer.stop import ended_by_signals
 
     main, say = int(os.environ.get("RANK", 0)) == 0, Terminal(stderr=True).print
-    done, problems = 0, 0  # by this process
+    done, problems = 0, 0  # counts of this process
     results: dict[str, Evaluation] = {}
     files: list[Path] = []
 
@@ -95,7 +95,7 @@ def _evaluate(config: "Config", model: str | None, output: Path, overwrite: bool
     try:
         with counter("problems evaluated:", quiet=not main) as progress, ended_by_signals(say, left):
             if os.environ.get("WORLD_SIZE", "1") != "1":
-                check_evaluation_files(config, model)  # before it waits for other ranks
+                check_evaluation_files(config, model)  # must precede waiting for other ranks
                 initialize_distributed(config.train.collective_timeout_s)
             evaluate_model(config, model, advance, output, overwrite=overwrite, say=say, chat_expected=own, done=save)
     finally:
@@ -168,7 +168,7 @@ def evaluated(args: argparse.Namespace) -> tuple[Path, list[str]]:
 
 
 def _benchmarks(text: str) -> list[str]:
-    """Names of the registry for those of --benchmarks, where they may be other ones in files."""
+    """The registry's names for --benchmarks, where files may have others."""
     from rlplus.config import BENCHMARKS, benchmark_name
     from rlplus.errors import hint
 

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         with naming_stage(number, stages):
             data = _plan_data(config) if args.data else None
             if data is not None and data.prompts:
-                config = config.with_steps(data.prompts)  # those of its epochs
+                config = config.with_steps(data.prompts)  # the steps of its epochs
             try:
                 plans.append((make_plan(config, cluster), data))
             except RuntimeError as error:
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan_data(config: "Config") -> "DataPlan":
-    from rlplus.plan.data_report import plan_data  # with the trainer, which a plan of the memory does without
+    from rlplus.plan.data_report import plan_data  # loads the trainer, which a plan of the memory does without
 
     return plan_data(config)
 

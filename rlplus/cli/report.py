@@ -48,7 +48,7 @@ def _report_comparison(results: Path, output: Path) -> None:
     from rlplus.common.terminal import Terminal
     from rlplus.compare import Results, page_of
 
-    title = results.resolve().parent.name if results.name == "results.json" else results.stem  # as its page has it
+    title = results.resolve().parent.name if results.name == "results.json" else results.stem  # the title of its page
     page = page_of(Results.load(results), title)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, page)

@@ -40,11 +40,10 @@ def run(args: argparse.Namespace) -> None:
     for number, config in enumerate(with_first_model(stages), 1):
         with naming_stage(number, stages):
             _check_memory(config, force=args.force)
-    resume = {None: False, "newest": True}.get(args.resume, args.resume)
     newest = _newest_stage(stages)
     for number, config in enumerate(stages[newest - 1 :], newest):
         with naming_stage(number, stages):
-            _train_stage(config, resume if number == newest else resume and "auto")
+            _train_stage(config, args.resume if number == newest else args.resume and "auto")
 
 
 def _newest_stage(stages: "Sequence[Config]") -> int:
@@ -55,7 +54,7 @@ def _newest_stage(stages: "Sequence[Config]") -> int:
     return max(started, default=1)
 
 
-def _train_stage(config: "Config", resume: bool | str) -> None:
+def _train_stage(config: "Config", resume: str | None) -> None:
     """Train, and release all memory for the next stage."""
     import torch
 

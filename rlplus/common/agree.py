@@ -65,7 +65,7 @@ def _reduced(values: Sequence[float], op: Any) -> list[float]:
 
 
 def gathered(value: Any, neighbours: int | None = None) -> list[Any]:
-    """All ranks' values, sent pickled; or those of this rank's block of `neighbours` ranks. Collective."""
+    """The values of all ranks, or of this rank's block of `neighbours` ranks, sent pickled. Collective."""
     values = [value]
     if (world := dist.get_world_size()) > 1:
         values = [None] * world
@@ -119,7 +119,7 @@ def _together(collective: Callable[[], None]) -> None:
     try:
         collective()
     except RuntimeError as error:  # torch has no class for either
-        reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0])  # without gloo's source file
+        reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0])  # remove gloo's source file
         raise ConnectionError(
             f"rank {dist.get_rank()}, after {_phase!r}, lost the other ranks: {reason.split('. ')[0]}. "
             f"The last phase that each began: {_phases()}. A rank that is only slow needs a larger "

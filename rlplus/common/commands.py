@@ -3,9 +3,9 @@
     python -IS commands.py PID_OF_THE_PARENT COMMAND...
 
 is a process between the two, which needs nothing but Python. It passes SIGTERM on to the command, and Linux sends it
-SIGTERM when the parent dies, however it dies (PR_SET_PDEATHSIG). What the command leaves is handed to this process
-(PR_SET_CHILD_SUBREAPER), in whatever session it is, and gets SIGTERM, too: a run then writes its checkpoint even if
-its launcher has died at once. What is still there after `PATIENCE_S` is killed. The exit status is the command's.
+SIGTERM when the parent dies, however it dies (PR_SET_PDEATHSIG). Processes that the command leaves come to this one
+(PR_SET_CHILD_SUBREAPER), in whatever session they are, and get SIGTERM, too: a run then writes its checkpoint even if
+its launcher has died at once. Those still alive after `PATIENCE_S` are killed. The exit status is the command's.
 """
 
 import ctypes
@@ -20,15 +20,15 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-PATIENCE_S = 600.0  # for the rest of a step and a checkpoint, after SIGTERM or the end of the command
-_LOOK_S = 0.1  # between looks for what was left, while the command is ending
+PATIENCE_S = 600.0  # limit for the rest of a step and a checkpoint, after SIGTERM or the end of the command
+_LOOK_S = 0.1  # interval of looking for processes that are left, while the command is ending
 _PDEATHSIG, _SUBREAPER = 1, 36  # linux/prctl.h
 # Ctrl-C and the end of a terminal reach the command as well: it decides.
 _WATCHED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
 
 
 def ending_with_this_process(command: Sequence[str]) -> list[str]:
-    """The command line that runs the command so. Of threads, the one that starts it must outlive it."""
+    """The command line that runs the command so. The thread that starts it must outlive it."""
     return [sys.executable, "-IS", str(Path(__file__)), str(os.getpid()), *command]
 
 
@@ -79,7 +79,7 @@ class _Between:
         self.command = command
         self.status: int | None = None  # the command's, as of waitpid
         self.deadline = float("inf")
-        self.told = {command}  # to end, or not to be told by `_end_what_is_left`
+        self.told = {command}  # processes that were told to end, or that `_end_what_is_left` must not tell
 
     def run(self) -> int:
         """Wait for the command's end, end what it leaves; its status, as of waitpid."""
@@ -121,7 +121,7 @@ class _Between:
 
 
 def _execute(command: list[str], mask: set[signal.Signals], parent: int) -> NoReturn:
-    """In the fork: become the command, with the signals as this process found them."""
+    """Become the command, in the fork, with the signals as this process found them."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
         signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -25,13 +25,15 @@ Moderate = Annotated[int, Field(ge=1, le=MANY)]
 NonNegative = Annotated[int, Field(ge=0, le=2**53)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=2e6, allow_inf_nan=False)]  # timers overflow at 2^31 ms, 24 days
-MIN_TEMPERATURE = 0.01  # vLLM raises a lower temperature to this one, and the logprobs would be those of another policy
+MIN_TEMPERATURE = 0.01  # vLLM raises a lower temperature to this one, and the logprobs would be another policy's
 Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, allow_inf_nan=False)]
 GREEDY = 0.0  # a temperature of evaluations: the likeliest token
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
 Pattern = Annotated[str, AfterValidator(_one_group)]
 PathText = Annotated[Text, AfterValidator(os.path.expanduser)]
+REFERENCE = r"[\w./-]+:\w+"  # "module:name" or "folder/file.py:name", as `rlplus.lazy.import_function` reads it
+Reference = Annotated[str, Field(pattern=f"^{REFERENCE}$")]
 
 
 def _greedy_or_more(temperature: float) -> float:

@@ -16,7 +16,7 @@ def read_text(path: Path) -> str:
 
 
 def file_name(name: str, longest: int | None = None) -> str:
-    """The name as that of a file. One with other characters, only of dots or beyond `longest` gets a checksum."""
+    """A file name for the name. One with other characters, only of dots or beyond `longest` gets a checksum."""
     plain = re.sub(r"[^\w.,+=-]+", "-", name)[:longest]
     if plain == name and plain.strip("."):
         return plain

@@ -49,7 +49,7 @@ def run_comparison(
     path: the comparison, or a training configuration, with `presets` as its methods; see `load_comparison`. output/
     receives the runs, results.json and index.html. jobs: runs at a time. launcher: the beginning of the commands, in
     place of "python -m". only_report: from what is finished.
-    ValueError for an invalid comparison, before anything starts; RunFailed if a run fails. What is finished stays, so
+    ValueError for an invalid comparison, before anything starts; RunFailed if a run fails. Finished runs stay, so
     that the same command goes on.
     """
     comparison = load_comparison(path, presets, seeds, settings, first_seed)

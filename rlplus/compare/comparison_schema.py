@@ -15,7 +15,7 @@ from rlplus.config.json_schema import tidy
 
 
 def json_schema() -> dict[str, Any]:
-    """The keys of a comparison, their types and documentation. None is required, as in that of a run."""
+    """The keys of a comparison, their types and documentation. None is required, as in a run's schema."""
     schema = Comparison.model_json_schema()
     schema["$defs"]["Method"]["properties"]["preset"]["enum"] = [*ALGORITHMS]
     return dict(tidy(schema)) | {"title": "A comparison of rlplus"}

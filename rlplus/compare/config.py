@@ -23,7 +23,7 @@ class Setting(Section):
 
     prepare: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
     """A function, as "module:name", that makes the base model and the data of each seed; see docs/comparing.md. None =
-    those of the training configuration."""
+    the training configuration's."""
     options: dict[str, JsonValue] = {}
     """Further arguments of that function, by name."""
     overrides: Overrides = {}
@@ -64,7 +64,7 @@ class Study(Section):
     methods: Annotated[list[Text], Field(min_length=1)]
     """Names of methods of the file, or Base: the model before training."""
     seeds: Annotated[int, Field(ge=1, le=1000)] = 5
-    """How many; studies with the same first seed share their runs."""
+    """Number of seeds; studies with the same first seed share their runs."""
     first_seed: Annotated[int, Field(ge=0)] = 0
     """The others follow it."""
     reference: Text | None = None
@@ -114,9 +114,9 @@ class Comparison(Section):
     overrides: Overrides = {}
     """Values of the training configuration for all runs, by dotted keys."""
     settings: dict[str, Setting] = {"": Setting()}
-    """By name; without any the training configuration has model and data, and the name is empty."""
+    """Settings by name; without any the training configuration has model and data, and the name is empty."""
     methods: dict[Text, Method] = {}
-    """By name, without commas."""
+    """Methods by name, which has no commas."""
     studies: Annotated[dict[Text, Study], Field(min_length=1)]
     """Tables and figures of the page, by title."""
     search: Search | None = None
@@ -209,7 +209,7 @@ def load_comparison(
 ) -> Comparison:
     """The comparison of a file, which may also be a training configuration: then `presets` are its methods.
 
-    presets: of a comparison, the methods to keep; further presets become methods of its first study. seeds,
+    presets: the methods of a comparison to keep; further presets become methods of its first study. seeds,
     first_seed: in place of each study's. settings: the ones to keep. Raises ValueError, one line for each problem.
     """
     data = read_yaml(path)

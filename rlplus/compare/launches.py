@@ -29,7 +29,7 @@ from rlplus.errors import RunFailed, ending
 from rlplus.evaluation import Evaluation, load_results
 from rlplus.reward.supervisor import end_with_parent
 
-ASKED, FINISHED = "asked.json", "finished"  # in a run's folder, at its start and at its end
+ASKED, FINISHED = "asked.json", "finished"  # written into a run's folder at its start and at its end
 TAIL = 20  # lines of a failed command's log that are shown
 Say = Callable[[str], None]
 
@@ -38,8 +38,8 @@ Say = Callable[[str], None]
 class Run:
     """One training, or with method BASE none, and its evaluation.
 
-    rate: of a search; None for a reported run, whose rate is the configuration's or the best one found. before: the
-    run from whose model it starts; None = the setting's base model.
+    rate: tried in a search; None for a reported run, whose rate is the configuration's or the best one found.
+    before: the run from whose model it starts; None = the setting's base model.
     """
 
     setting: str
@@ -59,8 +59,8 @@ class Runner:
 
     folder/runs/<setting>/seed-<N>/ has a folder for each method; folder/prepared/<setting>/seed-<N>/ what its
     function has made for it.
-    launcher: the beginning of the commands, such as "torchrun --nproc_per_node 8 -m". overrides: of the training
-    configuration, for all runs.
+    launcher: the beginning of the commands, such as "torchrun --nproc_per_node 8 -m". overrides: changes to the
+    training configuration, for all runs.
     """
 
     def __init__(
@@ -324,13 +324,13 @@ class Runner:
 
 
 def _make(wanted: Preparation) -> Preparation:
-    """In a process of its own."""
+    """Make the files, in a separate process."""
     wanted.make()
     return wanted
 
 
 def _settings(values: Overrides) -> list[str]:
-    """As overrides of the command line."""
+    """The values as overrides of the command line."""
     return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
 
 
@@ -355,7 +355,7 @@ def _read_asked(folder: Path) -> dict[str, Any] | None:
 
 
 def _validated(asked: dict[str, Any]) -> dict[str, Any]:
-    """With the configuration as a value, in which keys that are newer than the file have their defaults."""
+    """The file's values with a validated configuration, in which keys newer than the file have their defaults."""
     before = None if asked["before"] is None else _validated(asked["before"])
     return asked | {"config": Config.model_validate(asked["config"]), "before": before}
 

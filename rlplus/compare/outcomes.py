@@ -16,7 +16,7 @@ from rlplus.evaluation import Evaluation
 from rlplus.report import RunData, load_run
 from rlplus.report.charts import DEMONSTRATIONS, DYNAMICS
 
-POINTS = 60  # at most, per curve
+POINTS = 60  # points of a curve at most
 CURVES = (*DYNAMICS[:3], DEMONSTRATIONS[0])  # reward, entropy, response length; p of demonstrated tokens
 
 
@@ -24,8 +24,8 @@ CURVES = (*DYNAMICS[:3], DEMONSTRATIONS[0])  # reward, entropy, response length;
 class Outcome:
     """One finished run.
 
-    seconds: of its steps and its evaluation. versions: of the packages that it ran with, and its commit. results: by
-    test set. curves: (steps, values) of some metrics, thinned by means.
+    seconds: time of its steps and its evaluation. versions: the packages that it ran with, and its commit. results: one
+    per test set. curves: (steps, values) of some metrics, thinned by means.
     """
 
     setting: str

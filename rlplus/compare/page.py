@@ -43,7 +43,7 @@ class Tested:
         return pooled_pass_at(self.of(method, name), k, same_problems=self.same_problems)
 
     def difference(self, first: str, second: str, k: int, name: str | None = None) -> Estimate:
-        """pass@k of `second` minus that of `first` on a test set, or on the problems of all of them."""
+        """pass@k of `second` minus pass@k of `first` on a test set, or on the problems of all of them."""
         return paired_difference(self.of(first, name), self.of(second, name), k, same_problems=self.same_problems)
 
     def of(self, method: str, name: str | None = None) -> list[Evaluation]:

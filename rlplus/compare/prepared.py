@@ -17,7 +17,7 @@ from rlplus.errors import RunFailed
 from rlplus.lazy import import_function
 
 MODEL, TRAIN, VALIDATION, TEST = "model", "train.jsonl", "validation.jsonl", "test.jsonl"
-NOTE = "prepared.json"  # in the folder of what is finished: how it was made
+NOTE = "prepared.json"  # marks a finished folder and says how it was made
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The section about the algorithm: a preset, and the run's changes to it."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Annotated, Any, Self
@@ -77,7 +78,7 @@ class AlgorithmConfig(Section):
     preset: str = "rlplus"
     """A published algorithm; docs/systems.md says what each one is."""
     objective: dict[Annotated[str, AfterValidator(_objective_field)], Any] = {}
-    """Changes to the preset's objective: fields of rlplus.Objective, whose defaults are those of preset rlplus."""
+    """Changes to the preset's objective: fields of rlplus.Objective, whose defaults are preset rlplus's."""
     reduction: Reduction | None = None
     """Normaliser of the loss, see rlplus.token_weights."""
     external_reduction: Reduction | None = None
@@ -93,7 +94,7 @@ class AlgorithmConfig(Section):
     mismatch_level: MismatchLevel | None = None
     """Level of the weight that corrects for the engine's logprobs, see rlplus.Algorithm."""
     top_entropy: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of sampled tokens, those of the highest entropy, that has a loss, see rlplus.Algorithm."""
+    """Share of sampled tokens with a loss, highest entropy first, see rlplus.Algorithm."""
     skip_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Skip an update whose gradient norm is above this, see rlplus.Algorithm; 0 = never."""
     reward_kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -117,7 +118,16 @@ class AlgorithmConfig(Section):
     @field_validator("objective")
     @classmethod
     def _check_objective(cls, changes: dict[str, Any]) -> dict[str, Any]:
-        replace(Objective(), **changes)  # it checks its values itself
+        problems = []
+        for name, value in changes.items():  # `Objective` checks its values itself
+            try:
+                Objective(**{name: value})
+            except ValueError as error:
+                text = re.sub(f"^want {name} (surrogate )?", "want ", str(error))
+                problems.append(_wrong(name, value, ValueError(text)))
+        if problems:
+            raise ValidationError.from_exception_data("objective", problems)
+        replace(Objective(), **changes)
         return changes
 
     @field_validator("recipe", mode="plain", json_schema_input_type=AnyRecipe)

@@ -77,7 +77,7 @@ class _TextUnpickler(pickle.Unpickler):
 
 
 def _private_tests(text: str) -> Any:
-    """As JSON, or packed: base64, zlib, pickle."""
+    """Decode tests: JSON, or packed by base64, zlib, pickle."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -108,7 +108,7 @@ def _mathematical(source: str, *aliases: str) -> Benchmark:
     return Benchmark(source, _math, "math_verify", aliases)
 
 
-# The six of the paper's Table 1, then those of its Table 2. lkevinzc/math-eval is the evaluation suite of Oat-Zero.
+# The six of the paper's Table 1, then its Table 2. lkevinzc/math-eval is the evaluation suite of Oat-Zero.
 BENCHMARKS = {
     "aime24": _mathematical("hf://lkevinzc/math-eval/aime", "aime"),
     "aime25": _mathematical("hf://math-ai/aime25/test"),
@@ -146,6 +146,6 @@ _WHOLE -= {"math"}  # also the name of the training set
 
 
 def is_test_benchmark(name: str) -> bool:
-    """Whether a test benchmark has that name, in any spelling: those of the registry, and other well-known ones."""
+    """Whether a test benchmark, in the registry or otherwise well known, has that name, in any spelling."""
     plain = _plain(name)
     return plain in _WHOLE or _PART.search(plain) is not None

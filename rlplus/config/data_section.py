@@ -57,7 +57,7 @@ class DataConfig(Section):
     system_prompt: Text | None = None
     """System message, put before the prompt."""
     template: Literal["own", "qwen", "simplerl", "prime", "none"] = "own"
-    """How a question becomes the prompt: "own" = messages by the tokenizer's chat template, text unchanged; "qwen",
+    """Form of the prompt: "own" = messages by the tokenizer's chat template, text unchanged; "qwen",
     "simplerl", "prime", "none" (the question alone) = as base models are evaluated, without the data's system
     message."""
     columns: list[Text] = []

@@ -28,7 +28,7 @@ def is_run(folder: Path) -> bool:
 def check_report_folder(folder: Path) -> None:
     """ValueError unless a page can be made of the folder: it is a complete run's or has results."""
     _check_known(folder)
-    if _has(folder, f"{RESULTS}*.json") and not is_run(folder):
+    if _has(folder, f"{RESULTS}-*.json") and not is_run(folder):
         return
     if not is_run(folder):
         raise ValueError(
@@ -47,7 +47,9 @@ def check_run_folder(folder: Path) -> None:
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """The starts in a run's run.json, the first one first; ValueError for a damaged file."""
+    """The starts in a run's run.json, the first one first; ValueError for a damaged file, or none."""
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: the run's dates, commands and versions are unknown")
     try:
         starts = [dict(start) for start in json.loads(read_text(path))["starts"]]
         return [start | {key: dict(start.get(key, {})) for key in _FACTS} for start in starts]
@@ -56,7 +58,7 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 
 
 def check_samples_folder(folder: Path, *, of_step: bool) -> None:
-    """ValueError unless the folder has kept samples; of_step: those of a step."""
+    """ValueError unless the folder has kept samples; of_step: a step's samples."""
     _check_known(folder)
     if not _has(folder / SAMPLES, "*.parquet"):
         why = "log.samples_every says how often: 0 is never" if is_run(folder) else "`rlplus eval` keeps them"
@@ -84,7 +86,7 @@ def _check_known(folder: Path) -> None:
 
 
 def _is_known(folder: Path) -> bool:
-    return is_run(folder) or _has(folder, f"{RESULTS}*.json") or _has(folder / SAMPLES, "*.parquet")
+    return is_run(folder) or _has(folder, f"{RESULTS}-*.json") or _has(folder / SAMPLES, "*.parquet")
 
 
 def _below(folder: Path) -> Iterator[Path]:

@@ -12,13 +12,14 @@ from pydantic import TypeAdapter
 
 from rlplus.algorithm import ALGORITHMS, RECIPES
 from rlplus.common.durable import write_text
+from rlplus.common.section import REFERENCE
 from rlplus.config.benchmarks import BENCHMARKS
 from rlplus.config.schema import Config
 from rlplus.loss import Objective
 from rlplus.loss.objective import KL_ESTIMATORS, MISMATCH_MODES, RANGES
 from rlplus.loss.surrogates import EXTERNAL, INTERNAL
 
-_REFERENCE = r"^[\w./-]+:\w+$"  # module:name or file.py:name
+_REFERENCE = f"^{REFERENCE}$"
 
 
 def json_schema() -> dict[str, Any]:

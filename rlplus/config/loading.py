@@ -19,7 +19,7 @@ from rlplus.config.synonyms import synonym
 from rlplus.errors import hint
 from rlplus.loss.objective import Objective
 
-MAX_VALUES = 100_000  # in a configuration
+MAX_VALUES = 100_000  # values of a configuration at most
 _NAMED = 4  # problems of a recorded one in a message
 
 
@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except ValueError as error:  # what looks like a date or a number and is none
+        except ValueError as error:  # a text that looks like a date or a number and is none
             raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
 
 

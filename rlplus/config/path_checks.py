@@ -51,7 +51,7 @@ def check_trackers(config: Config) -> None:
     for name in TRACKERS:
         if getattr(config.log, name) is not None:
             spec = find_spec(name)
-            if spec is None or spec.origin is None:  # without: a folder, such as wandb's own in the current directory
+            if spec is None or spec.origin is None:  # no origin: a folder, such as wandb's own in the current directory
                 raise ValueError(f"log.{name} needs the package {name}: {install_command(name)}")
 
 

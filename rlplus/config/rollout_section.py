@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlplus.common.section import Count, PathText, Positive, Seconds, Section, Temperature
+from rlplus.common.section import Count, PathText, Positive, Reference, Seconds, Section, Temperature
 
 # vLLM's engine arguments that the trainer sets, or that it could not work with, each with the reason.
 OWNED: dict[str, str] = {
@@ -73,13 +73,13 @@ class RolloutConfig(Section):
     """A generation without a new token for longer hangs: an engine's process is then started again, as one that dies;
     in the other modes the run stops."""
     push_folder: PathText | None = None
-    """Where weights pass to an engine in another process; None = /dev/shm, or the temporary folder. Holds the whole
-    model. A server must see it under the same name."""
+    """Folder for weights on their way to an engine in another process; None = /dev/shm, or the temporary folder. Holds
+    the whole model. A server must see it under the same name."""
     server_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
     """Address of the server, such as http://localhost:8000."""
-    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
-    """A function, as "module:name", that makes the responses with the engine: tools, several turns, environments; see
-    rlplus.rollout.custom_engine. In evaluations, too."""
+    function: Reference | None = None
+    """A function, as "module:name" or "file.py:name", that makes the responses with the engine: tools, several turns,
+    environments; see rlplus.rollout.custom_engine. In evaluations, too."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

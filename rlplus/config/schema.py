@@ -27,7 +27,7 @@ class Config(Sections):
 
     @property
     def knows_behavior(self) -> bool:
-        """Whether the logprobs of demonstrated tokens under their author are known: of all of them, or of none."""
+        """Whether the logprobs of demonstrated tokens under their author are known, all or none."""
         return self.data.behavior_logprob is not None or self.algorithm.resolve().recipe.replays
 
     @property

@@ -12,12 +12,14 @@ from pydantic import Field, field_validator, model_validator
 
 from rlplus.common.section import (
     GREEDY,
+    REFERENCE,
     Count,
     Moderate,
     NonNegative,
     PathText,
     Pattern,
     Positive,
+    Reference,
     Seconds,
     Section,
     TemperatureOrGreedy,
@@ -42,7 +44,7 @@ class ScratchModel(Section):
     """Attention heads."""
     intermediate_size: Moderate = 192
     """Width inside the MLPs."""
-    initializer_range: Positive = 0.12  # at 64 wide, the usual 0.02 learns nothing within minutes
+    initializer_range: Positive = 0.12  # the usual 0.02 learns nothing within minutes at a width of 64
     """Standard deviation of the weights."""
     max_position_embeddings: Count = 4096
     """Longest sequence."""
@@ -105,7 +107,6 @@ class ModelConfig(Section):
         return self
 
 
-_FUNCTION = r"[\w.]+:\w+"
 MathKind = Literal["math_verify", "math_verify_strict", "oat"]
 RewardKind = Literal["exact_match", "choice", "code", MathKind]
 _KINDS = get_args(RewardKind)
@@ -118,10 +119,10 @@ class RewardConfig(Section):
     """A grader that comes with rlplus. exact_match: equal texts. math_verify: equal values. math_verify_strict: of
     these only a plain value in the last box, so that 3+4 is not 7. oat: the rules of oat's grader. choice: the letter
     of multiple choice. code: a program that passes tests, in a sandbox."""
-    function: Annotated[str, Field(pattern=f"^{_FUNCTION}$")] | list[str] | dict[str, float] | None = None
-    """A function of your own, as "module:name", called with the response's text and the answer, and by keyword with
-    each of data.columns that it has a parameter for. Also a list, or a mapping to weights, of functions and kinds: the
-    reward is the weighted sum."""
+    function: Reference | list[str] | dict[str, float] | None = None
+    """A function of your own, as "module:name" or "file.py:name", called with the response's text and the answer, and
+    by keyword with each of data.columns that it has a parameter for. Also a list, or a mapping to weights, of functions
+    and kinds: the reward is the weighted sum."""
     pattern: Pattern | None = None
     """Regular expression with one group; its last match in the text is what exact_match compares."""
     require_think: bool = False
@@ -142,7 +143,7 @@ class RewardConfig(Section):
 
     @property
     def names(self) -> list[str]:
-        """Names of all graders: kinds, and functions as "module:name"."""
+        """Names of all graders: kinds, and functions by reference."""
         named = self.kind or self.function or ""
         return [named] if isinstance(named, str) else list(named)
 
@@ -162,10 +163,12 @@ class RewardConfig(Section):
         if value is not None and not (
             isinstance(names, list | dict)
             and names
-            and all(isinstance(name, str) and (name in kinds or re.fullmatch(_FUNCTION, name)) for name in names)
+            and all(isinstance(name, str) and (name in kinds or re.fullmatch(REFERENCE, name)) for name in names)
             and all(type(weight) in (int, float) and isfinite(weight) for weight in weights)
         ):
-            wanted = 'want "module:name", a list of these and of kinds, or a mapping of these to weights'
+            wanted = (
+                'want "module:name" or "file.py:name", a list of these and of kinds, or a mapping of these to weights'
+            )
             raise ValueError(f"{wanted}; got {value!r}")
         return dict(zip(value, map(float, weights), strict=True)) if weights else value
 
@@ -258,7 +261,7 @@ class LogConfig(Section):
     """Samples kept to be read, and live trackers, which get the metrics beside metrics.jsonl and TensorBoard."""
 
     samples_every: NonNegative = 10
-    """Steps between two whose samples are kept in output_dir/samples, besides the first step's; 0 = none, nor those of
+    """Interval in steps at which samples are kept in output_dir/samples, besides the first step's; 0 = none, also of
     evaluations in the run. `rlplus eval` keeps its own in any case."""
     sample_groups: Count = 2
     """Number of groups of such a step that are kept."""
@@ -268,7 +271,7 @@ class LogConfig(Section):
     """Project of Trackio; needs `pip install -e ".[trackio]"`. It stays on disk unless TRACKIO_SPACE_ID is set."""
 
     def keeps_samples(self, step: int) -> bool:
-        """Whether those of a step are kept, counted from 1."""
+        """Whether a step's samples are kept; steps count from 1."""
         return self.samples_every > 0 and (step == 1 or step % self.samples_every == 0)
 
 

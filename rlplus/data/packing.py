@@ -177,8 +177,8 @@ def pack(
 ) -> list[MicroBatch]:
     """Pack samples, first-fit decreasing, into rows of at most `row_length` tokens, and rows into micro-batches.
 
-    token_weight: for each sample, the weights of its response tokens. A micro-batch has R rows of length L, that of its
-    longest row rounded up to a `multiple`, with R * L <= tokens_per_micro_batch, but at least one row. ValueError for a
+    token_weight: for each sample, the weights of its response tokens. A micro-batch has R rows of length L (the
+    longest row, rounded up to a `multiple`), R * L <= tokens_per_micro_batch, but at least one row. ValueError for a
     sample longer than a row, an empty prompt or response, or a wrong number of per-token values.
     """
     if row_length < 1 or tokens_per_micro_batch < 1:
@@ -304,6 +304,6 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 
 def _ranges(start: Tensor, length: Tensor) -> Tensor:
-    """start[0], start[0] + 1, ..., length[0] numbers; then those of start[1], and so on."""
+    """start[0], start[0] + 1, ..., length[0] numbers; then the same from start[1], and so on."""
     before = length.cumsum(0) - length
     return torch.arange(int(length.sum())) + (start - before).repeat_interleave(length)

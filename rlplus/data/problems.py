@@ -1,4 +1,4 @@
-"""The problems of an evaluation: those of its data, or of the benchmarks that it names."""
+"""The problems of an evaluation, from its data or from the benchmarks that it names."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -50,9 +50,9 @@ def load_problems(
 
 
 def read_problems(config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase) -> list[Problems]:
-    """All rows of `config.data`, or those of its benchmarks, which get the registry's names.
+    """All rows of `config.data`, or of its benchmarks, which get the registry's names.
 
-    Rows are as `data` describes them. Those of a benchmark may also be in its layout on the hub, in a file without
+    Rows are as `data` describes them. A benchmark's may also be in its layout on the hub, in a file without
     others. Refused as in `load_examples`, and if a file has no row of a benchmark or one of its rows would be dropped:
     without it, it would be another benchmark. Rows of other benchmarks are not read. ValueError as in `read_examples`.
     """
@@ -71,7 +71,6 @@ def _read(
     if not names:
         rows, report = read_examples(data, tokenizer, max_demonstration_length=1, section=section)
         return Problems(source, rows, report, report.refusal(data))
-    data = data.model_copy(update={"max_dropped_share": 0.0})
     found: dict[str, str] = {}  # benchmarks of all rows: the registry's name by the data's
 
     def wanted(benchmark: str) -> bool:
@@ -82,7 +81,7 @@ def _read(
     rows, report = read_examples(
         data, tokenizer, max_demonstration_length=1, layout=layout, wanted=wanted, section=section
     )
-    refusal = report.refusal(data)
+    refusal = report.refusal(data, whole=True)
     if missing := [name for name in names if name not in found.values()]:
         refusal = f"{', '.join(data.paths)}: want rows of {', '.join(missing)}; got {', '.join(found) or 'none'}"
     return Problems(source, [replace(e, benchmark=found[e.benchmark]) for e in rows], report, refusal)

@@ -10,7 +10,7 @@ from rlplus.config import DataConfig
 
 Prompt = str | list[dict[str, str]]
 
-# As eval_scripts/generate_vllm.py of github.com/ElliottYan/LUFFY has them, to the letter: simplerl's braces too.
+# Copies of eval_scripts/generate_vllm.py of github.com/ElliottYan/LUFFY, to the letter: simplerl's braces too.
 TEMPLATES = {
     "qwen": "<|im_start|>system\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
     "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n",
@@ -47,7 +47,7 @@ def make_prompt(config: DataConfig, where: str, value: Any) -> Prompt:
 
 
 def _question(where: str, value: Any) -> str:
-    """The text, or that of the only user message: a template replaces system messages."""
+    """The text, or the only user message's: a template replaces system messages."""
     if isinstance(value, str) and value.strip():
         return value
     users = [m for m in value if _is_message(m) and m["role"] != "system"] if isinstance(value, list) else []

@@ -24,7 +24,7 @@ def read_rows(paths: Sequence[str], columns: Sequence[str] | None, limit: int | 
     paths: files, or splits on the hub (rlplus.data.hub). columns: those to read from Parquet files; None = all.
     ValueError for a missing file, an unknown kind of file, a malformed line, and a column that a Parquet file lacks.
     """
-    check_data_files(paths, "data.path")  # before any is read: a run must not fail at its last file after minutes
+    check_data_files(paths, "data.path")  # must precede reading: a run must not fail at its last file after minutes
 
     def rows() -> Iterator[tuple[str, Row]]:
         for path in chain.from_iterable(map(local_files, paths)):

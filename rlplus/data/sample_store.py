@@ -1,6 +1,6 @@
 """Samples that a run keeps to be read: prompts, responses, and what is known of each token, as Parquet files.
 
-`output_dir/samples/` has step-<step>.parquet for the groups of a step. Of an evaluation after the step it has a file
+`output_dir/samples/` has step-<step>.parquet for the groups of a step. An evaluation after the step has a file
 per call of the engine: step-<step>-<benchmark>-<rank>-<the first problem's number>.parquet.
 """
 
@@ -28,7 +28,7 @@ _STEP = re.compile(r"step-(\d+)(-.*)?\.parquet")
 class KeptSample:
     """A prompt and a response; the lists have a value per token of the response. None: unknown.
 
-    step                the step of training; of an evaluation the last one done, None of a model outside of a run
+    step                the step of training; for an evaluation the last one done, None for a model outside of a run
     problem             the number of the row in the data, counted from 0
     benchmark           of an evaluation, else empty
     response            as it was graded
@@ -97,7 +97,7 @@ class KeptSample:
 
     @property
     def heading(self) -> str:
-        """Where it stands in the run, and its facts."""
+        """Its place in the run, and its facts."""
         place = [] if self.step is None else [f"step {self.step}"]
         place += [self.benchmark] if self.benchmark else []
         return ", ".join([*place, self.row, self.facts])
@@ -137,7 +137,7 @@ def write_kept(path: Path, samples: Iterable[KeptSample], facts: Mapping[str, st
     if not path.parent.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
     rows = (vars(sample) | {"detail": printable(sample.detail)} for sample in samples)  # may hold anything
-    options = {"compression": "zstd", "write_page_checksum": True}  # for other readers: ours checks the whole file
+    options = {"compression": "zstd", "write_page_checksum": True}  # ours checks the whole file
     with replacing(path, sealed=True) as file, pq.ParquetWriter(file, schema, **options) as writer:
         while some := list(islice(rows, _ROWS)):
             writer.write_table(pa.Table.from_pylist(some, schema))
@@ -168,7 +168,7 @@ def iter_kept(path: Path) -> Iterator[KeptSample]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[pq.ParquetFile]:
-    """The file, whose content is checked; ValueError for another or a damaged one. Those of 0.2.0 have no checksum."""
+    """The file, whose content is checked; ValueError for another or a damaged one. Files of 0.2.0 have no checksum."""
     try:
         content = path.read_bytes()
         sealed = is_sealed(content, path)

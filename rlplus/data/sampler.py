@@ -39,12 +39,12 @@ class PromptSampler:
         variants = self.variants[self._order[1][offset]]
         return variants[0] if len(variants) == 1 else Random(f"{self.seed}:{position}:variant").choice(variants)
 
-    def state_dict(self) -> dict[str, int]:
+    def state(self) -> dict[str, int]:
         return {"n": self.n, "seed": self.seed, "drawn": self.drawn}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def restore(self, state: dict[str, int]) -> None:
         """Continue from `state`; the batch size may differ. ValueError if it has another n or seed."""
-        here = self.state_dict()
+        here = self.state()
         if state.keys() != here.keys() or any(state[key] != here[key] for key in ("n", "seed")):
             raise ValueError(f"want the state of a sampler with n {self.n} and seed {self.seed}; got {state}")
         if state["drawn"] < 0:
@@ -53,9 +53,9 @@ class PromptSampler:
 
 
 def variants(examples: Sequence[Example], choice: str) -> list[list[int]]:
-    """For each row, which of the examples stand for it: those that have a demonstration, or one without.
+    """The examples that stand for each row: all with a demonstration, or one without.
 
-    choice: of several, "first", "shortest" (in tokens), "likeliest" (by the mean `behavior_logprob`): one of them;
+    choice: which of several: one, the "first", "shortest" (in tokens) or "likeliest" (by the mean `behavior_logprob`);
     "random": all. The examples of a row are next to each other.
     """
     scores: dict[str, Callable[[Example], float]] = {

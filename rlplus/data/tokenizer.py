@@ -12,7 +12,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 
-UTF8_BYTES = 4  # at most, per character
+UTF8_BYTES = 4  # bytes of a character at most
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -24,7 +24,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab={sign: byte for byte, sign in enumerate(_byte_signs())}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|pad|>", "<|endoftext|>"])  # in the order of their ids
+    tokenizer.add_special_tokens(["<|pad|>", "<|endoftext|>"])  # their order is the order of their ids
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<|pad|>",
@@ -43,12 +43,13 @@ def _byte_signs() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with a pad token (by default the end token) and `model.chat_template`.
+def load_tokenizer(model: ModelConfig, path: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer in `path`, by default the model's, with a pad token (else the end token) and `model.chat_template`.
 
-    ValueError if there is none at `model.path`, it has no end token, or the template cannot be read.
+    ValueError if there is none, it has no end token, or the template cannot be read.
     """
-    tokenizer = byte_tokenizer() if model.path is None else _read_tokenizer(model)
+    path = path or model.path
+    tokenizer = byte_tokenizer() if path is None else _read_tokenizer(path, model.trust_remote_code)
     if model.chat_template is not None:
         tokenizer.chat_template = read_chat_template(model.chat_template)
     return tokenizer
@@ -84,18 +85,16 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> li
     return texts
 
 
-def _read_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+def _read_tokenizer(path: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # foreign files can raise anything
         reason = " ".join(str(error).split()) or repr(error)
-        raise ValueError(
-            f"want a folder or a hub name with a tokenizer as model.path {model.path!r}: {reason}"
-        ) from error
+        raise ValueError(f"want a folder or a hub name with a tokenizer as model.path {path!r}: {reason}") from error
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_tokens):  # transformers' answer to missing files
-        raise ValueError(f"want a folder or a hub name with a tokenizer as model.path {model.path!r}: it has none")
+        raise ValueError(f"want a folder or a hub name with a tokenizer as model.path {path!r}: it has none")
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"want a tokenizer with an end token (eos_token); the one of {model.path!r} has none")
+        raise ValueError(f"want a tokenizer with an end token (eos_token); the one of {path!r} has none")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -1,4 +1,4 @@
-"""What samples and grades depend on. Kept samples made with other settings belong to another evaluation."""
+"""The settings that samples and grades depend on. Kept samples with other settings belong to another evaluation."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from rlplus.config.surroundings import MAY_CHANGE, surroundings
 from rlplus.data import Example
 from rlplus.evaluation.scorers import reward_of
 
-Asked = Mapping[str, str]  # settings by key; those of "model" and "data" are <place>@<hash>, and the place may change
+Asked = Mapping[str, str]  # settings by key; "model" and "data" have <place>@<hash>, and the place may change
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 _BLOCKS, _BLOCK = 16, 1 << 16  # hashed parts of a file of weights: number and bytes
@@ -34,7 +34,9 @@ def asked_of(config: Config, model: Path, benchmark: str, problems: Sequence[Exa
         exclude_defaults=True,
     )
     settings.get("evaluation", {}).get("data", {}).pop("path", None)
-    settings["reward"] = reward_of(config, benchmark).model_dump(exclude_defaults=True, exclude={"workers"})
+    settings["reward"] = reward_of(config.reward, config.evaluation, benchmark).model_dump(
+        exclude_defaults=True, exclude={"workers"}
+    )
     settings["data"] = {"response_prefix": config.data.response_prefix}
     rows = [(e.index, e.prompt, e.answer, e.rows, dict(e.columns)) for e in problems]
     return {

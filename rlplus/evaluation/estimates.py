@@ -13,9 +13,9 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.uint32]
 
 _REPLICATES = 2000
-_TAIL = 0.025  # at either end of a 95% interval
+_TAIL = 0.025  # probability at either end of a 95% interval
 _INDICES_AT_ONCE = 1 << 22  # bootstrap indices held at a time (16 MB)
-_WEIGHTS_KEPT = 1 << 22  # at most so many weights of resampled problems are kept for further means (32 MB)
+_WEIGHTS_KEPT = 1 << 22  # weights of resampled problems kept at most, for further means (32 MB)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -47,7 +47,7 @@ def bootstrap(seeds: Sequence[Array], least: float = 0.0, *, same_problems: bool
 
     Percentiles over resampled seeds and, within each, resampled problems; with same_problems, where every seed has the
     same ones in the same order, these are resampled once for all seeds. A few seeds, resampled, vary less than seeds
-    do: the interval includes that of Student's t over the seeds' means.
+    do: the interval includes Student's t interval over the seeds' means.
 
     Where all problems are solved, or none is (or no difference is seen), resampling shows no spread. The interval is
     then exact (Clopper and Pearson 1934): n of n problems are like these, so at least a share of 0.025^(1/n) of all
@@ -74,7 +74,7 @@ def _student(freedom: int) -> float:
     """The 97.5% quantile of Student's t, which is sqrt(freedom) tan(x) with x of a density ~ cos(x)^(freedom - 1)."""
     angle = np.linspace(0, math.pi / 2, 100_001)
     density = np.cos(angle) ** (freedom - 1)
-    mass = np.cumsum(density[1:] + density[:-1])  # by trapezoids
+    mass = np.cumsum(density[1:] + density[:-1])  # trapezoids
     after = np.searchsorted(mass, (1 - 2 * _TAIL) * mass[-1])
     return math.sqrt(freedom) * math.tan(angle[after + 1].item())
 
@@ -128,5 +128,5 @@ def _shares(size: int, generator: np.random.RandomState) -> Array:
 
 
 def _draw(size: int, shape: tuple[int, int], generator: np.random.RandomState) -> Indices:
-    """Integers below `size`: those of torch.randint with torch's generator of the same seed, which is MT19937 too."""
+    """Integers below `size`, as torch.randint draws them with the same seed: torch's generator is MT19937, too."""
     return generator.randint(0, 1 << 32, shape, dtype=np.uint32) % np.uint32(size)

@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 
 
 class Graded(NamedTuple):
-    """The numbers of a sample that count. reward: NaN where the grader failed. tokens: of the response and its end."""
+    """The numbers of a sample that count. reward: NaN where the grader failed. tokens: the response's and its end."""
 
     reward: float
     status: str
@@ -76,7 +76,7 @@ class KeptCalls:
 
     @property
     def _names(self) -> str:
-        """Those of the benchmark's files, as a regular expression: another's may begin like this one's."""
+        """The benchmark's file names as a regular expression: another's may begin like this one's."""
         return rf"{re.escape(self.start.name)}-\d+-\d+\.parquet"
 
     def _files(self) -> list[Path]:

@@ -29,7 +29,7 @@ class Evaluation:
     A sample on which the grader failed is in `statuses` only, unless reward.on_failure is "zero". `k`: the values asked
     for, at most the samples that were drawn of each problem. `mean_response_length` in tokens, the end token included.
     `truncated_share`: samples that met `max_tokens` without an end. `statuses`: number of scores by status (see
-    rlplus.reward.Score). `mean_reward`: of all graded samples; None where there is none, or of older files. `grader`:
+    rlplus.reward.Score). `mean_reward`: over all graded samples; None where there is none, or in older files. `grader`:
     names of the reward's graders. `model`: see `model_identity`; empty where unknown, as in older files. `asked`: what
     determined the samples, see rlplus.evaluation.asked; empty likewise. `seconds`: wall-clock time of sampling and
     grading.
@@ -77,7 +77,7 @@ class Evaluation:
         return np.array([pass_at_k(max(n, k), c, k) for n, c in counts])
 
     def among(self, problems: Collection[int]) -> Self:
-        """The evaluation of these problems only; lengths and statuses stay those of all."""
+        """The evaluation of these problems only; lengths and statuses stay as for all problems."""
         rows = zip(self.problems, self.n, self.correct, strict=True)
         chosen, n, correct = zip(*(row for row in rows if row[0] in problems), strict=True)
         return replace(self, problems=chosen, n=n, correct=correct)
@@ -161,13 +161,13 @@ def pooled_pass_at(evaluations: Sequence[Evaluation], k: int, *, same_problems: 
 def paired_difference(
     first: Sequence[Evaluation], second: Sequence[Evaluation], k: int, *, same_problems: bool = False
 ) -> Estimate:
-    """pass@k of `second` minus that of `first`, seed by seed on the same problems; interval as in `pooled_pass_at`."""
+    """pass@k of `second` minus `first`'s, seed by seed on the same problems; interval as in `pooled_pass_at`."""
     differences = [other.values(k) - one.values(k) for one, other in _pairs(first, second)]
     return bootstrap(differences, least=-1.0, same_problems=same_problems)
 
 
 def seeds_below(first: Sequence[Evaluation], second: Sequence[Evaluation], k: int) -> int:
-    """Number of seeds on which the mean pass@k of `second` is below that of `first`, on the same problems."""
+    """Number of seeds on which the mean pass@k of `second` is below `first`'s, on the same problems."""
 
     def total(one: Evaluation) -> float:
         return math.fsum(one.values(k).tolist())  # exact: ties in another order are ties
@@ -196,13 +196,9 @@ def save_results(folder: Path, results: Mapping[str, Evaluation]) -> list[Path]:
 
 
 def load_results(folder: Path, damaged: list[str] | None = None) -> dict[str, Evaluation]:
-    """The results in a folder, by benchmark. ValueError for a damaged file, or its message is added to `damaged`.
-
-    evaluation.json, the name of a single benchmark's result in 0.1.0, counts only where there is no newer file.
-    """
-    paths = sorted(folder.glob(f"{RESULTS}-*.json")) or sorted(folder.glob(f"{RESULTS}.json"))
+    """The results in a folder, by benchmark. ValueError for a damaged file, or its message is added to `damaged`."""
     results = {}
-    for path in paths:
+    for path in sorted(folder.glob(f"{RESULTS}-*.json")):
         try:
             result = Evaluation.load(path)
         except ValueError as error:

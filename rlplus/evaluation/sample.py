@@ -17,19 +17,19 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlplus.common import agree
-from rlplus.config import Config, check_evaluation_files
+from rlplus.config import Config, EvaluationConfig, check_evaluation_files
 from rlplus.data import SAMPLES, Example, load_problems, load_tokenizer, response_text
 from rlplus.evaluation.asked import Asked, asked_of
 from rlplus.evaluation.output_folder import check_folder, held, others_in
 from rlplus.evaluation.partial_samples import Answer, Call, Graded, KeptCalls, added
 from rlplus.evaluation.results import RESULTS, Evaluation, file_part, join
 from rlplus.evaluation.scorers import Scorers, reward_of
-from rlplus.learner import check_positions, prepare_model
+from rlplus.learner import check_positions, existing_model
 from rlplus.reward import Score, Scorer
 from rlplus.rollout import Completion, Request, Respond, RolloutEngine, Sampling, make_engine, make_respond, respond
 
 _COMPLETIONS_A_CALL = 4096  # bounds what is held as Python lists at a time
-_TOKENS_A_CALL = 1 << 23  # at most, and so what a killed evaluation loses: 1024 responses of 8192 tokens
+_TOKENS_A_CALL = 1 << 23  # a killed evaluation loses at most these: 1024 responses of 8192 tokens
 
 Keep = Callable[[str], KeptCalls]  # where to keep the samples of a benchmark, given its name
 
@@ -56,7 +56,7 @@ def evaluate(
 
     `examples` are `distinct`; `decode` gives the text to grade, without special tokens. respond: what asks the
     engine, and may give rewards. progress: called with the number of problems that are done, again and again. kept:
-    stores samples as they come, and provides those of an interrupted evaluation. ValueError without problems, or if a k
+    stores samples as they come, and provides an interrupted evaluation's. ValueError without problems, or if a k
     is not in 1..samples. Each call of the engine has a seed of its own: equal prompts never get equal samples.
     """
     if not examples:
@@ -199,21 +199,20 @@ def _evaluate_model(
     say: Callable[[str], None],
     chat_expected: bool,
 ) -> dict[str, Evaluation]:
-    """As `evaluate_model`, of which no other one writes into `output`."""
+    """`evaluate_model` while no other evaluation writes into `output`."""
     path = Path(config.output_dir) / "model" if model is None else Path(model)
-    settings = config.model.model_copy(update={"path": str(path), "scratch": None})
     rank, ranks = _rank_of()
-    tokenizer = load_tokenizer(settings)
+    tokenizer = load_tokenizer(config.model, str(path))
     problems = load_problems(config.evaluation, tokenizer, chat_expected=chat_expected and rank == 0)
-    benchmarks = _by_benchmark(config, problems)
+    benchmarks = _by_benchmark(config.evaluation, problems)
     asked = {name: asked_of(config, path, name, examples, ranks) for name, examples in benchmarks.items()}
     keep = None if output is None else _keep_in(output, asked, tokenizer, len(problems), overwrite, say, rank, ranks)
-    _, model_config = prepare_model(settings, path, config.train.seed)
+    model_config = existing_model(config.model, str(path))
     check_positions(config, model_config, trains=False)
     own = sum(len(examples[rank::ranks]) for examples in benchmarks.values())
     progress(0, own)
     respond = make_respond(config.rollout.function, tokenizer, model_config.vocab_size)
-    with TemporaryDirectory() as folder, Scorers(config) as scorers:
+    with TemporaryDirectory() as folder, Scorers(config, config.evaluation) as scorers:
         model_config.save_pretrained(folder)
         # Nothing trains beside it, so it is always in this process and awake.
         alone = {"mode": "colocated", "server_url": None, "sleep": False}
@@ -232,6 +231,7 @@ def _evaluate_model(
             decode = partial(response_text, tokenizer, prefix=config.data.response_prefix)
             results = evaluate_benchmarks(
                 config,
+                config.evaluation,
                 lambda ask: ask(engine),
                 problems,
                 scorers,
@@ -255,7 +255,7 @@ def _keep_in(
     rank: int,
     ranks: int,
 ) -> Keep:
-    """Where to keep samples, without damaged files and, with `overwrite`, those of other evaluations. Collective.
+    """The place to keep samples, without damaged files and, with `overwrite`, other evaluations'. Collective.
 
     ValueError if there are any of others, without `overwrite`.
     """
@@ -275,10 +275,10 @@ def _keep_in(
     return kept.__getitem__
 
 
-def _by_benchmark(config: Config, problems: Sequence[Example]) -> dict[str, list[Example]]:
+def _by_benchmark(section: EvaluationConfig, problems: Sequence[Example]) -> dict[str, list[Example]]:
     """Without a column that names it, the files' names together are one."""
-    assert config.evaluation.data is not None
-    files = "+".join(Path(path).stem for path in config.evaluation.data.paths)
+    assert section.data is not None
+    files = "+".join(Path(path).stem for path in section.data.paths)
     benchmarks: dict[str, list[Example]] = {}
     for problem in problems:
         benchmarks.setdefault(problem.benchmark or files, []).append(problem)
@@ -287,6 +287,7 @@ def _by_benchmark(config: Config, problems: Sequence[Example]) -> dict[str, list
 
 def evaluate_benchmarks(
     config: Config,
+    section: EvaluationConfig,
     ask: Callable[[Callable[[RolloutEngine], Evaluation | None]], Evaluation | None],
     problems: Sequence[Example],
     scorers: Scorers,
@@ -295,22 +296,22 @@ def evaluate_benchmarks(
     keep: Keep | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Evaluation]:
-    """`evaluate` by benchmark, with the settings of `evaluation`. Collective: each rank has a share of the problems.
+    """`evaluate` by benchmark. Collective: each rank has a share of the problems.
 
-    ask: calls a function with the engine and returns its answer.
+    section: `evaluation` or `validation`. ask: calls a function with the engine and returns its answer.
     """
-    settings, (rank, ranks) = config.evaluation, _rank_of()
+    rank, ranks = _rank_of()
     results, before = {}, 0
-    for name, examples in _by_benchmark(config, problems).items():
+    for name, examples in _by_benchmark(section, problems).items():
         own = examples[rank::ranks]
         question = partial(
             _sampled,
             scorers=scorers,
             examples=own,
             decode=decode,
-            samples=settings.samples,
-            k=settings.k,
-            temperature=settings.temperature,
+            samples=section.samples,
+            k=section.k,
+            temperature=section.temperature,
             max_tokens=config.rollout.max_response_length,
             seed=config.train.seed + rank * len(examples),  # equal prompts on two ranks must not get equal samples
             name=name,
@@ -323,7 +324,8 @@ def evaluate_benchmarks(
         shares = agree.gathered(share) if ranks > 1 else [share]
         whole = join([share for share in shares if share is not None], seed=config.train.seed)
         note = scorers.of(name).note if own else ""
-        results[name] = replace(whole, grader=reward_of(config, name).description + (f" ({note})" if note else ""))
+        grader = reward_of(config.reward, section, name).description
+        results[name] = replace(whole, grader=grader + (f" ({note})" if note else ""))
     return results
 
 

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Self
 
-from rlplus.config import BENCHMARKS, Config, RewardConfig
+from rlplus.config import BENCHMARKS, Config, EvaluationConfig, RewardConfig
 from rlplus.reward import Scorer
 
 
 class Scorers:
     """The scorers of an evaluation's benchmarks, started at first use. A context manager."""
 
-    def __init__(self, config: Config, run: Scorer | None = None) -> None:
-        """run: the scorer of the run's own reward, which is reused and stays open."""
-        self._config = config
+    def __init__(self, config: Config, section: EvaluationConfig, run: Scorer | None = None) -> None:
+        """section: `evaluation` or `validation`. run: the scorer of the run's own reward, reused and left open."""
+        self._reward, self._section = config.reward, section
         self._stack = ExitStack()
         self._made = {} if run is None else {_key(config.reward, config.data.columns): run}
 
@@ -24,9 +24,8 @@ class Scorers:
         self._stack.close()
 
     def of(self, benchmark: str) -> Scorer:
-        assert self._config.evaluation.data is not None
-        reward = reward_of(self._config, benchmark)
-        columns = self._config.evaluation.data.columns
+        assert self._section.data is not None
+        reward, columns = reward_of(self._reward, self._section, benchmark), self._section.data.columns
         if (key := _key(reward, columns)) not in self._made:
             self._made[key] = self._stack.enter_context(Scorer(reward, columns))
         return self._made[key]
@@ -36,10 +35,10 @@ def _key(reward: RewardConfig, columns: Sequence[str]) -> tuple[str, ...]:
     return reward.model_dump_json(), *columns
 
 
-def reward_of(config: Config, benchmark: str) -> RewardConfig:
-    """The benchmark's own grader if the configuration names the benchmark, else the run's reward."""
-    if benchmark not in config.evaluation.benchmarks:
-        return config.reward
+def reward_of(reward: RewardConfig, section: EvaluationConfig, benchmark: str) -> RewardConfig:
+    """The benchmark's own grader if the section names the benchmark, else the run's reward."""
+    if benchmark not in section.benchmarks:
+        return reward
     entry = BENCHMARKS[benchmark]
-    kind = config.evaluation.math_grader if entry.mathematical else entry.grader
-    return config.reward.model_copy(update={"kind": kind, "function": None, "pattern": None})
+    kind = section.math_grader if entry.mathematical else entry.grader
+    return reward.model_copy(update={"kind": kind, "function": None, "pattern": None})

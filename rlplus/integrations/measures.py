@@ -17,7 +17,7 @@ SCRATCH = 2**27  # bytes of logits at a time
 
 @torch.no_grad()
 def measure(names: tuple[str, ...], head: Head) -> list[Tensor]:
-    """Those of `MEASURES` by name, each (N,), without gradients: one more product with the head's weight.
+    """The `MEASURES` of these names, each (N,), without gradients: one more product with the head's weight.
 
     is_top1: whether the target is the likeliest token; mean_logits: the mean of the logits z over the vocabulary;
     log_sum_sq_probs: log of the sum of the squared probabilities.

@@ -6,7 +6,7 @@
     kwargs = {objective = "rlplus"}
 
 prime-rl's trainer then imports this module, which also replaces `forward` of its fused heads, `FusedOutputLinear` and
-that of Gemma, by the fused operation: `model.fused_lm_head_token_chunk_size` must be a number, as it is by default.
+Gemma's, by the fused operation: `model.fused_lm_head_token_chunk_size` must be a number, as it is by default.
 """
 
 from dataclasses import replace
@@ -48,7 +48,7 @@ def loss(inputs: LossInputs, objective: str = "rlplus", **changes: Any) -> LossO
     entropy bonus are left out: prime-rl ships neither reference logprobs to this loss nor entropies.
 
     A token whose loss weight (`rl_weights` of prime-rl's samples) is negative is a demonstration's, and the weight's
-    size is its weight. Its inference_logprobs are those of the policy, as a prefill computes them.
+    size is its weight. Its inference_logprobs are the policy's, as a prefill computes them.
     """
     preset = Objective.preset(objective)
     chosen = replace(preset, **{"kl_coef": 0.0, "entropy_coef": 0.0, **changes})

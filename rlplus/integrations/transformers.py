@@ -36,8 +36,8 @@ class FusedOutput(ModelOutput):
     """The output of a fused model that was called with `targets` (B, T).
 
     logprob, entropy (B, T): in nats, fp32 (fp64 for fp64 models), 0 where there is no target. They are differentiable
-    without `policy`; with it only loss (0-d) is, and stats are those of `rlplus.linear_policy_loss`. The other fields
-    are those of the class's own output, but for measured: more numbers of each position, (B, T), for other trainers.
+    without `policy`; with it only loss (0-d) is, and stats come from `rlplus.linear_policy_loss`. The other fields
+    are the class's own output, but for measured: more numbers of each position, (B, T), for other trainers.
     """
 
     loss: Tensor | None = None
@@ -75,8 +75,8 @@ def fuse_head(
       policy    arguments of `rlplus.linear_policy_loss` by name: objective, advantage, token_weight and so on. Those
                 per token are (B, T), advantage also one per sequence; token_weight is 0 where there is no target
 
-    temperature, max_scratch_mb, backend: of every call, see `linear_policy_loss`; a second `fuse_head` replaces them.
-    dtype: of the product with the head's weight; None is autocast's, or without it that of the hidden states.
+    temperature, max_scratch_mb, backend: for every call, see `linear_policy_loss`; a second `fuse_head` replaces them.
+    dtype: the product with the head's weight has it; None is autocast's, or without it the hidden states'.
     Scale, softcap and bias are read as `rlplus.head_of` does, and what it refuses is a ValueError here. `unfuse_head`
     undoes this.
     """
@@ -145,7 +145,7 @@ class _Fusion:
 
     @property
     def __signature__(self) -> Signature:
-        """By which `generate` and Trainer go."""
+        """The signature by which `generate` and Trainer go."""
         own = signature(type(self.lm).forward)
         more = [Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in ("targets", "policy")]
         parameters = sorted([*list(own.parameters.values())[1:], *more], key=lambda p: p.kind)
@@ -193,7 +193,7 @@ class _Fusion:
 
 
 def _check_hooks(lm: Any, head: nn.Linear) -> None:
-    """ValueError for a hook that is waiting for logits; those of libraries that shard weights take any output."""
+    """ValueError for a hook that is waiting for logits; libraries' hooks that shard weights take any output."""
     for module in {lm.get_output_embeddings(), head}:
         for hook in module._forward_hooks.values():
             home = getattr(getattr(hook, "func", hook), "__module__", None) or type(hook).__module__

@@ -113,7 +113,7 @@ def add_fused_lm_head(
 ) -> None:
     """TRL's function of this name: `model(..., labels=labels, fused_lm_head=True)` returns a FusedCausalLMOutput.
 
-    With `policy`, arguments of `rlplus.linear_policy_loss` whose tensors (B, C) are those of the last C labels, its
+    With `policy`, arguments of `rlplus.linear_policy_loss` whose tensors (B, C) belong to the last C labels, its
     loss is the policy loss, and it has stats. ValueError for other outputs than TRL's.
     """
     if not set(outputs) <= {"log_probs", "entropy", *MEASURES}:
@@ -299,7 +299,7 @@ class RLPlusGRPOTrainer(GRPOTrainer):
     def _with_objective(
         self, model: Any, batch: Batch, objective: Objective, accumulated: int
     ) -> tuple[Tensor, Tensor | None]:
-        """The loss without that of experts, and the latter. Adds the metrics."""
+        """The loss without the experts' loss, and the latter. Adds the metrics."""
         inputs, sequences = batch.inputs, self.importance_sampling_level == "sequence"
         first = sequences or self.top_entropy_quantile < 1.0 or self.off_policy_mask_threshold is not None
         outputs: list[Any] = []
@@ -364,7 +364,7 @@ class RLPlusGRPOTrainer(GRPOTrainer):
     def _record(
         self, shares: Mapping[str, Any], stats: dict[str, Tensor], entropy_coef: float, accumulated: int
     ) -> None:
-        """Add GRPOTrainer's metrics, and those of demonstrations."""
+        """Add GRPOTrainer's metrics, and metrics of demonstrations."""
         mode, gather = "train" if self.model.training else "eval", self.accelerator.gather
         found = self._metrics[mode]
         pairs = torch.stack([torch.stack([(x * on).sum(), on.sum().float()]) for x, on in shares.values()])

@@ -64,7 +64,7 @@ def two_step_loss(
     tokens = constants(batch, objective, accumulated)
     if not sequences:
         return policy_loss(logprob, entropy=entropy, objective=objective, **tokens)
-    # The sampled tokens' surrogates are those of sequences, whose logprob is the mean of their tokens'. The weight of
+    # A sampled token has its sequence's surrogate; a sequence's logprob is the mean of its tokens'. The weight of
     # their KL is the sequence's ratio, too, as in TRL.
     if batch.advantage.shape[1] != 1:
         raise ValueError(

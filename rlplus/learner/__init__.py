@@ -11,18 +11,21 @@ if TYPE_CHECKING:
     from rlplus.learner.batch import by_sample, forward_batches, has_gradient, make_micro_batches, mean_batches
     from rlplus.learner.dropout import say_dropout
     from rlplus.learner.learner import Learner
+    from rlplus.learner.learning_rate import Optimization
     from rlplus.learner.policy import Policy
-    from rlplus.learner.pretrained import check_positions, prepare_model, weights_fingerprint
+    from rlplus.learner.pretrained import check_positions, existing_model, prepare_model, weights_fingerprint
     from rlplus.learner.prime_model import ProcessModel
     from rlplus.learner.value_model import ValueModel
 
 __all__ = [
     "Learner",
+    "Optimization",
     "Policy",
     "ProcessModel",
     "ValueModel",
     "by_sample",
     "check_positions",
+    "existing_model",
     "forward_batches",
     "has_gradient",
     "make_micro_batches",
@@ -38,8 +41,9 @@ __getattr__, __dir__ = lazy_names(
         "batch": ("by_sample", "forward_batches", "has_gradient", "make_micro_batches", "mean_batches"),
         "dropout": ("say_dropout",),
         "learner": ("Learner",),
+        "learning_rate": ("Optimization",),
         "policy": ("Policy",),
-        "pretrained": ("check_positions", "prepare_model", "weights_fingerprint"),
+        "pretrained": ("check_positions", "existing_model", "prepare_model", "weights_fingerprint"),
         "prime_model": ("ProcessModel",),
         "value_model": ("ValueModel",),
     },

@@ -1,4 +1,4 @@
-"""From samples to micro-batches: the weight of each token, and which rank trains on which sample."""
+"""Samples to micro-batches: the weight of each token, and which rank trains on which sample."""
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -23,8 +23,8 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """Weigh, rebalance and pack the samples of one update; all ranks get the same number of micro-batches.
 
-    The denominators are those of the whole batch. Samples are distributed over the ranks by length, whichever rank
-    generated them. Those without a gradient (with KL and entropy off, those of zero advantage and external ones without
+    The denominators span the whole batch. Samples are distributed over the ranks by length, whichever rank
+    generated them. Samples without a gradient (with KL and entropy off: zero advantage, or external without
     a loss) come first, in micro-batches that are `forward_only`: that saves their backward passes and changes no
     number. With sequence parallelism a rank gets its shard of each micro-batch of its group.
     """

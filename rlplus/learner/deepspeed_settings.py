@@ -9,8 +9,11 @@ from rlplus.config import Config, merged
 IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
 
 
-def deepspeed_config(config: Config, parameters: int) -> dict[str, Any]:
-    """DeepSpeed's configuration for a model with that many parameters; `train.deepspeed` is merged in last."""
+def deepspeed_config(config: Config, parameters: int, grad_clip: float | None = None) -> dict[str, Any]:
+    """DeepSpeed's configuration for a model with that many parameters; `train.deepspeed` is merged in last.
+
+    grad_clip: the model's own, in place of both.
+    """
     train = config.train
     offload = {
         name: {"device": "cpu", "pin_memory": torch.cuda.is_available()}
@@ -28,9 +31,9 @@ def deepspeed_config(config: Config, parameters: int) -> dict[str, Any]:
             "allgather_bucket_size": bucket,
             **offload,
         },
-        "zero_force_ds_cpu_optimizer": False,  # without a GPU torch's AdamW is used with offloading, too
+        "zero_force_ds_cpu_optimizer": False,  # torch's AdamW without a GPU, with offloading, too
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": config.model.dtype == "bfloat16", "check_grad_overflow": True},
         **IN_FP32,
     }
-    return merged(base, train.deepspeed)
+    return merged(base, train.deepspeed) | ({} if grad_clip is None else {"gradient_clipping": grad_clip})

@@ -11,13 +11,13 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 NAMES = ("dropout", "pdrop", "layerdrop", "drop_path", "jitter_noise")
-"""In fields of configurations, with a probability or, of routers' noise, a width."""
+"""Parts of configurations' fields that hold a probability or, for routers' noise, a width."""
 
 logger = logging.getLogger(__name__)
 
 
 def dropout_fields(config: PretrainedConfig) -> Iterator[tuple[PretrainedConfig, str, float]]:
-    """(configuration, field, value) of what is random in training only: of this one, then of those inside it."""
+    """(configuration, field, value) of randomness in training only: this configuration's, then those inside it."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PretrainedConfig):
             yield from dropout_fields(value)
@@ -34,7 +34,7 @@ def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def turn_off_dropout(lm: PreTrainedModel) -> None:
-    """That of modules whose probability is not from the configuration."""
+    """Turn off modules whose probability is not from the configuration."""
     for module in lm.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0

@@ -20,7 +20,7 @@ from rlplus.data import MicroBatch
 from rlplus.learner.adapters import add_adapters
 from rlplus.learner.deepspeed_settings import deepspeed_config
 from rlplus.learner.gradients import in_fp32, take_fp32_gradients, without_bf16_optimizer
-from rlplus.learner.learning_rate import learning_rate
+from rlplus.learner.learning_rate import Optimization, learning_rate
 from rlplus.learner.packed_model import PackedModel
 from rlplus.learner.pretrained import in_shards, load_model, restore_buffers
 from rlplus.learner.sequence import SequenceGroup, check_attention
@@ -30,10 +30,13 @@ class Learner:
     """A trainable model under DeepSpeed, or this rank's shard of it.
 
     `model_path` is a Hugging Face folder or hub name, `model_config` its configuration with the run's changes.
+    own: the optimizer's settings of a model beside the policy.
     """
 
-    def __init__(self, config: Config, model_path: str, model_config: PretrainedConfig) -> None:
-        self.config, self.model_config = config, model_config
+    def __init__(
+        self, config: Config, model_path: str, model_config: PretrainedConfig, own: Optimization | None = None
+    ) -> None:
+        self.config, self.model_config, self._own = config, model_config, own
         self._skipped_norms: list[float] = []  # the last update's, if it was skipped for its norm
         self.device = this_device()
         train = config.train
@@ -52,11 +55,13 @@ class Learner:
             _compile_layers(lm)
         model = PackedModel(lm, self.group).train()
         parameters = [p for p in model.parameters() if p.requires_grad]
-        self._optimizer = _adamw(train, parameters)
+        self._optimizer = _adamw(train, parameters, own)
         count = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
         with without_bf16_optimizer():
             self.engine, *_ = deepspeed.initialize(
-                model=model, optimizer=self._optimizer, config=deepspeed_config(config, count)
+                model=model,
+                optimizer=self._optimizer,
+                config=deepspeed_config(config, count, None if own is None else own.grad_clip),
             )
         self.gradients_in_fp32 = in_fp32(self.engine)
         if self.gradients_in_fp32:
@@ -137,7 +142,7 @@ class Learner:
     def lr(self) -> float:
         """The learning rate of the next update, a function of the number of updates made, which is in checkpoints."""
         made = self.engine.global_steps - self.engine.skipped_steps
-        return learning_rate(self.config.train, made, self.config.train.updates)
+        return learning_rate(self._own or self.config.train, made, self.config.train.updates)
 
     @property
     def grad_norm(self) -> float | None:
@@ -196,16 +201,16 @@ def _first_nonfinite(lm: nn.Module, device: torch.device) -> str:
     return names[first - 1] if first < len(finite) else ""
 
 
-def _adamw(config: TrainConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def _adamw(config: TrainConfig, parameters: list[nn.Parameter], own: Optimization | None) -> torch.optim.Optimizer:
     """torch's AdamW, or DeepSpeed's, compiled on first use, if its state is offloaded from a GPU."""
     kind: Any = torch.optim.AdamW
     if config.offload_optimizer == "cpu" and torch.cuda.is_available():
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         kind = DeepSpeedCPUAdam
-    optimizer: torch.optim.Optimizer = kind(
-        parameters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-    )
+    decay = config.weight_decay if own is None or own.weight_decay is None else own.weight_decay
+    lr = (own or config).lr  # each step sets its own
+    optimizer: torch.optim.Optimizer = kind(parameters, lr=lr, betas=config.betas, weight_decay=decay)
     return optimizer
 
 

@@ -1,11 +1,30 @@
-"""The learning rate of each update."""
+"""The optimizer's settings of a model beside the policy, and the learning rate of each update."""
 
+from dataclasses import dataclass
 from math import ceil, cos, pi
+from typing import Literal
 
 from rlplus.config import TrainConfig
 
 
-def learning_rate(train: TrainConfig, made: int, updates: int) -> float:
+@dataclass(frozen=True)
+class Optimization:
+    """The optimizer of a model that a recipe trains beside the policy; the policy's settings are those of `train`.
+
+    The learning rate is constant after the warm-up: the policy's schedule would not fit the model's number of updates.
+    weight_decay, grad_clip: None for those of `train`.
+    """
+
+    lr: float
+    warmup_steps: int
+    weight_decay: float | None = None
+    grad_clip: float | None = None
+    warmup_ratio: None = None
+    lr_schedule: Literal["constant"] = "constant"
+    lr_min_ratio: float = 0.0
+
+
+def learning_rate(train: TrainConfig | Optimization, made: int, updates: int) -> float:
     """The learning rate of the update that follows `made` others, in a run of `updates` updates.
 
     In the w updates of the warm-up: lr (made + 1) / w. Afterwards, with x = (made - w) / (updates - w), at most 1, the

@@ -18,6 +18,7 @@ from rlplus.learner.adapters import merged_weights, without_adapters
 from rlplus.learner.dropout import dropout_of
 from rlplus.learner.gradients import with_head_gradient
 from rlplus.learner.learner import Learner, this_device
+from rlplus.learner.learning_rate import Optimization
 from rlplus.learner.packed_model import PackedModel
 from rlplus.learner.pretrained import load_model, write_model
 from rlplus.learner.sequence import probe_batch
@@ -28,16 +29,24 @@ from rlplus.loss.backends.selection import Choice, choose
 class Policy(Learner):
     """A language model that is trained with a policy loss, and provides weights for the rollout engine and for export.
 
-    reference: whether `logprob` is also needed under the initial model.
+    reference: whether `logprob` is also needed under the initial model. temperature: None for the one of sampling.
     """
 
     def __init__(
-        self, config: Config, model_path: str, model_config: PretrainedConfig, *, reference: bool = False
+        self,
+        config: Config,
+        model_path: str,
+        model_config: PretrainedConfig,
+        own: Optimization | None = None,
+        *,
+        reference: bool = False,
+        temperature: float | None = None,
     ) -> None:
         head = (config.train.backend, this_device(), getattr(torch, config.model.dtype))
         choose(*head)  # a GPU's self-check needs memory, which the model is about to take
         self.backend: str = config.train.backend
-        super().__init__(config, model_path, model_config)
+        self.temperature = config.rollout.temperature if temperature is None else temperature
+        super().__init__(config, model_path, model_config, own)
         self.backend, self.why_backend = agreed_backend(*head)
         self.check_attention()
         self.reference: PackedModel | None = None
@@ -46,7 +55,7 @@ class Policy(Learner):
             self.reference = PackedModel(lm, self.group).to(self.device).eval().requires_grad_(False)
 
     def nonfinite(self) -> str:
-        """Where there is NaN or infinity: the first such parameter, else a batch's logprobs; empty if all is finite.
+        """The place of NaN or infinity: the first such parameter, else a batch's logprobs; empty if all is finite.
 
         Collective. A pass over this rank's weights and one forward pass of two short sequences.
         """
@@ -58,7 +67,7 @@ class Policy(Learner):
 
     @torch.no_grad()
     def logprob(self, batch: MicroBatch, *, reference: bool = False) -> Tensor:
-        """log p (N,) of the batch's targets at the sampling temperature, under the policy or the frozen reference."""
+        """log p (N,) of the batch's targets at the temperature, under the policy or the frozen reference."""
         if not reference:
             return self.statistics(batch)[0]
         op = partial(linear_logprob, target=batch.target, **self._head_options())
@@ -73,7 +82,7 @@ class Policy(Learner):
 
     @torch.no_grad()
     def statistics(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """log p (N,) of the batch's targets and the entropy (N,), at the sampling temperature."""
+        """log p (N,) of the batch's targets and the entropy (N,), at the temperature."""
         logprob, entropy = self.engine(batch, partial(linear_logprob, target=batch.target, **self._head_options()))
         return logprob, entropy
 
@@ -130,10 +139,9 @@ class Policy(Learner):
         return sums
 
     def _head_options(self) -> dict[str, Any]:
-        config = self.config
         return {
-            "temperature": config.rollout.temperature,
-            "max_scratch_mb": config.train.max_scratch_mb,
+            "temperature": self.temperature,
+            "max_scratch_mb": self.config.train.max_scratch_mb,
             "backend": self.backend,
         }
 

@@ -44,19 +44,25 @@ def prepare_model(config: ModelConfig, folder: Path, seed: int) -> tuple[str, Pr
     A scratch model is written to `folder`/scratch, with its tokenizer, by rank 0. An existing one is overwritten: it
     may be incomplete, or have another seed or size.
     """
-    path = config.path
-    if config.scratch is not None:
-        path = str(folder / "scratch")
-        if dist.get_rank() == 0:
-            tokenizer = byte_tokenizer()
-            write_model(make_scratch_model(config.scratch, tokenizer, seed), path)
-            tokenizer.save_pretrained(path)
-        agree.barrier()
-    assert path is not None
+    if config.scratch is None:
+        assert config.path is not None
+        return config.path, existing_model(config, config.path)
+    path = str(folder / "scratch")
+    if dist.get_rank() == 0:
+        tokenizer = byte_tokenizer()
+        write_model(make_scratch_model(config.scratch, tokenizer, seed), path)
+        tokenizer.save_pretrained(path)
+    agree.barrier()
+    if config.overrides:
+        return path, existing_model(config, path)
+    return path, read_model_config(path, config.trust_remote_code)
+
+
+def existing_model(config: ModelConfig, path: str) -> PretrainedConfig:
+    """The configuration of the model in `path`, with the run's overrides; ValueError for other weights. Collective."""
     model_config = with_overrides(read_model_config(path, config.trust_remote_code), config.overrides)
-    if config.scratch is None or config.overrides:
-        _check_weights(path, model_config, config.trust_remote_code)
-    return path, model_config
+    _check_weights(path, model_config, config.trust_remote_code)
+    return model_config
 
 
 def _check_weights(path: str, model_config: PretrainedConfig, trust_remote_code: bool) -> None:

@@ -1,4 +1,4 @@
-"""A process reward model: a language model whose logprobs minus those of the reference are token rewards."""
+"""A process reward model: a language model whose logprobs minus the reference's are token rewards."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from rlplus.algorithm import outcome_loss
 from rlplus.config import Config
 from rlplus.data import MicroBatch
+from rlplus.learner.learning_rate import Optimization
 from rlplus.learner.policy import Policy
 from rlplus.loss import linear_logprob
 
@@ -22,10 +23,10 @@ class OutcomeLoss(NamedTuple):
 
 
 class ProcessModel(Policy):
-    """Starts from the policy's initial weights, and keeps a frozen copy of them as its reference."""
+    """Starts from the policy's initial weights, and keeps a frozen copy of them as its reference. It never samples."""
 
-    def __init__(self, config: Config, model_path: str, model_config: PretrainedConfig) -> None:
-        super().__init__(config, model_path, model_config, reference=True)
+    def __init__(self, config: Config, model_path: str, model_config: PretrainedConfig, own: Optimization) -> None:
+        super().__init__(config, model_path, model_config, own, reference=True, temperature=1.0)
 
     def score(self, batch: MicroBatch) -> Tensor:
         """log pi_phi - log pi_ref (N,) of the batch's targets."""

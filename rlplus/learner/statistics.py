@@ -47,7 +47,7 @@ def set_statistics(
 def _set_sequence_ratios(batch: MicroBatch, logprob: Tensor, algorithm: Algorithm, parallel: int) -> None:
     """Make exp(logprob - old_logprob) the sequence's ratio, with the slope of GSPO's s sg(1/p) p.
 
-    exp(old_logprob - engine_logprob) becomes the weight of the sequence, or stays that of the token.
+    exp(old_logprob - engine_logprob) becomes the sequence's weight, or stays the token's.
     """
     old = logprob if batch.old_logprob is None else batch.old_logprob
     gap = old - batch.engine_logprob

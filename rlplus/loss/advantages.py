@@ -23,7 +23,7 @@ def batch_advantages(
     """Advantages (n,) float64 of a whole batch, all ranks and micro-batches.
 
     rewards (n,) floating; group_ids (n,) int64; include (n,) bool or None: which rows enter the statistics. mean and n
-    are those of a row's group, std has n - 1 in its denominator, and whiten(x) = (x - mean of x) / (std of x + eps)
+    are a row's group's, std has n - 1 in its denominator, and whiten(x) = (x - mean of x) / (std of x + eps)
     over the batch, in which a response counts once per token; tokens (n,) int64 is required there.
 
       group               group_advantages(normalize_std=False): R - mean

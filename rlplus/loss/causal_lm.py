@@ -44,7 +44,7 @@ class HeadArguments(TypedDict):
 def head_of(model: nn.Module) -> HeadArguments:
     """The head of a transformers causal LM as keyword arguments of `linear_policy_loss` and `linear_logprob`.
 
-    The hidden states that go with it are `model.base_model(...).last_hidden_state`; of Llama 4's text model, they are
+    The hidden states that go with it are `model.base_model(...).last_hidden_state`; Llama 4's text model has them in
     `model.model(...).last_hidden_state`. For a peft model, its base model; a head among peft's modules_to_save is the
     active adapter's copy. ValueError for a head that is not a plain `nn.Linear` (LoRA, quantized), for one sharded by
     ZeRO-3, and for a class that does anything else to hidden states or logits than `LogitTransform`.

@@ -87,9 +87,9 @@ def one_pass(
 ) -> dict[str, float]:
     """Seconds of loss and gradients with memory="fast", by part.
 
-    rows: of a chunk of logits; capacity: rows of the gradient buffer; share: of the rows that have a gradient; scaling:
-    bytes moved per element of dweight by the factor of the backward pass; path: of the logits; our own GEMM is taken to
-    multiply as fast as the vendor's.
+    rows: rows of a chunk of logits; capacity: rows of the gradient buffer; share: rows that have a gradient; scaling:
+    bytes moved per element of dweight by the factor of the backward pass; path: the logits' way; our own GEMM is
+    taken to multiply as fast as the vendor's.
     """
     N, H, V, narrow, wide = shape
     active = round(share * N)
@@ -130,7 +130,7 @@ def one_pass(
 def two_passes(
     machine: Machine, shape: Shape, columns: int, *, share: float = 1.0, exposed: float = 0.5
 ) -> dict[str, float]:
-    """Like `one_pass` with memory="least"; columns: of a block of the vocabulary."""
+    """Like `one_pass` with memory="least"; columns: width of a block of the vocabulary."""
     N, H, V, narrow, wide = shape
     active = round(share * N)
     lent = min(1.0, active * wide / (V * narrow)) if narrow != wide else 0.0  # share of the blocks that are done twice
@@ -197,6 +197,6 @@ def faster_memory(shape: Shape, scratch_bytes: float) -> str:
 
 
 def _parts(total: int, size: int) -> dict[int, int]:
-    """How often each size occurs if a total is cut into pieces of one size and a rest."""
+    """Number of pieces per size, if a total is cut into pieces of one size and a rest."""
     whole, rest = divmod(total, max(size, 1))
     return {n: k for n, k in ((size, whole), (rest, 1)) if n and k}

@@ -13,7 +13,7 @@ from rlplus.loss.inputs import (
     objective_of,
 )
 from rlplus.loss.objective import Objective
-from rlplus.loss.tokens import TokenConstants, token_loss
+from rlplus.loss.tokens import token_loss
 
 
 class _Linearized(torch.autograd.Function):
@@ -59,13 +59,13 @@ def policy_loss(
     """
     objective = objective_of(objective)
     check_tensor("logprob", logprob)
-    if external is None:
-        external = torch.zeros_like(logprob, dtype=torch.bool)
-    inputs = TokenConstants(
-        advantage, token_weight, external, old_logprob, behavior_logprob, ref_logprob, engine_logprob, entropy_weight
-    )
     dtype = torch.promote_types(logprob.dtype, torch.float32)
-    constants = check_constants(inputs, logprob.shape, logprob.device, dtype, objective)
+    constants = check_constants(
+        objective, logprob.shape, logprob.device, dtype,
+        advantage=advantage, token_weight=token_weight, external=external, old_logprob=old_logprob,
+        behavior_logprob=behavior_logprob, ref_logprob=ref_logprob, engine_logprob=engine_logprob,
+        entropy_weight=entropy_weight,
+    )  # fmt: skip
     if entropy is None and objective.entropy_coef:
         raise ValueError(f"objective.entropy_coef={objective.entropy_coef:g} needs entropy; got None")
     if entropy is not None:

@@ -55,6 +55,11 @@ class Head(NamedTuple):
         return self.temperature if self.row_temperature is None else self.temperature * self.row_temperature
 
     @property
+    def logits(self) -> tuple[torch.dtype, str, bool]:
+        """What a backend's scratch per logit depends on: hidden's dtype, the type of device, whether there is a cap."""
+        return self.hidden.dtype, self.hidden.device.type, self.softcap is not None
+
+    @property
     def mixed(self) -> bool:
         """Whether half-precision inputs go into GEMMs that accumulate and return fp32: on CUDA; the CPU has none."""
         return self.hidden.is_cuda and self.hidden.dtype != self.dtype
@@ -109,7 +114,7 @@ class RunningStatistics:
 class Gradients(NamedTuple):
     """The needed ones of dhidden (N, H), dweight (V, H), dbias (V,); the others have no elements.
 
-    Those of weight and bias are sums over chunks, so they accumulate in fp32 (fp64) and are rounded once.
+    Weight's and bias's are sums over chunks, so they accumulate in fp32 (fp64) and are rounded once.
     """
 
     hidden: Tensor
@@ -118,7 +123,7 @@ class Gradients(NamedTuple):
 
     @classmethod
     def zeros(cls, head: Head, needs: list[bool], weight_grad: Tensor | None = None) -> "Gradients":
-        """With `weight_grad` the gradient of weight is added there, and needs[1] is False."""
+        """Zeros for the needed gradients. With `weight_grad` weight's is added there, and needs[1] is False."""
         kinds = (
             (head.hidden.shape, head.hidden.dtype),
             (head.weight.shape, head.dtype),
@@ -129,7 +134,7 @@ class Gradients(NamedTuple):
         return new if weight_grad is None else new._replace(weight=weight_grad)
 
     def finish(self, head: Head, weight_grad: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Round those of hidden and weight to the dtype of hidden; a gradient in `weight_grad` is not returned."""
+        """Round hidden's and weight's to the dtype of hidden; a gradient in `weight_grad` is not returned."""
         weight = self.weight if weight_grad is None else weight_grad.new_empty(0)
         return self.hidden.to(head.hidden.dtype), weight.to(head.hidden.dtype), self.bias
 
@@ -229,7 +234,7 @@ def drop_smallest(dlogprob: Tensor, logprob: Tensor, grad_filter: float) -> Tens
     # A row whose mass is exactly 0 costs nothing to drop; one without a gradient may hold a NaN logprob.
     mass = torch.where(dlogprob == 0, 0.0, 2 * dlogprob.abs() * -torch.expm1(logprob.clamp(max=0.0)))
     order = mass.argsort()
-    # In whole numbers, rounded up: a GPU's cumulative sum of floats differs in bits from run to run.
+    # Whole numbers, rounded up: a GPU's cumulative sum of floats differs in bits from run to run.
     share = (mass / mass.sum() * 2.0**40).ceil().nan_to_num(nan=2.0**41, posinf=2.0**41).long()
     small = share[order].cumsum(0) <= grad_filter * 2.0**40
     return dlogprob.masked_fill(torch.zeros_like(small).scatter(0, order, small), 0.0)

@@ -50,7 +50,7 @@ def _number(name: str, value: object, dtype: torch.dtype) -> object:
 
 
 def objective_of(given: object) -> Objective:
-    """The objective; or that of the preset of this name, or the default for None. ValueError for anything else."""
+    """The objective; a name's is its preset's, None's the default. ValueError for anything else."""
     if given is None:
         return Objective()
     if isinstance(given, str):
@@ -61,29 +61,30 @@ def objective_of(given: object) -> Objective:
 
 
 def check_constants(
-    inputs: TokenConstants, shape: torch.Size, device: torch.device, dtype: torch.dtype, objective: Objective
+    objective: Objective, shape: torch.Size, device: torch.device, dtype: torch.dtype, **inputs: Tensor | None
 ) -> TokenConstants:
-    """Per-token inputs of one shape (...) -> flat constants (N,) in `dtype`; ValueError says what was wanted.
+    """All fields, of one shape (...) -> flat constants (N,) in `dtype`; ValueError says what was wanted.
 
-    advantage may be one per sequence, see `expand_advantage`.
+    advantage may be one per sequence, see `expand_advantage`. external: None if no token is.
     """
     for coefficient, needed in (("kl_coef", "ref_logprob"), ("mismatch_cap", "engine_logprob")):
-        if getattr(objective, coefficient) and getattr(inputs, needed) is None:
+        if getattr(objective, coefficient) and inputs[needed] is None:
             raise ValueError(f"objective.{coefficient}={getattr(objective, coefficient):g} needs {needed}; got None")
     flat: dict[str, Tensor | None] = {}
-    for name, value in inputs._asdict().items():
-        if value is None and name in TokenConstants._field_defaults:
+    if inputs["external"] is None:
+        inputs["external"] = torch.zeros(shape, dtype=torch.bool, device=device)
+    for name, given in inputs.items():
+        if given is None and name in TokenConstants._field_defaults:
             flat[name] = None
             continue
-        if name == "advantage":
-            value = expand_advantage(value, shape)
+        value = expand_advantage(given, shape) if name == "advantage" else given
         kind, value = torch.bool if name == "external" else None, _number(name, value, dtype)
         flat[name] = check_tensor(name, value, (shape, device), dtype=kind).detach().reshape(-1).to(kind or dtype)
     return TokenConstants(**flat)  # type: ignore[arg-type]
 
 
 def check_differentiated_once() -> None:
-    """For backward passes whose derivatives are constants: a second derivative would be silently wrong."""
+    """Refuse a second derivative through a backward pass of constants: it would be silently wrong."""
     if torch.is_grad_enabled():
         raise RuntimeError("want create_graph=False: the loss is differentiable once; got create_graph=True")
 

@@ -24,7 +24,7 @@ from rlplus.loss.precision import full_precision
 
 PIECE = 2048  # rows of a gradient that are scaled at a time
 IGNORED = -100  # the target of no token, as torch's losses have it
-MODULES = {  # modules of rlplus.loss.backends: policy_loss, logprob, logprob_backward, each as in `chunked`
+MODULES = {  # in rlplus.loss.backends, `reference` apart: policy_loss, logprob, logprob_backward, each as in `chunked`
     "torch": "chunked",
     "cpp": "cpp",
     "triton": "triton",
@@ -33,11 +33,11 @@ MODULES = {  # modules of rlplus.loss.backends: policy_loss, logprob, logprob_ba
 
 def implementation(backend: str) -> ModuleType:
     """The module that computes; a backend is imported when it is first used."""
-    return import_module(f"rlplus.loss.backends.{MODULES[backend]}")
+    return import_module(f"rlplus.loss.backends.{MODULES.get(backend, backend)}")
 
 
 class Options(NamedTuple):
-    """How the policy loss is computed. memory: "fast", "least", or "faster", the one with less time by `cost`."""
+    """Options of the policy loss. memory: "fast", "least", or "faster", the one that takes less time by `cost`."""
 
     grad_filter: float
     scratch_bytes: float
@@ -46,7 +46,7 @@ class Options(NamedTuple):
 
 
 FIELDS = {kind: tuple(kind.__annotations__) for kind in (Head, TokenConstants, Objective, Options)}
-TYPES = {  # in a schema
+TYPES = {  # names in a schema
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     float: "float",
@@ -206,7 +206,7 @@ def _scale(gradient: Tensor, by: Tensor, in_place: bool, kernels: bool) -> Tenso
     """gradient * by, multiplied in fp32 (fp64): a loss scale of 65536 is infinite in fp16."""
     if not in_place:
         return (gradient.to(by.dtype) * by).to(gradient.dtype)
-    if by.device.type == "cpu" and by.item() == 1:  # on other devices reading it would wait
+    if by.device.type == "cpu" and by.item() == 1:  # a read on other devices would wait
         return gradient
     if kernels and by.is_cuda:
         from rlplus.kernels.scale import scale_

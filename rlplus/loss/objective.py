@@ -1,4 +1,14 @@
-"""The fields of an objective, and those of the published algorithms as presets."""
+"""The fields of an objective, and the published algorithms' objectives as presets.
+
+A surrogate of your own is a function of the logprobs and `TokenConstants`. It returns the tokens' losses and their
+derivatives with respect to logprob, see `register_token_loss`:
+
+    # drift.py, for `algorithm: {objective: {internal: "drift.py:drift"}}`
+    def drift(logprob, constants):
+        change = logprob - constants.old_logprob
+        loss = -constants.advantage * change.exp()
+        return loss + change**2 / 2, loss + change
+"""
 
 import operator
 from dataclasses import dataclass, replace
@@ -36,7 +46,7 @@ _BOUNDS = {
     "exclusiveMinimum": (">", operator.gt),
     "exclusiveMaximum": ("<", operator.lt),
 }
-_DOCUMENTED = {"use_attribute_docstrings": True}  # for configs/schema.json, which pydantic makes
+_DOCUMENTED = {"use_attribute_docstrings": True}  # pydantic makes configs/schema.json with it
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -86,7 +96,7 @@ class Objective:
     """Coefficient of the estimate of KL(policy || reference); needs `ref_logprob`."""
     kl_estimator: str = "k3"
     """The estimator: "k2", "k3" (GRPO) or "k3-unbiased" (DeepSeek-V3.2; TRL's default). Only the gradients of k2 on
-    samples of the current policy, and of k3-unbiased, are those of the KL divergence."""
+    samples of the current policy, and of k3-unbiased, are the KL divergence's."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     mismatch_cap: float | None = None
@@ -95,7 +105,7 @@ class Objective:
     mismatch_low: float = 0.0
     """Lower bound of w."""
     mismatch_mode: str = "truncate"
-    """With "truncate" w is clamped to its bounds; with "mask" tokens with w outside have no surrogate (IcePop)."""
+    """Use of w's bounds: "truncate" clamps w; "mask" removes the surrogate of tokens with w outside (IcePop)."""
 
     def __post_init__(self) -> None:
         find_token_loss(self.internal)
@@ -162,16 +172,16 @@ OBJECTIVES: dict[str, Objective] = {
     "hpt": replace(_NLL, entropy_coef=_SCRIPTS),
     "superrl": replace(_NLL, internal="clip"),
     "uft": replace(_NLL, internal="clip", external_coef=1e-3, kl_coef=1e-3),
-    # Its loss is (1 - mu) times that of rollouts plus mu times that of demonstrations, with mu = .1.
+    # Its loss is (1 - mu) times the rollouts' plus mu times the demonstrations', with mu = .1.
     "chord": Objective("clip", "dft", external_coef=1 / 9, gamma=1.0),
     "dr-grpo": _rollouts("clip"),
-    # The dual clip is that of the authors' code; the paper's formula has none.
+    # The authors' code has the dual clip; the paper's formula has none.
     "dapo": _rollouts("clip", clip_high=0.28, dual_clip=10.0),
-    "simplerl": _rollouts("clip", kl_coef=1e-4, entropy_coef=1e-3),  # above 14B: kl_coef 1e-3
+    "simplerl": _rollouts("clip", kl_coef=1e-4, entropy_coef=1e-3),  # kl_coef is 1e-3 above 14B
     "ppo": _rollouts("clip"),
     "prime": _rollouts("clip"),
     "gspo": _rollouts("clip", clip_low=3e-4, clip_high=4e-4),
-    "cispo": _rollouts("cispo", clip_high=4.0),  # at most 5: ScaleRL, arXiv 2510.13786
+    "cispo": _rollouts("cispo", clip_high=4.0),  # ScaleRL has at most 5 (arXiv 2510.13786)
     "sapo": _rollouts("sapo"),
     "dppo": _rollouts("dppo"),
     "sft": _NLL,

@@ -16,13 +16,13 @@ from rlplus.loss.inputs import check_constants, check_tensor, describe, objectiv
 from rlplus.loss.tuning import use_tuning
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-MAX_SCRATCH_MB = {"fast": 1250.0, "least": 80.0}  # by memory mode
+MAX_SCRATCH_MB = {"fast": 1250.0, "least": 80.0}  # keys: `memory`
 
 
 class PolicyLoss(NamedTuple):
     """loss: 0-d, differentiable in hidden, weight and bias. The others are detached.
 
-    logprob, entropy (...): of every row, in nats, fp32 (fp64 for fp64 inputs); logprob is NaN where the target is no
+    logprob, entropy (...): every row's, in nats, fp32 (fp64 for fp64 inputs); logprob is NaN where the target is no
     token. stats: 0-d sums and counts, which add up over micro-batches and ranks.
     """
 
@@ -79,7 +79,7 @@ def linear_policy_loss(
     and their target and temperature may be anything.
 
     grad_filter        drop, per chunk, the smallest rows of the backward pass while their summed L1 mass stays within
-                       this share of the whole; refused with an entropy bonus. The mass is that of the gradient of the
+                       this share of the whole; refused with an entropy bonus. The mass belongs to the gradient of the
                        logits; behind a softcap the change is smaller still, as |d logits / d (hidden weight^T)| <=
                        scale / temperature
     memory             "fast": one pass, three GEMMs, and for half-precision inputs an fp32 accumulator (V, H) of the
@@ -109,12 +109,12 @@ def linear_policy_loss(
     """
     objective = objective_of(objective)
     head = _head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature))
-    if external is None:
-        external = torch.zeros_like(target, dtype=torch.bool)
-    inputs = TokenConstants(
-        advantage, token_weight, external, old_logprob, behavior_logprob, ref_logprob, engine_logprob, entropy_weight
-    )
-    constants = check_constants(inputs, target.shape, hidden.device, head.dtype, objective)
+    constants = check_constants(
+        objective, target.shape, hidden.device, head.dtype,
+        advantage=advantage, token_weight=token_weight, external=external, old_logprob=old_logprob,
+        behavior_logprob=behavior_logprob, ref_logprob=ref_logprob, engine_logprob=engine_logprob,
+        entropy_weight=entropy_weight,
+    )  # fmt: skip
     _check_options(head, objective, grad_filter, memory, weight_grad)
     way = _way(memory, max_scratch_mb, hidden.device)
     scratch = _scratch_bytes(max_scratch_mb, way)
@@ -267,7 +267,7 @@ def _head(
         temperature = temperature.item()
     elif isinstance(temperature, Tensor):
         rows, temperature = _row_temperature(temperature, hidden), 1.0
-    # By comparisons: a number that changes is a symbol to torch.compile, which math.isfinite cannot take.
+    # Comparisons only: a number that changes is a symbol to torch.compile, which math.isfinite cannot take.
     for name, value in {"logit_scale": scale, "logit_softcap": softcap, "temperature": temperature}.items():
         optional = name == "logit_softcap" and value is None
         if not (optional or (isinstance(value, int | float) and 0 < value < inf)):

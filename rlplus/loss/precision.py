@@ -10,7 +10,7 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10):  # which has no 
     raise ImportError(f"want torch 2.10 or later for the operations of rlplus; got {torch.__version__}")
 _SETTINGS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 FULL = ("none", "ieee")  # the default, and by choice
-_SUMS = "allow_bf16_reduced_precision_reduction"  # in torch.backends.cuda.matmul; with _split_k, the second of its pair
+_SUMS = "allow_bf16_reduced_precision_reduction"  # and with _split_k; fields of torch.backends.cuda.matmul
 _lock = Lock()
 _before: list[str] = []  # the settings that the first operation under way found, to restore after the last one
 _sums = (True, True)

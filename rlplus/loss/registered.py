@@ -21,8 +21,8 @@ def register_token_loss(name: str, function: "TokenLossFunction", *, check_slope
 
     function: logprob (N,) and a `TokenConstants` -> loss (N,), slope (N,): what sampled tokens of weight 1 add to the
     loss, and its derivative with respect to logprob. It is called without autograd, in fp32 or fp64, on all tokens;
-    those of weight 0, of advantage 0 and demonstrated ones are left out afterwards. Of the constants, old_logprob is
-    always given (by default it is logprob); the others may be None.
+    tokens of weight 0, of advantage 0 and demonstrated ones are left out afterwards. old_logprob is always given (by
+    default it is logprob); the other constants may be None.
     check_slope: compare the slope with finite differences now, on 64 random tokens in fp64. False for a loss that holds
     a factor constant, as "cispo" does.
 

@@ -1,4 +1,4 @@
-"""The self-check of the `triton` backend on a device: its results against fp64, beside those of `torch`.
+"""The self-check of the `triton` backend on a device: its results against fp64, beside `torch`'s.
 
     python -m rlplus.loss.selfcheck DEVICE DTYPE
 
@@ -22,7 +22,7 @@ from rlplus.loss.verdicts import Verdict
 OBJECTIVE = Objective("clip", "mis", kl_coef=0.1, entropy_coef=0.05)
 TEMPERATURE = 0.9
 SOFTCAP = 4.0
-FACTOR = 0.75  # by which the backward pass scales the loss
+FACTOR = 0.75  # scales the loss in the backward pass
 Results = dict[str, Tensor]
 
 
@@ -44,7 +44,7 @@ class Case(NamedTuple):
 CASES = (
     Case("fast", 300, 5003, 2.7, bias=True),  # several chunks, and several products for each gradient
     Case("fast", 300, 9001, 1000.0, bias=False),  # a row's statistics by several programs that read several blocks
-    Case("fast", 600, 5003, 1000.0, bias=False),  # by one
+    Case("fast", 600, 5003, 1000.0, bias=False),  # one program per row
     Case("least", 300, 5003, 2.7, bias=False),
     Case("fast", 300, 5003, 2.7, bias=True, transformed=True),
 )
@@ -111,7 +111,7 @@ def results(inputs: dict[str, Any], **options: Any) -> Results:
 def compare(got: Results, again: Results, plain: Results, exact: Results) -> str:
     """The first error found in `got`; empty if there is none.
 
-    again: results of a second, identical call; plain: of the `torch` backend; exact: in fp64, of the same inputs.
+    again: results of a second, identical call; plain: the `torch` backend's; exact: fp64's, on the same inputs.
     """
     for name, value in got.items():
         if not value.isfinite().all():
@@ -139,7 +139,7 @@ def judge(place: str, dtype: str) -> Verdict:
         return _failed("unchecked", error)
     try:
         fault = check(device, getattr(torch, dtype))
-    except Exception as error:  # from torch, Triton, its compiler or the driver: the kernels do not run
+    except Exception as error:  # raised by torch, Triton, its compiler or the driver: the kernels do not run
         return _failed("refused", error)
     return Verdict("refused", fault) if fault else Verdict("passed", "")
 

@@ -33,7 +33,7 @@ class TokenConstants(NamedTuple):
     entropy_weight: Tensor | None = None
 
     def rows(self, index: slice) -> "TokenConstants":
-        """Those of some tokens."""
+        """The constants of some tokens."""
         return TokenConstants(*(None if x is None else x[index] for x in self))  # type: ignore[arg-type]
 
 
@@ -146,7 +146,7 @@ def _kl(logprob: Tensor, ref: Tensor, c: TokenConstants, o: Objective) -> tuple[
     """The estimate of KL(policy || reference) and its derivative (Schulman, "Approximating KL Divergence", 2020).
 
     k3-unbiased is r k3 with the gradient of r too (DeepSeek-V3.2, arXiv 2512.02556). A demonstration has no
-    policy that sampled it: its r is that of the current policy, 1.
+    policy that sampled it: its r is the current policy's, 1.
     """
     d = ref - logprob
     if o.kl_estimator == "k2":

@@ -26,12 +26,12 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-LIMIT_S = 600.0  # for a check, which compiles about ten kernels: more than a busy machine needs
-SAFE = ("-P",) if sys.version_info >= (3, 11) else ()  # without the current folder in sys.path
+LIMIT_S = 600.0  # limit of a check, which compiles about ten kernels: more than a busy machine needs
+SAFE = ("-P",) if sys.version_info >= (3, 11) else ()  # keep the current folder out of sys.path
 COMMAND = (sys.executable, *SAFE, "-m", "rlplus.loss.selfcheck")
 KEPT = ("passed", "refused")
 FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)  # signals that no faulty kernel causes
-NAMING = re.compile("error|assert|fatal|terminate", re.IGNORECASE)  # what a library writes before it ends the process
+NAMING = re.compile("error|assert|fatal|terminate", re.IGNORECASE)  # a library's last words before it ends the process
 MISSING = "none that can be imported"
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
 
 
 def verdict_on(device: torch.device, dtype: torch.dtype) -> Verdict:
-    """The cached verdict, else that of a check: seconds, or minutes if Triton's cache is empty. Or OutOfMemoryError.
+    """The cached verdict, else a check's: seconds, or minutes if Triton's cache is empty. Or OutOfMemoryError.
 
     Of several processes that ask at the same time, one checks and the others wait.
     """

@@ -75,7 +75,7 @@ def token_weights(
       constant   1 / (total_sequences * max_length)               (Dr.GRPO)
       official   1 / (ranks * max_length)                         (the official RL-PLUS and LUFFY scripts)
 
-    The totals are those of the *global* batch, all micro-batches and ranks; None means that this mask is all of it.
+    The totals span the *global* batch, all micro-batches and ranks; None means that this mask is all of it.
     A sequence counts when it has an unmasked token. With external (...) bool given, internal and external tokens have
     denominators of their own ("token", "sequence", "constant"), and given totals are pairs (internal, external).
     Raises ValueError when an input is missing or does not fit.

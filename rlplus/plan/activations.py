@@ -2,7 +2,7 @@
 
 The trainer's `PackedModel` runs on torch's meta device under a mode that adds up the live storages. So there is no
 formula from which a model family could deviate: gradient checkpointing, tied embeddings, repeated keys and the tensors
-saved by autograd are those of the installed transformers. Two parts are stand-ins with the same inputs, outputs and
+saved by autograd come from the installed transformers. Two parts are stand-ins with the same inputs, outputs and
 saved tensors: the attention kernel and the head's fused loss, whose scratch `memory` adds.
 """
 
@@ -37,7 +37,7 @@ class Activations:
 
 
 class Meter(TorchDispatchMode):
-    """Bytes of live storages made by the operations inside, minus those of `known` that were freed since.
+    """Bytes of live storages made by the operations inside, minus `known` ones that were freed since.
 
     peak: the maximum at any moment.
     """
@@ -168,7 +168,7 @@ def _flash(mask: Tensor | None, module: Any, query: Tensor, key: Tensor, value: 
 
 
 def _sdpa(mask: Tensor | None, module: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """With a mask, transformers repeats the keys, and torch turns the mask into numbers of the query's dtype."""
+    """Attention with a mask: transformers repeats the keys, and torch turns the mask into the query's dtype."""
     assert mask is not None
     groups = getattr(module, "num_key_value_groups", 1)
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)

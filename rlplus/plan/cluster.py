@@ -78,7 +78,7 @@ def _named_gpu(name: str) -> Gpu:
 
 
 def gpus_a_rank(config: Config, gpu: Gpu) -> int:
-    """GPUs per rank: one, and in mode process those of its engine, if the run has one; a server's are not counted."""
+    """GPUs per rank: one, and in mode process its engine's, if the run has one; a server's are not counted."""
     own_gpus = config.needs_engine and config.rollout.mode == "process" and gpu.name != "cpu"
     return 1 + config.rollout.tensor_parallel_size if own_gpus else 1
 

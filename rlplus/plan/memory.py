@@ -16,11 +16,12 @@ from rlplus.loss import MAX_SCRATCH_MB
 from rlplus.loss.backends.cpp import CHUNK_ROWS
 from rlplus.loss.backends.selection import choose
 from rlplus.loss.cost import Shape, faster_memory, whole_tiles
+from rlplus.loss.library import implementation
 from rlplus.plan.activations import Activations, count_activations, meta_model
 from rlplus.plan.cluster import GIB, NODE, Cluster
 from rlplus.rollout import DEFAULT_CACHE_MB
 
-RESERVE = 3 * GIB  # per GPU: driver, CUDA context, cuBLAS, NCCL's buffers, fragmentation. Assumed
+RESERVE = 3 * GIB  # on each GPU: driver, CUDA context, cuBLAS, NCCL's buffers, fragmentation. Assumed
 ENGINE_ASLEEP = 1 * GIB  # kept by vLLM while it sleeps: CUDA graphs, its context. Assumed
 ENGINE_OVERHEAD = 2 * GIB  # vLLM's memory beyond weights and cache: activations, logits, CUDA graphs. Assumed
 LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters, and its stage3_max_reuse_distance
@@ -34,7 +35,7 @@ MOMENTS = ("generate", "head", "backward", "optimizer")
 class Memory:
     """Bytes. parts: on a GPU that trains, by moment, then by part. engine: on one that only generates, if any.
 
-    cache: on an engine's GPU, for keys and values. host: of the node's memory.
+    cache: keys and values on an engine's GPU. host: memory of the node.
     """
 
     parts: dict[str, dict[str, int]]
@@ -59,10 +60,10 @@ class Memory:
 class Model:
     """A run's model without its weights, and the sizes that the formulas need.
 
-    parameters: exact, tied ones once. trainable: of these, or of the adapters; largest: of the largest of them.
-    cache_bytes: keys and values of a token in all layers. heads, key_heads: of queries, of keys and values.
-    attention_width: query heads times their size. head: that of a learner of the recipe; None = of the policy.
-    learners: the policy, and those of its recipe.
+    parameters: exact, tied ones once. trainable: how many of these, or the adapters'; largest: the largest one's.
+    cache_bytes: keys and values of a token in all layers. heads, key_heads: heads of queries, of keys and values.
+    attention_width: query heads times their size. head: a recipe's learner's; None = the policy's.
+    learners: the policy, and its recipe's learners.
     """
 
     def __init__(self, config: Config, model_config: PretrainedConfig, head: Head | None = None) -> None:
@@ -272,7 +273,7 @@ def model_states(config: Config, model: Model, cluster: Cluster) -> States:
 
 
 def _gradient_bytes(settings: dict[str, Any], weight_bytes: int) -> int:
-    """Of an accumulated gradient: 4, or as many as of a weight. settings: DeepSpeed's configuration."""
+    """Bytes of a number of an accumulated gradient: 4, or a weight's. settings: DeepSpeed's configuration."""
     name = (settings.get("data_types") or {}).get("grad_accum_dtype")
     return 4 if name in ("fp32", "float32", "float", "torch.float32") else weight_bytes
 
@@ -293,10 +294,10 @@ def _offloaded(zero: dict[str, Any], key: str) -> bool:
 def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
     """Bytes of the fused head at its end, for N tokens, hidden size H, vocabulary V and weights of b bytes.
 
-    b N H for the gradient of its input; (V, H) in b bytes for that of its weight and, in half precision, 4 V H for its
+    b N H for the gradient of its input; (V, H) in b bytes for its weight's and, in half precision, 4 V H for its
     accumulator; and the scratch of `head_scratch`. A frozen weight (LoRA) has no gradient. With memory="least" there is
     no such accumulator, but one of 4 N H for the input's gradient unless it can borrow the weight's. If gradients of
-    half-precision weights are in fp32, that of the weight is 4 V H without another accumulator, and in stage 1 it is
+    half-precision weights are in fp32, the weight's is 4 V H without another accumulator, and in stage 1 it is
     added to the gradients, which `model_states` counts. A value head needs 4 N H for the gradient of its input and, in
     half precision, 4 N H for a copy of the input in fp32.
     """
@@ -338,16 +339,14 @@ def head_mode(config: Config, model: Model, cluster: Cluster) -> str:
 def head_scratch(config: Config, model: Model, cluster: Cluster) -> int:
     """Bytes of logits and their gradients: max_scratch_mb, or less for few tokens.
 
-    The backends' modules document the bytes per row. `reference` keeps all rows at once, six times by measurement:
-    logits, log-softmax, probabilities, and the tensors that their gradients need.
+    Each backend has its bytes per logit, as for a head without a softcap. `reference` keeps all rows at once.
     """
     tokens, vocabulary, mode = head_tokens(config), model.vocabulary, head_mode(config, model, cluster)
-    dtype = getattr(torch, config.model.dtype)
-    backend = choose(config.train.backend, torch.device("cpu" if cluster.cpu else "cuda"), dtype).backend
+    dtype, device = getattr(torch, config.model.dtype), "cpu" if cluster.cpu else "cuda"
+    backend = choose(config.train.backend, torch.device(device), dtype).backend
+    logit: int = implementation(backend).scratch_per_logit(dtype, device)
     if backend == "reference":
-        return 6 * 4 * vocabulary * tokens
-    half = dtype.itemsize if not cluster.cpu and dtype.itemsize < 4 else 0
-    logit = {"cpp": 4, "torch": 8 + half, "triton": 4 + (half or 4)}[backend]
+        return logit * vocabulary * tokens
     scratch = int(1e6 * (config.train.max_scratch_mb or MAX_SCRATCH_MB[mode]))
     if mode == "least":  # all rows, some columns
         return logit * tokens * min(vocabulary, whole_tiles(scratch / (logit * tokens)))

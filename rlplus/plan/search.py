@@ -21,7 +21,7 @@ SHARE = "rollout.gpu_memory_utilization"
 class Remedy:
     """Overrides for the command line, and their result on `gpus` GPUs in total.
 
-    peak: of a GPU that trains. host: of each node's memory. seconds: of a step, 0 if unknown.
+    peak: bytes on a GPU that trains. host: bytes of each node's memory. seconds: time of a step, 0 if unknown.
     """
 
     overrides: tuple[str, ...]

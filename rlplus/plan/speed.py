@@ -63,7 +63,7 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     shown = groups * demonstrations * kinds[1][1] / tokens
     algorithm = config.algorithm.resolve()
     passes = (shown if train.overlap else 1 - 1 / updates) + bool(algorithm.objective.kl_coef)
-    passes += 2 * bool(algorithm.reward_kl_coef)  # before the step's samples are packed for their updates
+    passes += 2 * bool(algorithm.reward_kl_coef)  # two more, on samples not yet packed for their updates
     seconds["old_logprob"] = passes * (forward + head) / flops
     first, later = (needs_statistics(algorithm, on_policy) for on_policy in (not train.overlap, False))
     if statistics := (first + later * (updates - 1)) / updates:
@@ -85,7 +85,7 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
         updates = recipe.learner_updates(updates)
         seconds["learners"] = work / flops + _optimizer_bytes(learner, ranks, updates) / slow
         seconds["learners"] += _sent_bytes(config, learner, ranks, updates, micro_batches, 1) / link
-    # Within a GPU, or through files in the host's memory.
+    # Weights are handed over within a GPU, or through files in the host's memory.
     handed_over = weights / bandwidth if config.rollout.mode == "colocated" else 2 * weights / PCIE
     if rollouts:  # otherwise there is no engine, or one for evaluations alone
         gathered = _ring(weights, ranks) / link if train.zero_stage == 3 else 0

@@ -26,7 +26,7 @@ _RECIPES: dict[type[RecipeOptions], type[Recipe]] = {
 
 
 def make_recipe(config: Config) -> Recipe:
-    """The recipe of the run's algorithm; ValueError if its name is not that of a `Recipe`."""
+    """The recipe of the run's algorithm; ValueError if its name is not a `Recipe`'s."""
     options = config.algorithm.recipe
     kind = _RECIPES.get(type(options)) or import_function(options.name)
     if not (isinstance(kind, type) and issubclass(kind, Recipe)):

@@ -13,13 +13,13 @@ from rlplus.algorithm import Critic, generalized_advantages
 from rlplus.common import agree
 from rlplus.config import Config
 from rlplus.data import Sample
-from rlplus.learner import ValueModel, by_sample, mean_batches
-from rlplus.recipe.fit import SMALLEST_VARIANCE, Metrics, fit, whitened, with_optimizer
+from rlplus.learner import Optimization, ValueModel, by_sample, mean_batches
+from rlplus.recipe.fit import SMALLEST_VARIANCE, Metrics, fit, whitened
 from rlplus.recipe.plain import Batch, Recipe
 
 
 class CriticRecipe(Recipe):
-    """Values come from the critic as the previous step left it; its updates follow those of the policy."""
+    """Values come from the critic as the previous step left it; its updates follow the policy's."""
 
     options: Critic
 
@@ -28,13 +28,13 @@ class CriticRecipe(Recipe):
         self._metrics: Metrics = {}
 
     def build(self, model_path: str, model_config: PretrainedConfig, pad_id: int) -> None:
-        config = with_optimizer(self.config, lr=self.options.lr, warmup_steps=self.options.warmup_steps)
-        self.critic = ValueModel(config, model_path, model_config)
+        own = Optimization(self.options.lr, self.options.warmup_steps)
+        self.critic = ValueModel(self.config, model_path, model_config, own)
         self.learners = {"critic": self.critic}
         self.pad_id = pad_id
 
     def collect(self, draw: Callable[[], Batch]) -> Batch:
-        """With `stopped_only` the reward of a truncated response becomes 0, before shaping."""
+        """The step's batch. With `stopped_only` the reward of a truncated response becomes 0, before shaping."""
         batch = super().collect(draw)
         for sample in batch.samples:
             if self.options.stopped_only and sample.truncated:

@@ -8,24 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlplus.common import agree
-from rlplus.config import Config
 from rlplus.data import MicroBatch
 from rlplus.learner import Learner
 
-SMALLEST_VARIANCE = 1e-8  # below it, differences are rounding errors
+SMALLEST_VARIANCE = 1e-8  # differences below it are rounding errors
 
 Metrics = dict[str, tuple[float, float]]  # this rank's sum and count of each
-
-
-def with_optimizer(config: Config, **changes: float) -> Config:
-    """The run's configuration with other values of `train`, for a learner with separate optimizer settings.
-
-    Its learning rate is constant after the warm-up: the policy's schedule would not fit its number of updates.
-    """
-    own: dict[str, Any] = {"lr_schedule": "constant", "lr_min_ratio": 0.0, "warmup_ratio": None} | changes
-    if "grad_clip" in changes:
-        own["deepspeed"] = {k: v for k, v in config.train.deepspeed.items() if k != "gradient_clipping"}
-    return config.model_copy(update={"train": config.train.model_copy(update=own)})
 
 
 def fit(

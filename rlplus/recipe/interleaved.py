@@ -34,7 +34,7 @@ class InterleavedRecipe(Recipe):
         self.batch = self.options.batch
         self.steps = 0
         self.waiting: list[tuple[Place, Example]] = []
-        self._in_line = 0  # on all ranks, after the step
+        self._in_line = 0  # number waiting on all ranks, after the step
         self._updated = False
 
     def collect(self, draw: Callable[[], Batch]) -> Batch:

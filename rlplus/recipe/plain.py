@@ -57,7 +57,17 @@ class Recipe:
     learners: the models trained alongside the policy, by the names that the options give them; they are saved, restored
     and checked with the run.
     fits_first: whether `fit` comes before `credit` instead of after the policy's updates.
-    Options: of a recipe that a configuration names as file.py:Class, the class of `options`.
+    Options: the class of `options`, for a recipe that a configuration names as file.py:Class.
+
+    A recipe of your own overrides the methods where it differs:
+
+        # signs.py, for `algorithm: {preset: grpo, recipe: {name: "signs.py:Signs"}}`
+        from rlplus.recipe import Recipe
+
+        class Signs(Recipe):
+            def credit(self, batch):
+                for sample in batch.samples:
+                    sample.advantage = 1.0 if sample.reward > 0 else -1.0
     """
 
     Options: ClassVar[type[RecipeOptions]] = RecipeOptions

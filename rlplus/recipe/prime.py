@@ -11,8 +11,8 @@ from rlplus.common import agree
 from rlplus.config import Config
 from rlplus.data import Sample
 from rlplus.errors import SharedFailure
-from rlplus.learner import ProcessModel, by_sample, mean_batches
-from rlplus.recipe.fit import Metrics, fit, whitened, with_optimizer
+from rlplus.learner import Optimization, ProcessModel, by_sample, mean_batches
+from rlplus.recipe.fit import Metrics, fit, whitened
 from rlplus.recipe.plain import Batch, Recipe
 
 EPSILON = 1e-6  # added to the largest return of process rewards
@@ -30,11 +30,8 @@ class ProcessRewardRecipe(Recipe):
 
     def build(self, model_path: str, model_config: PretrainedConfig, pad_id: int) -> None:
         o = self.options
-        own = with_optimizer(
-            self.config, lr=o.lr, warmup_steps=o.warmup_steps, grad_clip=o.grad_clip, weight_decay=o.weight_decay
-        )
-        rollout = self.config.rollout.model_copy(update={"temperature": 1.0})  # not the sampling temperature
-        self.process = ProcessModel(own.model_copy(update={"rollout": rollout}), model_path, model_config)
+        own = Optimization(o.lr, o.warmup_steps, o.weight_decay, o.grad_clip)
+        self.process = ProcessModel(self.config, model_path, model_config, own)
         self.learners = {"process": self.process}
         self.pad_id = pad_id
 

@@ -30,8 +30,8 @@ def refill_batch(draw: Callable[[], Batch], options: Refill, train: TrainConfig)
     The step has the first groups that were kept, in the sampler's order, whatever the number of ranks; the others of
     the last draw are dropped, as in DAPO's code. Each mini-batch has the same groups as on a single rank; if a rank has
     too many of them, the surplus moves to other ranks.
-    After `options.max_draws` the first dropped groups follow (`options.fill`), or it raises SharedFailure. Those of the
-    first draw are enough, since a draw has as many groups as a step.
+    After `options.max_draws` the first dropped groups follow (`options.fill`), or it raises SharedFailure. The
+    first draw's are enough, since a draw has as many groups as a step.
     """
     own: dict[Place, Group] = {}
     kept: list[Place] = []

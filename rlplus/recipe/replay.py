@@ -36,7 +36,7 @@ class ReplayRecipe(Recipe):
     trained on, replayed member included, decides how likely it returns: by a normal distribution around half of the
     group, with a standard deviation of one rollout. A prompt that all members solved waits no longer.
 
-    What differs: the kept rollout is the one of the lowest entropy, which is estimated from the logprobs that it was
+    Differences: the kept rollout is the one with the lowest entropy, which is estimated from the logprobs that it was
     sampled with; the original keeps all correct ones and computes their entropies under the current policy. Its
     logprobs are the engine's; there the trainer's. Before `start` the original clips ratios at .2. It takes prompts
     that all rollouts solved out of the data; here the sampler goes on drawing them.
@@ -97,7 +97,7 @@ class ReplayRecipe(Recipe):
         rank, world = dist.get_rank(), dist.get_world_size()
         own = [(group * world + rank, self._places[group], *_judged(members)) for group, members in enumerate(groups)]
         everybody = [judged for part in agree.gathered(own) for judged in part]
-        for _, place, right, wrong, best in sorted(everybody, key=lambda judged: judged[0]):  # as on one rank
+        for _, place, right, wrong, best in sorted(everybody, key=lambda judged: judged[0]):  # the order of one rank
             if right and wrong:
                 self.solved[place] = right
                 if best is not None and place % world == rank:
@@ -131,7 +131,7 @@ def _draw(buckets: dict[int, list[int]], group_size: int, random: Random) -> int
 
 
 def _judged(group: Sequence[Sample]) -> tuple[int, int, Kept | None]:
-    """How many members are right and wrong, and the right rollout of the lowest entropy, if it is to be kept."""
+    """Number of right and of wrong members, and the right rollout of the lowest entropy, if it is to be kept."""
     right = [sample for sample in group if sample.reward >= 1]
     wrong = len(group) - len(right)
     rollouts = [

@@ -23,8 +23,8 @@ from rlplus.report.tables import seeds_line
 
 __all__ = ["RunData", "load_run", "render", "seeds_line", "show_samples", "write_report"]
 
-Runs = Mapping[str, RunData | Sequence[RunData]]  # by label; a sequence holds one run per seed
-Evaluations = Mapping[str, Mapping[str, Evaluation | Sequence[Evaluation]]]  # by benchmark, then by label
+Runs = Mapping[str, RunData | Sequence[RunData]]  # keys: labels; a sequence holds one run per seed
+Evaluations = Mapping[str, Mapping[str, Evaluation | Sequence[Evaluation]]]  # keys: benchmarks, then labels
 
 
 def write_report(
@@ -111,7 +111,7 @@ def _warnings(trained: tables.Trained, tested: Mapping[str, tables.Tested]) -> l
 
 
 def _moments(label: str, folder: Path, warnings: list[str]) -> list[Moment]:
-    """Those of the folder; its damaged files are added to the warnings."""
+    """The folder's moments; its damaged files are added to the warnings."""
     damaged: list[str] = []
     found = moments(folder, damaged)
     warnings += [f"{label}: {warning}" for warning in damaged]

@@ -166,7 +166,7 @@ def pass_chart(
 ) -> Chart:
     """pass@k over k, on a logarithmic axis; same_problems as in `pooled_pass_at`.
 
-    Up to three lines have the band of their 95% interval; of more, whose bands would hide each other, the accented one.
+    Up to three lines have the band of their 95% interval; of more, whose bands would overlap, the accented one.
     """
     series: list[Series] = []
     ticks: set[int] = set()
@@ -204,7 +204,7 @@ def step_chart(
 ) -> Chart:
     """Moving averages over the steps, and the values themselves where a label has one series.
 
-    labels, last: of all charts that should have the same axis, the runs and the last step.
+    labels, last: the runs and the last step of all charts that should have the same axis.
     """
     if (size := math.ceil(max(len(one.x) for one in series) / MOST_POINTS)) > 1:
         series = [replace(one, x=_binned(one.x, size), y=_binned(one.y, size)) for one in series]
@@ -253,7 +253,7 @@ def nice_ticks(low: float, high: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """As short as it can be: 0.02, 150, 12k, 1.5M."""
+    """The number as short as it can be: 0.02, 150, 12k, 1.5M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
         if abs(value) >= size:
             return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"

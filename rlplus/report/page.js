@@ -23,7 +23,7 @@
       const at = left + ((step - from) / (to - from)) * (right - left);
       cursor.setAttribute("d", `M${at.toFixed(1)} 10V${svg.viewBox.baseVal.height - 24}`);
       unit.textContent = `step ${step}: `;
-      for (const style of new Set(lines.map((line) => line.style))) {  // with several seeds their mean
+      for (const style of new Set(lines.map((line) => line.style))) {  // the mean of several seeds
         const values = lines.filter((line) => line.style === style && step <= line.x.at(-1)).map(({ x, y }) => y[nearest(x, step)]);
         const value = document.createElement("b");
         value.className = `value ${style}`;
@@ -33,7 +33,7 @@
       }
     }
   }
-  let showSamples = () => {};  // of the kept step nearest to one
+  let showSamples = () => {};  // shows the kept step nearest to one
   for (const { svg, from, to, left, right } of charts) {
     const stepAt = ({ clientX }) => {
       const box = svg.getBoundingClientRect();
@@ -82,7 +82,7 @@
     choose(buttons.at(-1), moments.at(-1));
     const steps = moments.filter((m) => m.dataset.step);
     if (steps.length) {
-      showSamples = (step) => {  // of the run that is shown, if it has any
+      showSamples = (step) => {  // shows samples of the run that is shown, if it has any
         const shown = moments.find((m) => m.classList.contains("on")).dataset.run;
         const own = steps.filter((m) => m.dataset.run === shown);
         const among = own.length ? own : steps;
@@ -98,7 +98,7 @@
     });
   }
 
-  // On paper nothing is folded, and nothing is pointed at.
+  // Paper has nothing folded, and nothing pointed at.
   addEventListener("beforeprint", () => {
     read(null);
     all("details").forEach((details) => { details.open = true; });

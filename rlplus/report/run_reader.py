@@ -15,8 +15,8 @@ from rlplus.config import RUN, SAMPLES, STARTS, check_run_folder, read_starts
 class RunData:
     """The text of a run's config.yaml, one object of metrics per step, and warnings for the readers.
 
-    starts: those in run.json, the first one first; none of a run of 0.1.0, or where it is damaged. samples: the folder
-    of kept ones, which may be missing.
+    starts: those in run.json, the first one first; none where it is damaged or missing. samples: the folder of
+    kept ones, which may be missing.
     """
 
     config: str
@@ -74,11 +74,10 @@ def load_run(folder: Path) -> RunData:
             "no estimate for new problems."
         )
     starts: list[dict[str, Any]] = []
-    if (file := folder / STARTS).is_file():
-        try:
-            starts = read_starts(file)
-        except ValueError as error:  # where the numbers come from is lost, not the numbers
-            warnings.append(str(error))
+    try:
+        starts = read_starts(folder / STARTS)
+    except ValueError as error:  # where the numbers come from is lost, not the numbers
+        warnings.append(str(error))
     return RunData(config, tuple(metrics), tuple(warnings), tuple(starts), folder / SAMPLES)
 
 

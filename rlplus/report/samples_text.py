@@ -55,7 +55,7 @@ def show_samples(folder: Path, most: int, terminal: Terminal, step: int | None =
 def _problems(path: Path) -> Iterator[list[KeptSample]]:
     """The samples of each problem in a file, in the order of their first ones.
 
-    Those of an evaluation lie together, and are read as far as needed; a step's file has ungraded ones at its end.
+    An evaluation's lie together, and are read as far as needed; a step's file has ungraded ones at its end.
     """
     samples = iter_kept(path)
     if path.stem.count("-") == 1:

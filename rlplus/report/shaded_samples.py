@@ -95,7 +95,7 @@ def _evaluation(folder: Path, damaged: list[str]) -> Iterator[tuple[str, list[Ke
 
 
 def _read(path: Path, damaged: list[str], most: int | None = None) -> list[KeptSample]:
-    """As `read_kept`; none of a damaged file, which is logged."""
+    """`read_kept` of a file; none of a damaged one, which is logged."""
     try:
         return read_kept(path, most)
     except ValueError as error:
@@ -105,7 +105,7 @@ def _read(path: Path, damaged: list[str], most: int | None = None) -> list[KeptS
 
 
 def _spread(files: Sequence[Path], most: int) -> list[Path]:
-    """At most so many of them, evenly, with the first and the last."""
+    """`most` of the files at most, evenly, with the first and the last."""
     if len(files) <= most:
         return list(files)
     return [files[round(i * (len(files) - 1) / (most - 1))] for i in range(most)]
@@ -122,7 +122,7 @@ def _groups(samples: Iterable[KeptSample]) -> list[Group]:
 
 
 def shortened(answer: str) -> str:
-    """The answer, cut at `ANSWER` characters: that of a program is a list of tests."""
+    """The answer, cut at `ANSWER` characters: a program's is a list of tests."""
     return answer if len(answer) <= ANSWER else f"{answer[:ANSWER]} … ({len(answer):,} characters)"
 
 

@@ -62,7 +62,7 @@ def interval(estimate: Estimate, sign: str = "", *, strong: bool = False) -> Cel
 
 
 def percent(share: float, sign: str = "") -> str:
-    """With one digit; what is a tie but for the last bits is rounded as one."""
+    """A percentage with one digit; a tie but for the last bits is rounded as a tie."""
     return f"{round(100 * share, 6):{sign}.1f}".replace("-", "−")
 
 
@@ -75,7 +75,7 @@ def _reaches(evaluations: Sequence[Evaluation], k: int) -> bool:
 
 
 def result_tables(benchmarks: Mapping[str, Tested]) -> list[Table]:
-    """Those of each benchmark, behind one of all where there are several."""
+    """The tables of each benchmark, behind one of all where there are several."""
     tables: list[Table | None] = [overview_table(benchmarks)]
     for name, tested in benchmarks.items():
         tables += [evaluation_table(tested, name), difference_table(tested), seed_table(tested)]
@@ -254,7 +254,7 @@ def run_table(trained: Trained) -> Table:
 
 
 def phase_table(trained: Trained) -> Table | None:
-    """Where a step's time goes, evaluations and each run's first step, which warms up, left out. None if unknown.
+    """A step's time by phase, without evaluations and each run's first step, which warms up. None if unknown.
 
     Phases that no run has are left out.
     """

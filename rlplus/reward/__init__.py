@@ -1,4 +1,12 @@
-"""Answer -> score, in worker processes that can be killed: the text is a model's and may hang or exhaust any grader."""
+"""Answer -> score, in worker processes that can be killed: the text is a model's and may hang or exhaust any grader.
+
+A grader of your own is a function in a module of the folder that the run starts from. None means "not parsed":
+
+    # sentences.py, for `reward: {function: "sentences:last_word"}`
+    def last_word(text, answer):
+        words = text.rstrip(". ").split()
+        return float(words[-1] == answer) if words else None
+"""
 
 from rlplus.reward.demonstrations import DemonstrationReport, Verdict, grade_demonstrations, keep_passed
 from rlplus.reward.scorer import GraderFailed, Scorer

@@ -21,11 +21,11 @@ from typing import Any, TextIO
 _MAX_DETAIL, _MAX_ERROR = 500, 4000  # characters, of a verdict and of what prevents all
 
 
-def _load_graders() -> Any:
-    """The package `graders` beside this file, without importing rlplus, under a name that no user's module has."""
-    package = sys.modules["_rlplus_reward"] = ModuleType("_rlplus_reward")
-    package.__path__ = [str(Path(__file__).parent)]
-    return importlib.import_module("_rlplus_reward.graders")
+def _without_rlplus(name: str) -> Any:
+    """A module of this folder or the one above, loaded without rlplus, under a name that no user's module has."""
+    package = sys.modules.setdefault("_rlplus_reward", ModuleType("_rlplus_reward"))
+    package.__path__ = [str(folder) for folder in Path(__file__).parents[:2]]
+    return importlib.import_module(f"_rlplus_reward.{name}")
 
 
 def _grade(grader: Any, require_think: bool, text: str, answer: str, row: Mapping[str, Any]) -> tuple[float, str, str]:
@@ -36,7 +36,7 @@ def _grade(grader: Any, require_think: bool, text: str, answer: str, row: Mappin
     try:
         value, status, detail = grader(text, answer, row)
         return value, status, detail[:_MAX_DETAIL]
-    except MemoryError:  # what filled it may still be held: a fresh process serves the others better
+    except MemoryError:  # it may stay full: a fresh process serves the others better
         raise SystemExit("reward worker: out of memory (limit: reward.memory_mb)") from None
     except Exception as error:  # one text must not cost the others their score; counted and logged by the parent
         return 0.0, "crash", f"{type(error).__name__}: {error}"[:_MAX_DETAIL]
@@ -72,7 +72,7 @@ def main() -> None:
         memory = settings["memory_mb"] << 20
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         sys.path.insert(0, os.getcwd())
-        grader = _load_graders().make_grader(settings)
+        grader = _without_rlplus("graders").make_grader(settings, _without_rlplus("lazy").import_function)
     except Exception as error:
         send("error", f"{type(error).__name__}: {error}"[:_MAX_ERROR])
         return

@@ -15,8 +15,8 @@ from rlplus.reward.worker_handle import POLL_S, Score, Status, Worker
 
 _MAX_CHUNK = 32  # items in one message: fewer wake-ups for short items
 _MAX_CHUNK_LENGTH = 1 << 18  # characters; a longer text travels alone, and alone pays if it does not fit in memory
-_FIRST_STARTS = 8  # in a row that may fail while none has succeeded; with the pauses about 13 s
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0  # after a start that failed; doubled by every further one
+_FIRST_STARTS = 8  # consecutive starts that may fail while none has succeeded; with the pauses about 13 s
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0  # pause after a failed start; doubled by every further one
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Scorer:
         self._workers: set[Worker] = set()
         self._closed = False
         self._started = False  # whether any worker ever did
-        self._failed_starts = 0  # in a row
+        self._failed_starts = 0  # consecutive
         self._next_start = 0.0
         # The call under way: numbers of the items to be graded, and to be graded again; first failures; results.
         self._queue: deque[int] = deque()
@@ -136,7 +136,7 @@ class Scorer:
                 self._receive(key.data)
         for worker in list(self._workers):
             if worker.fault(self.config.timeout_s):
-                self._receive(worker)  # what it wrote before it died; a late one may have answered just now
+                self._receive(worker)  # its last words before it died; a late one may have answered just now
                 if fault := worker.fault(self.config.timeout_s):
                     self._replace(worker, *fault)
         self._start_missing()

@@ -103,7 +103,7 @@ class _Output:
 
 
 class _Supervisor:
-    """This process. `run` once, after `pid` and `output` are those of the grader."""
+    """This process. `run` once, after `pid` and `output` are the grader's."""
 
     def __init__(self) -> None:
         self.pid = 0

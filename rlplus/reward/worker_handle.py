@@ -21,7 +21,7 @@ from rlplus.reward.supervisor import cpu_seconds
 Status = Literal["ok", "unparsed", "timeout", "crash", "bad_gold"]
 
 POLL_S = 0.05  # how often the workers are looked at while none answers
-WALL_CLOCK_FACTOR = 10  # the limit of the wall clock over that of the CPU time: for a busy machine, or one that sleeps
+WALL_CLOCK_FACTOR = 10  # wall clock limit / CPU time limit: for a busy machine, or one that sleeps
 _GRACE = 0.1  # share of the time limit, beyond it, in which a grader that ends its programs itself may still say so
 _UNWATCHED = 0.05  # share of the time limit before an item is looked at: reading /proc costs milliseconds
 _START_TIMEOUT_S = 300.0  # wall clock; importing a user's module from a busy network disk

@@ -7,7 +7,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-NAME = "rlplus_sdpa"  # under which transformers finds it
+NAME = "rlplus_sdpa"  # its name in transformers
 
 
 def attend(
@@ -19,7 +19,7 @@ def attend(
     H / K query heads that share keys are passed as so many queries of one head: (B, K, H / K, D).
     """
     shared = getattr(module, "num_key_value_groups", 1)
-    one_mask = attention_mask is not None and attention_mask.shape[1] == 1  # for all heads
+    one_mask = attention_mask is not None and attention_mask.shape[1] == 1  # all heads share it
     if shared == 1 or query.shape[2] > 1 or not one_mask or options.get("position_bias") is not None:
         whole: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return whole

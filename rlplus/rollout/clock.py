@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rlplus.errors import RunFailed
 
-GRACE_S = 15.0  # between the exception of an overdue body and the end of a process that cannot raise it
+GRACE_S = 15.0  # an overdue body gets an exception; a process that cannot raise it ends this much later
 EXIT_OVERDUE = 70
 STDERR = 2
 

@@ -1,4 +1,13 @@
-"""Rollouts by a user-defined function: tools, several turns, environments, inserted text."""
+"""Rollouts by a user-defined function: tools, several turns, environments, inserted text.
+
+The function gets a `Sampler` and the responses, which are empty; inserted tokens are not trained on:
+
+    # budget.py, for `rollout: {function: "budget.py:answer_in_time"}`
+    def answer_in_time(sampler, responses):
+        for response in sampler(responses, max_tokens=32):
+            response.insert(sampler.tokenizer.encode("So the answer is ", add_special_tokens=False))
+        sampler(responses)
+"""
 
 import math
 import random
@@ -28,7 +37,7 @@ class Response:
 
     tokens     ids of everything behind the prompt
     trained    whether the policy sampled the token: only these have a loss
-    logprob    the engine's, of the tokens that are trained on; of others whatever stands there
+    logprob    the engine's, for the tokens that are trained on; for others anything
     ended      the policy drew the end token, or there is no room left
     truncated  it ended for want of room
     reward     None: the run's reward grades the text

@@ -33,9 +33,9 @@ from rlplus.rollout.push import WeightFiles, parameter_shapes, ranks_here, watch
 WORKER = "rlplus.rollout.engine_worker"
 ATTEMPTS = 3  # tries per request, in case the request itself crashes the engine
 POLL_S = 0.5  # a death that the pipe does not tell, because a child still holds it, is noticed this late
-STOP_S = 10.0  # for an orderly end
-START_S = 1800.0  # to load a model, compile and capture graphs, which shows no progress
-BEAT_S = 0.1  # between two signs of progress
+STOP_S = 10.0  # limit of an orderly end
+START_S = 1800.0  # limit for loading a model, compiling and capturing graphs, which shows no progress
+BEAT_S = 0.1  # interval of signs of progress
 STACKS_SIGNAL, STACKS_S = signal.SIGUSR2, 1.0  # asks a process for its stacks, and the time for writing them
 PROGRESS = "progress"  # a message that is no answer yet
 # The launcher's variables are left out: the engine is no rank of the trainer's group.
@@ -117,7 +117,7 @@ class ProcessEngine:
                     self._restart(loading=method != "push_weights")
                 return self._exchange((method, arguments), self._limit_s(method))
             except _EngineDied as error:
-                if self._closed:  # by another thread, which does not want the answer any more
+                if self._closed:  # another thread closed it and does not want the answer any more
                     raise RuntimeError("the engine was closed") from error
                 if attempt == ATTEMPTS:
                     self.close()
@@ -229,7 +229,7 @@ def _environment(gpus: int) -> dict[str, str]:
     package = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     if dist.is_initialized():
-        environment["RANK"] = str(dist.get_rank())  # for messages
+        environment["RANK"] = str(dist.get_rank())  # shown in messages
     if torch.cuda.is_available():
         local, ranks = int(os.environ.get("LOCAL_RANK", 0)), ranks_here()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlplus.common.section import MIN_TEMPERATURE
 from rlplus.errors import RunFailed
 
-DEFAULT_CACHE_MB = 512  # for keys and values, where rollout.kv_cache_memory_mb is not set
+DEFAULT_CACHE_MB = 512  # keys and values, where rollout.kv_cache_memory_mb is not set
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How all responses of a call are sampled.
+    """Settings with which all responses of a call are sampled.
 
     temperature: 0 decodes greedily. seed: the same one gives the same tokens for the same requests and weights; ranks
     that generate at the same time need different ones. stop: further token ids that end a response as the end token
@@ -41,10 +41,10 @@ class Sampling:
 class Completion:
     """One sampled response: its token ids with the stop token, if it came, as the last.
 
-    logprob: of each token, in nats, under log_softmax(logits / temperature), the distribution it was drawn from; after
+    logprob: each token's, in nats, under log_softmax(logits / temperature), the distribution it was drawn from; after
     greedy decoding (temperature 0) under log_softmax(logits).
     truncated: max_tokens ended it and no stop token.
-    trained, reward: of a rollout function (`rollout.function`). Whether each token was sampled: only these are trained
+    trained, reward: a rollout function's (`rollout.function`). Whether each token was sampled: only these are trained
     on, and the others' logprobs are not read; None = all were. The reward; None = the run's reward grades the text.
     """
 
@@ -56,6 +56,8 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
+    """A further engine is a class with these methods, a branch in `make_engine` and a value of `rollout.engine`."""
+
     name: str
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:

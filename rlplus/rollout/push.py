@@ -21,7 +21,7 @@ from rlplus.common import agree
 from rlplus.rollout.clock import Clock, rank
 from rlplus.rollout.protocol import whole_model
 
-LOCK = ".lock"  # in a folder of weights
+LOCK = ".lock"  # a file in a folder of weights
 
 
 def parameter_shapes(path: str, *, trust_remote_code: bool) -> tuple[dict[str, torch.Size], int]:
@@ -113,7 +113,7 @@ class WeightFiles:
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace the files; all ranks call it and return when the files are there."""
-        self._wait()  # nobody reads the old ones any more
+        self._wait()  # until no engine reads the old ones any more
         if self.leader:
             for old in self.folder.glob("*.safetensors"):
                 old.unlink()  # first: two versions at a time may not fit
@@ -176,8 +176,8 @@ def _new_folder(base: Path) -> Path:
 def _remove_abandoned(base: Path) -> None:
     """Remove the folders of this user's processes that were killed: their locks are not held any more.
 
-    Others can create any name in a folder such as /dev/shm. What is not a folder and a regular lock file of this user
-    is left alone, no open waits (as that of a FIFO would), and only what was checked is removed, whatever its name
+    Others can create any name in a folder such as /dev/shm. Anything but a folder with a regular lock file of this user
+    is left alone, no open waits (as a FIFO's would), and only what was checked is removed, whatever its name
     points to by then.
     """
     for left in base.glob(f"{_prefix()}*"):

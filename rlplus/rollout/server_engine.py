@@ -35,10 +35,10 @@ SERVE = (
 GENERATE = "/inference/v1/generate"
 CONNECTIONS = 64  # prompts at a time from each rank; the server batches what it has
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))  # a dead host shows in 30 s
-PATIENCE_S = 60.0  # for a connection and for /metrics, and with answers, before /metrics is asked
-TOKENS = "vllm:generation_tokens_total"  # in /metrics: grows with every token of every request
+PATIENCE_S = 60.0  # limit for a connection and for /metrics; /metrics is asked after such a time without answers
+TOKENS = "vllm:generation_tokens_total"  # a name in /metrics: grows with every token of every request
 RESTART = "Start it again, and the run with --resume"
-NO_LOGPROB = -9999.0  # what the server writes for NaN and for -inf
+NO_LOGPROB = -9999.0  # the server writes it for NaN and for -inf
 
 
 class ServerEngine:
@@ -107,7 +107,7 @@ class ServerEngine:
         return problems, int(scheduler["max_num_seqs"])
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
-        http = self._generating = _Requests(self._http.url)  # before the next line, so that no `close` misses it
+        http = self._generating = _Requests(self._http.url)  # set first, so that no `close` misses it
         if self._failure:
             raise RuntimeError(self._failure)
         check_requests(requests, sampling, max_model_len=self._max_model_len, vocabulary=self._vocabulary)

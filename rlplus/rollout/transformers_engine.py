@@ -44,18 +44,18 @@ def _invert(probability: Tensor) -> Tensor:
     """(B, V) -> (B, 1): the block of tokens in which the sum first exceeds the bound, then the token in it."""
     blocks = F.pad(probability, (0, -probability.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     sums = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    # Below the whole sum whatever that rounds to, for the number is below 1.
+    # The bound is below the whole sum however that is rounded, since the number is below 1.
     bound = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
     block = _first_above(sums, bound)
     bound = bound - F.pad(sums, (1, 0)).gather(1, block)
     inner = blocks.take_along_dim(block[:, :, None], 1)[:, 0].cumsum(dim=-1, dtype=torch.float64)
-    # Below the block's sum as added up here, which may be rounded otherwise.
+    # Keep it below the block's sum as added up here, which may be rounded otherwise.
     bound = bound.minimum(inner[:, -1:].nextafter(torch.zeros_like(bound)))
     return (block * BLOCK + _first_above(inner, bound)).clamp(max=probability.shape[1] - 1)
 
 
 def _first_above(sums: Tensor, bound: Tensor) -> Tensor:
-    """Where ascending sums (B, K) first exceed bound (B, 1): (B, 1). The last place if they are NaN."""
+    """The place (B, 1) where ascending sums (B, K) first exceed bound (B, 1); the last one if they are NaN."""
     return torch.searchsorted(sums, bound, right=True).clamp(max=sums.shape[1] - 1)
 
 
@@ -105,7 +105,7 @@ class TransformersEngine:
         owners = [i for i in order for _ in range(requests[i].n)]
         asked = [request for request in requests if request.n]
         longest = max((len(r.prompt) for r in asked), default=0) + max((r.max_tokens for r in asked), default=0)
-        # A sequence's keys and values; of each logit the model's, its fp32 copy, and what `draw` makes of it.
+        # A sequence's keys and values; each logit as the model's, its fp32 copy, and as `draw` changes it.
         bytes_per_sequence = longest * self._bytes_per_token + (4 + 4 + 4 + 4) * self._vocabulary
         size = max(1, self._cache_bytes // bytes_per_sequence)
         completions: list[list[Completion]] = [[] for _ in requests]
@@ -159,7 +159,7 @@ class TransformersEngine:
         stops = [self._eos, *sampling.stop]
         tokens: list[list[int]] = [[] for _ in copies]
         logprobs: list[list[float]] = [[] for _ in copies]
-        rows, live = list(range(len(copies))), set(range(len(copies)))  # in the batch, and of these not ended
+        rows, live = list(range(len(copies))), set(range(len(copies)))  # rows of the batch, and those not ended
         logits = _forward(model, ids, None, inputs)
         if copies != rows:
             ids, logits = ids[copies], logits[copies]

@@ -78,7 +78,7 @@ class VLLMEngine:
         self._push_timeout_s = config.push_timeout_s
         self.clock = Clock("the generation", "rollout.progress_timeout_s", config.progress_timeout_s)
         self._tp = config.tensor_parallel_size
-        self._shared = dist.is_initialized() and self._tp > 1  # with neighbouring ranks
+        self._shared = dist.is_initialized() and self._tp > 1  # neighbouring ranks share it
         self._eos = eos_token_id
         self._max_model_len = max_model_len
         self._failure: str | None = None
@@ -97,7 +97,7 @@ class VLLMEngine:
                 "max_model_len": max_model_len,
                 "seed": seed,
                 "enforce_eager": config.enforce_eager or self._cpu,
-                # On the CPU vLLM fails on a seeded request whose prompt it takes in two parts.
+                # vLLM fails on the CPU on a seeded request whose prompt it takes in two parts.
                 "enable_chunked_prefill": not self._cpu,
                 "max_num_batched_tokens": max(CPU_BATCHED_TOKENS, max_model_len) if self._cpu else None,
                 "gpu_memory_utilization": config.gpu_memory_utilization,
@@ -181,7 +181,7 @@ class VLLMEngine:
         if not requests:
             return []
         prompts, params = zip(*requests, strict=True)
-        # On the CPU vLLM compiles one small function of its sampler, which takes longer than everything it could save.
+        # vLLM compiles one small function of its sampler on the CPU, which takes longer than everything it could save.
         compiler = torch.compiler.set_stance("force_eager") if self._cpu else nullcontext()
         with _process_state_kept(), compiler, self.clock.running("the first token"):
             try:
@@ -199,7 +199,7 @@ class VLLMEngine:
         asleep, self._asleep = self._asleep, False
         if asleep:
             if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # what the trainer has freed goes back to the device first
+                torch.cuda.empty_cache()  # return memory that the trainer has freed to the device first
             self._llm.wake_up(["weights"])  # the cache stays away while weights are gathered and loaded
         self._load(weights, version)
         if asleep:
@@ -257,7 +257,7 @@ def _completion(sample: Any) -> Completion:
 
 
 def _repack_tied_head(model: nn.Module) -> None:
-    """On the CPU the head multiplies with a packed copy of its weight. A reload renews it only for an untied head.
+    """Renew the packed copy of a tied head's weight, with which the head multiplies on the CPU; a reload does not.
 
     The head is `lm_head`, or in classes without one (Gemma 2, Cohere) the embeddings themselves.
     """

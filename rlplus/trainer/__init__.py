@@ -5,6 +5,7 @@ from rlplus.trainer.loop import Evaluate, train
 from rlplus.trainer.out_of_memory import OutOfMemory, phase_out_of_memory
 from rlplus.trainer.provenance import processor_name
 from rlplus.trainer.run import Run
+from rlplus.trainer.run_parts import open_run
 from rlplus.trainer.stop import Interrupted
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "OutOfMemory",
     "Run",
     "evaluator",
+    "open_run",
     "phase_out_of_memory",
     "processor_name",
     "train",

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 
-from rlplus.config import Config
+from rlplus.config import Config, EvaluationConfig
 from rlplus.data import SAMPLES, Example, load_problems, load_tokenizer
 from rlplus.evaluation import Evaluation, evaluate_benchmarks, join
 from rlplus.evaluation.known import known_benchmarks, refusal
@@ -35,7 +35,7 @@ def evaluator(config: Config) -> Evaluate | None:
         def keep(benchmark: str) -> KeptCalls:
             return KeptCalls(added(start, f"-{file_part(benchmark)}"), run.rank, tokenizer, None, step)
 
-        return _passed(_evaluate(config, run, problems, keep if config.log.samples_every else None))
+        return _passed(_evaluate(config, config.evaluation, run, problems, keep if config.log.samples_every else None))
 
     return evaluate_run
 
@@ -43,11 +43,10 @@ def evaluator(config: Config) -> Evaluate | None:
 def validator(config: Config) -> Evaluate | None:
     """The function that `train` calls every `validation.every` steps: the mean reward, and pass@k by benchmark.
 
-    As `evaluator`, on the problems of `validation`. ValueError also for those of a known test benchmark.
+    As `evaluator`, on the problems of `validation`. ValueError also for a known test benchmark's.
     """
     if not config.validation.every:
         return None
-    config = config.model_copy(update={"evaluation": config.validation})
     problems = load_problems(config.validation, load_tokenizer(config.model))
     if tests := known_benchmarks(config.validation, problems):
         if not config.validation.allow_test_benchmarks:
@@ -55,17 +54,19 @@ def validator(config: Config) -> Evaluate | None:
         logger.warning("the best checkpoint will be chosen by a test benchmark: %s", ", ".join(tests))
 
     def validate(run: Run) -> dict[str, float]:
-        results = _evaluate(config, run, problems, None)
+        results = _evaluate(config, config.validation, run, problems, None)
         reward = join([*results.values()], seed=config.train.seed).mean_reward
         return _passed(results) if reward is None else {"reward": reward} | _passed(results)
 
     return validate
 
 
-def _evaluate(config: Config, run: Run, problems: Sequence[Example], keep: Keep | None) -> dict[str, Evaluation]:
+def _evaluate(
+    config: Config, section: EvaluationConfig, run: Run, problems: Sequence[Example], keep: Keep | None
+) -> dict[str, Evaluation]:
     """Results of the policy that a run trains, by benchmark. Collective."""
-    with Scorers(config, run.scorer) as scorers:
-        return evaluate_benchmarks(config, run.engine.ask, problems, scorers, run.decode, run.respond, keep)
+    with Scorers(config, section, run.scorer) as scorers:
+        return evaluate_benchmarks(config, section, run.engine.ask, problems, scorers, run.decode, run.respond, keep)
 
 
 def _passed(results: Mapping[str, Evaluation]) -> dict[str, float]:

@@ -25,7 +25,7 @@ def generate(
 ) -> list[Sample]:
     """Every group's members, in order: its rollouts, then its demonstration or a replayed rollout if requested."""
     groups: list[list[Sample]] = [[] for _ in examples]
-    if config.algorithm.resolve().generates:  # on all ranks or on none: some engines are shared by several
+    if config.algorithm.resolve().generates:  # all ranks or none: some engines are shared by several
         asked = [(group, *alike) for group, ask in enumerate(asks) for alike in _alike(ask)]
         tasks = [_behind(examples[group], prefix) for group, prefix, _ in asked]
         requests = [

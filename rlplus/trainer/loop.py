@@ -1,6 +1,7 @@
 """The training loop. Every function that it calls fits on a page."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from rlplus.config import Config
@@ -8,6 +9,7 @@ from rlplus.errors import RunFailed, SharedFailure
 from rlplus.learner import has_gradient
 from rlplus.trainer.out_of_memory import OutOfMemory
 from rlplus.trainer.run import Run
+from rlplus.trainer.run_parts import AlreadyFinished, open_run
 from rlplus.trainer.step import Step
 from rlplus.trainer.stop import StepGivenUp
 
@@ -17,7 +19,7 @@ Evaluate = Callable[[Run], dict[str, float]]
 def train(
     config: Config,
     *,
-    resume: bool | str = False,
+    resume: str | None = None,
     evaluate: Evaluate | None = None,
     validate: Evaluate | None = None,
 ) -> Path:
@@ -25,17 +27,15 @@ def train(
 
     output_dir/ receives config.yaml, run.json, metrics.jsonl, tensorboard/, samples/, checkpoints/ and, at the end,
     model/ (Hugging Face).
-    resume: True: continue from the newest checkpoint; "auto": the same, or start if there is none; "step-000020": from
-    that one, as if it were the newest. A finished run is left as it is. evaluate: called on every rank every
+    resume: "newest": continue from the newest checkpoint; "auto": the same, or start if there is none; "step-000020":
+    from that one, as if it were the newest. A finished run is left as it is. evaluate: called on every rank every
     `evaluation.every` steps with the engine holding the step's new weights; its numbers, the same on all ranks, are
     logged. validate: the same every `validation.every` steps; the checkpoint with the highest "reward" is kept.
     SIGINT, SIGTERM, SIGUSR1 and SIGHUP end it with a checkpoint of the last step or of the current one; then it raises
     Interrupted, so that callers do not continue without a model. Raises ValueError for an invalid configuration or
     invalid data, RunFailed when training or the engine fails.
     """
-    with Run(config, resume) as run:
-        if run.complete:
-            return run.folder.path
+    with suppress(AlreadyFinished), open_run(config, resume) as run:
         try:
             while not run.progress.finished:
                 train_step(run, evaluate, validate)
@@ -43,11 +43,11 @@ def train(
             run.give_up_step()
             run.progress.interrupted = stop.number
         except (RunFailed, OSError, ValueError) as failure:
-            if isinstance(failure, SharedFailure) or (run.world == 1 and run.under_way):
+            if isinstance(failure, SharedFailure) or (run.world == 1 and run.start.under_way):
                 save_what_is_left(run, failure)
             raise
         run.conclude()  # raises Interrupted after a signal
-        return run.folder.path
+    return Path(config.output_dir)
 
 
 def save_what_is_left(run: Run, failure: Exception) -> None:
@@ -73,7 +73,7 @@ def train_step(run: Run, evaluate: Evaluate | None = None, validate: Evaluate | 
     step.remember(work)  # the logprobs of the policy before the first update, and of the reference
     for update, micro_batches in work:
         outputs = step.accumulate(update, micro_batches)
-        if has_gradient(micro_batches):  # on any rank
+        if has_gradient(micro_batches):  # any rank's
             recipe.saw(update, outputs, step.optimize(update))
     step.fit(batch)  # the models that the recipe trains alongside the policy
     if evaluate is not None and run.progress.evaluation_due:

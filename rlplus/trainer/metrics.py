@@ -42,7 +42,7 @@ class Tally:
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Seconds of a phase, as time/<phase>: those of the slowest rank. Raises OutOfMemory with its name."""
+        """Seconds of a phase on the slowest rank, as time/<phase>. Raises OutOfMemory with its name."""
         agree.phase(phase)
         start = time.perf_counter()
         with naming_phase(phase):
@@ -96,7 +96,7 @@ def tally_outputs(tally: Tally, outputs: Sequence[PolicyLoss]) -> None:
         tally.mean("actor/loss", total[name], once if name == "loss_internal" else 0.0)
     for metric, name, count in (
         ("entropy", "entropy", "tokens"),
-        ("entropy_internal", "entropy_internal", "tokens_internal"),  # without demonstrations
+        ("entropy_internal", "entropy_internal", "tokens_internal"),  # demonstrations left out
         ("active_rows", "active_rows", "tokens"),
         ("prob_internal", "prob_internal", "tokens_internal"),
         ("prob_external", "prob_external", "tokens_external"),
@@ -142,7 +142,7 @@ def tally_mismatch(tally: Tally, logprob: Tensor, engine_logprob: Tensor | None)
 class RunLog:
     """Writes a run's metrics; enabled on rank 0 only.
 
-    metrics.jsonl has one object a step. Resuming at a step drops the lines after it; when their steps are done again,
+    metrics.jsonl has one object per step. Resuming at a step drops the lines after it; when their steps are done again,
     the trackers, which had them, do not get them twice.
     """
 
@@ -196,7 +196,7 @@ class RunLog:
         write_kept(self.samples / f"step-{step:06d}.parquet", samples)
         texts = (f"{sample.heading}\n\n{sample.prompt}\n---\n{''.join(sample.tokens)}\n" for sample in samples)
         lines = "\n".join(texts).splitlines()
-        self.board.add_text("samples", "\n".join(f"    {line}" for line in lines), step)  # as Markdown's code: as it is
+        self.board.add_text("samples", "\n".join(f"    {line}" for line in lines), step)  # code in Markdown
 
     def say(self, message: str) -> None:
         if self.enabled:

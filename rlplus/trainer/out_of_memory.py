@@ -10,7 +10,7 @@ from rlplus.rollout import RunFailed
 
 
 class OutOfMemory(RunFailed):
-    """This rank's GPU ran out of memory. phase: of the step, as in time/<phase>, or "start"."""
+    """This rank's GPU ran out of memory. phase: the step's, as in time/<phase>, or "start"."""
 
     def __init__(self, message: str, phase: str) -> None:
         super().__init__(message)
@@ -34,6 +34,6 @@ def phase_out_of_memory(failure: BaseException | None) -> str | None:
         if isinstance(failure, OutOfMemory):
             return failure.phase
         if isinstance(failure, torch.OutOfMemoryError):
-            return "generate"  # in the engine, which became an EngineFailed on all ranks
+            return "generate"  # raised in the engine, it became an EngineFailed on all ranks
         failure = failure.__cause__
     return None

@@ -4,7 +4,7 @@ from typing import Any
 
 from rlplus.config import Config
 
-IDLE_STEPS = 4  # in a row without an update: fewer may be chance in small steps, more would tell the user late
+IDLE_STEPS = 4  # consecutive steps without an update: fewer may be chance in small steps, more would tell the user late
 
 
 class Progress:
@@ -18,7 +18,7 @@ class Progress:
     external_share  of the last gradient, see `rlplus.algorithm.ExternalSchedule`
     best         the step and mean reward of the best validation, the first among equals; None before any
 
-    config: the run's, with the steps of its epochs as soon as they are known.
+    config: the run's, with the steps of its epochs.
     """
 
     def __init__(self, config: Config) -> None:
@@ -38,10 +38,9 @@ class Progress:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.step, self.generated, nonfinite = state["step"], state["generated"], state["nonfinite"]
-        self.nonfinite = dict(nonfinite) if isinstance(nonfinite, dict) else {"policy": nonfinite}  # 0.1.0: a number
-        self.external_share = state.get("external_share", 1.0)
-        self.best = state.get("best")
+        self.step, self.generated, self.nonfinite = state["step"], state["generated"], dict(state["nonfinite"])
+        self.external_share = state["external_share"]
+        self.best = state["best"]
 
     @property
     def share_done(self) -> float:

@@ -41,7 +41,7 @@ def select_prompts(
 ) -> Prompts:
     """The prompts in loaded examples. Collective.
 
-    verdicts: those of an earlier grading; without any the demonstrations are graded, where the algorithm takes them.
+    verdicts: an earlier grading's; without any the demonstrations are graded, where the algorithm takes them.
     """
     algorithm, kept, graded = config.algorithm.resolve(), list(examples), None
     if algorithm.needs_demonstrations:

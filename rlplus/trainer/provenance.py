@@ -1,4 +1,4 @@
-"""Where a run comes from: date, command, versions, commits and hardware of each of its starts, in run.json."""
+"""The provenance of a run: date, command, versions, commits and hardware of each of its starts, in run.json."""
 
 import json
 import os

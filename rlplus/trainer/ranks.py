@@ -36,7 +36,7 @@ def initialize_distributed(timeout_s: float = 3600.0) -> None:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     else:
-        # Without this DeepSpeed compiles a shared-memory transport for a minute, which gloo makes unnecessary.
+        # DeepSpeed would else compile a shared-memory transport for a minute, which gloo makes unnecessary.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "nccl" if cuda else "gloo"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -23,13 +23,13 @@ from rlplus.trainer.metrics import Tally
 class Drawn:
     """A `Batch` before scoring, with the `indices` of its examples in the run's data; the form in checkpoints.
 
-    version: of the weights that sampled it, the number of steps that made them; None: of 0.1.0, which did not say.
+    version: of the weights that sampled it, the number of steps that made them.
     """
 
     indices: list[int]
     samples: list[Sample]
     seconds: float
-    version: int | None = None
+    version: int
 
 
 Question = Callable[[RolloutEngine], Drawn]
@@ -38,7 +38,7 @@ Position = dict[str, int]  # the sampler's state
 
 @dataclass
 class Ahead:
-    """A batch that is generated ahead. position: of the sampler, before the batch's prompts."""
+    """A batch that is generated ahead. position: the sampler's, before the batch's prompts."""
 
     position: Position
     coming: Future[Drawn]
@@ -54,7 +54,7 @@ class Rollouts:
     after the other in a thread, while the steps train; the first step samples its own batch, too. So a batch was
     sampled 1 to k steps before it is trained on. The delay is the same in every run; timing plays no part.
 
-    Their old_logprob are the engine's: those of the policy that sampled, to the engine's accuracy, which the probe
+    Their old_logprob are the engine's: the sampling policy's, to the engine's accuracy, which the probe
     checks at every push. Demonstrations get theirs from the same weights, by a forward pass of the policy before they
     change. Both are part of the batch, and the batches ahead part of a checkpoint.
     """
@@ -74,15 +74,15 @@ class Rollouts:
         self.examples, self.sampler, self.pad_id, self.engine = examples, sampler, pad_id, engine
         self.respond = respond
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._ahead: list[Ahead] = []  # in the order in which they are generated and trained on
+        self._ahead: list[Ahead] = []  # ordered as they are generated and trained on
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
-        self._begin: tuple[Position, list[Ahead]] = sampler.state_dict(), []  # the target of `rewind`
+        self._begin: tuple[Position, list[Ahead]] = sampler.state(), []  # the target of `rewind`
 
     def begin(self, tally: Tally) -> None:
         """Start a step; `rewind` goes back to this point."""
         with tally.time("generate"):
             self._settle(1)
-        self._begin = self.sampler.state_dict(), list(self._ahead)
+        self._begin = self.sampler.state(), list(self._ahead)
 
     def draw(self, step: int, tally: Tally) -> Batch:
         """Push the weights that step `step` trains and generate a batch with them, not scored yet.
@@ -96,7 +96,7 @@ class Rollouts:
         if last and self.recipe.algorithm.generates:
             with tally.time("sync"):
                 self.engine.sync(step, probe=overlap > 0)
-            if overlap:  # without overlap the batch's own gap is logged
+            if overlap:  # the batch's own gap is logged otherwise
                 tally.mean("mismatch/probe", self.engine.gap)
         with tally.time("generate"):
             if self._ahead:
@@ -104,9 +104,9 @@ class Rollouts:
             else:
                 drawn = self.engine.ask(self._question(step), interruptible=True)
             for _ in range(overlap if last else 0):
-                position, question = self.sampler.state_dict(), self._question(step)
+                position, question = self.sampler.state(), self._question(step)
                 self._ahead.append(Ahead(position, self._thread.submit(question, self.engine.engine)))
-        if overlap and drawn.version is not None:
+        if overlap:
             tally.mean("batch/staleness", step - drawn.version)
         return Batch([self.examples[i] for i in drawn.indices], drawn.samples, drawn.seconds)
 
@@ -118,7 +118,7 @@ class Rollouts:
     def _settle(self, count: int) -> None:
         """Wait for the first `count` batches ahead: the engine answers one question at a time.
 
-        EngineFailed if one failed: its prompts, and those of the batches after it, were not used.
+        EngineFailed if one failed: its prompts, and the later batches', were not used.
         """
         for i, ahead in enumerate(self._ahead[:count]):
             try:
@@ -161,7 +161,7 @@ class Rollouts:
         """Undo the draws since `begin`, so that a checkpoint resumes there; give up batches ahead that began since."""
         position, ahead = self._begin
         self._ahead = list(ahead)
-        self.sampler.load_state_dict(position)
+        self.sampler.restore(position)
 
     def state(self) -> Any:
         """The batches that were generated ahead, for a checkpoint of this rank; None if there are none."""
@@ -169,11 +169,11 @@ class Rollouts:
         return [vars(ahead.coming.result()) for ahead in self._ahead] or None
 
     def restore(self, state: Any) -> None:
-        batches = [state] if isinstance(state, dict) else state or []  # 0.1.0 kept one batch
-        for batch in batches:
+        for batch in state or []:
             done: Future[Drawn] = Future()
             done.set_result(Drawn(**batch))
-            self._ahead.append(Ahead(self.sampler.state_dict(), done))
+            self._ahead.append(Ahead(self.sampler.state(), done))
+        self._begin = self.sampler.state(), list(self._ahead)
 
     def close(self) -> None:
         self.engine.close()

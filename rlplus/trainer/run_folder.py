@@ -27,15 +27,15 @@ class RunFolder:
     """The folder of a run, locked until `stack` closes. Collective.
 
     last: the checkpoint to resume from, None for a new run; its files are intact. state: its JSON. notes: messages for
-    the user about it. fingerprints: of the run's inputs, by the keys of `state`.
+    the user about it. fixed: entries that are the same in each checkpoint of the run, such as its inputs' fingerprints.
     """
 
-    def __init__(self, config: Config, resume: bool | str, stack: ExitStack) -> None:
+    def __init__(self, config: Config, resume: str | None, stack: ExitStack) -> None:
         self.config, self.path = config, Path(config.output_dir)
         self.checkpoints, self.model = self.path / "checkpoints", self.path / "model"
         self._exported = self.checkpoints / "exported"  # names the checkpoint whose model has been written
         self.surroundings = surroundings(config)  # at the start of the run
-        self.fingerprints: dict[str, str | None] = {}
+        self.fixed: dict[str, Any] = {"config": config.model_dump(mode="json"), "surroundings": self.surroundings}
         if not agree.largest(self.path.is_dir()):  # a mistyped folder is not created
             find_checkpoint(self.path, resume)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -58,12 +58,13 @@ class RunFolder:
 
     def set_inputs(self, weights: str | None, examples: Sequence[Example]) -> None:
         """Fingerprint the inputs; ValueError if they are not those of the checkpoint, in whatever location."""
-        self.fingerprints = {"weights": weights, "examples": fingerprint(examples)}
+        fingerprints = {"weights": weights, "examples": fingerprint(examples)}
+        self.fixed |= fingerprints
         if self.last is not None:
-            check_inputs(self.last, self.state, self.config, self.fingerprints)
+            check_inputs(self.last, self.state, self.config, fingerprints)
 
     def begin(self, devices: Sequence[str]) -> None:
-        """For rank 0: mark the folder as this run's, which continues from `last`, on these devices."""
+        """Mark the folder, on rank 0, as this run's, which continues from `last`, on these devices."""
         step = self.state.get("step", 0)
         if self.last is not None:
             checkpoint.point_to(self.last)  # which may be an older one
@@ -74,17 +75,17 @@ class RunFolder:
 
     def save(self, engines: Mapping[str, Any], step: int, state: dict[str, Any], rank_state: Any) -> None:
         """Write a checkpoint, see `checkpoint.save`. Collective."""
-        state |= {"config": self.config.model_dump(mode="json"), "surroundings": self.surroundings}
-        state |= self.fingerprints
         best = state["best"] and checkpoint.name_of(state["best"]["step"])
-        checkpoint.save(engines, self.checkpoints, step, state, self.config.checkpoint.keep, rank_state, best)
+        checkpoint.save(
+            engines, self.checkpoints, step, state | self.fixed, self.config.checkpoint.keep, rank_state, best
+        )
 
     def note_result(self, step: int) -> None:
-        """For rank 0: record that the model of this step was written."""
+        """Record, on rank 0, that the model of this step was written."""
         write_text(self._exported, checkpoint.name_of(step))
 
 
-def find_checkpoint(folder: Path, resume: bool | str) -> Path | None:
+def find_checkpoint(folder: Path, resume: str | None) -> Path | None:
     """The checkpoint to resume from, None for a new run; its files are intact. Collective; call it under the lock.
 
     resume: as for `rlplus.trainer.train`. Raises ValueError, on all ranks, if there is none or it is damaged, or if
@@ -104,16 +105,16 @@ def find_checkpoint(folder: Path, resume: bool | str) -> Path | None:
     return last
 
 
-def _find(folder: Path, resume: bool | str) -> Path | None:
+def _find(folder: Path, resume: str | None) -> Path | None:
     checkpoints = folder / "checkpoints"
-    if isinstance(resume, str) and resume != "auto":
+    if resume not in (None, "newest", "auto"):
         return checkpoint.named(checkpoints, resume)
     last = checkpoint.latest(checkpoints)
-    if last is not None and not resume:
+    if last is not None and resume is None:
         raise ValueError(
             f"{folder} already holds a run, at {last.name}: resume it (--resume), or choose another output_dir"
         )
-    if last is None and resume is True:
+    if last is None and resume == "newest":
         raise ValueError(
             f"there is nothing to resume in {folder}, which has no checkpoint: leave --resume out to start a run "
             "there; --resume=auto resumes where there is a checkpoint and starts where there is none"
@@ -154,11 +155,11 @@ def read_state(last: Path, config: Config, now: dict[str, str]) -> tuple[dict[st
     lengths = [(part.train.steps, part.train.epochs) for part in (written, config)]
     if config.train.lr_needs_length and lengths[0] != lengths[1]:
         notes.append("the run's length has changed: from here on its learning rate is that of a run of the new length")
-    if state.get("best") is not None and _choice(written) != _choice(config):
+    if state["best"] is not None and _choice(written) != _choice(config):
         notes.append("validation has changed: from here on the best checkpoint is chosen anew")
         state["best"] = None
-    before = state.get("surroundings", {})
-    for name in sorted(before.keys() | now.keys()) if before else ():
+    before = state["surroundings"]
+    for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
             notes.append(
                 f"since that checkpoint {name} has changed: {before.get(name, 'none')} -> {now.get(name, 'none')}"
@@ -169,13 +170,13 @@ def read_state(last: Path, config: Config, now: dict[str, str]) -> tuple[dict[st
 def config_in(last: Path, state: Mapping[str, Any]) -> Config:
     """The configuration in the state of the checkpoint `last`; ValueError if it is another version's."""
     try:
-        return recorded_config(state.get("config"))
+        return recorded_config(state["config"])
     except ValueError as error:
-        was = state.get("surroundings", {}).get("rlplus")
-        by = f"by rlplus {was}" if was else "by an unknown version of rlplus"
+        was = state["surroundings"]["rlplus"]
         advice = "" if was == __version__ else ". Go on with that version, or a later one"
         raise ValueError(
-            f"{last} was written {by}, this is {__version__}, which does not read its configuration: {error}{advice}"
+            f"{last} was written by rlplus {was}, this is {__version__}, which does not read its configuration: "
+            f"{error}{advice}"
         ) from error
 
 
@@ -185,11 +186,11 @@ def _choice(config: Config) -> dict[str, Any]:
 
 
 def check_inputs(last: Path, state: dict[str, Any], config: Config, fingerprints: dict[str, str | None]) -> None:
-    """ValueError if data or model are not those of the checkpoint. Their location does not matter."""
+    """ValueError if data or model differ from the checkpoint's. Their location does not matter."""
     for key, name in MAY_MOVE.items():
         section = key.partition(".")[0]
         was, now = state["config"][section]["path"], config.model_dump(mode="json")[section]["path"]
-        saved, found = state.get(name), fingerprints[name]
+        saved, found = state[name], fingerprints[name]
         if was != now and (saved is None or found is None):
             raise ValueError(f"{last} has no fingerprint to compare with: want {key} {was!r} as there; got {now!r}")
         if saved is not None and saved != found:

@@ -32,12 +32,12 @@ def begin(wanted: str | None, kind: Kind) -> Begun:
 
 
 def resume(record: Record | None, kind: Kind) -> Begun:
-    """The tuning of a resumed run: the one of its start, even if the files have changed."""
+    """The tuning of a resumed run: the one it started with, even if the files have changed."""
     if record is None:
         return None, None, ""
     try:
         tiling, reason = tuning.usable(record, kind, "this run's checkpoint")
-    except ValueError as error:  # on another GPU the run continues without it
+    except ValueError as error:  # the run continues without it on another GPU
         return record, None, str(error)
     return record, tiling, reason or "as at the start of the run"
 

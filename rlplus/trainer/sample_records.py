@@ -17,7 +17,7 @@ Answered = tuple[Example, Sample]
 
 
 def kept_samples(run: Run, batch: Batch, ungraded: Sequence[Answered]) -> list[KeptSample]:
-    """On rank 0 its first `log.sample_groups` groups of the batch, and as many samples of `ungraded` at most.
+    """The first `log.sample_groups` groups of rank 0's batch, and as many samples of `ungraded` at most.
 
     Collective: a forward pass over them, in which the other ranks take part with dummies.
     """

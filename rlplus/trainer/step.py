@@ -37,7 +37,7 @@ class Step:
         self.failure: SharedFailure | None = None  # an evaluation's
         self.ungraded: list[tuple[Example, Sample]] = []  # the grader failed on them
         self.kept: list[KeptSample] | None = None
-        run.begin_step()
+        run.start.take()
         run.rollouts.begin(self.tally)
 
     def collect(self) -> Batch:
@@ -117,7 +117,7 @@ class Step:
     def _fit(self, batch: Batch) -> None:
         """Train the recipe's learners. Afterwards the step cannot be redone."""
         run = self.run
-        run.can_redo = run.can_redo and not run.recipe.learners
+        run.start.can_redo = run.start.can_redo and not run.recipe.learners
         with self._learners():
             run.recipe.fit(batch, partial(run.count_nonfinite, model=" and ".join(run.recipe.learners)))
 
@@ -165,7 +165,7 @@ class Step:
                     statistics = [run.policy.statistics(micro) for micro in batches]
                     set_statistics(batches, statistics, algorithm, self.config.train.sequence_parallel)
             with tally.time("forward_backward"):
-                before_each = run.stop.check if run.can_redo else None
+                before_each = run.stop.check if run.start.can_redo else None
                 outputs = run.policy.accumulate(batches, algorithm.objective, before_each)
             if on_policy:
                 for engine_logprob, out in zip(engine_logprobs, outputs, strict=True):
@@ -194,7 +194,7 @@ class Step:
         """Take the optimizer's step on the accumulated gradient; returns the gradient's norm."""
         run, policy, limit = self.run, self.run.policy, update.algorithm.skip_grad_norm
         self.updated = True
-        run.can_redo, lr = False, policy.lr
+        run.start.can_redo, lr = False, policy.lr
         with self.tally.time("update"), self.tally.time("optimizer"):
             applied = policy.step(limit)
         grad_norm = policy.grad_norm
@@ -232,7 +232,7 @@ class Step:
         for name, (total, count) in run.recipe.metrics().items():
             tally.mean(name, total, count)
         metrics = tally.reduce()
-        run.under_way = run.can_redo = False
+        run.start.under_way = run.start.can_redo = False
         progress.step += 1
         tokens = round(metrics.pop("generated"))
         progress.generated += tokens

@@ -36,20 +36,23 @@ class StepGivenUp(BaseException):
 
 
 class StopSignal:
-    """Stores the first signal, and tells the user through `say`. `install` it in the main thread.
+    """Stores the first signal. `install` it in the main thread.
 
     checkpoint: whether there is one at the end, unless a second signal comes.
     """
 
-    def __init__(self, say: Callable[[str], None], *, checkpoint: bool = True) -> None:
+    def __init__(self, *, checkpoint: bool = True) -> None:
         self.number = 0
         self._with, self._without = (" with a checkpoint", ", without") if checkpoint else ("", "")
         self._since = 0.0
-        self._say = say
         self._interrupts = False
 
-    def install(self, stack: ExitStack) -> None:
-        """Handle the signals until the stack is closed. SIGUSR1 and SIGHUP stay ignored if they are, as under nohup."""
+    def install(self, stack: ExitStack, say: Callable[[str], None]) -> None:
+        """Handle the signals until the stack is closed, and tell the user of the first through `say`.
+
+        SIGUSR1 and SIGHUP stay ignored if they are, as under nohup.
+        """
+        self._say = say
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             if number not in (signal.SIGINT, signal.SIGTERM) and signal.getsignal(number) is signal.SIG_IGN:
                 continue
@@ -98,8 +101,8 @@ def ended_by_signals(say: Callable[[str], None], left: Callable[[], str]) -> Ite
     Without a checkpoint: for work that keeps what it has done.
     """
     with ExitStack() as stack:
-        stop = StopSignal(say, checkpoint=False)
-        stop.install(stack)
+        stop = StopSignal(checkpoint=False)
+        stop.install(stack, say)
         try:
             with stop.interrupting():
                 yield

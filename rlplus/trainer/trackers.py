@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_trackers(config: Config, folder: Path, *, resumed: bool, stack: ExitStack) -> list[Track]:
-    """On rank 0 a function of step and metrics for each key of `log` that is set; `stack` closes the trackers.
+    """A function of step and metrics per key of `log` that is set, on rank 0; `stack` closes the trackers.
 
     A resumed run goes on in the trackers' runs of its folder. ValueError on all ranks for what no later try could mend,
     such as a missing login; any other failure of a tracker is said once, and never ends the run. Collective.
@@ -94,7 +94,7 @@ def _start_wandb(project: str, identity: str, config: Config, folder: Path) -> A
 def _start_trackio(project: str, identity: str, config: Config, folder: Path) -> Any:
     import trackio
 
-    name = f"{folder.resolve().name}-{identity}"  # by which trackio finds a run
+    name = f"{folder.resolve().name}-{identity}"  # trackio finds a run by it
     return trackio.init(project=project, name=name, resume="allow", config=config.model_dump(mode="json"))
 
 

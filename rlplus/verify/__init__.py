@@ -15,7 +15,7 @@ from rlplus import checkpoint
 from rlplus.config import Config, check_training_files
 from rlplus.learner.adapters import add_adapters
 from rlplus.learner.pretrained import load_model
-from rlplus.trainer import Interrupted, Run
+from rlplus.trainer import Interrupted, Run, open_run
 from rlplus.trainer.run_folder import config_in
 from rlplus.trainer.stop import StepGivenUp
 from rlplus.verify.errors_table import Row, compare_computed, compare_constants
@@ -58,7 +58,7 @@ class _Prepared:
 
 
 def verify_run(folder: Path, step: int | None = None, sequences: int = 4) -> Verification:
-    """Take the step after a checkpoint, the newest or that of `step`, in a copy of the run, up to its gradients.
+    """Take the step after a checkpoint, the newest or `step`'s, in a copy of the run, up to its gradients.
 
     sequences: for how many of the update's sequences logprobs, loss and gradients are compared; the others keep their
     places and their part in the denominators. The run's folder is only read. Raises ValueError for a folder or
@@ -102,7 +102,7 @@ def _copy(last: Path, place: Path) -> Config:
 
 def _take(config: Config, name: str, sequences: int) -> _Prepared:
     """The trainer's step, and the constants of its samples by their definitions."""
-    with Run(config, resume=name) as run, _interruptible():
+    with open_run(config, resume=name) as run, _interruptible():
         taken = take(run)
         constants = constants_of(taken.update.samples, _advantages(run, taken), taken.update.algorithm, run.config)
         rows = compare_constants(taken, constants)
@@ -113,7 +113,7 @@ def _take(config: Config, name: str, sequences: int) -> _Prepared:
 
 
 def _advantages(run: Run, taken: Taken) -> list[float | Sequence[float]]:
-    """Of the update's samples by the definition; as given where they do not come from the step's rewards."""
+    """Advantages of the update's samples by the definition; as given where they do not come from the step's rewards."""
     batch, found = taken.batch.samples, dict[int, float]()
     if not run.recipe.learners:
         limit = run.config.rollout.max_response_length

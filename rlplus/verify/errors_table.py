@@ -63,7 +63,7 @@ def compare_constants(taken: Taken, constants: Sequence[Constants]) -> list[Row]
 class _Sum:
     """A gradient: a sum over sequences, in float64, and the plain model's error of it.
 
-    The plain error is that of the sum or, if larger, the root of the sequences' squared errors: rounding errors of the
+    The plain error is the sum's or, if larger, the root of the sequences' squared errors: rounding errors of the
     sequences may cancel by chance.
     """
 
@@ -78,7 +78,7 @@ class _Sum:
         self.terms += float(exact.norm())
 
     def row(self, name: str, trainer: Tensor, rounding: float) -> tuple[Row, float]:
-        """The row, relative to the norm, and the norm. rounding: of a sequence's part, relative."""
+        """The row, relative to the norm, and the norm. rounding: a sequence's part's, relative."""
         size = float(self.exact.norm()) or 1.0
         plain = max(float((self.plain - self.exact).norm()), self.squares**0.5)
         error, bound = float((trainer.double() - self.exact).norm()), 2 * plain + rounding * self.terms
@@ -86,11 +86,11 @@ class _Sum:
 
 
 class _Total:
-    """The loss: a sum of parts that may cancel, whose errors are those of logprobs and entropies times its slopes."""
+    """The loss: a sum of parts that may cancel, whose errors are the logprobs' and entropies' times its slopes."""
 
     def __init__(self) -> None:
         self.exact = self.terms = self.plain = 0.0
-        self.slopes, self.errors = [0.0, 0.0], [0.0, 0.0]  # by logprob and by entropy
+        self.slopes, self.errors = [0.0, 0.0], [0.0, 0.0]  # one by logprob, one by entropy
 
     def add(self, exact: Computed, plain: Computed) -> None:
         self.exact += float(exact.losses.sum())

@@ -28,7 +28,7 @@ from rlplus.loss import (
 
 @dataclass(frozen=True)
 class Constants:
-    """What the loss of a sample's T response tokens depends on besides the policy.
+    """The constants of the loss of a sample's T response tokens: everything but the policy.
 
     advantage, weight, entropy_weight (T,) float64; external, trained (T,) bool; engine, behavior, ref: logprobs (T,)
     float64, NaN where unknown.
@@ -53,7 +53,7 @@ class Constants:
 
 
 def advantages(samples: Sequence[Sample], algorithm: Algorithm, limit: int) -> list[float]:
-    """One advantage per sample of a step, from the grader's rewards. limit: of a response's tokens."""
+    """One advantage per sample of a step, from the grader's rewards. limit: a response's tokens at most."""
     rewards = torch.tensor([_reward(s, algorithm, limit) for s in samples], dtype=torch.float64)
     groups = torch.tensor([s.group for s in samples], dtype=torch.int64)
     demonstrations = torch.tensor([s.demonstration for s in samples], dtype=torch.bool)
@@ -77,7 +77,7 @@ def _reward(sample: Sample, algorithm: Algorithm, limit: int) -> float:
 def constants_of(
     samples: Sequence[Sample], advantage: Sequence[float | Sequence[float]], algorithm: Algorithm, config: Config
 ) -> list[Constants]:
-    """The constants of all samples of an update; the weights' denominators are those of these samples."""
+    """The constants of all samples of an update; the weights' denominators count these samples."""
     counts = [len(s.response) for s in samples]
 
     def each(name: str, dtype: torch.dtype = torch.bool) -> list[Tensor]:
@@ -185,7 +185,7 @@ def with_reference(constants: Sequence[Constants], lm: PreTrainedModel, temperat
 
 
 class Computed(NamedTuple):
-    """Of one sequence, float64.
+    """Results of one sequence, in float64.
 
     logprob, entropy (T,), and the loss's slopes by them (T,); losses: the parts of the loss, in the order of its
     statistics; gradients: by parameter; near: tokens near a bound of their ratio, see `Loss`.

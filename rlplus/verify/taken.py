@@ -19,7 +19,7 @@ from rlplus.trainer.step import Step
 
 
 class Place(NamedTuple):
-    """Where a sample is: its micro-batch, its first token in the flattened rows, and its entries in per-token arrays.
+    """A sample's place: its micro-batch, its first token in the flattened rows, and its entries in per-token arrays.
 
     entries (n,) int64: those whose `rows` lie within the sample.
     """
@@ -45,10 +45,10 @@ class Taken:
 
 @dataclass
 class Accumulated:
-    """What the trainer computed for some samples.
+    """The trainer's results for some samples.
 
     logprobs, references, kept (T,) by index of the sample: under the policy, under the frozen reference if there is
-    one, and whether `top_entropy` left a token its surrogate. gradients: by parameter. weights: of the policy.
+    one, and whether `top_entropy` left a token its surrogate. gradients: by parameter. weights: the policy's.
     """
 
     logprobs: dict[int, Tensor]

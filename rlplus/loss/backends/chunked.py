@@ -31,7 +31,7 @@ from rlplus.loss.head import (
     raw_logits,
     scaled,
 )
-from rlplus.loss.head import add_dhidden as add_dhidden  # for rlplus.loss.backends.least, as the block_ functions
+from rlplus.loss.head import add_dhidden as add_dhidden  # rlplus.loss.backends.least uses it, and the block_ functions
 
 
 def policy_loss(
@@ -67,7 +67,7 @@ def policy_loss(
             dlogprob = drop_smallest(out.dlogprob, logprob[rows], grad_filter)
             dentropy = out.dentropy if objective.entropy_coef else None
             _backward(head, rows, (logp, p, slope), dlogprob, dentropy, entropy[rows], scale, grads)
-        del logp, p, slope  # before the next chunk's are made, else there are four buffers
+        del logp, p, slope  # else there are four buffers while the next chunk's are made
     return loss, logprob, entropy, stats, _unscaled(grads, scale).finish(head, weight_grad)
 
 
@@ -98,7 +98,7 @@ def logprob_backward(
 
 def _chunks(head: Head, scratch_bytes: float) -> Iterator[slice]:
     N, (V, H) = len(head.target), head.weight.shape
-    row = V * block_bytes(head)
+    row = V * scratch_per_logit(*head.logits)
     if head.hidden.is_cuda:
         row += 2 * H * (head.hidden.dtype.itemsize + head.dtype.itemsize)
     rows = max(1, int(scratch_bytes // row))
@@ -147,7 +147,7 @@ def _backward(
 ) -> None:
     """Write dlogprob (onehot - p) - dentropy p (log p + entropy) over logp and add the chunk to the gradients.
 
-    `scale` multiplies those of weight and bias.
+    `scale` multiplies the gradients of weight and bias.
     """
     logp, p, slope = matrices
     active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
@@ -211,9 +211,10 @@ def _row_gradient(
 # ---- a block of the vocabulary, for rlplus.loss.backends.least
 
 
-def block_bytes(head: Head) -> int:
-    """Scratch of a logit: two buffers, three with a softcap, and on a GPU another in half precision."""
-    return (2 if head.softcap is None else 3) * head.dtype.itemsize + (head.hidden.dtype.itemsize if head.mixed else 0)
+def scratch_per_logit(dtype: torch.dtype, device: str, capped: bool = False) -> int:
+    """Two buffers, three with a softcap, and on a GPU another in half precision."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return (3 if capped else 2) * wide.itemsize + (dtype.itemsize if device == "cuda" and dtype != wide else 0)
 
 
 def block_logits(head: Head) -> Tensor:
@@ -246,4 +247,4 @@ def block_gradient(head: Head, z: Tensor, known: tuple[Any, ...]) -> Tensor:
     dz = _row_gradient(head, logp, logp.exp(), dlogprob, dentropy, rows.entropy)
     if slope is not None:
         dz *= slope
-    return dz if without is None else dz.masked_fill_(without, 0.0)  # in a CUDA graph every row takes part
+    return dz if without is None else dz.masked_fill_(without, 0.0)  # a CUDA graph includes every row

@@ -1,4 +1,4 @@
-"""The `cpp` backend: the one pass of `chunked` on the CPU, with the native row kernels of csrc/rows.cpp.
+"""The `cpp` backend: the one pass of `chunked` on the CPU, with the native kernels in csrc/.
 
 One buffer (rows, V) of fp32 holds a chunk's logits and, in the place of rows without a gradient, the gradients of the
 chunks before it. When little room is left, the two backward GEMMs process all of them at once: they stay large even if
@@ -36,7 +36,7 @@ from rlplus.loss.head import (
 logger = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).parents[2] / "_C.so"
-FUNCTIONS = ("row_statistics", "row_gradient", "logits_bf16", "dweight_bf16", "may_be_reclaimed", "interface_3")
+FUNCTIONS = ("row_statistics", "row_gradient", "logits_bf16", "dweight_bf16", "may_be_reclaimed", "interface_4")
 CHUNK_ROWS = {torch.float32: 2048, torch.bfloat16: 512, torch.float16: 2048}  # the tiles of bf16 are made for 512
 DTYPES = tuple(CHUNK_ROWS)
 PACKED_BYTES = 2**18  # bytes of weight at a time, for the bf16 GEMM: half of a second-level cache
@@ -55,9 +55,10 @@ Slopes = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 def load() -> ctypes.CDLL | None:
     """The native library; None, with the reason logged once, if it was not built or does not load."""
     try:
-        library = ctypes.CDLL(str(LIBRARY))  # after torch, whose OpenMP it then shares
+        library = ctypes.CDLL(str(LIBRARY))  # torch is loaded: they share its OpenMP
         for name in FUNCTIONS:
             getattr(library, f"rlplus_{name}").restype = None
+        library.rlplus_gemm_works.restype = ctypes.c_int
     except (OSError, AttributeError) as error:  # missing, or another version
         logger.info("backend 'cpp' is not available, 'auto' is 'torch' on the CPU too: %s", error)
         return None
@@ -165,7 +166,7 @@ class _OnePass:
         own = shape.numel() if self.gemm and weight_grad is None else 0
         self.scratch = _take_scratch(rows * V + own)
         self.buffer = self.scratch[: rows * V].view(rows, V)
-        # For bf16 inputs dweight accumulates in fp32 and is rounded into this buffer.
+        # dweight of bf16 inputs accumulates in fp32 and is rounded into this buffer.
         self.rounded = head.hidden.new_empty(shape if own else (0,))
         if weight_grad is not None:
             self.dweight = weight_grad
@@ -251,7 +252,10 @@ def _library() -> ctypes.CDLL:
 
 def _gemm(head: Head) -> tuple[ctypes.c_void_p, ctypes.c_void_p] | None:
     """The GEMM for these inputs; None where they are multiplied in fp32."""
-    return _torch_gemm() if head.hidden.dtype == torch.bfloat16 and head.hidden.shape[1] % 2 == 0 else None
+    if head.hidden.dtype != torch.bfloat16 or head.hidden.shape[1] % 2 or (gemm := _torch_gemm()) is None:
+        return None
+    # Asked every time: torch.backends.mkldnn can be switched off, as DNNL_MAX_CPU_ISA can.
+    return gemm if _library().rlplus_gemm_works(*gemm) else None
 
 
 def _logits(head: Head, gemm: tuple[ctypes.c_void_p, ctypes.c_void_p] | None, z: Tensor) -> Tensor:
@@ -310,9 +314,9 @@ def _row_gradient(
 # ---- a block of the vocabulary, for rlplus.loss.backends.least
 
 
-def block_bytes(head: Head) -> int:
-    """Scratch per logit; its gradient overwrites it."""
-    return head.dtype.itemsize
+def scratch_per_logit(dtype: torch.dtype, device: str, capped: bool = False) -> int:
+    """One buffer: the gradient overwrites the logits."""
+    return torch.promote_types(dtype, torch.float32).itemsize
 
 
 def block_logits(head: Head) -> Tensor:
@@ -347,8 +351,8 @@ def add_dhidden(total: Tensor, dz: Tensor, head: Head) -> None:
 def _dhidden(dz: Tensor, head: Head) -> Tensor:
     if dz.dtype != head.weight.dtype:
         return dhidden(dz, head)
-    # With AMX the vendor's kernel may read up to DEPTH - 1 values past a row. `_row_gradient` leaves zeros there where
-    # the row's memory, that of V fp32 logits, has room for them.
+    # The vendor's kernel for AMX may read up to DEPTH - 1 values past a row. `_row_gradient` leaves zeros there where
+    # the row's memory, V fp32 logits, has room for them.
     V = dz.shape[1]
     return torch.mm(dz if V >= DEPTH - 1 else torch.nn.functional.pad(dz, (0, DEPTH - V))[:, :V], head.weight)
 
@@ -361,7 +365,7 @@ _kept: list[Tensor] = []
 
 
 def _take_scratch(size: int) -> Tensor:
-    """Uninitialised fp32 memory, that of an earlier call if it is large enough.
+    """Uninitialised fp32 memory, an earlier call's if it is large enough.
 
     The first touch of fresh memory would take a tenth of a bf16 pass. Memory kept between calls is marked MADV_FREE, so
     the operating system can reclaim it.

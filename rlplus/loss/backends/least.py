@@ -46,8 +46,8 @@ class Blocks(Protocol):
     def block_gradient(self, head: Head, z: Tensor, known: Any) -> Tensor:
         """The logits' gradient (n, B), 0 where dlogprob and dentropy are 0; may overwrite z of `block_logits`."""
 
-    def block_bytes(self, head: Head) -> int:
-        """Scratch per logit."""
+    def scratch_per_logit(self, dtype: torch.dtype, device: str, capped: bool = False) -> int:
+        """Bytes, for a head with these `Head.logits`; also asked by `rlplus plan`."""
 
     def add_dhidden(self, total: Tensor, dz: Tensor, head: Head) -> None:
         """total (n, H), fp32 (fp64), += dz weight."""
@@ -93,7 +93,7 @@ def _block(head: Head, v: slice) -> Head:
 
 def _statistics(blocks: Blocks, head: Head, scratch_bytes: float) -> Statistics:
     running = blocks.running_statistics(head)
-    for v in _spans(len(head.weight), len(head.target) * blocks.block_bytes(head), scratch_bytes):
+    for v in _spans(len(head.weight), len(head.target) * blocks.scratch_per_logit(*head.logits), scratch_bytes):
         block = _block(head, v)
         running.take(block, blocks.block_logits(block))
     return running.finish()
@@ -128,7 +128,7 @@ class _SecondPass:
         self.bias = head.hidden.new_empty(V if needs[2] else 0, dtype=head.dtype)
         dhidden, first_lent = self._accumulator(n) if needs[0] else (None, V)
         self.dhidden: Tensor | None = dhidden
-        column = n * self.blocks.block_bytes(head)
+        column = n * self.blocks.scratch_per_logit(*head.logits)
         if self.scale is not None:  # dweight before it is rounded, and unscaled
             column += 2 * H * head.dtype.itemsize
         spans = list(_spans(V, column, scratch_bytes))

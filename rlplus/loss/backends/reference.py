@@ -88,3 +88,8 @@ def linear_policy_loss(
     live_logprob = torch.where(kept, live_logprob, live_logprob.detach())
     loss, stats = policy_loss(live_logprob, entropy=live_entropy, objective=objective, **constants._asdict())
     return loss, logprob, entropy, stats
+
+
+def scratch_per_logit(dtype: torch.dtype, device: str, capped: bool = False) -> int:
+    """Six, by measurement: logits, log-softmax, probabilities, and the tensors that their gradients need."""
+    return 6 * torch.promote_types(dtype, torch.float32).itemsize

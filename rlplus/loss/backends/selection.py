@@ -1,4 +1,4 @@
-"""The choice of the backend: the one requested, that of RLPLUS_BACKEND, or for "auto" what suits this machine.
+"""The choice of the backend: the one requested, RLPLUS_BACKEND's, or for "auto" the best for this machine.
 
 On a CPU that is `cpp` where it is built, else `torch`. On CUDA it is `triton` for bf16, fp16 and fp32 where its
 self-check passed (`verdicts`), and where the first call of each size agrees with plain products; else `torch`.

@@ -45,7 +45,7 @@ from rlplus.loss.head import (
     logits_into,
     raw_logits,
 )
-from rlplus.loss.head import add_dhidden as add_dhidden  # for rlplus.loss.backends.least, as the block_ functions
+from rlplus.loss.head import add_dhidden as add_dhidden  # rlplus.loss.backends.least uses it, and the block_ functions
 
 LOGPROB, ENTROPY = row_kernels.LOGPROB.value, row_kernels.ENTROPY.value
 MAX, LOGSUM = row_kernels.MAX.value, row_kernels.LOGSUM.value
@@ -83,7 +83,7 @@ def policy_loss(
                 if grad_filter:
                     value[:, DLOGPROB] = drop_smallest(value[:, DLOGPROB], value[:, LOGPROB], grad_filter)
                 buffer.add(chunk, value, logits, tops)
-            del tops  # before the next chunk's
+            del tops  # freed, or the next chunk's come on top
         grads = buffer.finish()
     stats = torch.cat(sums).sum(0)
     loss = stats[STATS.index("loss_internal") : STATS.index("loss_entropy") + 1].sum()
@@ -126,9 +126,10 @@ def logprob_backward(
 # ---- a block of the vocabulary, for rlplus.loss.backends.least
 
 
-def block_bytes(head: Head) -> int:
-    """Scratch of a logit and of its gradient."""
-    return head.dtype.itemsize + _gradient_dtype(head).itemsize
+def scratch_per_logit(dtype: torch.dtype, device: str, capped: bool = False) -> int:
+    """A logit and its gradient."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return wide.itemsize + (wide if device == "cpu" else dtype).itemsize
 
 
 def block_logits(head: Head) -> Tensor:
@@ -307,7 +308,7 @@ class GradientBuffer:
     def _add_dweight(self, dlogits: Tensor, hidden: Tensor, last: bool) -> None:
         if self.dweight is not None:
             add_dweight(self.dweight, dlogits, hidden)
-        elif last and hidden.dtype == dlogits.dtype == torch.bfloat16:  # in fp16 scaled values may overflow
+        elif last and hidden.dtype == dlogits.dtype == torch.bfloat16:  # not fp16, where scaled values may overflow
             self.dweight = torch.mm(dlogits.t(), hidden)
         else:
             self.dweight = hidden.new_empty(self.head.weight.shape, dtype=self.head.dtype)

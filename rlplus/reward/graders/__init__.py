@@ -1,6 +1,5 @@
 """The graders by name. worker.py loads this folder by its path: nothing here may import torch or rlplus."""
 
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,16 +8,17 @@ from typing import Any
 from .base import Grader, Verdict
 
 
-def make_grader(settings: Mapping[str, Any]) -> Grader:
+def make_grader(settings: Mapping[str, Any], load: Callable[[str], Any]) -> Grader:
     """The grader of these settings: `kind`, or `function` and its weights, as in the configuration's section reward.
 
-    `columns`: names of the values that come with each item. ValueError or an import error if it cannot be set up.
+    `columns`: names of the values that come with each item. load: `import_function` of rlplus/lazy.py. ValueError or an
+    import error if it cannot be set up.
     """
     named = settings["kind"] if settings["function"] is None else settings["function"]
     weights = {named: 1.0} if isinstance(named, str) else named
     if not isinstance(weights, dict):
         weights = dict.fromkeys(weights, 1.0)
-    graders = [(_named_grader(name, settings), weight) for name, weight in weights.items()]
+    graders = [(_named_grader(name, settings, load), weight) for name, weight in weights.items()]
     return graders[0][0] if isinstance(named, str) else _weighted(graders)
 
 
@@ -34,9 +34,9 @@ def _weighted(graders: Sequence[tuple[Grader, float]]) -> Grader:
     return grade
 
 
-def _named_grader(name: str, settings: Mapping[str, Any]) -> Grader:
+def _named_grader(name: str, settings: Mapping[str, Any], load: Callable[[str], Any]) -> Grader:
     if ":" in name:
-        return _function(name, settings["columns"])
+        return _function(name, load(name), settings["columns"])
     if name == "exact_match":
         from .exact import exact_match
 
@@ -59,11 +59,7 @@ def _named_grader(name: str, settings: Mapping[str, Any]) -> Grader:
     return math_verify(strict=name == "math_verify_strict")
 
 
-def _function(reference: str, columns: Sequence[str]) -> Grader:
-    module, separator, name = reference.partition(":")
-    if not (module and separator and name):
-        raise ValueError(f'want reward.function as "module:name", got {reference!r}')
-    function = getattr(importlib.import_module(module), name)
+def _function(reference: str, function: Any, columns: Sequence[str]) -> Grader:
     if not callable(function):
         raise ValueError(f"want {reference} to be callable as f(text, answer), got a {type(function).__name__}")
     taken = _taken_columns(function, reference, columns)

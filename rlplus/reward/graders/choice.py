@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from .base import Verdict, boxes
 
 _OPENING = r"(?:[\s*_$\"'`(\[{]|\\\(|\\\[|\\(?:text|textbf|textit|mathrm|mathbf)\s*\{)*"
-_CLOSED = r"(?=\s*(?:[)\]}*_$\"'`.:,;!<]|\\\)|\\\]|$|\n))"  # behind a letter that could be a word
+_CLOSED = r"(?=\s*(?:[)\]}*_$\"'`.:,;!<]|\\\)|\\\]|$|\n))"  # follows a letter that could be a word
 _CALLED = (
     r"(?i:\banswer\b(?:[\s*_]+(?:choice|option|letter)\b)?(?:\s+(?:to|for|of)\b[^\n.:]{0,60}?)?"
     r"[\s*_]*(?:\b(?:is|would be|should be|must be)\b)?(?:[\s,]+(?:therefore|thus|hence|clearly|likely|probably)\b,?)?)"

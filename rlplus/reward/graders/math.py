@@ -16,11 +16,11 @@ from .base import Grader, Verdict, boxes, last_box
 _KEPT = 4096  # answers and verdicts
 _WHOLE = re.compile(r"(-?\d{1,9})(?:\.0+)?")
 _READ_FIRST = re.compile("final answer", re.IGNORECASE)  # Math-Verify reads what follows it first, or too
-_PERCENT = re.compile("%|percent|pct", re.IGNORECASE)  # behind the box it is part of the number
+_PERCENT = re.compile("%|percent|pct", re.IGNORECASE)  # part of the number, if it follows the box
 # Nothing but letters and punctuation, as in "see the book": Math-Verify reads a product of one-letter variables.
 _PROSE = re.compile(r"[^\W\d_]+(?:[\s,;:.?!'\"()-]+[^\W\d_]+)+[\s.?!)]*")
 _WORD = re.compile(r"[^\W\d_]{2,}")
-_FORMULA_MARKS = ("$", "[", "]", "\n", "\\(", "\\)")  # inside the box: a formula could end there
+_FORMULA_MARKS = ("$", "[", "]", "\n", "\\(", "\\)")  # a formula could end there, inside the box
 
 
 @cache
@@ -39,7 +39,7 @@ def load_math_verify() -> Any:
             self._interp.predictionMode = PredictionMode.SLL
             try:
                 return super().math()
-            except Exception:  # what its error listener raises has no class of its own
+            except Exception:  # its error listener raises no class of its own
                 self.reset()
                 self._interp.predictionMode = PredictionMode.LL
                 return super().math()

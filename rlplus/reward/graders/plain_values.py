@@ -5,7 +5,7 @@ from typing import Any
 
 from sympy import Add, Integer, MatrixBase, Mul, Pow, Rational, UnevaluatedExpr, preorder_traversal
 
-_PERCENT = UnevaluatedExpr(Rational(1, 100))  # what Math-Verify makes of %
+_PERCENT = UnevaluatedExpr(Rational(1, 100))  # Math-Verify's value for %
 
 
 def is_plain(expression: Any) -> bool:

@@ -1,0 +1,196 @@
+"""How a run begins: its parts are made, and restored from a checkpoint if it resumes."""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from rlplus import checkpoint
+from rlplus.common import agree
+from rlplus.common.terminal import Terminal
+from rlplus.config import Config, check_trackers
+from rlplus.data import PromptSampler, load_examples, load_tokenizer, response_text
+from rlplus.learner import Learner, Policy, check_positions, prepare_model, say_dropout, weights_fingerprint
+from rlplus.learner.learner import this_device
+from rlplus.loss.tuning import kind_of, using
+from rlplus.recipe import make_recipe
+from rlplus.reward import Scorer
+from rlplus.rollout import RolloutEngine, make_engine, make_respond
+from rlplus.trainer import run_tuning
+from rlplus.trainer.engine import NoEngine, SyncedEngine
+from rlplus.trainer.metrics import RunLog
+from rlplus.trainer.out_of_memory import naming_phase
+from rlplus.trainer.progress import Progress
+from rlplus.trainer.prompt_pool import Prompts, select_prompts
+from rlplus.trainer.provenance import device_name
+from rlplus.trainer.ranks import initialize_distributed
+from rlplus.trainer.rollouts import Rollouts
+from rlplus.trainer.run import Run, StepStart, engines, restore, where_nonfinite
+from rlplus.trainer.run_folder import RunFolder
+from rlplus.trainer.stop import StopSignal
+from rlplus.trainer.trackers import open_trackers
+
+
+class AlreadyFinished(Exception):
+    """There is nothing to do: the run to resume is finished, and its model written."""
+
+
+@contextmanager
+def open_run(config: Config, resume: str | None = None) -> Iterator[Run]:
+    """A run, whose parts are closed at the end of the block. resume: see `rlplus.trainer.train`. Collective.
+
+    The process group stays, for the next run of the process: DeepSpeed keeps references to it. Raises AlreadyFinished,
+    and ValueError for an invalid configuration or invalid data.
+    """
+    with naming_phase("start"), ExitStack() as stack:  # closes what was opened if building fails half-way
+        run = _made(config, resume, stack)
+        # Imported and built objects stay alive: the collector spent a tenth of the demo's time on them.
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
+        parts = stack.pop_all()
+    try:
+        yield run
+    finally:
+        parts.close()
+
+
+def _made(config: Config, resume: str | None, stack: ExitStack) -> Run:
+    check_trackers(config)
+    initialize_distributed(config.train.collective_timeout_s)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if (each := config.train.prompts_per_update or config.train.prompts_per_step) % world:
+        raise ValueError(f"want prompts_per_step and _per_update multiples of the {world} ranks; got {each}")
+    folder = RunFolder(config, resume, stack)
+    _refuse_finished(config, folder, rank)
+    model_path, model_config = prepare_model(config.model, folder.path, config.train.seed)
+    say_dropout(model_config)
+    check_positions(config, model_config)
+    tokenizer = load_tokenizer(config.model, model_path)
+    pad_id: int = tokenizer.pad_token_id
+    respond = make_respond(config.rollout.function, tokenizer, model_config.vocab_size)
+    scorer = stack.enter_context(Scorer(config.reward, config.data.columns))
+    agree.phase("data")
+    decode = partial(response_text, tokenizer, prefix=config.data.response_prefix)
+    data, notes = _load_data(config, folder, tokenizer, scorer, decode)
+    config = config.with_steps(len(data.variants))
+    if (epochs := config.train.epochs) is not None:
+        notes.append(f"{epochs} epochs of {len(data.variants)} prompts: {config.train.steps} steps")
+    recipe = make_recipe(config)
+    agree.phase("model")
+    _start_tuning(config, model_config, folder, stack)
+    policy = Policy(config, model_path, model_config, reference=recipe.algorithm.needs_reference)
+    recipe.build(model_path, model_config, pad_id)
+    learners: dict[str, Learner] = {"policy": policy} | dict(recipe.learners)
+    _load_learners(learners, folder, stack)
+    stop = StopSignal()
+    start_engine = _engine_starter(config, model_path, model_config, tokenizer, folder.path / f"model_config/{rank}")
+    engine = SyncedEngine(config, policy, data.examples[0].prompt, pad_id, start_engine, stop)
+    sampler = PromptSampler(len(data.variants), config.train.prompts_per_step, config.train.seed, data.variants)
+    rollouts = Rollouts(config, recipe, policy, data.examples, sampler, pad_id, engine, respond)
+    stack.callback(rollouts.close)
+    progress = Progress(config)
+    restore({"progress": progress, "sampler": sampler, "rollouts": rollouts, "recipe": recipe}, folder)
+    devices = agree.gathered(device_name())
+    if rank == 0:
+        folder.begin(devices)
+    log = _open_log(config, folder, progress, stack)
+    source = f"rollouts by {engine.engine.name}" if config.needs_engine else "no rollouts, and no engine"
+    head = f"head by backend {policy.backend!r}: {policy.why_backend}"
+    for note in (*folder.notes, *notes, head, f"{source}; output in {folder.path}"):
+        log.say(note)
+    stop.install(stack, log.say)
+    return Run(
+        config=config, rank=rank, world=world, folder=folder, tokenizer=tokenizer, pad_id=pad_id, scorer=scorer,
+        examples=data.examples, progress=progress, sampler=sampler, recipe=recipe, policy=policy, learners=learners,
+        engine=engine, respond=respond, rollouts=rollouts, start=StepStart(rollouts, recipe), log=log, stop=stop,
+    )  # fmt: skip
+
+
+def _refuse_finished(config: Config, folder: RunFolder, rank: int) -> None:
+    """AlreadyFinished, after a message, where nothing is left to do."""
+    if folder.last is None:
+        return
+    progress = Progress(config.with_steps(folder.state["sampler"]["n"]))
+    progress.restore(folder.state)
+    if agree.gathered(progress.finished and folder.has_result)[0]:
+        if rank == 0:
+            done = f"nothing to do: this run is finished, {progress.step} steps; model in {folder.model}"
+            Terminal(stderr=True).print(done)
+        raise AlreadyFinished
+
+
+def _load_data(
+    config: Config,
+    folder: RunFolder,
+    tokenizer: PreTrainedTokenizerBase,
+    scorer: Scorer,
+    decode: Callable[[Sequence[int]], str],
+) -> tuple[Prompts, list[str]]:
+    """Examples, whose demonstrations the run's own reward accepts, and prompts; and notes of what was dropped."""
+    weights = None if config.model.path is None or dist.get_rank() else weights_fingerprint(config.model.path)
+    examples, report = load_examples(config.data, tokenizer, max_demonstration_length=config.max_demonstration_length)
+    folder.set_inputs(agree.gathered(weights)[0], examples)
+    selected = select_prompts(config, examples, scorer, decode, folder.state.get("verdicts", []))
+    if refusals := [*selected.refusals(config)]:
+        raise ValueError("; ".join(refusals))
+    folder.fixed["verdicts"] = selected.verdicts
+    return selected, [report.summary(), *([selected.graded.summary()] if selected.graded else [])]
+
+
+def _start_tuning(config: Config, model_config: PretrainedConfig, folder: RunFolder, stack: ExitStack) -> None:
+    """Use the run's tuning, which checkpoints keep, until the run closes."""
+    text, dtype = model_config.get_text_config(decoder=True), getattr(torch, config.model.dtype)
+    kind = kind_of(this_device(), dtype, text.vocab_size, text.hidden_size)
+    if folder.last is None:
+        folder.fixed["tuning"], tiling, note = run_tuning.begin(config.train.tuning, kind)
+    else:
+        folder.fixed["tuning"], tiling, note = run_tuning.resume(folder.state["tuning"], kind)
+    if note:
+        folder.notes.append(f"tuning: {note}")
+    if tiling is not None:
+        stack.enter_context(using(kind, tiling))
+
+
+def _load_learners(learners: dict[str, Learner], folder: RunFolder, stack: ExitStack) -> None:
+    """Load the checkpoint's state into the models, which are closed with the run."""
+    for learner in learners.values():
+        stack.callback(learner.close)
+    if folder.last is not None:
+        checkpoint.load(engines(learners), folder.last)
+        if what := where_nonfinite(learners):
+            raise ValueError(f"{folder.last} has NaN or infinity in {what}: want a checkpoint with finite weights")
+
+
+def _engine_starter(
+    config: Config, model_path: str, model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, place: Path
+) -> Callable[[], RolloutEngine]:
+    """What starts the engine, with the model configuration, which is written to `place`."""
+    model_config.save_pretrained(str(place))
+    if not config.needs_engine:
+        return NoEngine
+    return partial(
+        make_engine,
+        config.rollout,
+        model_path,
+        dtype=config.model.dtype,
+        max_model_len=config.max_generation_length,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        seed=config.train.seed,
+        trust_remote_code=config.model.trust_remote_code,
+        config_path=str(place),
+    )
+
+
+def _open_log(config: Config, folder: RunFolder, progress: Progress, stack: ExitStack) -> RunLog:
+    trackers = open_trackers(config, folder.path, resumed=folder.last is not None, stack=stack)
+    title, main = config.algorithm.preset, dist.get_rank() == 0
+    log = RunLog(folder.path, progress.step, title, enabled=main, trackers=trackers)
+    stack.callback(log.close)
+    return log
