@@ -156,8 +156,9 @@ def ending(text: str, answer: str, row: Mapping[str, Any]) -> Verdict:
         ),
     },
     """
+from rlplus.lazy import import_function
 from rlplus.reward.graders import make_grader
-grade = make_grader({**load("reward.kind=ending").reward.model_dump(), "columns": ()})
+grade = make_grader({**load("reward.kind=ending").reward.model_dump(), "columns": ()}, import_function)
 assert [grade(text, "4", {})[:2] for text in ("It is 4", "4 it is")] == [(1.0, "ok"), (0.0, "ok")]
 load("reward={function: {ending: 1.0, exact_match: 0.5}}")
 """,

@@ -86,9 +86,9 @@ BACKEND = Addition(
     {
         "rlplus/loss/backends/plain_blocks.py": '''"""The chunks of the torch backend under another name."""
 
-from rlplus.loss.backends.chunked import logprob, logprob_backward, policy_loss
+from rlplus.loss.backends.chunked import logprob, logprob_backward, policy_loss, scratch_per_logit
 
-__all__ = ["logprob", "logprob_backward", "policy_loss"]
+__all__ = ["logprob", "logprob_backward", "policy_loss", "scratch_per_logit"]
 ''',
         "rlplus/loss/library.py": (
             ('    "torch": "chunked",\n', '    "torch": "chunked",\n    "plain": "plain_blocks",\n'),
@@ -96,11 +96,12 @@ __all__ = ["logprob", "logprob_backward", "policy_loss"]
         "rlplus/config/train_section.py": (
             ('Literal["auto", "reference", ', 'Literal["auto", "plain", "reference", '),
         ),
-        "rlplus/plan/memory.py": (('logit = {"cpp": 4', 'logit = {"plain": 8 + half, "cpp": 4'),),
     },
     """
 import sys, torch, rlplus
 assert load("train.backend=plain").train.backend == "plain"
+from rlplus.loss.library import implementation
+assert implementation("plain").scratch_per_logit(torch.float32, "cpu") == 8
 torch.manual_seed(0)
 inputs = torch.randn(5, 8), torch.randn(30, 8), torch.randint(30, (5,))
 given = {"old_logprob": None, "advantage": torch.randn(5), "token_weight": torch.ones(5), "objective": "grpo"}
