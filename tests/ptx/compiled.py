@@ -205,7 +205,7 @@ EDITS = {
     "a barrier left out": (transpose, lambda ptx: re.sub(r"bar.sync\s+0;", "", ptx), "race"),
     "a misaligned access": (transpose, lambda ptx: ptx.replace("+ 0 ]", "+ 4 ]", 1), "misaligned"),
     "no wait for cp.async": (
-        product, lambda ptx: re.sub(r"cp.async.wait_group\s+\d+", "cp.async.wait_group 7", ptx), "a copy has not delivered"),
+        product, lambda ptx: re.sub(r"(cp.async.wait_group)\s+\d+", r"\1 7", ptx), "a copy has not delivered"),
     "a pipeline without barriers": (product, lambda ptx: re.sub(r"bar.sync\s+0;", "", ptx), "race"),
 }  # fmt: skip
 
