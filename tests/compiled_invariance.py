@@ -102,15 +102,15 @@ def gemm_of_exponentials(c: Case) -> Tensor:
 
 
 KERNELS = [rows_by_one_program, rows_by_several_programs, rows_by_blocks, gradient, gemm, gemm_of_exponentials]
-QUICK = (80, rows_by_one_program), (80, gemm)
-EVERY = pytest.mark.parametrize(
-    ("arch", "kernel"),
-    [
-        pytest.param(arch, kernel, marks=() if (arch, kernel) in QUICK else pytest.mark.slow)
+
+
+def every(*quick: Callable[["Case"], Tensor]) -> pytest.MarkDecorator:
+    """Each kernel for each architecture; these for sm_80 are quick."""
+    params = [
+        pytest.param(arch, kernel, marks=() if arch == 80 and kernel in quick else pytest.mark.slow)
         for arch, kernel in itertools.product((80, 90), KERNELS)
-    ],
-    ids=lambda x: getattr(x, "__name__", str(x)),
-)
+    ]
+    return pytest.mark.parametrize(("arch", "kernel"), params, ids=lambda x: getattr(x, "__name__", str(x)))
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -118,7 +118,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-@EVERY
+@every(rows_by_one_program)
 def test_a_row_does_not_depend_on_the_rows_beside_it(
     launches: list[Run], arch: int, kernel: Callable[[Case], Tensor]
 ) -> None:
@@ -131,7 +131,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
     assert same(kernel(case.take(order)), want[order])
 
 
-@EVERY
+@every(gemm)
 def test_a_row_does_not_depend_on_how_many_there_are(
     launches: list[Run], arch: int, kernel: Callable[[Case], Tensor]
 ) -> None:
@@ -143,8 +143,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(
     assert same(kernel(case.take(torch.arange(13, N))), want[13:])
 
 
-@pytest.mark.slow
-@EVERY
+@every()
 def test_the_order_of_blocks_changes_no_bit(arch: int, kernel: Callable[[Case], Tensor]) -> None:
     case = Case(arch)
     results = []

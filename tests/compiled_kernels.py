@@ -56,7 +56,7 @@ def seed() -> None:
 
 ROWS = [  # n, V, W, offset, bias, softcap, temperatures of rows, dtype of the gradient
     pytest.param(3, 4099, 4160, 0, None, None, False, BF16, id="usual"),
-    pytest.param(3, 300, 300, 0, BF16, 30.0, True, F32, id="every option"),
+    pytest.param(3, 300, 300, 0, BF16, 30.0, True, F32, id="every option", marks=slow),
     *(pytest.param(n, V, W, offset, bias, None, False, out, marks=slow)
       for (n, V, W, offset), out, bias in itertools.product(
           [(1, 1, 1, 0), (2, 7, 64, 0), (5, 4096, 4096, 0), (3, 4099, 4099, 0), (2, 4099, 4160, 1), (2, 8192, 8192, 0)],
@@ -132,7 +132,7 @@ def test_every_block_of_the_row_kernels(launches: list[Run], block: int) -> None
 
 GEMMS = [  # dtype, n, V, H, bias, softcap, temperatures of rows, whether logits are stored
     pytest.param(BF16, 70, 300, 72, False, None, False, False, id="logprobs"),
-    pytest.param(BF16, 5, 70, 40, True, 30.0, True, True, id="every option"),
+    pytest.param(BF16, 5, 70, 40, True, 30.0, True, True, id="every option", marks=slow),
     *(pytest.param(dtype, n, V, H, bias, None, False, stores, marks=slow)
       for dtype, (n, V, H), bias, stores in itertools.product(
           (BF16, F16, F32), [(1, 1, 8), (129, 257, 200), (150, 300, 31), (200, 513, 64)], (False, True),

@@ -70,7 +70,8 @@ def test_a_finding_of_the_executor_is_kept(gpu: Device) -> None:
 
 WAITS = {
     "item": lambda x: x.sum().item(), "a number that decides": lambda x: bool(x.sum() > 0),
-    "tolist": lambda x: x.tolist(), "cpu": lambda x: x.cpu(), "nonzero": lambda x: x.nonzero(), "a mask": lambda x: x[x > 0],
+    "tolist": lambda x: x.tolist(), "cpu": lambda x: x.cpu(), "nonzero": lambda x: x.nonzero(),
+    "a mask": lambda x: x[x > 0],
     "a number from the host": lambda x: torch.randn(3).to("cuda"),
     "indices from the host": lambda x: x[torch.tensor([0, 1])],
 }  # fmt: skip
