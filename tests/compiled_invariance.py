@@ -10,7 +10,7 @@ import pytest
 import torch
 from compiled_heads import BF16, F16, Transform, gemm_inputs, given_values, new_values, rows, statistics, width
 from ptx.executor import Options
-from ptx.launcher import Run, executed
+from ptx.launcher import Run, executed, findings_of
 from torch import Tensor
 
 from rlplus.kernels import exponentials
@@ -151,7 +151,7 @@ def test_the_order_of_blocks_changes_no_bit(arch: int, kernel: Callable[[Case], 
         options = Options() if seed is None else Options(blocks="random", seed=seed, batch=512)
         with executed(arch, options) as runs:
             results.append(kernel(case))
-        assert not any(run.findings for run in runs)
+        assert not findings_of(runs)
     assert same(results[0], results[1])
     assert same(results[0], results[2])
 
@@ -167,7 +167,7 @@ def test_rows_that_several_programs_share_depend_on_how_many_share_them() -> Non
         with executed(80) as runs:
             tiling = Tiling(statistics=STATISTICS[1])
             kernels.row_statistics(values[-1], logits[:n], V, target[:n], *Transform(), tiling=tiling)
-        assert not any(run.findings for run in runs)
+        assert not findings_of(runs)
     assert same(values[1][:200, :4], values[2][:, :4])
     assert not same(values[0][:200, :4], values[2][:, :4])
     torch.testing.assert_close(values[0][:200, :4], values[2][:, :4], rtol=1e-6, atol=1e-5)

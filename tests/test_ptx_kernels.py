@@ -9,6 +9,7 @@ from pathlib import Path
 import processes
 import pytest
 import tritons
+from compiled_known import KNOWN
 from ptx import nested
 
 KERNELS, BITS = (nested.TESTS / f"compiled_{name}.py" for name in ("kernels", "invariance"))
@@ -47,4 +48,4 @@ def test_the_kernels_of_the_tritons_of_every_torch(triton: str, tmp_path: Path) 
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_what_holds_in_the_interpreter_holds_of_the_compiled_code(name: str, arch: str, tmp_path: Path) -> None:
     path = nested.TESTS / f"test_{name}.py"
-    assert run(tmp_path, path, "-m", "not slow", plugin="ptx.everywhere", PTX_ARCH=arch) >= 5
+    assert run(tmp_path, path, "-m", "not slow", plugin="ptx.everywhere", PTX_ARCH=arch, PTX_TOLERATED=KNOWN) >= 5

@@ -16,7 +16,7 @@ WARP = 32
 POISON = 0xFFA5  # halves of memory that was never written: a NaN in fp32, fp16 and bf16
 UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 VALID, WRITTEN, PENDING = 1, 2, 4  # bits of a byte's state
-TRACKED = 8 << 20  # bytes of the largest region whose races are looked for
+TRACKED = 8 << 20  # bytes of the largest tensor whose races are looked for
 Array = Any  # numpy's types of arrays say too little to be worth their length
 
 
@@ -32,11 +32,11 @@ class Region:
     writer, reader: a thread, -1 none; a reader of -2: several. w_epoch, r_epoch: barriers passed at that time.
     """
 
-    def __init__(self, base: int, data: Array, name: str, grain: int) -> None:
+    def __init__(self, base: int, data: Array, name: str, grain: int, tracked: bool) -> None:
         self.base, self.data, self.name, self.grain = base, data, name, grain
         self.state = np.zeros(len(data), np.uint8)
-        self.tracked = len(data) <= TRACKED
-        n = len(data) // grain + 1 if self.tracked else 0
+        self.tracked = tracked
+        n = len(data) // grain + 1 if tracked else 0
         self.writer, self.w_epoch, self.reader, self.r_epoch = (np.full(n, -1, np.int32) for _ in range(4))
         self._views: dict[tuple[int, int], Array] = {}
 
@@ -88,7 +88,7 @@ class Memory:
         region = next((r for r in self.regions if r.base == base), None)
         if region is None:
             data = np.ctypeslib.as_array((ctypes.c_uint8 * (end - base)).from_address(base))
-            region = Region(base, data, name, min(4, max(2, tensor.element_size())))
+            region = Region(base, data, name, min(4, max(2, tensor.element_size())), len(data) <= TRACKED)
             poison = POISON if region.grain == 2 else POISON << 16 | POISON
             written = (data.view(UNSIGNED[8 * region.grain]) != poison).astype(np.uint8) * WRITTEN
             region.state[:] = np.repeat(written, region.grain)

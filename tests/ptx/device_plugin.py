@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from .device import Device
+from .launcher import unexpected
 from .plugin import arch, launches
 from .simulate import simulated
 
@@ -25,7 +26,7 @@ def gpu() -> Iterator[Device]:
     yield _gpu
     _gpu.queue.clear()
     _gpu.failed = None
-    assert not _gpu.findings, dict(_gpu.findings)
+    assert not unexpected(_gpu.findings)
 
 
 def pytest_unconfigure() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .launcher import executed
+from .launcher import executed, findings_of
 from .plugin import arch, launches
 
 __all__ = ["arch", "execute_launches", "launches"]
@@ -18,5 +18,4 @@ __all__ = ["arch", "execute_launches", "launches"]
 def execute_launches() -> Iterator[None]:
     with executed(int(os.environ["PTX_ARCH"])) as runs:
         yield
-    found = {(run.name, finding): n for run in runs for finding, n in run.memory.findings.items()}
-    assert not found, found
+    assert not findings_of(runs)

@@ -44,7 +44,8 @@ class Shared:
 
     def __init__(self, memory: Memory, size: int, blocks: int, threads: int) -> None:
         stride = -(-size // 1024) * 1024
-        self.size, self.region = size, Region(0, np.zeros(max(16, stride * blocks), np.uint8), "shared memory", 2)
+        data = np.zeros(max(16, stride * blocks), np.uint8)
+        self.size, self.region = size, Region(0, data, "shared memory", 2, True)
         if size:
             self.region.state.reshape(blocks, stride)[:, :size] = VALID
         self.memory = Memory()

@@ -14,7 +14,7 @@ import pytest
 import triton
 import triton.language
 
-from .launcher import Run, executed
+from .launcher import Run, executed, findings_of
 
 triton.knobs.runtime.interpret = False  # from here on the variable does not count
 
@@ -29,5 +29,4 @@ def arch() -> int:
 def launches(arch: int) -> Iterator[list[Run]]:
     with executed(arch) as runs:
         yield runs
-    found = {(run.name, finding): n for run in runs for finding, n in run.memory.findings.items()}
-    assert not found, found
+    assert not findings_of(runs)
