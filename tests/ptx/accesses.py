@@ -1,0 +1,120 @@
+"""Loads and stores of global and shared memory, and of parameters.
+
+ld.param.TYPE     ld|st.{global, shared, shared::cta}[.v2 | .v4].{b, u, s, f}{8, 16, 32, 64}
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .checked_memory import UNSIGNED, Array
+from .lanes import Mask, registers_in
+from .opcodes import DTYPES
+from .program import Operand, Statement, Unsupported
+
+if TYPE_CHECKING:
+    from .executor import Executor
+
+Run = Callable[[Mask], None]
+
+
+def load(ex: "Executor", s: Statement) -> Run:
+    space, *rest = s.opcode.split(".")[1:]
+    if space == "param":
+        return _parameter(ex, s, rest)
+    registers, dtype, width = _shape(s.operands[0], rest)
+    wides = [UNSIGNED[ex.program.width(register)] for register in registers]
+    if any(np.dtype(w).itemsize != np.dtype(dtype).itemsize for w in wides) and (
+        rest[-1][0] not in "bu" or any(np.dtype(w).itemsize < np.dtype(dtype).itemsize for w in wides)
+    ):
+        raise Unsupported("registers of another width")
+    place = _place(ex, space, s.operands[1], width, "load")
+
+    def run(m: Mask) -> None:
+        memory, lanes, at = place(m)
+        if memory is ex.shared.memory and len(at) and ex.shared.region.any_pending(at, width):
+            ex.find("load of what a copy has not delivered")
+        words = memory.load(at, width, ex.thread[lanes], ex.epoch, ex.program.threads)
+        parts = np.ascontiguousarray(words).reshape(len(lanes), -1).view(dtype)
+        for i, (register, wide) in enumerate(zip(registers, wides, strict=True)):
+            if len(lanes) == ex.size:
+                ex.write(register, np.ascontiguousarray(parts[:, i]).astype(wide, copy=False), m)
+            else:
+                full = np.zeros(ex.size, wide)
+                full[lanes] = parts[:, i]
+                ex.write(register, full, m)
+
+    return run
+
+
+def store(ex: "Executor", s: Statement) -> Run:
+    space, *rest = s.opcode.split(".")[1:]
+    registers, dtype, width = _shape(s.operands[1], rest)
+    place = _place(ex, space, s.operands[0], width, "store")
+    gets = [ex.source(register, dtype) for register in registers]
+    names = registers_in(*registers)
+
+    def run(m: Mask) -> None:
+        ex.require(names, m)
+        memory, lanes, at = place(m)
+        parts = np.stack([ex.everywhere(get(m))[lanes] for get in gets], 1)
+        words = parts.view(np.uint64) if width == 16 else parts.view(UNSIGNED[8 * width])[:, 0]
+        memory.store(at, width, words, ex.thread[lanes], ex.epoch, ex.program.threads)
+
+    return run
+
+
+def _shape(data: Operand, rest: list[str]) -> tuple[tuple[str, ...], type, int]:
+    """Registers, the type of each, and bytes in all."""
+    registers = data if isinstance(data, tuple) else (data,)
+    vector, kind = rest[:-1], rest[-1]
+    if vector != ([f"v{len(registers)}"] if len(registers) > 1 else []):
+        raise Unsupported("modifiers of another form")
+    bits = 8 * np.dtype(DTYPES[kind]).itemsize
+    if len(registers) * bits > 128:
+        raise Unsupported("more than 16 bytes")
+    return registers, UNSIGNED[bits], len(registers) * bits // 8
+
+
+def _place(ex: "Executor", space: str, where: Operand, width: int, what: str) -> Callable[[Mask], tuple]:
+    """The memory, the lanes, and their addresses there; outside shared memory is reported and left out."""
+    if space not in ("global", "shared", "shared::cta"):
+        raise Unsupported(f"memory {space}")
+    pointer = ex.pointer(where, np.uint64 if space == "global" else np.uint32)
+
+    def place(m: Mask) -> tuple:
+        lanes = ex.lanes_of(m)
+        at = pointer(m)[lanes]
+        if space == "global":
+            return ex.memory, lanes, at
+        return ex.shared.memory, *in_window(ex, lanes, at, width, what)
+
+    return place
+
+
+def in_window(ex: "Executor", lanes: Array, at: Array, width: int, what: str) -> tuple[Array, Array]:
+    """Lanes and their places in the shared memory of all blocks."""
+    bad = (at < 0) | (at + width > ex.shared.size)
+    if bad.any():
+        ex.find(f"out of bounds: {what} of shared memory")
+        lanes, at = lanes[~bad], at[~bad]
+    return lanes, at + ex.shared.window[lanes]
+
+
+def _parameter(ex: "Executor", s: Statement, rest: list[str]) -> Run:
+    to, (name, offset) = str(s.operands[0]), ex.address(s.operands[1])
+    kind = next(kind for parameter, kind in ex.program.parameters if parameter == name)
+    dtype, wide = DTYPES[rest[-1]], UNSIGNED[ex.program.width(to)]
+    if offset or len(rest) != 1 or np.dtype(dtype).itemsize != np.dtype(DTYPES[kind]).itemsize:
+        raise Unsupported("a part of a parameter")
+
+    def run(m: Mask) -> None:
+        value = ex.parameters[name].view(dtype)
+        same = value.itemsize == np.dtype(wide).itemsize
+        ex.write(to, value.view(wide) if same else value.astype(wide), m)
+
+    return run
+
+
+HANDLERS = {"ld": load, "st": store}

@@ -1,0 +1,33 @@
+"""For pytest, `-p ptx.device_plugin`: tests as on a GPU of PTX_ARCH (90), on the simulated device.
+
+PTX_COMPUTE=0: launches and GEMMs are counted, not computed. A test fails on a finding of the executor.
+TRITON_INTERPRET must not be set.
+"""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from .device import Device
+from .launcher import unexpected
+from .plugin import arch, launches
+from .simulate import simulated
+
+__all__ = ["arch", "gpu", "launches"]
+_context = simulated(int(os.environ.get("PTX_ARCH", "90")), os.environ.get("PTX_COMPUTE") != "0")
+_gpu = _context.__enter__()  # for the whole session: conftest sees CUDA
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> Iterator[Device]:
+    _gpu.findings.clear()
+    _gpu.reset()
+    yield _gpu
+    _gpu.queue.clear()
+    _gpu.failed = None
+    assert not unexpected(_gpu.findings)
+
+
+def pytest_unconfigure() -> None:
+    _context.__exit__(None, None, None)

@@ -1,0 +1,21 @@
+"""For pytest, `-p ptx.everywhere`: whatever a test launches on CPU tensors is compiled for PTX_ARCH and executed.
+
+So tests written for Triton's interpreter check the compiled code. A test fails on a finding of the executor.
+"""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from .launcher import executed, findings_of
+from .plugin import arch, launches
+
+__all__ = ["arch", "execute_launches", "launches"]
+
+
+@pytest.fixture(autouse=True)
+def execute_launches() -> Iterator[None]:
+    with executed(int(os.environ["PTX_ARCH"])) as runs:
+        yield
+    assert not findings_of(runs)

@@ -1,0 +1,215 @@
+"""Execute a program: basic blocks of the lowest number first, under masks, until all threads have returned.
+
+    memory = Memory(); memory.add(tensor, "x")
+    Executor(Program(ptx), memory, shared_bytes).run(grid, [tensor.data_ptr(), 7])
+    assert not memory.findings
+
+Instructions that are not modelled raise Unsupported, with the line of the kernel's source, before anything runs.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import accesses, async_copies, exchanges, hopper
+from .arithmetic import arithmetic
+from .checked_memory import UNSIGNED, VALID, Array, Memory, Region
+from .lanes import Lanes, Mask
+from .opcodes import DTYPES
+from .program import ENDS_BLOCK, Program, Statement, Unsupported
+
+Handler = Callable[["Executor", Statement], Callable[[Mask], None]]
+HANDLERS: dict[str, Handler] = accesses.HANDLERS | async_copies.HANDLERS | exchanges.HANDLERS | hopper.HANDLERS
+COLLECTIVE = ("shfl", "ldmatrix", "stmatrix", "mma", "elect")  # run also where the guard is false everywhere
+
+
+class Options(NamedTuple):
+    """How to execute what the manual leaves open, and in which order.
+
+    approximation: the error of ex2.approx and the like in units of its bound, in [-1, 1]; "random": of each lane.
+    truncate: sums of mma round towards 0, not to nearest. seed: of what is random. batch: lanes at once. blocks: the
+    blocks to execute, in this order; None: all; "random": all, in random order.
+    """
+
+    approximation: float | str = 0.0
+    truncate: bool = False
+    seed: int = 0
+    batch: int = 1 << 14
+    blocks: Sequence[int] | str | None = None
+
+
+class Shared:
+    """Shared memory of a batch of blocks, a window for each block, and the copies that are under way."""
+
+    def __init__(self, memory: Memory, size: int, blocks: int, threads: int) -> None:
+        stride = -(-size // 1024) * 1024
+        data = np.zeros(max(16, stride * blocks), np.uint8)
+        self.size, self.region = size, Region(0, data, "shared memory", 2, True)
+        if size:
+            self.region.state.reshape(blocks, stride)[:, :size] = VALID
+        self.memory = Memory()
+        self.memory.findings, self.memory.unwritten = memory.findings, memory.unwritten
+        self.memory.traffic = memory.traffic
+        self.memory.put(self.region)
+        self.window = np.repeat(np.arange(blocks, dtype=np.int64) * stride, threads)  # of each lane
+        self.copies = async_copies.Copies(blocks * threads)
+        self.barriers: dict[tuple[int, int], hopper.Barrier] = {}  # by block of the batch and address
+        self.products: list[list[hopper.Product]] = [[]]  # groups of wgmma; the last one is not committed
+
+
+class Executor(Lanes):
+    """One launch."""
+
+    def __init__(self, program: Program, memory: Memory, shared_bytes: int = 0, options: Options | None = None) -> None:
+        super().__init__(program, memory)
+        self.options = options or Options()
+        self.shared_bytes = shared_bytes
+        self.random = np.random.default_rng(self.options.seed)
+        self.executed = np.zeros(len(program.statements), np.int64)  # lanes, of each statement
+        self.code = [self._compile(s) for s in program.statements]
+        self.parameters: dict[str, Array] = {}
+        self.tensor_maps: dict[int, dict[str, Any]] = {}
+        self.epoch = 0  # barriers passed
+        self.shared = Shared(memory, shared_bytes, 1, program.threads)
+
+    def run(self, grid: Sequence[int], arguments: Sequence[Any]) -> None:
+        """arguments: a number for each parameter; of a tensor map a dictionary (launcher.py)."""
+        x, y, z = (*grid, 1, 1)[:3]
+        if len(arguments) != len(self.program.parameters):
+            raise ValueError(f"want {len(self.program.parameters)} arguments, got {len(arguments)}")
+        for (name, kind), value in zip(self.program.parameters, arguments, strict=True):
+            if kind == "map":
+                self.tensor_maps[self.maps[name]] = value
+            else:
+                self.parameters[name] = _bits(kind, value)
+        blocks = self.options.blocks
+        if blocks is None:
+            blocks = range(x * y * z)
+        elif isinstance(blocks, str):
+            blocks = self.random.permutation(x * y * z)
+        each = max(1, self.options.batch // self.program.threads)
+        with np.errstate(all="ignore"):
+            for first in range(0, len(blocks), each):
+                self._run_batch(np.asarray(blocks[first : first + each], np.int64), (x, y, z))
+
+    def error(self, shape: tuple[int, ...]) -> Any:
+        """Errors of an approximation, in units of its bound."""
+        if isinstance(self.options.approximation, str):
+            return self.random.uniform(-1, 1, shape)
+        return self.options.approximation
+
+    def find(self, what: str) -> None:
+        self.memory.find(what)
+
+    def _compile(self, s: Statement) -> Callable[[Mask], None]:
+        if s.kind in ENDS_BLOCK:
+            if s.kind == "bar" and not (s.opcode == "bar.warp.sync" or (s.text == "bar.sync 0" and not s.guard)):
+                raise Unsupported(str(s))
+            return lambda m: None
+        try:
+            return HANDLERS.get(s.kind, arithmetic)(self, s)
+        except (Unsupported, KeyError, ValueError, IndexError) as error:
+            raise Unsupported(f"{s}: {error}") from error
+
+    # ---- control
+
+    def _run_batch(self, blocks: Array, grid: tuple[int, int, int]) -> None:
+        self.begin(blocks, grid)
+        self.shared = Shared(self.memory, self.shared_bytes, len(blocks), self.program.threads)
+        self.pending: dict[int, Mask] = {0: None}  # basic block -> the lanes that are to run it
+        self.waiting: dict[int, Array] = {}  # the same of lanes at a barrier
+        self.exited = np.zeros(self.size, bool)
+        starts = [*self.program.starts, len(self.program.statements)]
+        while self.pending or self.waiting:
+            if not self.pending:
+                self._pass_barrier()
+                continue
+            block = min(self.pending)
+            m = self.pending.pop(block)
+            first = starts[block] if block < len(starts) else len(self.program.statements)
+            if first >= len(self.program.statements):
+                self.exited |= self._lanes(m)
+            elif m is None or m.any():
+                self._run_block(block, first, starts[block + 1], m)
+        if self.shared.copies.any() or any(barrier.copies for barrier in self.shared.barriers.values()):
+            self.find("an asynchronous copy in flight at exit")
+        if any(self.shared.products):
+            self.find("wgmma in flight at exit")
+
+    def _run_block(self, block: int, first: int, stop: int, m: Mask) -> None:
+        self.executed[first:stop] += self.size if m is None else int(m.sum())
+        statements = self.program.statements
+        for i in range(first, stop):
+            s = statements[i]
+            self.memory.where = self.shared.memory.where = s
+            if s.kind in ENDS_BLOCK:
+                self._leave(block, s, m)
+                return
+            self.code[i](m) if s.guard is None else self._guarded(i, s, m)
+        self._go(block + 1, m)
+
+    def _guarded(self, i: int, s: Statement, m: Mask) -> None:
+        on = self._guard(s, m)
+        if on.all():
+            self.code[i](None)
+        elif on.any() or s.kind in COLLECTIVE:
+            self.code[i](on)
+
+    def _guard(self, s: Statement, m: Mask) -> Array:
+        guard = str(s.guard)
+        self.require((guard,), m)
+        on = ~self.read(guard) if s.negated else self.read(guard)
+        return on if m is None else on & m
+
+    def _leave(self, block: int, s: Statement, m: Mask) -> None:
+        """Branch, return, or wait at a barrier."""
+        if s.opcode == "bar.warp.sync":
+            self._go(block + 1, m)
+        elif s.kind == "bar":
+            self.waiting[block + 1] = self._lanes(m) | self.waiting.get(block + 1, False)
+        else:
+            taken = self._lanes(m) if s.guard is None else self._guard(s, m)
+            rest = self._lanes(m) & ~taken
+            if rest.any():
+                self._go(block + 1, rest)
+            if s.kind == "bra":
+                self._go(self.program.labels[str(s.operands[0])], taken)
+            else:
+                self.exited |= taken
+
+    def _lanes(self, m: Mask) -> Array:
+        return np.ones(self.size, bool) if m is None else m
+
+    def _go(self, block: int, m: Mask) -> None:
+        both = m
+        if block in self.pending and m is not None:
+            other = self.pending[block]
+            both = None if other is None else m | other
+        if both is None or both.any():
+            self.pending[block] = None if both is None or both.all() else both
+
+    def _pass_barrier(self) -> None:
+        """All lanes wait or are gone."""
+        T = self.program.threads
+        here = np.logical_or.reduce(list(self.waiting.values())).reshape(-1, T)
+        waits, gone = here.any(1), self.exited.reshape(-1, T)
+        if (waits & (~here & ~gone).any(1)).any():
+            raise Unsupported("a barrier that not all threads reach")
+        if (waits & gone.any(1)).any():
+            self.find("barrier after some threads of the block have exited")
+        for m in self.waiting.values():
+            one = m.reshape(-1, T)
+            if (one.any(1) & (one != here).any(1)).any():
+                self.find("threads of a block wait at different barriers")
+        self.epoch += 1
+        self.pending, self.waiting = {k: None if m.all() else m for k, m in self.waiting.items()}, {}
+
+
+def _bits(kind: str, value: float) -> Array:
+    """The bits of an argument."""
+    dtype = DTYPES[kind]
+    bits = 8 * np.dtype(dtype).itemsize
+    if kind[0] == "f":
+        return np.array([value], dtype).view(UNSIGNED[bits])
+    return np.array([int(value) & ((1 << bits) - 1)], UNSIGNED[bits])

@@ -1,0 +1,220 @@
+"""Instructions of sm_90: barriers in shared memory, copies of tiles by TMA, products of warpgroups.
+
+    mbarrier.{init, inval, arrive.expect_tx, try_wait.parity}.shared::cta.b64
+    cp.async.bulk.tensor.2d.shared.global.mbarrier::complete_tx::bytes
+    wgmma.mma_async.sync.aligned.m64nNk16.f32.{bf16, f16}.{bf16, f16}     wgmma.{fence, commit_group, wait_group}
+    fence.proxy.async.shared::cta     cvta.param.u64
+
+A tile arrives when a thread tries to wait for its barrier; a product is computed when its group is awaited. Both are as
+late as is allowed, so that what is read too early, or overwritten too early, is seen.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from .checked_memory import PENDING, VALID, WRITTEN, Array
+from .lanes import Mask, registers_in
+from .program import Statement, Unsupported
+from .warpgroups import Product, warpgroup
+
+if TYPE_CHECKING:
+    from .executor import Executor
+
+Run = Callable[[Mask], None]
+__all__ = ["HANDLERS", "Barrier", "Product", "copy_tile"]
+TRIES = 1000  # waits in a row that may fail before the program is taken to hang
+
+
+class Tile(NamedTuple):
+    """A copy under way: where its pieces of 16 bytes go, what they are, and how many bytes it counts for."""
+
+    at: Array
+    value: Array
+    size: int
+
+
+class Barrier:
+    """An mbarrier: `count` arrivals complete a phase, with all the bytes they announced."""
+
+    def __init__(self, count: int) -> None:
+        self.count = self.missing = count
+        self.bytes = self.phase = 0
+        self.copies: list[Tile] = []
+
+
+def swizzled(at: Array, span: int) -> Array:
+    """Where a byte lies: pieces of 16 bytes change places within 1024 bytes."""
+    return at ^ (((at >> 7) & (span // 16 - 1)) << 4)
+
+
+def each(ex: "Executor", m: Mask, *gets: Callable[[Mask], Array]) -> Iterator[tuple[int, ...]]:
+    """Block of the batch, lane, and the values of the operands, for each lane that takes part."""
+    lanes = ex.lanes_of(m)
+    values = [ex.everywhere(get(m))[lanes] for get in gets]
+    for i, lane in enumerate(lanes):
+        yield int(lane) // ex.program.threads, int(lane), *(int(value[i]) for value in values)
+
+
+# ---- barriers
+
+
+def barrier(ex: "Executor", s: Statement) -> Run:
+    mods = [mod.replace("shared::cta", "shared") for mod in s.opcode.split(".")[1:]]  # Triton 3.6 writes "shared"
+    if mods[-2:] != ["shared", "b64"] or ".".join(mods[:-2]) not in BARRIERS:
+        raise Unsupported("another form of mbarrier")
+    return BARRIERS[".".join(mods[:-2])](ex, s)
+
+
+def _initialise(ex: "Executor", s: Statement) -> Run:
+    at, count = ex.pointer(s.operands[0], np.uint32), int(str(s.operands[1]), 0)
+
+    def run(m: Mask) -> None:
+        for block, _, place in each(ex, m, at):
+            if place % 8 or place + 8 > ex.shared.size:
+                ex.find("out of bounds or misaligned mbarrier")
+            ex.shared.barriers[block, place] = Barrier(count)
+
+    return run
+
+
+def _invalidate(ex: "Executor", s: Statement) -> Run:
+    at = ex.pointer(s.operands[0], np.uint32)
+
+    def run(m: Mask) -> None:
+        for block, _, place in each(ex, m, at):
+            if ex.shared.barriers.pop((block, place)).copies:
+                ex.find("mbarrier.inval with copies under way")
+
+    return run
+
+
+def _arrive(ex: "Executor", s: Statement) -> Run:
+    if s.operands[0] != "_":
+        raise Unsupported("the state of an mbarrier")
+    at, size = ex.pointer(s.operands[1], np.uint32), ex.source(s.operands[2], np.uint32)
+
+    def run(m: Mask) -> None:
+        for block, _, place, n in each(ex, m, at, size):
+            one = ex.shared.barriers[block, place]
+            if one.missing <= 0:
+                ex.find("mbarrier: more arrivals than expected")
+            one.missing -= 1
+            one.bytes += n
+
+    return run
+
+
+def _try_wait(ex: "Executor", s: Statement) -> Run:
+    to, at = str(s.operands[0]), ex.pointer(s.operands[1], np.uint32)
+    parity, tries = ex.source(s.operands[2], np.uint32), 0
+
+    def run(m: Mask) -> None:
+        nonlocal tries
+        ex.require(registers_in(s.operands[2]), m)
+        lanes, done = ex.lanes_of(m), np.zeros(ex.size, bool)
+        place, want = at(m)[lanes], ex.everywhere(parity(m))[lanes].astype(np.int64)
+        block = lanes // ex.program.threads
+        for b, p, w in np.unique(np.stack([block, place, want], 1), axis=0):
+            one = ex.shared.barriers.get((int(b), int(p)))
+            if one is None:
+                raise Unsupported(f"a wait for no barrier: {s}")
+            _deliver(ex, one)
+            done[lanes[(block == b) & (place == p) & (want == w)]] = one.phase != w
+        tries = 0 if done[lanes].all() else tries + 1
+        if tries > TRIES:
+            raise Unsupported(f"waits forever: {s}")
+        ex.write(to, done, m)
+
+    return run
+
+
+def _deliver(ex: "Executor", one: Barrier) -> None:
+    region = ex.shared.region
+    for at, value, size in one.copies:
+        region.view(region.data, 16)[at // 16] = value
+        region.mark(at, 16, on=VALID | WRITTEN, off=PENDING)
+        region.writer[region.grains(at, 16)] = -1  # who waits for the barrier may read
+        one.bytes -= size
+    one.copies = []
+    if one.missing == 0 and one.bytes == 0:
+        one.missing, one.phase = one.count, one.phase ^ 1
+    if one.bytes < 0:
+        ex.find("mbarrier: more bytes than expected")
+
+
+BARRIERS: dict[str, Callable[["Executor", Statement], Run]] = {
+    "init": _initialise, "inval": _invalidate, "arrive.expect_tx": _arrive, "try_wait.parity": _try_wait
+}  # fmt: skip
+
+
+# ---- TMA
+
+
+def copy_tile(ex: "Executor", s: Statement) -> Run:
+    """The tensor map is a dictionary: base, shape (rows, columns), stride of rows in bytes, box (rows, columns), size
+    of an element, span of the swizzle in bytes. Columns and rows outside come as 0."""
+    mods = [mod.replace("shared::cluster", "shared::cta") for mod in s.opcode.split(".")[1:]]  # a cluster of one block
+    if mods != ["async", "bulk", "tensor", "2d", "shared::cta", "global", "mbarrier::complete_tx::bytes"]:
+        raise Unsupported("another copy of tiles")
+    to, bar = ex.pointer(s.operands[0], np.uint32), ex.pointer(s.operands[2], np.uint32)
+    match = re.match(r"^\[\s*(%\w+)\s*,\s*\{\s*(\S+)\s*,\s*(\S+)\s*\}\s*\]$", str(s.operands[1]))
+    if not match:
+        raise Unsupported("another form of the source")
+    handle, x, y = ex.source(match[1], np.uint64), ex.source(match[2], np.int32), ex.source(match[3], np.int32)
+
+    def run(m: Mask) -> None:
+        ex.require((match[1], *registers_in(match[2], match[3])), m)
+        for block, lane, place, at_barrier, which, column, row in each(ex, m, to, bar, handle, x, y):
+            tile = _tile(ex, s, ex.tensor_maps[which], lane, place, row, column)
+            ex.shared.barriers[block, at_barrier].copies.append(tile)
+
+    return run
+
+
+def _tile(ex: "Executor", s: Statement, of: dict, lane: int, place: int, row: int, column: int) -> Tile:
+    rows, columns = of["box"]
+    pitch, size = columns * of["size"], of["size"]
+    wrong = place % 128 or place + rows * pitch > ex.shared.size or pitch != of["span"]
+    if wrong or (of["span"] > 16 and place % (8 * of["span"])):
+        raise Unsupported(f"a box of {rows} rows of {pitch} bytes at {place}: {s}")
+    value = np.zeros((rows, pitch), np.uint8)
+    r0, r1 = max(row, 0), min(row + rows, of["shape"][0])
+    c0, c1 = max(column, 0), min(column + columns, of["shape"][1])
+    if r1 > r0 and c1 > c0:
+        n = (c1 - c0) * size
+        at = of["base"] + np.arange(r0, r1)[:, None] * of["stride"] + c0 * size + np.arange(0, n, 2)
+        who = np.full(at.size, ex.thread[lane], np.int32)
+        got = ex.memory.load(at.ravel(), 2, who, ex.epoch, ex.program.threads)
+        first = (c0 - column) * size
+        value[r0 - row : r1 - row, first : first + n] = got.view(np.uint8).reshape(r1 - r0, n)
+    at = swizzled(place + np.arange(rows)[:, None] * pitch + np.arange(0, pitch, 16), of["span"]).ravel()
+    at = at + ex.shared.window[lane]
+    region, who = ex.shared.region, np.full(len(at), ex.thread[lane], np.int32)
+    if region.any_pending(at, 16):
+        ex.find("TMA to where a copy is under way")
+    if any(len(np.intersect1d(product.at, at)) for group in ex.shared.products for product in group):
+        ex.find("TMA to what wgmma still reads")
+    ex.shared.memory.copying(region, at, 16, who, ex.epoch, ex.program.threads)
+    return Tile(at, value.reshape(-1, 16).view(np.uint64), rows * pitch)
+
+
+# ---- others
+
+
+def fence(ex: "Executor", s: Statement) -> Run:
+    if s.opcode not in ("fence.proxy.async.shared::cta", "fence.proxy.async"):
+        raise Unsupported("another fence")
+    return lambda m: None
+
+
+def address_of_parameter(ex: "Executor", s: Statement) -> Run:
+    if s.opcode != "cvta.param.u64":
+        raise Unsupported("another cvta")
+    get = ex.source(s.operands[1], np.uint64)
+    return lambda m: ex.write(str(s.operands[0]), get(m), m)
+
+
+HANDLERS = {"mbarrier": barrier, "fence": fence, "cvta": address_of_parameter, "wgmma": warpgroup}

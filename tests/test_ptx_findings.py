@@ -1,0 +1,273 @@
+"""Mistakes in small programs: tests/ptx must report each, and nothing in the program without it."""
+
+import numpy as np
+import pytest
+import torch
+from ptx.checked_memory import POISON, Memory
+from ptx.executor import Executor, Options
+from ptx.handwritten import execute, module
+from ptx.program import Program, Unsupported
+
+N = 50
+# Elements 0 to N - 1, by two blocks of 32 threads.
+COPY = """
+setp.lt.u32 %p1, %r92, 50;
+add.u64 %rd1, %rd90, %rd80;
+add.u64 %rd2, %rd91, %rd80;
+@%p1 ld.global.b32 %r1, [%rd1 + 0];
+@%p1 st.global.b32 [%rd2 + 0], %r1;
+"""
+# Each thread gives its number to the one on the other side of the block, through shared memory.
+REVERSE = """
+shl.b32 %r1, %r90, 2;
+sub.u32 %r2, 252, %r1;
+st.shared.b32 [%r1], %r90;
+bar.sync 0;
+ld.shared.b32 %r3, [%r2];
+add.u64 %rd2, %rd90, %rd80;
+bar.sync 0;
+st.shared.b32 [%r1], %r3;
+st.global.b32 [%rd2], %r3;
+"""
+# Two groups of asynchronous copies: each thread's number of the input, and its neighbour's in the next warp.
+PIPELINE = """
+shl.b32 %r1, %r90, 2;
+add.u64 %rd1, %rd90, %rd80;
+cp.async.ca.shared.global [%r1 + 0], [%rd1 + 0], 4;
+cp.async.commit_group;
+cp.async.ca.shared.global [%r1 + 256], [%rd1 + 256], 4;
+cp.async.commit_group;
+cp.async.wait_group 1;
+bar.sync 0;
+xor.b32 %r2, %r1, 128;
+ld.shared.b32 %r3, [%r2];
+cp.async.wait_group 0;
+bar.sync 0;
+ld.shared.b32 %r4, [%r2 + 256];
+add.s32 %r5, %r3, %r4;
+add.u64 %rd2, %rd91, %rd80;
+st.global.b32 [%rd2], %r5;
+"""
+# 64 x 64 times 64 x 8, of bf16: TMA brings both to shared memory, a warpgroup multiplies.
+PRODUCT = """
+mov.u32 %r1, 16384; mov.u32 %r2, 0; mov.u32 %r3, 8192;
+setp.eq.u32 %p1, %r90, 0; setp.ne.u32 %p3, %r90, %r90;
+mov.b64 %rd1, m0; mov.b64 %rd2, m1;
+@%p1 mbarrier.init.shared::cta.b64 [%r1], 1;
+bar.sync 0;
+@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 9216;
+@%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%rd1, {0, 0}], [%r1];
+@%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes [%r3], [%rd2, {0, 0}], [%r1];
+$wait:
+mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r1], 0;
+@!%p2 bra $wait;
+mov.b64 %rd10, 0x4000004000000000; mov.b64 %rd11, 0x4000004000000002;
+mov.b64 %rd12, 0x4000004000000004; mov.b64 %rd13, 0x4000004000000006;
+mov.b64 %rd20, 0x4000004000000200; mov.b64 %rd21, 0x4000004000000202;
+mov.b64 %rd22, 0x4000004000000204; mov.b64 %rd23, 0x4000004000000206;
+mov.b32 %r10, 0; mov.b32 %r11, 0; mov.b32 %r12, 0; mov.b32 %r13, 0;
+wgmma.fence.sync.aligned;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r10,%r11,%r12,%r13}, %rd10, %rd20, %p3, 1, 1, 0, 0;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r10,%r11,%r12,%r13}, %rd11, %rd21, 1, 1, 1, 0, 0;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r10,%r11,%r12,%r13}, %rd12, %rd22, 1, 1, 1, 0, 0;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r10,%r11,%r12,%r13}, %rd13, %rd23, 1, 1, 1, 0, 0;
+wgmma.commit_group.sync.aligned;
+wgmma.wait_group.sync.aligned 0;
+bar.sync 0;
+shr.u32 %r20, %r90, 2; and.b32 %r21, %r90, 3; shr.u32 %r22, %r90, 5; and.b32 %r23, %r20, 7;
+mad.lo.u32 %r24, %r22, 16, %r23; mul.lo.u32 %r25, %r24, 32; mad.lo.u32 %r26, %r21, 8, %r25;
+cvt.u64.u32 %rd30, %r26; add.u64 %rd31, %rd90, %rd30;
+st.global.v2.b32 [%rd31], {%r10, %r11};
+st.global.v2.b32 [%rd31 + 256], {%r12, %r13};
+"""
+LAST_WAIT = "wgmma.wait_group.sync.aligned 0;\n"
+
+
+def found(memory: Memory) -> str:
+    texts = [*memory.findings, *(f"unwritten {region}" for region, _ in memory.unwritten)]
+    return " | ".join(texts)
+
+
+def copy(body: str = COPY, x: torch.Tensor | None = None, out: torch.Tensor | None = None) -> str:
+    x = torch.arange(N, dtype=torch.int32) if x is None else x
+    result = torch.zeros(N, dtype=torch.int32) if out is None else out
+    memory = execute(module(body, 2), [x, result], 2)
+    assert memory.findings or memory.unwritten or torch.equal(result, x)
+    return found(memory)
+
+
+def reverse(body: str) -> str:
+    out = torch.zeros(64, dtype=torch.int32)
+    memory = execute(module(body, 1, 64), [out], shared=256)
+    assert found(memory) or torch.equal(out, torch.arange(63, -1, -1, dtype=torch.int32))
+    return found(memory)
+
+
+def pipeline(body: str) -> str:
+    x, out = torch.randint(1000, (128,), dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+    memory = execute(module(body, 2, 64), [x, out], shared=512)
+    assert memory.findings or torch.equal(out, (x[:64] + x[64:]).roll(32))
+    return found(memory)
+
+
+def product(body: str) -> str:
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(n, 64, generator=g).bfloat16() for n in (60, 8))  # rows 60 to 63 lie outside, and come as 0
+    out, memory = torch.full((64, 8), 9.0), Memory()
+    maps = []
+    for tensor, name, rows in ((a, "a", 64), (b, "b", 8)):
+        memory.add(tensor, name)
+        maps.append({"base": tensor.data_ptr(), "shape": tensor.shape, "stride": 128, "box": (rows, 64), "size": 2,
+                     "span": 128})  # fmt: skip
+    memory.add(out, "out")
+    ptx = module(body, 1, 128, 90, 2)
+    try:
+        Executor(Program(ptx), memory, 16392).run((1,), [out.data_ptr(), *maps])
+    except Unsupported as error:
+        return f"{found(memory)} {error}"
+    want = torch.zeros(64, 8)
+    want[:60] = (a.double() @ b.double().T).float()
+    assert memory.findings or (out - want).abs().max() < 1e-5
+    return found(memory)
+
+
+RIGHT = [(copy, COPY), (reverse, REVERSE), (pipeline, PIPELINE), (product, PRODUCT)]
+
+
+@pytest.mark.parametrize(("run", "body"), RIGHT, ids=lambda x: getattr(x, "__name__", ""))
+def test_nothing_is_found_in_a_right_program(run, body: str) -> None:
+    assert run(body) == ""
+
+
+BAR, WAIT = "bar.sync 0;\n", "cp.async.wait_group"
+MISTAKES = [
+    # what, program, old text, new text, words of the finding
+    ("one element too many", copy, "%r92, 50", "%r92, 51", "out of bounds: load of 4 bytes near a0"),
+    ("a load without a mask", copy, "@%p1 ld", "ld", "out of bounds: load"),
+    ("a store without a mask", copy, "@%p1 st", "st", "register %r1 is used where it was not written"),
+    ("one element before", copy, "[%rd1 + 0]", "[%rd1 + -4]", "out of bounds: load"),
+    ("a store one past the end", copy, "[%rd2 + 0]", "[%rd2 + 4]", "out of bounds: store"),
+    ("an address no multiple of the width", copy, "[%rd1 + 0]", "[%rd1 + 2]", "misaligned load of 4 bytes"),
+    ("different values at one address", copy, "add.u64 %rd2, %rd91, %rd80", "mov.u64 %rd2, %rd91", "two lanes store"),
+    ("no barrier after the store", reverse, BAR + "ld", "ld", "race between warps: load after store in shared"),
+    ("no barrier before the next store", reverse, BAR + "st", "st", "race between threads: store after load"),
+    ("shared memory past its end", reverse, "252", "256", "out of bounds: load of shared memory"),
+    ("shared memory that nobody wrote", reverse, "st.shared.b32 [%r1], %r90;", "", "unwritten shared memory"),
+    ("a wait for one group too few", pipeline, WAIT + " 0", WAIT + " 1", "load of what a copy has not delivered"),
+    ("no wait at all", pipeline, WAIT + " 1;", "", "load of what a copy has not delivered"),
+    ("no barrier after the wait", pipeline, BAR + "xor", "xor", "race between warps: load after store in shared"),
+    ("no barrier after the last wait", pipeline, BAR + "ld.shared.b32 %r4", "ld.shared.b32 %r4", "race between warps"),
+    ("a copy that is never awaited", pipeline, WAIT + " 0;\n" + BAR, "", "an asynchronous copy in flight at exit"),
+    ("a copy to where one is under way", pipeline, "[%r1 + 256], [%rd1", "[%r1 + 0], [%rd1",
+     "cp.async to where a copy"),
+    ("copies past the end of the input", pipeline, "[%rd1 + 256]", "[%rd1 + 260]",
+     "out of bounds: load of 4 bytes near a0"),
+    ("copies past shared memory", pipeline, "[%r1 + 256], [", "[%r1 + 260], [",
+     "out of bounds or misaligned: cp.async"),
+    ("no barrier of the tiles", product, "$wait:\nmbarrier.try_wait.parity.shared::cta.b64 %p2, [%r1], 0;\n"
+     "@!%p2 bra $wait;\n", "", "wgmma of what a copy has not delivered"),
+    ("more bytes than expected", product, "9216", "8192", "mbarrier: more bytes than expected"),
+    ("no wait for the product", product, LAST_WAIT, "", "wgmma in flight at exit"),
+    ("a wait for one product too few", product, LAST_WAIT, LAST_WAIT.replace("0", "1"), "wgmma in flight at exit"),
+    ("a tile over one that is read", product, "wgmma.wait", "@%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::"
+     "complete_tx::bytes [%r2], [%rd1, {0, 0}], [%r1];\nwgmma.wait", "TMA to what wgmma still reads"),
+    ("two arrivals for one", product, "@%p1 mbarrier.arrive", "mbarrier.arrive", "mbarrier: more arrivals"),
+    ("products by a part of a group", product, "wgmma.commit", "setp.lt.u32 %p5, %r90, 64;\n@%p5 wgmma.mma_async.sync."
+     "aligned.m64n8k16.f32.bf16.bf16 {%r10,%r11,%r12,%r13}, %rd13, %rd23, 1, 1, 1, 0, 0;\nwgmma.commit",
+     "wgmma by a part of a warpgroup"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("run", "old", "new", "words"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES])
+def test_a_mistake_is_found(run, old: str, new: str, words: str) -> None:
+    body = dict(RIGHT)[run]
+    assert body.count(old) >= 1
+    assert words in run(body.replace(old, new, 1))
+
+
+def test_gaps_between_the_elements_of_a_tensor_are_out_of_bounds() -> None:
+    wide = torch.arange(4 * N, dtype=torch.int32)
+    assert "out of bounds: load of 4 bytes near a0" in copy(x=wide.view(N, 4)[:, 0])
+
+
+def test_a_read_of_what_was_never_written_is_counted() -> None:
+    x = torch.full((2 * N,), POISON - 65536, dtype=torch.int16).view(torch.int32)
+    assert copy(x=x) == "unwritten a0"
+
+
+def test_tensors_of_one_storage_are_one_region() -> None:
+    both = torch.arange(2 * N, dtype=torch.int32)
+    assert copy(x=both[:N], out=both[N:]) == ""
+    assert "race across blocks: store after load in a0" in copy(x=both[:N], out=both[4 : N + 4])
+
+
+def test_a_register_of_an_idle_lane_may_be_computed_with_but_not_used() -> None:
+    """As where a reduction goes over lanes that loaded nothing."""
+    sums = "shfl.sync.bfly.b32 %r2, %r1, 16, 31, -1;\nadd.s32 %r3, %r1, %r2;\n@%p1 st.global.b32 [%rd2], %r3;"
+    body = COPY.replace("%r92, 50", "%r90, 16").replace("@%p1 st.global.b32 [%rd2 + 0], %r1;", sums)
+    memory = execute(module(body, 2), [torch.zeros(N), torch.zeros(N)], 1)
+    assert "register %r3 is used where it was not written" in found(memory)
+    chosen = sums.replace("@%p1 st", "selp.b32 %r3, %r1, 0, %p1;\nst")
+    memory = execute(module(body.replace(sums, chosen), 2), [torch.zeros(N), torch.zeros(N)], 1)
+    assert found(memory) == ""
+
+
+def test_threads_that_do_not_reach_a_barrier_are_refused() -> None:
+    loop = REVERSE.replace(BAR, "setp.lt.u32 %p1, %r90, 32;\n@%p1 ret;\n" + BAR, 1)
+    assert "barrier after some threads of the block have exited" in reverse(loop)
+    apart = REVERSE.replace(
+        BAR, "setp.lt.u32 %p1, %r90, 32;\n@%p1 bra $a;\nbar.sync 0;\nbra $b;\n$a:\nbar.sync 0;\n$b:\n", 1
+    )
+    assert "threads of a block wait at different barriers" in reverse(apart)
+
+
+def test_a_finding_and_a_refusal_name_the_line_of_the_source() -> None:
+    lines = ".loc 1 41 7\n{};\n.loc 1 42 9\n"
+    tail = '\n.file 1 "/somewhere/kernel.py"\n'
+    body = COPY.replace("@%p1 ld", "ld").replace("ld.global", lines.format("mov.u32 %r9, 0") + "ld.global")
+    memory = execute(module(body, 2) + tail, [torch.zeros(N), torch.zeros(N)], 2)
+    assert "out of bounds: load of 4 bytes near a0 at ld.global.b32 %r1, [%rd1 + 0] (kernel.py:42)" in memory.findings
+    body = body.replace(
+        "add.u64 %rd2", lines.format("mov.u32 %r9, 0") + "vote.sync.any.pred %p2, %p1, -1;\nadd.u64 %rd2"
+    )
+    with pytest.raises(Unsupported, match=r"vote.sync.any.pred .*\(kernel.py:42\): no row of the table has it"):
+        execute(module(body, 2) + tail, [torch.zeros(N), torch.zeros(N)], 2)
+
+
+REFUSED = (
+    "ld.weak.global.b32 %r1, [%rd1];", "st.local.b32 [%r1], %r1;", "ld.global.v8.b32 {%r1, %r2}, [%rd1];",
+    "atom.global.add.u32 %r1, [%rd1], 1;", "shfl.sync.bfly.b32 %r1|%p1, %r1, 1, 31, -1;",
+    "shfl.sync.bfly.b32 %r1, %r1, 1, 31, 255;",
+    "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r1}, {%r1}, {%r1}, {%r1};",
+    "ldmatrix.sync.aligned.m16n16.x1.shared.b8 {%r1}, [%r1];", "cp.async.ca.shared.global.L2::128B [%r1], [%rd1], 4;",
+    "bar.sync 1;", "fence.acq_rel.gpu;", "mbarrier.arrive.shared::cta.b64 %rd1, [%r1];", "add.rz.f32 %r1, %r1, %r1;",
+    "add.s32 %r1, %rd1, %r1;", "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32;",
+    "add.s32 %r1, %r1, foo;",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", REFUSED, ids=lambda text: text.split()[0])
+def test_what_is_not_modelled_is_refused(text: str) -> None:
+    with pytest.raises(Unsupported):
+        Executor(Program(module(text)), Memory())
+
+
+def test_a_wait_for_what_never_comes_ends() -> None:
+    assert "waits forever: mbarrier.try_wait" in product(PRODUCT.replace("9216", "9232"))
+
+
+def test_blocks_run_in_the_order_asked_for() -> None:
+    """Blocks add to a number in turn: the order is seen, and reported as a race."""
+    body = "ld.global.b32 %r1, [%rd90];\nmul.lo.u32 %r1, %r1, 10;\nadd.u32 %r1, %r1, %r91;\nst.global.b32 [%rd90], %r1;"
+    for order, want in (([3, 1, 2], 312), (None, 123)):
+        out = torch.zeros(1, dtype=torch.int32)
+        memory = execute(module(body, 1, 1), [out], 4, options=Options(batch=1, blocks=order))
+        assert out.item() == want
+        assert "race across blocks" in found(memory)
+    results = set()
+    for seed in range(8):
+        out = torch.zeros(1, dtype=torch.int32)
+        execute(module(body, 1, 1), [out], 4, options=Options(batch=1, blocks="random", seed=seed))
+        results.add(out.item())
+    assert len(results) > 3
+    assert np.all([sorted(f"{result:04}") == list("0123") for result in results])
