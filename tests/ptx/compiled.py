@@ -134,7 +134,7 @@ def test_blocks_leave_their_loops_one_by_one(launches: list[Run]) -> None:
 @ARCHES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_product_of_tiles(launches: list[Run], dtype: torch.dtype) -> None:
-    """Of several stages: cp.async, ldmatrix and mma, or wgmma."""
+    """A kernel of several stages: cp.async, ldmatrix and mma, or wgmma."""
     n, K = (64, 128) if dtype.itemsize == 2 else (16, 64)
     a, b, c = torch.randn(n, K).to(dtype), torch.randn(n, K).to(dtype), torch.empty(n, n)
     product[(1,)](c, a, b, n, n, K, 32)

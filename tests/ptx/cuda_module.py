@@ -1,4 +1,4 @@
-"""What stands in torch.cuda while a device is simulated."""
+"""The stand-ins in torch.cuda while a device is simulated."""
 
 import contextlib
 from collections.abc import Iterator

@@ -76,7 +76,7 @@ class Device(TorchDispatchMode):
             return False
 
     def take(self, x: Tensor) -> None:
-        """The storage is on the device from now on until nobody holds it."""
+        """The storage is on the device from now on, as long as anything holds it."""
         storage = storage_of(x)
         if (key := storage._cdata) in self.blocks:
             return

@@ -52,7 +52,7 @@ class Shared:
         self.memory.findings, self.memory.unwritten = memory.findings, memory.unwritten
         self.memory.traffic = memory.traffic
         self.memory.put(self.region)
-        self.window = np.repeat(np.arange(blocks, dtype=np.int64) * stride, threads)  # of each lane
+        self.window = np.repeat(np.arange(blocks, dtype=np.int64) * stride, threads)  # one per lane
         self.copies = async_copies.Copies(blocks * threads)
         self.barriers: dict[tuple[int, int], hopper.Barrier] = {}  # by block of the batch and address
         self.products: list[list[hopper.Product]] = [[]]  # groups of wgmma; the last one is not committed

@@ -79,7 +79,7 @@ class NoDevice:
 
 
 class Poisoned(TorchFunctionMode):
-    """What torch.empty and the like return holds POISON, which the executor takes as never written."""
+    """Memory from torch.empty and the like holds POISON, which the executor takes as never written."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

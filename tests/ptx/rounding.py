@@ -8,7 +8,7 @@ Array = Any
 NAN = {  # the NaN that instructions return
     np.float32: np.array([0x7FFFFFFF], np.uint32).view(np.float32), np.float64: np.array([np.nan]),
 }  # fmt: skip
-_TIE, _LOW = np.uint64(0x10000000), np.uint64(0x1FFFFFFF)  # of the bits of a double that fp32 has no room for
+_TIE, _LOW = np.uint64(0x10000000), np.uint64(0x1FFFFFFF)  # the bits of a double that fp32 has no room for
 
 
 def fma32(a: Array, b: Array, c: Array) -> Array:
