@@ -95,7 +95,7 @@ def test_options_are_not_dropped_where_auto_finds_no_vllm(monkeypatch: pytest.Mo
 def test_a_run_resumes_with_the_options_that_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They change the samples by rounding at least."""
     config = run_config(tmp_path, rollout={"engine": "vllm", "vllm": {"max_num_seqs": 4}})
-    saved = {"config": config.model_dump(mode="json"), "step": 3, "best": None}
+    saved = {"config": config.model_dump(mode="json"), "step": 3, "best": None, "surroundings": {}}
     monkeypatch.setattr("rlplus.checkpoint.read_state", lambda folder: saved)
     read_state(tmp_path, config, {})
     with pytest.raises(ValueError, match=r"rollout\.vllm\.max_num_seqs was 4, is 5"):
