@@ -3,17 +3,15 @@
 Each part stands between two comments, <!-- begin NAME --> and <!-- end NAME -->; a test compares them with the code.
 """
 
-import ast
 import json
 import re
 from collections.abc import Callable, Iterator
-from datetime import date
 from functools import partial
 from pathlib import Path
-from textwrap import dedent
-from typing import Any, NamedTuple
+from typing import Any
 
 from bench import output
+from docs import decision_pages, first_step
 from experiments.theory import __main__ as theory
 from rlplus.algorithm import ALGORITHMS, RECIPES, Algorithm
 from rlplus.compare import BASE, Results, load_comparison
@@ -347,83 +345,14 @@ def difference(tested: Tested, reference: str, method: str) -> str:
 # ---- the example in one file
 
 
-def names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, context)}
-
-
-def minimal_step() -> str:
-    """The step of examples/train_minimal.py up to the gradients, as a block of Python that runs by itself."""
-    source = (ROOT / "examples/train_minimal.py").read_text(encoding="utf-8")
-    begin, end = "    # The demonstration is the last member", "    optimizer.zero_grad()\n    out.loss.backward()\n"
-    body = dedent(source[source.index(begin) : source.index(end)]) + "out.loss.backward()"
-    top = ast.parse(source).body
-    own = {node.name for node in top if isinstance(node, ast.FunctionDef)}
-    own |= {name for node in top if isinstance(node, ast.Assign) for name in names(node, ast.Store)}
-    used = own & names(ast.parse(body), ast.Load) | {"make_policy"}
-    imports = f"import torch\n\nimport rlplus\nfrom examples.train_minimal import {', '.join(sorted(used))}"
-    return f'```python\n{imports}\n\nlm, problems = make_policy(), ["407", "215"]\n{body}\n```'
-
-
-# ---- decisions
-
-# The parts of the index, in its order.
-DECIDED_ON = ("loss", "trainer", "experiments", "tests and packaging")
-
-
-class Decision(NamedTuple):
-    """A page of docs/decisions. files: what it governs, relative to the repository; folders end with a slash."""
-
-    path: Path
-    number: int
-    title: str
-    date: date
-    status: str
-    part: str
-    files: tuple[str, ...]
-
-
-def decision(path: Path) -> Decision:
-    """The head of a page. ValueError where it is not complete or has another form."""
-    head = re.match(
-        r"# (\d{3})\. (.+)\n\n- Date: (.+)\n- Status: (.+)\n- Part: (.+)\n- Files: ((?:.+\n)+)\n## Decided\n",
-        path.read_text(encoding="utf-8"),
-    )
-    if head is None:
-        raise ValueError(f"want the head of {path.name} as `docs/decisions/index.md` has it")
-    number, title, day, status, part, files = head.groups()
-    if not path.name.startswith(f"{number}-"):
-        raise ValueError(f"want {path.name} named after its number; got {number}")
-    if not re.fullmatch(r"accepted|measured|open|superseded by \d{3}", status):
-        raise ValueError(f"{path.name}: want a status of the index; got {status!r}")
-    if part not in DECIDED_ON:
-        raise ValueError(f"{path.name}: want a part out of {', '.join(DECIDED_ON)}; got {part!r}")
-    found = tuple(re.findall(r"`([^`]+)`", files))
-    return Decision(path, int(number), title, date.fromisoformat(day), status, part, found)
-
-
-def all_decisions(folder: Path = ROOT / "docs/decisions") -> list[Decision]:
-    """Every page, by number."""
-    return [decision(path) for path in sorted(folder.glob("[0-9]*.md"))]
-
-
-def decisions() -> str:
-    """The index: a table for each part."""
-    pages = all_decisions()
-    parts = []
-    for part in DECIDED_ON:
-        rows = ((f"[{p.number:03d}]({p.path.name})", p.title, p.status) for p in pages if p.part == part)
-        parts.append(f"## {part.capitalize()}\n\n{table(('number', 'decision', 'status'), rows)}")
-    return "\n\n".join(parts)
-
-
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"peers": peers},
-    "docs/index.md": {"step": minimal_step},
+    "docs/index.md": {"step": first_step.code},
     "docs/kernels.md": {"measurements": measurements},
     "docs/systems.md": {"presets": presets},
     "docs/configuration.md": {"keys": keys},
     "docs/evaluation.md": {"benchmarks": benchmarks},
-    "docs/decisions/index.md": {"decisions": decisions},
+    "docs/decisions/index.md": {"decisions": partial(decision_pages.index, table)},
     "docs/paper.md": {
         "settings": partial(settings_beside, PAPER),
         "one-rate": partial(settings_beside, "one-rate.json"),

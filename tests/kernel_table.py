@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 import triton
+from ptx.launcher import NoDevice
 from rich.console import Console
 from rich.table import Table
 from sass import hot_path, parse
-from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -47,22 +47,6 @@ SPILLS = {
     r"Triton 3\.7\..*, sm_80, float32, .*bias, blocks": 4,
     r"Triton 3\.[67]\..*, sm_90, bfloat16, softcap": 64,
 }
-
-
-class NoDevice:
-    """A driver for compiling alone."""
-
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_current_device(self) -> int:
-        return self.arch  # compiled kernels are kept by device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 Launch = tuple[str, bool, Callable[[], Any]]  # name, whether its rows are aligned, and the launch

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from docs import generate
+from docs import decision_pages
 
 ROOT = Path(__file__).parent.parent
-DECISIONS = generate.all_decisions()
+DECISIONS = decision_pages.all_decisions()
 PLACES = ("rlplus", "kernels", "csrc", "bench", "experiments", "examples", "tests", "docs", "configs")
 SOURCE = {".py", ".cpp", ".yaml", ".md", ".toml", ".sh"}
 COMPLETE = """# 001. A title
@@ -67,7 +67,7 @@ def written(folder: Path, old: str, new: str, name: str = "001-a-title.md") -> P
 
 
 def test_a_head_is_read(tmp_path: Path) -> None:
-    page = generate.decision(written(tmp_path, "accepted", "superseded by 002"))
+    page = decision_pages.decision(written(tmp_path, "accepted", "superseded by 002"))
     assert page[1:6] == (1, "A title", date(2026, 11, 24), "superseded by 002", "loss")
     assert page.files == ("rlplus/errors.py", "kernels/")
 
@@ -86,4 +86,4 @@ def test_a_head_is_read(tmp_path: Path) -> None:
 )
 def test_an_incomplete_head_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        generate.decision(written(tmp_path, old, new))
+        decision_pages.decision(written(tmp_path, old, new))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FUNCTION, FILE = 60, 400  # lines, the first without docstrings
-FOLDERS = ("rlplus", "kernels", "csrc", "bench", "experiments", "tests", "configs")
+FOLDERS = ("rlplus", "kernels", "csrc", "bench", "docs", "examples", "experiments", "tests", "configs")
 SOURCE = {".py", ".cpp", ".h", ".cu", ".yaml"}  # records, tables and results may grow
 
 

@@ -13,7 +13,7 @@ RESULTS = "evaluation"  # how the files of results and samples of an evaluation 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 RUN = ("config.yaml", "metrics.jsonl")  # a run's files
 
-STARTS = "run.json"  # where the run comes from
+STARTS = "run.json"  # provenance of the run
 _FACTS = ("versions", "commits", "hardware")  # a start's tables
 
 _DEPTH = 3  # a comparison's runs lie two below it

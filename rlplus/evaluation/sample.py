@@ -31,7 +31,7 @@ from rlplus.rollout import Completion, Request, Respond, RolloutEngine, Sampling
 _COMPLETIONS_A_CALL = 4096  # bounds what is held as Python lists at a time
 _TOKENS_A_CALL = 1 << 23  # a killed evaluation loses at most these: 1024 responses of 8192 tokens
 
-Keep = Callable[[str], KeptCalls]  # where to keep the samples of a benchmark, given its name
+Keep = Callable[[str], KeptCalls]  # the place for the samples of a benchmark, given its name
 
 logger = logging.getLogger(__name__)
 

@@ -76,7 +76,7 @@ def load_run(folder: Path) -> RunData:
     starts: list[dict[str, Any]] = []
     try:
         starts = read_starts(folder / STARTS)
-    except ValueError as error:  # where the numbers come from is lost, not the numbers
+    except ValueError as error:  # the provenance is lost, not the numbers
         warnings.append(str(error))
     return RunData(config, tuple(metrics), tuple(warnings), tuple(starts), folder / SAMPLES)
 

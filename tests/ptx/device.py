@@ -72,7 +72,7 @@ class Device(TorchDispatchMode):
             return False
         try:
             return storage_of(x)._cdata in self.blocks
-        except (RuntimeError, NotImplementedError):
+        except (RuntimeError, NotImplementedError):  # a tensor without storage: sparse, functional, on "meta"
             return False
 
     def take(self, x: Tensor) -> None:

@@ -161,7 +161,7 @@ def _one(job: dict[str, Any], given: str, replies: int) -> list[Any]:
             sys.stdin = os.fdopen(0)
             _run(job, given, writing)
             code = 0
-        except SystemExit as stop:  # as for a program of its own
+        except SystemExit as stop:  # a program that exits has ended as it wanted
             sys.stdout.flush()
             code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         except BaseException as error:

@@ -35,7 +35,7 @@ def _limit(settings: dict[str, Any]) -> None:
         if value is None:
             continue
         _, ceiling = resource.getrlimit(name)
-        room = 1 if name == resource.RLIMIT_CPU else 0  # with equal limits SIGKILL takes the place of SIGXCPU
+        room = 1 if name == resource.RLIMIT_CPU else 0  # equal limits would send SIGKILL, not SIGXCPU
         most = sys.maxsize if ceiling == resource.RLIM_INFINITY else ceiling
         soft, hard = min(value, most), min(value + room, most)
         resource.setrlimit(name, (soft, hard))

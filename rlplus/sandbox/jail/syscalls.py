@@ -114,7 +114,7 @@ ALLOW, KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x50000  # linux/seccomp.h
 REFUSE, MISSING = _ERROR | errno.EPERM, _ERROR | errno.ENOSYS
 _SET_SECCOMP, _FILTER = 22, 2
 _LOAD, _AND, _EQUAL, _AT_LEAST, _ANY_OF, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
-_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # where struct seccomp_data has them
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 
 Line = tuple[int, int, int, int]  # struct sock_filter: code, steps if true, steps if false, value
 
