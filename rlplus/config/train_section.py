@@ -63,7 +63,7 @@ class TrainConfig(Section):
     attention heads."""
     compile: bool = False
     """torch.compile the model's layers."""
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # numpy takes these
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # numpy's range of seeds
     """Seed of the data's order, of sampling and of new weights."""
     deepspeed: dict[str, Any] = {}
     """Keys that are merged last into the configuration of DeepSpeed, which ignores keys that it does not know.

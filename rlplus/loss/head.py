@@ -114,7 +114,7 @@ class RunningStatistics:
 class Gradients(NamedTuple):
     """The needed ones of dhidden (N, H), dweight (V, H), dbias (V,); the others have no elements.
 
-    Weight's and bias's are sums over chunks, so they accumulate in fp32 (fp64) and are rounded once.
+    The gradients of weight and bias are sums over chunks, so they accumulate in fp32 (fp64) and are rounded once.
     """
 
     hidden: Tensor

@@ -111,7 +111,7 @@ def results(inputs: dict[str, Any], **options: Any) -> Results:
 def compare(got: Results, again: Results, plain: Results, exact: Results) -> str:
     """The first error found in `got`; empty if there is none.
 
-    again: results of a second, identical call; plain: the `torch` backend's; exact: fp64's, on the same inputs.
+    again: results of a second, identical call; plain: the `torch` backend's; exact: in fp64, from the same inputs.
     """
     for name, value in got.items():
         if not value.isfinite().all():

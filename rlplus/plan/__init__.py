@@ -1,7 +1,7 @@
 """The memory that a run needs on each GPU, by part, a rough time per step, and switches that make it fit.
 
 No GPU and no weights are needed: the model is built on the meta device. `activations` counts the tensors that a pass
-keeps, `memory` has the formulas of the other parts, `speed` the time's, `search` tries the switches.
+keeps, `memory` has the formulas of the other parts, `speed` estimates the time, `search` tries the switches.
 """
 
 from dataclasses import asdict, dataclass
@@ -25,7 +25,7 @@ __all__ = ["GIB", "GPUS", "MOMENTS", "Cluster", "Memory", "Plan", "Remedy", "mak
 class Plan:
     """ranks: the number of GPUs that train; the others are for their engines. mode: the engine's, "none" without one.
 
-    seconds: a step's by phase, empty if unknown. remedies: only if the run does not fit. note: if the model's
+    seconds: a step's time by phase, empty if unknown. remedies: only if the run does not fit. note: if the model's
     architecture is the copy that comes with a shipped configuration, the reason; and that rollout.vllm is not counted.
     steps: None if the data decide it.
     """

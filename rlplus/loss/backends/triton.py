@@ -83,7 +83,7 @@ def policy_loss(
                 if grad_filter:
                     value[:, DLOGPROB] = drop_smallest(value[:, DLOGPROB], value[:, LOGPROB], grad_filter)
                 buffer.add(chunk, value, logits, tops)
-            del tops  # freed, or the next chunk's come on top
+            del tops  # free it before the next chunk's are made
         grads = buffer.finish()
     stats = torch.cat(sums).sum(0)
     loss = stats[STATS.index("loss_internal") : STATS.index("loss_entropy") + 1].sum()
