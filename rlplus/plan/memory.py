@@ -294,7 +294,7 @@ def _offloaded(zero: dict[str, Any], key: str) -> bool:
 def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
     """Bytes of the fused head at its end, for N tokens, hidden size H, vocabulary V and weights of b bytes.
 
-    b N H for the gradient of its input; (V, H) in b bytes for its weight's gradient and, in half precision, 4 V H for its
+    b N H for its input's gradient; (V, H) in b bytes for its weight's gradient and, in half precision, 4 V H for its
     accumulator; and the scratch of `head_scratch`. A frozen weight (LoRA) has no gradient. With memory="least" there is
     no such accumulator, but one of 4 N H for the input's gradient unless it can borrow the weight's. If gradients of
     half-precision weights are in fp32, the weight's is 4 V H without another accumulator, and in stage 1 it is
