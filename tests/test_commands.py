@@ -10,7 +10,7 @@ from pathlib import Path
 
 import processes
 import pytest
-from comparisons import FILE, written
+from comparisons import FILE, QUICK, written
 
 from rlplus.common.commands import ending_with_this_process
 
@@ -113,8 +113,8 @@ def test_a_killed_comparison_leaves_nothing_running(tmp_path: Path) -> None:
         compare.kill()
         processes.wait_until(lambda: not is_running(number))
     assert (tmp_path / "run.saved").exists()
-    endless = {"one": {"base": FILE["settings"]["one"]["base"] | {"sloppy_steps": 10**9}}}  # type: ignore[index]
-    path = written(tmp_path, FILE | {"search": None, "settings": endless})
+    endless = {"prepare": "experiments.toy:prepare", "options": {"base": QUICK["base"] | {"sloppy_steps": 10**9}}}
+    path = written(tmp_path, FILE | {"search": None, "settings": {"one": endless}})
     options[1] = str(tmp_path / "endless")
 
     def workers() -> list[int]:
