@@ -39,7 +39,7 @@ test-slow: setup  ## run the slow tests
 test-peers: .venv-peers/.ready  ## compare with TRL, verl and OpenRLHF, in an environment of their own, .venv-peers
 	@rm -rf build
 	RLPLUS_EXT=0 .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .
-	.venv-peers/bin/pytest -o pythonpath= -m peers tests/test_peers*.py
+	.venv-peers/bin/pytest -o pythonpath=tests/support -m peers tests/peers
 
 mutants: setup  ## make known mistakes in copies of the tree, one at a time; the tests must notice each
 	@$(BIN)/python tests/mutants.py
@@ -57,7 +57,7 @@ docs: setup  ## write the derived parts of the manual and of README.md, and buil
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 kernels: setup  ## compile the Triton kernels, no GPU needed; print registers, shared memory, spills
-	@PYTHONPATH=. $(BIN)/python tests/kernel_table.py
+	@PYTHONPATH=. $(BIN)/python tests/support/kernel_table.py
 
 bench: setup  ## measure all backends and peers into runs/bench: the gpu suite with a GPU, else cpu; ten minutes
 	@$(BIN)/python -m bench --suite "$$(nvidia-smi > /dev/null 2>&1 && echo gpu || echo cpu)"
@@ -72,12 +72,12 @@ clean:  ## remove the virtual environment, caches and build outputs; never a run
 
 force:
 
-.venv-peers/.ready: tests/peers.txt pyproject.toml
+.venv-peers/.ready: tests/peers/peers.txt pyproject.toml
 	@echo "Installing TRL, verl and OpenRLHF into .venv-peers, some minutes."
 	$(or $(PYTHON),python3) -m venv --clear .venv-peers
 	install=".venv-peers/bin/python -m pip install --quiet --disable-pip-version-check"
 	$$install "torch==2.13.0+cpu" 2> /dev/null || $$install --extra-index-url "$(TORCH_CPU_INDEX)" "torch==2.13.0+cpu"
-	RLPLUS_EXT=0 $$install -r tests/peers.txt .
+	RLPLUS_EXT=0 $$install -r tests/peers/peers.txt .
 	$$install --no-deps openrlhf==0.11.2  # flash-attn, which it wants, needs CUDA
 	touch "$@"
 

@@ -95,11 +95,11 @@ def tests(cpu: bool) -> list[Part]:
     if not cpu:
         pytest += ["-n", "6"] if find_spec("xdist") else []
     files = ("test_gemm_kernel", "test_kernels", "test_exponentials", "test_token_kernel", "test_buffer_kernels")
-    kernels = [f"tests/{name}.py" for name in files]
+    kernels = [f"tests/kernels/{name}.py" for name in files]
     # The rehearsal imports all of them, including the GPU tests.
-    chosen = ["tests/test_gpu.py", *kernels, "-k", "test_gemm_kernel and same_inputs"] if cpu else kernels
+    chosen = ["tests/kernels/test_gpu.py", *kernels, "-k", "test_gemm_kernel and same_inputs"] if cpu else kernels
     return [
-        Part("test_gpu", "tests", 155, [*pytest, "tests/test_gpu.py"], skip="needs a GPU" if cpu else ""),
+        Part("test_gpu", "tests", 155, [*pytest, "tests/kernels/test_gpu.py"], skip="needs a GPU" if cpu else ""),
         Part("kernels", "tests", 240, [*pytest, *chosen]),
     ]
 
@@ -109,7 +109,8 @@ def sanitizers(cpu: bool) -> list[Part]:
     reason = "needs a GPU" if cpu else "" if shutil.which("compute-sanitizer") else "compute-sanitizer is not installed"
     # Disable torch's memory cache: each tensor is then a separate allocation, whose end the tool can see.
     tool = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1", "compute-sanitizer", "--report-api-errors", "no"]
-    small = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_gpu.py", "-k", "test_small"]
+    small = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/test_gpu.py"]
+    small += ["-k", "test_small"]
     trial = [*tool, "--error-exitcode", "9", sys.executable, "-c", "import torch; torch.ones(1).cuda()"]
     found = [Part("sanitizer", "sanitize", 40, trial, skip=reason, optional=True)]
     for name in ("memcheck", "racecheck"):

@@ -29,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 PARTS = ("rlplus", "kernels", "csrc", "bench", "configs", "examples", "experiments", "tests")
 PARTS += (".github", "docs", "pyproject.toml", "setup.py", "mkdocs.yml", "Makefile", "LICENSE")
 PARTS += tuple(sorted(path.name for path in ROOT.glob("*.md")))
+FOLDERS = {path.name: path.parent.relative_to(ROOT) for path in ROOT.glob("tests/**/*.py")}
 TIMEOUT = 300  # seconds; a mistake may make a loop endless
 
 
@@ -62,10 +63,15 @@ class Mutant:
         return None
 
 
+def place(test: str) -> str:
+    """The node id of test_x.py::test_y; a file's name is only one's."""
+    return str(FOLDERS.get(test.partition("::")[0], Path("tests")) / test)
+
+
 def mutants() -> list[Mutant]:
     files = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())
     return [
-        Mutant(file, m["what"], m["old"], m["new"], tuple(f"tests/{t}" for t in m["tests"].split()))
+        Mutant(file, m["what"], m["old"], m["new"], tuple(map(place, m["tests"].split())))
         for file, entries in files.items()
         for m in entries
     ]
@@ -113,7 +119,7 @@ def failure(tree: Path, status: int) -> str | None:
     if os.WIFSIGNALED(status):
         return f"the process ended by {signal.Signals(os.WTERMSIG(status)).name}"
     # An ERROR in a test is its fixture's; one in a file is a mistake that cannot be compiled or imported.
-    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+::.*?)(?: - |$)", output, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (?:\S*/)?(\S+::.*?)(?: - |$)", output, re.MULTILINE)
     assert (failed is None) == (os.waitstatus_to_exitcode(status) == 0), output  # no test at all is no success
     return failed and failed[1]
 

@@ -1,4 +1,4 @@
-"""Kernels with known answers, compiled and executed; tests/test_ptx_launcher.py runs them with `-p ptx.plugin`."""
+"""Kernels with known answers, compiled and executed: test_ptx_launcher.py runs them with `-p ptx.plugin`."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The simulated device: what it runs and refuses; tests/test_ptx_device.py runs this with `-p ptx.device_plugin`."""
+"""The simulated device: what it runs and refuses; test_ptx_device.py runs this with `-p ptx.device_plugin`."""
 
 import pytest
 import torch

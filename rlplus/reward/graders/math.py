@@ -2,7 +2,8 @@ r"""Math-Verify: equality of mathematical values by sympy, and a strict reading 
 
 If a text has one box and nothing that Math-Verify would read before it, the verdict depends only on the box and the
 answer, and is cached for the next response with that box. Two whole numbers are compared as numbers, and texts that
-Math-Verify normalises to the same text are equal: neither needs its parser. tests/test_math_grading.py compares both.
+Math-Verify normalises to the same text are equal: neither needs its parser.
+tests/reward/test_math_grading.py compares both.
 """
 
 import logging

@@ -1,0 +1,95 @@
+"""Mistakes planted in the losses that only a GPU would show: the simulated device must see each.
+
+Run by tests/kernels/test_ptx_device.py with `-p ptx.device_plugin`.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from head_cases import EVERYTHING, check_precision, on_policy, run, sample
+from ptx.device import Device
+
+from rlplus import Objective
+from rlplus.kernels import linear_logprob as kernels
+from rlplus.loss.backends import chunked
+from rlplus.loss.backends import triton as backend
+
+HEAD, CONSTANTS = sample(150, 300, 1, torch.bfloat16, 64)
+HEAD = on_policy(HEAD)
+Buffer, zeros, mm = backend.GradientBuffer, torch.zeros, torch.mm
+
+
+def there() -> list[dict[str, torch.Tensor]]:
+    return [{k: v.to("cuda") for k, v in part.items()} for part in (HEAD, CONSTANTS)]
+
+
+def step(gpu: Device, inputs: Any = None, objective: Objective = EVERYTHING, grad_filter: float = 0.0) -> None:
+    """A call as it should be: right, without waiting, and without copies to pageable memory."""
+    inputs = inputs or there()
+    gpu.reset()
+    got = run(*inputs, objective, backend="triton", max_scratch_mb=0.15, grad_filter=grad_filter)
+    assert not gpu.syncs
+    assert not any("pageable" in k and n for k, n in gpu.log.items())
+    got = {k: v.cpu() if torch.is_tensor(v) else v for k, v in got.items()}
+    if not grad_filter:
+        check_precision(got, HEAD, CONSTANTS, objective, gemm_dtype=torch.bfloat16)
+
+
+def filtered(gpu: Device) -> None:
+    step(gpu, objective=Objective("clip", "mis", kl_coef=0.1, dual_clip=3.0), grad_filter=0.1)
+
+
+def captured(gpu: Device) -> None:
+    inputs = there()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        step(gpu, inputs)
+
+
+MISTAKES = {  # owner, name, what stands there, and the call
+    "the count is read without waiting for its event": (Buffer, "_filled", lambda self: int(self.seen), step),
+    "the count is read from the device": (Buffer, "_filled", lambda self: int(self.filled), step),
+    "the count is copied to pageable memory": (
+        torch, "zeros", lambda *a, pin_memory=False, **k: zeros(*a, **k), step),
+    "a count is awaited while a graph is captured": (backend, "_capturing", lambda device: False, captured),
+    "logits are rounded to bf16": (
+        torch, "mm", lambda a, b, out_dtype=None, out=None: mm(a, b, out_dtype=out_dtype) if out is None else (
+            out.copy_(mm(a, b))), step),
+    "a GEMM of bf16 and fp32": (backend, "dhidden", lambda dz, head: torch.mm(dz.float(), head.weight), step),
+    "fp32 is added to without out_dtype": (
+        backend, "add_dweight", lambda total, dz, hidden, beta=1.0: (
+            torch.addmm(total, dz.t(), hidden, beta=beta, out=total)), step),
+    "beta is 1 on what nobody wrote": (
+        backend, "add_dweight", lambda total, dz, hidden, beta=1.0: chunked.add_dweight(total, dz, hidden), step),
+    "a kernel gets a tensor of the host": (
+        kernels, "_check", lambda values, logits, V, target, *_: target.set_(target.cpu()), step),
+    "rows are chosen by a mask": (
+        backend, "drop_smallest", lambda d, logp, share: d + 0 * d[d != 0].sum(), filtered),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def poison_uninitialised_memory() -> None:
+    """The device's."""
+
+
+@pytest.mark.parametrize("call", [step, filtered])
+def test_the_call_without_a_mistake(gpu: Device, call: Any) -> None:
+    call(gpu)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_seen(gpu: Device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    owner, attribute, value, call = MISTAKES[name]
+    monkeypatch.setattr(owner, attribute, value)
+    with pytest.raises((AssertionError, RuntimeError, ValueError)):
+        call(gpu)
+    gpu.capture = None
+    gpu.findings.clear()
+
+
+def test_a_target_outside_the_vocabulary_fails_on_the_device(gpu: Device) -> None:
+    inputs = there()
+    inputs[0]["target"] = inputs[0]["target"] + 1000
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        run(*inputs, EVERYTHING, backend="triton")["loss"].item()

@@ -1,0 +1,34 @@
+"""The simulated device of tests/ptx, and on it what is tested on a GPU; each in a process of its own."""
+
+from pathlib import Path
+
+import processes
+import pytest
+from compiled_known import KNOWN
+from ptx import nested
+
+HERE = Path(__file__).parent
+# Not those of large shapes, which take hours, nor those that start a process, which sees no device.
+TOO_LARGE = "2_to_the_31 or stays_within or little_memory or as_exact_as_fp32_logits or give_the_same_bits"
+ELSEWHERE = "child_process or device_of_its_inputs"
+
+
+def run(cache: Path, *arguments: str | Path, **more: str) -> int:
+    command = nested.command(*arguments, plugin="ptx.device_plugin")
+    return nested.passed(processes.run(command, env=nested.environment(cache, **more)))
+
+
+def test_the_device_behaves_as_one_and_its_misuse_is_found(tmp_path: Path) -> None:
+    assert run(tmp_path, nested.TESTS / "ptx" / "simulated_device.py") >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["80", "90"])
+def test_what_is_tested_on_a_gpu_holds_on_the_simulated_one(arch: str, tmp_path: Path) -> None:
+    path = HERE / "test_gpu.py"
+    assert run(tmp_path, path, "-k", f"not ({TOO_LARGE} or {ELSEWHERE})", PTX_ARCH=arch, PTX_TOLERATED=KNOWN) > 100
+
+
+@pytest.mark.slow
+def test_mistakes_planted_in_the_losses_are_seen_on_the_device(tmp_path: Path) -> None:
+    assert run(tmp_path, HERE / "compiled_device.py") > 10

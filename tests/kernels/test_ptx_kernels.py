@@ -1,0 +1,52 @@
+"""The product's kernels as Triton compiles them, executed by tests/ptx: values, findings and bits, without a GPU.
+
+Each test starts pytest in a process in which Triton compiles; its tests are in compiled_kernels.py and
+compiled_invariance.py. The slow ones run also every test of the kernels that is written for Triton's interpreter.
+"""
+
+from pathlib import Path
+
+import processes
+import pytest
+import tritons
+from compiled_known import KNOWN
+from ptx import nested
+
+HERE = Path(__file__).parent
+KERNELS, BITS = (HERE / f"compiled_{name}.py" for name in ("kernels", "invariance"))
+INTERPRETED = [HERE / f"test_{name}.py" for name in ("kernels", "gemm_kernel", "token_kernel", "buffer_kernels")]
+INTERPRETED += [HERE.parent / "loss" / f"test_{name}.py" for name in ("exponentials", "logit_transform")]
+
+
+def run(cache: Path, *arguments: str | Path, triton: str | None = None, plugin: str = "ptx.plugin", **more: str) -> int:
+    """How many tests passed; none may fail. triton: one of `tritons.PINNED`; None = the installed one."""
+    first = tritons.folder(triton) if triton else None
+    environment = nested.environment(cache, first, **more)
+    return nested.passed(processes.run(nested.command(*arguments, plugin=plugin), env=environment))
+
+
+def test_every_kernel_computes_what_float64_does_and_nothing_is_found(tmp_path: Path) -> None:
+    assert run(tmp_path, KERNELS, BITS, "-m", "not slow") >= 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("path", [KERNELS, BITS], ids=lambda path: path.stem)
+def test_every_shape_option_and_tile(path: Path, arch: int, tmp_path: Path) -> None:
+    assert run(tmp_path, path, "-m", "slow", "-k", str(arch)) >= 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("triton", tritons.PINNED)
+def test_the_kernels_of_the_tritons_of_every_torch(triton: str, tmp_path: Path) -> None:
+    """One shape of each, and every tile and block."""
+    assert run(tmp_path, nested.TESTS / "ptx" / "compiled.py", triton=triton) > 25
+    assert run(tmp_path, KERNELS, BITS, "-m", "not slow", triton=triton) >= 16
+    assert run(tmp_path, KERNELS, "-m", "slow", "-k", "every_tile or every_block", triton=triton) >= 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["80", "90"])
+@pytest.mark.parametrize("path", INTERPRETED, ids=lambda path: path.stem)
+def test_what_holds_in_the_interpreter_holds_of_the_compiled_code(path: Path, arch: str, tmp_path: Path) -> None:
+    assert run(tmp_path, path, "-m", "not slow", plugin="ptx.everywhere", PTX_ARCH=arch, PTX_TOLERATED=KNOWN) >= 5

@@ -1,0 +1,108 @@
+"""A module imports only from the layers on its left."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "rlplus"
+ORDER = "sandbox < errors < lazy < common < kernels < loss < algorithm < config < data < reward < rollout < checkpoint"
+ORDER += " < learner < recipe < evaluation < trainer < verify < report < plan < compare < cli < __main__"
+LAYERS = ORDER.split(" < ")
+LINKS = (PACKAGE / "kernels", PACKAGE / "bench")  # rglob does not follow links
+MODULES = sorted(path for folder in (PACKAGE, *LINKS) for path in folder.rglob("*.py"))
+ALLOWED = {name: LAYERS[:i] for i, name in enumerate(LAYERS)}
+ALLOWED["__init__"] = ["lazy", "loss"]  # importing rlplus stays cheap
+ALLOWED["bench"] = ["errors", "common", "kernels", "loss"]  # runs where only torch and triton are
+ALLOWED["bench"].append("config")  # `tune` reads one
+ALLOWED["integrations"] = ["errors", "loss"]  # and nothing imports it
+for layer in ("cli", "config", "trainer"):
+    ALLOWED[layer].append("__version__")
+
+
+def imported_layers(path: Path, text: str) -> Iterator[str]:
+    """Names of the layers of rlplus that the module at ``path`` imports, at its top or inside a function."""
+    package = ["rlplus", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            names = [".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names]
+        else:
+            continue
+        for name in names:
+            top, _, rest = name.partition(".")
+            if top == "rlplus":
+                yield rest.split(".")[0] or "__init__"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_only_from_the_left(path: Path) -> None:
+    layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    assert layer in ALLOWED, f"{layer} has no place in the order of layers: {' < '.join(LAYERS)}"
+    wrong = set(imported_layers(path, path.read_text())) - {layer, *ALLOWED[layer]}
+    assert not wrong, f"{layer} imports {sorted(wrong)}; it may import {ALLOWED[layer]}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_imports_experiments(path: Path) -> None:
+    assert "experiments" not in imported_packages(path.read_text())
+
+
+def imported_packages(text: str) -> set[str]:
+    """First parts of the names that a module imports, at its top or inside a function."""
+    nodes = list(ast.walk(ast.parse(text)))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in names}
+
+
+def test_the_name_of_a_file_says_which_it_is() -> None:
+    """Also in a traceback, a search or an editor's tab."""
+    names = Counter(path.name for path in MODULES)
+    assert [name for name, n in names.items() if n > 1 and name not in ("__init__.py", "__main__.py", "base.py")] == []
+
+
+COLLECTIVES = ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "scatter"]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_collectives_go_through_agree(path: Path) -> None:
+    """`agree` names a rank that is gone, and what every rank was doing."""
+    attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    used = [node.attr for node in attributes if ast.unparse(node.value) in ("dist", "torch.distributed")]
+    direct = [name for name in used if name.startswith(tuple(COLLECTIVES))]
+    assert path.name == "agree.py" or not direct, f"{path.name} calls {direct}: want functions of rlplus.common.agree"
+
+
+def test_one_class_knows_what_its_kinds_of_demonstrations_mean() -> None:
+    """Elsewhere a new kind would be forgotten: `Algorithm` has properties for all comparisons."""
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            compared = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            named = any(isinstance(side, ast.Attribute) and side.attr == "demonstrations" for side in compared)
+            constant = any(isinstance(side, ast.Constant | ast.Tuple) for side in compared)
+            assert path.name == "presets.py" or not (named and constant), f"{path}:{node.lineno}"
+
+
+KERNELS = sorted((PACKAGE / "kernels").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
+def test_kernels_import_torch_triton_and_each_other_only(path: Path) -> None:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [f"{'.' * node.level}{node.module or ''}" for node in nodes if isinstance(node, ast.ImportFrom)]
+    others = {name for name in names if not name.startswith("rlplus.kernels.")}
+    assert {name.partition(".")[0] for name in others} <= {"torch", "triton", "typing"}
+
+
+def test_every_form_of_import_is_seen() -> None:
+    text = "import rlplus, rlplus.cli\nfrom rlplus import recipe\nfrom ..plan import x\ndef f(): from .. import report"
+    assert list(imported_layers(PACKAGE / "reward" / "x.py", text)) == ["__init__", "cli", "recipe", "plan", "report"]
+    assert imported_packages(f"import torch.nn\n{text}\ndef g(): from experiments.toy import SET") == {
+        "torch", "rlplus", "experiments"
+    }  # fmt: skip

@@ -1,0 +1,39 @@
+"""The workflows' commands, and the stack on which one of them rehearses a session on a lent GPU."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+JOBS = {
+    f"{file.stem}/{name}": job
+    for file in sorted((ROOT / ".github/workflows").glob("*.yml"))
+    for name, job in yaml.safe_load(file.read_text())["jobs"].items()
+}
+
+
+def commands(job: str) -> list[str]:
+    return [line for step in JOBS[job]["steps"] for line in step.get("run", "").splitlines()]
+
+
+@pytest.mark.parametrize("command", ["make lint", "make test", "make test-slow", "make test-peers"])
+def test_every_kind_of_test_is_run_by_a_workflow(command: str) -> None:
+    assert [job for job in JOBS if command in commands(job)]
+
+
+def test_a_lent_gpu_is_rehearsed_on_its_stack() -> None:
+    """The oldest torch of the trainer, the oldest Triton, and no package of the trainer's."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = re.findall(r"^torch>=([\d.]+),", "\n".join(project["optional-dependencies"]["train"]), re.MULTILINE)
+    (triton,) = re.findall(r"^triton>=([\d.]+);", "\n".join(project["dependencies"]), re.MULTILINE)
+    job = "slow/lent-gpu"
+    steps = JOBS[job]["steps"]
+    (python,) = (step["with"]["python-version"] for step in steps if "setup-python" in step.get("uses", ""))
+    assert f"Programming Language :: Python :: {python}" in project["classifiers"]
+    (install,) = (command for command in commands(job) if "pip install" in command)
+    packages = {word for word in install.partition(" install ")[2].split() if not re.match("-|https:", word)}
+    assert packages == {f"torch=={torch}.0+cpu", f"triton=={triton}.0", "numpy", "pytest", "hypothesis"}
+    assert commands(job).index("rm -rf .git") < next(i for i, c in enumerate(commands(job)) if "gpu.sh --cpu" in c)

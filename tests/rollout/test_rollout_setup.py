@@ -1,0 +1,164 @@
+"""The choice of the engine, checks of requests and answers, and engines inside the trainer's process group."""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+from rollout_models import (
+    EOS,
+    PROMPTS,
+    gap,
+    global_state,
+    requests,
+    save,
+    start,
+    tiny_model,
+)
+
+import rlplus.rollout
+from rlplus.config import RolloutConfig
+from rlplus.rollout import Completion, Sampling, check_logprobs, checked_weights, make_engine
+
+
+def test_checked_weights() -> None:
+    shapes = {"a": torch.Size([2]), "b": torch.Size([3])}
+    a, b = torch.zeros(2, requires_grad=True), torch.zeros(3)
+    passed = dict(checked_weights([("b", b), ("a", a)], shapes))
+    assert passed.keys() == shapes.keys()
+    assert not passed["a"].requires_grad
+    for weights, message in [
+        ([("a", a), ("c", b)], "got 'c', which it does not have"),
+        ([("a", a), ("a", a)], "'a' came twice"),
+        ([("a", b)], r"want a of shape \(2,\); got \(3,\)"),
+        ([("a", a)], "1 did not come: b"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            list(checked_weights(weights, shapes))
+
+
+def test_a_logprob_that_is_not_finite_is_an_error() -> None:
+    good = [[Completion([3, EOS], [-1.0, -2.0], False)]]
+    assert check_logprobs(good) is good
+    for logprob in ([-1.0, math.nan], [-1.0, -math.inf], [-1.0]):
+        with pytest.raises(RuntimeError, match=r"want 2 finite logprobs, .* prompt 1; got"):
+            check_logprobs([[], [Completion([3, EOS], logprob, False)]])
+
+
+def test_choice_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = rlplus.rollout._choose
+    monkeypatch.setattr(rlplus.rollout, "find_spec", lambda name: None)
+    assert choose("auto") == "transformers"
+    assert choose("transformers") == "transformers"
+    with pytest.raises(
+        ValueError, match=r'not installed: pip install -e "\.\[vllm\]" .* or pip install -e "\.\[cpu\]"'
+    ):
+        choose("vllm")
+    # Installed and broken, as with CUDA builds on a machine without CUDA: neither choice passes over it.
+    monkeypatch.setattr(rlplus.rollout, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    for engine in ("auto", "vllm"):
+        with pytest.raises(ValueError, match=r"does not import .*LLM.*install it again by pip install"):
+            choose(engine)
+
+
+def test_sleep_is_not_ignored_where_auto_finds_no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rlplus.rollout, "find_spec", lambda name: None)
+    config = RolloutConfig(sleep=True, max_response_length=8)
+    with pytest.raises(ValueError, match=r"rollout\.sleep needs vLLM, which is not installed"):
+        make_engine(config, "-", dtype="float32", max_model_len=8, eos_token_id=0, pad_token_id=0, seed=0)
+
+
+@pytest.mark.vllm
+def test_auto_takes_vllm_where_it_is_installed() -> None:
+    assert rlplus.rollout._choose("auto") == "vllm"
+
+
+def test_the_choice_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tiny_model(tied=False), tmp_path)
+    with caplog.at_level("INFO", logger="rlplus.rollout"):
+        start("transformers", tmp_path).close()
+    assert "rollout engine: transformers" in caplog.text
+
+
+def run_ranks(path: Path, kind: str, ranks: int) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    for tied in (False, True):
+        save(tiny_model(tied), path / str(tied))
+    here = os.environ | {"PYTHONPATH": os.pathsep.join([str(processes.ROOT), str(processes.SUPPORT)])}
+    done = processes.run([*launch, __file__, kind, str(path)], env=here)
+    assert done.returncode == 0, done.stdout + done.stderr
+    reports = [json.loads(line.split("REPORT ")[1]) for line in done.stdout.splitlines() if "REPORT" in line]
+    assert len(reports) == ranks
+    for report in reports:
+        assert report["gaps"] == pytest.approx([0] * len(report["gaps"]), abs=1e-5)
+        assert report["sum_over_ranks"] == ranks
+        assert report["undisturbed"]
+    assert len({report["tokens"] for report in reports}) == ranks, "ranks with different seeds sample different tokens"
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_vllm_in_the_trainers_process_group(tmp_path: Path) -> None:
+    run_ranks(tmp_path, "vllm", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_vllm_on_two_ranks(tmp_path: Path) -> None:
+    run_ranks(tmp_path, "vllm", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_vllm_shared_by_two_ranks(tmp_path: Path) -> None:
+    """Half of every layer on each; each rank's answers are to its own prompts, with its own seed."""
+    run_ranks(tmp_path, "vllm tensor-parallel", 2)
+
+
+@pytest.mark.slow
+def test_transformers_on_two_ranks(tmp_path: Path) -> None:
+    run_ranks(tmp_path, "transformers", 2)
+
+
+def _rank(kind: str, path: Path) -> None:
+    """One rank of a run: the trainer's group and its ZeRO-3 config exist, two engines come and go, the group stays."""
+    from transformers.integrations import HfDeepSpeedConfig
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    zero3 = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+    models = {}
+    for tied in (False, True):
+        with rlplus.rollout.whole_model():
+            models[tied] = (tiny_model(tied), tiny_model(tied, seed=1))
+    before = global_state()
+    gaps, tokens = [], []
+    for tied, (old, new) in models.items():
+        engine = start(kind.split()[0], path / str(tied), tensor_parallel_size=2 if "parallel" in kind else 1)
+        prompts = PROMPTS[rank:]  # ranks have different work
+        for model in (old, new):
+            engine.push_weights(model.named_parameters(), 1)
+            groups = engine.generate(requests(prompts, [2] * len(prompts), 16), Sampling(1.0, rank))
+            gaps.append(gap(model, groups, prompts, 1.0))
+            tokens.append([c.tokens for group in groups for c in group])
+        engine.close()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    undisturbed = before == global_state() and is_deepspeed_zero3_enabled() and zero3.is_zero3()
+    report = {"gaps": gaps, "tokens": str(tokens), "sum_over_ranks": total.item(), "undisturbed": undisturbed}
+    sys.stdout.write("REPORT " + json.dumps(report) + "\n")
+    sys.stdout.flush()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _rank(sys.argv[1], Path(sys.argv[2]))

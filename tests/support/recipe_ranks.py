@@ -1,0 +1,57 @@
+"""Runs of recipes on one or several ranks, with responses that depend on the prompt alone: for `test_recipe_ranks.py`.
+
+    torchrun --nproc_per_node 2 tests/support/recipe_ranks.py FOLDER OUTPUT
+
+Each case's run goes to FOLDER/OUTPUT-<case>.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+from recipe_cases import draw_rewards
+from trainer_runs import run_config
+
+from rlplus.rollout import Completion
+from rlplus.rollout.transformers_engine import TransformersEngine
+from rlplus.trainer import train
+from rlplus.trainer.engine import SyncedEngine
+
+CASES: dict[str, dict[str, Any]] = {
+    "relift": {"preset": "relift", "recipe": {"batch": 5}},
+    "hpt": {"preset": "hpt"},
+    "uft": {"preset": "uft", "recipe": {"steps": 4}},
+    "exgrpo": {"preset": "exgrpo", "recipe": {"start": 0.0}},
+    "prime": {"preset": "prime", "recipe": {"update": "before", "lr": 1e-3}},
+}
+
+
+def responses(
+    engine: Any, prompts: Sequence[Sequence[int]], n: Sequence[int], *, max_tokens: Sequence[int], **_: Any
+) -> list[list[Completion]]:
+    """Replaces an engine's responses: the same for a prompt on every rank, without logprobs."""
+    groups = []
+    for prompt, count, limit in zip(prompts, n, max_tokens, strict=True):
+        random = Random(str(list(prompt)))
+        texts = [[random.randrange(200) for _ in range(random.randint(1, limit))] for _ in range(count)]
+        groups.append([Completion(tokens, [-random.uniform(3, 7) for _ in tokens], False) for tokens in texts])
+    return groups
+
+
+def train_all(folder: Path, output: str) -> None:
+    changes = {"steps": 6, "prompts_per_update": 2, "lr": 1e-4}
+    with (
+        mock.patch.object(TransformersEngine, "generate", responses),
+        mock.patch.object(SyncedEngine, "_probe", return_value=0.0),
+        mock.patch("rlplus.trainer.step.score", draw_rewards),
+    ):
+        for name, algorithm in CASES.items():
+            rollout = {"engine": "transformers", "group_size": 4, "max_response_length": 8, "max_logprob_gap": 100.0}
+            train(run_config(folder, f"{output}-{name}", algorithm=algorithm, train=changes, rollout=rollout))
+
+
+if __name__ == "__main__":
+    train_all(Path(sys.argv[1]), sys.argv[2])
