@@ -66,6 +66,18 @@ def test_the_name_of_a_file_says_which_it_is() -> None:
     assert [name for name, n in names.items() if n > 1 and name not in ("__init__.py", "__main__.py", "base.py")] == []
 
 
+TESTS = sorted((PACKAGE.parent / "tests").rglob("test_*.py"))
+
+
+def test_a_test_imports_no_other_test_and_its_name_says_which_it_is() -> None:
+    """mutants.toml names a test without its folder; what tests share is in tests/support."""
+    text = {path.stem: path.read_text() for path in TESTS}
+    assert len(text) == len(TESTS) > 100
+    shared = {name for own in text.values() for name in imported_packages(own) if name in text}
+    assert shared == set()
+    assert all(path.parent.parent.name == "tests" for path in TESTS)
+
+
 COLLECTIVES = ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "gather", "reduce", "scatter"]
 
 
