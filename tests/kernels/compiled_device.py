@@ -24,26 +24,26 @@ def there() -> list[dict[str, torch.Tensor]]:
     return [{k: v.to("cuda") for k, v in part.items()} for part in (HEAD, CONSTANTS)]
 
 
-def step(gpu: Device, inputs: Any = None, objective: Objective = EVERYTHING, grad_filter: float = 0.0) -> None:
+def step(device: Device, inputs: Any = None, objective: Objective = EVERYTHING, grad_filter: float = 0.0) -> None:
     """A call as it should be: right, without waiting, and without copies to pageable memory."""
     inputs = inputs or there()
-    gpu.reset()
+    device.reset()
     got = run(*inputs, objective, backend="triton", max_scratch_mb=0.15, grad_filter=grad_filter)
-    assert not gpu.syncs
-    assert not any("pageable" in k and n for k, n in gpu.log.items())
+    assert not device.syncs
+    assert not any("pageable" in k and n for k, n in device.log.items())
     got = {k: v.cpu() if torch.is_tensor(v) else v for k, v in got.items()}
     if not grad_filter:
         check_precision(got, HEAD, CONSTANTS, objective, gemm_dtype=torch.bfloat16)
 
 
-def filtered(gpu: Device) -> None:
-    step(gpu, objective=Objective("clip", "mis", kl_coef=0.1, dual_clip=3.0), grad_filter=0.1)
+def filtered(device: Device) -> None:
+    step(device, objective=Objective("clip", "mis", kl_coef=0.1, dual_clip=3.0), grad_filter=0.1)
 
 
-def captured(gpu: Device) -> None:
+def captured(device: Device) -> None:
     inputs = there()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        step(gpu, inputs)
+        step(device, inputs)
 
 
 MISTAKES = {  # owner, name, what stands there, and the call
@@ -74,21 +74,21 @@ def poison_uninitialised_memory() -> None:
 
 
 @pytest.mark.parametrize("call", [step, filtered])
-def test_the_call_without_a_mistake(gpu: Device, call: Any) -> None:
-    call(gpu)
+def test_the_call_without_a_mistake(device: Device, call: Any) -> None:
+    call(device)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_seen(gpu: Device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_mistake_is_seen(device: Device, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     owner, attribute, value, call = MISTAKES[name]
     monkeypatch.setattr(owner, attribute, value)
     with pytest.raises((AssertionError, RuntimeError, ValueError)):
-        call(gpu)
-    gpu.capture = None
-    gpu.findings.clear()
+        call(device)
+    device.capture = None
+    device.findings.clear()
 
 
-def test_a_target_outside_the_vocabulary_fails_on_the_device(gpu: Device) -> None:
+def test_a_target_outside_the_vocabulary_fails_on_the_device(device: Device) -> None:
     inputs = there()
     inputs[0]["target"] = inputs[0]["target"] + 1000
     with pytest.raises(RuntimeError, match="device-side assert"):

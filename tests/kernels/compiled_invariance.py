@@ -120,7 +120,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 @every(rows_by_one_program)
 def test_a_row_does_not_depend_on_the_rows_beside_it(
-    launches: list[Run], arch: int, kernel: Callable[[Case], Tensor]
+    launch: list[Run], arch: int, kernel: Callable[[Case], Tensor]
 ) -> None:
     case = Case(arch)
     want = kernel(case)
@@ -133,7 +133,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
 
 @every(gemm)
 def test_a_row_does_not_depend_on_how_many_there_are(
-    launches: list[Run], arch: int, kernel: Callable[[Case], Tensor]
+    launch: list[Run], arch: int, kernel: Callable[[Case], Tensor]
 ) -> None:
     """Also where a number of 1, or a multiple of 16, is compiled in. A chunk is nothing but fewer rows."""
     case = Case(arch)

@@ -1,6 +1,6 @@
 """Every kernel as Triton compiles it, executed by tests/ptx: values against float64, and nothing found.
 
-test_ptx_kernels.py runs this with `-p ptx.plugin`, in a process in which Triton compiles. One small shape of each
+test_ptx_kernels.py runs this with `-p ptx`, in a process in which Triton compiles. One small shape of each
 kernel is quick; all shapes, options and tiles are slow.
 """
 
@@ -71,7 +71,7 @@ ROWS = [  # n, V, W, offset, bias, softcap, temperatures of rows, dtype of the g
 @ARCHES
 @pytest.mark.parametrize(("n", "V", "W", "offset", "bias", "softcap", "own", "out"), ROWS)
 def test_statistics_and_gradients_of_rows(
-    launches: list[Run], n: int, V: int, W: int, offset: int, bias: torch.dtype | None, softcap: float | None,
+    launch: list[Run], n: int, V: int, W: int, offset: int, bias: torch.dtype | None, softcap: float | None,
     own: bool, out: torch.dtype,
 ) -> None:  # fmt: skip
     """The statistics by one program a row, by several, and in blocks of the vocabulary."""
@@ -92,7 +92,7 @@ def test_statistics_and_gradients_of_rows(
     kernels.finish_statistics(running, so_far, V, target)
     check_statistics(running, logits[:, :V], exact.abs().amax(1), target, transform)
     check_rows_gradient(logits, V, target.clamp(0, V - 1), transform, out)
-    check_launches(launches, "logits")
+    check_launches(launch, "logits")
 
 
 def check_rows_gradient(
@@ -118,14 +118,14 @@ def check_rows_gradient(
 @slow
 @ARCHES
 @pytest.mark.parametrize("block", range(len(GRADIENT)))
-def test_every_block_of_the_row_kernels(launches: list[Run], block: int) -> None:
+def test_every_block_of_the_row_kernels(launch: list[Run], block: int) -> None:
     logits, target, transform = rows(2, 9001, 9024), torch.tensor([9000, 17]), Transform(torch.randn(9001).bfloat16())
     values = new_values(2)
     tiling = Tiling(statistics=STATISTICS[block % len(STATISTICS)], programs=1 + block % 2 * 511)
     kernels.row_statistics(values, logits, 9001, target, *transform, tiling=tiling)
     check_statistics(values, logits[:, :9001], logits[:, :9001].abs().amax(1).double() * 2, target, transform)
     check_rows_gradient(logits, 9001, target, transform, BF16, GRADIENT[block])
-    check_launches(launches, "logits")
+    check_launches(launch, "logits")
 
 
 # ---- our GEMM
@@ -145,13 +145,13 @@ GEMMS = [  # dtype, n, V, H, bias, softcap, temperatures of rows, whether logits
 @ARCHES
 @pytest.mark.parametrize(("dtype", "n", "V", "H", "bias", "softcap", "own", "stores"), GEMMS)
 def test_statistics_in_the_epilogue_of_the_gemm(
-    launches: list[Run], arch: int, dtype: torch.dtype, n: int, V: int, H: int, bias: bool, softcap: float | None,
+    launch: list[Run], arch: int, dtype: torch.dtype, n: int, V: int, H: int, bias: bool, softcap: float | None,
     own: bool, stores: bool,
 ) -> None:  # fmt: skip
     tile = FP32_TILE if dtype == F32 else TILES[arch // 10][stores or bias]
     hidden, weight = gemm_inputs(n, V, H, dtype)
     check_gemm(hidden, weight, tile, bias, softcap, own, stores)
-    check_launches(launches)
+    check_launches(launch)
 
 
 def check_gemm(
@@ -175,20 +175,20 @@ def check_gemm(
 @slow
 @ARCHES
 @pytest.mark.parametrize("number", range(4))
-def test_every_tile_of_the_gemm(launches: list[Run], arch: int, number: int) -> None:
+def test_every_tile_of_the_gemm(launch: list[Run], arch: int, number: int) -> None:
     hidden, weight = gemm_inputs(300, 600, 200, BF16)
     for stores in (False, True):
         check_gemm(hidden, weight, TILES[arch // 10][number], stores, None, False, stores)
-    check_launches(launches)
+    check_launches(launch)
 
 
 @slow
 @ARCHES
-def test_rows_that_tma_cannot_read_are_read_by_pointers(launches: list[Run], arch: int) -> None:
+def test_rows_that_tma_cannot_read_are_read_by_pointers(launch: list[Run], arch: int) -> None:
     hidden, weight = gemm_inputs(70, 130, 71, BF16)
     assert not kernels._tma_reads(hidden)
     check_gemm(hidden, weight, TILES[arch // 10][0], False, None, False, False)
-    check_launches(launches)
+    check_launches(launch)
 
 
 # ---- exponentials in the place of logits
@@ -203,7 +203,7 @@ EXPONENTIALS = [
 @ARCHES
 @pytest.mark.parametrize(("n", "V", "H", "number"), EXPONENTIALS)
 def test_exponentials_and_the_gradient_from_them(
-    launches: list[Run], arch: int, n: int, V: int, H: int, number: int
+    launch: list[Run], arch: int, n: int, V: int, H: int, number: int
 ) -> None:
     tile, transform, target = TILES[arch // 10][number], Transform(), torch.randint(V, (n,))
     hidden, weight = gemm_inputs(n, V, H, BF16)
@@ -225,7 +225,7 @@ def test_exponentials_and_the_gradient_from_them(
     p, slope = z.softmax(1), values[:, 4, None].double().abs() / 0.7
     bound = slope * (p * 2.0**-11 + 2.0**-39) + 32 * EPS * size * reach[:, None].clamp(min=1)
     assert ((out[slot, :V].double() - want).abs() <= bound).all()
-    check_launches(launches, "exponentials")
+    check_launches(launch, "exponentials")
 
 
 # ---- the objective, and what belongs to tokens
@@ -239,7 +239,7 @@ OBJECTIVES = [
 
 @ARCHES
 @pytest.mark.parametrize(("internal", "external", "features"), OBJECTIVES)
-def test_the_objective(launches: list[Run], internal: str, external: str, features: str) -> None:
+def test_the_objective(launch: list[Run], internal: str, external: str, features: str) -> None:
     o, n = Objective(internal, external, **FEATURES[features]), 150
     absent = [(), ("old_logprob", "entropy_weight"), ("behavior_logprob", "engine_logprob")]
     for without in absent[:2] if o.mismatch_cap else absent:
@@ -259,7 +259,7 @@ def test_the_objective(launches: list[Run], internal: str, external: str, featur
             size = exact[name].abs() if value.ndim else n * exact[name].abs().clamp(min=1)
             bound = 2 * (plain[name] - exact[name]).abs().max() + 8 * EPS * size
             assert ((value - exact[name]).abs() <= bound).all(), name
-    check_launches(launches, "constants")
+    check_launches(launch, "constants")
 
 
 def definition(
@@ -273,7 +273,7 @@ def definition(
 @ARCHES
 @pytest.mark.parametrize("n", [70, *(pytest.param(n, marks=slow) for n in (1, 511, 512, 1300))])
 @pytest.mark.parametrize("every", [False, True])
-def test_rows_with_a_gradient_get_places(launches: list[Run], n: int, every: bool) -> None:
+def test_rows_with_a_gradient_get_places(launch: list[Run], n: int, every: bool) -> None:
     values = torch.randn(n, 6)
     values[torch.rand(n) < 0.4, 4], values[torch.rand(n) < 0.7, 5] = 0.0, 0.0
     before, slot, token = values.clone(), torch.empty(n, dtype=torch.int64), torch.full((2 * n + 9,), -7)
@@ -289,7 +289,7 @@ def test_rows_with_a_gradient_get_places(launches: list[Run], n: int, every: boo
     assert token[end:].eq(-7).all()
     assert torch.equal(values[:, 4:], before[:, 4:] * (4.0 if every else 1.0))
     assert marks is None or torch.equal(marks, on.int())
-    check_launches(launches)
+    check_launches(launch)
 
 
 @ARCHES
@@ -298,9 +298,9 @@ def test_rows_with_a_gradient_get_places(launches: list[Run], n: int, every: boo
     [(BF16, (3, 130)), *(pytest.param(dtype, shape, marks=slow) for dtype, shape in itertools.product(
         (BF16, F16, F32, torch.float64), [(3, 5000), (2000, 70), (7,), (5, 64)]))],
 )  # fmt: skip
-def test_scaling_rounds_once(launches: list[Run], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_scaling_rounds_once(launch: list[Run], dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     for factor in (0.37, 1.0, 65536.0):
         x, by = torch.randn(shape).to(dtype), torch.tensor(factor, dtype=torch.promote_types(dtype, F32))
         want = (x.to(by.dtype) * by).to(dtype)
         assert torch.equal(scale.scale_(x, by), want)
-    check_launches(launches)
+    check_launches(launch)

@@ -29,6 +29,19 @@ bar.sync 0;
 st.shared.b32 [%r1], %r3;
 st.global.b32 [%rd2], %r3;
 """
+# The same within each warp; then all lanes read the number of the last one, and the first lane replaces it.
+WARPS = """
+xor.b32 %r4, %r90, 31; shl.b32 %r1, %r90, 2; shl.b32 %r2, %r4, 2; or.b32 %r5, %r1, 124;
+st.shared.b32 [%r1], %r90;
+bar.warp.sync -1;
+ld.shared.b32 %r3, [%r2];
+ld.shared.b32 %r6, [%r5];
+bar.warp.sync -1;
+and.b32 %r7, %r90, 31; setp.eq.u32 %p1, %r7, 0;
+@%p1 st.shared.b32 [%r5], %r90;
+add.u64 %rd2, %rd90, %rd80;
+st.global.b32 [%rd2], %r3;
+"""
 # Two groups of asynchronous copies: each thread's number of the input, and its neighbour's in the next warp.
 PIPELINE = """
 shl.b32 %r1, %r90, 2;
@@ -103,6 +116,13 @@ def reverse(body: str) -> str:
     return found(memory)
 
 
+def warps(body: str) -> str:
+    out = torch.zeros(64, dtype=torch.int32)
+    memory = execute(module(body, 1, 64), [out], shared=256)
+    assert found(memory) or torch.equal(out, torch.arange(64, dtype=torch.int32).view(2, 32).flip(1).ravel())
+    return found(memory)
+
+
 def pipeline(body: str) -> str:
     x, out = torch.randint(1000, (128,), dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
     memory = execute(module(body, 2, 64), [x, out], shared=512)
@@ -131,7 +151,7 @@ def product(body: str) -> str:
     return found(memory)
 
 
-RIGHT = [(copy, COPY), (reverse, REVERSE), (pipeline, PIPELINE), (product, PRODUCT)]
+RIGHT = [(copy, COPY), (reverse, REVERSE), (warps, WARPS), (pipeline, PIPELINE), (product, PRODUCT)]
 
 
 @pytest.mark.parametrize(("run", "body"), RIGHT, ids=lambda x: getattr(x, "__name__", ""))
@@ -139,7 +159,7 @@ def test_nothing_is_found_in_a_right_program(run, body: str) -> None:
     assert run(body) == ""
 
 
-BAR, WAIT = "bar.sync 0;\n", "cp.async.wait_group"
+BAR, WARP_BAR, WAIT = "bar.sync 0;\n", "bar.warp.sync -1;\n", "cp.async.wait_group"
 MISTAKES = [
     # what, program, old text, new text, words of the finding
     ("one element too many", copy, "%r92, 50", "%r92, 51", "out of bounds: load of 4 bytes near a0"),
@@ -153,6 +173,11 @@ MISTAKES = [
     ("no barrier before the next store", reverse, BAR + "st", "st", "race between threads: store after load"),
     ("shared memory past its end", reverse, "252", "256", "out of bounds: load of shared memory"),
     ("shared memory that nobody wrote", reverse, "st.shared.b32 [%r1], %r90;", "", "unwritten shared memory"),
+    ("no barrier of the warp after the store", warps, WARP_BAR + "ld", "ld", "race in a warp: load after store"),
+    ("no barrier of the warp before the next store", warps, WARP_BAR + "and", "and", "store after load in shared"),
+    ("a barrier of the warp for two warps", warps, "%r90, 31; shl", "%r90, 63; shl", "race between warps: load after"),
+    ("a barrier of a part of the warp", warps, WARP_BAR + "ld", "setp.lt.u32 %p2, %r4, 7;\n@%p2 bra $a;\n" + WARP_BAR
+     + "$a:\nld", "bar.warp.sync by a part of a warp"),
     ("a wait for one group too few", pipeline, WAIT + " 0", WAIT + " 1", "load of what a copy has not delivered"),
     ("no wait at all", pipeline, WAIT + " 1;", "", "load of what a copy has not delivered"),
     ("no barrier after the wait", pipeline, BAR + "xor", "xor", "race between warps: load after store in shared"),
@@ -239,7 +264,13 @@ REFUSED = (
     "atom.global.add.u32 %r1, [%rd1], 1;", "shfl.sync.bfly.b32 %r1|%p1, %r1, 1, 31, -1;",
     "shfl.sync.bfly.b32 %r1, %r1, 1, 31, 255;",
     "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r1}, {%r1}, {%r1}, {%r1};",
-    "ldmatrix.sync.aligned.m16n16.x1.shared.b8 {%r1}, [%r1];", "cp.async.ca.shared.global.L2::128B [%r1], [%rd1], 4;",
+    "ldmatrix.sync.aligned.m16n16.x1.shared.b8 {%r1}, [%r1];",
+    "stmatrix.sync.aligned.m16n8.x1.trans.shared.b8 [%r1], {%r1};",
+    "wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%r1, %r2, %r3, %r4}, %rd1, %rd2, 1, 1, 1;",
+    "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r1, %r2, %r3, %r4}, %rd1, %rd2, 1, 1, -1, 0, 0;",
+    ".local .align 8 .b8 depot[8];", "brx.idx %r1, $targets;",
+    "barrier.cluster.arrive.aligned;", "setmaxnreg.inc.sync.aligned.u32 232;",
+    "cp.async.ca.shared.global.L2::128B [%r1], [%rd1], 4;",
     "bar.sync 1;", "fence.acq_rel.gpu;", "mbarrier.arrive.shared::cta.b64 %rd1, [%r1];", "add.rz.f32 %r1, %r1, %r1;",
     "add.s32 %r1, %rd1, %r1;", "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32;",
     "add.s32 %r1, %r1, foo;",

@@ -18,7 +18,7 @@ INTERPRETED = [HERE / f"test_{name}.py" for name in ("kernels", "gemm_kernel", "
 INTERPRETED += [HERE.parent / "loss" / f"test_{name}.py" for name in ("exponentials", "logit_transform")]
 
 
-def run(cache: Path, *arguments: str | Path, triton: str | None = None, plugin: str = "ptx.plugin", **more: str) -> int:
+def run(cache: Path, *arguments: str | Path, triton: str | None = None, plugin: str = "ptx", **more: str) -> int:
     """How many tests passed; none may fail. triton: one of `tritons.PINNED`; None = the installed one."""
     first = tritons.folder(triton) if triton else None
     environment = nested.environment(cache, first, **more)

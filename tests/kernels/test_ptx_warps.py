@@ -77,13 +77,77 @@ def test_matrices_of_shared_memory_come_in_fragments(count: int, transposed: boo
         assert torch.equal(got[:, matrix].reshape(8, 8), want)
 
 
-def test_matrices_are_stored_as_they_are_loaded() -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matrices_are_stored_as_they_are_loaded(transposed: bool) -> None:
+    """Lane 4 i + j gives elements 2 j and 2 j + 1 of row i (transposed: column i) of each matrix."""
     x = torch.arange(32 * 8, dtype=torch.int16)
     body = "shl.b32 %r1, %r90, 4;\nmul.wide.u32 %rd2, %r90, 16;\nadd.u64 %rd3, %rd90, %rd2;\n"
     body += "ld.global.v4.b32 {%r2, %r3, %r4, %r5}, [%rd3];\n"
-    body += "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r2, %r3, %r4, %r5};\nbar.sync 0;\n"
-    body += "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r40, %r41, %r42, %r43}, [%r1];"
-    assert torch.equal(registers_after(body, x, 4, shared=512).view(torch.int16).view(-1), x)
+    body += (
+        f"stmatrix.sync.aligned.m8n8.x4{'.trans' * transposed}.shared.b16 [%r1], {{%r2, %r3, %r4, %r5}};\nbar.sync 0;\n"
+    )
+    body += "ld.shared.v4.b32 {%r40, %r41, %r42, %r43}, [%r1];"
+    got = registers_after(body, x, 4, shared=512).view(torch.int16).view(4, 8, 8)
+    matrices = x.view(32, 4, 2).transpose(0, 1).reshape(4, 8, 8)
+    assert torch.equal(got, matrices.transpose(1, 2) if transposed else matrices)
+
+
+def factor_in_shared_memory(x: Tensor, span: int, transposed: bool) -> tuple[Tensor, int]:
+    """The bytes of a factor (n, 16) of wgmma, halves, and its descriptor at address 0; as the manual has its layouts.
+
+    Rows of `span` bytes, of the inner dimension or transposed of the other one; 8 rows under each other, pieces of 16
+    bytes swizzled among them. Then the next 8 rows; then, transposed only, the next columns.
+    """
+    n, per = x.shape[0], span // 2
+    image = torch.zeros(65536, dtype=torch.int16)
+    for i in range(n):
+        for k in range(16):
+            row, column = (k, i) if transposed else (i, k)
+            panel, column = divmod(column, per)
+            byte = panel * 2 * 8 * span + row // 8 * 8 * span + row % 8 * span
+            piece = column // 8 ^ (byte // 128) % (span // 16)
+            image[(byte + 16 * piece) // 2 + column % 8] = x[i, k].view(torch.int16)
+    lead, by = 2 * 8 * span, 8 * span
+    return image, lead // 16 << 16 | by // 16 << 32 | {128: 1, 64: 2, 32: 3}[span] << 62
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+@pytest.mark.parametrize(("spans", "transposed", "n"), [
+    ((128, 128), (0, 0), 8), ((32, 64), (0, 0), 64), ((64, 32), (0, 1), 32), ((128, 128), (1, 1), 128),
+    ((32, 64), (1, 0), 16), ((64, 32), (1, 1), 96),
+])  # fmt: skip
+def test_a_product_of_a_warpgroup(
+    held: bool, kind: str, spans: tuple[int, int], transposed: tuple[int, int], n: int
+) -> None:
+    """Lane 4 i + j of warp w has of rows 16 w + i and 16 w + 8 + i the columns 8 c + 2 j and the next one; held: of the
+    first factor, too."""
+    g, dtype = torch.Generator().manual_seed(0), {"bf16": torch.bfloat16, "f16": torch.float16}[kind]
+    a, b = (torch.randn(rows, 16, generator=g).to(dtype) for rows in (64, n))
+    (image_a, at_a), (image_b, at_b) = (
+        factor_in_shared_memory(x, s, bool(t)) for x, s, t in zip((a, b), spans, transposed, strict=True)
+    )
+    rows = 16 * (torch.arange(128) // 32) + torch.arange(128) % 32 // 4
+    pairs = [[a[rows + 8 * (i % 2), 8 * (i // 2) + 2 * (torch.arange(128) % 4) + k] for k in (0, 1)] for i in range(4)]
+    words = torch.stack([torch.stack(pair, 1) for pair in pairs], 1).view(torch.int16)
+    inputs, out = torch.cat([image_a[:8192], image_b[:8192], words.ravel()]), torch.zeros(128, n // 2)
+    names = ", ".join(f"%r{100 + i}" for i in range(n // 2))
+    body = "shl.b32 %r1, %r90, 4;\nmul.wide.u32 %rd2, %r90, 16;\nadd.u64 %rd3, %rd90, %rd2;\n"
+    for i in range(0, 32768, 2048):
+        body += f"ld.global.v4.b32 {{%r2, %r3, %r4, %r5}}, [%rd3 + {i}];\n"
+        body += f"st.shared.v4.b32 [%r1 + {i}], {{%r2, %r3, %r4, %r5}};\n"
+    body += f"bar.sync 0;\nmov.b64 %rd10, {at_a:#x};\nmov.b64 %rd11, {at_b | 16384 // 16:#x};\n"
+    body += "ld.global.v4.b32 {%r2, %r3, %r4, %r5}, [%rd3 + 32768];\n"
+    body += "".join(f"mov.b32 %r{100 + i}, 0;\n" for i in range(n // 2))
+    body += f"wgmma.fence.sync.aligned;\nwgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{names}}}, "
+    body += "{%r2, %r3, %r4, %r5}" * held + "%rd10" * (not held)
+    body += f", %rd11, 1, 1, 1, {f'{transposed[0]}, ' * (not held)}{transposed[1]};\nwgmma.commit_group.sync.aligned;\n"
+    body += f"wgmma.wait_group.sync.aligned 0;\nmul.wide.u32 %rd5, %r90, {2 * n};\nadd.u64 %rd6, %rd91, %rd5;\n"
+    body += "".join(f"st.global.b32 [%rd6 + {4 * i}], %r{100 + i};\n" for i in range(n // 2))
+    memory = execute(module(body, 2, 128, 90).replace("%r<100>", "%r<200>"), [inputs, out], shared=32768)
+    assert not memory.findings
+    want = (a.double() @ b.double().T).float().view(4, 2, 8, n // 8, 4, 2)  # warp, row // 8, row, columns, lane, pair
+    assert torch.equal(out.view(4, 8, 4, n // 8, 2, 2), want.permute(0, 2, 4, 3, 1, 5))
 
 
 @pytest.mark.parametrize("truncate", [False, True])

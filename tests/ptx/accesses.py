@@ -1,6 +1,8 @@
 """Loads and stores of global and shared memory, and of parameters.
 
 ld.param.TYPE     ld|st.{global, shared, shared::cta}[.v2 | .v4].{b, u, s, f}{8, 16, 32, 64}
+
+Hints to the caches (.ca, .cg, .cs, .wb, .wt, .L1::evict_...) may follow the space and change nothing here.
 """
 
 from collections.abc import Callable
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from .executor import Executor
 
 Run = Callable[[Mask], None]
+CACHES = ("ca", "cg", "cs", "wb", "wt", "L1::evict_first", "L1::evict_last", "L1::evict_normal", "L1::no_allocate")
 
 
 def load(ex: "Executor", s: Statement) -> Run:
@@ -68,7 +71,7 @@ def store(ex: "Executor", s: Statement) -> Run:
 def _shape(data: Operand, rest: list[str]) -> tuple[tuple[str, ...], type, int]:
     """Registers, the type of each, and bytes in all."""
     registers = data if isinstance(data, tuple) else (data,)
-    vector, kind = rest[:-1], rest[-1]
+    vector, kind = [mod for mod in rest[:-1] if mod not in CACHES], rest[-1]
     if vector != ([f"v{len(registers)}"] if len(registers) > 1 else []):
         raise Unsupported("modifiers of another form")
     bits = 8 * np.dtype(DTYPES[kind]).itemsize

@@ -29,7 +29,8 @@ def every_byte(bits: int, width: int) -> np.unsignedinteger[Any]:
 class Region:
     """Bytes at [base, base + len(data)), with the state, the last writer and the last reader of each grain of them.
 
-    writer, reader: a thread, -1 none; a reader of -2: several. w_epoch, r_epoch: barriers passed at that time.
+    writer, reader: a thread, -1 none; a reader of -2: several. readers: likewise the warp of all that read since the
+    last barrier. w_epoch, r_epoch: barriers passed at that time; w_warp, r_warp: those of the warp alone.
     """
 
     def __init__(self, base: int, data: Array, name: str, grain: int, tracked: bool) -> None:
@@ -37,7 +38,8 @@ class Region:
         self.state = np.zeros(len(data), np.uint8)
         self.tracked = tracked
         n = len(data) // grain + 1 if tracked else 0
-        self.writer, self.w_epoch, self.reader, self.r_epoch = (np.full(n, -1, np.int32) for _ in range(4))
+        self.writer, self.w_epoch, self.w_warp = (np.full(n, -1, np.int32) for _ in range(3))
+        self.reader, self.r_epoch, self.r_warp, self.readers = (np.full(n, -1, np.int32) for _ in range(4))
         self._views: dict[tuple[int, int], Array] = {}
 
     def view(self, array: Array, width: int) -> Array:
@@ -68,7 +70,8 @@ class Region:
 
 class Memory:
     """Regions, and what was found: `findings`, by text; `unwritten`, reads by region and statement; `traffic`, accesses
-    of lanes by (load or store, region, width). `where` is the statement that is executed."""
+    of lanes by (load or store, region, width). `where` is the statement that is executed; `warps`: by warp of the grid,
+    how often it has synchronised alone."""
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
@@ -76,6 +79,7 @@ class Memory:
         self.unwritten: Counter[tuple[str, str]] = Counter()
         self.traffic: Counter[tuple[str, str, int]] = Counter()
         self.where = ""
+        self.warps: Array = np.zeros(1, np.int32)
         self._bases = np.zeros(0, np.int64)
 
     def add(self, tensor: Any, name: str) -> None:
@@ -169,25 +173,36 @@ class Memory:
         them, or from two blocks."""
         at = region.grains(offset, width)
         who = np.broadcast_to(threads[:, None], at.shape)
+        warp = who // WARP
+        now = self.warps[warp]
         writer, kind = region.writer[at], "store" if store else "load"
         far = writer // block != who // block
-        bad = (writer >= 0) & (writer != who) & (far | (region.w_epoch[at] == epoch))
+        ordered = (writer // WARP == warp) & (region.w_warp[at] != now)
+        bad = (writer >= 0) & (writer != who) & (far | ((region.w_epoch[at] == epoch) & ~ordered))
         if bad.any():
-            near = (writer[bad] // WARP == who[bad] // WARP).all()
+            near = (writer[bad] // WARP == warp[bad]).all()
             place = "across blocks" if (bad & far).any() else "in a warp" if near else "between warps"
             self.find(f"race {place}: {kind} after store in {region.name}")
         if not store:
-            stale = region.r_epoch[at] != epoch
-            region.reader[at] = np.where(stale | (region.reader[at] == who), who, -2)
-            region.r_epoch[at] = epoch
-            shared = region.reader[at] != who  # several lanes of this access: the last one is there
-            region.reader[at[shared]] = -2
+            self._note_readers(region, at, who, epoch)
             return
         reader = region.reader[at]
         far = (reader >= 0) & (reader // block != who // block)
-        bad = (reader != -1) & (reader != who) & (far | (region.r_epoch[at] == epoch))
+        ordered = (region.readers[at] == warp) & (region.r_warp[at] != now)
+        bad = (reader != -1) & (reader != who) & (far | ((region.r_epoch[at] == epoch) & ~ordered))
         if bad.any():
-            near = (reader[bad] >= 0).all() and (reader[bad] // WARP == who[bad] // WARP).all()
+            near = (reader[bad] >= 0).all() and (reader[bad] // WARP == warp[bad]).all()
             place = "across blocks" if (bad & far).any() else "in a warp" if near else "between threads"
             self.find(f"race {place}: store after load in {region.name}")
-        region.writer[at], region.w_epoch[at] = who, epoch
+        region.writer[at], region.w_epoch[at], region.w_warp[at] = who, epoch, now
+
+    def _note_readers(self, region: Region, at: Array, who: Array, epoch: int) -> None:
+        """Who reads, since the last barrier of the block; of a warp that has synchronised alone, since then."""
+        warp, before = who // WARP, region.readers[at]
+        now = self.warps[warp]
+        first = (region.r_epoch[at] != epoch) | (before == -1)
+        alone = first | ((before == warp) & (region.r_warp[at] != now)) | (region.reader[at] == who)
+        for array, value, mine in ((region.reader, who, alone), (region.readers, warp, first | (before == warp))):
+            array[at] = np.where(mine, value, -2)
+            array[at[array[at] != value]] = -2  # several lanes of this access: the last one is there
+        region.r_epoch[at], region.r_warp[at] = epoch, now

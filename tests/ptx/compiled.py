@@ -1,4 +1,4 @@
-"""Kernels with known answers, compiled and executed: test_ptx_launcher.py runs them with `-p ptx.plugin`."""
+"""Kernels with known answers, compiled and executed: test_ptx_launcher.py runs them with `-p ptx`."""
 
 import re
 
@@ -96,17 +96,17 @@ def neighbours(out, N: tl.constexpr):
 
 
 @ARCHES
-def test_a_copy_under_a_mask(launches: list[Run]) -> None:
+def test_a_copy_under_a_mask(launch: list[Run]) -> None:
     x, out = torch.randn(1000), torch.empty(1000)
     copy[(8,)](out, x, 1000, 1, 128, True)
     assert torch.equal(out, x)
-    assert launches[0].grid == (8,)
-    assert launches[0].lanes.sum() > 0
-    assert not launches[0].unwritten()
+    assert launch[0].grid == (8,)
+    assert launch[0].lanes.sum() > 0
+    assert not launch[0].unwritten()
 
 
 @ARCHES
-def test_scans_sorts_and_reductions(launches: list[Run]) -> None:
+def test_scans_sorts_and_reductions(launch: list[Run]) -> None:
     v, out = torch.randn(64), torch.empty(131)
     scan_and_sort[(1,)](out, v, 64)
     assert torch.allclose(out[:64], v.cumsum(0), atol=1e-5)
@@ -117,14 +117,14 @@ def test_scans_sorts_and_reductions(launches: list[Run]) -> None:
 
 
 @ARCHES
-def test_a_transpose_through_shared_memory(launches: list[Run]) -> None:
+def test_a_transpose_through_shared_memory(launch: list[Run]) -> None:
     m, out = torch.randn(64, 32), torch.empty(32, 64)
     transpose[(1,)](out, m, 64, 32)
     assert torch.equal(out, m.T)
 
 
 @ARCHES
-def test_blocks_leave_their_loops_one_by_one(launches: list[Run]) -> None:
+def test_blocks_leave_their_loops_one_by_one(launch: list[Run]) -> None:
     counts, data, out = torch.tensor([3, 9, 0, 1, 7, 2, 5, 5]), torch.randn(9 * 128), torch.zeros(8)
     loop_of_each_block[(8,)](out, counts, data)
     want = torch.tensor([data[: 128 * c].sum() if i % 2 == 0 else 0.0 for i, c in enumerate(counts.tolist())])
@@ -133,7 +133,7 @@ def test_blocks_leave_their_loops_one_by_one(launches: list[Run]) -> None:
 
 @ARCHES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_a_product_of_tiles(launches: list[Run], dtype: torch.dtype) -> None:
+def test_a_product_of_tiles(launch: list[Run], dtype: torch.dtype) -> None:
     """A kernel of several stages: cp.async, ldmatrix and mma, or wgmma."""
     n, K = (64, 128) if dtype.itemsize == 2 else (16, 64)
     a, b, c = torch.randn(n, K).to(dtype), torch.randn(n, K).to(dtype), torch.empty(n, n)
@@ -143,7 +143,7 @@ def test_a_product_of_tiles(launches: list[Run], dtype: torch.dtype) -> None:
 
 @ARCHES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_conversions_round_as_torch_rounds(launches: list[Run], dtype: torch.dtype) -> None:
+def test_conversions_round_as_torch_rounds(launch: list[Run], dtype: torch.dtype) -> None:
     x = torch.cat([torch.tensor(SPECIAL), torch.randn(496) * 10.0 ** torch.randint(-40, 38, (496,))])
     out, back = torch.empty(512, dtype=dtype), torch.empty(512)
     casts[(1,)](out, x, 512)
@@ -155,7 +155,7 @@ def test_conversions_round_as_torch_rounds(launches: list[Run], dtype: torch.dty
 
 
 @ARCHES
-def test_integers_divide_towards_zero_and_wrap(launches: list[Run]) -> None:
+def test_integers_divide_towards_zero_and_wrap(launch: list[Run]) -> None:
     a, b = torch.randint(-(2**31), 2**31 - 1, (256,)), torch.randint(1, 1000, (256,))
     b[::2] *= -1
     out = torch.empty(4, 256, dtype=torch.int32)

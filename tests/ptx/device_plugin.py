@@ -1,7 +1,7 @@
-"""For pytest, `-p ptx.device_plugin`: tests as on a GPU of PTX_ARCH (90), on the simulated device.
+"""For pytest, `-p ptx.device_plugin`: tests as on a GPU of PTX_ARCH (90), on one simulated device for all of them.
 
-PTX_COMPUTE=0: launches and GEMMs are counted, not computed. A test fails on a finding of the executor.
-TRITON_INTERPRET must not be set.
+So conftest and modules see CUDA when they are imported. PTX_COMPUTE=0: launches and GEMMs are counted, not computed. A
+test fails on a finding of the executor.
 """
 
 import os
@@ -11,16 +11,16 @@ import pytest
 
 from .device import Device
 from .launcher import unexpected
-from .plugin import arch, launches
+from .plugin import arch, launch
 from .simulate import simulated
 
-__all__ = ["arch", "gpu", "launches"]
+__all__ = ["arch", "device", "launch"]
 _context = simulated(int(os.environ.get("PTX_ARCH", "90")), os.environ.get("PTX_COMPUTE") != "0")
-_gpu = _context.__enter__()  # for the whole session: conftest sees CUDA
+_gpu = _context.__enter__()
 
 
 @pytest.fixture(autouse=True)
-def gpu() -> Iterator[Device]:
+def device() -> Iterator[Device]:
     _gpu.findings.clear()
     _gpu.reset()
     yield _gpu

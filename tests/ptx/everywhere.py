@@ -1,4 +1,4 @@
-"""For pytest, `-p ptx.everywhere`: whatever a test launches on CPU tensors is compiled for PTX_ARCH and executed.
+"""For pytest, `-p ptx.everywhere`: whatever a test launch on CPU tensors is compiled for PTX_ARCH and executed.
 
 So tests written for Triton's interpreter check the compiled code. A test fails on a finding of the executor.
 """
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from .launcher import executed, findings_of
-from .plugin import arch, launches
+from .plugin import arch, launch
 
-__all__ = ["arch", "execute_launches", "launches"]
+__all__ = ["arch", "execute_launches", "launch"]
 
 
 @pytest.fixture(autouse=True)

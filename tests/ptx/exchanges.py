@@ -1,7 +1,7 @@
 """Instructions of whole warps: exchanges between lanes, matrices in shared memory, products of small matrices.
 
     shfl.sync.{bfly, up, down, idx}.b32                    elect.sync
-    ldmatrix.sync.aligned.m8n8.{x1, x2, x4}[.trans].shared.b16     stmatrix, without .trans
+    ldmatrix.sync.aligned.m8n8.{x1, x2, x4}[.trans].shared.b16     stmatrix of the same forms
     mma.sync.aligned.m16n8k16.row.col.f32.{bf16, f16}.{bf16, f16}.f32
 
 A sum of mma is the exact one, rounded once to fp32; the hardware's order and rounding are not documented.
@@ -76,12 +76,7 @@ def elect(ex: "Executor", s: Statement) -> Run:
 
 
 def load_matrices(ex: "Executor", s: Statement) -> Run:
-    mods = s.opcode.split(".")[1:]
-    if mods[:3] != ["sync", "aligned", "m8n8"] or mods[-1] != "b16" or mods[-2] not in ("shared", "shared::cta"):
-        raise Unsupported("another form of ldmatrix")
-    if set(mods[4:-2]) - {"trans"}:
-        raise Unsupported("another form of ldmatrix")
-    count, transposed = int(mods[3][1]), "trans" in mods
+    count, transposed = _form(s)
     registers = s.operands[0] if isinstance(s.operands[0], tuple) else (s.operands[0],)
     pointer = ex.pointer(s.operands[1], np.uint32)
 
@@ -93,10 +88,7 @@ def load_matrices(ex: "Executor", s: Statement) -> Run:
         if ex.shared.region.any_pending(at, 16):
             ex.find("ldmatrix of what a copy has not delivered")
         rows = ex.shared.memory.load(at, 16, ex.thread[lanes], ex.epoch, ex.program.threads)
-        matrices = np.ascontiguousarray(rows).view(np.uint16).reshape(len(warps), count, 8, 8)
-        if transposed:
-            matrices = matrices.swapaxes(2, 3)
-        words = np.ascontiguousarray(matrices).view(np.uint32).reshape(len(warps), count, WARP)
+        words = _turned(rows, count, transposed).view(np.uint32).reshape(len(warps), count, WARP)
         for i, register in enumerate(registers):
             full = np.zeros((ex.size // WARP, WARP), np.uint32)
             full[warps] = words[:, i]
@@ -106,23 +98,36 @@ def load_matrices(ex: "Executor", s: Statement) -> Run:
 
 
 def store_matrices(ex: "Executor", s: Statement) -> Run:
-    mods = s.opcode.split(".")[1:]
-    if mods[:3] != ["sync", "aligned", "m8n8"] or mods[4:] not in (["shared", "b16"], ["shared::cta", "b16"]):
-        raise Unsupported("another form of stmatrix")
+    count, transposed = _form(s)
     registers = s.operands[1] if isinstance(s.operands[1], tuple) else (s.operands[1],)
     pointer, gets = ex.pointer(s.operands[0], np.uint32), [ex.source(r, np.uint32) for r in registers]
 
     def run(m: Mask) -> None:
         ex.require(registers_in(*registers), m)
         warps = ex.whole_warps(m, "stmatrix")
-        lanes, at = _rows(ex, warps, int(mods[3][1]), pointer(m), "stmatrix")
+        lanes, at = _rows(ex, warps, count, pointer(m), "stmatrix")
         if at is None:
             return
         words = np.stack([ex.everywhere(get(m)).reshape(-1, WARP)[warps] for get in gets], 1)
-        value = np.ascontiguousarray(words).view(np.uint64).reshape(-1, 2)  # rows of 16 bytes
+        value = _turned(words, count, transposed).view(np.uint64).reshape(-1, 2)  # rows of 16 bytes
         ex.shared.memory.store(at, 16, value, ex.thread[lanes], ex.epoch, ex.program.threads)
 
     return run
+
+
+def _form(s: Statement) -> tuple[int, bool]:
+    """How many matrices of 8 x 8 halves, and whether they are transposed on the way."""
+    mods = [mod.replace("shared::cta", "shared") for mod in s.opcode.split(".")[1:]]
+    transposed = "trans" in mods[4:]
+    if mods[:3] != ["sync", "aligned", "m8n8"] or mods[4:] != ["trans"] * transposed + ["shared", "b16"]:
+        raise Unsupported(f"another form of {s.kind}")
+    return int(mods[3][1]), transposed
+
+
+def _turned(words: Array, count: int, transposed: bool) -> Array:
+    """The matrices, halves; transposed if wanted."""
+    matrices = np.ascontiguousarray(words).view(np.uint16).reshape(-1, count, 8, 8)
+    return np.ascontiguousarray(matrices.swapaxes(2, 3) if transposed else matrices)
 
 
 def _rows(ex: "Executor", warps: Array, count: int, pointers: Array, what: str) -> tuple[Array, Array | None]:

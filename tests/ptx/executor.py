@@ -14,7 +14,7 @@ import numpy as np
 
 from . import accesses, async_copies, exchanges, hopper
 from .arithmetic import arithmetic
-from .checked_memory import UNSIGNED, VALID, Array, Memory, Region
+from .checked_memory import UNSIGNED, VALID, WARP, Array, Memory, Region
 from .lanes import Lanes, Mask
 from .opcodes import DTYPES
 from .program import ENDS_BLOCK, Program, Statement, Unsupported
@@ -50,7 +50,7 @@ class Shared:
             self.region.state.reshape(blocks, stride)[:, :size] = VALID
         self.memory = Memory()
         self.memory.findings, self.memory.unwritten = memory.findings, memory.unwritten
-        self.memory.traffic = memory.traffic
+        self.memory.traffic, self.memory.warps = memory.traffic, memory.warps
         self.memory.put(self.region)
         self.window = np.repeat(np.arange(blocks, dtype=np.int64) * stride, threads)  # one per lane
         self.copies = async_copies.Copies(blocks * threads)
@@ -88,6 +88,7 @@ class Executor(Lanes):
             blocks = range(x * y * z)
         elif isinstance(blocks, str):
             blocks = self.random.permutation(x * y * z)
+        self.memory.warps = np.zeros(x * y * z * self.program.threads // WARP + 1, np.int32)
         each = max(1, self.options.batch // self.program.threads)
         with np.errstate(all="ignore"):
             for first in range(0, len(blocks), each):
@@ -165,6 +166,8 @@ class Executor(Lanes):
     def _leave(self, block: int, s: Statement, m: Mask) -> None:
         """Branch, return, or wait at a barrier."""
         if s.opcode == "bar.warp.sync":
+            self.whole_warps(m, "bar.warp.sync")
+            self.memory.warps[np.unique(self.thread[self.lanes_of(m)] // WARP)] += 1
             self._go(block + 1, m)
         elif s.kind == "bar":
             self.waiting[block + 1] = self._lanes(m) | self.waiting.get(block + 1, False)

@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 TESTS = Path(__file__).parent.parent
 
 
-def command(*arguments: str | Path, plugin: str = "ptx.plugin") -> list[str]:
+def command(*arguments: str | Path, plugin: str = "ptx") -> list[str]:
     options = ["-p", plugin, "-p", "no:cacheprovider", "-q", "--no-header"]
     return [sys.executable, "-m", "pytest", *options, *map(str, arguments)]
 

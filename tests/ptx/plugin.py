@@ -1,20 +1,30 @@
-"""For pytest, `-p ptx.plugin`: compiled kernels in the tests, whatever TRITON_INTERPRET says.
+"""For pytest, `-p ptx`: compiled kernels in the tests, whatever TRITON_INTERPRET says.
 
-It must be loaded before anything imports Triton. The fixture `launches` executes what a test launches, for the
-architecture `arch`, and fails the test on a finding.
+It must be loaded before anything imports Triton. A test asks for one of two fixtures, and fails on a finding:
+
+    launch   launches on CPU tensors are compiled for the architecture `arch` and executed; the list of these
+    device   tensors can be on a simulated device, "cuda"; what happened there
 """
 
 import os
+import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+import pytest
+
+if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET"):
+    raise pytest.UsageError("ptx: want to be loaded before Triton, by -p ptx; Triton interprets already")
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it was before Triton 3.10
 
-import pytest
 import triton
 import triton.language
 
-from .launcher import Run, executed, findings_of
+from .launcher import Run, executed, findings_of, unexpected
+
+if TYPE_CHECKING:
+    from .device import Device
 
 triton.knobs.runtime.interpret = False  # from here on the variable does not count
 
@@ -26,7 +36,16 @@ def arch() -> int:
 
 
 @pytest.fixture
-def launches(arch: int) -> Iterator[list[Run]]:
+def launch(arch: int) -> Iterator[list[Run]]:
     with executed(arch) as runs:
         yield runs
     assert not findings_of(runs)
+
+
+@pytest.fixture
+def device(arch: int) -> "Iterator[Device]":
+    from .simulate import simulated  # imports torch._dynamo, which takes long
+
+    with simulated(arch) as gpu:
+        yield gpu
+    assert not unexpected(gpu.findings)

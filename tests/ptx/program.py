@@ -97,7 +97,7 @@ class Program:
                 text = text[1:].strip()
             if text.endswith(":"):
                 self._label(text[:-1])
-            elif text.startswith(".loc"):
+            elif text.startswith(".loc "):
                 _, file, line = text.split()
                 self._source = f"{files.get(file, f'file {file}')}:{line}" if line != "0" else self._source
             elif text.startswith(".reg"):

@@ -44,11 +44,11 @@ def test_tensors_know_where_they_are() -> None:
         y.numpy()
 
 
-def test_a_kernel_runs_on_its_tensors_and_gradients_flow(gpu: Device) -> None:
+def test_a_kernel_runs_on_its_tensors_and_gradients_flow(device: Device) -> None:
     x = on_gpu(300)
     out = torch.empty_like(x)
     double[(3,)](out, x, 300, 128)
-    assert gpu.launches == {"double": 1}
+    assert device.launches == {"double": 1}
     assert torch.equal(out.cpu(), 2 * x.cpu())
     leaf = on_gpu(4, 4).requires_grad_()
     (leaf * leaf).sum().backward()
@@ -59,11 +59,11 @@ def test_a_kernel_runs_on_its_tensors_and_gradients_flow(gpu: Device) -> None:
         double[(3,)](out, torch.randn(300), 300, 128)
 
 
-def test_a_finding_of_the_executor_is_kept(gpu: Device) -> None:
+def test_a_finding_of_the_executor_is_kept(device: Device) -> None:
     x = on_gpu(300)
     double[(3,)](torch.empty(299, device="cuda"), x, 300, 128)
-    (found,) = gpu.findings
-    gpu.findings.clear()
+    (found,) = device.findings
+    device.findings.clear()
     assert found[0] == "double"
     assert "out of bounds: store" in found[1]
 
@@ -78,11 +78,11 @@ WAITS = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_what_makes_the_host_wait_is_counted_and_refused(gpu: Device, name: str) -> None:
+def test_what_makes_the_host_wait_is_counted_and_refused(device: Device, name: str) -> None:
     x = on_gpu(5)
-    gpu.reset()
+    device.reset()
     WAITS[name](x)
-    assert len(gpu.syncs) >= 1
+    assert len(device.syncs) >= 1
     torch.cuda.set_sync_debug_mode("error")
     try:
         with pytest.raises(SynchronisationError, match="synchronizing"):
@@ -91,14 +91,14 @@ def test_what_makes_the_host_wait_is_counted_and_refused(gpu: Device, name: str)
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_what_does_not_make_the_host_wait(gpu: Device) -> None:
+def test_what_does_not_make_the_host_wait(device: Device) -> None:
     x = on_gpu(5, 5)
-    gpu.reset()
+    device.reset()
     y = x @ x + torch.arange(5, device="cuda")
     torch.where(y > 0, y, 0.0).sum(1)
-    assert gpu.syncs == []
-    assert sum(gpu.ops.values()) >= 5
-    assert "mm" in gpu.table()
+    assert device.syncs == []
+    assert sum(device.ops.values()) >= 5
+    assert "mm" in device.table()
 
 
 REFUSED = {
@@ -121,7 +121,7 @@ def test_half_precision_is_summed_in_fp32() -> None:
     assert torch.mm(a, a.t(), out_dtype=torch.float32).dtype == torch.float32
 
 
-def test_a_copy_to_pinned_memory_arrives_when_its_event_is_awaited(gpu: Device) -> None:
+def test_a_copy_to_pinned_memory_arrives_when_its_event_is_awaited(device: Device) -> None:
     there, here = torch.tensor([7], device="cuda"), torch.zeros(1, dtype=torch.int64, pin_memory=True)
     event = torch.cuda.Event()
     here.copy_(there, non_blocking=True)
@@ -130,17 +130,17 @@ def test_a_copy_to_pinned_memory_arrives_when_its_event_is_awaited(gpu: Device) 
     assert not event.query()
     event.synchronize()
     assert here.item() == 7
-    assert gpu.waits == {"waits for an event": 1}
+    assert device.waits == {"waits for an event": 1}
 
 
-def test_an_assertion_fails_at_the_next_synchronisation(gpu: Device) -> None:
+def test_an_assertion_fails_at_the_next_synchronisation(device: Device) -> None:
     torch._assert_async(torch.tensor(False, device="cuda"), "wrong")
     with pytest.raises(RuntimeError, match=r"device-side assert triggered \(wrong\)"):
         torch.cuda.synchronize()
-    gpu.failed = None
+    device.failed = None
 
 
-def test_a_graph_is_replayed_with_later_inputs(gpu: Device) -> None:
+def test_a_graph_is_replayed_with_later_inputs(device: Device) -> None:
     x = on_gpu(300)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

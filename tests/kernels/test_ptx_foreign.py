@@ -1,0 +1,35 @@
+"""tests/ptx on the kernels of others: Triton's tutorials in other words, Liger's and TRL's as they are published."""
+
+from pathlib import Path
+
+import processes
+import pytest
+import releases
+from manual import blocks
+from ptx import nested
+
+FOREIGN = Path(__file__).parent / "compiled_foreign.py"
+PUBLISHED = [("liger-kernel", "0.8.5", "liger", 10), ("trl", "1.16.0", "trl", 2)]  # and words and number of their tests
+
+
+def run(cache: Path, words: str, first: Path | None = None) -> int:
+    command = nested.command(FOREIGN, "-k", words)
+    return nested.passed(processes.run(command, env=nested.environment(cache, first)))
+
+
+def test_the_kernels_of_tritons_tutorials_are_right(tmp_path: Path) -> None:
+    assert run(tmp_path, "not liger and not trl") == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("package", "version", "words", "tests"), PUBLISHED, ids=[name for name, *_ in PUBLISHED])
+def test_published_kernels_are_right(package: str, version: str, words: str, tests: int, tmp_path: Path) -> None:
+    assert run(tmp_path, words, releases.folder(package, version)) == tests
+
+
+def test_the_manuals_example_passes(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs/kernel-tests.md"
+    (example,) = (block.text for block in blocks(page) if block.language == "python")
+    (tmp_path / "test_rms_norm.py").write_text(example)
+    command = nested.command(tmp_path / "test_rms_norm.py", "--rootdir", tmp_path)
+    assert nested.passed(processes.run(command, env=nested.environment(tmp_path), cwd=tmp_path)) == 5
