@@ -57,7 +57,7 @@ docs: setup  ## write the derived parts of the manual and of README.md, and buil
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 kernels: setup  ## compile the Triton kernels, no GPU needed; print registers, shared memory, spills
-	@PYTHONPATH=. $(BIN)/python tests/support/kernel_table.py
+	@PYTHONPATH=.:tests $(BIN)/python tests/support/kernel_table.py
 
 bench: setup  ## measure all backends and peers into runs/bench: the gpu suite with a GPU, else cpu; ten minutes
 	@$(BIN)/python -m bench --suite "$$(nvidia-smi > /dev/null 2>&1 && echo gpu || echo cpu)"

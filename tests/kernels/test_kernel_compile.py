@@ -19,7 +19,8 @@ def compiled(folder: Path, *options: str, triton: str | None = None) -> list[dic
 
     triton: one of `tritons.PINNED`; None = the installed one.
     """
-    path = f"{tritons.folder(triton)}{os.pathsep}{ROOT}" if triton else str(ROOT)
+    folders = [*([tritons.folder(triton)] if triton else []), ROOT, ROOT / "tests"]
+    path = os.pathsep.join(map(str, folders))
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
     command = [sys.executable, processes.SUPPORT / "kernel_table.py", *options, "--json", folder / "rows"]
     done = processes.run(command, env=environment)
