@@ -14,7 +14,7 @@ pytest.importorskip("uv", reason="its resolver")
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-PRIME_RL = ["torch>=2.9.0", "transformers==5.6.2", "vllm>=0.22.0", "numpy>=2.2.6", "pyarrow>=21.0.0"]  # its pyproject
+PRIME_RL = ["torch>=2.9.0", "transformers==5.6.2", "vllm>=0.26.0", "numpy>=2.2.6", "pyarrow>=21.0.0"]  # its pyproject
 RELEASES = sorted(re.findall(r"\d+\.\d+\.\d+", " ".join(tritons.PINNED.values())))
 
 

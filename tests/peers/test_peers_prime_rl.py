@@ -9,23 +9,19 @@ imports every model, and they want flash-attn.
 
 import importlib
 import importlib.metadata
-import os
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import own_tests
 import pytest
 import torch
 from torch import Tensor
 
 from rlplus import Objective, policy_loss
 
-CHECKOUT = Path(os.environ.get("PRIME_RL", "-"))
-if not CHECKOUT.is_dir():
-    pytest.skip("PRIME_RL names no checkout of prime-rl", allow_module_level=True)
-
 pytestmark = pytest.mark.peers
+CHECKOUT = own_tests.checkout("PRIME_RL")
 LOSSES, HEADS = "prime_rl.trainer.rl.loss", "prime_rl.trainer.models.layers"
 SOFTCAPS = pytest.mark.parametrize("softcap", [None, 2.0])
 
