@@ -158,6 +158,7 @@ def test_a_report_without_finished_runs_is_refused(tmp_path: Path, output: Path,
     assert not (output / "results.json").exists()
 
 
+@pytest.mark.slow
 def test_an_interruption_ends_the_making_of_base_models(tmp_path: Path) -> None:
     data = json.loads(json.dumps(FILE)) | {"search": None}
     endless = {"base": QUICK["base"] | {"sloppy_steps": 10**9}}

@@ -173,7 +173,7 @@ def with_steps(config: Config, steps: int, output: Path) -> Config:
         ({"lora": LORA}, {"zero_stage": 1}),
         pytest.param({"lora": LORA}, {"zero_stage": 3}, marks=pytest.mark.slow),
         ({}, {"zero_stage": 3, "offload_optimizer": "cpu", "offload_params": "cpu"}),
-        ({}, {"zero_stage": 2, "offload_optimizer": "cpu"}),
+        pytest.param({}, {"zero_stage": 2, "offload_optimizer": "cpu"}, marks=pytest.mark.slow),
     ],
     ids=["lora", "lora-zero3", "offload-zero3", "offload-zero2"],
 )

@@ -50,7 +50,7 @@ class Case:
     params=[
         "transformers-untied",
         "transformers-tied",
-        pytest.param("vllm-untied", marks=pytest.mark.vllm),
+        pytest.param("vllm-untied", marks=[pytest.mark.vllm, pytest.mark.slow]),
         pytest.param("vllm-tied", marks=pytest.mark.vllm),
     ],
 )
@@ -267,6 +267,7 @@ def test_an_incomplete_push_is_refused_and_poisons_the_engine(case: Case) -> Non
     assert gap(case.model, case.sample(), PROMPTS, 1.0) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_vllm_takes_tied_weights_in_a_class_without_lm_head(tmp_path: Path) -> None:
     """Gemma 2, whose softcap is in the logprobs."""
@@ -294,6 +295,7 @@ def test_vllm_takes_tied_weights_in_a_class_without_lm_head(tmp_path: Path) -> N
         engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_vllm_names_a_missing_weight(tmp_path: Path) -> None:
     """And the engine after that one, in the same process, with the run's own config.json, is sound."""

@@ -25,11 +25,12 @@ def with_steps(config, steps, output=None):
 @pytest.mark.parametrize(
     ("stage", "preset", "dtype"),
     [
-        (1, "rlplus", "float32"),
         (2, "grpo", "bfloat16"),
-        (3, "rlplus", "float32"),
-        pytest.param(1, "rlplus", "bfloat16", marks=pytest.mark.slow),
-        pytest.param(3, "rlplus", "bfloat16", marks=pytest.mark.slow),
+        *(
+            pytest.param(stage, "rlplus", dtype, marks=pytest.mark.slow)
+            for stage in (1, 3)
+            for dtype in ("float32", "bfloat16")
+        ),
     ],
 )
 def test_resume_is_bitwise_over_an_epoch_boundary(tmp_path, stage, preset, dtype):
@@ -139,6 +140,7 @@ def test_a_failing_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     assert [row["step"] for row in metrics(folder)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_leftover_without_a_pointer_costs_no_checkpoint(tmp_path):
     """A process killed between rename and pointer leaves one that is newer than a resumed run's next checkpoint."""
     config = run_config(tmp_path, checkpoint={"every": 1, "keep": 1})

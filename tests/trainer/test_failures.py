@@ -112,6 +112,7 @@ def test_metrics_that_cannot_be_written_leave_no_wrong_checkpoint(
     assert metrics(whole) == metrics(folder)
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_ahead_of_an_evaluation_costs_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import processes
 import pytest
+import quick
 import torch
 from engine_runs import changed, fail, model, same, torchrun
 from safetensors.torch import load_file
@@ -138,7 +139,7 @@ def simulated(config: Config) -> tuple[dict[str, torch.Tensor], list[list[float]
         return history[-1], rewards
 
 
-@pytest.mark.parametrize(("preset", "overlap"), [("rlplus", 1), ("grpo", 1), ("rlplus", 3)])
+@pytest.mark.parametrize(("preset", "overlap"), quick.first(1, [("rlplus", 3), ("rlplus", 1), ("grpo", 1)]))
 def test_overlap_is_training_some_steps_behind(tmp_path, in_thread, lottery, preset, overlap):
     """The weights after 5 steps equal a delay's written out by hand, and differ from no delay's."""
     changes = {"lr": 3e-3, "overlap": overlap}
@@ -223,7 +224,7 @@ def test_the_batch_ahead_is_generated_while_the_policy_trains(tmp_path, in_threa
     assert meetings == [True] * 3
 
 
-@pytest.mark.parametrize("overlap", [1, 3])
+@pytest.mark.parametrize("overlap", quick.first(1, [3, 1]))
 def test_a_failure_ahead_ends_the_run_where_it_is_wanted(tmp_path, in_thread, monkeypatch, overlap):
     fail(monkeypatch, 3)
     config = overlapping(tmp_path, "run", 5, train={"overlap": overlap})

@@ -10,6 +10,7 @@ from typing import Any
 
 import processes
 import pytest
+import quick
 import torch
 from engine_runs import changed, same
 from trainer_runs import environment, metrics, run_config
@@ -110,7 +111,9 @@ def test_a_flipped_bit_is_found_or_has_no_effect(tmp_path):
     assert found >= 20 * 8 + 3 * 4  # the bytes of the numbers at least
 
 
-@pytest.mark.parametrize("name", ["optim_states", "model_states", "rng-0.pt", "state.json", "latest", "missing"])
+@pytest.mark.parametrize(
+    "name", quick.first(2, ["optim_states", "missing", "model_states", "rng-0.pt", "state.json", "latest"])
+)
 def test_damage_is_named_and_resumed_before_it_when_told(tmp_path, name):
     config = run_config(tmp_path, train={"steps": 3}, checkpoint={"every": 1, "keep": 9})
     place = train(config)
@@ -212,8 +215,10 @@ def test_other_software_is_said(tmp_path, monkeypatch, capsys):
     assert "transformers has changed" not in said
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
-@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize(
+    ("number", "ignored"),
+    quick.first(2, [(signal.SIGUSR1, False), (signal.SIGHUP, True), (signal.SIGUSR1, True), (signal.SIGHUP, False)]),
+)
 def test_announcements_of_the_end_stop_a_run_unless_they_are_ignored(tmp_path, monkeypatch, number, ignored):
     """SIGHUP and SIGUSR1 may be ignored, as under nohup."""
     config = run_config(tmp_path, train={"steps": 2})

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PAPER = (
     pytest.param("qwen2.5-math-7b", marks=pytest.mark.slow),
     pytest.param("qwen2.5-math-1.5b", marks=pytest.mark.slow),
-    "llama-3.1-8b-instruct",
+    pytest.param("llama-3.1-8b-instruct", marks=pytest.mark.slow),
     "deepseek-math-7b-instruct",
 )
 SMALL = (

@@ -10,6 +10,7 @@ from typing import Any
 
 import processes
 import pytest
+import quick
 from engine_runs import fail, same
 from trainer_runs import environment, metrics, run_config
 
@@ -66,7 +67,7 @@ def train_counting(monkeypatch: pytest.MonkeyPatch, config: Config) -> tuple[Pat
 
 
 @pytest.mark.parametrize("zero_stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", quick.only(PLACES[1:2], PLACES))
 def test_a_step_that_is_given_up_is_done_again_bit_for_bit(tmp_path, monkeypatch, place, zero_stage):
     """The third of four steps; the checkpoint is the second one's."""
     whole, counts = train_counting(monkeypatch, two_micro_batches(tmp_path, "whole", zero_stage=zero_stage))
@@ -118,7 +119,9 @@ def test_a_step_that_has_changed_the_policy_is_finished(tmp_path, monkeypatch):
     assert metrics(whole) == metrics(folder)
 
 
-@pytest.mark.parametrize(("place", "overlap"), [(PLACES[1], 1), *((PLACES[2], overlap) for overlap in (1, 2, 3))])
+@pytest.mark.parametrize(
+    ("place", "overlap"), quick.first(1, ((PLACES[2], 2), (PLACES[1], 1), (PLACES[2], 1), (PLACES[2], 3)))
+)
 def test_a_step_given_up_with_a_batch_ahead(tmp_path, monkeypatch, place, overlap):
     """The step's batch, and those that came before it began, go into the checkpoint; others are generated again."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quick
 import torch
 from safetensors.torch import load_file
 from trainer_runs import metrics, run_config
@@ -158,7 +159,10 @@ def test_samples_without_a_gradient_take_a_forward_pass_alone(tiny_run):
         torch.testing.assert_close(weights, torch.full_like(weights, 1 / sum(len(s.response) for s in samples)))
 
 
-@pytest.mark.parametrize("preset", ALGORITHMS)
+@pytest.mark.parametrize(
+    "preset",
+    quick.only(("rlplus", "luffy", "exgrpo", "grpo-sft", "relift", "chord", "ppo", "prime", "sft"), ALGORITHMS),
+)
 def test_every_preset_trains(tmp_path, preset, monkeypatch):
     monkeypatch.setattr(Refill, "keeps", lambda *_: True)  # an untrained model solves nothing
     config = run_config(tmp_path, algorithm={"preset": preset}, train={"prompts_per_update": 2})

@@ -1,0 +1,22 @@
+"""Which cases of a parametrised test are quick: the others take the same way through the code with other values."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def first(n: int, cases: Iterable[Any]) -> list[Any]:
+    """The cases, all after the first n marked slow."""
+    listed = list(cases)
+    return [*listed[:n], *(_slow(case) for case in listed[n:])]
+
+
+def only(quick: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
+    """The cases, all but the quick ones marked slow."""
+    quick = list(quick)
+    return [case if case in quick else _slow(case) for case in cases]
+
+
+def _slow(case: Any) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
