@@ -5,7 +5,6 @@ from pathlib import Path
 import processes
 import pytest
 import releases
-from manual import blocks
 from ptx import nested
 
 FOREIGN = Path(__file__).parent / "compiled_foreign.py"
@@ -25,11 +24,3 @@ def test_the_kernels_of_tritons_tutorials_are_right(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("package", "version", "words", "tests"), PUBLISHED, ids=[name for name, *_ in PUBLISHED])
 def test_published_kernels_are_right(package: str, version: str, words: str, tests: int, tmp_path: Path) -> None:
     assert run(tmp_path, words, releases.folder(package, version)) == tests
-
-
-def test_the_manuals_example_passes(tmp_path: Path) -> None:
-    page = Path(__file__).parents[2] / "docs/kernel-tests.md"
-    (example,) = (block.text for block in blocks(page) if block.language == "python")
-    (tmp_path / "test_rms_norm.py").write_text(example)
-    command = nested.command(tmp_path / "test_rms_norm.py", "--rootdir", tmp_path)
-    assert nested.passed(processes.run(command, env=nested.environment(tmp_path), cwd=tmp_path)) == 5

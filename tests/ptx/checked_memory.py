@@ -8,7 +8,7 @@ between which barriers.
 import ctypes
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,16 +68,25 @@ class Region:
         return (at // self.grain)[:, None] + np.arange(max(1, width // self.grain))
 
 
+class Race(NamedTuple):
+    """Two threads, by their numbers in the grid (-2: several), and the byte of the region that both access."""
+
+    earlier: int
+    later: int
+    byte: int
+
+
 class Memory:
-    """Regions, and what was found: `findings`, by text; `unwritten`, reads by region and statement; `traffic`, accesses
-    of lanes by (load or store, region, width). `where` is the statement that is executed; `warps`: by warp of the grid,
-    how often it has synchronised alone."""
+    """Regions, and what was found: `findings`, by text; `races`, an example of each finding that is one; `unwritten`,
+    reads by region and statement; `traffic`, accesses of lanes by (load or store, region, width). `where` is the
+    statement that is executed; `warps`: by warp of the grid, how often it has synchronised alone."""
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
         self.findings: Counter[str] = Counter()
         self.unwritten: Counter[tuple[str, str]] = Counter()
         self.traffic: Counter[tuple[str, str, int]] = Counter()
+        self.races: dict[str, Race] = {}
         self.where = ""
         self.warps: Array = np.zeros(1, np.int32)
         self._bases = np.zeros(0, np.int64)
@@ -182,7 +191,8 @@ class Memory:
         if bad.any():
             near = (writer[bad] // WARP == warp[bad]).all()
             place = "across blocks" if (bad & far).any() else "in a warp" if near else "between warps"
-            self.find(f"race {place}: {kind} after store in {region.name}")
+            what = f"race {place}: {kind} after store in {region.name}"
+            self._find_race(what, writer[bad], who[bad], at[bad] * region.grain)
         if not store:
             self._note_readers(region, at, who, epoch)
             return
@@ -193,8 +203,14 @@ class Memory:
         if bad.any():
             near = (reader[bad] >= 0).all() and (reader[bad] // WARP == warp[bad]).all()
             place = "across blocks" if (bad & far).any() else "in a warp" if near else "between threads"
-            self.find(f"race {place}: store after load in {region.name}")
+            what = f"race {place}: store after load in {region.name}"
+            self._find_race(what, reader[bad], who[bad], at[bad] * region.grain)
         region.writer[at], region.w_epoch[at], region.w_warp[at] = who, epoch, now
+
+    def _find_race(self, what: str, earlier: Array, later: Array, byte: Array) -> None:
+        self.find(what)
+        i = np.argmax(earlier // WARP != later // WARP)  # within a warp only if there is no other
+        self.races.setdefault(f"{what} at {self.where}", Race(int(earlier[i]), int(later[i]), int(byte[i])))
 
     def _note_readers(self, region: Region, at: Array, who: Array, epoch: int) -> None:
         """Who reads, since the last barrier of the block; of a warp that has synchronised alone, since then."""

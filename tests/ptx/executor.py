@@ -50,7 +50,7 @@ class Shared:
             self.region.state.reshape(blocks, stride)[:, :size] = VALID
         self.memory = Memory()
         self.memory.findings, self.memory.unwritten = memory.findings, memory.unwritten
-        self.memory.traffic, self.memory.warps = memory.traffic, memory.warps
+        self.memory.traffic, self.memory.warps, self.memory.races = memory.traffic, memory.warps, memory.races
         self.memory.put(self.region)
         self.window = np.repeat(np.arange(blocks, dtype=np.int64) * stride, threads)  # one per lane
         self.copies = async_copies.Copies(blocks * threads)

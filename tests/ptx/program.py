@@ -9,6 +9,7 @@ ENDS_BLOCK = ("bra", "ret", "exit", "bar")
 _STATEMENT = re.compile(r"^(?:@(!?)([%\w]+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.DOTALL)
 _PARAMETER = re.compile(r"^\s*\.param\s+(\.align 64 )?\.(\w+).*?(\w+)(\[128\])?\s*$")
 _LOCATION = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)[^\n]*$", re.MULTILINE)
+_ASM = re.compile(r"// begin inline asm.*?// end inline asm", re.DOTALL)
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -58,7 +59,7 @@ class Program:
 
     def __init__(self, ptx: str) -> None:
         files = {number: Path(path).name for number, path in _FILE.findall(ptx)}
-        head, body = re.sub(r"//[^\n]*", "", ptx).split(".visible .entry", 1)
+        head, body = re.sub(r"//[^\n]*", "", _ASM.sub(_in_one_place, ptx)).split(".visible .entry", 1)
         target = re.search(r"\.target\s+sm_(\d+)", head)
         name = re.match(r"\s*(\w+)", body)
         parameters, body = body[body.index("(") + 1 :].split(")", 1)
@@ -127,6 +128,13 @@ class Program:
         if match[3].startswith("bra") and operands[0] in self._local:
             operands = (self._local[str(operands[0])],)
         self.statements.append(Statement(match[2], match[1] == "!", match[3], operands, text, self._source))
+
+
+def _in_one_place(asm: re.Match[str]) -> str:
+    """Inline assembly without the places of its later lines: LLVM counts them on from the first."""
+    lines = asm[0].splitlines()
+    places = [i for i, line in enumerate(lines) if line.lstrip().startswith(".loc")]
+    return "\n".join(line for i, line in enumerate(lines) if i not in places[1:])
 
 
 def _parameter(text: str) -> Parameter:

@@ -13,7 +13,7 @@ PAGES = [
     *(ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *DECISIONS,
 ]
-PAGES += [ROOT / folder / "README.md" for folder in ("bench", "csrc", "experiments", "kernels")]
+PAGES += [ROOT / folder / "README.md" for folder in ("bench", "csrc", "experiments", "kernels", "tests/ptx")]
 PAGES.append(ROOT / "rlplus/sandbox/SECURITY.md")
 
 
