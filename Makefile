@@ -36,7 +36,7 @@ test: setup  ## run the quick tests, in up to four processes
 test-slow: setup  ## run the slow tests
 	@$(BIN)/python -m pytest -m slow
 
-test-peers: .venv-peers/.ready  ## compare with TRL, verl and OpenRLHF, in an environment of their own, .venv-peers
+test-peers: .venv-peers/.ready  ## compare with TRL, verl and OpenRLHF in .venv-peers; with checkouts as LIGER, PRIME_RL: their tests, too
 	@rm -rf build
 	RLPLUS_EXT=0 .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .
 	.venv-peers/bin/pytest -o pythonpath=tests/support -m peers tests/peers

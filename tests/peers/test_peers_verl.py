@@ -164,3 +164,24 @@ def test_verl_installs_it_by_an_environment_variable(tmp_path: Path) -> None:
     environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "rlplus.integrations.verl"}
     done = processes.run([sys.executable, "-c", script], env=environment)
     assert done.stdout.split()[-2:] == ["True", "partial"], done.stderr
+
+
+def test_a_step_of_their_worker_has_the_same_gradients(tmp_path: Path) -> None:
+    """verl's TrainingWorker on the CPU (FSDP2, one process): its own loss of logits, and ours with the fused head.
+
+    Without bounds its clipped loss is the surrogate of sampled tokens of RL-PLUS. The head is tied: verl shards an
+    untied one apart under FSDP2, and its own fused kernels then meet a DTensor, too.
+    """
+    from causal_lms import make
+
+    make("Qwen2", {"tie_word_embeddings": True}).float().save_pretrained(tmp_path / "model")
+    found = []
+    for mode, fused in ("vanilla", "no"), ("rlplus", "yes"):
+        module = {"VERL_USE_EXTERNAL_MODULES": "rlplus.integrations.verl"} if mode == "rlplus" else {}
+        command = [sys.executable, str(processes.SUPPORT / "verl_step.py"), str(tmp_path / "model")]
+        done = processes.run([*command, mode, fused, str(tmp_path / mode)], env=os.environ | module)
+        assert done.returncode == 0, done.stderr
+        found.append(torch.load(tmp_path / mode))
+    theirs, ours = found
+    assert max(g.abs().max() for g in theirs["gradients"].values()) > 0.1
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
