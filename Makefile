@@ -1,5 +1,6 @@
 # `make demo` and `make test` need nothing but Linux, git, make and Python 3.11 or 3.12: they set themselves up.
-# Variables: VENV=folder of the virtual environment, PYTHON=the interpreter to make it with.
+# Variables: VENV=folder of the virtual environment, PYTHON=the interpreter to make it with,
+# WRITE="reason" of `make kernels`: write the budgets anew.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -56,8 +57,8 @@ docs: setup  ## write the derived parts of the manual and of README.md, and buil
 	@PYTHONPATH=. $(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-kernels: setup  ## compile the Triton kernels, no GPU needed; print registers, shared memory, spills
-	@PYTHONPATH=.:tests $(BIN)/python tests/support/kernel_table.py
+kernels: setup  ## compile the Triton kernels, no GPU needed; print what they take, and the difference from the budgets
+	@PYTHONPATH=.:tests $(BIN)/python tests/support/kernel_table.py $(if $(WRITE),--write "$(WRITE)")
 
 bench: setup  ## measure all backends and peers into runs/bench: the gpu suite with a GPU, else cpu; ten minutes
 	@$(BIN)/python -m bench --suite "$$(nvidia-smi > /dev/null 2>&1 && echo gpu || echo cpu)"

@@ -1,4 +1,5 @@
-"""Every Triton kernel compiles for every supported GPU, by every supported Triton, within its limits; without a GPU."""
+"""Every Triton kernel compiles for every supported GPU, by every supported Triton, within its limits, and takes what
+the table of budgets says, as every operation does; without a GPU."""
 
 import json
 import os
@@ -9,7 +10,7 @@ from typing import Any
 import processes
 import pytest
 import tritons
-from sass import hot_path, parse
+from sass import bytes_of, counts, flop_of, parse
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,11 +25,13 @@ def compiled(folder: Path, *options: str, triton: str | None = None) -> list[dic
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
     command = [sys.executable, processes.SUPPORT / "kernel_table.py", *options, "--json", folder / "rows"]
     done = processes.run(command, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, (done.stdout + done.stderr)[-20_000:]
     assert triton is None or f"Triton {triton}" in done.stdout
-    rows = json.loads((folder / "rows").read_text())
-    assert not any(row["faults"] for row in rows)
-    return rows
+    return json.loads((folder / "rows").read_text())
+
+
+def kernels(rows: list[dict[str, Any]]) -> set[str]:
+    return {row["kernel"] for row in rows if "kernel" in row}
 
 
 NAMES = ("statistics", "gradient", "exponential_gradient", "token_loss", "tile", "combine", "scale", "active_rows")
@@ -44,14 +47,17 @@ USUAL = (  # a bf16 model's: one of every kernel
 )
 
 
-def test_the_kernels_of_a_usual_call_compile_for_the_a100(tmp_path: Path) -> None:
-    rows = compiled(tmp_path, "--arch", "80", "--variants", *USUAL)
-    assert {row["kernel"] for row in rows} == KERNELS
+def test_a_usual_call_takes_what_the_table_says(tmp_path: Path) -> None:
+    """On an A100: every kernel, and launches, waits and scratch of operations."""
+    operations = ["logprobs", "loss and gradients, chunks"]
+    rows = compiled(tmp_path, "--arch", "80", "--only", *USUAL, *operations)
+    assert kernels(rows) == KERNELS
+    assert [row["operation"] for row in rows if "operation" in row] == operations
 
 
 def test_what_older_tritons_refuse_is_not_in_the_kernels(tmp_path: Path) -> None:
     """3.6.0 knows the least. These are the kernels that share functions."""
-    rows = compiled(tmp_path, "--arch", "80", "--variants", USUAL[0], USUAL[2], triton=min(tritons.PINNED))
+    rows = compiled(tmp_path, "--arch", "80", "--only", USUAL[0], USUAL[2], triton=min(tritons.PINNED))
     assert {row["kernel"] for row in rows} >= {"_statistics_kernel", "_gradient_kernel", "_tile_kernel"}
 
 
@@ -60,21 +66,16 @@ def test_what_older_tritons_refuse_is_not_in_the_kernels(tmp_path: Path) -> None
 @pytest.mark.parametrize("arch", [80, 90])
 def test_every_kernel_compiles_by_the_tritons_of_every_torch(arch: int, triton: str, tmp_path: Path) -> None:
     rows = compiled(tmp_path, "--arch", str(arch), triton=triton)
-    assert {row["kernel"] for row in rows} == KERNELS
-    assert all(row["registers"] <= 128 for row in rows if row["kernel"] != "_tile_kernel")
+    assert kernels(rows) == KERNELS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 90, 100, 120])
-def test_every_kernel_compiles_within_the_limits_of_the_gpu(arch: int, tmp_path: Path) -> None:
-    rows = compiled(tmp_path, "--arch", str(arch))
-    assert {row["kernel"] for row in rows} == KERNELS
-    # More than 128 registers let fewer blocks run at once. A bias that is read number by number takes them on sm_120.
-    slow = [
-        row for row in rows if arch == 120 and row["variant"].endswith("V 4097 in 4097, bias, blocks of the vocabulary")
-    ]
-    assert all(row["registers"] <= 168 for row in slow)
-    assert all(row["registers"] <= 128 for row in rows if row["kernel"] != "_tile_kernel" and row not in slow)
+@pytest.mark.parametrize("arches", [("80", "90"), ("100",), ("120",)], ids="-".join)
+def test_every_kernel_compiles_within_the_limits_of_the_gpu(arches: tuple[str, ...], tmp_path: Path) -> None:
+    """For sm_80 and sm_90 every number of the table is exact."""
+    rows = compiled(tmp_path, "--arch", *arches)
+    assert kernels(rows) == KERNELS
+    rows = [row for row in rows if "kernel" in row]
     writing = ("_gradient_kernel", "_exponential_gradient_kernel", "_scale_kernel")
     writes = [row for row in rows if row["kernel"] in writing or "stores" in row["variant"]]
     assert all(row["stores16"] > 0 for row in writes if row["aligned"] and row["kernel"] != "_combine_kernel")
@@ -84,31 +85,60 @@ def test_every_kernel_compiles_within_the_limits_of_the_gpu(arch: int, tmp_path:
     assert {row["tensor_cores"] > 0 for row in tiles} == {True, False}
 
 
-def test_a_logit_takes_few_instructions_on_hopper(tmp_path: Path) -> None:
-    """19 instructions per element, at the bandwidth of an H200, are 77 % of what it can issue."""
-    rows = compiled(tmp_path, "--arch", "90", "--variants", "float32, V 4097 in 4160", "bfloat16, V 4097 in 4160")
-    instructions = {(row["kernel"], row["variant"].split(",")[0]): row["instructions"] for row in rows}
-    assert 7 < instructions["_statistics_kernel", "float32"] <= 13
-    assert 10 < instructions["_gradient_kernel", "bfloat16"] <= 20
-
-
-def test_instructions_are_counted_along_the_longest_way() -> None:
-    loop = """
+LOOP = """
         /*0000*/                   MOV R1, c[0x0][0x28] ;
 .L_x_1:
-        /*0010*/                   FADD R1, R1, R1 ;
+        /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
         /*0020*/              @!P0 BRA `(.L_x_2) ;
-        /*0030*/                   FMUL R1, R1, R1 ;
+        /*0030*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
 .L_x_2:
         /*0040*/               @P1 BRA `(.L_x_1) ;
         /*0050*/                   EXIT ;
 .L_x_3:
         /*0060*/                   BRA `(.L_x_3) ;
 """
-    assert hot_path(parse(loop)) == 4
-    straight = loop.replace("@P1 BRA `(.L_x_1)", "MUFU.EX2 R1, R1")
-    assert hot_path(parse(straight)) == 6
-    assert hot_path(parse(straight.replace("@!P0 BRA", "BRA"))) == 5
-    assert hot_path(parse(straight.replace("@!P0 BRA", "BRA.U !UP0,"))) == 6
-    assert hot_path(parse(straight.replace("FADD R1, R1, R1", "EXIT"))) == 2
+OUTER = """
+.L_x_0:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0001*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR20], R24 ;
+.L_x_4:
+        /*0002*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR11], R6 ;
+        /*0003*/              @!P0 BRA `(.L_x_4) ;
+{loop}
+.L_x_5:
+        /*0050*/                   FADD R1, R1, R1 ;
+        /*0051*/               @P2 BRA `(.L_x_5) ;
+        /*0052*/               @P3 BRA `(.L_x_0) ;
+        /*0053*/                   EXIT ;
+"""
+
+
+def test_instructions_are_counted_along_the_longest_way() -> None:
+    assert counts(parse(LOOP)) == ([4], 2, 6)
+    assert counts(parse(LOOP.replace("@!P0 BRA", "BRA"))) == ([3], 2, 5)
+    straight = LOOP.replace("@P1 BRA `(.L_x_1)", "MUFU.EX2 R1, R1")
+    assert counts(parse(straight)) == ([], 6, 6)
+    assert counts(parse(straight.replace("@!P0 BRA", "BRA"))) == ([], 5, 5)
+    assert counts(parse(straight.replace("@!P0 BRA", "BRA.U !UP0,"))) == ([], 6, 6)
+    assert counts(parse(straight.replace("LDG.E.128 R4, desc[UR4][R2.64]", "EXIT"))) == ([], 2, 2)
     assert [instruction.name for instruction in parse(straight)][4] == "MUFU"
+
+
+def test_a_call_that_does_not_return_is_a_branch() -> None:
+    far = LOOP.replace("@P1 BRA `(.L_x_1)", "@P1 CALL.REL.NOINC `(.L_x_1)")
+    assert counts(parse(far)) == ([4], 2, 6)
+    real = LOOP.replace("@P1 BRA `(.L_x_1)", "CALL.REL.NOINC `(.L_x_3)").replace(
+        "BRA `(.L_x_3)", "RET.REL.NODEC R2 `(k)"
+    )
+    assert counts(parse(real)) == ([], 6, 6)
+
+
+def test_innermost_loops_are_found_and_waiting_is_none() -> None:
+    """A loop of instructions in an outer one, and before it a wait for a copy."""
+    inner = LOOP[: LOOP.index("        /*0050*/")]
+    nested = parse(OUTER.format(loop=inner))
+    assert counts(nested) == ([4, 2], 7, 13)
+    assert counts(nested, bytes_of) == ([16, 0], 0, 16)
+    assert counts(nested, flop_of) == ([128, 0], 4096, 4224)  # 2 * 16 * 8 * 16 of 32 threads, 2 * 64 * 256 * 16 of 128
+    with pytest.raises(ValueError, match="want loops with one entry"):
+        counts(parse(OUTER.format(loop=inner.replace("MOV R1, c[0x0][0x28]", "@P4 BRA `(.L_x_2)"))))

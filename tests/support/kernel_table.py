@@ -1,14 +1,16 @@
-"""Compile every Triton kernel as it is launched, for GPUs that need not be present, and print its resources.
+"""Compile every Triton kernel as it is launched, for GPUs that need not be present, and print what it takes; then
+count what operations take on a simulated device.
 
-    python tests/support/kernel_table.py [--arch 80 90 100 120] [--variants TEXT...] [--json PATH]
+    python tests/support/kernel_table.py [--arch 80 90 100 120] [--only TEXT...] [--write REASON] [--json PATH]
 
 The launches come from the public functions: they run with the compiler in the place of the launcher, on a driver
-that only names a target. Exit status 1 if a kernel spills registers, exceeds the shared memory of a block, loads
-aligned rows in pieces of less than 16 bytes, multiplies half precision without the tensor cores, or takes too many
-instructions per element. TRITON_INTERPRET must not be set.
+that only names a target. Exit status 1 if a kernel exceeds the shared memory of a block, loads aligned rows in pieces
+of less than 16 bytes, multiplies half precision without the tensor cores, or if anything is not as the table of budgets
+says (budgets.py). TRITON_INTERPRET must not be set.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -20,14 +22,18 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import budgets
 import torch
 import triton
+from budgets import Row
+from kernel_estimate import Work, estimate, work_of
+from operation_counts import operation_rows
 from ptx.launcher import NoDevice
 from rich.console import Console
 from rich.table import Table
-from sass import hot_path, parse
+from sass import parse
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -38,18 +44,22 @@ from rlplus.loss.surrogates import EXTERNAL, INTERNAL
 
 KB = 1024
 SHARED_LIMIT = {80: 163 * KB, 90: 227 * KB, 100: 227 * KB, 120: 99 * KB}  # bytes a block may have
+KERNEL_COLUMNS = (
+    "arch", "kernel", "variant", "registers", "shared", "spills", "loads16", "stores16", "tensor_cores", "loops",
+    "once", "issue", "memory", "mma", "estimate", "faults",
+)  # fmt: skip
+OPERATION_COLUMNS = ("arch", "operation", "launches", "operations", "waits", "scratch")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# An element, without bias or softcap.
-MOST_INSTRUCTIONS = {"_statistics_kernel": 13, "_gradient_kernel": 20, "_exponential_gradient_kernel": 15}
-# Loads and stores of spilled registers, where there are any: statistics of a biased head, and our GEMM with a softcap.
-SPILLS = {
-    r"Triton 3\.9\..*, sm_1[02]0, .*bias, blocks": 4,
-    r"Triton 3\.7\..*, sm_80, float32, .*bias, blocks": 4,
-    r"Triton 3\.[67]\..*, sm_90, bfloat16, softcap": 64,
-}
-
-
 Launch = tuple[str, bool, Callable[[], Any]]  # name, whether its rows are aligned, and the launch
+
+
+class Compiled(NamedTuple):
+    """A kernel that was compiled in the place of its launch; its sizes of blocks by name."""
+
+    name: str
+    blocks: dict[str, int]
+    warps: int
+    kernel: Any
 
 
 def row_launches() -> Iterator[Launch]:
@@ -175,33 +185,46 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def compile_all(arch: int, variants: list[str] | None) -> Iterator[dict[str, Any]]:
-    """One row of the table for each launch, or each of these variants."""
+@contextlib.contextmanager
+def compiling(arch: int) -> Iterator[list[Compiled]]:
+    """Compile kernels in the place of their launch, and append them to the list."""
     launch, compiled = JITFunction.run, []
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        blocks = [size for name, size in options.items() if name.startswith("BLOCK")]
-        elements = math.prod(blocks) / (32 * options["num_warps"]) if blocks else None  # a thread's
-        compiled.append((self.__name__, elements, launch(self, *args, grid=grid, warmup=True, **options)))
+        bound = dict(zip(self.arg_names, args, strict=False)) | options
+        blocks = {name: size for name, size in bound.items() if name.startswith("BLOCK")}
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        compiled.append(Compiled(self.__name__, blocks, options["num_warps"], kernel))
 
     driver.set_active(NoDevice(arch))
     JITFunction.run = compile_only
     try:
-        launches = (row_launches(), gemm_launches(arch), candidate_launches(arch), exponential_launches(arch))
-        for variant, aligned, start in chain(*launches, token_launches(), other_launches()):
-            if variants is None or variant in variants:
-                start()
-            while compiled:
-                kernel_name, elements, kernel = compiled.pop()
-                row = {"arch": arch, "kernel": kernel_name, "variant": variant, "aligned": aligned}
-                yield row | resources(kernel, elements)
+        yield compiled
     finally:
         JITFunction.run = launch
 
 
-def resources(kernel: Any, elements: float | None) -> dict[str, float | None]:
+def compile_all(arch: int, only: list[str] | None) -> Iterator[Row]:
+    """One row of the table for each launch, or each of these variants."""
+    with compiling(arch) as compiled:
+        launches = (row_launches(), gemm_launches(arch), candidate_launches(arch), exponential_launches(arch))
+        for variant, aligned, start in chain(*launches, token_launches(), other_launches()):
+            if only is None or variant in only:
+                start()
+            while compiled:
+                kernel_name, blocks, warps, kernel = compiled.pop()
+                row = {"arch": arch, "kernel": kernel_name, "variant": variant, "aligned": aligned}
+                elements = math.prod(size for name, size in blocks.items() if name != "BLOCK_H") / (32 * warps)
+                measured, work = resources(kernel, elements)
+                yield row | measured | estimate(arch, kernel_name, aligned, work, blocks)
+
+
+def resources(kernel: Any, elements: float) -> tuple[Row, Work]:
     """Registers per thread, shared memory in bytes, instructions that spill, widths of loads from global memory, and
-    instructions per element of the longest loop, else of the whole kernel."""
+    instructions per element of a block in each loop and outside; what the time is estimated from.
+
+    elements: of a block, per thread.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -214,7 +237,10 @@ def resources(kernel: Any, elements: float | None) -> dict[str, float | None]:
     instructions = parse(sass)
     assert instructions, sass
     opcodes = [instruction.opcode for instruction in instructions]
-    return {
+    work = work_of(instructions, elements)
+    loops = [round(x, 2) for x in work.instructions.loops]
+    once = round(work.instructions.once, 2)
+    row = {
         "registers": int(registers[1]),
         "shared": kernel.metadata.shared,
         "spills": sum(i.name in ("LDL", "STL") for i in instructions),
@@ -222,46 +248,71 @@ def resources(kernel: Any, elements: float | None) -> dict[str, float | None]:
         "loads16": sum((o.startswith(("LDG", "LDGSTS")) and ".128" in o) or o.startswith("UTMALDG") for o in opcodes),
         "stores16": sum(o.startswith("STG") and ".128" in o for o in opcodes),
         "tensor_cores": sum(i.name in ("HMMA", "HGMMA", "UTCHMMA") for i in instructions),
-        "instructions": elements and round(hot_path(instructions) / elements, 2),
+        "loops": loops,
+        "once": once,
+        "instructions": max(loops, default=once),
     }
+    return row, work
 
 
-def faults(row: dict[str, Any]) -> list[str]:
-    plain = row["aligned"] and row["arch"] in (80, 90) and not re.search("bias|softcap", row["variant"])
-    most = MOST_INSTRUCTIONS.get(row["kernel"], math.inf) if plain else math.inf
-    where = f"Triton {triton.__version__}, sm_{row['arch']}, {row['variant']}"
-    spills = max((most for pattern, most in SPILLS.items() if re.search(pattern, where)), default=0)
+def faults(row: Row, table: budgets.Table) -> list[str]:
+    most = budgets.limits(row, table)
     checks = (
-        (row["spills"] <= spills, f"{row['spills']} spills"),
         (row["shared"] <= SHARED_LIMIT[row["arch"]], f"{row['shared']} bytes of shared memory"),
         (row["loads16"] > 0 or not row["aligned"] or row["kernel"] == "_combine_kernel", "no loads of 16 bytes"),
-        (row["instructions"] is None or row["instructions"] <= most, f"more than {most} instructions per element"),
         (row["tensor_cores"] > 0 or row["kernel"] != "_tile_kernel" or "float32" in row["variant"], "no tensor cores"),
+        *((row[name] <= limit, f"{row[name]} {name}, at most {limit}") for name, limit in most.items()),
     )
     return [message for ok, message in checks if not ok]
+
+
+def cell(row: Row, name: str, entry: Row | None) -> str:
+    """A number, and the one that the table has if it is another."""
+    now = row.get(name)
+    text = "" if now is None else ", ".join(map(str, now)) if isinstance(now, list) else str(now)
+    known = name in budgets.NUMBERS[budgets.place(row)[0]]
+    return f"{text} (was {entry.get(name)})" if known and entry is not None and entry.get(name) != now else text
+
+
+def show(title: str, columns: tuple[str, ...], rows: list[Row], table: budgets.Table) -> None:
+    shown = Table(*columns, title=title)
+    for row in rows:
+        entry = budgets.committed(row, table) if budgets.exact(table, budgets.place(row)[0]) else None
+        shown.add_row(*(cell(row, name, entry) for name in columns))
+    Console(width=max(170, Console().width)).print(shown)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile every Triton kernel without a GPU and print what it takes.")
     parser.add_argument("--arch", type=int, nargs="+", default=list(SHARED_LIMIT), choices=list(SHARED_LIMIT))
-    parser.add_argument("--variants", nargs="+", help="compile these alone, as the table names them")
+    parser.add_argument("--only", nargs="+", help="these variants of kernels and operations, as the table names them")
+    parser.add_argument("--write", metavar="REASON", help=f"write the numbers to {budgets.PATH.name}, with the reason")
     parser.add_argument("--json", type=Path, help="write the rows here too")
     options = parser.parse_args()
+    table, whole = budgets.read(), options.only is None and {*options.arch} >= {*budgets.EXACT}
+    if options.write is not None and not (whole and options.write.strip()):
+        parser.error(f"--write: want a reason, every variant and the GPUs {budgets.EXACT}; got {sys.argv[1:]}")
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
-        rows = [row for arch in options.arch for row in compile_all(arch, options.variants)]
-    columns = (
-        "arch", "kernel", "variant", "registers", "shared", "spills", "loads16", "stores16", "tensor_cores",
-        "instructions", "faults",
-    )  # fmt: skip
-    table = Table(*columns, title=f"Triton {triton.__version__}")
+        rows = [row for arch in options.arch for row in compile_all(arch, options.only)]
+        exact = [arch for arch in options.arch if arch in budgets.EXACT]
+        counted = [row for arch in exact for row in operation_rows(arch, options.only)]
     for row in rows:
-        row["faults"] = "; ".join(faults(row))
-        table.add_row(*(str(row[name]) for name in columns))
-    Console(width=max(140, Console().width)).print(table)
+        row["faults"] = "; ".join(faults(row, table))
+    title = f"Triton {triton.__version__}, torch {torch.__version__}"
+    show(title, KERNEL_COLUMNS, rows, table)
+    show(title, OPERATION_COLUMNS, counted, table)
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
-    return int(any(row["faults"] for row in rows))
+        options.json.write_text(json.dumps(rows + counted, indent=1))
+    broken = [f"{budgets.place(row)[1]}, {row['variant']}: {row['faults']}" for row in rows if row["faults"]]
+    found = budgets.differences(rows + counted, table, whole)
+    print(*broken, *found, sep="\n")
+    if options.write is not None:
+        budgets.write(budgets.updated([row for row in rows + counted if row["arch"] in exact], table, options.write))
+        found = []
+    if found:
+        print(f"{len(found)} differences from {budgets.PATH.name}; {budgets.COMMAND} writes it.")
+    return int(bool(broken or found))
 
 
 if __name__ == "__main__":
