@@ -28,7 +28,7 @@ class Instruction(NamedTuple):
     @property
     def follows(self) -> bool:
         """Whether the next instruction may be executed after this one."""
-        return self.conditional or (self.target is None and self.name not in ("BRA", "EXIT", "RET"))
+        return self.conditional or (self.target is None and self.name not in ("EXIT", "RET"))
 
 
 class Counts(NamedTuple):
