@@ -2,7 +2,7 @@
 
 import re
 
-from manual import PAGES, ROOT, blocks
+from manual import MANUAL, PAGES, ROOT, blocks
 
 COLUMNS = 120  # characters of code that fit the page, by style.css
 
@@ -23,4 +23,9 @@ def test_the_drawn_figure_is_dark_where_the_page_is() -> None:
         (ROOT / "docs/style.css").read_text(),
         re.MULTILINE,
     )
-    assert set(rules) == {name for page in PAGES for name in re.findall(r"!\[.*?\]\((\S+\.svg)\)", page.read_text())}
+    figure = re.compile(r"!\[.*?\]\((\S+\.svg)\)")
+    assert set(rules) == {name for page in MANUAL for name in figure.findall(page.read_text())}
+    others = {page.parent / name for page in PAGES if page not in MANUAL for name in figure.findall(page.read_text())}
+    assert all("prefers-color-scheme: dark" in path.read_text() for path in others), (
+        "dark by itself, as no site inverts it"
+    )

@@ -6,14 +6,20 @@ rest are the kernels of installed packages. test_ptx_foreign.py runs this with `
 
 import contextlib
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 from ptx.device import Device
-from ptx.launcher import Run
+from ptx.launcher import Run, executed, findings_of
+from ptx.program import Unsupported
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 ARCHES = pytest.mark.parametrize("arch", [80, 90])
 EPS = torch.finfo(torch.float32).eps
@@ -145,6 +151,77 @@ def test_layer_norm_and_its_gradient(launch: list[Run]) -> None:
     check(dx, exact[0].grad, 4 * dy.abs().max() * weight.abs().max())
     for i, want in enumerate(exact[1:]):
         check(parts[:, i].sum(0), want.grad, 4 * dy.abs().sum(0))
+
+
+# ---- other kernels: which run, and what is refused (docs/kernel-tests.md)
+
+
+@triton.jit
+def product(c, a, b, SPECIAL: tl.constexpr):
+    i = tl.arange(0, 64)
+    total = tl.zeros((64, 64), tl.float32)
+    for k in tl.range(0, 256, 64, warp_specialize=SPECIAL):
+        total = tl.dot(a.load([0, k]), b.load([0, k]).T, total)
+    tl.store(c + i[:, None] * 64 + i[None, :], total)
+
+
+@triton.jit
+def add_atomically(out, x):
+    tl.atomic_add(out, tl.sum(tl.load(x + tl.arange(0, 128)), 0))
+
+
+@triton.jit
+def printing(out, x):
+    tl.device_print("x", tl.load(x))
+
+
+@gluon.jit
+def through_shared_memory(out, x):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    i = gl.arange(0, 128, layout=layout)
+    shared = gl.allocate_shared_memory(gl.float32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    shared.store(gl.load(x + i))
+    gl.store(out + i, 2 * shared.load(layout))
+
+
+def multiply(special: bool = False, dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = (torch.randn(64, 256).to(dtype) for _ in range(2))
+    out = torch.empty(64, 64)
+    product[(1,)](out, *(TensorDescriptor.from_tensor(x, [64, 64]) for x in (a, b)), special)
+    return out, (a.double() @ b.double().T).float()
+
+
+def double(kernel: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    x, out = torch.randn(128), torch.zeros(128)
+    kernel[(1,)](out, x)
+    return out, 2 * x
+
+
+ASKED: dict[str, tuple[Callable[[], tuple[torch.Tensor, torch.Tensor]], dict[int, str]]] = {  # "": runs
+    "half": (multiply, {80: "", 90: "", 100: "tcgen05.alloc", 120: ""}),
+    "tf32": (
+        lambda: multiply(dtype=torch.float32),
+        {80: "mma", 90: "wgmma", 100: "tcgen05.alloc", 120: "mma"},
+    ),
+    "specialised": (lambda: multiply(True), {80: "", 90: "setmaxnreg", 100: ".branchtargets", 120: "setmaxnreg"}),
+    "atomic": (lambda: double(add_atomically), dict.fromkeys((80, 90, 100, 120), "atom.global")),
+    "print": (lambda: double(printing), dict.fromkeys((80, 90, 100, 120), ".local")),
+    "gluon": (lambda: double(through_shared_memory), dict.fromkeys((80, 90, 100, 120), "")),
+}
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+@pytest.mark.parametrize("name", ASKED)
+def test_a_kernel_that_was_asked_for(arch: int, name: str) -> None:
+    call, refused = ASKED[name]
+    with executed(arch) as runs:
+        if refused[arch]:
+            with pytest.raises(Unsupported, match=refused[arch]):
+                call()
+            return
+        got, want = call()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+    assert not findings_of(runs)
 
 
 # ---- of installed packages

@@ -5,6 +5,7 @@ kernel is quick; all shapes, options and tiles are slow.
 """
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ from rlplus.kernels.tiling import FP32_TILE, GRADIENT, STATISTICS, TILES, Block,
 from rlplus.loss import MISMATCH_STATS, STATS, TokenConstants, token_loss
 from rlplus.loss.backends import token_arguments
 
-ARCHES = pytest.mark.parametrize("arch", [80, 90])
+ARCHES = pytest.mark.parametrize("arch", [int(arch) for arch in os.environ.get("PTX_ARCHES", "80 90").split()])
 ONE, PARTS = Tiling(programs=1), Tiling()
 slow = pytest.mark.slow
 

@@ -237,6 +237,14 @@ def test_a_register_of_an_idle_lane_may_be_computed_with_but_not_used() -> None:
     assert found(memory) == ""
 
 
+def test_a_part_of_a_register_that_was_not_written_is_not_the_other_one() -> None:
+    packed = "mov.b64 %rd7, {%r90, %r1};\nmov.b64 {%r2, %r3}, %rd7;\nst.global.b32 [%rd2], %r2;"
+    body = f"add.u64 %rd2, %rd90, %rd80;\n{packed}"
+    assert found(execute(module(body, 1), [torch.zeros(32)], 1)) == ""
+    memory = execute(module(body.replace("[%rd2], %r2", "[%rd2], %r3"), 1), [torch.zeros(32)], 1)
+    assert "register %r3 is used where it was not written" in found(memory)
+
+
 def test_threads_that_do_not_reach_a_barrier_are_refused() -> None:
     loop = REVERSE.replace(BAR, "setp.lt.u32 %p1, %r90, 32;\n@%p1 ret;\n" + BAR, 1)
     assert "barrier after some threads of the block have exited" in reverse(loop)

@@ -17,7 +17,12 @@ def run(cache: Path, words: str, first: Path | None = None) -> int:
 
 
 def test_the_kernels_of_tritons_tutorials_are_right(tmp_path: Path) -> None:
-    assert run(tmp_path, "not liger and not trl") == 8
+    assert run(tmp_path, "not liger and not trl and not asked") == 8
+
+
+@pytest.mark.slow
+def test_what_the_manual_says_of_other_kernels_holds(tmp_path: Path) -> None:
+    assert run(tmp_path, "asked") == 24
 
 
 @pytest.mark.slow

@@ -37,6 +37,14 @@ def test_every_shape_option_and_tile(path: Path, arch: int, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("arch", "gemms"), [("100", False), ("120", True)])
+def test_the_kernels_of_blackwell(arch: str, gemms: bool, tmp_path: Path) -> None:
+    """One shape of each; GEMMs of sm_100 are tcgen05, which is refused."""
+    words = arch if gemms else f"{arch} and not (epilogue_of_the_gemm or gradient_from_them)"
+    assert run(tmp_path, KERNELS, "-m", "not slow", "-k", words, PTX_ARCHES=arch) == (7 if gemms else 5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("triton", tritons.PINNED)
 def test_the_kernels_of_the_tritons_of_every_torch(triton: str, tmp_path: Path) -> None:
     """One shape of each, and every tile and block."""

@@ -195,6 +195,28 @@ def test_numbers_are_packed_and_unpacked() -> None:
     assert torch.equal(got[:, 2], got[:, 0])
 
 
+@pytest.mark.parametrize("name", ["max", "min", "max.NaN"])
+def test_the_largest_and_the_smallest_of_three(name: str) -> None:
+    x = torch.stack([torch.randn(32) for _ in range(3)], 1)
+    x[5, 1] = torch.nan
+    body = "mul.wide.u32 %rd2, %r90, 12;\nadd.u64 %rd3, %rd90, %rd2;\n"
+    body += "".join(f"ld.global.b32 %r{i}, [%rd3 + {4 * i}];\n" for i in range(3)) + f"{name}.f32 %r40, %r0, %r1, %r2;"
+    got = registers_after(body, x.view(torch.int32), 1).view(torch.float32)[:, 0]
+    want = {"max": np.nanmax, "min": np.nanmin, "max.NaN": np.max}[name](x.numpy(), 1)
+    np.testing.assert_array_equal(got.numpy(), want)
+
+
+@pytest.mark.parametrize("name", ["max", "min", "max.NaN"])
+def test_the_largest_and_the_smallest_of_a_warp(name: str) -> None:
+    x = torch.randn(32)
+    for nan in (False, True):
+        x[5] = torch.nan if nan else x[5]
+        body = f"ld.global.b32 %r1, [%rd1];\nmov.b32 %r2, -1;\nredux.sync.{name}.f32 %r40, %r1, %r2;"
+        got = registers_after(body, x.view(torch.int32), 1).view(torch.float32)[:, 0]
+        want = {"max": np.nanmax, "min": np.nanmin, "max.NaN": np.max}[name](x.numpy())
+        np.testing.assert_array_equal(got.numpy(), np.full(32, want))
+
+
 def test_threads_leave_a_loop_one_by_one() -> None:
     body = "mov.u32 %r40, 0; mov.u32 %r1, 0;\n$again:\nadd.u32 %r40, %r40, %r1; add.u32 %r1, %r1, 1;\n"
     body += "setp.le.u32 %p1, %r1, %r90;\n@%p1 bra $again;\n"

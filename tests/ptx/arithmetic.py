@@ -23,6 +23,8 @@ def arithmetic(ex: "Executor", s: Statement) -> Callable[[Mask], None]:
     if s.kind == "mov" and any(isinstance(operand, tuple) for operand in s.operands):
         return _move_vector(ex, s.operands, DTYPES[types[0]])
     result, wanted = row.operands.split("=")
+    three = row.name in ("min", "max", "min.NaN", "max.NaN") and types == ("f32",) and len(s.operands) == 4  # sm_100
+    wanted += "t" * three
     to, operands = s.operands[0], s.operands[1:]
     if isinstance(to, tuple) or "|" in to or len(operands) != len(wanted):
         raise Unsupported("operands of another form")
@@ -30,7 +32,9 @@ def arithmetic(ex: "Executor", s: Statement) -> Callable[[Mask], None]:
     cut = s.kind == "cvt"
     immediate = [int(str(o), 0) for o, k in zip(operands, wanted, strict=True) if k == "i"]
     gets = [ex.source(o, kinds[k], not cut) for o, k in zip(operands, wanted, strict=True) if k != "i"]
-    function = _rounded(ex, row, kinds[result], options)
+    pairs = types == ("f32x2",)
+    function = _rounded(ex, row, np.float32 if pairs else kinds[result], options)
+    function = _of_pairs(function) if pairs else _of_three(function) if three else function
     out = _written(ex, to, kinds[result], cut)
     sources = registers_in(*operands)
     if row.name == "selp":
@@ -69,6 +73,19 @@ def _rounded(ex: "Executor", row: Opcode, dtype: Any, options: set[str]) -> Call
         return out
 
     return function
+
+
+def _of_pairs(function: Callable[..., Array]) -> Callable[..., Array]:
+    """The function of both numbers of each register."""
+
+    def both(*operands: Array) -> Array:
+        return np.asarray(function(*(np.ascontiguousarray(x).view(np.float32) for x in operands))).view(np.uint64)
+
+    return both
+
+
+def _of_three(function: Callable[..., Array]) -> Callable[..., Array]:
+    return lambda a, b, c: function(function(a, b), c)
 
 
 def _written(ex: "Executor", to: str, dtype: Any, extend: bool) -> Callable[[Array], Array]:
@@ -114,9 +131,14 @@ def _move_vector(ex: "Executor", operands: tuple[Operand, ...], dtype: Any) -> C
         part = UNSIGNED[8 * np.dtype(dtype).itemsize // n]
 
         def unpack(m: Mask) -> None:
-            parts = np.ascontiguousarray(ex.everywhere(get(m))).view(part).reshape(ex.size, n)
+            parts, unwritten = (
+                np.ascontiguousarray(ex.everywhere(get(m))).view(part).reshape(ex.size, n),
+                ex.parts.get(what),
+            )
             for i, register in enumerate(to):
                 ex.write(register, np.ascontiguousarray(parts[:, i]), m, registers_in(what))
+                if unwritten is not None and register != "_":
+                    ex.set_taint(register, unwritten[i], m)
 
         return unpack
     part = UNSIGNED[8 * np.dtype(dtype).itemsize // len(what)]
@@ -124,6 +146,9 @@ def _move_vector(ex: "Executor", operands: tuple[Operand, ...], dtype: Any) -> C
 
     def pack(m: Mask) -> None:
         parts = np.stack([ex.everywhere(get(m)) for get in gets], 1)
+        taints = [ex.taint(registers_in(one)) for one in what] if ex.unwritten and m is None else []
         ex.write(str(to), np.ascontiguousarray(parts).view(dtype)[:, 0], m, registers_in(what))
+        if any(taint is not None for taint in taints):
+            ex.parts[str(to)] = [np.zeros(ex.size, bool) if taint is None else taint for taint in taints]
 
     return pack

@@ -1,6 +1,6 @@
 """Instructions of whole warps: exchanges between lanes, matrices in shared memory, products of small matrices.
 
-    shfl.sync.{bfly, up, down, idx}.b32                    elect.sync
+    shfl.sync.{bfly, up, down, idx}.b32     elect.sync     redux.sync.{min, max}[.NaN].f32
     ldmatrix.sync.aligned.m8n8.{x1, x2, x4}[.trans].shared.b16     stmatrix of the same forms
     mma.sync.aligned.m16n8k16.row.col.f32.{bf16, f16}.{bf16, f16}.f32
 
@@ -15,7 +15,7 @@ import numpy as np
 from .checked_memory import WARP, Array
 from .lanes import Mask, registers_in
 from .program import Statement, Unsupported
-from .rounding import from_bf16, from_f16, towards_zero
+from .rounding import NAN, from_bf16, from_f16, towards_zero
 
 if TYPE_CHECKING:
     from .executor import Executor
@@ -60,6 +60,25 @@ PARTNERS: dict[str, Callable[..., tuple[Array, Array]]] = {  # the lane to read,
         ((lane & segment) | (b & ~segment)) <= top,
     ),
 }
+
+
+def reduce(ex: "Executor", s: Statement) -> Run:
+    names = {"min": np.fmin, "max": np.fmax, "min.NaN": np.minimum, "max.NaN": np.maximum}
+    function, (to, one, members) = s.opcode.removeprefix("redux.sync.").removesuffix(".f32"), map(str, s.operands)
+    if s.opcode != f"redux.sync.{function}.f32":
+        raise Unsupported("another form of redux")
+    value, mask = ex.source(one, np.float32), ex.source(members, np.uint32)
+
+    def run(m: Mask) -> None:
+        ex.require(registers_in(one, members), m)
+        ex.whole_warps(m, "redux.sync")
+        if (mask(m) != 0xFFFFFFFF).any():
+            raise Unsupported(f"redux of a part of a warp: {s}")
+        found = names[function].reduce(ex.everywhere(value(m)).reshape(-1, WARP), 1)
+        found = np.where(np.isnan(found), NAN[np.float32], found)
+        ex.write(to, np.repeat(found, WARP).view(np.uint32), m)
+
+    return run
 
 
 def elect(ex: "Executor", s: Statement) -> Run:
@@ -175,4 +194,11 @@ def rounded(ex: "Executor", exact: Array) -> Array:
     return towards_zero(out, exact) if ex.options.truncate else out
 
 
-HANDLERS = {"shfl": shuffle, "elect": elect, "ldmatrix": load_matrices, "stmatrix": store_matrices, "mma": multiply}
+HANDLERS = {
+    "shfl": shuffle,
+    "redux": reduce,
+    "elect": elect,
+    "ldmatrix": load_matrices,
+    "stmatrix": store_matrices,
+    "mma": multiply,
+}

@@ -21,7 +21,7 @@ from .program import ENDS_BLOCK, Program, Statement, Unsupported
 
 Handler = Callable[["Executor", Statement], Callable[[Mask], None]]
 HANDLERS: dict[str, Handler] = accesses.HANDLERS | async_copies.HANDLERS | exchanges.HANDLERS | hopper.HANDLERS
-COLLECTIVE = ("shfl", "ldmatrix", "stmatrix", "mma", "elect")  # run also where the guard is false everywhere
+COLLECTIVE = ("shfl", "redux", "ldmatrix", "stmatrix", "mma", "elect")  # run also where the guard is false everywhere
 
 
 class Options(NamedTuple):

@@ -33,13 +33,14 @@ class Lanes:
         self.registers: dict[str, Array] = {}
         self.special: dict[str, Array] = {}
         self.unwritten: dict[str, Array] = {}
+        self.parts: dict[str, list[Array]] = {}  # lanes in which each part of a packed register was not written
 
     def begin(self, blocks: Array, grid: tuple[int, int, int]) -> None:
         """Forget all registers; the lanes are the threads of these blocks."""
         T = self.program.threads
         self.size = len(blocks) * T
         self.lane = np.arange(self.size)
-        self.registers, self.unwritten = {}, {}
+        self.registers, self.unwritten, self.parts = {}, {}, {}
         block, thread = np.repeat(blocks, T), np.tile(np.arange(T, dtype=np.uint32), len(blocks))
         self.thread = (block * T + thread).astype(np.int32)  # number in the grid
         place = {"x": block % grid[0], "y": block // grid[0] % grid[1], "z": block // (grid[0] * grid[1])}
@@ -72,6 +73,7 @@ class Lanes:
         if value.shape != (self.size,):
             value = np.broadcast_to(value, (self.size,)).copy()
         taint = self.taint(sources) if self.unwritten else None
+        self.parts.pop(name, None)
         if m is not None:
             value = np.where(m, value, self.read(name))
         self.registers[name] = value

@@ -16,7 +16,7 @@ from .rounding import fma32, from_bf16, from_f16, to_bf16, to_f16
 Array = Any
 DTYPES: dict[str, Any] = {
     "f32": np.float32, "f64": np.float64, "pred": bool,
-    "bf16": np.uint16, "f16": np.uint16, "bf16x2": np.uint32, "f16x2": np.uint32,
+    "bf16": np.uint16, "f16": np.uint16, "bf16x2": np.uint32, "f16x2": np.uint32, "f32x2": np.uint64,
     **{f"{kind}{bits}": getattr(np, f"{'int' if kind == 's' else 'uint'}{bits}")
        for kind in "sub" for bits in (8, 16, 32, 64)},
 }  # fmt: skip
@@ -26,7 +26,8 @@ class Opcode(NamedTuple):
     """A row of the table.
 
     options: modifiers that may stand in the name: "rn" says how the hardware rounds anyway, "ftz" flushes subnormals.
-    types: at the end of the name, "f32.s32" if there are two: of the result and of the operands.
+    types: at the end of the name, "f32.s32" if there are two: of the result and of the operands. "f32x2": two numbers
+    in one register; `run` and `exact` take each.
     operands: "result=operands": t the type, d and s the first and second of two, w an integer twice as wide, p a
     predicate, u a 32-bit number, i an immediate.
     bound: the largest error of an approximation, of its exact value and its operands; None: correctly rounded.
@@ -203,10 +204,10 @@ TABLE = (
     Opcode("selp", "", "b16 b32 b64 s32 u32 s64 u64 f32 f64", "t=ttp", lambda a, b, p: np.where(p, a, b),
            lambda a, b, p: a if p else b),
     Opcode("mov", "", "pred b16 u16 s16 b32 u32 s32 f32 b64 u64 s64 f64", "t=t", lambda a: a, lambda a: a),
-    Opcode("add", "rn ftz", "f32 f64", "t=tt", np.add, lambda a, b: a + b),
-    Opcode("sub", "rn ftz", "f32 f64", "t=tt", np.subtract, lambda a, b: a - b),
-    Opcode("mul", "rn ftz", "f32 f64", "t=tt", np.multiply, lambda a, b: a * b),
-    Opcode("fma", "rn ftz", "f32", "t=ttt", fma32, _fused),
+    Opcode("add", "rn ftz", "f32 f64 f32x2", "t=tt", np.add, lambda a, b: a + b),
+    Opcode("sub", "rn ftz", "f32 f64 f32x2", "t=tt", np.subtract, lambda a, b: a - b),
+    Opcode("mul", "rn ftz", "f32 f64 f32x2", "t=tt", np.multiply, lambda a, b: a * b),
+    Opcode("fma", "rn ftz", "f32 f32x2", "t=ttt", fma32, _fused),
     Opcode("div.rn", "ftz", "f32 f64", "t=tt", np.divide, lambda a, b: a / b),
     Opcode("sqrt.rn", "ftz", "f32 f64", "t=t", np.sqrt, np.sqrt),
     Opcode("neg", "ftz", "f32 f64", "t=t", np.negative, lambda a: -a),

@@ -20,7 +20,7 @@ WORD = {16: ctypes.c_uint16, 32: ctypes.c_uint32, 64: ctypes.c_uint64}
 
 
 def bits_of(kind: str) -> int:
-    return {"pred": 1, "bf16": 16, "bf16x2": 32, "f16x2": 32}.get(kind) or int(kind[1:])
+    return {"pred": 1, "bf16": 16, "bf16x2": 32, "f16x2": 32, "f32x2": 64}.get(kind) or int(kind[1:])
 
 
 def from_bits(bits: int, kind: str) -> Any:
@@ -70,6 +70,9 @@ def flush(value: Any) -> Any:
 
 def evaluate(row: Opcode, types: tuple[str, ...], options: set[str], operands: Sequence[int], width: int) -> int:
     """The bits of the result, from those of the operands; an immediate is itself."""
+    if types == ("f32x2",):
+        low, high = (evaluate(row, ("f32",), options, [o >> n & 0xFFFFFFFF for o in operands], 32) for n in (0, 32))
+        return high << 32 | low
     result, wanted = row.operands.split("=")
     kinds = {"t": types[0], "d": types[0], "s": types[-1], "p": "pred", "u": "u32"}
     kinds["w"] = f"{types[0][0]}{2 * bits_of(types[0])}"
