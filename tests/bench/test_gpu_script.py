@@ -149,6 +149,13 @@ def test_named_steps_run_again(lent: Callable[..., Machine]) -> None:
     assert here.ran == [*PARTS, "test_gpu", "kernels"]
 
 
+@pytest.mark.parametrize("cpu", [False, True])
+def test_the_tests_that_it_runs_exist(cpu: bool, tmp_path: Path) -> None:
+    files = [str(word) for part in parts(tmp_path, cpu) for word in part.command if str(word).startswith("tests/")]
+    assert files
+    assert [name for name in files if not (ROOT / name).is_file()] == []
+
+
 def test_without_the_sanitizer_its_parts_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     reasons = {part.name: part.skip for part in parts(tmp_path, cpu=False) if part.step == "sanitize"}

@@ -98,9 +98,9 @@ def test_the_gap_of_every_update_is_checked_before_the_first(
 ) -> None:
     generate = TransformersEngine.generate
 
-    def skewed(engine: Any, prompts: Any, n: Any, **options: Any) -> Any:
-        answers = generate(engine, prompts, n, **options)
-        for group in groups if len(prompts) == 4 else ():  # a probe has other prompts
+    def skewed(engine: Any, requests: Any, sampling: Any) -> Any:
+        answers = generate(engine, requests, sampling)
+        for group in groups if len(requests) == 4 else ():  # a probe has other prompts
             for completion in answers[group]:
                 completion.logprob[:] = [value - 0.3 for value in completion.logprob]
         return answers

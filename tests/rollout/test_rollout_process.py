@@ -190,7 +190,7 @@ def test_a_hung_engine_shows_its_stacks_and_is_started_again(
         engine.push_weights(model.named_parameters(), 1)
         (hanging / "now").touch()
         processes.wait_until((hanging / "hangs").exists)
-        question = ("generate", ([[1]], [1], {"temperature": 1.0, "max_tokens": 4, "seed": 0}))
+        question = ("generate", (requests([[1]], [1], 4), Sampling(1.0, 0)))
         with pytest.raises(_EngineDied, match=rf"process {engine.pid} hangs: no progress for 0.2 s$"):
             engine._exchange(question, 0.2)
         stacks = ""
@@ -205,7 +205,7 @@ def test_a_hung_engine_shows_its_stacks_and_is_started_again(
         with pytest.raises(_EngineDied, match=r"hangs: no progress for 0.2 s; it is stopped .SIGSTOP"):
             engine._exchange(question, 0.2)
         _limit(engine._pipe, 0.2)
-        engine._progress_s, large = 0.2, ("generate", ([[1] * 1_000_000], [1], {}))
+        engine._progress_s, large = 0.2, ("generate", (requests([[1] * 1_000_000], [1], 4), Sampling(1.0, 0)))
         with pytest.raises(_EngineDied, match=r"hangs: no progress for 0.2 s; it is stopped .SIGSTOP"):
             engine._exchange(large, 600.0)
         restart = engine._restart

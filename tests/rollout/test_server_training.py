@@ -129,9 +129,9 @@ def in_batch(monkeypatch: pytest.MonkeyPatch, batch: int, call: Callable[..., ob
     """Call once the `batch`-th batch has been asked for, before any of its answers is taken."""
     generate, answers, batches = ServerEngine.generate, ServerEngine._await, []
 
-    def counted(engine: Any, *args: Any, max_tokens: Any, **options: Any) -> Any:
-        batches.append(max_tokens != 2)  # not the probe
-        return generate(engine, *args, max_tokens=max_tokens, **options)
+    def counted(engine: Any, requests: Any, sampling: Any) -> Any:
+        batches.append(max(request.max_tokens for request in requests) > 2)  # not the probe
+        return generate(engine, requests, sampling)
 
     def call_and_await(engine: Any, asked: Any) -> None:
         if batches[-1] and sum(batches) == batch:

@@ -15,7 +15,7 @@ from unittest import mock
 from recipe_cases import draw_rewards
 from trainer_runs import run_config
 
-from rlplus.rollout import Completion
+from rlplus.rollout import Completion, Request, Sampling
 from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import train
 from rlplus.trainer.engine import SyncedEngine
@@ -29,14 +29,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def responses(
-    engine: Any, prompts: Sequence[Sequence[int]], n: Sequence[int], *, max_tokens: Sequence[int], **_: Any
-) -> list[list[Completion]]:
-    """Replaces an engine's responses: the same for a prompt on every rank, without logprobs."""
+def responses(engine: Any, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+    """Replaces an engine's responses: the same for a prompt on every rank, with logprobs of no model."""
     groups = []
-    for prompt, count, limit in zip(prompts, n, max_tokens, strict=True):
-        random = Random(str(list(prompt)))
-        texts = [[random.randrange(200) for _ in range(random.randint(1, limit))] for _ in range(count)]
+    for request in requests:
+        random = Random(str(list(request.prompt)))
+        texts = [
+            [random.randrange(200) for _ in range(random.randint(1, request.max_tokens))] for _ in range(request.n)
+        ]
         groups.append([Completion(tokens, [-random.uniform(3, 7) for _ in tokens], False) for tokens in texts])
     return groups
 
