@@ -1,5 +1,6 @@
 """The workflows' commands, and the stack on which one of them rehearses a session on a lent GPU."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -22,6 +23,15 @@ def commands(job: str) -> list[str]:
 @pytest.mark.parametrize("command", ["make lint", "make test", "make test-slow", "make test-peers"])
 def test_every_kind_of_test_is_run_by_a_workflow(command: str) -> None:
     assert [job for job in JOBS if command in commands(job)]
+
+
+def test_what_a_workflow_imports_exists() -> None:
+    """Every `from MODULE import NAME` in a workflow's `python -c` is executed."""
+    scripts = re.findall(r'python -c "([^"]*)"', "\n".join(command for job in JOBS for command in commands(job)))
+    nodes = [node for script in scripts for node in ast.walk(ast.parse(script)) if isinstance(node, ast.ImportFrom)]
+    assert nodes
+    for node in nodes:
+        exec(ast.unparse(node), {})
 
 
 def test_a_lent_gpu_is_rehearsed_on_its_stack() -> None:
