@@ -253,3 +253,17 @@ def test_approximations_err_as_asked() -> None:
 def exponentials(out, x, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(out + i, tl.exp(tl.load(x + i)))
+
+
+@triton.jit
+def shifted(out, x, by=0.25, N: tl.constexpr = 64):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.load(x + i) + by)
+
+
+def test_arguments_that_are_left_out_have_their_defaults(launch: list[Run]) -> None:
+    x, out, other = torch.randn(64), torch.empty(64), torch.empty(64)
+    shifted[(1,)](out, x)
+    shifted[lambda meta: (meta["N"] // 64,)](other, x, by=3)
+    assert torch.equal(out, x + 0.25)
+    assert torch.equal(other, x + 3)

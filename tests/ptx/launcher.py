@@ -112,7 +112,8 @@ def executed(
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = compile_and_launch(self, *args, grid=grid, warmup=True, **kwargs)
         if not warmup:
-            bound = dict(zip(self.arg_names, args, strict=False))
+            bound = {param.name: param.default for param in self.params if param.has_default}
+            bound |= dict(zip(self.arg_names, args, strict=False))
             bound |= {name: value for name, value in kwargs.items() if name in self.arg_names}
             shape = tuple(grid(bound)) if callable(grid) else tuple(grid)
             runs.append(execute(self.__name__, kernel, bound, shape, options, edit))
