@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 import yaml
@@ -52,6 +53,12 @@ def test_a_stage_is_laid_over_the_rest(tmp_path: Path) -> None:
     assert (first.data.path, second.data.path) == ("mine", "other.jsonl")
     assert (first.data.limit, second.data.limit, second.data.demonstration) == (None, 9, "solution")
     assert load_config(path) == load_stages(path)[1]
+
+
+def test_sft_is_followed_by_the_authors_grpo() -> None:
+    """Their script's, whose loss the paper does not state (docs/systems.md)."""
+    stages = load_stages(processes.ROOT / "configs/sft+grpo.yaml")
+    assert [stage.algorithm.preset for stage in stages] == ["sft", "grpo-official"]
 
 
 def test_one_stage_has_a_folder_too(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """The examples in plain PyTorch, the preparation of public data, and the commands of the walk-through."""
 
+import os
 import re
 import runpy
 import sys
 from pathlib import Path
 
+import processes
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -106,6 +108,17 @@ def test_data_of_another_layout_are_refused(tmp_path: Path) -> None:
         prepare_data.main(["openr1-math", "--train", two, "--output", str(tmp_path)])
     with pytest.raises(ValueError, match=r"want --validation from 1 to 2, fewer than prompts; got 3"):
         prepare_data.main(["openr1-math", "--train", openr1, "--validation", "3", "--output", str(tmp_path)])
+
+
+def test_without_the_hub_one_line_says_what_to_give_it(tmp_path: Path) -> None:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "cache")}
+    program = [sys.executable, FOLDER / "prepare_data.py", "gsm8k", "--output", tmp_path / "out"]
+    done = processes.run(program, env=environment)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("prepare_data.py: want a data set")]
+    assert "hf://openai/gsm8k/main/train: HF_HUB_OFFLINE is set" in line
+    assert line.endswith("or give a file (--train and --test take files in place of the hub's)")
+    assert "Traceback" not in done.stderr
 
 
 def test_default_sources_are_splits_on_the_hub() -> None:

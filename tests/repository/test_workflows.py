@@ -25,6 +25,14 @@ def test_every_kind_of_test_is_run_by_a_workflow(command: str) -> None:
     assert [job for job in JOBS if command in commands(job)]
 
 
+def test_sandboxes_of_every_kind_are_tried_as_a_user_and_as_root() -> None:
+    job = "slow/sandbox"
+    assert JOBS[job]["env"] == {"RLPLUS_SANDBOX": "1"}
+    tests = ".venv/bin/python -m pytest -rs tests/sandbox"
+    assert [c for c in commands(job) if c.endswith(tests)] == [tests, f"sudo --preserve-env=RLPLUS_SANDBOX {tests}"]
+    assert any("install -y bubblewrap" in c for c in commands(job))
+
+
 def test_what_a_workflow_imports_exists() -> None:
     """Every `from MODULE import NAME` in a workflow's `python -c` is executed."""
     scripts = re.findall(r'python -c "([^"]*)"', "\n".join(command for job in JOBS for command in commands(job)))
