@@ -17,6 +17,13 @@ add.u64 %rd2, %rd91, %rd80;
 @%p1 ld.global.b32 %r1, [%rd1 + 0];
 @%p1 st.global.b32 [%rd2 + 0], %r1;
 """
+# The first block reads a word before a barrier, the second one its own behind it.
+APART = """
+setp.eq.u32 %p1, %r91, 0;
+@%p1 ld.global.b32 %r1, [%rd90];
+bar.sync 0;
+@!%p1 st.global.b32 [%rd91], %r91;
+"""
 # Each thread gives its number to the one on the other side of the block, through shared memory.
 REVERSE = """
 shl.b32 %r1, %r90, 2;
@@ -196,6 +203,10 @@ MISTAKES = [
     ("a wait for one product too few", product, LAST_WAIT, LAST_WAIT.replace("0", "1"), "wgmma in flight at exit"),
     ("a tile over one that is read", product, "wgmma.wait", "@%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::"
      "complete_tx::bytes [%r2], [%rd1, {0, 0}], [%r1];\nwgmma.wait", "TMA to what wgmma still reads"),
+    ("a store over what is read", product, "wgmma.wait", "st.shared.b32 [%r2], %r1;\nwgmma.wait",
+     "store to what wgmma still reads"),
+    ("a copy over what is read", product, "wgmma.wait", "cp.async.ca.shared.global [%r2], [%rd90], 4;\nwgmma.wait",
+     "cp.async to what wgmma still reads"),
     ("two arrivals for one", product, "@%p1 mbarrier.arrive", "mbarrier.arrive", "mbarrier: more arrivals"),
     ("products by a part of a group", product, "wgmma.commit", "setp.lt.u32 %p5, %r90, 64;\n@%p5 wgmma.mma_async.sync."
      "aligned.m64n8k16.f32.bf16.bf16 {%r10,%r11,%r12,%r13}, %rd13, %rd23, 1, 1, 1, 0, 0;\nwgmma.commit",
@@ -208,6 +219,16 @@ def test_a_mistake_is_found(run, old: str, new: str, words: str) -> None:
     body = dict(RIGHT)[run]
     assert body.count(old) >= 1
     assert words in run(body.replace(old, new, 1))
+
+
+@pytest.mark.parametrize("order", ["in order", "random"])
+def test_no_barrier_orders_what_several_threads_of_another_block_read(order: str) -> None:
+    x, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    options = Options(blocks=order) if order == "random" else None
+    for stored, words in (("%rd91", ""), ("%rd90", "race across blocks: ")):
+        body = APART.replace("st.global.b32 [%rd91]", f"st.global.b32 [{stored}]")
+        findings = execute(module(body, 2, 32), [x, out], 2, options=options).findings
+        assert any(text.startswith(words) for text in findings) if words else not findings
 
 
 def test_gaps_between_the_elements_of_a_tensor_are_out_of_bounds() -> None:

@@ -63,6 +63,8 @@ def store(ex: "Executor", s: Statement) -> Run:
         memory, lanes, at = place(m)
         parts = np.stack([ex.everywhere(get(m))[lanes] for get in gets], 1)
         words = parts.view(np.uint64) if width == 16 else parts.view(UNSIGNED[8 * width])[:, 0]
+        if memory is not ex.memory and ex.shared.read_by_products(at):
+            ex.find("store to what wgmma still reads")
         memory.store(at, width, words, ex.thread[lanes], ex.epoch, ex.program.threads)
 
     return run

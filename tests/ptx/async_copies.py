@@ -92,6 +92,8 @@ def _read(ex: "Executor", lanes: Array, source: Array, n: Array, width: int) -> 
 def _begin(ex: "Executor", lanes: Array, at: Array, value: Array, width: int) -> None:
     if ex.shared.region.any_pending(at, width):
         ex.find("cp.async to where a copy is under way")
+    if ex.shared.read_by_products(at):
+        ex.find("cp.async to what wgmma still reads")
     memory, region = ex.shared.memory, ex.shared.region
     memory.copying(region, at, width, ex.thread[lanes], ex.epoch, ex.program.threads)
     ex.shared.copies.flying.append(Flight(lanes, at, value, width))

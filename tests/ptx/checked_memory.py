@@ -30,7 +30,8 @@ class Region:
     """Bytes at [base, base + len(data)), with the state, the last writer and the last reader of each grain of them.
 
     writer, reader: a thread, -1 none; a reader of -2: several. readers: likewise the warp of all that read since the
-    last barrier. w_epoch, r_epoch: barriers passed at that time; w_warp, r_warp: those of the warp alone.
+    last barrier; r_block: the block of all that ever read, since no barrier orders blocks. w_epoch, r_epoch: barriers
+    passed at that time; w_warp, r_warp: those of the warp alone.
     """
 
     def __init__(self, base: int, data: Array, name: str, grain: int, tracked: bool) -> None:
@@ -40,6 +41,7 @@ class Region:
         n = len(data) // grain + 1 if tracked else 0
         self.writer, self.w_epoch, self.w_warp = (np.full(n, -1, np.int32) for _ in range(3))
         self.reader, self.r_epoch, self.r_warp, self.readers = (np.full(n, -1, np.int32) for _ in range(4))
+        self.r_block = np.full(n, -1, np.int32)
         self._views: dict[tuple[int, int], Array] = {}
 
     def view(self, array: Array, width: int) -> Array:
@@ -194,12 +196,12 @@ class Memory:
             what = f"race {place}: {kind} after store in {region.name}"
             self._find_race(what, writer[bad], who[bad], at[bad] * region.grain)
         if not store:
-            self._note_readers(region, at, who, epoch)
+            self._note_readers(region, at, who, epoch, block)
             return
         reader = region.reader[at]
-        far = (reader >= 0) & (reader // block != who // block)
+        far = (region.r_block[at] != -1) & (region.r_block[at] != who // block)
         ordered = (region.readers[at] == warp) & (region.r_warp[at] != now)
-        bad = (reader != -1) & (reader != who) & (far | ((region.r_epoch[at] == epoch) & ~ordered))
+        bad = far | ((reader != -1) & (reader != who) & (region.r_epoch[at] == epoch) & ~ordered)
         if bad.any():
             near = (reader[bad] >= 0).all() and (reader[bad] // WARP == warp[bad]).all()
             place = "across blocks" if (bad & far).any() else "in a warp" if near else "between threads"
@@ -212,8 +214,11 @@ class Memory:
         i = np.argmax(earlier // WARP != later // WARP)  # within a warp only if there is no other
         self.races.setdefault(f"{what} at {self.where}", Race(int(earlier[i]), int(later[i]), int(byte[i])))
 
-    def _note_readers(self, region: Region, at: Array, who: Array, epoch: int) -> None:
+    def _note_readers(self, region: Region, at: Array, who: Array, epoch: int, block: int) -> None:
         """Who reads, since the last barrier of the block; of a warp that has synchronised alone, since then."""
+        ours, blocks = who // block, region.r_block[at]
+        region.r_block[at] = np.where((blocks == -1) | (blocks == ours), ours, -2)
+        region.r_block[at[region.r_block[at] != ours]] = -2  # lanes of several blocks: the last one is there
         warp, before = who // WARP, region.readers[at]
         now = self.warps[warp]
         first = (region.r_epoch[at] != epoch) | (before == -1)

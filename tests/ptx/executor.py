@@ -57,6 +57,10 @@ class Shared:
         self.barriers: dict[tuple[int, int], hopper.Barrier] = {}  # by block of the batch and address
         self.products: list[list[hopper.Product]] = [[]]  # groups of wgmma; the last one is not committed
 
+    def read_by_products(self, at: Array) -> bool:
+        """Whether a product that is under way reads one of the pieces of 16 bytes with these places."""
+        return any(len(np.intersect1d(product.at, at // 16 * 16)) for group in self.products for product in group)
+
 
 class Executor(Lanes):
     """One launch."""

@@ -195,7 +195,7 @@ def _tile(ex: "Executor", s: Statement, of: dict, lane: int, place: int, row: in
     region, who = ex.shared.region, np.full(len(at), ex.thread[lane], np.int32)
     if region.any_pending(at, 16):
         ex.find("TMA to where a copy is under way")
-    if any(len(np.intersect1d(product.at, at)) for group in ex.shared.products for product in group):
+    if ex.shared.read_by_products(at):
         ex.find("TMA to what wgmma still reads")
     ex.shared.memory.copying(region, at, 16, who, ex.epoch, ex.program.threads)
     return Tile(at, value.reshape(-1, 16).view(np.uint64), rows * pitch)
