@@ -13,9 +13,11 @@ def first(n: int, cases: Iterable[Any]) -> list[Any]:
 
 
 def only(quick: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
-    """The cases, all but the quick ones marked slow."""
-    quick = list(quick)
-    return [case if case in quick else _slow(case) for case in cases]
+    """The cases, all but the quick ones marked slow; ValueError if a quick one is none of them."""
+    quick, listed = list(quick), list(cases)
+    if unknown := [case for case in quick if case not in listed]:
+        raise ValueError(f"want quick cases among {listed}; got {unknown}")
+    return [case if case in quick else _slow(case) for case in listed]
 
 
 def _slow(case: Any) -> Any:
