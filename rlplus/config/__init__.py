@@ -2,6 +2,7 @@
 
 from rlplus.config.algorithm_section import AlgorithmConfig
 from rlplus.config.benchmarks import BENCHMARKS, Benchmark, benchmark_name, is_test_benchmark
+from rlplus.config.commented_yaml import commented_yaml, write_new
 from rlplus.config.data_section import DataConfig
 from rlplus.config.folders import (
     RESULTS,
@@ -15,6 +16,8 @@ from rlplus.config.folders import (
     read_starts,
 )
 from rlplus.config.loading import (
+    apply_override,
+    config_from,
     load_config,
     load_stages,
     merged,
@@ -73,6 +76,7 @@ __all__ = [
     "ScratchModel",
     "TrainConfig",
     "ValidationConfig",
+    "apply_override",
     "benchmark_name",
     "check_data_files",
     "check_evaluation_files",
@@ -83,6 +87,8 @@ __all__ = [
     "check_samples_folder",
     "check_trackers",
     "check_training_files",
+    "commented_yaml",
+    "config_from",
     "is_run",
     "is_test_benchmark",
     "load_config",
@@ -97,4 +103,5 @@ __all__ = [
     "shipped_architecture",
     "split_hub_path",
     "with_first_model",
+    "write_new",
 ]

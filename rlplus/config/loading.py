@@ -66,7 +66,7 @@ def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> list[Config]
     if "stages" in data:
         _check_stages(path, data["stages"])
     for override in overrides:
-        _apply(data, override)
+        apply_override(data, override)
     stages = list(enumerate(data.pop("stages"), 1)) if "stages" in data else [(0, {})]
     problems = [_unknown_line(key) for key in _unknown_keys(data, Config)]
     configs = []
@@ -85,6 +85,18 @@ def load_stages(path: str | Path, overrides: Sequence[str] = ()) -> list[Config]
     if problems:
         raise ValueError("\n".join([f"{path} does not describe a run:", *dict.fromkeys(problems)]))
     return configs
+
+
+def config_from(values: dict[str, Any], what: str) -> Config:
+    """The configuration of one run in these sections; ValueError as `load_stages`. what: the sections, in messages."""
+    problems = [_unknown_line(key) for key in _unknown_keys(values, Config)]
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        problems += [line for detail in error.errors() for line in problem_lines(detail)]
+    if problems:
+        raise ValueError("\n".join([f"{what} does not describe a run:", *dict.fromkeys(problems)]))
+    return config
 
 
 def recorded_config(values: Any) -> Config:
@@ -204,7 +216,8 @@ def _size(node: yaml.Node, known: dict[int, int]) -> int:
     return known[id(node)]
 
 
-def _apply(data: dict[str, Any], override: str) -> None:
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Set a value of the sections in `data` as the command line does; ValueError for another form."""
     key, separator, text = override.partition("=")
     parts = key.strip().split(".")
     if not separator or not all(parts):

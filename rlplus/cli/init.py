@@ -1,0 +1,48 @@
+"""`rlplus init`."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlplus.cli.common import quiet_imports
+
+if TYPE_CHECKING:
+    from rlplus.cli.common import Commands
+
+
+def add(commands: "Commands") -> None:
+    """Add the command's arguments."""
+    init = commands.add_parser("init", help="write a first configuration, for your model, data and GPU, that fits")
+    init.add_argument("--model", required=True, help="a Hugging Face folder, or a name on the hub")
+    init.add_argument("--data", required=True, help="a file of prompts and answers: JSON lines or Parquet")
+    known = "a100-40g, a100-80g, h100, h200, or a size of memory such as 24g"
+    init.add_argument("--gpu", help=f"{known}; default: this machine's, or a100-80g")
+    init.add_argument("--gpus", type=int, help="how many; default: this machine's, or 1 where --gpu is given")
+    init.add_argument("--out", default="run.yaml", help="the file to write, run.yaml by default; never overwritten")
+    init.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="fixed: rollout.group_size=16")
+    init.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the configuration, and print the choices and the next command."""
+    from rlplus.config import load_config, write_new
+
+    out = Path(args.out)
+    if out.exists():
+        raise ValueError(f"want --out a new file; got {out}, which exists")
+    quiet_imports()
+    from rlplus.common.terminal import Terminal
+    from rlplus.init import start
+    from rlplus.plan import make_cluster
+
+    cluster = make_cluster(args.gpus or (1 if args.gpu else None), args.gpu)
+    begun = start(args.model, args.data, cluster, args.overrides)
+    write_new(out, begun.text)
+    assert load_config(out) == begun.config, "a written configuration is the chosen one"
+    console = Terminal()
+    console.print(f"{out}: {args.model} on {cluster.name}")
+    for reason in begun.reasons:
+        console.print(f"- {reason}")
+    launch = "rlplus" if cluster.gpus == 1 else f"torchrun --nproc_per_node {cluster.gpus} -m rlplus"
+    given = f" --gpus {cluster.gpus} --gpu {args.gpu}" if args.gpu else ""
+    console.print(f"Next: rlplus plan {out} --data{given}, then {launch} train {out}")

@@ -1,0 +1,117 @@
+"""A first configuration: the data's columns, a model, and settings that the plan says fit.
+
+`columns` reads the data as training does, `fitting` tries settings with the plan's formulas.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from rlplus.config import (
+    Config,
+    apply_override,
+    check_data_files,
+    check_model_path,
+    commented_yaml,
+    config_from,
+    merged,
+    shipped_architecture,
+)
+from rlplus.init.columns import Columns, find_columns
+from rlplus.init.fitting import Found, find_fitting, what_would_fit, with_room
+from rlplus.plan import Cluster
+
+__all__ = ["Start", "start"]
+
+UPDATE = 32  # prompts: an update has the next multiple of the ranks; a step is two updates
+COMMENTS = {
+    "model.gradient_checkpointing": "keeps the layers' inputs only: less memory for about a third more time",
+    "model.lora": "adapters: all weights do not fit",
+    "model.lora.alpha": "scale of the adapters",
+    "data.chat": "the prompt becomes a user message, in the model's chat template",
+    "data.demonstration": "a worked solution, which takes the place of one rollout of its group",
+    "data.max_prompt_length": "1% of the prompts, at most, are longer, and dropped",
+    "reward.kind": "docs/data.md has the other graders, and functions of your own",
+    "rollout.sleep": "the engine gives its memory back while the policy trains",
+    "rollout.group_size": "responses to a prompt",
+    "rollout.gpu_memory_utilization": "share of a GPU that the engine takes while it generates",
+    "rollout.tensor_parallel_size": "GPUs that share an engine",
+    "algorithm.preset": "docs/systems.md has the others",
+    "train.epochs": "passes over the data",
+    "train.prompts_per_step": "prompts that are generated for together",
+    "train.prompts_per_update": "prompts of an optimizer step",
+    "train.tokens_per_micro_batch": "tokens of one forward pass on a GPU",
+    "train.zero_stage": "sharding over the GPUs: 1 optimizer state, 2 + gradients, 3 + weights",
+    "train.offload_params": "the weights in host memory, from where each pass fetches them: slow",
+    "train.memory": "least memory in the head, for about a third more time there",
+}
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+@dataclass(frozen=True)
+class Start:
+    """A configuration's text and its reasons, a line each."""
+
+    config: Config
+    text: str
+    reasons: tuple[str, ...]
+
+
+def start(model: str, data: str, cluster: Cluster, overrides: Sequence[str] = ()) -> Start:
+    """A configuration for that model and data that fits on the cluster.
+
+    overrides: keys of the configuration that are fixed, as on a command line; the rest is chosen around them.
+    ValueError for data that a training would refuse, a model that cannot be read, and where nothing fits.
+    """
+    fixed: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(fixed, override)
+    check_data_files([data], "--data")
+    if shipped_architecture(model) is None:
+        check_model_path(model, "--model")
+    model_keys = merged({"path": model, "gradient_checkpointing": True}, fixed.get("model", {}))
+    columns = find_columns(data, fixed.get("data", {}), model_keys)
+    base = _base(model_keys, columns, cluster)
+    config_from(with_room(merged(base, fixed)), "what is given")
+    found = find_fitting(base, fixed, cluster)
+    if found is None:
+        raise ValueError(f"no settings make {model} fit on {cluster.name}: {what_would_fit(base, fixed, cluster)}")
+    columns.check(found.config)
+    head = (f"{model} on {cluster.name}: written by rlplus init, checked by its plan.", found.plan.summary())
+    return Start(found.config, commented_yaml(found.values, COMMENTS, head), tuple(_reasons(found, columns, cluster)))
+
+
+def _base(model: dict[str, Any], columns: Columns, cluster: Cluster) -> dict[str, Any]:
+    ranks = cluster.gpus
+    if columns.prompts < ranks:
+        raise ValueError(f"want at least a prompt for each of {ranks} GPUs; got {columns.prompts}")
+    per_update = ceil(UPDATE / ranks) * ranks
+    prompts = {"prompts_per_step": 2 * per_update, "prompts_per_update": per_update}
+    if 2 * per_update > columns.prompts:
+        prompts = {"prompts_per_step": columns.prompts // ranks * ranks}
+    return {
+        "output_dir": f"runs/{Path(str(model['path'])).name}",
+        "model": model,
+        "data": columns.values | ({"system_prompt": BOXED} if columns.boxed else {}),
+        "reward": {"kind": columns.reward},
+        "rollout": {"engine": "vllm", "group_size": 8, "sleep": True},
+        "algorithm": {"preset": "rlplus" if columns.demonstration else "grpo"},
+        "train": {"epochs": 1, **prompts},
+    }
+
+
+def _reasons(found: Found, columns: Columns, cluster: Cluster) -> list[str]:
+    config, plan = found.config, found.plan
+    train, steps = config.train, config.train.steps_of(columns.prompts)
+    lines = [
+        columns.summary(config),
+        f"{found.tuning}; ZeRO {train.zero_stage}, micro-batches of {train.tokens_per_micro_batch:,} tokens, "
+        f"responses of up to {config.rollout.max_response_length:,} tokens; {steps:,} steps",
+    ]
+    if found.refused:
+        lines.append(f"not chosen, since they do not fit: {', '.join(found.refused)}")
+    if plan.memory.host:
+        lines.append(f"wants {plan.memory.host / 2**30:.0f} GiB of each node's memory, which the plan cannot check")
+    return [*lines, plan.summary(), *filter(None, [plan.note])]

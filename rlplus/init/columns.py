@@ -1,0 +1,125 @@
+"""The columns of a file of prompts, found by their names, and the lengths of its prompts."""
+
+import re
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from rlplus.config import Config, DataConfig, ModelConfig, model_problem
+from rlplus.data import byte_tokenizer, load_examples, load_tokenizer, read_examples
+from rlplus.data.row_files import get_column, read_rows, row_names
+
+NAMES = {  # in the order in which they are looked for
+    "prompt": ("prompt", "question", "problem", "query", "instruction", "input"),
+    "answer": ("answer", "final_answer", "ground_truth", "reward_model.ground_truth", "target", "label", "solution"),
+    "demonstration": ("demonstration", "solution", "target_solution", "response"),
+}
+GSM8K = r"#### (.+)"  # the answer behind a worked solution
+LETTER = re.compile(r"[A-J]")
+LOOKED_AT = 200  # rows
+STEP = 128  # lengths are multiples of this
+SHARE = 0.99  # share of the prompts that are short enough
+FAR = 2**20  # longer than any text here
+
+
+@dataclass(frozen=True)
+class Columns:
+    """values: keys of the section data. reward: the grader for its answers. tokens: whether lengths are the model's.
+
+    boxed: whether prompts need to ask for an answer in a box. prompts: how many can be used.
+    """
+
+    values: dict[str, Any]
+    reward: str
+    boxed: bool
+    tokens: bool
+    prompts: int
+    demonstration: bool
+
+    def summary(self, config: Config) -> str:
+        data = config.data
+        columns = [f"prompt {data.prompt}", f"answer {data.answer}"]
+        columns += [f"demonstration {data.demonstration}"] if data.demonstration else []
+        lengths = "" if self.tokens else "; the model's tokenizer cannot be read here, so lengths are not checked"
+        return (
+            f"{self.prompts:,} prompts ({', '.join(columns)}), graded by {config.reward.description}, "
+            f"preset {config.algorithm.preset}{lengths}"
+        )
+
+    def check(self, config: Config) -> None:
+        """ValueError for what a training refuses in these data."""
+        if self.tokens:
+            limit = config.max_demonstration_length
+            load_examples(config.data, load_tokenizer(config.model), max_demonstration_length=limit)
+
+
+def find_columns(path: str, fixed: dict[str, Any], model: dict[str, Any]) -> Columns:
+    """The columns of the file, read as training reads it; ValueError, in training's words, for what is wrong there.
+
+    fixed: keys of `data` that are given. model: keys of the section model.
+    """
+    rows = [row for _, row in islice(read_rows([path], None, None), LOOKED_AT)]
+    if not rows:
+        raise ValueError(f"{path}: want at least one row; got none")
+    values: dict[str, Any] = {"path": path} | _named(path, rows, fixed) | fixed
+    settings = ModelConfig.model_validate(model)
+    tokens = model_problem(str(settings.path)) is None
+    tokenizer = load_tokenizer(settings) if tokens else byte_tokenizer()
+    boxed = False
+    if not {"chat", "template"} & values.keys() and isinstance(get_column(rows[0], values["prompt"]), str):
+        values |= {"chat": True} if tokenizer.chat_template is not None else {}
+        boxed = "system_prompt" not in values
+    answers = [_answer(row, values) for row in rows]
+    reward = "choice" if all(LETTER.fullmatch(answer) for answer in answers) else "math_verify"
+    read = {"max_prompt_length": FAR, "max_dropped_share": 1.0} | values
+    data = DataConfig.model_validate(read)
+    _, report = read_examples(data, tokenizer, max_demonstration_length=FAR)
+    if not report.kept:
+        raise ValueError(str(report.refusal(data)))
+    if tokens:
+        values.setdefault("max_prompt_length", _longest(report.prompt_lengths))
+    if tokens and report.demonstration_lengths:
+        values.setdefault("max_demonstration_length", _longest(report.demonstration_lengths))
+    boxed = boxed and reward == "math_verify"
+    return Columns(values, reward, boxed, tokens, report.kept, data.demonstration is not None)
+
+
+def _named(path: str, rows: list[dict[str, Any]], fixed: dict[str, Any]) -> dict[str, Any]:
+    """The keys of `data` that name columns: those given, else the first known name that the rows have."""
+    names = list(dict.fromkeys(name for row in rows for name in row_names(row)))
+    found = {key: next((n for n in known if n in names), None) for key, known in NAMES.items()} | fixed
+    for key in ("prompt", "answer"):
+        if found[key] is None:
+            known = ", ".join(NAMES[key])
+            raise ValueError(
+                f"{path}: want a column of the {key}, by one of the names {known}, or named by data.{key}=COLUMN; "
+                f"got {', '.join(names)}"
+            )
+    if found["demonstration"] == found["answer"] or found["demonstration"] is None:
+        del found["demonstration"]
+    texts = [str(_value(row, found["answer"])) for row in rows]
+    if "answer_pattern" not in found and all("#### " in text for text in texts):
+        found |= {"answer_pattern": GSM8K}
+        found.setdefault("demonstration", found["answer"])
+    return found
+
+
+def _value(row: dict[str, Any], column: str) -> Any:
+    try:
+        return get_column(row, column)
+    except KeyError:  # named in training's words, where the row is read
+        return ""
+
+
+def _answer(row: dict[str, Any], values: dict[str, Any]) -> str:
+    text, pattern = str(_value(row, values["answer"])), values.get("answer_pattern")
+    found = re.search(pattern, text) if pattern else None
+    return (found[1] if found else text).strip()
+
+
+def _longest(lengths: list[int]) -> int:
+    """The length that all but 1% do not exceed, as a multiple of `STEP`."""
+    length = int(np.quantile(lengths, SHARE, method="inverted_cdf"))
+    return -(-length // STEP) * STEP

@@ -1,0 +1,147 @@
+"""A search for settings of a model that fit, by the plan's formulas, the best ones first."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from rlplus.config import Config, merged
+from rlplus.learner.pretrained import positions
+from rlplus.plan import GPUS, Cluster, Plan, make_cluster, make_plan, read_model, training_part
+from rlplus.plan.memory import Model, estimate_memory
+
+LENGTHS = (2048, 1024, 512)  # responses, in tokens
+TOKENS = (16384, 8192, 4096, 2048)  # tokens of a micro-batch
+ENGINES = (1, 2, 4, 8)  # GPUs that share an engine
+SHARES = tuple(n / 20 for n in range(18, 1, -1))  # rollout.gpu_memory_utilization
+LORA: dict[str, Any] = {"model": {"lora": {"rank": 16, "alpha": 32.0}}, "train": {"lr": 1e-5}}
+FULL: dict[str, Any] = {"train": {"lr": 1e-6}}
+OFFLOADED = merged(LORA, {"train": {"zero_stage": 3, "offload_params": "cpu"}})
+TUNINGS = (FULL, LORA, OFFLOADED)  # what trains more weights first, what moves weights over the bus in each step last
+SEQUENCES = 4  # that the engine's cache holds at least, if any share of the GPU gives so many
+FULL_AT = 0.95  # share of a GPU's memory: a plan is an estimate
+
+
+@dataclass(frozen=True)
+class Found:
+    """Settings that fit. refused: tunings that were tried before, in words."""
+
+    values: dict[str, Any]
+    config: Config
+    plan: Plan
+    refused: tuple[str, ...]
+
+    @property
+    def tuning(self) -> str:
+        return _tuning(self.values)
+
+
+def find_fitting(
+    base: dict[str, Any], fixed: dict[str, Any], cluster: Cluster, tunings: Sequence[dict[str, Any]] = TUNINGS
+) -> Found | None:
+    """The first settings that fit, of `tunings` and within each of `LENGTHS`; None if none does.
+
+    base: sections of a configuration without lengths and training settings. fixed: values that stay.
+    """
+    refused: list[str] = []
+    for tuning in tunings:
+        values = merged(merged(base, tuning), fixed)
+        if (name := _tuning(values)) in refused:  # fixed keys have made it an earlier one
+            continue
+        model, _ = read_model(_config(values))
+        for length in _lengths(values, model):
+            chosen = merged(values, {"rollout": {"max_response_length": length}})
+            if (settled := _settled(chosen, fixed, model, cluster)) is not None:
+                config = Config.model_validate(settled)
+                return Found(settled, config, make_plan(config, cluster), tuple(refused))
+        refused.append(name)
+    return None
+
+
+def _tuning(values: dict[str, Any]) -> str:
+    offloaded = values["train"].get("offload_params", "none") != "none"
+    return f"{'LoRA' if values['model'].get('lora') else 'all weights are trained'}{', offloaded' if offloaded else ''}"
+
+
+def with_room(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with what they lack, and micro-batches that are large enough for any sample."""
+    rollout = {"max_response_length": LENGTHS[-1]} | values["rollout"]
+    return merged(values, {"rollout": rollout, "train": {"tokens_per_micro_batch": 2**40}})
+
+
+def _config(values: dict[str, Any]) -> Config:
+    return Config.model_validate(with_room(values))
+
+
+def _lengths(values: dict[str, Any], model: Model) -> list[int]:
+    """Lengths of responses that the model has positions for."""
+    if "max_response_length" in values["rollout"]:
+        return [values["rollout"]["max_response_length"]]
+    places = positions(model.lm.config)
+    longest = [_config(merged(values, {"rollout": {"max_response_length": n}})).max_sample_length for n in LENGTHS]
+    return [n for n, tokens in zip(LENGTHS, longest, strict=True) if places is None or tokens <= places]
+
+
+def _settled(values: dict[str, Any], fixed: dict[str, Any], model: Model, cluster: Cluster) -> dict[str, Any] | None:
+    """The values with the fewest GPUs per engine and the lowest ZeRO stage that fit, and the largest micro-batch there.
+
+    None if none fits.
+    """
+    config = _config(values)
+    stages = [config.train.zero_stage] if "zero_stage" in values["train"] or cluster.gpus == 1 else [1, 2, 3]
+    engines = [n for n in ENGINES if cluster.gpus % n == 0 and model.heads % n == 0]
+    least = config.max_sample_length
+
+    def tried(engine: int, stage: int, tokens: int, **memory: str) -> dict[str, Any] | None:
+        rollout = {} if engine == 1 else {"tensor_parallel_size": engine}
+        train = {"zero_stage": stage, "tokens_per_micro_batch": tokens, **memory}
+        changed = merged(merged(values, {"rollout": rollout, "train": train}), fixed)
+        return _with_share(changed, fixed, model, cluster)
+
+    for engine, stage in product(engines, stages):
+        if smallest := tried(engine, stage, least) or tried(engine, stage, least, memory="least"):
+            larger = (tried(engine, stage, tokens) for tokens in TOKENS if tokens > least)
+            return next((found for found in larger if found), smallest)
+    return None
+
+
+def _with_share(values: dict[str, Any], fixed: dict[str, Any], model: Model, cluster: Cluster) -> dict[str, Any] | None:
+    """The values with the largest share of the GPU for the engine that fits; None if none does.
+
+    The engine has its share while the policy rests, so a larger one costs nothing.
+    """
+    trainer = training_part(_config(values), cluster)
+    for share in SHARES:
+        tried = merged(merged(values, {"rollout": {"gpu_memory_utilization": share}}), fixed)
+        config = Config.model_validate(tried)
+        memory = estimate_memory(config, model, trainer)
+        full = FULL_AT * memory.capacity
+        one = model.cache_share(config.rollout.tensor_parallel_size) * config.max_generation_length
+        if memory.fits and memory.peak <= full and memory.cache >= SEQUENCES * one:
+            return tried
+        if max(map(memory.total, ("head", "backward", "optimizer"))) > full:
+            return None  # whatever the engine has
+    return None
+
+
+def what_would_fit(base: dict[str, Any], fixed: dict[str, Any], cluster: Cluster) -> str:
+    """A sentence with the fewest GPUs of this kind, and the smallest single one, that would do."""
+    found = []
+    for gpus in (cluster.gpus * 2**i for i in range(1, 4)):
+        if (more := find_fitting(_for_ranks(base, gpus), fixed, Cluster(gpus, cluster.gpu))) is not None:
+            found.append(f"{gpus} such GPUs ({more.tuning}, ZeRO {more.config.train.zero_stage})")
+            break
+    sizes = sorted({int(gpu.memory / 2**30) for gpu in GPUS.values()} | {24, 48})
+    for size in (size for size in sizes if size * 2**30 > cluster.gpu.memory):
+        larger = make_cluster(cluster.gpus, f"{size}g")
+        if (other := find_fitting(base, fixed, larger)) is not None:
+            found.append(f"{larger.gpus} x {size} GiB ({other.tuning})")
+            break
+    options = " or ".join(found)
+    return f"it would on {options}; or take a smaller model" if found else "take a smaller model"
+
+
+def _for_ranks(base: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """The base with a step that so many ranks can share."""
+    train = {key: max(value, ranks) for key, value in base["train"].items() if key.startswith("prompts_")}
+    return merged(base, {"train": train})

@@ -1,0 +1,170 @@
+"""`rlplus init`: a configuration that loads, fits and reads its data, with choices that other settings confirm."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlplus.cli import main
+from rlplus.config import Config, ScratchModel, load_config, merged
+from rlplus.data import byte_tokenizer, load_examples
+from rlplus.init import start
+from rlplus.init.fitting import FULL, FULL_AT, LORA, TOKENS, find_fitting
+from rlplus.learner.pretrained import make_scratch_model, write_model
+from rlplus.plan import GIB, make_cluster, make_plan
+
+SEVEN = "Qwen/Qwen2.5-Math-7B"  # its architecture comes with rlplus
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a tiny model and its tokenizer."""
+    folder, tokenizer = tmp_path_factory.mktemp("model"), byte_tokenizer()
+    scratch = ScratchModel(hidden_size=32, layers=1, heads=2, intermediate_size=64, max_position_embeddings=1024)
+    write_model(make_scratch_model(scratch, tokenizer, seed=0), str(folder))
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def written(folder: Path, rows: list[dict[str, Any]]) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def questions(folder: Path, n: int = 40) -> str:
+    """Rows as GSM8K has them."""
+    return written(folder, [{"question": f"{i} + 1?", "answer": f"One more.\n#### {i + 1}"} for i in range(n)])
+
+
+def init(model: str, data: str, out: Path, *options: str) -> int:
+    return main(["init", "--model", model, "--data", data, "--out", str(out), *options])
+
+
+def test_the_file_loads_fits_and_reads_its_data(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run.yaml"
+    assert init(model, questions(tmp_path), out, "--gpu", "24g", "rollout.group_size=16") == 0
+    said = capsys.readouterr().out
+    assert "40 prompts (prompt question, answer answer, demonstration answer), graded by math_verify" in said
+    assert "all weights are trained" in said
+    assert f"rlplus plan {out} --data --gpus 1 --gpu 24g, then rlplus train {out}" in said
+    config = load_config(out)
+    assert (config.rollout.group_size, config.train.prompts_per_step) == (16, 40)
+    assert (config.algorithm.preset, config.data.answer_pattern) == ("rlplus", "#### (.+)")
+    assert config.max_sample_length <= 1024  # the model's positions
+    examples, report = load_examples(config.data, byte_tokenizer(), max_demonstration_length=512)
+    assert (examples[3].answer, report.kept, report.demonstrations) == ("4", 40, 40)
+    assert config.data.max_demonstration_length == 128
+    assert max(report.prompt_lengths) <= config.data.max_prompt_length < max(report.prompt_lengths) + 128
+    assert main(["plan", str(out), "--gpus", "1", "--gpu", "24g", "--data"]) == 0
+    assert "It fits." in capsys.readouterr().out
+    text = out.read_text()
+    assert "group_size: 16  # responses to a prompt" in text
+    assert init(model, questions(tmp_path), out, "--gpu", "24g") == 2
+    assert "want --out a new file" in capsys.readouterr().err
+    assert out.read_text() == text
+
+
+def test_columns_by_their_names(model: str, tmp_path: Path) -> None:
+    """Letters are graded as choices, chat messages stay, a column may be named, and an answer is no demonstration."""
+    cluster = make_cluster(1, "24g")
+    chat = [{"prompt": [{"role": "user", "content": "A or B?"}], "solution": "B"}]
+    config = start(model, written(tmp_path, chat), cluster).config
+    assert (config.reward.kind, config.data.chat, config.data.answer) == ("choice", False, "solution")
+    assert (config.data.demonstration, config.algorithm.preset) == (None, "grpo")
+    named = [{"text": "1+1?", "value": 2, "solution": "1 and 1 make 2"}]
+    config = start(model, written(tmp_path, named), cluster, ["data.prompt=text", "data.answer=value"]).config
+    assert (config.reward.kind, config.data.chat, config.data.demonstration) == ("math_verify", True, "solution")
+    assert "boxed" in str(config.data.system_prompt)
+
+
+def fits(values: dict[str, Any], gpus: int, gpu: str, **train: Any) -> bool:
+    config = Config.model_validate(merged(values, {"train": train}))
+    memory = make_plan(config, make_cluster(gpus, gpu)).memory
+    return memory.fits and memory.peak <= FULL_AT * memory.capacity
+
+
+@pytest.mark.parametrize(("gpus", "gpu"), [(8, "40g"), (1, "80g")])
+def test_nothing_milder_fits(gpus: int, gpu: str, tmp_path: Path) -> None:
+    """By the plan as a user asks it: a lower ZeRO stage, a larger micro-batch and all weights in place of LoRA."""
+    begun = start(SEVEN, questions(tmp_path), make_cluster(gpus, gpu))
+    values, train = begun.config.model_dump(mode="json"), begun.config.train
+    assert fits(values, gpus, gpu)
+    assert (begun.config.model.lora is None) == (gpus == 8)
+    least = {"tokens_per_micro_batch": begun.config.max_sample_length, "memory": "least"}
+    lowest = merged(values, {"rollout": {"gpu_memory_utilization": 0.55}})  # enough for the engine's weights
+    for stage in range(1, train.zero_stage):
+        assert not fits(lowest, gpus, gpu, zero_stage=stage, **least)
+    larger = [n for n in TOKENS if n > train.tokens_per_micro_batch]
+    assert not any(fits(lowest, gpus, gpu, tokens_per_micro_batch=n) for n in larger)
+    if begun.config.model.lora is not None:
+        without = merged(values, {"model": {"lora": None}})
+        assert not any(fits(without, gpus, gpu, zero_stage=stage, **least) for stage in (1, 2, 3))
+
+
+def test_an_engine_that_is_too_large_for_one_gpu_has_several(tmp_path: Path) -> None:
+    begun = start(SEVEN, questions(tmp_path), make_cluster(4, "16g"))
+    assert begun.config.rollout.tensor_parallel_size > 1
+    alone = merged(begun.config.model_dump(mode="json"), {"rollout": {"tensor_parallel_size": 1}})
+    assert not fits(alone, 4, "16g")
+
+
+def test_fixed_keys_stay_and_only_the_tunings_asked_for_are_tried(tmp_path: Path) -> None:
+    base = {
+        "output_dir": "out",
+        "model": {"path": SEVEN, "gradient_checkpointing": True},
+        "data": {"path": questions(tmp_path)},
+        "reward": {"kind": "math_verify"},
+        "rollout": {"engine": "vllm", "sleep": True},
+        "algorithm": {"preset": "grpo"},
+        "train": {"epochs": 1, "prompts_per_step": 64, "prompts_per_update": 32},
+    }
+    cluster = make_cluster(1, "80g")
+    assert find_fitting(base, {}, cluster, [FULL]) is None
+    fixed = {"rollout": {"max_response_length": 4096 - 1024}, "train": {"lr": 3e-6}, "model": {"lora": {"rank": 4}}}
+    found = find_fitting(base, fixed, cluster, [FULL, LORA])
+    assert found is not None
+    assert (found.config.rollout.max_response_length, found.config.train.lr) == (3072, 3e-6)
+    assert found.config.model.lora is not None
+    assert (found.config.model.lora.rank, found.refused) == (4, ())
+
+
+def test_what_would_fit_is_said(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no settings make .* fit on 1 x 4 GiB GPU: it would on 1 x 24 GiB \(all w"):
+        start(model, questions(tmp_path), make_cluster(1, "4g"))
+    on_24 = start(model, questions(tmp_path), make_cluster(1, "24g"))
+    assert make_plan(on_24.config, make_cluster(1, "24g")).memory.peak > 4 * FULL_AT * GIB
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"question": "1+1?"}], "want a column of the answer, by one of the names answer, .*; got question"),
+        ([{"question": "1?", "answer": "1"}, {"answer": "2"}], "rows.jsonl:2: want a column 'question'; got answer"),
+        ([{"question": "1?", "answer": ""}], "got 1 rows, 0 kept, 0 demonstrations; 1 rows without an answer"),
+        ([], "want at least one row; got none"),
+    ],
+)
+def test_data_that_training_refuses(rows: list[dict[str, Any]], message: str, model: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        start(model, written(tmp_path, rows), make_cluster(1, "24g"))
+
+
+def test_wrong_files_and_models_get_the_words_of_train(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    data, out = questions(tmp_path), tmp_path / "run.yaml"
+    (wrong := tmp_path / "wrong.jsonl").write_text('{"question": 1')
+    for options, message in (
+        ((model, str(tmp_path / "none.jsonl")), "want a data file; got --data"),
+        ((model, str(wrong)), f"{wrong}:1: invalid JSON"),
+        (("owner/none", data), "want --model a Hugging Face folder or hub name; got 'owner/none': no such folder; HF_"),
+        ((model, data, "--gpu", "24"), "want --gpu one of"),
+        ((model, data, "rollout.n=4"), "rollout.n: unknown key; verl's rollout.n is rollout.group_size here"),
+    ):
+        name, file, *rest = options
+        assert init(name, file, out, *(rest or ["--gpu", "24g"])) == 2, message
+        assert message in capsys.readouterr().err
+    assert not out.exists()
