@@ -1,6 +1,6 @@
 # `make demo` and `make test` need nothing but Linux, git, make and Python 3.11 or 3.12: they set themselves up.
 # Variables: VENV=folder of the virtual environment, PYTHON=the interpreter to make it with,
-# WRITE="reason" of `make kernels`: write the budgets anew.
+# WRITE="reason" of `make kernels`: write the budgets anew, PYTHON312=the interpreter for prime-rl in `make test-peers`.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -37,10 +37,16 @@ test: setup  ## run the quick tests, in up to four processes
 test-slow: setup  ## run the slow tests
 	@$(BIN)/python -m pytest -m slow
 
-test-peers: .venv-peers/.ready  ## compare with TRL, verl and OpenRLHF in .venv-peers; with checkouts as LIGER, PRIME_RL: their tests, too
+test-peers: .venv-peers/.ready $(if $(PRIME_RL),.venv-prime-rl/.ready)  ## compare with TRL, verl, OpenRLHF and transformers in .venv-peers; with checkouts as LIGER, PRIME_RL: their tests, too
 	@rm -rf build
-	RLPLUS_EXT=0 .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .
-	.venv-peers/bin/pytest -o pythonpath=tests/support -m peers tests/peers
+	for venv in .venv-peers $(if $(PRIME_RL),.venv-prime-rl); do
+	    RLPLUS_EXT=0 $$venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .
+	done
+	# transformers 5.10 has no MiniCPM3.
+	env -u PRIME_RL .venv-peers/bin/pytest -o pythonpath=tests/support -m "peers or not slow" -k "not MiniCPM3" tests/peers tests/integrations/test_fused_head.py
+	if [ -n "$(PRIME_RL)" ]; then
+	    .venv-prime-rl/bin/pytest -o pythonpath=tests/support -m peers tests/peers/test_peers_prime_rl.py
+	fi
 
 mutants: setup  ## make known mistakes in copies of the tree, one at a time; the tests must notice each
 	@$(BIN)/python tests/mutants.py
@@ -68,18 +74,26 @@ bench-quick: setup  ## the same on small shapes; a minute
 
 clean:  ## remove the virtual environment, caches and build outputs; never a run
 	@if [ -e "$(MARK)" ]; then rm -rf "$(VENV)"; fi
-	rm -rf "$(VENV).lock" .venv-peers rlplus/_C.so build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf "$(VENV).lock" .venv-peers .venv-prime-rl rlplus/_C.so build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
 force:
 
 .venv-peers/.ready: tests/peers/peers.txt pyproject.toml
-	@echo "Installing TRL, verl and OpenRLHF into .venv-peers, some minutes."
+	@echo "Installing TRL, verl, OpenRLHF and Liger into .venv-peers, some minutes."
 	$(or $(PYTHON),python3) -m venv --clear .venv-peers
 	install=".venv-peers/bin/python -m pip install --quiet --disable-pip-version-check"
 	$$install "torch==2.13.0+cpu" 2> /dev/null || $$install --extra-index-url "$(TORCH_CPU_INDEX)" "torch==2.13.0+cpu"
 	RLPLUS_EXT=0 $$install -r tests/peers/peers.txt .
 	$$install --no-deps openrlhf==0.11.2  # flash-attn, which it wants, needs CUDA
+	touch "$@"
+
+.venv-prime-rl/.ready: tests/peers/prime-rl.txt pyproject.toml
+	@echo "Installing what prime-rl's heads and losses import into .venv-prime-rl, some minutes."
+	$(or $(PYTHON312),python3.12) -m venv --clear .venv-prime-rl
+	install=".venv-prime-rl/bin/python -m pip install --quiet --disable-pip-version-check"
+	$$install --extra-index-url "$(TORCH_CPU_INDEX)" "torch==2.13.0"  # PyPI's, for CUDA, where that index does not answer
+	RLPLUS_EXT=0 $$install -r tests/peers/prime-rl.txt .
 	touch "$@"
 
 $(STAMP): pyproject.toml setup.py $(NATIVE) Makefile $(FORCE)

@@ -61,3 +61,24 @@ def test_a_page_states_how_to_install(page: str) -> None:
     assert "--no-deps" not in text
     assert "train" not in line
     assert re.search(r"torch 2\.1\d\s+and\s+triton\s+3\.6", text)
+
+
+VERSION = r"([\w-]+) (\d+\.\d+\.\d+)"
+
+
+def stated(page: str) -> set[tuple[str, str]]:
+    """Lower-case name and version, from a page's paragraph "Tested with:"."""
+    text = (ROOT / f"docs/{page}.md").read_text()
+    (paragraph,) = re.findall(r"^Tested with: .*?(?:\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
+    return {(name.lower(), version) for name, version in re.findall(VERSION, " ".join(paragraph.split()))}
+
+
+@pytest.mark.parametrize("page", ["trl", "transformers", "verl", "openrlhf", "prime-rl"])
+def test_a_page_states_the_versions_that_its_tests_run_with(page: str) -> None:
+    """Those that `make test-peers` installs, and for libraries beside the trainer those of pyproject.toml."""
+    requirements = (ROOT / "tests/peers" / ("prime-rl.txt" if page == "prime-rl" else "peers.txt")).read_text()
+    pins = re.findall(VERSION.replace(" ", "=="), (ROOT / "Makefile").read_text() + requirements)
+    checkouts = re.findall(f"checkout of {VERSION}", requirements)
+    together = re.findall(VERSION, (ROOT / "pyproject.toml").read_text()) if page in ("trl", "transformers") else []
+    assert stated(page) <= {*pins, *checkouts, *together}
+    assert {page, "torch", "transformers"} <= {name for name, _ in stated(page)}

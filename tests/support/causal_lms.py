@@ -40,7 +40,8 @@ FAMILIES: list[tuple[str, dict[str, Any], LogitTransform]] = [
     ("Gemma4", {"final_logit_softcapping": 2.0} | GEMMA3N, LogitTransform(1.0, 2.0)),
     ("VaultGemma", {"final_logit_softcapping": 1.5}, LogitTransform(1.0, 1.5)),
     ("NanoChat", {"final_logit_softcapping": 1.0}, LogitTransform(1.0, 1.0)),
-    ("RecurrentGemma", {"logits_soft_cap": 1.0, "lru_width": 32, "attention_window_size": 16},
+    # Its third layer is the first with attention; without one transformers 5.24 fails.
+    ("RecurrentGemma", {"logits_soft_cap": 1.0, "lru_width": 32, "attention_window_size": 16, "num_hidden_layers": 3},
      LogitTransform(1.0, 1.0)),
     ("Cohere", {"logit_scale": 2.5}, LogitTransform(2.5, None)),
     ("Cohere2", {"logit_scale": 0.25}, LogitTransform(0.25, None)),
