@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlplus.common import durable
+from rlplus.common import activity, durable
 
 timeout = timedelta(hours=1)  # a collective's limit
 _gloo: Any = None
-_phase = "the start"
 
 
 def _group() -> Any:
@@ -35,8 +34,7 @@ def _group() -> Any:
 
 def phase(name: str) -> None:
     """Report that this rank starts phase `name`, such as "generate"."""
-    global _phase
-    _phase = name
+    activity.current.begin(name)
     if dist.get_world_size() > 1:
         with suppress(RuntimeError):  # the store is gone with another rank, which the next collective reports
             _store().set(f"phase of rank {dist.get_rank()}", name)
@@ -121,7 +119,7 @@ def _together(collective: Callable[[], None]) -> None:
     except RuntimeError as error:  # torch has no class for either
         reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0])  # remove gloo's source file
         raise ConnectionError(
-            f"rank {dist.get_rank()}, after {_phase!r}, lost the other ranks: {reason.split('. ')[0]}. "
+            f"rank {dist.get_rank()}, after {activity.current.phase!r}, lost the other ranks: {reason.split('. ')[0]}. "
             f"The last phase that each began: {_phases()}. A rank that is only slow needs a larger "
             f"train.collective_timeout_s than {timeout.total_seconds():g}"
         ) from error

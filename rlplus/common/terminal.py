@@ -36,6 +36,18 @@ class Terminal(Console):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # the last flush must not fail either
 
 
+def duration(seconds: float) -> str:
+    """The time in words: 45 s, 12 min, 3 h 20 min, 6 d 3 h."""
+    minutes, hours = round(seconds / 60), round(seconds / 3600)
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    if hours < 48:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
 @contextmanager
 def counter(title: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
     """Show (done, total), the arguments of the yielded function, on stderr: a bar, or lines if that is no terminal.

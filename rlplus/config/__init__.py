@@ -5,6 +5,7 @@ from rlplus.config.benchmarks import BENCHMARKS, Benchmark, benchmark_name, is_t
 from rlplus.config.commented_yaml import commented_yaml, write_new
 from rlplus.config.data_section import DataConfig
 from rlplus.config.folders import (
+    PROGRESS,
     RESULTS,
     RUN,
     SAMPLES,
@@ -57,6 +58,7 @@ from rlplus.config.train_section import TrainConfig
 __all__ = [
     "BENCHMARKS",
     "HUB_PREFIX",
+    "PROGRESS",
     "RESULTS",
     "RUN",
     "SAMPLES",

@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rlplus.common import agree
+from rlplus.common import activity, agree
 from rlplus.config import Config, TrainConfig
 from rlplus.data import MicroBatch
 from rlplus.learner.adapters import add_adapters
@@ -102,6 +102,7 @@ class Learner:
         before_each: called before each micro-batch; may raise.
         """
         outputs = []
+        activity.micro_batches.begin(len(batches))
         for i, batch in enumerate(batches):
             if before_each is not None:
                 before_each()
@@ -111,6 +112,7 @@ class Learner:
             if not batch.forward_only:
                 self.engine.backward(out.loss)
             outputs.append(out._replace(loss=out.loss.detach()))
+            activity.micro_batches.add()
         if self.device.type == "cuda":  # else the optimizer, which reads the norm, would be charged for it
             torch.cuda.synchronize()
         return outputs

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import accumulate, islice
 from typing import Any, Self
 
+from rlplus.common import activity
 from rlplus.config import RewardConfig
 from rlplus.reward.worker_handle import POLL_S, Score, Status, Worker
 
@@ -77,11 +78,13 @@ class Scorer:
             raise ValueError("this Scorer is closed")
         self._queue, self._again = deque(range(len(texts))), deque()
         self._failures, self._scores = {}, {}
+        activity.grading.begin(len(texts))
         try:
             self._collect(wait_s=0.0)  # replaces workers that died since the last call
             while len(self._scores) < len(texts):
                 self._feed(texts, answers, columns)
                 self._collect()
+                activity.grading.add(len(self._scores) - activity.grading.done)
         except BaseException:
             self.close()  # the answers still under way must not reach the next call
             raise

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlplus.common import activity
 from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
 from rlplus.rollout.clock import GRACE_S, rank
@@ -175,6 +176,8 @@ class ProcessEngine:
                     if time.monotonic() > deadline:
                         raise self._hanging(timeout_s)
                 status, answer = self._pipe.recv()
+                if status == PROGRESS:
+                    activity.rollouts.restore(answer)
         except BlockingIOError as error:  # it hangs half-way through a message
             raise self._hanging(self._progress_s) from error
         except (EOFError, OSError) as error:
@@ -247,7 +250,7 @@ class _Heartbeat:
 
     def at(self, _: str) -> None:
         if time.monotonic() - self._last >= BEAT_S:
-            self._pipe.send((PROGRESS, None))
+            self._pipe.send((PROGRESS, activity.rollouts.state()))
             self._last = time.monotonic()
 
     @contextmanager

@@ -21,7 +21,7 @@ from urllib.parse import SplitResult, urlsplit
 import torch.distributed as dist
 from torch import Tensor
 
-from rlplus.common import agree
+from rlplus.common import activity, agree
 from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
 from rlplus.rollout.protocol import Completion, Request, Sampling, check_logprobs, check_requests
@@ -129,6 +129,7 @@ class ServerEngine:
             for request, seed in zip(requests, prompt_seeds(requests, sampling.seed), strict=True)
         ]
         pool = ThreadPoolExecutor(CONNECTIONS)
+        activity.rollouts.begin(sum(r.n if sampling.temperature else 1 for r in requests if r.n))
         try:
             asked = [pool.submit(self._ask, http, r.prompt, p) for r, p in zip(requests, params, strict=True) if r.n]
             self._await(asked)
@@ -179,7 +180,9 @@ class ServerEngine:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             if len(choices) != params["n"]:
                 raise RunFailed(f"want {params['n']} responses from {self.name}; got {len(choices)}")
-            return [self._completion(choice) for choice in choices]
+            completions = [self._completion(choice) for choice in choices]
+            activity.rollouts.add(len(completions), sum(len(each.tokens) for each in completions))
+            return completions
         except (KeyError, TypeError) as error:
             raise RunFailed(f"want an answer of vLLM 0.32 from {self.name}; got {str(answer)[:500]}") from error
 

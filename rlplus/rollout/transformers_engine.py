@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from rlplus.common import activity
 from rlplus.config import RolloutConfig
 from rlplus.rollout.attention import attend_without_copies
 from rlplus.rollout.clock import Clock
@@ -109,6 +110,7 @@ class TransformersEngine:
         bytes_per_sequence = longest * self._bytes_per_token + (4 + 4 + 4 + 4) * self._vocabulary
         size = max(1, self._cache_bytes // bytes_per_sequence)
         completions: list[list[Completion]] = [[] for _ in requests]
+        activity.rollouts.begin(len(owners))
         with self._forked_rng(), torch.no_grad(), self.clock.running("the first token"):
             torch.manual_seed(sampling.seed)
             for start in range(0, len(owners), size):
@@ -166,13 +168,15 @@ class TransformersEngine:
             _select(copies, inputs, ids.device)
         while True:
             token, logprob = draw(logits, sampling.temperature)
-            self.clock.at("the next token")
+            before = len(live)
             for row, new, new_logprob in zip(rows, token.tolist(), logprob.tolist(), strict=True):
                 if row in live:
                     tokens[row].append(new)
                     logprobs[row].append(new_logprob)
                     if new in stops or len(tokens[row]) == limits[row]:
                         live.remove(row)
+            activity.rollouts.add(before - len(live), before)
+            self.clock.at("the next token")
             if not live:
                 return [Completion(t, p, truncated=t[-1] not in stops) for t, p in zip(tokens, logprobs, strict=True)]
             ids = torch.cat([ids, token[:, None]], dim=1)

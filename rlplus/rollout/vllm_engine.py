@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlplus.common import agree
+from rlplus.common import activity, agree
 from rlplus.config import RolloutConfig
 from rlplus.errors import hint
 from rlplus.rollout.clock import Clock
@@ -139,12 +139,14 @@ class VLLMEngine:
                 )
 
     def _watch_tokens(self, core: Any) -> None:
-        """Tell the clock of each new token: `LLM.generate` shows finished responses only, minutes apart."""
+        """Tell the clock of new tokens, and count them: `LLM.generate` shows finished responses only, minutes apart."""
         get_output = core.get_output
 
         def watched_output() -> Any:
             step = get_output()
             if step.outputs:
+                ended = sum(output.finish_reason is not None for output in step.outputs)
+                activity.rollouts.add(ended, sum(len(output.new_token_ids) for output in step.outputs))
                 self.clock.at("the next token")
             return step
 
@@ -181,6 +183,7 @@ class VLLMEngine:
         if not requests:
             return []
         prompts, params = zip(*requests, strict=True)
+        activity.rollouts.begin(sum(each.n for each in params))
         # vLLM compiles one small function of its sampler on the CPU, which takes longer than everything it could save.
         compiler = torch.compiler.set_stance("force_eager") if self._cpu else nullcontext()
         with _process_state_kept(), compiler, self.clock.running("the first token"):

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from rlplus.common import agree
 from rlplus.common.durable import write_text
-from rlplus.common.terminal import Terminal
 from rlplus.common.textfiles import read_text
 from rlplus.data import SAMPLES, KeptSample, MicroBatch, Sample, write_kept
 from rlplus.loss import PolicyLoss, exploration_weight
 from rlplus.trainer.out_of_memory import naming_phase
+from rlplus.trainer.progress import Progress
+from rlplus.trainer.reporter import RECENT, Reporter
 from rlplus.trainer.trackers import Track
 
 
@@ -140,17 +140,16 @@ def tally_mismatch(tally: Tally, logprob: Tensor, engine_logprob: Tensor | None)
 
 
 class RunLog:
-    """Writes a run's metrics; enabled on rank 0 only.
+    """Writes a run's metrics, on rank 0 only, where the reporter is enabled.
 
     metrics.jsonl has one object per step. Resuming at a step drops the lines after it; when their steps are done again,
     the trackers, which had them, do not get them twice.
     """
 
-    def __init__(self, folder: Path, step: int, title: str, enabled: bool, trackers: Sequence[Track] = ()) -> None:
-        self.enabled = enabled
-        if not enabled:
+    def __init__(self, folder: Path, progress: Progress, reporter: Reporter, trackers: Sequence[Track] = ()) -> None:
+        self.enabled, self.reporter, step = reporter.enabled, reporter, progress.step
+        if not self.enabled:
             return
-        self.console = Terminal(stderr=True)
         self.samples = folder / SAMPLES
         self.path = folder / "metrics.jsonl"
         self.trackers = trackers
@@ -159,17 +158,10 @@ class RunLog:
         self._tracked = max(before.values(), default=0) if step else 0  # a run that begins anew is one of its own
         write_text(self.path, "".join(f"{line}\n" for line in kept))
         self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1, max_queue=1000)  # or a step waits
-        self.progress = Progress(
-            TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), TaskProgressColumn(),
-            TextColumn("{task.fields[shown]}"), TimeRemainingColumn(), console=self.console,
-            disable=not self.console.is_terminal,
-        )  # fmt: skip
-        self.task = self.progress.add_task(title, total=1.0, shown="")
-        self.title = title
-        self.progress.start()
+        reporter.follow(progress, [json.loads(line) for line in kept[-RECENT - 1 :]])
 
-    def write(self, step: int, metrics: dict[str, float], done: float) -> None:
-        """One step's line; `done` is the share of the run that is finished."""
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """One step's line."""
         if not self.enabled:
             return
         try:
@@ -184,10 +176,7 @@ class RunLog:
         if step > self._tracked:
             for track in self.trackers:
                 track(step, metrics)
-        shown = _shown(step, metrics)
-        self.progress.update(self.task, completed=done, shown=shown)
-        if not self.console.is_terminal:
-            self.console.print(f"{self.title} {done:4.0%} {shown}")
+        self.reporter.step(metrics)
 
     def keep(self, step: int, samples: Sequence[KeptSample]) -> None:
         """Write the samples of a step, before `write`: a step that is logged has them."""
@@ -199,28 +188,11 @@ class RunLog:
         self.board.add_text("samples", "\n".join(f"    {line}" for line in lines), step)  # code in Markdown
 
     def say(self, message: str) -> None:
-        if self.enabled:
-            self.console.print(message)
+        self.reporter.say(message)
 
     def close(self) -> None:
         if self.enabled:
-            self.progress.stop()
             self.board.close()
-
-
-def _shown(step: int, metrics: dict[str, float]) -> str:
-    parts = [f"step {step}"]
-    for name, label, form in (
-        ("epoch", "epoch", ".2f"),
-        ("reward/internal", "reward", ".3f"),
-        ("response_length/mean", "length", ".0f"),
-        ("actor/entropy", "entropy", ".3f"),
-        ("validation/reward", "validation", ".3f"),
-        ("tokens_per_second", "tok/s", ",.0f"),
-    ):
-        if name in metrics:
-            parts.append(f"{label} {metrics[name]:{form}}")
-    return "  ".join(parts)
 
 
 def _step_of(line: str, path: Path) -> int:

@@ -44,10 +44,14 @@ class Progress:
 
     @property
     def share_done(self) -> float:
+        return self.share(self.step, self.generated)
+
+    def share(self, step: int, generated: int) -> float:
+        """The share of the run that is done after so many steps and generated tokens."""
         train = self.config.train
         assert train.steps is not None, "want a configuration with_steps"
-        tokens = self.generated / train.generated_tokens if train.generated_tokens else 0.0
-        return min(1.0, max(self.step / train.steps, tokens))
+        tokens = generated / train.generated_tokens if train.generated_tokens else 0.0
+        return min(1.0, max(step / train.steps, tokens))
 
     @property
     def epoch(self) -> float | None:

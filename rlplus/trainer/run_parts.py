@@ -29,6 +29,7 @@ from rlplus.trainer.progress import Progress
 from rlplus.trainer.prompt_pool import Prompts, select_prompts
 from rlplus.trainer.provenance import device_name
 from rlplus.trainer.ranks import initialize_distributed
+from rlplus.trainer.reporter import Reporter
 from rlplus.trainer.rollouts import Rollouts
 from rlplus.trainer.run import Run, StepStart, engines, restore, where_nonfinite
 from rlplus.trainer.run_folder import RunFolder
@@ -54,10 +55,8 @@ def open_run(config: Config, resume: str | None = None) -> Iterator[Run]:
         gc.freeze()
         stack.callback(gc.unfreeze)
         parts = stack.pop_all()
-    try:
+    with parts:
         yield run
-    finally:
-        parts.close()
 
 
 def _made(config: Config, resume: str | None, stack: ExitStack) -> Run:
@@ -68,6 +67,7 @@ def _made(config: Config, resume: str | None, stack: ExitStack) -> Run:
         raise ValueError(f"want prompts_per_step and _per_update multiples of the {world} ranks; got {each}")
     folder = RunFolder(config, resume, stack)
     _refuse_finished(config, folder, rank)
+    reporter = stack.enter_context(Reporter(folder.path, config.algorithm.preset, world, enabled=rank == 0))
     model_path, model_config = prepare_model(config.model, folder.path, config.train.seed)
     say_dropout(model_config)
     check_positions(config, model_config)
@@ -89,6 +89,7 @@ def _made(config: Config, resume: str | None, stack: ExitStack) -> Run:
     learners: dict[str, Learner] = {"policy": policy} | dict(recipe.learners)
     _load_learners(learners, folder, stack)
     stop = StopSignal()
+    agree.phase("engine")
     start_engine = _engine_starter(config, model_path, model_config, tokenizer, folder.path / f"model_config/{rank}")
     engine = SyncedEngine(config, policy, data.examples[0].prompt, pad_id, start_engine, stop)
     sampler = PromptSampler(len(data.variants), config.train.prompts_per_step, config.train.seed, data.variants)
@@ -99,7 +100,7 @@ def _made(config: Config, resume: str | None, stack: ExitStack) -> Run:
     devices = agree.gathered(device_name())
     if rank == 0:
         folder.begin(devices)
-    log = _open_log(config, folder, progress, stack)
+    log = _open_log(config, folder, progress, reporter, stack)
     source = f"rollouts by {engine.engine.name}" if config.needs_engine else "no rollouts, and no engine"
     head = f"head by backend {policy.backend!r}: {policy.why_backend}"
     for note in (*folder.notes, *notes, head, f"{source}; output in {folder.path}"):
@@ -188,9 +189,8 @@ def _engine_starter(
     )
 
 
-def _open_log(config: Config, folder: RunFolder, progress: Progress, stack: ExitStack) -> RunLog:
+def _open_log(config: Config, folder: RunFolder, progress: Progress, reporter: Reporter, stack: ExitStack) -> RunLog:
     trackers = open_trackers(config, folder.path, resumed=folder.last is not None, stack=stack)
-    title, main = config.algorithm.preset, dist.get_rank() == 0
-    log = RunLog(folder.path, progress.step, title, enabled=main, trackers=trackers)
+    log = RunLog(folder.path, progress, reporter, trackers)
     stack.callback(log.close)
     return log

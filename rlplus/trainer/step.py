@@ -10,7 +10,7 @@ import torch
 
 from rlplus.algorithm import Refill
 from rlplus.algorithm.external_schedule import external_share
-from rlplus.common import agree
+from rlplus.common import activity, agree
 from rlplus.data import Example, KeptSample, MicroBatch, Sample, per_token
 from rlplus.errors import SharedFailure
 from rlplus.learner import by_sample, has_gradient, make_micro_batches
@@ -141,6 +141,7 @@ class Step:
         """Store the logprobs under the policy before the step's first update, and under the reference, if any."""
         policy, overlap, changed = self.run.policy, self.config.train.overlap, False
         with self.tally.time("old_logprob"):
+            activity.micro_batches.begin(sum(len(batches) for _, batches in work))
             for update, batches in work:
                 for micro in batches:
                     if overlap:  # the old policy sampled the batch, and the trainer no longer has it
@@ -150,6 +151,7 @@ class Step:
                         tally_mismatch(self.tally, micro.old_logprob, micro.engine_logprob)
                     if update.algorithm.objective.kl_coef:
                         micro.ref_logprob = policy.logprob(micro, reference=True)
+                    activity.micro_batches.add()
                 changed = changed or has_gradient(batches)
 
     def accumulate(self, update: Update, batches: Sequence[MicroBatch]) -> list[PolicyLoss]:
@@ -216,6 +218,7 @@ class Step:
         run = self.run
         try:
             with self.tally.time("evaluate"):
+                agree.phase("validation" if name == "validation" else "evaluate")
                 run.check_weights()
                 run.rollouts.sync(run.progress.step + 1)
                 for metric, value in evaluate().items():
@@ -250,6 +253,6 @@ class Step:
                 run.log.say(note)
         if self.kept is not None:
             run.log.keep(progress.step, self.kept)
-        run.log.write(progress.step, {"generated_tokens": progress.generated} | metrics, progress.share_done)
+        run.log.write(progress.step, {"generated_tokens": progress.generated} | metrics)
         if self.failure is not None:
             raise self.failure

@@ -13,6 +13,7 @@ import pytest
 from rollout_models import PROMPTS, requests, save, start, tiny_model
 
 import rlplus.rollout.process_engine
+from rlplus.common import activity
 from rlplus.rollout import Sampling
 from rlplus.rollout.clock import Clock
 from rlplus.rollout.process_engine import POLL_S, ProcessEngine, _EngineDied, _Heartbeat
@@ -77,12 +78,14 @@ class ScriptedPipe:
 
 
 def test_progress_is_what_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It brings the engine's counts along."""
+    counts = (64, 37, 5000, 12.5)
     engine = object.__new__(ProcessEngine)
     engine._process = SimpleNamespace(pid=os.getpid())  # type: ignore[assignment]
     monkeypatch.setattr(engine, "_dead", lambda: False)
     monkeypatch.setattr(engine, "_hanging", lambda limit: _EngineDied(f"hangs for {limit}"))
     for messages, answer in ((["progress"] * 99, "ok"), (["progress"] * 2, None)):
-        pipe = ScriptedPipe(*((message, None) for message in messages), *([(answer, 7)] if answer else []))
+        pipe = ScriptedPipe(*((message, counts) for message in messages), *([(answer, 7)] if answer else []))
         engine._pipe = pipe  # type: ignore[assignment]
         monkeypatch.setattr(
             rlplus.rollout.process_engine, "time", SimpleNamespace(monotonic=lambda pipe=pipe: pipe.now)
@@ -90,6 +93,7 @@ def test_progress_is_what_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> Non
         if answer:
             assert engine._exchange("question", 1.5) == 7
             assert pipe.now == 100 * 2 * POLL_S
+            assert activity.rollouts.state() == counts
         else:
             with pytest.raises(_EngineDied, match=r"hangs for 1\.5"):
                 engine._exchange("question", 1.5)
@@ -99,6 +103,7 @@ def test_progress_is_what_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_signs_of_progress_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = Pipe()
     heartbeat, now = _Heartbeat(theirs), 1000.0
+    activity.rollouts.restore((64, 37, 5000, 12.5))
     monkeypatch.setattr(rlplus.rollout.process_engine, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(rlplus.rollout.process_engine, "BEAT_S", 1 / 8)
     with heartbeat.running("the first token"):
@@ -106,6 +111,6 @@ def test_signs_of_progress_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> 
             now += 1 / 32
             heartbeat.at("the next token")
     theirs.close()
-    assert [ours.recv() for _ in range(25)] == [("progress", None)] * 25
+    assert [ours.recv() for _ in range(25)] == [("progress", (64, 37, 5000, 12.5))] * 25
     with pytest.raises(EOFError):
         ours.recv()

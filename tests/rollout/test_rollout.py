@@ -28,6 +28,7 @@ from rollout_models import (
 )
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from rlplus.common import activity
 from rlplus.rollout import Completion, Request, RolloutEngine, Sampling
 
 
@@ -123,6 +124,7 @@ def test_seed_decides_and_every_response_has_its_own_noise(case: Case) -> None:
 def test_n_differs_by_prompt(case: Case) -> None:
     groups = case.engine.generate(requests(PROMPTS, [3, 0, 1], 8), Sampling(1.0, 0))
     assert [len(group) for group in groups] == [3, 0, 1]
+    assert activity.rollouts.state()[:3] == (4, 4, sum(len(c.tokens) for group in groups for c in group))
     assert gap(case.model, groups, PROMPTS, 1.0) <= 1e-4  # each group belongs to its prompt
     assert case.engine.generate(requests(PROMPTS, [0, 0, 0], 8), Sampling(1.0, 0)) == [[], [], []]
     assert case.engine.generate(requests([], [], 8), Sampling(1.0, 0)) == []

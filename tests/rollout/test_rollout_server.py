@@ -17,6 +17,7 @@ from rollout_models import EOS, PROMPTS, requests, save, tiny_model
 from servers import FakeServer, ask, connect
 
 import rlplus.rollout.server_engine
+from rlplus.common import activity
 from rlplus.rollout import RolloutEngine, RunFailed, Sampling
 
 
@@ -40,6 +41,7 @@ def test_what_is_asked_and_what_is_pushed(fake: FakeServer, tmp_path: Path) -> N
     assert all(torch.equal(fake.loaded[name], p) for name, p in model.named_parameters())
     groups = ask(engine)
     assert [len(group) for group in groups] == [4, 0, 2]
+    assert activity.rollouts.state()[:3] == (6, 6, sum(len(c.tokens) for group in groups for c in group))
     assert groups[0][0].logprob == [-0.25, -0.25]
     assert not groups[0][0].truncated
     asked = sorted(fake.asked, key=lambda body: body["sampling_params"]["seed"])

@@ -16,7 +16,9 @@ from trainer_runs import environment, metrics, run_config
 from rlplus.cli import main
 from rlplus.trainer import train
 from rlplus.trainer.metrics import RunLog
+from rlplus.trainer.progress import Progress
 from rlplus.trainer.ranks import initialize_distributed
+from rlplus.trainer.reporter import Reporter
 from rlplus.trainer.trackers import open_trackers
 
 # Signatures of wandb 0.31 and trackio 0.43.
@@ -122,9 +124,11 @@ def test_steps_that_are_done_again_are_not_tracked_again(tmp_path: Path, step: i
     """Three were done before a resume at `step`; a run that begins anew, at 0, is another one."""
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in (1, 2, 3)))
     seen: list[int] = []
-    log = RunLog(tmp_path, step, "title", enabled=True, trackers=[lambda step, metrics: seen.append(step)])
+    progress = Progress(run_config(tmp_path, train={"steps": 5}))
+    progress.step = step
+    log = RunLog(tmp_path, progress, Reporter(tmp_path, "title"), [lambda step, metrics: seen.append(step)])
     for i in range(step + 1, 6):
-        log.write(i, {}, 0.5)
+        log.write(i, {"time/step": 1.0})
     log.close()
     assert seen == tracked
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5]
