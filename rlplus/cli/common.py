@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlplus.errors import RunFailed
@@ -52,3 +53,11 @@ def naming_stage(number: int, stages: "Sequence[Config]") -> Iterator[None]:
             raise
         kind = ValueError if isinstance(error, ValueError) else RunFailed
         raise kind(f"stage {number}: {error}") from error
+
+
+def labels_of(runs: Sequence[str]) -> dict[str, Path]:
+    """The folders by their names, or by their paths where names are the same."""
+    folders = [Path(run) for run in runs]
+    names = [folder.resolve().name for folder in folders]
+    same = len(set(names)) < len(names)
+    return dict(zip(map(str, folders) if same else names, folders, strict=True))

@@ -2,11 +2,11 @@
 
 import argparse
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlplus.cli.common import quiet_imports
+from rlplus.cli.common import labels_of, quiet_imports
 
 if TYPE_CHECKING:
     from rlplus.cli.common import Commands
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
         if len(args.runs) > 1:
             raise ValueError(f"want one file to report on a comparison; got {' '.join(args.runs)}")
         return _report_comparison(Path(args.runs[0]), Path(args.output))
-    labels = _labels(args.runs)
+    labels = labels_of(args.runs)
     for folder in labels.values():
         check_report_folder(folder)
     _write_page(labels, Path(args.output))
@@ -80,11 +80,3 @@ def _write_page(labels: Mapping[str, Path], output: Path) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     write_report(output, runs, results, title=", ".join(labels), samples=samples, warnings=warnings)
     Terminal().print(f"written to {output}")
-
-
-def _labels(runs: Sequence[str]) -> dict[str, Path]:
-    """The folders by their names, or by their paths where names are the same."""
-    folders = [Path(run) for run in runs]
-    names = [folder.resolve().name for folder in folders]
-    same = len(set(names)) < len(names)
-    return dict(zip(map(str, folders) if same else names, folders, strict=True))

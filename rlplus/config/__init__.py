@@ -40,7 +40,7 @@ from rlplus.config.path_checks import (
     shipped_architecture,
     split_hub_path,
 )
-from rlplus.config.rollout_section import RolloutConfig
+from rlplus.config.rollout_section import MAX_LOGPROB_GAPS, RolloutConfig
 from rlplus.config.schema import Config
 from rlplus.config.sections import (
     TRACKERS,
@@ -58,6 +58,7 @@ from rlplus.config.train_section import TrainConfig
 __all__ = [
     "BENCHMARKS",
     "HUB_PREFIX",
+    "MAX_LOGPROB_GAPS",
     "PROGRESS",
     "RESULTS",
     "RUN",

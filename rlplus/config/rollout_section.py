@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from rlplus.common.section import Count, PathText, Positive, Reference, Seconds, Section, Temperature
 
+MAX_LOGPROB_GAPS = {"float32": 1e-4, "bfloat16": 5e-2}  # the default of max_logprob_gap, by model.dtype
 # vLLM's engine arguments that the trainer sets, or that it could not work with, each with the reason.
 OWNED: dict[str, str] = {
     "model": "the engine loads model.path, and gets the policy's weights before it generates",

@@ -54,11 +54,6 @@ def write_report(
     }
     styles = label_styles(trained, dict.fromkeys(label for each in tested.values() for label in each))
     accent = next((label for label, style in styles.items() if style == ACCENT), "")
-    sections = [
-        ("Training dynamics", (*charts.validation_curves(trained), *charts.DYNAMICS)),
-        ("What the demonstrations do", charts.DEMONSTRATIONS),
-        ("Updates, engine and grader", charts.UPDATES),
-    ]
     warnings = [*warnings, *_warnings(trained, tested)]
     folders = {label: each[0].samples for label, each in trained.items()} | dict(samples)
     shown = {label: _moments(label, folder, warnings) for label, folder in folders.items() if folder is not None}
@@ -72,7 +67,7 @@ def write_report(
         pass_charts=_pass_charts(tested, styles, kinds or {}),
         result_tables=tables.result_tables(tested),
         result_note=tables.EVALUATION_NOTE,
-        curves=[(name, *charts.curve_charts(trained, styles, curves)) for name, curves in sections if trained],
+        curves=charts.curve_sections(trained, styles),
         seeds=any(len(each) > 1 for each in trained.values()),
         samples={label: found for label, found in shown.items() if found},
         run_tables=[table for table in (tables.run_table(trained), tables.phase_table(trained)) if table and trained],
@@ -131,23 +126,37 @@ def _pass_charts(
     return found
 
 
-def _source(name: str) -> str:
-    return files(__name__).joinpath(name).read_text(encoding="utf-8")
+def _source(name: str, package: str = __name__) -> str:
+    return files(package).joinpath(name).read_text(encoding="utf-8")
 
 
-def render(template: str, package: str = __name__, **values: Any) -> str:
-    """A page by a template of this or another package, with the style and the script of all pages."""
-    environment = Environment(
+def render(template: str, package: str = __name__, *, further: Sequence[str] = (), **values: Any) -> str:
+    """A page by a template of this or another package, with the style and the script of all pages.
+
+    further: files of that package that are added to these, by their endings .css and .js.
+    """
+    script, style = (
+        "".join([_source(f"page{end}"), *(_source(name, package) for name in further if name.endswith(end))])
+        for end in (".js", ".css")
+    )
+    return (
+        environment(package)
+        .get_template(template)
+        .render(
+            script=Markup(script),
+            script_hash=b64encode(sha256(script.encode()).digest()).decode(),
+            style=Markup(style),
+            **values,
+        )
+    )
+
+
+def environment(package: str) -> Environment:
+    """The templates of a package and the macros of all pages."""
+    return Environment(
         loader=ChoiceLoader([PackageLoader(name, "") for name in dict.fromkeys((package, __name__))]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-    )
-    script = _source("page.js")
-    return environment.get_template(template).render(
-        script=Markup(script),
-        script_hash=b64encode(sha256(script.encode()).digest()).decode(),
-        style=Markup(_source("page.css")),
-        **values,
     )

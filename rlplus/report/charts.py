@@ -155,6 +155,18 @@ def curve_charts(
     return charts, zero
 
 
+def curve_sections(
+    trained: Mapping[str, Sequence[RunData]], styles: Mapping[str, str]
+) -> list[tuple[str, list[Chart], list[str]]]:
+    """The curves of a page: the name of each section, its charts, and the titles of metrics that are 0 throughout."""
+    sections = (
+        ("Training dynamics", (*validation_curves(trained), *DYNAMICS)),
+        ("What the demonstrations do", DEMONSTRATIONS),
+        ("Updates, engine and grader", UPDATES),
+    )
+    return [(name, *curve_charts(trained, styles, curves)) for name, curves in sections if trained]
+
+
 def validation_curves(trained: Mapping[str, Sequence[RunData]]) -> list[Curve]:
     """A curve for each number that evaluations between steps logged."""
     names = dict.fromkeys(name for runs in trained.values() for run in runs for step in run.metrics for name in step)

@@ -49,19 +49,10 @@ def load_run(folder: Path) -> RunData:
     except yaml.YAMLError as error:
         raise ValueError(f"{folder / 'config.yaml'} is damaged: {' '.join(str(error).split())}") from error
     complete, _, cut = lines.rpartition("\n")
-    metrics = []
-    for number, line in enumerate(complete.splitlines(), 1):
-        try:
-            step = json.loads(line)
-            if not {"step", "generated_tokens"} <= step.keys():
-                raise ValueError(f"got the keys {sorted(step)}")
-            if wrong := [key for key, value in step.items() if not isinstance(value, int | float)]:
-                raise ValueError(f"got {wrong[0]} {str(step[wrong[0]])[:80]!r}")
-        except (ValueError, AttributeError, RecursionError) as error:
-            wanted = 'want a JSON object of numbers with "step" and "generated_tokens"'
-            got = f"got {line[:80]!r}" if isinstance(error, json.JSONDecodeError) else error
-            raise ValueError(f"{folder / 'metrics.jsonl'}, line {number}: {wanted}; {got}") from error
-        metrics.append(step)
+    metrics = [
+        step_of(line, f"{folder / 'metrics.jsonl'}, line {number}")
+        for number, line in enumerate(complete.splitlines(), 1)
+    ]
     if not metrics:
         raise ValueError(f"{folder / 'metrics.jsonl'} has no complete step yet")
     warnings = []
@@ -79,6 +70,21 @@ def load_run(folder: Path) -> RunData:
     except ValueError as error:  # the provenance is lost, not the numbers
         warnings.append(str(error))
     return RunData(config, tuple(metrics), tuple(warnings), tuple(starts), folder / SAMPLES)
+
+
+def step_of(line: str, place: str) -> dict[str, Any]:
+    """The metrics in a line; ValueError, with its place, for anything but an object of numbers of a step."""
+    try:
+        step: dict[str, Any] = json.loads(line)
+        if not {"step", "generated_tokens"} <= step.keys():
+            raise ValueError(f"got the keys {sorted(step)}")
+        if wrong := [key for key, value in step.items() if not isinstance(value, int | float)]:
+            raise ValueError(f"got {wrong[0]} {str(step[wrong[0]])[:80]!r}")
+    except (ValueError, AttributeError, RecursionError) as error:
+        wanted = 'want a JSON object of numbers with "step" and "generated_tokens"'
+        got = f"got {line[:80]!r}" if isinstance(error, json.JSONDecodeError) else error
+        raise ValueError(f"{place}: {wanted}; {got}") from error
+    return step
 
 
 def _chosen_on_tests(settings: Any) -> bool:

@@ -73,14 +73,22 @@ def moments(folder: Path, damaged: list[str]) -> list[Moment]:
 
     What is wrong with a file that cannot be read is added to `damaged`.
     """
-    steps = kept_steps(folder)
-    files = [path for path in steps if path.stem.count("-") == 1]
-    found = []
-    for path in _spread(files, MOST_STEPS):
-        samples = _read(path, damaged)
-        if samples:
-            found.append(Moment(f"step {steps[path]}", _groups(samples)[:1], steps[path]))
-    return found + [Moment(name, _groups(samples)) for name, samples in _evaluation(folder, damaged)]
+    steps = step_files(folder)
+    found = [moment_of(path, steps[path], damaged, groups=1) for path in _spread([*steps], MOST_STEPS)]
+    return [moment for moment in found if moment] + [
+        Moment(name, _groups(samples)) for name, samples in _evaluation(folder, damaged)
+    ]
+
+
+def step_files(folder: Path) -> dict[Path, int]:
+    """The files with the groups of steps, the oldest first, and their steps."""
+    return {path: step for path, step in kept_steps(folder).items() if path.stem.count("-") == 1}
+
+
+def moment_of(path: Path, step: int, damaged: list[str], groups: int | None = None) -> Moment | None:
+    """The groups of a step's file, or the first ones; None without any."""
+    samples = _read(path, damaged)
+    return Moment(f"step {step}", _groups(samples)[:groups], step) if samples else None
 
 
 def _evaluation(folder: Path, damaged: list[str]) -> Iterator[tuple[str, list[KeptSample]]]:

@@ -9,7 +9,7 @@ import yaml
 from rlplus.evaluation import Estimate, Evaluation, paired_difference, pooled_pass_at, seeds_below
 from rlplus.report.run_reader import RunData
 
-_WORK = {
+WORK = {  # phases of a step that compute, by time/<phase>, and the others
     "generate": "generate",
     "forward_backward": "forward, backward",
     "optimizer": "optimizer",
@@ -17,7 +17,7 @@ _WORK = {
     "statistics": "statistics",
     "learners": "critic or reward model",
 }
-_OVERHEAD = {"sync": "sync", "score": "score", "pack": "pack", "samples": "kept samples"}
+OVERHEAD = {"sync": "sync", "score": "score", "pack": "pack", "samples": "kept samples"}
 _UNCHANGED = ("output_dir",)  # keys whose difference says nothing
 
 EVALUATION_NOTE = (
@@ -259,7 +259,7 @@ def phase_table(trained: Trained) -> Table | None:
     Phases that no run has are left out.
     """
     logged = {name for runs in trained.values() for run in runs for step in run.metrics for name in step}
-    work, other = ({p: label for p, label in part.items() if f"time/{p}" in logged} for part in (_WORK, _OVERHEAD))
+    work, other = ({p: label for p, label in part.items() if f"time/{p}" in logged} for part in (WORK, OVERHEAD))
     last = f"overhead: all from {next(iter(other.values()), 'rest')} on"
     table = Table(["run", "step", *work.values(), *other.values(), "rest", last], title="Where the time goes")
     for label, runs in trained.items():

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlplus.common import agree
-from rlplus.config import Config
+from rlplus.config import MAX_LOGPROB_GAPS, Config
 from rlplus.data import Sample
 from rlplus.errors import SharedFailure
 from rlplus.learner import Policy, forward_batches
@@ -173,4 +173,4 @@ class SyncedEngine:
 
 def max_gap(config: Config) -> float:
     """The largest mean gap between the engine's and the trainer's logprobs, in nats."""
-    return config.rollout.max_logprob_gap or (1e-4 if config.model.dtype == "float32" else 5e-2)
+    return config.rollout.max_logprob_gap or MAX_LOGPROB_GAPS[config.model.dtype]

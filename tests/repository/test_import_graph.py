@@ -30,6 +30,7 @@ CASES = {
     LOSS: tuple(name for name in TRAIN if name != "numpy"),  # which torch imports where it is installed
     "import rlplus.config": ("numpy", "torch", "transformers", *OURS),
     f"import rlplus.evaluation, rlplus.report; {SHOWN}": ("accelerate", "torch", "transformers", "triton", *OURS),
+    "import rlplus.watch": ("accelerate", "torch", "transformers", "triton", *OURS),
     "import rlplus.plan, rlplus.plan.plan_text, rlplus.plan.search": OURS,
     "import rlplus.learner": ("torch", *OURS),
     "from rlplus.cli import main": TRAIN,

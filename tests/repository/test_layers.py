@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "rlplus"
 ORDER = "sandbox < errors < lazy < common < kernels < loss < algorithm < config < data < reward < rollout < checkpoint"
-ORDER += " < learner < recipe < evaluation < trainer < verify < report < plan < init < compare < cli < __main__"
+ORDER += " < learner < recipe < evaluation < trainer < verify < report < watch < plan < init < compare < cli < __main__"
 LAYERS = ORDER.split(" < ")
 LINKS = (PACKAGE / "kernels", PACKAGE / "bench")  # rglob does not follow links
 MODULES = sorted(path for folder in (PACKAGE, *LINKS) for path in folder.rglob("*.py"))

@@ -54,7 +54,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path, source: Path) -> 
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     links = ("kernels", "configs", "bench")  # rglob does not follow them
     folders = [source / "rlplus", *(source / "rlplus" / name for name in links)]
-    kinds = ("*.py", "*.yaml", "schema.json", "models/*.json", "*.html", "report/page.*", "py.typed")
+    kinds = ("*.py", "*.yaml", "schema.json", "models/*.json", "*.html", "report/page.*", "watch/watch.*", "py.typed")
     files = {path for folder in folders for kind in kinds for path in folder.rglob(kind)}
     assert names == {str(path.relative_to(source)) for path in files}
     assert {PROBE, "rlplus/configs/eval.yaml", "rlplus/py.typed"} <= names
