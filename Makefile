@@ -37,7 +37,7 @@ test: setup  ## run the quick tests, in up to four processes
 test-slow: setup  ## run the slow tests
 	@$(BIN)/python -m pytest -m slow
 
-test-peers: .venv-peers/.ready $(if $(PRIME_RL),.venv-prime-rl/.ready)  ## compare with TRL, verl, OpenRLHF and transformers in .venv-peers; with checkouts as LIGER, PRIME_RL: their tests, too
+test-peers: .venv-peers/.ready $(if $(PRIME_RL),.venv-prime-rl/.ready)  ## compare with TRL, verl, OpenRLHF and transformers in .venv-peers; with checkouts as LIGER, PRIME_RL, TRL: their tests, too
 	@rm -rf build
 	for venv in .venv-peers $(if $(PRIME_RL),.venv-prime-rl); do
 	    RLPLUS_EXT=0 $$venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --force-reinstall .

@@ -75,6 +75,7 @@ def batch() -> TensorDict:
 
 
 def make_worker(model: str, fused: bool) -> Any:
+    from verl.models.transformers import monkey_patch
     from verl.trainer.config import CheckpointConfig
     from verl.workers import config
     from verl.workers.engine_workers import TrainingWorker
@@ -95,6 +96,7 @@ def make_worker(model: str, fused: bool) -> Any:
         ),
         checkpoint_config=CheckpointConfig(),
     )  # fmt: skip
+    monkey_patch.is_trl_available = lambda: False  # verl 0.9.1 wants a class that TRL 1.16 has no longer
     worker = TrainingWorker(settings)
     worker.reset()
     return worker
