@@ -250,7 +250,7 @@ def run(args: argparse.Namespace) -> None:
     print("hello")
 ''',
         "rlplus/cli/__init__.py": (
-            ("import compare, env, evaluate, init", "import compare, env, evaluate, hello, init"),
+            ("env, evaluate, init", "env, evaluate, hello, init"),
             ("samples, compare, env):", "samples, compare, env, hello):"),
         ),
     },

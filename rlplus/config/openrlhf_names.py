@@ -1,0 +1,138 @@
+"""OpenRLHF's arguments of train_ppo_ray, by the key here with their meaning; and those without one.
+
+OpenRLHF 0.11 has the dotted names, earlier versions the flat ones.
+"""
+
+NAMES = {
+    "pretrain": "model.path",
+    "save_path": "output_dir",
+    "actor_learning_rate": "train.lr",
+    "rollout_batch_size": "train.prompts_per_step",
+    "n_samples_per_prompt": "rollout.group_size",
+    "generate_max_len": "rollout.max_response_length",
+    "prompt_max_len": "data.max_prompt_length",
+    "max_epochs": "train.epochs",
+    "init_kl_coef": "algorithm.reward_kl_coef",
+    "eps_clip": "algorithm.objective.clip_low",
+    "adam_offload": "train.offload_optimizer",
+    "prompt_data": "data.path",
+    "input_key": "data.prompt",
+    "label_key": "data.answer",
+    "advantage_estimator": "algorithm.advantage",
+    "max_norm": "train.grad_clip",
+    "l2": "train.weight_decay",
+    "ring_attn_size": "train.sequence_parallel",
+    "actor.model_name_or_path": "model.path",
+    "actor.eps_clip": "algorithm.objective.clip_low",
+    "actor.eps_clip_low_high": "algorithm.objective.clip_high",
+    "actor.dual_clip": "algorithm.objective.dual_clip",
+    "actor.entropy_coef": "algorithm.objective.entropy_coef",
+    "actor.loss_agg_mode": "algorithm.reduction",
+    "actor.policy_loss_type": "algorithm.objective.internal",
+    "actor.gradient_checkpointing_enable": "model.gradient_checkpointing",
+    "algo.advantage.estimator": "algorithm.advantage",
+    "algo.advantage.gamma": "algorithm.recipe",
+    "algo.advantage.lambd": "algorithm.recipe",
+    "algo.advantage.no_std_norm": "algorithm.normalize_std",
+    "algo.advantage.is_correction_level": "algorithm.mismatch_level",
+    "algo.advantage.is_correction_mode": "algorithm.objective.mismatch_mode",
+    "algo.advantage.is_correction_threshold": "algorithm.objective.mismatch_cap",
+    "algo.dynamic_filtering_enable": "algorithm.refill",
+    "algo.dynamic_filtering_range": "algorithm.refill.low",
+    "algo.kl.estimator": "algorithm.objective.kl_estimator",
+    "algo.kl.init_coef": "algorithm.reward_kl_coef",
+    "algo.kl.use_loss": "algorithm.objective.kl_coef",
+    "algo.kl.unbiased_gradient": "algorithm.objective.kl_estimator",
+    "ckpt.output_dir": "output_dir",
+    "ckpt.max_num": "checkpoint.keep",
+    "ckpt.save_steps": "checkpoint.every",
+    "critic.value_clip": "algorithm.recipe",
+    "data.apply_chat_template": "data.chat",
+    "data.input_key": "data.prompt",
+    "data.label_key": "data.answer",
+    "data.max_len": "data.max_prompt_length",
+    "data.max_samples": "data.limit",
+    "data.prompt_dataset": "data.path",
+    "ds.adam_offload": "train.offload_optimizer",
+    "ds.attn_implementation": "model.attention",
+    "ds.grad_accum_dtype": "train.deepspeed",
+    "ds.lora.alpha": "model.lora.alpha",
+    "ds.lora.rank": "model.lora.rank",
+    "ds.lora.target_modules": "model.lora.target_modules",
+    "ds.param_dtype": "model.dtype",
+    "ds.ring_attn_size": "train.sequence_parallel",
+    "ds.use_liger_kernel": "model.liger",
+    "ds.zero_stage": "train.zero_stage",
+    "eval.dataset": "evaluation.data.path",
+    "eval.n_samples_per_prompt": "evaluation.samples",
+    "eval.steps": "evaluation.every",
+    "eval.temperature": "evaluation.temperature",
+    "logger.wandb.project": "log.wandb",
+    "reward.overlong_buffer_len": "algorithm.shaping.overlong",
+    "reward.overlong_penalty_factor": "algorithm.shaping.overlong",
+    "reward.remote_url": "reward.function",
+    "rollout.batch_size": "train.prompts_per_step",
+    "rollout.max_new_tokens": "rollout.max_response_length",
+    "rollout.n_samples_per_prompt": "rollout.group_size",
+    "train.agent_func_path": "rollout.function",
+    "train.async_enable": "train.overlap",
+    "train.async_queue_size": "train.overlap",
+    "train.batch_size": "train.prompts_per_update",
+    "train.max_epochs": "train.epochs",
+    "train.max_tokens_per_gpu": "train.tokens_per_micro_batch",
+    "train.micro_batch_size": "train.tokens_per_micro_batch",
+    "train.num_episodes": "train.epochs",
+    "vllm.enable_sleep": "rollout.sleep",
+    "vllm.enforce_eager": "rollout.enforce_eager",
+    "vllm.gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "vllm.tensor_parallel_size": "rollout.tensor_parallel_size",
+}
+
+# Names without a counterpart, by what holds here instead.
+WITHOUT = {
+    "logprobs are of the distribution that sampled: temperature alone shapes it": "rollout.top_p top_p",
+    "torchrun starts the ranks, and an engine's place is rollout.mode": (
+        "actor.num_gpus_per_node actor.num_nodes ref.num_gpus_per_node ref.num_nodes critic.num_gpus_per_node "
+        "critic.num_nodes reward.num_gpus_per_node reward.num_nodes vllm.num_engines vllm.sync_backend "
+        "vllm.sync_with_ray train.colocate_all train.colocate_actor_ref train.colocate_critic_reward local_rank "
+        "vllm_num_engines vllm_sync_backend colocate_all_models"
+    ),
+    "the reward is a grader: reward.kind or reward.function": (
+        "reward.model_name_or_path reward.normalize_enable reward.clip_range reward.offload reward_pretrain "
+        "normalize_reward"
+    ),
+    "algorithm.shaping.overlong lowers the reward of long responses": "reward.stop_properly_penalty_coef",
+    "the coefficient is constant": "algo.kl.horizon algo.kl.target",
+    "the weight has one bound: algorithm.objective.mismatch_cap": "algo.advantage.is_correction_gating",
+    "the value model is the policy's copy, trained from the first step": (
+        "critic.model_name_or_path critic.freezing_steps critic.save_value_network ds.value_head_prefix"
+    ),
+    "the loss is the objective's alone": "actor.aux_loss_coef",
+    "only text is trained on": "data.image_key data.max_images_per_prompt actor.freeze_visual_encoder",
+    "the data are one list of files, in which data.prompt names a column": (
+        "data.prompt_probs data.prompt_split data.input_template data.disable_fast_tokenizer "
+        "data.dataloader_num_workers eval.split use_ms"
+    ),
+    "a checkpoint is complete, and a run resumes with --resume": (
+        "ckpt.best_metric_key ckpt.disable_ds ckpt.load_enable ckpt.max_mem ckpt.path ckpt.save_hf"
+    ),
+    "samples are packed always": (
+        "ds.packing_samples packing_samples train.dynamic_batch_enable rollout.max_tokens_per_gpu "
+        "rollout.micro_batch_size rollout.vllm_generate_batch_size"
+    ),
+    "other settings of DeepSpeed go under train.deepspeed": (
+        "ds.overlap_comm ds.zpg ds.deepcompile ds.use_universal_ckpt ds.ring_attn_head_stride "
+        "ds.tensor_parallel_size ds.experts_implementation ds.load_in_4bit ds.enable_sleep zpg"
+    ),
+    "LoRA has a rank, alpha and modules": "ds.lora.dropout lora_dropout",
+    "engine arguments go under rollout.vllm, by vLLM's names": "vllm.enable_prefix_caching enable_prefix_caching",
+    "weights are not averaged over steps": "train.ema_beta train.enable_ema",
+    "every step is logged, in metrics.jsonl": (
+        "logger.logging_steps logger.tensorboard_dir logger.wandb.group logger.wandb.key logger.wandb.org "
+        "logger.wandb.run_name"
+    ),
+    "train.seed seeds everything": "train.full_determinism_enable train.seed",
+    "the reference is placed by the run": "ref.offload",
+    "checkpointing has no further settings": "actor.gradient_checkpointing_reentrant",
+    "a response is generated whole": "train.partial_rollout_enable",
+}

@@ -1,0 +1,269 @@
+"""TRL's GRPOConfig as a run of ours. Defaults: TRL 1.16 and transformers 5.24."""
+
+from math import ceil
+from typing import Any
+
+from rlplus.convert.draft import Draft, Script, whole
+from rlplus.errors import check_name
+
+DEFAULTS: dict[str, Any] = {
+    "output_dir": "trainer_output", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
+    "num_generations": 8, "max_completion_length": 512, "temperature": 1.0, "num_train_epochs": 3.0, "max_steps": -1,
+    "learning_rate": 1e-6, "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1.0,
+    "adam_beta1": 0.9, "adam_beta2": 0.999, "gradient_checkpointing": True, "fp16": False, "beta": 0.0, "epsilon": 0.2,
+    "loss_type": "dapo", "scale_rewards": "group", "importance_sampling_level": "token", "use_bias_correction_kl": True,
+    "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "use_vllm": False, "vllm_mode": "colocate",
+    "vllm_server_host": "0.0.0.0", "vllm_server_port": 8000, "vllm_gpu_memory_utilization": 0.3,
+    "vllm_tensor_parallel_size": 1, "vllm_enable_sleep_mode": False, "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 3.0, "seed": 42,
+    "save_strategy": "steps", "save_steps": 500,
+}  # fmt: skip
+# TRL's losses: the preset, and the normaliser.
+LOSSES = {
+    "grpo": ("grpo", "sequence"), "dapo": ("grpo", "token"), "bnpo": ("grpo", "token"), "dr_grpo": ("grpo", "constant"),
+    "cispo": ("cispo", "token"), "sapo": ("sapo", "sequence"),
+}  # fmt: skip
+SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine", "constant": "constant"}
+SCHEDULES["constant_with_warmup"] = "constant"
+GRADERS = {"accuracy_reward": "math_verify"}  # trl.rewards
+
+
+def from_trl(script: Script, gpus: int) -> Draft:
+    """ValueError for a loss that is none of ours, and sizes that TRL itself refuses."""
+    draft = Draft("TRL", script, DEFAULTS)
+    draft.take("output_dir", "output_dir")
+    _model(draft)
+    _data_and_reward(draft)
+    _rollout(draft)
+    _algorithm(draft)
+    per_step = _sizes(draft, gpus)
+    _optimizer(draft)
+    _checkpoints(draft, per_step)
+    draft.list_the_rest()
+    return draft
+
+
+def _model(draft: Draft) -> None:
+    script, extra = draft.script, draft.get("model_init_kwargs") or {}
+    if script.model:
+        draft.set("model.path", script.model, note="GRPOTrainer's model")
+    else:
+        draft.fill_in("model.path", "FILL-IN", "the script does not say the model in a way that can be read")
+    half = draft.get("bf16") is not False
+    if draft.get("fp16"):
+        draft.lose("fp16", "bfloat16 takes its place")
+    draft.set("model.dtype", "bfloat16" if half else "float32", "bf16", note="the optimizer's weights are fp32")
+    draft.take("model.gradient_checkpointing", "gradient_checkpointing")
+    if "attn_implementation" in extra:
+        draft.set("model.attention", extra["attn_implementation"], "model_init_kwargs")
+    for name in extra.keys() - {"attn_implementation", "dtype", "torch_dtype"}:
+        draft.lose(f"model_init_kwargs {name}", "no counterpart")
+    if draft.given("trust_remote_code"):
+        draft.take("model.trust_remote_code", "trust_remote_code")
+    if draft.get("use_liger_kernel"):
+        draft.set("model.liger", True, "use_liger_kernel")
+    if script.lora is not None:
+        lora = {"rank": script.lora.get("r") or 8, "alpha": float(script.lora.get("lora_alpha") or 8)}
+        modules = script.lora.get("target_modules")
+        draft.set("model.lora", lora | ({"target_modules": modules} if modules else {}), note="LoraConfig")
+        if not modules:
+            draft.lose("LoraConfig's target_modules", "peft chooses by the model; here all linear layers but the head")
+        if script.lora.get("lora_dropout"):
+            draft.lose("LoraConfig's lora_dropout", "adapters have no dropout here")
+
+
+def _data_and_reward(draft: Draft) -> None:
+    script, graders = draft.script, GRADERS
+    if script.data:
+        draft.set("data.path", script.data, note="load_dataset")
+    else:
+        draft.fill_in("data.path", "FILL-IN.jsonl", "a file of prompts and answers, or hf://owner/name/split")
+    draft.set("data.prompt", "prompt", note="TRL's column")
+    draft.set("data.answer", "solution", note="the column of TRL's accuracy_reward; yours may have another name")
+    note = "" if draft.given("max_prompt_length") else "TRL has no limit; rows with longer prompts are dropped here"
+    draft.set("data.max_prompt_length", draft.get("max_prompt_length") or 1024, "max_prompt_length", note=note)
+    weights = draft.get("reward_weights")
+    for name in script.rewards:
+        if not name.isidentifier():
+            draft.lost.append(f"reward_funcs: {name}: models that give rewards are functions of your own here")
+    names = [graders.get(name, f"rewards.py:{name if name.isidentifier() else 'FILL_IN'}") for name in script.rewards]
+    own = [name for name in names if ":" in name]
+    if not names or own:
+        note = "TRL's functions take lists of completions; here one takes (text, answer) and returns a number"
+        draft.missing.append(f"reward.function: {', '.join(own) or 'the graders'}: {note}")
+    if not names:
+        draft.set("reward.function", "rewards.py:FILL_IN", note="FILL IN: a function of (text, answer), or reward.kind")
+    elif len(names) == 1 and not own:
+        draft.set("reward.kind", names[0], note=f"trl.rewards.{script.rewards[0]}")
+    elif weights is not None and len(weights) == len(names):
+        draft.set("reward.function", dict(zip(names, map(float, weights), strict=True)), "reward_weights")
+    else:
+        draft.set("reward.function", names if len(names) > 1 else names[0], note="FILL IN" if own else "reward_funcs")
+
+
+def _rollout(draft: Draft) -> None:
+    vllm = draft.get("use_vllm")
+    draft.set("rollout.engine", "vllm" if vllm else "transformers", "use_vllm")
+    draft.take("rollout.group_size", "num_generations")
+    draft.take("rollout.temperature", "temperature")
+    draft.take("rollout.max_response_length", "max_completion_length")
+    if not vllm:
+        return
+    if draft.get("vllm_mode") == "server":
+        host, port = draft.get("vllm_server_host"), draft.get("vllm_server_port")
+        url = draft.get("vllm_server_base_url") or f"http://{'localhost' if host == '0.0.0.0' else host}:{port}"
+        draft.set("rollout.mode", "server", "vllm_mode", note="a server of vllm serve, as docs/rollouts.md starts it")
+        draft.set("rollout.server_url", url, "vllm_server_base_url", "vllm_server_host", "vllm_server_port")
+        return
+    draft.set("rollout.mode", "colocated", "vllm_mode")
+    draft.take("rollout.gpu_memory_utilization", "vllm_gpu_memory_utilization")
+    draft.take("rollout.tensor_parallel_size", "vllm_tensor_parallel_size")
+    draft.take("rollout.sleep", "vllm_enable_sleep_mode")
+
+
+def _algorithm(draft: Draft) -> None:
+    loss = str(draft.get("loss_type"))
+    check_name("TRL's loss_type", loss, LOSSES)
+    preset, reduction = LOSSES[loss]
+    draft.set("algorithm.preset", preset, "loss_type")
+    note = "TRL's mean is over a micro-batch, here over an update" if loss == "bnpo" else ""
+    draft.set("algorithm.reduction", reduction, "loss_type", note=note)
+    scale = {True: "group", False: "none"}.get(draft.get("scale_rewards"), draft.get("scale_rewards"))
+    check_name("TRL's scale_rewards", scale, ("group", "batch", "none"))
+    if scale == "batch":
+        draft.set("algorithm.advantage", "batch-std", "scale_rewards")
+    else:
+        draft.set("algorithm.normalize_std", scale == "group", "scale_rewards")
+    if draft.get("importance_sampling_level") != "token":
+        draft.set("algorithm.ratio_level", "sequence", "importance_sampling_level")
+    if (share := draft.get("top_entropy_quantile")) not in (None, 1, 1.0):
+        draft.set("algorithm.top_entropy", share, "top_entropy_quantile")
+    _clipping(draft, loss)
+    beta = draft.get("beta")
+    draft.set("algorithm.objective.kl_coef", float(beta), "beta")
+    unbiased = draft.get("use_bias_correction_kl")
+    if beta:
+        draft.set("algorithm.objective.kl_estimator", "k3-unbiased" if unbiased else "k3", "use_bias_correction_kl")
+    if draft.get("entropy_coef"):
+        note = "" if reduction == "token" else f"TRL's mean is over tokens, here as reduction {reduction} says"
+        draft.set("algorithm.objective.entropy_coef", draft.get("entropy_coef"), "entropy_coef", note=note)
+    _mismatch(draft)
+
+
+def _clipping(draft: Draft, loss: str) -> None:
+    low, high = draft.get("epsilon"), draft.get("epsilon_high")
+    both = ("epsilon_high",) if high is not None else ("epsilon_high", "epsilon")
+    high = low if high is None else high
+    if loss == "sapo":
+        draft.set("algorithm.objective.tau_pos", draft.get("sapo_temperature_pos"), "sapo_temperature_pos")
+        draft.set("algorithm.objective.tau_neg", draft.get("sapo_temperature_neg"), "sapo_temperature_neg")
+    elif loss == "cispo":
+        if high < 1:
+            raise ValueError(f"want TRL's epsilon_high, the largest ratio of loss_type cispo, at least 1; got {high}")
+        draft.set(
+            "algorithm.objective.clip_high", high - 1, *both, note="TRL's bound is of the ratio, here of ratio - 1"
+        )
+    else:
+        draft.set("algorithm.objective.clip_low", low, "epsilon")
+        draft.set("algorithm.objective.clip_high", high, *both)
+        if draft.get("delta") is not None:
+            draft.set("algorithm.objective.dual_clip", draft.get("delta"), "delta")
+
+
+def _mismatch(draft: Draft) -> None:
+    """The weight for the difference between vLLM's logprobs and the trainer's."""
+    on = draft.get("vllm_importance_sampling_correction")
+    level, _, mode = str(draft.get("vllm_importance_sampling_mode")).partition("_")
+    cap, low = (draft.get(f"vllm_importance_sampling_clip_{end}") for end in ("max", "min"))
+    cap = draft.get("vllm_importance_sampling_cap") or cap
+    if not (draft.get("use_vllm") and on):
+        return
+    names = ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")
+    draft.set("algorithm.objective.mismatch_cap", cap, names[1])
+    draft.set("algorithm.objective.mismatch_mode", mode, names[0])
+    draft.set("algorithm.mismatch_level", level, names[0])
+    if low is not None:
+        draft.set("algorithm.objective.mismatch_low", low, "vllm_importance_sampling_clip_min")
+
+
+def _sizes(draft: Draft, gpus: int) -> float:
+    """Prompts of a step and of an update, and the micro-batch; -> updates of a step."""
+    each, accumulated, group = (
+        draft.get(n) for n in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
+    )
+    steps, generated = draft.get("steps_per_generation"), draft.get("generation_batch_size")
+    update = each * gpus * accumulated
+    generated = generated or (each * gpus * steps if steps else update)
+    if generated % group:
+        raise ValueError(
+            f"want TRL's generation batch a multiple of num_generations {group}; got {generated} completions, which is "
+            f"per_device_train_batch_size {each} on {gpus} processes: name their number by --gpus"
+        )
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
+    given = [n for n in ("steps_per_generation", "generation_batch_size") if draft.given(n)]
+    note = f"of {gpus} process{'es' if gpus > 1 else ''}"
+    step = max(generated, update) // group
+    draft.set("train.prompts_per_step", step, *names, *given, note=note)
+    part = whole(update / group)
+    if part is None or step % part:
+        draft.lose("gradient_accumulation_steps", f"an update of {update} completions is no part of {step} groups")
+        part = step
+    elif part < step:
+        draft.set("train.prompts_per_update", part, *names, note=note)
+    if part % gpus:
+        draft.missing.append(f"train: {part} prompts per update are no multiple of {gpus} GPUs, which a run wants")
+    length = draft.values["data"]["max_prompt_length"] + draft.values["rollout"]["max_response_length"]
+    draft.set(
+        "train.tokens_per_micro_batch", each * length, "per_device_train_batch_size", note="times the longest sample"
+    )
+    if draft.get("max_steps") > 0:
+        draft.set("train.steps", ceil(draft.get("max_steps") * part / step), "max_steps", note="TRL counts updates")
+    else:
+        epochs = draft.get("num_train_epochs")
+        draft.set("train.epochs", max(1, ceil(epochs)), "num_train_epochs")
+        if whole(epochs) is None:
+            draft.lose("num_train_epochs", f"{epochs} are rounded up: want train.steps in place of train.epochs")
+    return step / part
+
+
+def _optimizer(draft: Draft) -> None:
+    draft.take("train.lr", "learning_rate")
+    schedule = str(draft.get("lr_scheduler_type"))
+    check_name("TRL's lr_scheduler_type", schedule, SCHEDULES)
+    draft.set("train.lr_schedule", SCHEDULES[schedule], "lr_scheduler_type")
+    extra = draft.get("lr_scheduler_kwargs") or {}
+    ratio = extra.get("min_lr_rate", extra.get("min_lr", 0) / draft.get("learning_rate"))
+    if ratio:
+        draft.set("train.lr_min_ratio", ratio, "lr_scheduler_kwargs")
+    warmup, share = draft.get("warmup_steps"), draft.get("warmup_ratio")
+    if share or 0 < warmup < 1:
+        draft.set("train.warmup_ratio", share or warmup, "warmup_ratio" if share else "warmup_steps")
+    elif warmup:
+        draft.take("train.warmup_steps", "warmup_steps")
+    draft.take("train.weight_decay", "weight_decay")
+    if draft.given("adam_beta1") or draft.given("adam_beta2"):
+        draft.set("train.betas", [draft.get("adam_beta1"), draft.get("adam_beta2")], "adam_beta1", "adam_beta2")
+    norm = draft.get("max_grad_norm")
+    draft.set("train.grad_clip", norm or 1e9, "max_grad_norm", note="" if norm else "no clipping")
+    draft.take("train.seed", "seed")
+    if draft.get("torch_compile"):
+        draft.set("train.compile", True, "torch_compile")
+    if isinstance(zero := draft.get("deepspeed"), dict) and isinstance(zero.get("zero_optimization"), dict):
+        draft.set("train.zero_stage", zero["zero_optimization"].get("stage", 1), "deepspeed")
+    elif zero is not None:
+        draft.lose("deepspeed", f"{zero} is another file: set train.zero_stage and train.offload_optimizer as it does")
+
+
+def _checkpoints(draft: Draft, per_step: float) -> None:
+    strategy, every = draft.get("save_strategy"), draft.get("save_steps")
+    if strategy == "epoch":
+        draft.lose("save_strategy", "checkpoints are counted in steps: checkpoint.every")
+    else:
+        steps = 0 if strategy == "no" else ceil(every / per_step)
+        draft.set("checkpoint.every", steps, "save_strategy", "save_steps", note="TRL counts updates")
+    if draft.given("save_total_limit"):
+        draft.take("checkpoint.keep", "save_total_limit")
+    reports = draft.get("report_to") or []
+    for tracker in ("wandb", "trackio"):
+        if tracker in ([reports] if isinstance(reports, str) else reports):
+            draft.set(f"log.{tracker}", draft.get("project") or "huggingface", "report_to")
