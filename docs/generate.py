@@ -5,13 +5,14 @@ Each part stands between two comments, <!-- begin NAME --> and <!-- end NAME -->
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench import output
-from docs import decision_pages, first_step
+from docs import decision_pages, first_step, models_page, what_fits
 from experiments.theory import __main__ as theory
 from rlplus.algorithm import ALGORITHMS, RECIPES, Algorithm
 from rlplus.compare import BASE, Results, load_comparison
@@ -353,12 +354,17 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/configuration.md": {"keys": keys},
     "docs/evaluation.md": {"benchmarks": benchmarks},
     "docs/decisions/index.md": {"decisions": partial(decision_pages.index, table)},
+    "docs/models.md": {"families": partial(models_page.families, table)},
     "docs/paper.md": {
         "settings": partial(settings_beside, PAPER),
         "one-rate": partial(settings_beside, "one-rate.json"),
         "comparisons": comparisons,
         **{name: partial(theory.table, rows) for name, rows in theory.TABLES.items()},
     },
+}
+# Parts that take minutes, written with --plan.
+PLANNED: dict[str, dict[str, Callable[[], str]]] = {
+    "docs/what-fits.md": {name: partial(what_fits.table, name) for name in what_fits.TUNINGS},
 }
 
 
@@ -370,9 +376,9 @@ def with_part(text: str, name: str, part: str) -> str:
     return f"{text[: text.index(begin)]}{begin}\n\n{part}\n\n{text[text.index(end) :]}"
 
 
-def pages() -> Iterator[tuple[Path, str]]:
+def pages(derived: dict[str, dict[str, Callable[[], str]]] = PARTS) -> Iterator[tuple[Path, str]]:
     """The files that have derived parts, with what they should contain."""
-    for name, parts in PARTS.items():
+    for name, parts in derived.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         for part, make in parts.items():
             text = with_part(text, part, make())
@@ -380,5 +386,5 @@ def pages() -> Iterator[tuple[Path, str]]:
 
 
 if __name__ == "__main__":
-    for path, text in pages():
+    for path, text in pages(PARTS | PLANNED if "--plan" in sys.argv else PARTS):
         path.write_text(text, encoding="utf-8")

@@ -37,8 +37,8 @@ def _by_key(reasons: dict[str, str]) -> dict[str, str]:
 
 
 WITHOUT = {  # the reason, by the trainer and its key
+    "verl": _by_key(verl_names.WITHOUT),  # first: its keys are the longest
     "TRL": _by_key(trl_names.WITHOUT),
-    "verl": _by_key(verl_names.WITHOUT),
     "OpenRLHF": _by_key(openrlhf_names.WITHOUT),
 }
 
@@ -54,7 +54,7 @@ def synonym(key: str) -> str | None:
         return _meant("verl", name, VERL[name])
     last, flag = (text.lstrip("-").replace("-", "_") for text in (key.rpartition(".")[2], key))
     for trainer, names, name in (("TRL", TRL, last), ("OpenRLHF", OPENRLHF, flag), ("OpenRLHF", OPENRLHF, last)):
-        if name in names:
+        if name in names and (key.startswith("-") or last not in COMMON):
             return _meant(trainer, name, names[name])
     if last in COMMON:
         return f"here it is {COMMON[last]}{COUNTED.get(COMMON[last], '')}"

@@ -67,7 +67,6 @@ NAMES = {
     "overlong_buffer.penalty_factor": "algorithm.shaping.overlong",
     "rollout_correction.rollout_is": "algorithm.mismatch_level",
     "rollout_correction.rollout_is_threshold": "algorithm.objective.mismatch_cap",
-    "algorithm.gamma": "algorithm.recipe",
     "critic.optim.lr": "algorithm.recipe",
     "critic.cliprange_value": "algorithm.recipe",
     "rollout.free_cache_engine": "rollout.sleep",

@@ -37,18 +37,27 @@ class Found:
 
 
 def find_fitting(
-    base: dict[str, Any], fixed: dict[str, Any], cluster: Cluster, tunings: Sequence[dict[str, Any]] = TUNINGS
+    base: dict[str, Any],
+    fixed: dict[str, Any],
+    cluster: Cluster,
+    tunings: Sequence[dict[str, Any]] = TUNINGS,
+    models: dict[str, Model] | None = None,
 ) -> Found | None:
     """The first settings that fit, of `tunings` and within each of `LENGTHS`; None if none does.
 
-    base: sections of a configuration without lengths and training settings. fixed: values that stay.
+    base: sections of a configuration without lengths and training settings. fixed: values that stay. models: those read
+    before, by the tuning, for searches that differ in the cluster only.
     """
     refused: list[str] = []
+    models = {} if models is None else models
     for tuning in tunings:
         values = merged(merged(base, tuning), fixed)
         if (name := _tuning(values)) in refused:  # fixed keys have made it an earlier one
             continue
-        model, _ = read_model(_config(values))
+        lora = str(values["model"].get("lora"))
+        if lora not in models:
+            models[lora], _ = read_model(_config(values))
+        model = models[lora]
         for length in _lengths(values, model):
             chosen = merged(values, {"rollout": {"max_response_length": length}})
             if (settled := _settled(chosen, fixed, model, cluster)) is not None:
@@ -126,15 +135,16 @@ def _with_share(values: dict[str, Any], fixed: dict[str, Any], model: Model, clu
 
 def what_would_fit(base: dict[str, Any], fixed: dict[str, Any], cluster: Cluster) -> str:
     """A sentence with the fewest GPUs of this kind, and the smallest single one, that would do."""
-    found = []
+    found: list[str] = []
+    models: dict[str, Model] = {}
     for gpus in (cluster.gpus * 2**i for i in range(1, 4)):
-        if (more := find_fitting(_for_ranks(base, gpus), fixed, Cluster(gpus, cluster.gpu))) is not None:
+        if more := find_fitting(_for_ranks(base, gpus), fixed, Cluster(gpus, cluster.gpu), models=models):
             found.append(f"{gpus} such GPUs ({more.tuning}, ZeRO {more.config.train.zero_stage})")
             break
     sizes = sorted({int(gpu.memory / 2**30) for gpu in GPUS.values()} | {24, 48})
     for size in (size for size in sizes if size * 2**30 > cluster.gpu.memory):
         larger = make_cluster(cluster.gpus, f"{size}g")
-        if (other := find_fitting(base, fixed, larger)) is not None:
+        if other := find_fitting(base, fixed, larger, models=models):
             found.append(f"{larger.gpus} x {size} GiB ({other.tuning})")
             break
     options = " or ".join(found)

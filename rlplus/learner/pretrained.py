@@ -34,6 +34,8 @@ from rlplus.errors import install_command
 from rlplus.learner.dropout import turn_off_dropout, without_dropout
 
 SHOWN = 5  # tensors, in a message
+# Model types of transformers whose packed sequences see each other: positions that restart do not separate them.
+MIXES = {"bloom", "falcon_h1", "gpt_oss", "mamba", "mpt", "opt", "recurrent_gemma"}
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +63,18 @@ def prepare_model(config: ModelConfig, folder: Path, seed: int) -> tuple[str, Pr
 def existing_model(config: ModelConfig, path: str) -> PretrainedConfig:
     """The configuration of the model in `path`, with the run's overrides; ValueError for other weights. Collective."""
     model_config = with_overrides(read_model_config(path, config.trust_remote_code), config.overrides)
+    check_packing(model_config)
     _check_weights(path, model_config, config.trust_remote_code)
     return model_config
+
+
+def check_packing(model_config: PretrainedConfig) -> None:
+    """ValueError for a model that would train on packed sequences as if they were one."""
+    if model_config.model_type in MIXES:
+        raise ValueError(
+            "want a model that keeps packed sequences apart by their positions (docs/models.md has a list); got "
+            f"{model_config.model_type}, whose sequences would see each other"
+        )
 
 
 def _check_weights(path: str, model_config: PretrainedConfig, trust_remote_code: bool) -> None:

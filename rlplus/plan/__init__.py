@@ -12,7 +12,13 @@ from transformers import PretrainedConfig
 
 from rlplus.config import Config, ModelConfig, model_problem, shipped_architecture
 from rlplus.data import byte_tokenizer
-from rlplus.learner.pretrained import check_positions, make_scratch_model, read_model_config, with_overrides
+from rlplus.learner.pretrained import (
+    check_packing,
+    check_positions,
+    make_scratch_model,
+    read_model_config,
+    with_overrides,
+)
 from rlplus.plan.cluster import GIB, GPUS, Cluster, gpus_a_rank, make_cluster, this_cluster
 from rlplus.plan.memory import MOMENTS, Memory, Model, estimate_memory, packed_shape
 from rlplus.plan.search import Remedy, find_remedies
@@ -110,10 +116,11 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
 def read_model(config: Config) -> tuple[Model, str]:
     """The run's model without its weights, and a note if its architecture is the shipped copy.
 
-    ValueError for a model that does not exist, RuntimeError for one that cannot be built.
+    ValueError for a model that does not exist or cannot be trained, RuntimeError for one that cannot be built.
     """
     model_config, note = _model_config(config.model)
     model_config = with_overrides(model_config, config.model.overrides)
+    check_packing(model_config)
     try:
         return Model(config, model_config), note
     except Exception as error:  # foreign configurations and code can raise anything

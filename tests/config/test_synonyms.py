@@ -44,3 +44,13 @@ def test_sizes_say_what_they_count() -> None:
 
 def test_a_penalty_in_the_reward_is_not_one_in_the_loss() -> None:
     assert synonym("algorithm.kl_ctrl.kl_coef") == ("verl's algorithm.kl_ctrl.kl_coef is algorithm.reward_kl_coef here")
+
+
+def test_a_name_without_a_counterpart_has_a_reason() -> None:
+    reason = "has no counterpart here: logprobs are of the distribution that sampled: temperature alone shapes it"
+    assert synonym("top_p") == f"TRL's top_p {reason}"
+    assert synonym("actor_rollout_ref.rollout.top_p") == f"verl's rollout.top_p {reason}"
+    assert synonym("--algo.kl.init_coef") == "OpenRLHF's algo.kl.init_coef is algorithm.reward_kl_coef here"
+    assert synonym("--train.batch_size") == "OpenRLHF's train.batch_size is train.prompts_per_update here, in prompts"
+    assert synonym("train.batch_size") == "here it is train.prompts_per_step, in prompts"
+    assert str(synonym("--vllm.num_engines")).startswith("OpenRLHF's vllm.num_engines has no counterpart here: ")

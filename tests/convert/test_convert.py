@@ -280,8 +280,8 @@ def test_every_argument_of_the_trainers_has_a_name_here_or_a_reason() -> None:
 
 
 def at_home(name: str) -> bool:
-    """Whether the key has the same name here."""
-    return name == "data.max_prompt_length"
+    """Whether the key has the same name here, or one so near that a mistyped one of ours may be meant."""
+    return name in ("data.max_prompt_length", "algorithm.gamma")
 
 
 def test_presets_that_are_converted_to_exist() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "rlplus"
 ORDER = "sandbox < errors < lazy < common < kernels < loss < algorithm < config < convert < data < reward < rollout"
-ORDER += " < checkpoint < learner < recipe < evaluation < trainer < verify < report < watch < plan < init < compare < cli"
-ORDER += " < __main__"
+ORDER += " < checkpoint < learner < recipe < evaluation < trainer < verify < report < watch < plan < init"
+ORDER += " < compare < cli < __main__"
 LAYERS = ORDER.split(" < ")
 LINKS = (PACKAGE / "kernels", PACKAGE / "bench")  # rglob does not follow links
 MODULES = sorted(path for folder in (PACKAGE, *LINKS) for path in folder.rglob("*.py"))

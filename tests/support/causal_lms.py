@@ -65,6 +65,15 @@ FAMILIES: list[tuple[str, dict[str, Any], LogitTransform]] = [
     ("Llama4", EXPERTS | {"intermediate_size_mlp": 48, "head_dim": 16}, PLAIN),  # model.base_model is the model itself
 ]  # fmt: skip
 
+# Families that the plan cannot count: transformers reads a value of a tensor, or keeps none of its attention's.
+UNPLANNED = {"GPT2LMHeadModel", "Mpt"}
+EXPERT_FAMILIES = {"Mixtral", "GraniteMoe", "GptOss", "Llama4"}
+
+
+def config_of(family: str, changes: dict[str, Any]) -> Any:
+    kind = getattr(transformers, family if family.endswith("Model") else f"{family}ForCausalLM")
+    return kind.config_class(**SMALL | changes)
+
 
 def make(family: str, changes: dict[str, Any]) -> Any:
     kind = getattr(transformers, family if family.endswith("Model") else f"{family}ForCausalLM")
