@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         say(model.table())
         say("")
-        say(model.worth())
+        say(model.parts())
         say("")
         say(model.paths())
     else:

@@ -6,14 +6,13 @@ only logprobs where the method is a forward one, and returns the logprobs (N,) i
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlplus.kernels.tiling import Tile, Tiling
+from rlplus.kernels.tiling import Tiling
 from rlplus.loss import Objective, linear_logprob, linear_policy_loss, tuning
 
 from .cases import Inputs
@@ -149,39 +148,22 @@ def with_tiling(name: str, of: str, what: str, chosen: Callable[[Inputs], Tiling
     method(name, METHODS[of].kind, f"{METHODS[of].what}, {what}", device="cuda")(prepare)
 
 
-def own_gemm(x: Inputs) -> Tiling:
-    kernels = import_module("rlplus.kernels.linear_logprob")
-    return Tiling(forward=kernels.default_tile(x.hidden, False), loss=kernels.default_tile(x.hidden, True))
-
-
 tuning_file: Path | None = None  # --tuning
 
 
 def tuned(x: Inputs) -> Tiling:
-    """The tiling of the file, without exponentials in two bytes."""
+    """The tiling of the file."""
     if tuning_file is None:
         raise Unavailable("needs --tuning FILE, of `rlplus-bench tune`")
     kind = tuning.kind_of(x.hidden.device, x.hidden.dtype, *x.weight.shape)
     tiling, reason = tuning.usable(tuning.read(tuning_file), kind, str(tuning_file))
     if tiling is None:
         raise Unavailable(reason)
-    return tiling._replace(exponentials=None)
+    return tiling
 
 
-def two_bytes(x: Inputs) -> Tiling:
-    """The file's tile for exponentials in two bytes, else the default one."""
-    if x.hidden.dtype != torch.bfloat16:
-        raise Unavailable("needs bf16")
-    tile = import_module("rlplus.kernels.linear_logprob").default_tile(x.hidden, True)
-    if tuning_file is None:
-        return Tiling(exponentials=tile)
-    found = tuned(x)
-    kept = tuning.read(tuning_file)["tiling"]["exponentials"]
-    return found._replace(exponentials=Tile(**kept) if kept else tile)
-
-
+VENDOR = Tiling(forward="vendor", loss="vendor")
 for of in ("triton", "triton forward"):
     kind = of.removeprefix("triton")
-    with_tiling(f"triton own GEMM{kind}", of, "logits by a Triton GEMM", own_gemm)
+    with_tiling(f"triton vendor{kind}", of, "logits by the vendor's GEMM", lambda x: VENDOR)
     with_tiling(f"triton tuned{kind}", of, "tuned", tuned)
-with_tiling("triton two-byte", "triton", "exponentials in two bytes", two_bytes)

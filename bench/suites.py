@@ -14,7 +14,7 @@ PEERS = (
 )  # fmt: skip
 FORWARD = (
     "fp32 logits forward", "naive torch forward", "reference forward", "torch forward", "cpp forward", "triton forward",
-    "triton own GEMM forward",
+    "triton vendor forward",
     "torch linear CE none forward", "verl torch forward", "TRL forward", "CCE none forward",
 )  # fmt: skip
 
@@ -65,14 +65,14 @@ QWEN: Sizes = {"N": 16_384, "H": 3584, "V": 151_936}  # Qwen2.5-7B
 def gpu() -> list[Case]:
     """The suite `gpu`: at most six minutes on one H200; with the self-check before it, one call of ten minutes."""
     options = ("320 MB", "160 MB", "least", "into", "entropy", "filter")
-    own = ("triton", "triton own GEMM", "triton two-byte")
+    own = ("triton", "triton vendor")
     ours = (*own, *(f"triton {option}" for option in options), "torch", "reference", "cpp")
     few = ("triton", "torch", "naive torch", "Liger GRPO tuned", "CCE")
     cases = [
         Case("main", **QWEN, dtype="bfloat16", methods=(*ours, *PEERS), sparse=few, shares=(1.0, 0.5, 0.25),
              seconds=190, profiled=("bare-3u", *own, "torch")),
         Case("forward", **QWEN, dtype="bfloat16", methods=FORWARD, forward=True, seconds=35,
-             profiled=("bare-1u", "triton forward", "triton own GEMM forward")),
+             profiled=("bare-1u", "triton forward", "triton vendor forward")),
     ]  # fmt: skip
     base: Sizes = {"N": 4096, "H": 2048, "V": 64_000}
     sizes = {"N": (2048, 4096, 8192, 16_384, 32_768), "V": (16_000, 32_000, 64_000, 128_000, 256_000),
@@ -91,8 +91,8 @@ def gpu() -> list[Case]:
 
 def tuned() -> list[Case]:
     """The head that `tune` tunes by default, with and without a file's tuning: at most 80 seconds on one H200."""
-    own = ("triton", "triton tuned", "triton two-byte", "triton own GEMM")
-    forward = ("triton forward", "triton tuned forward", "triton own GEMM forward")
+    own = ("triton", "triton tuned", "triton vendor")
+    forward = ("triton forward", "triton tuned forward", "triton vendor forward")
     cases = [
         Case("main", **QWEN, dtype="bfloat16", methods=(*own, "torch"), seconds=55, profiled=("bare-3u", *own[1:3])),
         Case("forward", **QWEN, dtype="bfloat16", methods=forward, forward=True, seconds=20, profiled=forward[1:2]),

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from rlplus.errors import one_line
+from rlplus.kernels import exponentials, row_values
 from rlplus.kernels import linear_logprob as kernels
-from rlplus.kernels.tiling import DEFAULT, GRADIENT, PROGRAMS, STATISTICS, Buffers, Tiling
+from rlplus.kernels.tiling import DEFAULT, GRADIENT, PROGRAMS, STATISTICS, First, Rows, Tiling
 from rlplus.loss import cost, linear_logprob, linear_policy_loss, tuning, verdicts
-from rlplus.loss.backends.triton import device_machine, plan, row_bytes
+from rlplus.loss.backends.ways import chunk_rows, device_machine, row_bytes, way_of
 from rlplus.loss.faults import STICKY
 from rlplus.loss.head import Head as OpHead
 from rlplus.loss.selfcheck import Results, compare
@@ -30,7 +31,7 @@ from .tune_options import described
 MARGIN = 0.02  # share of the time: less may be noise, and is no reason to change bits
 ROUNDS = 7
 LAUNCHES = 20  # row kernels timed together: one takes about as long as its launch
-BUFFERS = 6  # sizes with the least time by the cost model
+SIZES = 6  # sizes of chunks, those with the least time by the cost model
 
 Step = Callable[[], object]
 Row = dict[str, Any]
@@ -85,31 +86,34 @@ class Work:
     @cached_property
     def chunk(self) -> tuple[Tensor, Tensor, int, Tensor, None, float]:
         """Arguments of the row kernels: values, logits (rows, W), V, target, bias, temperature."""
-        rows, _ = plan(self.head, self.scratch_mb * 1e6, True, DEFAULT)
+        vendors = DEFAULT._replace(loss="vendor")
+        rows = chunk_rows(self.head, way_of(self.head, True, tiling=vendors), self.scratch_mb * 1e6, tiling=vendors)
         V, device = len(self.weight), self.hidden.device
-        values = torch.ones(rows, kernels.WIDTH.value, device=device)
+        values = torch.ones(rows, row_values.WIDTH.value, device=device)
         return values, 2 * torch.randn(rows, -(-V // 64) * 64, device=device), V, self.target[:rows], None, 1.0
 
 
 # ---- what is timed, and the candidates
 
 
-def row_statistics(work: Work, tiling: Tiling) -> Step:
+def row_exponentials(work: Work, tiling: Tiling) -> Step:
+    values, logits, V, *_ = work.chunk
+    parts = max(1, min(-(-V // tiling.statistics.BLOCK_V), -(-tiling.programs // len(values))))
+    partial = logits.new_empty(parts, kernels.PARTIALS.value, len(values))
+
     def step() -> None:
         for _ in range(LAUNCHES):
-            kernels.row_statistics(*work.chunk, tiling=tiling)
+            exponentials.row_exponentials(partial, None, *work.chunk, block=tiling.statistics)
 
     return step
 
 
 def row_gradient(work: Work, tiling: Tiling) -> Step:
-    values, logits, *_ = work.chunk
-    kernels.row_statistics(*work.chunk)
-    out, slot = torch.empty_like(logits, dtype=work.hidden.dtype), torch.arange(len(values), device=values.device)
+    out = torch.empty_like(work.chunk[1], dtype=work.hidden.dtype)
 
     def step() -> None:
         for _ in range(LAUNCHES):
-            kernels.row_gradient(out, slot, *work.chunk, block=tiling.gradient)
+            exponentials.row_gradient(out, *work.chunk, block=tiling.gradient)
 
     return step
 
@@ -122,17 +126,15 @@ def loss(work: Work, tiling: Tiling) -> Step:
     return partial(work.results, "loss", tiling)
 
 
-def sizes_of_buffers(work: Work, best: Tiling) -> Iterable[Tiling]:
-    scratch = work.scratch_mb * 10**6
-    sizes = (work.head.shape, *row_bytes(work.head, True, best), scratch)
-    ranked = cost.ranked_buffers(device_machine(work.hidden.device), *sizes)
-    return (best._replace(buffers=Buffers(*size, scratch)) for size in ranked[:BUFFERS])
+def sizes_of_chunks(work: Work, best: Tiling) -> Iterable[Tiling]:
+    scratch, way = work.scratch_mb * 10**6, way_of(work.head, True, tiling=best)
+    row, machine = row_bytes(work.head, way), device_machine(work.hidden.device)
+    ranked = cost.ranked_rows(machine, work.head.shape, row, scratch, way.path)
+    return (best._replace(rows=Rows(size, scratch)) for size in ranked[:SIZES])
 
 
-def tiles_of_exponentials(work: Work, best: Tiling) -> Iterable[Tiling]:
-    """Last: they do not use the sizes of the buffers, which losses with an entropy bonus keep."""
-    tiles = kernels.tiles(work.hidden)[1:] if work.hidden.dtype == torch.bfloat16 else ()
-    return (best._replace(exponentials=tile) for tile in tiles)
+def first_gemms(work: Work) -> list[First]:
+    return ["vendor", *kernels.tiles(work.hidden)]
 
 
 class Part(NamedTuple):
@@ -145,20 +147,19 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("row statistics", "loss", row_statistics, lambda work, best: (
+    Part("row exponentials", "loss", row_exponentials, lambda work, best: (
         best._replace(statistics=block, programs=programs) for block, programs in product(STATISTICS, PROGRAMS)
     )),
     Part("row gradient", "loss", row_gradient, lambda work, best: (
         best._replace(gradient=block) for block in GRADIENT
     )),
     Part("first GEMM, logprobs alone", "forward", forward, lambda work, best: (
-        best._replace(forward=tile) for tile in kernels.tiles(work.hidden)
+        best._replace(forward=tile) for tile in first_gemms(work)
     )),
     Part("first GEMM, with a gradient", "loss", loss, lambda work, best: (
-        best._replace(loss=tile) for tile in kernels.tiles(work.hidden)[1:]  # the first would spill registers
+        best._replace(loss=tile) for tile in first_gemms(work)
     )),
-    Part("rows of the buffers", "loss", loss, sizes_of_buffers),
-    Part("two-byte exponentials", "loss", loss, tiles_of_exponentials),
+    Part("rows of a chunk", "loss", loss, sizes_of_chunks),
 )  # fmt: skip
 
 

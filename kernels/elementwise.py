@@ -1,6 +1,5 @@
-"""Functions of single numbers that the kernels share: from a logit to z, the exponential."""
+"""Functions of single numbers that the kernels share: from a logit to z, exponentials and logarithms."""
 
-import torch
 import triton
 import triton.language as tl
 
@@ -9,9 +8,10 @@ if triton.knobs.runtime.interpret and triton.__version__.startswith("3.6."):
 
     squeeze_indices()
 
+FUSION = {"enable_fp_fusion": True}  # stated: the environment could switch it off, and with it the bits of the results
 FLOOR = tl.constexpr(-1e30)
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min)  # initial value of a maximum: with -inf, -inf - max would be NaN
-LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # a reference where no logit is above -inf
+LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # Triton's interpreter knows no assembly
 
 
@@ -58,16 +58,45 @@ def _softcap_slope(x, softcap):
 
 
 @triton.jit
-def _exp(x):
-    """e^x: a product and one instruction, of relative error 2^-22, and 0 below 2^-126.
+def _exp2(x):
+    """2^x: one instruction, of relative error 2^-22, and 0 below 2^-126.
 
-    tl.exp needs three more instructions to keep subnormal numbers, which are negligible in a sum of at least 1.
+    tl.exp2 needs three more instructions to keep subnormal numbers, which are negligible in a sum of at least 1.
     """
     if INTERPRETED:
-        return tl.exp(x)
-    return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2_E], dtype=tl.float32, is_pure=True, pack=1
-    )
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _log2(x):
+    """The logarithm in base 2: one instruction, of absolute error 2^-22; -inf below 2^-126."""
+    if INTERPRETED:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _exp(x):
+    return _exp2(x * LOG2_E)
+
+
+@triton.jit
+def _expm1(x):
+    """e^x - 1, accurate to rounding near 0, where exp(x) - 1 cancels."""
+    y = 1.0 + x * (1 / 9)
+    for k in tl.static_range(8, 1, -1):
+        y = 1.0 + y * x * (1 / k)
+    return tl.where(tl.abs(x) < 0.5, x * y, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x) of x > -1, accurate to rounding near 0, where 1 + x would take the digits of x: by 2 atanh(y)."""
+    y = x / (2.0 + x)
+    y2 = y * y
+    series = 1 + y2 * (1 / 3 + y2 * (1 / 5 + y2 * (1 / 7 + y2 * (1 / 9 + y2 * (1 / 11)))))
+    return tl.where((x < 0.5) & (x > -0.25), 2 * y * series, tl.log(1.0 + x))
 
 
 @triton.jit

@@ -1,72 +1,235 @@
-"""The gradient of logits whose exponentials our first GEMM stored in two bytes (`linear_logprob.linear_statistics`).
+"""From logits to exponentials relative to the row's reference, and from those to the gradient of the logits.
 
-    E = 2^15 e^(z - top), rounded to fp16               top = the largest z of the row in E's tile
-    dlogits = -dlogprob p / temperature                 p = 2^-15 E e^(top - max - logsum)
-    dlogits[target] = dlogprob (1 - e^logprob) / temperature, from fp32
+With E, rho, s and t of linear_logprob.py, S = 1 + s, a = dloss / dlogprob, h = dloss / dentropy, and the derivative of
+z by x folded into E,
 
-E is relative to its tile, so it neither overflows nor, down to 2^-29 of the tile's largest, has less than 11 bits: the
-rounding is an eighth of a bf16 gradient's. log E is not exact enough for the gradient of an entropy.
+    dlogits = -(a / S) E / temperature                       E[y] = -s
+    with h:  = (1 / S) (-a E - h E (log(E / S) + entropy)) / temperature
+
+`close_rows` changes the few elements of E that this needs and leaves the factor of each row to the backward GEMMs.
+Where the exponentials were not kept, `row_gradient` computes the gradient from fp32 logits.
 """
 
 import triton
 import triton.language as tl
-from torch import Tensor, float16, float32
+from torch import Tensor, float32
 
-from rlplus.kernels.elementwise import LOWEST, _exp
-from rlplus.kernels.linear_logprob import DLOGPROB, E_SCALE, FUSION, LOGPROB, LOGSUM, MAX, WIDTH
+from rlplus.kernels.elementwise import (
+    FUSION,
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    _at_rows,
+    _exp,
+    _exp2,
+    _expm1,
+    _floor,
+    _log2,
+    _softcap_slope,
+    _x,
+    _z,
+)  # fmt: skip
+from rlplus.kernels.linear_logprob import LARGEST, NOTHING, PARTIALS, check, check_rows
+from rlplus.kernels.row_values import DENTROPY, DLOGPROB, ENTROPY, LOGPROB, LOGSUM, REFERENCE, SLOPE, WIDTH
 from rlplus.kernels.tiling import DEFAULT, Block
 
 
-def row_gradient(
-    dlogits: Tensor, slot: Tensor, values: Tensor, exponentials: Tensor, tops: Tensor, tile: int, V: int,
-    target: Tensor, temperature: float, block: Block = DEFAULT.gradient,
+def row_exponentials(
+    partial: Tensor, exponentials: Tensor | None, values: Tensor, logits: Tensor, V: int, target: Tensor,
+    bias: Tensor | None, temperature: float, softcap: float | None = None, row_temperature: Tensor | None = None,
+    block: Block = DEFAULT.statistics, carry: bool = False,
 ) -> None:  # fmt: skip
-    """Write the gradient of row i of the chunk into row slot[i] of dlogits; with slot -1, nowhere.
+    """Fill partial (parts, PARTIALS, n) fp32 from logits (n, W) fp32; with one part also exponentials (n, W) or None.
 
-    It is 0, whatever the logits are, where DLOGPROB is 0; DENTROPY is taken to be 0.
-    dlogits (m, W) of a floating dtype, contiguous in W; slot (n,) int64 in [-1, m); values (n, WIDTH) as
-    `linear_statistics` left them, with DLOGPROB filled in; exponentials (n, W) fp16 and tops (ceil(V / tile), n) fp32
-    from there, tile the BLOCK_V of its tile; target (n,) int64.
+    Each part of a row is read by one program. One whose sum is past LARGEST is read again, relative to its largest
+    logit, which is its reference then. carry: partial has what blocks of the vocabulary before this one left, with one
+    part; target and bias are the block's, a target outside [0, V) is in another one. Otherwise as in
+    `linear_exponentials`.
     """
-    n, W = exponentials.shape
-    if dlogits.shape[1] != W or not dlogits.stride(1) == exponentials.stride(1) == 1 or exponentials.dtype != float16:
-        kinds = ((dlogits.dtype, tuple(dlogits.shape)), (exponentials.dtype, tuple(exponentials.shape)))
-        raise ValueError(f"want dlogits (m, {W}) and exponentials (n, {W}) fp16, contiguous in {W}; got {kinds}")
-    if tops.shape != (triton.cdiv(V, tile), n) or tops.stride(1) != 1 or tops.dtype != float32:
-        raise ValueError(f"want tops ({triton.cdiv(V, tile)}, {n}) fp32; got {tops.dtype} {tuple(tops.shape)}")
-    if values.shape != (n, WIDTH.value) or slot.shape != (n,) or target.shape != (n,) or not values.is_contiguous():
-        got = ", ".join(str(tuple(x.shape)) for x in (values, slot, target))
-        raise ValueError(f"want values ({n}, {WIDTH.value}), contiguous, slot and target ({n},); got {got}")
+    check(values, target, row_temperature)
+    check_rows("logits", logits, len(target), V, float32)
+    if exponentials is not None:
+        check_rows("exponentials", exponentials, len(target), V)
+    parts, n = len(partial), len(target)
+    if partial.shape != (parts, PARTIALS.value, n) or (parts > 1 and (carry or exponentials is not None)):
+        raise ValueError(f"want partial (parts, {PARTIALS.value}, {n}), of one part if something is kept; got {parts}")
     if n:
-        _exponential_gradient_kernel[(n, triton.cdiv(W, block.BLOCK_V))](
-            dlogits, slot, values, exponentials, tops, target,
-            (dlogits.stride(0), exponentials.stride(0), tops.stride(0)), (len(tops), W), 1 / temperature,
-            BLOCK_V=block.BLOCK_V, TILE=tile, num_warps=block.num_warps, **FUSION,
+        each = triton.cdiv(triton.cdiv(V, block.BLOCK_V), parts) * block.BLOCK_V
+        strides = (logits.stride(0), 0 if exponentials is None else exponentials.stride(0))
+        W = logits.shape[1] if exponentials is None else min(logits.shape[1], exponentials.shape[1])
+        _row_kernel[(n, parts)](
+            partial, exponentials, values, logits, target, bias, strides, (V, W, each), 1 / temperature, softcap,
+            row_temperature, carry, **block._asdict(), **FUSION,
+        )  # fmt: skip
+
+
+def close_rows(
+    factor: Tensor, values: Tensor, exponentials: Tensor, V: int, target: Tensor, temperature: float,
+    row_temperature: Tensor | None = None, entropy: bool = False, block: Block = DEFAULT.gradient,
+) -> None:  # fmt: skip
+    """Make of exponentials (n, W) what times factor (n,) fp32, which is filled, is the gradient of the logits.
+
+    Rows whose DLOGPROB and DENTROPY are 0 become zeros, whatever they were. values as `finish_rows` left them, with the
+    two filled in. entropy: whether a DENTROPY may be other than 0; only without a softcap, and every element of such a
+    row is rounded twice.
+    """
+    check(values, target, row_temperature)
+    check_rows("exponentials", exponentials, len(target), V)
+    if len(target):
+        grid = (len(target), triton.cdiv(V, block.BLOCK_V) if entropy else 1)
+        _close_kernel[grid](
+            factor, values, exponentials, target, exponentials.stride(0), V, exponentials.shape[1], 1 / temperature,
+            row_temperature, entropy, **block._asdict(), **FUSION,
+        )  # fmt: skip
+
+
+def row_gradient(
+    dlogits: Tensor, values: Tensor, logits: Tensor, V: int, target: Tensor, bias: Tensor | None, temperature: float,
+    softcap: float | None = None, row_temperature: Tensor | None = None, block: Block = DEFAULT.gradient,
+) -> None:  # fmt: skip
+    """Write the gradient of the logits to dlogits (n, W), which may be the logits (n, W) fp32 themselves.
+
+    It is 0, whatever the logits are, where DLOGPROB and DENTROPY are 0. values as `finish_rows` left them, with the two
+    filled in; the others as there.
+    """
+    check(values, target, row_temperature)
+    check_rows("logits", logits, len(target), V, float32)
+    check_rows("dlogits", dlogits, len(target), V)
+    W = min(logits.shape[1], dlogits.shape[1])
+    if len(target):
+        _gradient_kernel[(len(target), triton.cdiv(V, block.BLOCK_V))](
+            dlogits, values, logits, target, bias, (dlogits.stride(0), logits.stride(0)), (V, W), 1 / temperature,
+            softcap, row_temperature, **block._asdict(), **FUSION,
         )  # fmt: skip
 
 
 @triton.jit
-def _exponential_gradient_kernel(
-    dlogits, slot, values, exponentials, tops, target, strides, sizes, inv_temperature,
-    BLOCK_V: tl.constexpr, TILE: tl.constexpr,
+def _sums(exponentials, row, span, V, y, reference, bias, inv_temperature, softcap, s, t, BLOCK_V: tl.constexpr):
+    """s and t (BLOCK_V,), grown by the exponentials of a span of a row, which are stored on request.
+
+    The span may end behind V, at a multiple of 16: loads and stores are then 16 bytes wide.
+    """
+    first, last = span
+    for start in range(first, last, BLOCK_V):
+        v = start + tl.arange(0, BLOCK_V)
+        there, inside = v < last, v < V
+        raw = tl.load(row + v, there, 0.0)
+        d = _floor((_z(raw, v, inside, bias, inv_temperature, softcap) - reference) * LOG2_E)
+        d = tl.where(inside & (v != y), d, NOTHING)
+        e = _exp2(d)
+        s += e
+        t += e * d
+        if exponentials is not None:
+            if softcap is not None:
+                e *= _softcap_slope(_x(raw, v, inside, bias, inv_temperature), softcap)
+            tl.store(exponentials + v, e.to(exponentials.dtype.element_ty), there)
+    return s, t
+
+
+@triton.jit
+def _row_kernel(
+    partial, exponentials, values, logits, target, bias, strides, sizes, inv_temperature, softcap, row_temperature,
+    CARRY: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    stride_d, stride, stride_tops = strides
-    tiles, W = sizes
+    stride, stride_e = strides
+    V, W, width = sizes
+    n = tl.program_id(0).to(tl.int64)  # 15k rows of 152k logits are past int32
+    N, y = tl.num_programs(0), tl.load(target + n)
+    inv_temperature = _at_rows(inv_temperature, row_temperature, n, True)
+    if softcap is not None:
+        softcap = _at_rows(softcap, row_temperature, n, True)
+    first = tl.program_id(1) * width
+    span = (first, tl.minimum(first + width, W))
+    row, part = logits + n * stride, partial + tl.program_id(1) * PARTIALS * N + n
+    if exponentials is not None:
+        exponentials += n * stride_e
+    reference = tl.load(values + n * WIDTH + REFERENCE)
+    s_before, t_before = 0.0, 0.0
+    if CARRY:
+        reference, s_before, t_before = tl.load(part), tl.load(part + N), tl.load(part + 2 * N)
+    zeros = tl.zeros((BLOCK_V,), tl.float32)
+    s, t = _sums(exponentials, row, span, V, y, reference, bias, inv_temperature, softcap, zeros, zeros, BLOCK_V)
+    s_all, t_all = s_before + tl.sum(s, 0), t_before + tl.sum(t, 0) * LN_2
+    if (s_all <= LARGEST) == 0:
+        top = tl.full((BLOCK_V,), LOWEST, tl.float32)
+        for start in range(span[0], span[1], BLOCK_V):
+            v = start + tl.arange(0, BLOCK_V)
+            inside = v < V
+            z = _z(tl.load(row + v, v < span[1], 0.0), v, inside, bias, inv_temperature, softcap)
+            top = tl.maximum(top, tl.where(inside, z, LOWEST))
+        new = tl.maximum(tl.max(top, 0), reference)
+        up = _floor(reference - new)
+        s, t = _sums(exponentials, row, span, V, y, new, bias, inv_temperature, softcap, zeros, zeros, BLOCK_V)
+        s_all = _exp(up) * s_before + tl.sum(s, 0)
+        t_all = _exp(up) * (t_before + up * s_before) + tl.sum(t, 0) * LN_2
+        reference = new
+    tl.store(part, reference)
+    tl.store(part + N, s_all)
+    tl.store(part + 2 * N, t_all)
+
+
+@triton.jit
+def _close_kernel(
+    factor, values, exponentials, target, stride, V, W, inv_temperature, row_temperature,
+    ENTROPY_BONUS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
-    to = tl.load(slot + n)
-    if to >= 0:
-        TILES: tl.constexpr = BLOCK_V // TILE
-        tile = tl.program_id(1) * TILES + tl.arange(0, TILES)
-        v = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
-        out, known = dlogits + to * stride_d + v, values + n * WIDTH
-        slope, y = tl.load(known + DLOGPROB), tl.load(target + n)
-        y = tl.where((y >= 0) & (y < W), y, -1).to(tl.int32)  # cheaper to compare with
-        if slope != 0:
-            slope *= inv_temperature
-            e = tl.load(exponentials + n * stride + v, v < W, 0.0).to(tl.float32)
-            top = tl.load(tops + tile.to(tl.int64) * stride_tops + n, tile < tiles, LOWEST)
-            scale = _exp(top - tl.load(known + MAX) - tl.load(known + LOGSUM)) * (-slope * (1 / E_SCALE))
-            own = slope - slope * _exp(tl.load(known + LOGPROB))  # fused: no rounding before 1 - p
-            tl.store(out, tl.where(v == y, own, e * scale[:, None]), v < W)
+    known, row = values + n * WIDTH, exponentials + n * stride
+    a, h, y = tl.load(known + DLOGPROB), tl.load(known + DENTROPY), tl.load(target + n)
+    logprob, logsum, entropy = tl.load(known + LOGPROB), tl.load(known + LOGSUM), tl.load(known + ENTROPY)
+    inverse = _exp(-logsum) * _at_rows(inv_temperature, row_temperature, n, True)
+    first, idle = tl.program_id(1) * BLOCK_V, (a == 0) & (h == 0)
+    if idle:
+        for start in range(first, V, BLOCK_V * tl.num_programs(1)):
+            v = start + tl.arange(0, BLOCK_V)
+            tl.store(row + v, tl.zeros((BLOCK_V,), exponentials.dtype.element_ty), v < W)
+    else:
+        # S (1 - p): s, with all its digits also where the reference is not z[y].
+        own = _expm1(logprob) * _exp(logsum) * tl.load(known + SLOPE)
+        if ENTROPY_BONUS:
+            if h != 0:
+                v = first + tl.arange(0, BLOCK_V)
+                e = tl.load(row + v, v < W, 0.0).to(tl.float32)
+                bonus = h * (_floor(_log2(e) * LN_2) + (entropy - logsum))
+                own = -a * own - h * _exp(logprob + logsum) * (logprob + entropy)
+                value = tl.where(v == y, own, -e * (a + bonus))
+                tl.store(row + v, value.to(exponentials.dtype.element_ty), v < W)
+            else:
+                inverse *= -a
+                if (y >= first) & (y < tl.minimum(first + BLOCK_V, V)):
+                    tl.store(row + y, own.to(exponentials.dtype.element_ty))
         else:
-            tl.store(out, tl.zeros((TILES, TILE), tl.float32), v < W)
+            inverse *= -a
+            if (y >= 0) & (y < V):
+                tl.store(row + y, own.to(exponentials.dtype.element_ty))
+    if tl.program_id(1) == 0:
+        tl.store(factor + n, tl.where(idle, 0.0, inverse))
+
+
+@triton.jit
+def _gradient_kernel(
+    dlogits, values, logits, target, bias, strides, sizes, inv_temperature, softcap, row_temperature,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    stride_d, stride = strides
+    V, W = sizes
+    n = tl.program_id(0).to(tl.int64)
+    inv_temperature = _at_rows(inv_temperature, row_temperature, n, True)
+    if softcap is not None:
+        softcap = _at_rows(softcap, row_temperature, n, True)
+    v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    out, known, there, inside = dlogits + n * stride_d + v, values + n * WIDTH, v < W, v < V
+    a, h = tl.load(known + DLOGPROB), tl.load(known + DENTROPY)
+    dz = tl.zeros((BLOCK_V,), tl.float32)
+    if (a != 0) | (h != 0):
+        a, h = a * inv_temperature, h * inv_temperature
+        raw = tl.load(logits + n * stride + v, there, 0.0)
+        z = _z(raw, v, inside, bias, inv_temperature, softcap)
+        logp = _floor(z - tl.load(known + REFERENCE) - tl.load(known + LOGSUM))
+        p, logprob = _exp(logp), tl.load(known + LOGPROB)
+        own = v == tl.load(target + n)
+        dz = tl.where(own, -a * _expm1(logprob), -a * p)
+        dz -= h * p * (tl.where(own, logprob, logp) + tl.load(known + ENTROPY))
+        if softcap is not None:
+            dz *= _softcap_slope(_x(raw, v, inside, bias, inv_temperature), softcap)
+    tl.store(out, dz.to(dlogits.dtype.element_ty), there)

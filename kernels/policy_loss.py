@@ -2,7 +2,7 @@
 
 The definition is `rlplus.loss.token_loss`; names and formulas are the same, and so is what becomes of NaN and of
 rows of weight 0: they are left out by selection. fp32 arithmetic. Memory traffic: 56 bytes read or written a token,
-nothing beside the logits, which is why the objective is a kernel of its own and not the end of `row_statistics`.
+nothing beside the logits, which is why the objective is a kernel of its own and not the end of `finish_rows`.
 """
 
 from typing import NamedTuple
@@ -12,13 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rlplus.kernels.elementwise import _expm1
+from rlplus.kernels.row_values import DENTROPY, DLOGPROB, ENTROPY, LOGPROB, WIDTH
+
 LAUNCH = {"BLOCK_N": 128, "num_warps": 4}
 
-# Columns of `values`, as in linear_logprob.py, and of `constants` (n, CONSTANTS).
-LOGPROB, ENTROPY, DLOGPROB, DENTROPY, WIDTH = (
-    tl.constexpr(0), tl.constexpr(1), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6),
-)  # fmt: skip
-CONSTANTS = tl.constexpr(8)
+CONSTANTS = tl.constexpr(8)  # columns of `constants`
 SUMS = tl.constexpr(20)
 
 
@@ -59,7 +58,7 @@ class Given(NamedTuple):
 
 
 def token_loss(values: Tensor, constants: Tensor, coefficients: Coefficients, given: Given, choices: Choices) -> Tensor:
-    """Fill the columns DLOGPROB and DENTROPY of values (n, 6) fp32; -> sums (blocks, 20) fp32, to be added up.
+    """Fill the columns DLOGPROB and DENTROPY of values (n, WIDTH) fp32; -> sums (blocks, 20) fp32, to be added up.
 
     constants (n, 8) fp32: advantage, token_weight, external (0 or 1), old_logprob, behavior_logprob, ref_logprob,
     engine_logprob, entropy_weight; anything in the columns that are not given. The sums are
@@ -67,22 +66,14 @@ def token_loss(values: Tensor, constants: Tensor, coefficients: Coefficients, gi
     """
     n = len(values)
     if values.shape != (n, WIDTH.value) or constants.shape != (n, CONSTANTS.value):
-        raise ValueError(f"want values (n, 6), constants (n, 8); got {tuple(values.shape)}, {tuple(constants.shape)}")
+        got = f"{tuple(values.shape)}, {tuple(constants.shape)}"
+        raise ValueError(f"want values (n, {WIDTH.value}), constants (n, {CONSTANTS.value}); got {got}")
     blocks = triton.cdiv(n, LAUNCH["BLOCK_N"])
     sums = torch.empty(blocks, SUMS.value, dtype=torch.float32, device=values.device)
     if n:
         terms = (INTERNAL[choices.internal], *EXTERNAL[choices.external], *choices[2:])
         _token_loss_kernel[(blocks,)](values, sums, constants, coefficients, n, *given, *terms, **LAUNCH)
     return sums
-
-
-@triton.jit
-def _expm1(x):
-    """Accurate to rounding near 0, where exp(x) - 1 cancels."""
-    y = 1.0 + x * (1 / 9)
-    for k in tl.static_range(8, 1, -1):
-        y = 1.0 + y * x * (1 / k)
-    return tl.where(tl.abs(x) < 0.5, x * y, tl.exp(x) - 1.0)
 
 
 @triton.jit

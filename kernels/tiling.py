@@ -3,7 +3,7 @@
 The defaults are estimates, not measured. Kernels that are not named here take negligible time beside the logits.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Block(NamedTuple):
@@ -26,50 +26,47 @@ class Tile(NamedTuple):
     tma: bool
 
 
-class Buffers(NamedTuple):
-    """Rows of a chunk of logits, chunks in the gradient buffer, and the scratch in bytes that they were timed with."""
+class Rows(NamedTuple):
+    """Rows of a chunk, and the scratch in bytes that they were timed with."""
 
     rows: int
-    chunks: int
     scratch_bytes: int
 
 
+First = Tile | Literal["vendor"] | None  # the first GEMM: ours with that tile, the vendor's, or as is best by the model
+
+
 class Tiling(NamedTuple):
-    """Blocks, tiles and buffers of a head's operations. Another tiling changes the last bits of results.
+    """Blocks, tiles and rows of a head's operations. Another tiling changes the last bits of results.
 
     statistics, gradient   blocks of the row kernels
-    programs               minimum for `row_statistics`: with fewer rows, several programs share a row
-    forward, loss          the tile of our own first GEMM, for logprobs alone and with logits kept for a gradient;
-                           None: the vendor's GEMM
-    buffers                None, or timed with another scratch: the sizes of `rlplus.loss.cost`
-    exponentials           the tile of our first GEMM that keeps exponentials of two bytes in the place of logits, for
-                           losses of bf16 inputs without a gradient of the entropy, in the place of `loss` and
-                           `buffers`; None: never
+    programs               minimum for the statistics of fp32 logits: with fewer rows, several programs share a row
+    forward, loss          the first GEMM, for logprobs alone and with exponentials to store. None: ours with the
+                           default tile for bf16 on CUDA, else the vendor's. A loss in fp16 has the vendor's
+    rows                   None, or timed with another scratch: the number of `rlplus.loss.cost`
     """
 
-    statistics: Block = Block(4096, 4)
+    statistics: Block = Block(4096, 8)
     gradient: Block = Block(4096, 8)
     programs: int = 512  # fill any GPU
-    forward: Tile | None = None
-    loss: Tile | None = None
-    buffers: Buffers | None = None
-    exponentials: Tile | None = None
+    forward: First = None
+    loss: First = None
+    rows: Rows | None = None
 
 
 DEFAULT = Tiling()
 
-# Candidates, the default first. A thread of the statistics has 4 whole columns of 8 parts of a block.
-STATISTICS = (DEFAULT.statistics, Block(2048, 2), Block(8192, 8))
+# Candidates, the default first.
+STATISTICS = (DEFAULT.statistics, Block(2048, 4), Block(4096, 4), Block(8192, 16))
 GRADIENT = (DEFAULT.gradient, Block(2048, 4), Block(4096, 4), Block(8192, 8))
 PROGRAMS = (DEFAULT.programs, 1024, 2048)
-MOST_CHUNKS = 16  # chunks at most in the gradient buffer
 
-# Tiles by the GPU's major compute capability, for half precision: the default for logprobs alone; the default with a
-# bias or logits to store, which need registers; other candidates. 0: the interpreter.
+# Tiles by the GPU's major compute capability, for half precision: the default; the default with a bias, softcap or
+# temperatures of rows, which need registers; other candidates. 0: the interpreter.
 TILES = {
     0: (Tile(16, 32, 32, 2, 4, 1, True), Tile(32, 64, 32, 2, 4, 1, False)),
     8: (
-        Tile(128, 128, 64, 8, 8, 3, False), Tile(128, 128, 64, 8, 8, 3, False), Tile(64, 256, 64, 8, 8, 3, False),
+        Tile(128, 256, 32, 8, 8, 3, False), Tile(128, 128, 64, 8, 8, 3, False), Tile(64, 256, 64, 8, 8, 3, False),
         Tile(64, 128, 64, 8, 4, 3, False),
     ),
     9: (

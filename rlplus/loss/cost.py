@@ -1,32 +1,36 @@
-"""A cost model of the head on a GPU, by which the sizes of buffers and `memory=None` are chosen.
+"""A cost model of the head on a GPU, by which the rows of a chunk and `memory=None` are chosen.
 
 Everything is a number of operations and bytes. A GEMM takes the longer of its multiplications and its memory traffic,
-and a share `exposed` of the shorter: 0 if they overlap entirely, 1/2 if that was not measured. Row kernels take
-their traffic, and each launch its latency. `python -m bench --model` prints it.
+and a share `exposed` of the shorter: 0 if they overlap entirely, 1/2 if that was not measured. Our first GEMM takes
+OWN_GEMM times as long, and then its epilogue, whose instructions nothing hides. Row kernels take their traffic, and
+each launch its latency. `python -m bench --model` prints it.
 """
 
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from rlplus.kernels.tiling import MOST_CHUNKS
-
 TILE = (128, 256)  # the part of a GEMM's result that one processor computes at a time; the vendor may choose another
 LAUNCH = 2e-6  # seconds
+CHUNK = 22  # launches for a chunk in one pass, copies and the repair of rows included
 BLOCK, BETWEEN = 10, 60  # launches for a block of the vocabulary in both of two passes, and between these
+OWN_GEMM = 1.1  # time of our first GEMM without its epilogue, over the vendor's: an assumption
 
 
 class Machine(NamedTuple):
-    """Operations and bytes per second, as large GEMMs and copies reach them; processors that share a GEMM's tiles."""
+    """Operations and bytes per second, as large GEMMs and copies reach them; processors that share a GEMM's tiles;
+    instructions of single threads per second; instructions of our first GEMM's epilogue per logit, by SASS."""
 
     half: float
     single: float
     bandwidth: float
     processors: int
+    instructions: float
+    epilogue: float
 
 
-A100 = Machine(256e12, 18e12, 1.7e12, 108)
-H200 = Machine(750e12, 60e12, 4.2e12, 132)
+A100 = Machine(256e12, 18e12, 1.7e12, 108, 108 * 128 * 1.41e9, 11.5)
+H200 = Machine(750e12, 60e12, 4.2e12, 132, 132 * 128 * 1.7e9, 9.0)
 
 
 class Shape(NamedTuple):
@@ -40,21 +44,19 @@ class Shape(NamedTuple):
 
 
 class Path(NamedTuple):
-    """Bytes of a stored logit; whether a kernel reads it for the statistics, or they are in the GEMM's epilogue."""
+    """A way from hidden states to what the backward GEMMs read: whose first GEMM, the bytes per logit that it writes,
+    and those that kernels between the GEMMs move."""
 
-    stored: int = 4
-    read: bool = True
-
-
-class Launches(NamedTuple):
-    """Numbers of launches per chunk of logits and per emptying of the gradient buffer, copies included."""
-
-    chunk: int = 6
-    emptying: int = 7
+    own: bool
+    stored: int
+    passes: int
 
 
-NOW = Launches()
-VENDOR, OWN, EXPONENTIALS = Path(), Path(read=False), Path(stored=2, read=False)
+OWN = Path(True, 2, 0)  # exponentials
+VENDOR = Path(False, 4, 4 + 2)  # fp32 logits, read once to write exponentials
+TWICE = Path(False, 4, 4 + 4 + 2)  # fp32 logits, read for the statistics and for the gradient
+TWICE_FP32 = Path(False, 4, 4 + 4 + 4)
+BONUS = 4  # bytes per exponential for the gradient of an entropy, in place
 
 
 def gemm(machine: Machine, shape: Shape, size: tuple[int, int, int], traffic: float, exposed: float) -> float:
@@ -77,53 +79,57 @@ def one_pass(
     machine: Machine,
     shape: Shape,
     rows: int,
-    capacity: int,
     *,
+    path: Path = OWN,
     share: float = 1.0,
     exposed: float = 0.5,
-    launches: Launches = NOW,
     scaling: int = 0,
-    path: Path = VENDOR,
+    bonus: bool = False,
 ) -> dict[str, float]:
     """Seconds of loss and gradients with memory="fast", by part.
 
-    rows: rows of a chunk of logits; capacity: rows of the gradient buffer; share: rows that have a gradient; scaling:
-    bytes moved per element of dweight by the factor of the backward pass; path: the logits' way; our own GEMM is
-    taken to multiply as fast as the vendor's.
+    rows: rows of a chunk; share: of the rows, those with a gradient, the others take the first GEMM alone, the vendor's
+    with a reading of its logits; scaling: bytes moved per element of dweight by the factor of the backward pass; bonus:
+    a gradient of the entropy in every row.
     """
     N, H, V, narrow, wide = shape
     active = round(share * N)
-    chunks, emptyings = _parts(N, rows), _parts(active, capacity)
-    count = sum(emptyings.values())
-    # The first emptying writes dweight, the others read it too; the only one rounds it as well.
-    own = narrow if count < 2 else wide
-    first, again = V * H * own, 2 * V * H * wide
-
-    def product(n: int, size: tuple[int, int, int], traffic: float) -> float:
-        return gemm(machine, shape, size, traffic + n * V * narrow, exposed)
-
+    chunks = _parts(active, rows)
+    count = sum(chunks.values())
     weight = V * H * narrow
-    dweight = {n: product(n, (V, H, n), again + n * H * narrow) for n in emptyings}
-    beginning = max(emptyings, default=0)
+
+    def product(size: tuple[int, int, int], traffic: float) -> float:
+        return gemm(machine, shape, size, traffic, exposed)
+
+    def first(n: int, stored: int) -> float:
+        seconds = product((n, V, H), weight + n * (V * stored + H * narrow))
+        return OWN_GEMM * seconds if path.own else seconds
+
+    # The first chunk writes dweight, the others read it too; the only one rounds it as well.
+    begins, grows = V * H * (narrow if count < 2 else wide), 2 * V * H * wide
+
+    def dweight(n: int, traffic: float) -> float:
+        return product((V, H, n), traffic + n * (V + H) * narrow)
+
+    silent = 0 if path.own else path.stored
     seconds = {
-        "logits": sum(
-            k * gemm(machine, shape, (n, V, H), weight + n * (V * path.stored + H * narrow), exposed)
-            for n, k in chunks.items()
-        ),
-        "dhidden": sum(k * product(n, (n, H, V), weight + n * H * wide) for n, k in emptyings.items()),
-        "dweight": sum(k * dweight[n] for n, k in emptyings.items()),
+        "logits": sum(k * first(n, path.stored) for n, k in chunks.items())
+        + sum(k * first(n, silent) for n, k in _parts(N - active, rows).items()),
+        "epilogue": N * V * machine.epilogue / machine.instructions if path.own else 0.0,
+        "dhidden": sum(k * product((n, H, V), weight + n * (V * narrow + H * wide)) for n, k in chunks.items()),
+        "dweight": sum(k * dweight(n, grows) for n, k in chunks.items()),
     }
     if count:
-        seconds["dweight"] += product(beginning, (V, H, beginning), first + beginning * H * narrow) - dweight[beginning]
+        largest = max(chunks)
+        seconds["dweight"] += dweight(largest, begins) - dweight(largest, grows)
     bytes_moved = {
-        "statistics": N * V * path.stored * path.read,
-        "gradient": active * V * (path.stored + narrow),
+        "passes": active * V * (path.passes + BONUS * bonus) + (N - active) * V * silent,
         "rounding": V * H * (wide + narrow) if count > 1 and narrow != wide else 0,
         "scaling": scaling * V * H,
-        "rows": active * H * (wide + 5 * narrow),  # hidden's: gathered, rounded, scattered
+        "rows": active * H * (wide + 5 * narrow) + N * H * 2 * narrow,  # scaled, rounded, scattered; targets' logits
     }
     seconds |= {part: amount / machine.bandwidth for part, amount in bytes_moved.items()}
-    seconds["launches"] = LAUNCH * (launches.chunk * sum(chunks.values()) + launches.emptying * count)
+    seconds["launches"] = LAUNCH * CHUNK * (count + sum(_parts(N - active, rows).values()))
     return seconds
 
 
@@ -152,32 +158,16 @@ def two_passes(
 
 
 @lru_cache(maxsize=4096)
-def buffers(machine: Machine, shape: Shape, row: int, gradient_row: int, scratch_bytes: float) -> tuple[int, int]:
-    """Rows of a chunk of logits and of the gradient buffer, a whole number of chunks, that cost the least in one pass.
-
-    row, gradient_row: bytes of a row of each. At least one row, however small the scratch.
-    """
-    rows, chunks = ranked_buffers(machine, shape, row, gradient_row, scratch_bytes)[0]
-    return _within(shape.N, rows, chunks)
+def rows_of_chunk(machine: Machine, shape: Shape, row: int, scratch_bytes: float, path: Path) -> int:
+    """Rows of a chunk that cost the least in one pass; row: bytes of one. At least one, however small the scratch."""
+    return ranked_rows(machine, shape, row, scratch_bytes, path)[0]
 
 
-def ranked_buffers(
-    machine: Machine, shape: Shape, row: int, gradient_row: int, scratch_bytes: float
-) -> list[tuple[int, int]]:
-    """Pairs (rows of a chunk, chunks of the gradient buffer), from the least time on. Ties go to the smaller."""
-    found = []
-    for k in range(1, MOST_CHUNKS + 1):
-        most = whole_tiles(scratch_bytes / (row + k * gradient_row))
-        for n in {most, max(most - TILE[0], 1)}:  # fewer rows may leave fewer processors idle
-            size = n * (row + k * gradient_row)
-            if k == 1 or size <= scratch_bytes:
-                seconds = sum(one_pass(machine, shape, *_within(shape.N, n, k)).values())
-                found.append((seconds, size, n, k))
-    return [(n, k) for *_, n, k in sorted(found)]
-
-
-def _within(N: int, rows: int, chunks: int) -> tuple[int, int]:
-    return min(rows, max(N, 1)), min(rows * chunks, N)
+def ranked_rows(machine: Machine, shape: Shape, row: int, scratch_bytes: float, path: Path) -> list[int]:
+    """Rows of a chunk, from the least time on: fewer than fit may leave fewer processors idle. Ties: the smaller."""
+    most = min(whole_tiles(scratch_bytes / max(row, 1)), max(shape.N, 1))
+    found = {most, *range(max(TILE[0], most // 2 // TILE[0] * TILE[0]), most, TILE[0])}
+    return sorted(found, key=lambda n: (sum(one_pass(machine, shape, n, path=path).values()), n))
 
 
 def whole_tiles(size: float) -> int:
@@ -190,9 +180,12 @@ def whole_tiles(size: float) -> int:
 def faster_memory(shape: Shape, scratch_bytes: float) -> str:
     """ "fast" or "least": the faster one with this scratch, by the floors on an A100."""
     machine, (N, H, V, narrow, wide) = A100._replace(processors=0), shape
-    sizes = buffers(A100, shape, V * wide, V * narrow + H * (2 * narrow + wide), scratch_bytes)
+    path = OWN if narrow == 2 else TWICE_FP32
+    row = V * (narrow if path.own else wide) + H * (2 * narrow + wide)
+    rows = rows_of_chunk(A100, shape, row, scratch_bytes, path)
     columns = min(V, whole_tiles(scratch_bytes / ((wide + narrow) * max(N, 1))))
-    one, two = one_pass(machine, shape, *sizes, exposed=0.0), two_passes(machine, shape, columns, exposed=0.0)
+    one = one_pass(machine, shape, rows, path=path, exposed=0.0)
+    two = two_passes(machine, shape, columns, exposed=0.0)
     return "least" if sum(two.values()) < sum(one.values()) else "fast"
 
 

@@ -66,9 +66,9 @@ class Head(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Statistics of rows of z, (n,) each: max z, log sum e^(z - max), log p[target], entropy."""
+    """Statistics of rows of z, (n,) each: a reference near max z, log sum e^(z - reference), log p[target], entropy."""
 
-    max: Tensor
+    reference: Tensor
     logsum: Tensor
     logprob: Tensor
     entropy: Tensor
@@ -91,15 +91,17 @@ class RunningStatistics:
     def take(self, block: Head, z: Tensor) -> None:
         """Add a block, whose head has the block's weight and bias and targets relative to the block's start."""
         rows, top, rest = self.of_block(block, z), self.top, self.rest
-        new = torch.maximum(top, rows.max)
+        new = torch.maximum(top, rows.reference)
         origin = new.masked_fill(new == -torch.inf, 0.0)  # all -inf so far: no inf - inf
-        up, block_up = ((m - origin).clamp(min=FLOOR) for m in (top, rows.max))
-        empty = rows.max == -torch.inf
+        up, block_up = ((m - origin).clamp(min=FLOOR) for m in (top, rows.reference))
+        empty = rows.reference == -torch.inf
         block_rest = rows.logsum.expm1().masked_fill(empty, -1.0)
         total, block_total = 1 + rest, 1 + block_rest
         block_moment = (block_total * (rows.logsum - rows.entropy)).masked_fill(empty, 0.0)
         self.moment = up.exp() * (self.moment + up * total) + block_up.exp() * (block_moment + block_up * block_total)
-        self.rest = torch.where(rows.max > top, block_rest + up.exp() * total, rest + block_up.exp() * block_total)
+        self.rest = torch.where(
+            rows.reference > top, block_rest + up.exp() * total, rest + block_up.exp() * block_total
+        )
         here = (block.target >= 0) & (block.target < len(block.weight))
         block_hit = (rows.logprob + rows.logsum).masked_fill(empty, FLOOR) + block_up
         self.hit = torch.where(here, block_hit, self.hit + up).clamp(min=FLOOR)

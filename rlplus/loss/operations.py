@@ -85,7 +85,7 @@ def linear_policy_loss(
     memory             "fast": one pass, three GEMMs, and for half-precision inputs an fp32 accumulator (V, H) of the
                        weight's gradient; "least": two passes, about four GEMMs, no accumulator (`backends/least.py`);
                        None: "fast", but on CUDA "least" if max_scratch_mb is so small that it should be faster by
-                       `rlplus.loss.cost` (at 16,384 tokens of Qwen2.5-7B's head: below 190)
+                       `rlplus.loss.cost` (at 16,384 tokens of Qwen2.5-7B's head: below 130)
     max_scratch_mb     memory for logits, 10^6 bytes; None = 1250, with memory="least" 80
     weight_grad        (V, H), contiguous, fp32 (fp64 for fp64 inputs), in memory that no input uses: the gradient of
                        weight is added there by this call, without later factors of the loss. The backward pass then
@@ -98,10 +98,8 @@ def linear_policy_loss(
     The same inputs, options and number of threads give the same bits on every backend; on CUDA as far as cuBLAS does,
     which it does within one stream. Other chunks, threads, backends or tunings (`use_tuning`): the same up to rounding.
 
-    Nearly sure tokens: logprob, entropy and gradients are proportional to 1 - p, which `torch` and `cpp` keep to the
-    accuracy of the logits: measured in fp32 (V = 32,000, largest of 64 rows) within 3e-5 of it for 1 - p from 1e-2 to
-    3.5e-8. `triton` and `reference` add the other tokens' exponentials to the target's 1, beside which fp32 loses their
-    digits: 0.1 % and 3 % of a logprob are lost at 1 - p = 1e-4, 11 % at 2e-6, all at 1e-7. fp64 inputs lose nothing.
+    Nearly sure tokens: logprob, entropy and gradients are proportional to 1 - p, which every backend keeps to the
+    accuracy of the logits, in fp32 within 1e-4 of it at 1 - p = 1e-7.
 
     Differentiable once. Raises ValueError for wrong shapes, dtypes, devices, options and (on the CPU; elsewhere
     asserted on the device) for targets outside [0, V), non-finite weights, per-token temperatures that are not finite

@@ -134,6 +134,23 @@ def token_loss(logprob: Tensor, entropy: Tensor, constants: TokenConstants, obje
     return TokenLoss(sum(sums[5:8], sums[4]), dlogprob, dentropy, stats)
 
 
+def may_have_gradient(constants: TokenConstants, objective: Objective) -> Tensor:
+    """(N,) bool: False where the logits' gradient is 0 whatever the policy is."""
+    c, o, surrogate = constants, objective, EXTERNAL[objective.external]
+    internal = external = c.advantage != 0
+    if surrogate.terms is None:
+        external = torch.zeros_like(c.external)
+    elif not surrogate.weighted:
+        external = torch.ones_like(c.external)
+    some = torch.where(c.external, external, internal)
+    if o.kl_coef:
+        some = torch.ones_like(some)
+    some = some & (c.token_weight != 0)
+    if o.entropy_coef:
+        some = some | ((c.token_weight if c.entropy_weight is None else c.entropy_weight) != 0)
+    return some
+
+
 def _internal(logprob: Tensor, c: TokenConstants, o: Objective) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss and dloss/dlogprob of a sampled token, and where a lower and an upper bound changed its ratio."""
     loss, slope, low, high = INTERNAL[o.internal].terms(logprob, c, o)

@@ -18,7 +18,7 @@ import torch
 from rlplus.common.durable import write_text
 from rlplus.common.textfiles import read_text
 from rlplus.kernels import tiling as table
-from rlplus.kernels.tiling import DEFAULT, Block, Buffers, Tile, Tiling
+from rlplus.kernels.tiling import DEFAULT, Block, First, Rows, Tile, Tiling
 from rlplus.loss.head import Head
 from rlplus.loss.verdicts import cache_folder, versions
 
@@ -122,21 +122,25 @@ def _damage_in(source: str) -> Iterator[None]:
         raise ValueError(f"want a tuning by {MAKER} in {source}; got {got}") from None
 
 
-def _parsed(
-    *, statistics: Any, gradient: Any, programs: Any, forward: Any, loss: Any, buffers: Any, exponentials: Any
-) -> Tiling:
+def _parsed(*, statistics: Any, gradient: Any, programs: Any, forward: Any, loss: Any, rows: Any) -> Tiling:
     """The inverse of `plain`; every part must be a candidate of the table."""
-    known = (*chain.from_iterable(table.TILES.values()), table.FP32_TILE)
-    own = [None if tile is None else _one_of(known, Tile(**tile)) for tile in (forward, loss, exponentials)]
     return Tiling(
         _one_of(table.STATISTICS, Block(**statistics)),
         _one_of(table.GRADIENT, Block(**gradient)),
         _one_of(table.PROGRAMS, programs),
-        own[0],
-        own[1],
-        None if buffers is None else _buffers(Buffers(**buffers)),
-        own[2],
+        _first(forward),
+        _first(loss),
+        None if rows is None else _rows(Rows(**rows)),
     )
+
+
+def _first(value: Any) -> First:
+    if value is None or value == "vendor":
+        return value
+    if not isinstance(value, dict):
+        raise ValueError(f"want a tile, 'vendor' or null; got {value!r}")
+    tile: Tile = _one_of((*chain.from_iterable(table.TILES.values()), table.FP32_TILE), Tile(**value))
+    return tile
 
 
 def _one_of(known: tuple[Any, ...], value: Any) -> Any:
@@ -145,9 +149,9 @@ def _one_of(known: tuple[Any, ...], value: Any) -> Any:
     return known[known.index(value)]  # int, even if the file has 512.0
 
 
-def _buffers(value: Buffers) -> Buffers:
-    if not all(type(x) is int and x > 0 for x in value) or value.chunks > table.MOST_CHUNKS:
-        raise ValueError(f"{value}: want whole numbers > 0, at most {table.MOST_CHUNKS} chunks")
+def _rows(value: Rows) -> Rows:
+    if not all(type(x) is int and x > 0 for x in value):
+        raise ValueError(f"{value}: want whole numbers > 0")
     return value
 
 

@@ -6,11 +6,9 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import processes
 import pytest
@@ -23,7 +21,7 @@ from rlplus.bench.gpu import Part, Session, execute, parts
 from rlplus.bench.methods import Unavailable
 from rlplus.bench.peers import METHODS
 from rlplus.bench.suites import SUITES, tiny
-from rlplus.kernels.tiling import TILES, Tile, Tiling
+from rlplus.kernels.tiling import TILES, Tiling
 from rlplus.loss import tuning
 from rlplus.loss.verdicts import versions
 
@@ -280,33 +278,22 @@ def test_a_tiny_suite_has_the_same_methods() -> None:
     assert {case.seconds for case in small} == {inf}
 
 
-@pytest.mark.parametrize("exponentials", [None, {**Tile(16, 32, 32, 2, 4, 1, True)._asdict()}])
-def test_tuned_methods_have_the_tiling_of_the_file(
-    exponentials: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With and without exponentials in two bytes, of which the file may have the tile."""
+def test_tuned_methods_have_the_tiling_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Inputs(Head(HEAD, "cpu"), 1.0)
     with pytest.raises(Unavailable, match="needs --tuning FILE"):
         METHODS["triton tuned"].prepare(inputs)
-    assert methods.two_bytes(inputs) == Tiling(exponentials=TILES[0][1])
-    with pytest.raises(Unavailable, match="needs bf16"):
-        methods.two_bytes(Inputs(Head(replace(HEAD, dtype="float32"), "cpu"), 1.0))
-    best = Tiling(programs=1024, forward=TILES[0][1])
+    best = Tiling(programs=1024, forward=TILES[0][1], loss="vendor")
     kind = tuning.Kind("cpu", "bfloat16", HEAD.V, HEAD.H)
     record = tuning.record_of(kind, best, [])
-    record["tiling"]["exponentials"] = exponentials
     file = tmp_path / "tuning.json"
     tuning.write(file, record)
     monkeypatch.setattr(methods, "tuning_file", file)
-    assert methods.tuned(inputs) == best
-    tile = Tile(**exponentials) if exponentials else TILES[0][1]
-    assert methods.two_bytes(inputs) == best._replace(exponentials=tile)
     seen = []
     monkeypatch.setattr(methods, "linear_policy_loss", lambda *_, **__: seen.append(dict(tuning._in_use)) or 1 / 0)
-    for name in ("triton tuned", "triton two-byte"):
+    for name in ("triton tuned", "triton vendor"):
         with pytest.raises(ZeroDivisionError):
             METHODS[name].prepare(inputs)()
-    assert [tilings[kind] for tilings in seen] == [best, best._replace(exponentials=tile)]
+    assert [tilings[kind] for tilings in seen] == [best, methods.VENDOR]
     tuning.write(file, record | {"versions": {}})
     with pytest.raises(Unavailable, match="is not used, it was made with"):
         METHODS["triton tuned"].prepare(inputs)
@@ -341,7 +328,7 @@ def test_the_whole_order_on_small_numbers_without_what_a_gpu_machine_lacks(tmp_p
         path.name for path in out.iterdir() if path.is_file()
     )
     assert len(list(copies.iterdir())) <= 8
-    for name, wanted in (("gpu", "triton own GEMM"), ("tuned", "triton tuned"), ("tuned", "triton two-byte")):
+    for name, wanted in (("gpu", "triton vendor"), ("tuned", "triton tuned"), ("tuned", "triton vendor")):
         result = json.loads((copies / f"{name}.json").read_text())
         assert (result["complete"], result["revision"]) == (True, "abc")
         rows = {row["method"]: row for row in result["cases"][0]["rows"]}
@@ -349,4 +336,4 @@ def test_the_whole_order_on_small_numbers_without_what_a_gpu_machine_lacks(tmp_p
         assert rows[wanted]["ratio"]["median"] > 0  # relative to the bare GEMMs
         assert {"aten::mm"} <= {kernel["kernel"] for kernel in rows["bare-3u"]["kernels"]}
         assert rows[wanted]["kernels"]
-    assert "kernels of triton two-byte" in (copies / "log.txt").read_text()
+    assert "kernels of triton tuned" in (copies / "log.txt").read_text()

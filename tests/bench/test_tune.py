@@ -16,9 +16,9 @@ from rlplus.bench.__main__ import main
 from rlplus.bench.case import Case
 from rlplus.kernels import exponentials
 from rlplus.kernels import linear_logprob as kernels
-from rlplus.kernels.tiling import DEFAULT, Buffers, Tiling
+from rlplus.kernels.tiling import DEFAULT, Tiling
 from rlplus.loss import tuning
-from rlplus.loss.backends import triton as backend
+from rlplus.loss.backends import ways
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FASTER, SLOWER, OTHER = (Tiling(programs=n) for n in (1, 2, 3))
@@ -137,7 +137,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> tune.Work:
     monkeypatch.setattr(tune, "ROUNDS", 1)
     for name, count in (("STATISTICS", 2), ("GRADIENT", 2), ("PROGRAMS", 1)):
         monkeypatch.setattr(tune, name, getattr(tune, name)[:count])
-    monkeypatch.setattr(tune, "BUFFERS", 2)
+    monkeypatch.setattr(tune, "SIZES", 2)
     monkeypatch.setattr(tune, "LAUNCHES", 1)
     return tune.Work(Case("tune", N=4, H=8, V=20, dtype="float32", methods=()), DEVICE, 1)
 
@@ -157,59 +157,42 @@ def test_the_search_tries_every_part_on_the_real_operations(work: tune.Work, mon
     assert list(dict.fromkeys(row["part"] for row in rows)) == [part.name for part in tune.PARTS]
     assert (best.statistics, best.gradient) == (tune.STATISTICS[1], tune.GRADIENT[1])
     assert best.forward == best.loss == kernels.tiles(work.hidden)[1]
-    assert best.exponentials is None  # the inputs are fp32
-    assert best.buffers is not None
-    row, gradient_row = backend.row_bytes(work.head, True, best)
-    rows_of_chunk, chunks, scratch = best.buffers
-    assert scratch == 1_000_000
-    assert rows_of_chunk * (row + chunks * gradient_row) <= scratch
+    assert best.rows is not None
+    assert best.rows.scratch_bytes == 1_000_000
+    assert best.rows.rows * ways.row_bytes(work.head, ways.way_of(work.head, True, tiling=best)) <= 1_000_000
     assert not tuning._in_use
 
 
 def test_a_wrong_gemm_is_not_timed(work: tune.Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = kernels.linear_statistics
+    original = kernels.linear_exponentials
 
-    def wrong(values: torch.Tensor, *rest: Any, **options: Any) -> None:
-        original(values, *rest, **options)
-        values[-1, kernels.LOGPROB.value] += 1e-3
+    def wrong(partial: torch.Tensor, *rest: Any, **options: Any) -> None:
+        original(partial, *rest, **options)
+        partial[:, 1] *= 1.001
 
-    monkeypatch.setattr(kernels, "linear_statistics", wrong)
+    monkeypatch.setattr(kernels, "linear_exponentials", wrong)
     best, rows = tune.search(work, lambda step: 1.0, lambda text: None, parts=tune.PARTS[2:4])
     assert best == DEFAULT
-    found = [row["status"] for row in rows if row["tiling"] != "as before"]
+    found = [row["status"] for row in rows if "x" in row["tiling"]]
     assert found
     assert all(status.startswith("wrong: the error of logprob is ") for status in found)
 
 
-def in_bf16() -> tune.Work:
-    return tune.Work(Case("tune", N=4, H=8, V=70, dtype="bfloat16", methods=()), DEVICE, 1)
-
-
-@pytest.mark.usefixtures("work")
-def test_exponentials_are_tried_for_bf16_and_leave_the_rest_of_the_tiling() -> None:
-    before = DEFAULT._replace(buffers=Buffers(2, 1, 10**6))
-    assert not list(tune.tiles_of_exponentials(tune.Work(Case("", 4, 8, 20, "float16", ()), DEVICE, 1), before))
-    work = in_bf16()
-    candidates = list(tune.tiles_of_exponentials(work, before))
-    assert candidates == [before._replace(exponentials=tile) for tile in kernels.tiles(work.hidden)[1:]]
-    times = iter([1.0, 0.5, 0.6, 0.7])
-    best, rows = tune.search(work, lambda step: (step(), next(times))[1], lambda text: None, parts=tune.PARTS[-1:])
-    assert {row["status"] for row in rows} == {"ok"}
-    assert best == DEFAULT._replace(exponentials=kernels.tiles(work.hidden)[1])
-
-
-@pytest.mark.usefixtures("work")
 def test_wrong_exponentials_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = exponentials.row_gradient
+    monkeypatch.setattr(tuning, "_in_use", {})
+    original = exponentials.close_rows
 
-    def wrong(dlogits: torch.Tensor, *rest: Any, **options: Any) -> None:
-        original(dlogits, *rest, **options)
-        dlogits[0] *= 1.1
+    def wrong(factor: torch.Tensor, *rest: Any, **options: Any) -> None:
+        original(factor, *rest, **options)
+        factor[0] *= 1.1 if tuning._in_use[work.kind] != DEFAULT else 1.0
 
-    monkeypatch.setattr(exponentials, "row_gradient", wrong)
-    best, rows = tune.search(in_bf16(), lambda step: 1.0, lambda text: None, parts=tune.PARTS[-1:])
+    monkeypatch.setattr(exponentials, "close_rows", wrong)
+    work = tune.Work(Case("tune", N=4, H=8, V=70, dtype="bfloat16", methods=()), DEVICE, 1)
+    best, rows = tune.search(work, lambda step: 1.0, lambda text: None, parts=tune.PARTS[3:4])
     assert best == DEFAULT
-    assert all(row["status"].startswith("wrong: the error of d") for row in rows if row["tiling"] != "as before")
+    found = [row["status"] for row in rows if row["tiling"] != "as before"]
+    assert found
+    assert all(status.startswith("wrong: the error of d") for status in found)
 
 
 def test_every_result_of_a_candidate_is_compared(work: tune.Work, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +221,7 @@ def test_the_command_writes_a_file_that_can_be_used(
     assert path is not None
     record = tuning.read(path)
     assert tuning.usable(record, work.kind, "") == (DEFAULT, "")
-    assert [row["part"] for row in record["measured"]].count("rows of the buffers") == 3
+    assert [row["part"] for row in record["measured"]].count("rows of a chunk") == 2
     said = capsys.readouterr().out
     assert f"as before: written to {path}\n" in said
     assert "row gradient: gradient 2048x4: 1.000 ms, 1.000\n" in said

@@ -12,49 +12,70 @@ from ptx.device import Device
 
 from rlplus import Objective
 from rlplus.kernels import linear_logprob as kernels
+from rlplus.kernels.tiling import Tiling
+from rlplus.loss import tuning
 from rlplus.loss.backends import chunked
 from rlplus.loss.backends import triton as backend
 
 HEAD, CONSTANTS = sample(150, 300, 1, torch.bfloat16, 64)
 HEAD = on_policy(HEAD)
-Buffer, zeros, mm = backend.GradientBuffer, torch.zeros, torch.mm
+mm, sets, add, finish_rows = torch.mm, backend._sets, backend._Gradients.add, kernels.finish_rows
+CHUNKS = 2  # those whose rows have a gradient
+FILTERED = Objective("clip", "mis", kl_coef=0.1, dual_clip=3.0)
 
 
 def there() -> list[dict[str, torch.Tensor]]:
     return [{k: v.to("cuda") for k, v in part.items()} for part in (HEAD, CONSTANTS)]
 
 
-def step(device: Device, inputs: Any = None, objective: Objective = EVERYTHING, grad_filter: float = 0.0) -> None:
-    """A call as it should be: right, without waiting, and without copies to pageable memory."""
-    inputs = inputs or there()
+def step(
+    device: Device, objective: Objective = EVERYTHING, grad_filter: float = 0.0, filtered: int = 0, mb: float = 0.08
+) -> None:
+    """A call as it should be: right, the host reads one number, and another for each chunk whose rows are filtered, and
+    nothing is copied to pageable memory."""
+    inputs = there()
     device.reset()
-    got = run(*inputs, objective, backend="triton", max_scratch_mb=0.15, grad_filter=grad_filter)
-    assert not device.syncs
+    got = run(*inputs, objective, backend="triton", max_scratch_mb=mb, grad_filter=grad_filter)
+    assert [what for what, _ in device.syncs] == ["_local_scalar_dense"] + ["nonzero"] * filtered
     assert not any("pageable" in k and n for k, n in device.log.items())
     got = {k: v.cpu() if torch.is_tensor(v) else v for k, v in got.items()}
     if not grad_filter:
         check_precision(got, HEAD, CONSTANTS, objective, gemm_dtype=torch.bfloat16)
 
 
+def vendor(device: Device) -> None:
+    """Chunks of logits from the vendor's GEMM."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "tiling_of", lambda head: Tiling(forward="vendor", loss="vendor"))
+        step(device, mb=0.15)
+
+
 def filtered(device: Device) -> None:
-    step(device, objective=Objective("clip", "mis", kl_coef=0.1, dual_clip=3.0), grad_filter=0.1)
+    """Each chunk with a gradient waits for the number of rows that are left."""
+    step(device, FILTERED, grad_filter=0.1, filtered=CHUNKS, mb=0.15)
 
 
 def captured(device: Device) -> None:
     inputs = there()
+    device.reset()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        step(device, inputs)
+        run(*inputs, EVERYTHING, backend="triton", max_scratch_mb=0.15)
+    assert not device.syncs
 
 
 MISTAKES = {  # owner, name, what stands there, and the call
-    "the count is read without waiting for its event": (Buffer, "_filled", lambda self: int(self.seen), step),
-    "the count is read from the device": (Buffer, "_filled", lambda self: int(self.filled), step),
-    "the count is copied to pageable memory": (
-        torch, "zeros", lambda *a, pin_memory=False, **k: zeros(*a, **k), step),
+    "the number of rows is read once more": (
+        backend, "_sets", lambda may, gradient: (int(may.sum()), sets(may, gradient))[1], step),
+    "every chunk waits for its rows": (backend._Gradients, "add", lambda *a, **_: add(*a, few=True), step),
+    "the rows to compute again are counted by the host": (
+        kernels, "finish_rows", lambda values, partial, V, target, marked=None, again=False: (
+            finish_rows(values, partial, V, target, marked, again), marked.any().item()), step),
+    "the numbers of rows are on the host": (
+        backend, "_sets", lambda may, gradient: [(x.cpu(), on) for x, on in sets(may, gradient)], step),
     "a count is awaited while a graph is captured": (backend, "_capturing", lambda device: False, captured),
     "logits are rounded to bf16": (
         torch, "mm", lambda a, b, out_dtype=None, out=None: mm(a, b, out_dtype=out_dtype) if out is None else (
-            out.copy_(mm(a, b))), step),
+            out.copy_(mm(a, b))), vendor),
     "a GEMM of bf16 and fp32": (backend, "dhidden", lambda dz, head: torch.mm(dz.float(), head.weight), step),
     "fp32 is added to without out_dtype": (
         backend, "add_dweight", lambda total, dz, hidden, beta=1.0: (
@@ -62,7 +83,7 @@ MISTAKES = {  # owner, name, what stands there, and the call
     "beta is 1 on what nobody wrote": (
         backend, "add_dweight", lambda total, dz, hidden, beta=1.0: chunked.add_dweight(total, dz, hidden), step),
     "a kernel gets a tensor of the host": (
-        kernels, "_check", lambda values, logits, V, target, *_: target.set_(target.cpu()), step),
+        kernels, "check", lambda values, target, *_: target.set_(target.cpu()), step),
     "rows are chosen by a mask": (
         backend, "drop_smallest", lambda d, logp, share: d + 0 * d[d != 0].sum(), filtered),
 }  # fmt: skip
@@ -73,7 +94,7 @@ def poison_uninitialised_memory() -> None:
     """The device's."""
 
 
-@pytest.mark.parametrize("call", [step, filtered])
+@pytest.mark.parametrize("call", [step, vendor, filtered, captured])
 def test_the_call_without_a_mistake(device: Device, call: Any) -> None:
     call(device)
 

@@ -5,7 +5,6 @@ On a GPU test_kernels.py, test_gemm_kernel.py, test_exponentials.py and test_tok
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ import torch
 from closed_form import FEATURES, all_objectives
 from head_cases import (
     EVERYTHING,
+    GEMMS,
     Head,
     check_precision,
     closed,
     on_device,
     on_policy,
-    own_gemm,
     run,
     sample,
     tensors,
@@ -31,6 +30,7 @@ from rlplus import Objective, linear_logprob, linear_policy_loss
 from rlplus.loss import selfcheck, tuning
 from rlplus.loss.backends import selection
 from rlplus.loss.backends import triton as backend
+from rlplus.loss.backends.ways import chunk_rows, way_of
 from rlplus.loss.head import Head as OpHead
 
 pytestmark = pytest.mark.gpu
@@ -40,18 +40,10 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.
 Case = tuple[Head, dict[str, Any]]
 
 
-@pytest.fixture(params=["vendor", "triton"])
+@pytest.fixture(params=GEMMS)
 def gemm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "triton":
-        monkeypatch.setattr(tuning, "tiling_of", own_gemm)
+    monkeypatch.setattr(tuning, "tiling_of", GEMMS[request.param])
     return request.param
-
-
-@pytest.fixture
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
 
 
 def case(n: int, V: int, H: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Case:
@@ -82,7 +74,7 @@ def test_every_objective_in_every_precision(
 ) -> None:
     number = len(internal + external)
     if number % 2:
-        monkeypatch.setattr(tuning, "tiling_of", own_gemm)
+        monkeypatch.setattr(tuning, "tiling_of", GEMMS["triton"])
     objective = Objective(internal, external, **FEATURES[features])
     head, constants = case(40, 200, 64, dtype, number)
     got = on_device(DEVICE, head, constants, objective, temperature=0.7, max_scratch_mb=(None, 0.05)[number % 3 // 2])
@@ -146,8 +138,8 @@ def test_the_factor_of_the_backward_pass_is_multiplied_once(name: str, dtype: to
         assert torch.equal(got, (one.float() * by).to(dtype))
 
 
-def test_one_emptying_needs_no_accumulator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bf16: the GEMM rounds its sums, once, as the accumulator of two emptyings is rounded."""
+def test_one_chunk_needs_no_accumulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16: the GEMM rounds its sums, once, as the accumulator of two chunks is rounded."""
     inputs = on_gpu(case(150, 300, 64))
     allocated: list[torch.dtype] = []
     original = backend.add_dweight
@@ -214,7 +206,7 @@ def test_more_than_2_to_the_31_logits(gemm: str, n: int) -> None:
     hidden = hidden.detach().requires_grad_()
     target = torch.randint(V, (n,), generator=g, device=DEVICE)
     head = OpHead(hidden, weight, None, target, 1.0)
-    assert backend.plan(head, 1e11, True, tuning.tiling_of(head)) == (n, n)
+    assert chunk_rows(head, way_of(head, gradient=True), 1e11) == n
 
     def loss_and_gradients(max_scratch_mb: float) -> tuple[Tensor, ...]:
         on = torch.ones(n, device=DEVICE)
@@ -321,18 +313,42 @@ def test_a_graph_replays_what_eager_mode_computes(gemm: str, max_scratch_mb: flo
 
 
 @pytest.mark.parametrize("grad_filter", [0.0, 0.1])
-def test_the_host_never_waits_for_a_result(gemm: str, grad_filter: float, request: pytest.FixtureRequest) -> None:
-    """But for the one event in `GradientBuffer`, which torch does not count."""
+def test_the_host_waits_for_the_numbers_of_rows_alone(
+    gemm: str, grad_filter: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For those with and without a gradient; with a filter for those that are left of each chunk."""
+    waits, chunks = [0], [0]
+
+    def counted(wait: Any) -> Any:
+        def count(x: Tensor) -> Any:
+            waits[0] += 1
+            torch.cuda.set_sync_debug_mode("default")
+            out = wait(x)
+            torch.cuda.set_sync_debug_mode("error")
+            return out
+
+        return count
+
+    def drop(*args: Any, original: Any = backend.drop_smallest) -> Tensor:
+        chunks[0] += 1
+        return original(*args)
+
     head, constants = on_gpu(case(600, 3001, 128))
     objective = Objective("clip", "mis", kl_coef=0.1, dual_clip=3.0)
     options = {"backend": "triton", "max_scratch_mb": 3, "grad_filter": grad_filter}
     run(head, constants, objective, **options)  # compiles
-    request.getfixturevalue("no_synchronisation")
-    run(head, constants, objective, **options)
     linear_logprob(**head, backend="triton")
-
-
-# ---- memory
+    for name in ("nonzero", "__int__"):
+        monkeypatch.setattr(Tensor, name, counted(getattr(Tensor, name)))
+    monkeypatch.setattr(backend, "drop_smallest", drop)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(head, constants, objective, **options)
+        linear_logprob(**head, backend="triton")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert chunks[0] > 1 or not grad_filter
+    assert waits[0] == 1 + chunks[0]
 
 
 def peak(call: Any) -> tuple[int, Any]:
@@ -352,8 +368,7 @@ def peak(call: Any) -> tuple[int, Any]:
 def test_memory_stays_within_the_scratch(
     name: str, gemm: str, mb: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if gemm == "triton":
-        monkeypatch.setattr(tuning, "tiling_of", own_gemm)
+    monkeypatch.setattr(tuning, "tiling_of", GEMMS[gemm])
     n, V, H = 4096, 32_001, 1024
     hidden, weight = torch.randn(n, H, device=DEVICE).to(dtype), (0.1 * torch.randn(V, H, device=DEVICE)).to(dtype)
     target, on = torch.randint(V, (n,), device=DEVICE), torch.ones(n, device=DEVICE)
@@ -377,7 +392,7 @@ def test_memory_stays_within_the_scratch(
 
 
 def test_logprobs_need_little_memory_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "tiling_of", own_gemm)
+    monkeypatch.setattr(tuning, "tiling_of", GEMMS["triton"])
     hidden, weight = (torch.randn(*s, device=DEVICE).bfloat16() for s in ((4096, 256), (151_936, 256)))
     target = torch.randint(151_936, (4096,), device=DEVICE)
     bytes_used, _ = peak(lambda: linear_logprob(hidden, weight, target, backend="triton", max_scratch_mb=20))

@@ -10,7 +10,7 @@ from typing import Any
 import processes
 import pytest
 import tritons
-from sass import bytes_of, counts, flop_of, parse
+from sass import after_mma, bytes_of, counts, flop_of, parse
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,16 +34,17 @@ def kernels(rows: list[dict[str, Any]]) -> set[str]:
     return {row["kernel"] for row in rows if "kernel" in row}
 
 
-NAMES = ("statistics", "gradient", "exponential_gradient", "token_loss", "tile", "combine", "scale", "active_rows")
+NAMES = ("target", "tile", "finish", "row", "close", "gradient", "token_loss", "scale")
 KERNELS = {f"_{name}_kernel" for name in NAMES}
 USUAL = (  # a bf16 model's: one of every kernel
-    "float32, V 4097 in 4160",
-    "bfloat16, V 4097 in 4160",
-    "bfloat16, V 4096, H 128, 128x128x64 w8 s3, stores",
-    "bfloat16, exponentials of tiles of 128, 4096 w8",
+    "bfloat16, H 128",
+    "bfloat16, V 4096, H 128, 128x256x32 w8 s3, stores",
+    "marked",
+    "V 4097 in 4160, stores",
+    "V 4097 in 4160, to bfloat16",
+    "bfloat16, V 4097 in 4160, entropy bonus",
     "ratio, mis, k3, truncate, optional inputs given",
     "bfloat16, 5 x 4160",
-    "active rows",
 )
 
 
@@ -57,8 +58,8 @@ def test_a_usual_call_takes_what_the_table_says(tmp_path: Path) -> None:
 
 def test_what_older_tritons_refuse_is_not_in_the_kernels(tmp_path: Path) -> None:
     """3.6.0 knows the least. These are the kernels that share functions."""
-    rows = compiled(tmp_path, "--arch", "80", "--only", USUAL[0], USUAL[2], triton=min(tritons.PINNED))
-    assert {row["kernel"] for row in rows} >= {"_statistics_kernel", "_gradient_kernel", "_tile_kernel"}
+    rows = compiled(tmp_path, "--arch", "80", "--only", *USUAL[1:6], triton=min(tritons.PINNED))
+    assert {row["kernel"] for row in rows} >= KERNELS - {"_target_kernel", "_token_loss_kernel", "_scale_kernel"}
 
 
 @pytest.mark.slow
@@ -76,9 +77,9 @@ def test_every_kernel_compiles_within_the_limits_of_the_gpu(arches: tuple[str, .
     rows = compiled(tmp_path, "--arch", *arches)
     assert kernels(rows) == KERNELS
     rows = [row for row in rows if "kernel" in row]
-    writing = ("_gradient_kernel", "_exponential_gradient_kernel", "_scale_kernel")
+    writing = ("_gradient_kernel", "_close_kernel", "_scale_kernel")
     writes = [row for row in rows if row["kernel"] in writing or "stores" in row["variant"]]
-    assert all(row["stores16"] > 0 for row in writes if row["aligned"] and row["kernel"] != "_combine_kernel")
+    assert all(row["stores16"] > 0 for row in writes if row["aligned"])
     # The instruments see a difference: between rows that are aligned and not, and between precisions.
     assert any(row["loads16"] == 0 for row in rows if not row["aligned"])
     tiles = [row for row in rows if row["kernel"] == "_tile_kernel"]
@@ -142,3 +143,27 @@ def test_innermost_loops_are_found_and_waiting_is_none() -> None:
     assert counts(nested, flop_of) == ([128, 0], 4096, 4224)  # 2 * 16 * 8 * 16 of 32 threads, 2 * 64 * 256 * 16 of 128
     with pytest.raises(ValueError, match="want loops with one entry"):
         counts(parse(OUTER.format(loop=inner.replace("MOV R1, c[0x0][0x28]", "@P4 BRA `(.L_x_2)"))))
+
+
+END = """
+        /*0000*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
+        /*0010*/               @P1 BRA `(.L_x_1) ;
+        /*0020*/                   ISETP.NE.AND P0, PT, R1, R2, PT ;
+        /*0030*/                   FSEL R1, R1, R2, P0 ;
+        /*0040*/                   MUFU.EX2 R1, R1 ;
+        /*0050*/                   BRA `(.L_x_2) ;
+.L_x_1:
+        /*0060*/                   MUFU.EX2 R1, R1 ;
+        /*0070*/                   NOP ;
+.L_x_2:
+        /*0080*/              @!P0 EXIT ;
+        /*0090*/                   STG.E.128 desc[UR4][R2.64], R4 ;
+        /*00a0*/                   EXIT ;
+"""
+
+
+def test_the_end_of_a_gemm_is_counted_along_the_shortest_way_that_does_all_its_work() -> None:
+    assert after_mma(parse(END)) == 6
+    assert after_mma(parse(END.replace("NOP", "NOP ;\n /*0071*/ NOP ;\n /*0072*/ NOP ;\n /*0073*/ NOP"))) == 8
+    assert after_mma(parse(END.replace("@P1 BRA `(.L_x_1)", "NOP"))) == 8
+    assert after_mma(parse(END.replace("HMMA.16816.F32.BF16", "FFMA"))) is None

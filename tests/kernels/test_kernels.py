@@ -1,26 +1,26 @@
 """Contract of the Triton kernels and their backend. Without CUDA they run in Triton's interpreter (see conftest.py)."""
 
 import math
-from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from closed_form import FEATURES, all_objectives
-from head_cases import EVERYTHING, Head, check_precision, huge, on_device, sample, tensors
+from head_cases import EVERYTHING, Head, check_precision, on_device, sample, tensors
+from head_rows import BLOCK_V, statistics
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
-from rlplus.kernels import linear_logprob as row_kernels
-from rlplus.kernels.tiling import DEFAULT, Tiling
+from rlplus.kernels import linear_logprob as linear_kernels
+from rlplus.kernels.tiling import Tiling
 from rlplus.loss.backends import triton as backend
-from rlplus.loss.head import FLOOR
+from rlplus.loss.backends import ways
+from rlplus.loss.head import Head as OpHead
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BLOCK_V, EPS = DEFAULT.statistics.BLOCK_V, torch.finfo(torch.float32).eps
+EPS = torch.finfo(torch.float32).eps
 SCRATCH = {"one row": 1e-9, "few rows": 8e-3, "all rows": None}  # MB, for 23 tokens
 EVERY = pytest.mark.parametrize("max_scratch_mb", SCRATCH.values(), ids=SCRATCH)
 QUICK = pytest.mark.parametrize(  # tests of many cases use it: 23 chunks take the interpreter seconds
@@ -32,34 +32,6 @@ QUICK = pytest.mark.parametrize(  # tests of many cases use it: 23 chunks take t
 
 def fused(head: Head, constants: dict[str, Any], objective: Objective, **options: Any) -> dict[str, Any]:
     return on_device(DEVICE, head, constants, objective, **options)
-
-
-def statistics(
-    logits: Tensor, target: Tensor, bias: Tensor | None = None, temperature: float = 1.0, tiling: Tiling = DEFAULT
-) -> Tensor:
-    values = logits.new_empty(len(target), row_kernels.WIDTH.value)
-    row_kernels.row_statistics(values, logits, logits.shape[1], target, bias, temperature, tiling=tiling)
-    return values
-
-
-def by_blocks(logits: Tensor, target: Tensor) -> Tensor:
-    """`statistics`, of blocks of the vocabulary one after another: half a kernel's block, one and a bit, the rest."""
-    values = logits.new_empty(len(target), row_kernels.WIDTH.value)
-    so_far, V = row_kernels.begin_statistics(len(target), logits.device), logits.shape[1]
-    ends = [0, *(end for end in (BLOCK_V // 2, 2 * BLOCK_V) if end < V), V]
-    for start, end in pairwise(ends):
-        block = logits[:, start:end].contiguous()
-        row_kernels.add_statistics(values, so_far, block, end - start, target - start, None, 1.0)
-    row_kernels.finish_statistics(values, so_far, V, target)
-    return values
-
-
-def in_one(logits: Tensor, target: Tensor) -> Tensor:
-    """`statistics`, each row by one program."""
-    return statistics(logits, target, tiling=Tiling(programs=1))
-
-
-EVERY_WAY = pytest.mark.parametrize("way", [in_one, statistics, by_blocks], ids=["row", "parts of rows", "blocks"])
 
 
 @pytest.mark.parametrize(("internal", "external", "features"), all_objectives(["all"]))
@@ -104,34 +76,6 @@ def test_flat_and_certain_policies(scale: float) -> None:
     check_precision(fused(head, constants, objective), head, constants, objective)
 
 
-@EVERY_WAY
-def test_a_maximum_that_rises_from_block_to_block(way: Callable[[Tensor, Tensor], Tensor]) -> None:
-    logits = (
-        torch.randn(3, 3 * BLOCK_V + 50, device=DEVICE) + 3 * torch.arange(3 * BLOCK_V + 50, device=DEVICE) / BLOCK_V
-    )
-    target = torch.tensor([1, BLOCK_V, 3 * BLOCK_V + 49], device=DEVICE)
-    got = way(logits, target).double()
-    logp = logits.double().log_softmax(1)
-    torch.testing.assert_close(got[:, backend.LOGPROB], logp[torch.arange(3), target], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(got[:, backend.ENTROPY], -(logp.exp() * logp).sum(1), rtol=1e-5, atol=1e-5)
-
-
-def test_a_target_behind_the_vocabulary_is_no_token_though_there_is_a_column() -> None:
-    for V in (5, BLOCK_V, BLOCK_V + 7):
-        logits, values = torch.zeros(2, V + 1, device=DEVICE), torch.empty(2, row_kernels.WIDTH.value, device=DEVICE)
-        row_kernels.row_statistics(values, logits, V, torch.tensor([V - 1, V], device=DEVICE), None, 1.0)
-        assert values[:, backend.LOGPROB].isnan().tolist() == [False, True]
-
-
-@EVERY_WAY
-def test_peaked_policy_keeps_its_small_entropy(way: Callable[[Tensor, Tensor], Tensor]) -> None:
-    logits = torch.zeros(1, 2 * BLOCK_V + 300, device=DEVICE)
-    logits[0, 7], logits[0, 8] = 1000, 986  # one rival: the entropy is about 15 e^-14 = 1.2e-5
-    entropy = way(logits, torch.tensor([7], device=DEVICE))[0, backend.ENTROPY]
-    logp = logits[0].double().log_softmax(0)
-    torch.testing.assert_close(entropy.double(), -(logp.exp() * logp).sum(), rtol=2e-2, atol=0)
-
-
 @pytest.mark.parametrize("n", [0, 5])
 def test_nothing_to_learn_from(n: int) -> None:
     head, constants = sample(n, dtype=torch.float32)
@@ -155,7 +99,8 @@ def test_fp16_gradients_of_the_logits_do_not_vanish(size: float, monkeypatch: py
     if DEVICE == "cuda":
         head = {k: v.half() if v.is_floating_point() else v for k, v in head.items()}
     else:
-        monkeypatch.setattr(backend, "_gradient_dtype", lambda head: torch.float16)
+        for module in (backend, ways):
+            monkeypatch.setattr(module, "gradient_dtype", lambda head: torch.float16)
         monkeypatch.setattr(backend, "dhidden", lambda dz, head, f=backend.dhidden: f(dz.float(), head))
         monkeypatch.setattr(
             backend, "add_dweight", lambda dw, dz, h, f=backend.add_dweight, **o: f(dw, dz.float(), h, **o)
@@ -200,22 +145,6 @@ def test_rows_of_weight_0_change_no_bit(max_scratch_mb: float | None, poison: fl
         assert got["logprob"][off].isnan().all()
 
 
-def test_gradient_rows_sum_to_0_and_only_rows_with_a_slot_are_written() -> None:
-    logits = 3 * torch.randn(6, BLOCK_V + 100, device=DEVICE)
-    target = torch.tensor([0, BLOCK_V, BLOCK_V + 99, 5, 6, 7], device=DEVICE)
-    values = statistics(logits, target)
-    values[:, backend.DLOGPROB], values[:, backend.DENTROPY] = 0.7, -0.3
-    out = torch.full((4, BLOCK_V + 100), 9.0, device=DEVICE)
-    slot = torch.tensor([2, -1, 0, -1, 1, -1], device=DEVICE)
-    row_kernels.row_gradient(out, slot, values, logits, logits.shape[1], target, None, 1.0)
-    assert out[3].eq(9).all()
-    assert (out[:3].sum(1).abs() <= 8 * EPS * out[:3].abs().sum(1)).all()
-    logp = logits[[2, 4, 0]].double().log_softmax(1)
-    onehot = torch.nn.functional.one_hot(target[[2, 4, 0]], BLOCK_V + 100)
-    want = 0.7 * (onehot - logp.exp()) + 0.3 * logp.exp() * (logp - (logp.exp() * logp).sum(1, keepdim=True))
-    torch.testing.assert_close(out[:3].double(), want, rtol=1e-4, atol=4 * EPS)
-
-
 @EVERY
 def test_same_inputs_give_the_same_bits(max_scratch_mb: float | None) -> None:
     head, constants = sample(23, dtype=torch.float32)
@@ -223,50 +152,10 @@ def test_same_inputs_give_the_same_bits(max_scratch_mb: float | None) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@EVERY_WAY
-def test_impossible_and_undefined_logits(way: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """As in log_softmax: -inf is no token; all -inf, a NaN or a +inf make the row NaN."""
-    V = 2 * BLOCK_V + 50
-    logits = torch.randn(7, V, device=DEVICE)
-    logits[0, : BLOCK_V + 3] = -math.inf  # a whole block before the first possible token
-    logits[1, BLOCK_V:] = -math.inf
-    logits[2] = -math.inf
-    logits[3, BLOCK_V + 1] = math.nan
-    logits[4, BLOCK_V + 1] = math.inf
-    logits[5] = logits[5] - 3e38
-    target = torch.tensor([BLOCK_V + 9, BLOCK_V + 9, 0, 0, 0, 0, -1], device=DEVICE)
-    values = way(logits, target)
-    logp = logits.double().log_softmax(1).clamp(min=FLOOR)
-    logprob = logp.gather(1, target.clamp(min=0)[:, None]).squeeze(1).masked_fill(target < 0, math.nan)
-    torch.testing.assert_close(values[:, backend.LOGPROB].double(), logprob, equal_nan=True, rtol=1e-5, atol=1e-5)
-    entropy = -(logp.exp() * logp).sum(1)
-    torch.testing.assert_close(values[:, backend.ENTROPY].double(), entropy, equal_nan=True, rtol=1e-5, atol=1e-5)
-    values[:, backend.DLOGPROB], values[:, backend.DENTROPY] = 0.5, 0.25
-    out = torch.empty_like(logits)
-    row_kernels.row_gradient(out, torch.arange(7, device=DEVICE), values, logits, V, target, None, 1.0)
-    assert out[[0, 1, 5, 6]].isfinite().all()
-    assert out[0, : BLOCK_V + 3].eq(0).all()
-    assert out[[2, 3, 4]].isnan().all()
-
-
 # ---- memory
 
 
-def test_offsets_beyond_2_to_the_31() -> None:
-    stride, V = 2**31 // 2 + 10, 20  # row 2 begins past 2^31 elements
-    logits, out = huge(DEVICE, 3, stride, V), huge(DEVICE, 3, stride, V)
-    logits.copy_(torch.randn(3, V))
-    target = torch.tensor([3, 4, 5], device=DEVICE)
-    values, want = statistics(logits, target), statistics(logits.contiguous(), target)
-    values[:, backend.DLOGPROB :] = want[:, backend.DLOGPROB :] = 1.0
-    assert torch.equal(values, want)
-    near = torch.empty(3, V, device=DEVICE)
-    row_kernels.row_gradient(out, torch.arange(3, device=DEVICE), values, logits, V, target, None, 1.0)
-    row_kernels.row_gradient(near, torch.arange(3, device=DEVICE), want, logits.contiguous(), V, target, None, 1.0)
-    assert torch.equal(out.contiguous(), near)
-
-
-def test_rows_without_a_gradient_cost_no_gemm_and_the_others_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_a_gradient_cost_a_forward_pass_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     head, constants = sample(64, dtype=torch.float32)
     constants["token_weight"][torch.arange(64) % 4 != 0] = 0.0
     constants["token_weight"][::4] = 1.0
@@ -274,30 +163,37 @@ def test_rows_without_a_gradient_cost_no_gemm_and_the_others_are_gathered(monkey
     sizes: list[int] = []
     original = backend.add_dweight
     monkeypatch.setattr(backend, "add_dweight", lambda *a, **o: (sizes.append(len(a[1])), original(*a, **o))[1])
-    monkeypatch.setattr(backend, "plan", lambda *_: (4, 10))  # 16 chunks with one active row each
+    monkeypatch.setattr(backend, "chunk_rows", lambda *_: 5)
     objective = Objective("ratio", "none")
     constants["external"].fill_(False)
     got = fused(head, constants, objective)
-    assert sizes == [7, 7, 2]  # emptied when 4 more might not fit
+    assert sizes == [5, 5, 5, 1]
     check_precision(got, head, constants, objective)
 
 
 @given(
     n=st.integers(0, 5000), V=st.integers(1, 200_000), H=st.integers(1, 5000), scratch=st.floats(1.0, 1e10),
-    gradient=st.booleans(), own=st.booleans(),
+    gradient=st.booleans(), own=st.booleans(), bonus=st.booleans(), copies=st.integers(1, 2),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )  # fmt: skip
-def test_the_plan_keeps_to_its_scratch(n: int, V: int, H: int, scratch: float, gradient: bool, own: bool) -> None:
+def test_a_chunk_keeps_to_its_scratch(
+    n: int, V: int, H: int, scratch: float, gradient: bool, own: bool, bonus: bool, copies: int, dtype: torch.dtype
+) -> None:
     def empty(*shape: int) -> Tensor:
         return torch.zeros(1).expand(*shape)
 
-    head = backend.Head(empty(n, H), empty(V, H), None, torch.zeros(1, dtype=torch.int64).expand(n), 1.0)
-    tile = row_kernels.default_tile(head.hidden, gradient) if own else None
-    rows, capacity = backend.plan(head, scratch, gradient, Tiling(forward=tile, loss=tile))
+    target = torch.zeros(1, dtype=torch.int64).expand(n)
+    head = OpHead(empty(n, H).to(dtype), empty(V, H).to(dtype), None, target, 1.0)
+    tile = linear_kernels.default_tile(head.hidden, False) if own else "vendor"
+    tiling = Tiling(forward=tile, loss=tile)
+    way = ways.way_of(head, gradient, bonus, tiling)
+    rows = ways.chunk_rows(head, way, scratch, copies, tiling)
     assert 1 <= rows <= max(n, 1)
-    assert capacity >= rows * gradient * (n > 0)
     if rows > 1:
-        row = 4 * V * (gradient or tile is None) + (12 * -(-V // tile.BLOCK_V) if tile else 0)
-        assert row * rows + (4 * V + 12 * H) * capacity <= scratch
+        logits = way.tile is None
+        row = 4 * V * logits + (12 * -(-V // tile.BLOCK_V) if way.tile else 0)
+        row += gradient * (4 * V * (copies if not logits or way.dlogits else 1) * (not logits or copies > 1) + 4 * H)
+        assert row * rows <= scratch
 
 
 # ---- inputs
@@ -380,5 +276,5 @@ def test_says_what_it_cannot_do(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     if dtype == torch.float64:
         with pytest.raises(ValueError, match="'triton' needs bf16, fp16 or fp32; got float64"):
             linear_logprob(**head, backend="triton")
-    with pytest.raises(ValueError, match=r"want logits \(3, W\) fp32, W >= 5, contiguous in W.*strides \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"want logits \(3, W\) float32, W >= 5, contiguous in W.*strides \(1, 3\)"):
         statistics(torch.zeros(5, 3).T, torch.zeros(3, dtype=torch.int64))

@@ -17,6 +17,13 @@ pytestmark = pytest.mark.slow
 COMPILER = shutil.which(os.environ.get("CC", "cc"))
 SCRATCH = [0, 0]  # Triton's pointers to scratch memory, which no kernel here uses
 INVERSE = pytest.approx(1 / 0.8)  # 1 / the temperature
+FINISH = ("_finish_kernel", [13, 1, 1], [128, 1, 1], ["values", "partial", "target", "marked", 200, 4097, 33])
+AFTER = [  # the sums of our GEMM, the rows that are computed again, by pointers on every GPU, and their sums
+    FINISH,
+    ("_tile_kernel", [66, 1, 1], [256, 1, 1],
+     ["partial", "values", "hidden", "weight", "target", "listed", 200, 4097, 144, 4097, 144, 288, 0, INVERSE]),
+    FINISH,
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -49,24 +56,26 @@ def seen(launch: dict[str, Any]) -> tuple[Any, ...]:
 
 def test_every_launch_has_the_intended_arguments(stub: Path) -> None:
     """5 rows of 9000 logits in 9024 columns: three blocks. None, constants and a 1 are compiled in, not passed."""
-    sizes = [9024, 9000, 9024]  # stride, V, W
+    own, rows, blocks = ["values", "hidden", "weight", "target"], ["values", "logits", "target"], [5, 3, 1]
     numbers = [1.0 + 0.5 * i for i in range(len(Coefficients._fields))]
     want = [
-        ("_statistics_kernel", [5, 3, 1], [128, 1, 1],
-         ["values", "partial", "logits", "target", *sizes, 4096, INVERSE]),
-        ("_combine_kernel", [1, 1, 1], [128, 1, 1], ["values", "partial", "target", 5, 9000, 3]),
-        ("_statistics_kernel", [5, 1, 1], [128, 1, 1],
-         ["values", "logits", "target", "bias", *sizes, 3 * 4096, INVERSE, 3.0, "row_temperature"]),
-        ("_gradient_kernel", [5, 3, 1], [256, 1, 1],
-         ["dlogits", "slot", "values", "logits", "target", 9024, 9024, 9000, 9024, INVERSE]),
+        ("_target_kernel", [5, 1, 1], [128, 1, 1], [*own, 9000, 100, 200, 300, 3, INVERSE]),
+        ("_target_kernel", [5, 1, 1], [128, 1, 1],
+         [*own, "bias", 9000, 100, 200, 300, 3, INVERSE, 3.0, "row_temperature"]),
+        ("_row_kernel", blocks, [256, 1, 1], ["partial", *rows, 9024, 0, 9000, 4096, INVERSE]),
+        ("_finish_kernel", [1, 1, 1], [128, 1, 1], ["values", "partial", "target", 5, 9000, 3]),
+        ("_row_kernel", [5, 1, 1], [256, 1, 1],
+         ["partial", "exponentials", *rows, "bias", 9024, 9024, 9000, 3 * 4096, INVERSE, 3.0, "row_temperature"]),
+        ("_row_kernel", [5, 1, 1], [256, 1, 1], ["partial", *rows, 9024, 0, 9000, 3 * 4096, INVERSE]),
+        *(("_close_kernel", grid, [256, 1, 1], ["factor", "values", "exponentials", "target", 9024, 9000, INVERSE])
+          for grid in ([5, 1, 1], blocks)),
+        ("_gradient_kernel", blocks, [256, 1, 1], ["dlogits", *rows, 9024, 9024, 9000, INVERSE]),
         ("_token_loss_kernel", [1, 1, 1], [128, 1, 1], ["values", "sums", "constants", *numbers, 5]),
         ("_scale_kernel", [5, 1, 1], [256, 1, 1], ["x", "by", 5, 9024, 18048]),
-        ("_active_rows_kernel", [1, 1, 1], [512, 1, 1], ["slot", "token", "filled", "values", 16, 5]),
-        ("_active_rows_kernel", [1, 1, 1], [512, 1, 1], ["slot", "token", "filled", "values", 1, "scale", 1]),
         # 2 tiles of 128 rows, 33 of 128 columns
         ("_tile_kernel", [66, 1, 1], [256, 1, 1],
-         ["values", "partial", "logits", "hidden", "weight", "target", 200, 4097, 144, 4160, 144, 288, 4160, INVERSE]),
-        ("_combine_kernel", [13, 1, 1], [128, 1, 1], ["values", "partial", "target", 200, 4097, 33]),
+         ["partial", "exponentials", *own, 200, 4097, 144, 4160, 144, 288, 4160, INVERSE]),
+        *AFTER,
     ]  # fmt: skip
     found = launches(stub, 80, "rows", "gemm")
     assert [seen(launch) for launch in found] == [(*rest, arguments + SCRATCH) for *rest, arguments in want]
@@ -74,9 +83,10 @@ def test_every_launch_has_the_intended_arguments(stub: Path) -> None:
 
 def test_tensor_maps_have_the_intended_sizes(stub: Path) -> None:
     """bf16 is type 9; sizes and box start with the columns; Triton passes sizes and strides as well."""
-    gemm, _ = launches(stub, 90, "gemm")
+    gemm, *after = launches(stub, 90, "gemm")
     hidden = [["hidden", 9, 144, 200, 288, 64, 128], 200, 144, 144, 1]
     weight = [["weight", 9, 144, 4097, 576, 64, 128], 4097, 144, 288, 1]
     sizes = [200, 4097, 144, 4160, 0, 0, 4160]
-    arguments = ["values", "partial", "logits", *hidden, *weight, "target", *sizes, INVERSE, *SCRATCH]
+    arguments = ["partial", "exponentials", "values", *hidden, *weight, "target", *sizes, INVERSE, *SCRATCH]
     assert seen(gemm) == ("_tile_kernel", [66, 1, 1], [256, 1, 1], arguments)
+    assert [seen(launch) for launch in after] == [(*rest, arguments + SCRATCH) for *rest, arguments in AFTER]

@@ -14,7 +14,7 @@ from ptx import nested
 
 HERE = Path(__file__).parent
 KERNELS, BITS = (HERE / f"compiled_{name}.py" for name in ("kernels", "invariance"))
-INTERPRETED = [HERE / f"test_{name}.py" for name in ("kernels", "gemm_kernel", "token_kernel", "buffer_kernels")]
+INTERPRETED = [HERE / f"test_{name}.py" for name in ("kernels", "gemm_kernel", "token_kernel", "scale_kernel")]
 INTERPRETED += [HERE.parent / "loss" / f"test_{name}.py" for name in ("exponentials", "logit_transform")]
 
 
@@ -26,7 +26,7 @@ def run(cache: Path, *arguments: str | Path, triton: str | None = None, plugin: 
 
 
 def test_every_kernel_computes_what_float64_does_and_nothing_is_found(tmp_path: Path) -> None:
-    assert run(tmp_path, KERNELS, BITS, "-m", "not slow") >= 16
+    assert run(tmp_path, KERNELS, BITS, "-m", "not slow") >= 12
 
 
 @pytest.mark.slow
@@ -40,8 +40,8 @@ def test_every_shape_option_and_tile(path: Path, arch: int, tmp_path: Path) -> N
 @pytest.mark.parametrize(("arch", "gemms"), [("100", False), ("120", True)])
 def test_the_kernels_of_blackwell(arch: str, gemms: bool, tmp_path: Path) -> None:
     """One shape of each; GEMMs of sm_100 are tcgen05, which is refused."""
-    words = arch if gemms else f"{arch} and not (epilogue_of_the_gemm or gradient_from_them)"
-    assert run(tmp_path, KERNELS, "-m", "not slow", "-k", words, PTX_ARCHES=arch) == (7 if gemms else 5)
+    words = arch if gemms else f"{arch} and not epilogue_of_the_gemm"
+    assert run(tmp_path, KERNELS, "-m", "not slow", "-k", words, PTX_ARCHES=arch) == (5 if gemms else 3)
 
 
 @pytest.mark.slow
@@ -49,7 +49,7 @@ def test_the_kernels_of_blackwell(arch: str, gemms: bool, tmp_path: Path) -> Non
 def test_the_kernels_of_the_tritons_of_every_torch(triton: str, tmp_path: Path) -> None:
     """One shape of each, and every tile and block."""
     assert run(tmp_path, nested.TESTS / "ptx" / "compiled.py", triton=triton) > 25
-    assert run(tmp_path, KERNELS, BITS, "-m", "not slow", triton=triton) >= 16
+    assert run(tmp_path, KERNELS, BITS, "-m", "not slow", triton=triton) >= 12
     assert run(tmp_path, KERNELS, "-m", "slow", "-k", "every_tile or every_block", triton=triton) >= 16
 
 

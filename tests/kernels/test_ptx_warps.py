@@ -217,6 +217,24 @@ def test_the_largest_and_the_smallest_of_a_warp(name: str) -> None:
         np.testing.assert_array_equal(got.numpy(), np.full(32, want))
 
 
+@pytest.mark.parametrize("name", ["max.s32", "min.s32", "max.u32", "min.u32"])
+def test_the_largest_and_the_smallest_integer_of_a_warp(name: str) -> None:
+    x = torch.randint(-(2**31), 2**31, (32,)).int()
+    body = f"ld.global.b32 %r1, [%rd1];\nmov.b32 %r2, -1;\nredux.sync.{name} %r40, %r1, %r2;"
+    got = registers_after(body, x, 1)[:, 0]
+    numbers = x.numpy() if name.endswith("s32") else x.numpy().view(np.uint32)
+    want = numbers.max() if name.startswith("max") else numbers.min()
+    assert (got.numpy().view(numbers.dtype) == want).all()
+
+
+def test_the_largest_integer_of_a_warp_where_another_block_takes_another_way() -> None:
+    out = torch.zeros(2, 32, dtype=torch.int32)
+    body = "mov.u32 %r40, 7;\nsetp.eq.u32 %p1, %r91, 1;\n@%p1 bra $skip;\nmov.b32 %r2, -1;\n"
+    body += "redux.sync.max.s32 %r40, %r90, %r2;\n$skip:\nmul.wide.u32 %rd1, %r92, 4;\nadd.u64 %rd2, %rd90, %rd1;\n"
+    assert not execute(module(body + "st.global.b32 [%rd2], %r40;", 1), [out], 2).findings
+    assert out.tolist() == [[31] * 32, [7] * 32]
+
+
 def test_threads_leave_a_loop_one_by_one() -> None:
     body = "mov.u32 %r40, 0; mov.u32 %r1, 0;\n$again:\nadd.u32 %r40, %r40, %r1; add.u32 %r1, %r1, 1;\n"
     body += "setp.le.u32 %p1, %r1, %r90;\n@%p1 bra $again;\n"

@@ -25,7 +25,7 @@ def token_constants(n: int, absent: tuple[str, ...] = ()) -> TokenConstants:
 
 def run_token_loss(logprob: Tensor, entropy: Tensor, c: TokenConstants, o: Objective) -> dict[str, Tensor]:
     """Derivatives (n,), and statistics (blocks,): a sum for each BLOCK_N tokens."""
-    values = torch.stack([logprob, entropy, *[torch.full_like(logprob, math.nan)] * 4], 1)
+    values = torch.stack([logprob, entropy, *[torch.full_like(logprob, math.nan)] * 5], 1)
     columns, given = token_arguments.columns(c)
     arguments = (values, columns, token_arguments.coefficients(o), given, token_arguments.choices(o))
     stats = dict(zip(STATS + MISMATCH_STATS, token_kernels.token_loss(*arguments).unbind(1), strict=True))

@@ -180,9 +180,11 @@ def test_targets_of_minus_100_have_logprob_0_and_no_gradient(backend: str) -> No
         logprob, entropy = linear_logprob(**leaf, backend=backend)
         logprob.where(known, 0.0 if target is head["target"] else logprob).sum().backward()
         out.append((logprob, entropy, *(leaf[k].grad for k in ("hidden", "weight", "bias"))))
-    (logprob, *got), (whole, *want) = out
+    (logprob, entropy, *got), (whole, its_entropy, *want) = out
     assert (logprob[~known] == 0).all()
     assert torch.equal(logprob[known], whole[known])
+    assert torch.equal(entropy[known], its_entropy[known])
+    torch.testing.assert_close(entropy, its_entropy, rtol=1e-6, atol=1e-6)  # a row's sum is relative to its target
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 

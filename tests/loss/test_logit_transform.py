@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from head_cases import EVERYTHING, check_fp64, check_precision, closed, run, sample, tensors
+from head_rows import REFERENCE, begun
 from torch import Tensor
 from trainer_runs import run_config
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
@@ -14,7 +15,6 @@ from update_cases import batch_of_samples, naive_gradients, packed
 from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
 from rlplus.config import ModelConfig
 from rlplus.data import byte_tokenizer
-from rlplus.kernels import linear_logprob as row_kernels
 from rlplus.learner.pretrained import load_model
 from rlplus.loss.backends import cpp
 from rlplus.loss.head import Head
@@ -123,9 +123,7 @@ def test_the_kernels_tanh_is_exact_to_a_few_units_in_the_last_place(kernel: str,
     target = torch.zeros(len(x), dtype=torch.int64)
     if kernel == "triton":
         device = "cuda" if CUDA else "cpu"
-        values = torch.empty(len(x), row_kernels.WIDTH.value, device=device)
-        row_kernels.row_statistics(values, x.to(device), 1, target.to(device), None, 1.0, cap)
-        got = values[:, row_kernels.MAX.value].cpu()
+        got = begun(x.to(device), 1, target.to(device), None, 1.0, cap)[:, REFERENCE].cpu()
     else:
         got = cpp._row_statistics(x, Head(x, x, None, target, 1.0, cap), None)[:, 0]
     want = cap * (x.squeeze(1).double() / cap).tanh()

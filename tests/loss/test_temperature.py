@@ -8,12 +8,17 @@ import pytest
 import torch
 from head_bounds import CPP, DEVICE, EVERY
 from head_cases import EVERYTHING, Head, check_fp64, check_precision, own_gemm, run, sample, tensors, to
+from head_rows import DENTROPY, DLOGPROB, WIDTH, closed, statistics
 from torch import Tensor
 
 from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
-from rlplus.kernels import linear_logprob as row_kernels
+from rlplus.kernels import exponentials as row_kernels
+from rlplus.kernels import linear_logprob as linear_kernels
+from rlplus.kernels.tiling import Block
 from rlplus.loss import tuning
 from rlplus.loss.backends import triton as triton_backend
+from rlplus.loss.backends.ways import Way
+from rlplus.loss.head import Head as OpHead
 
 N, V = 15, 41
 FEW_ROWS = 6 * V * 12e-6  # MB
@@ -244,44 +249,43 @@ def test_a_tensor_without_dimensions_is_read_on_the_cpu_and_stays_on_a_device() 
 
 
 def test_the_kernels_want_it_contiguous_and_fp32() -> None:
-    values, logits = torch.empty(3, row_kernels.WIDTH.value), torch.zeros(3, 5)
-    target = torch.zeros(3, dtype=torch.int64)
+    target, values, x = torch.zeros(3, dtype=torch.int64), torch.empty(3, WIDTH), torch.zeros(3, 1)
     for wrong in (torch.ones(2), torch.ones(3).double(), torch.ones(6)[::2]):
         with pytest.raises(ValueError, match=r"want row_temperature \(3,\) fp32, contiguous; got torch\.float"):
-            row_kernels.row_statistics(values, logits, 5, target, None, 1.0, None, wrong)
+            linear_kernels.target_logits(values, x, x, target, None, 1.0, None, wrong)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_the_row_kernels(softcap: float | None) -> None:
-    """Statistics at once, block by block and by our GEMM, and the gradient, of raw logits; a row without slopes has
-    the temperature NaN."""
+    """Statistics at once, in parts and by our GEMM, and the gradient from logits and from exponentials; a row without
+    slopes has the temperature NaN."""
     device, n, V = DEVICE["triton"], 6, 300
     logits, bias, T = 3 * torch.randn(n, V), torch.randn(V), temperatures(n).float()
     target, slopes = torch.randint(V, (n,)), torch.randn(2, n)
     slopes[:, 2], T[2] = 0.0, math.nan
     rest = (bias.to(device), 0.8, softcap, T.to(device))
-    values, blocks = (torch.empty(n, row_kernels.WIDTH.value, device=device) for _ in range(2))
-    raw, y = logits.to(device), target.to(device)
-    row_kernels.row_statistics(values, raw, V, y, *rest)
-    so_far = row_kernels.begin_statistics(n, raw.device)
-    for v in (slice(0, 128), slice(128, V)):
-        block = raw[:, v].contiguous()
-        row_kernels.add_statistics(blocks, so_far, block, block.shape[1], y - v.start, rest[0][v], *rest[1:])
-    row_kernels.finish_statistics(blocks, so_far, V, y)
-    tiles = [torch.empty_like(values) for _ in row_kernels.TILES[0]]
-    for out, tile in zip(tiles, row_kernels.TILES[0], strict=True):
-        row_kernels.linear_statistics(out, None, raw, torch.eye(V, device=device), y, *rest, tile=tile)
+    raw, y, e = logits.to(device), target.to(device), torch.empty(n, V, device=device)
+    values = statistics(raw, y, V, rest, kept=e)
+    parts = statistics(raw, y, V, rest, parts=2, block=Block(128, 4))
+    tiles = []
+    for tile in linear_kernels.TILES[0]:
+        head = OpHead(raw, torch.eye(V, device=device), rest[0], y, *rest[1:])
+        tiles.append(next(triton_backend._Work(head, Way(tile), None, 1e9).chunks())[2])
     x = logits.double().requires_grad_()
     z = (x + bias.double()) / 0.8
     z = (z if softcap is None else softcap * (z / softcap).tanh()) / T.double()[:, None]
     logp = z.log_softmax(1)
     want = torch.stack([logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(1)])
-    for got in (values, blocks, *tiles):
+    for got in (values, parts, *tiles):
         torch.testing.assert_close(got[:, :2].T.cpu().double(), want.detach(), rtol=1e-5, atol=1e-5, equal_nan=True)
-    values[:, row_kernels.DLOGPROB.value :] = slopes.T.to(device)
+    if softcap is not None:
+        slopes[1] = 0.0  # exponentials hide the derivative of the softcap
+    values[:, DLOGPROB : DENTROPY + 1] = slopes.T.to(device)
     dlogits = torch.empty(n, V, device=device)
-    row_kernels.row_gradient(dlogits, torch.arange(n, device=device), values, raw, V, y, *rest)
+    row_kernels.row_gradient(dlogits, values, raw, V, y, *rest)
     known = torch.arange(n) != 2
     (want,) = torch.autograd.grad((slopes * want)[:, known].sum(), x)
-    torch.testing.assert_close(dlogits.cpu()[known].double(), want[known], rtol=1e-4, atol=1e-6)
+    for got in (dlogits, closed(values, e, V, y, 0.8, rest[3], entropy=softcap is None)):
+        torch.testing.assert_close(got.cpu()[known].double(), want[known], rtol=1e-4, atol=1e-6)
     assert (dlogits[2] == 0).all()
+    assert (e[2] == 0).all()

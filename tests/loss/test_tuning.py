@@ -14,10 +14,11 @@ from head_cases import EVERYTHING, check_precision, on_device, run, sample, tens
 from trainer_runs import run_config
 
 from rlplus import linear_logprob, use_tuning
+from rlplus.kernels import exponentials
 from rlplus.kernels import linear_logprob as kernels
-from rlplus.kernels.tiling import DEFAULT, GRADIENT, PROGRAMS, STATISTICS, TILES, Buffers, Tiling
+from rlplus.kernels.tiling import DEFAULT, GRADIENT, PROGRAMS, STATISTICS, TILES, Rows, Tiling
 from rlplus.loss import tuning
-from rlplus.loss.backends import triton as backend
+from rlplus.loss.backends.ways import Way, chunk_rows
 from rlplus.loss.head import Head
 from rlplus.loss.tuning import Kind, cached_file, read, record_of, usable, write
 from rlplus.trainer import open_run
@@ -27,7 +28,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 V, H = 70, 16
 TILED = Tiling(
     statistics=STATISTICS[1], gradient=GRADIENT[2], programs=PROGRAMS[2], forward=TILES[8][2], loss=TILES[9][0],
-    buffers=Buffers(128, 3, 10**9), exponentials=TILES[9][1],
+    rows=Rows(128, 10**9),
 )  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def file(kind: Kind, tmp_path: Path) -> Path:
 # ---- files
 
 
-@pytest.mark.parametrize("tiling", [DEFAULT, TILED, DEFAULT._replace(loss=TILES[0][1])])
+@pytest.mark.parametrize("tiling", [DEFAULT, TILED, DEFAULT._replace(loss="vendor")])
 def test_a_file_holds_what_was_written(tiling: Tiling, kind: Kind, tmp_path: Path) -> None:
     write(tmp_path / "one", record_of(kind, tiling, []))
     write(tmp_path / "one", record_of(kind, tiling, []))
@@ -86,14 +87,14 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], str], str]] = {
     "versions": (put("versions", value=[1]), "cannot convert|not iterable"),
     "another field": (put("tiling", "speed", value=1), "unexpected keyword argument 'speed'"),
     "half a block": (put("tiling", "gradient", value={"BLOCK_V": 4096}), "missing 1 required positional argument"),
-    "a block": (put("tiling", "statistics", "BLOCK_V", value=4000), r"BLOCK_V=4000, num_warps=2\), which is none of"),
+    "a block": (put("tiling", "statistics", "BLOCK_V", value=4000), r"BLOCK_V=4000, num_warps=4\), which is none of"),
     "warps": (put("tiling", "gradient", "num_warps", value="8"), "num_warps='8'.*none of"),
     "programs": (put("tiling", "programs", value=10**9), "1000000000, which is none of"),
     "a tile": (put("tiling", "forward", "num_stages", value=9), "num_stages=9.*none of"),
-    "another tile": (put("tiling", "exponentials", "BLOCK_V", value=96), "BLOCK_V=96.*none of"),
-    "no rows": (put("tiling", "buffers", "rows", value=0), "rows=0.*want whole numbers > 0"),
-    "half a row": (put("tiling", "buffers", "rows", value=12.5), "rows=12.5.*want whole numbers > 0"),
-    "chunks": (put("tiling", "buffers", "chunks", value=17), "chunks=17.*at most 16 chunks"),
+    "another tile": (put("tiling", "loss", "BLOCK_V", value=96), "BLOCK_V=96.*none of"),
+    "no tile": (put("tiling", "loss", value="mine"), "want a tile, 'vendor' or null"),
+    "no rows": (put("tiling", "rows", "rows", value=0), "rows=0.*want whole numbers > 0"),
+    "half a row": (put("tiling", "rows", "rows", value=12.5), "rows=12.5.*want whole numbers > 0"),
 }
 
 
@@ -160,29 +161,31 @@ def test_the_cache_has_a_file_per_device_dtype_and_size(kind: Kind, monkeypatch:
 
 
 def launched(**options: Any) -> list[Any]:
-    """The tiles of our GEMM, or the tilings of the vendor's, in a call on a head of (V, H)."""
+    """The tile of our GEMM, or the block of the kernel after the vendor's, in a call on a head of (V, H)."""
     head, _ = sample(5, options.pop("V", V), dtype=options.pop("dtype", torch.float32), H=H)
     bias = head.pop("bias")
     if options.pop("bias", False):
         head["bias"] = bias
     seen: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        for name, key in (("linear_statistics", "tile"), ("row_statistics", "tiling")):
-            original = getattr(kernels, name)
+        for module, name, key in (
+            (kernels, "linear_exponentials", "tile"), (exponentials, "row_exponentials", "block"),
+        ):  # fmt: skip
+            original = getattr(module, name)
             note = lambda *a, original=original, key=key, **o: (seen.append(o[key]), original(*a, **o))  # noqa: E731
-            patch.setattr(kernels, name, note)
+            patch.setattr(module, name, note)
         linear_logprob(**{k: x.to(DEVICE) for k, x in head.items()}, backend="triton", **options)
-    return seen
+    return list(dict.fromkeys(seen))
 
 
 def test_a_tuning_applies_to_heads_of_its_kind_and_only_on_request(kind: Kind, tmp_path: Path) -> None:
     write(tmp_path / "tuning", record_of(kind, DEFAULT._replace(forward=TILES[0][0], programs=PROGRAMS[1]), []))
-    assert launched() == [DEFAULT]
+    assert launched() == [DEFAULT.statistics]
     use_tuning(tmp_path / "tuning")
     assert launched() == [TILES[0][0]]
-    assert launched(V=71) == launched(dtype=torch.float16) == [DEFAULT]
+    assert launched(V=71) == launched(dtype=torch.float16) == [DEFAULT.statistics]
     other_code = ({"bias": True}, {"logit_softcap": 9.0}, {"temperature": torch.ones(5, device=DEVICE)})
-    assert [launched(**options) for options in other_code] == [[DEFAULT]] * 3
+    assert [launched(**options) for options in other_code] == [[DEFAULT.statistics]] * 3
     assert launched(temperature=0.5, logit_scale=2.0) == [TILES[0][0]]
 
 
@@ -201,7 +204,7 @@ ONE_BY_ONE = [
     *(DEFAULT._replace(statistics=block) for block in STATISTICS[1:]),
     *(DEFAULT._replace(gradient=block) for block in GRADIENT[1:]),
     DEFAULT._replace(programs=PROGRAMS[1]),
-    DEFAULT._replace(buffers=Buffers(2, 3, 10**6)),
+    DEFAULT._replace(rows=Rows(2, 10**6)),
 ]
 
 
@@ -211,15 +214,14 @@ def test_every_part_of_a_tiling_is_right(memory: str, tiling: Tiling, monkeypatc
     """The largest block is not the whole of a row."""
     head, constants = sample(3, 9000, dtype=torch.float32, H=8)
     seen = set()
-    for name in ("row_statistics", "add_statistics", "row_gradient"):
-        original = getattr(kernels, name)
-        note = lambda *a, name=name, original=original, **o: (seen.add((name, *o.values())), original(*a, **o))  # noqa: E731
-        monkeypatch.setattr(kernels, name, note)
+    for name in ("row_exponentials", "row_gradient"):
+        original = getattr(exponentials, name)
+        note = lambda *a, name=name, original=original, **o: (seen.add((name, o["block"])), original(*a, **o))  # noqa: E731
+        monkeypatch.setattr(exponentials, name, note)
     monkeypatch.setattr(tuning, "tiling_of", lambda head: tiling if len(head.weight) == 9000 else DEFAULT)
     got = on_device(DEVICE, head, constants, EVERYTHING, max_scratch_mb=1, memory=memory)
     check_precision(got, head, constants, EVERYTHING)
-    first = ("row_statistics", tiling) if memory == "fast" else ("add_statistics", tiling.statistics)
-    assert seen == {first, ("row_gradient", tiling.gradient)}
+    assert seen == {("row_exponentials", tiling.statistics), ("row_gradient", tiling.gradient)}
 
 
 def test_blocks_of_the_gradient_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,18 +233,17 @@ def test_blocks_of_the_gradient_change_no_bit(monkeypatch: pytest.MonkeyPatch) -
     assert all(torch.equal(x[name], results[0][name]) for x in results for name in x)
 
 
-def test_timed_buffers_are_for_their_scratch_and_never_more_than_the_tokens() -> None:
-    def sizes(n: int, scratch: float, tiling: Tiling) -> tuple[int, int]:
+def test_timed_rows_are_for_their_scratch_and_never_more_than_the_tokens() -> None:
+    def rows(n: int, scratch: float, tiling: Tiling) -> int:
         hidden, weight = torch.empty(n, 64, device="meta"), torch.empty(4000, 64, device="meta")
         head = Head(hidden, weight, None, torch.empty(n, dtype=torch.int64, device="meta"), 1.0)
-        return backend.plan(head, scratch, True, tiling)
+        return chunk_rows(head, Way(None, dlogits=torch.float32), scratch, tiling=tiling)
 
-    timed = DEFAULT._replace(buffers=Buffers(100, 3, 4_000_000))
-    assert sizes(1000, 4e6, timed) == (100, 300)
-    assert sizes(250, 4e6, timed) == (100, 250)
-    assert sizes(70, 4e6, timed) == (70, 70)
-    assert sizes(1000, 5e6, timed) == sizes(1000, 5e6, DEFAULT)
-    assert sizes(1000, 4e6, DEFAULT) != (100, 300)
+    timed = DEFAULT._replace(rows=Rows(100, 4_000_000))
+    assert rows(1000, 4e6, timed) == 100
+    assert rows(70, 4e6, timed) == 70
+    assert rows(1000, 5e6, timed) == rows(1000, 5e6, DEFAULT)
+    assert rows(1000, 4e6, DEFAULT) != 100
 
 
 def test_without_a_tuning_nothing_changes(kind: Kind) -> None:

@@ -1,6 +1,7 @@
 """Instructions of whole warps: exchanges between lanes, matrices in shared memory, products of small matrices.
 
-    shfl.sync.{bfly, up, down, idx}.b32     elect.sync     redux.sync.{min, max}[.NaN].f32
+    shfl.sync.{bfly, up, down, idx}.b32     elect.sync
+    redux.sync.{min, max}[.NaN].f32     redux.sync.{min, max}.{s32, u32}
     ldmatrix.sync.aligned.m8n8.{x1, x2, x4}[.trans].shared.b16     stmatrix of the same forms
     mma.sync.aligned.m16n8k16.row.col.f32.{bf16, f16}.{bf16, f16}.f32
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from .checked_memory import WARP, Array
 from .lanes import Mask, registers_in
+from .opcodes import DTYPES
 from .program import Statement, Unsupported
 from .rounding import NAN, from_bf16, from_f16, towards_zero
 
@@ -64,19 +66,25 @@ PARTNERS: dict[str, Callable[..., tuple[Array, Array]]] = {  # the lane to read,
 
 def reduce(ex: "Executor", s: Statement) -> Run:
     names = {"min": np.fmin, "max": np.fmax, "min.NaN": np.minimum, "max.NaN": np.maximum}
-    function, (to, one, members) = s.opcode.removeprefix("redux.sync.").removesuffix(".f32"), map(str, s.operands)
-    if s.opcode != f"redux.sync.{function}.f32":
+    (function, _, kind), (to, one, members) = s.opcode.removeprefix("redux.sync.").rpartition("."), map(str, s.operands)
+    if function not in names or kind not in (("f32",) if "NaN" in function else ("f32", "s32", "u32")):
         raise Unsupported("another form of redux")
-    value, mask = ex.source(one, np.float32), ex.source(members, np.uint32)
+    value, mask = ex.source(one, DTYPES[kind]), ex.source(members, np.uint32)
 
     def run(m: Mask) -> None:
         ex.require(registers_in(one, members), m)
         ex.whole_warps(m, "redux.sync")
-        if (mask(m) != 0xFFFFFFFF).any():
-            raise Unsupported(f"redux of a part of a warp: {s}")
-        found = names[function].reduce(ex.everywhere(value(m)).reshape(-1, WARP), 1)
-        found = np.where(np.isnan(found), NAN[np.float32], found)
-        ex.write(to, np.repeat(found, WARP).view(np.uint32), m)
+        each = ex.everywhere(value(m)).reshape(-1, WARP)
+        on = np.ones(ex.size, bool) if m is None else m
+        named = np.where(on, ex.everywhere(mask(m)), 0).reshape(-1, WARP, 1)
+        member = (named >> np.arange(WARP, dtype=np.uint32) & 1).astype(bool)
+        own = member[:, np.arange(WARP), np.arange(WARP)]
+        if not own[on.reshape(-1, WARP)].all() or (member != member.transpose(0, 2, 1)).any():
+            raise Unsupported(f"redux of lanes that do not name each other: {s}")
+        found = names[function].reduce(np.where(member, each[:, None, :], each[:, :, None]), 2).ravel()
+        if kind == "f32":
+            found = np.where(np.isnan(found), NAN[np.float32], found)
+        ex.write(to, np.ascontiguousarray(found).view(np.uint32), m)
 
     return run
 

@@ -175,6 +175,10 @@ def _mul_high(a: Array, b: Array) -> Array:
     return (_mul_wide(a, b) >> np.array(8 * a.dtype.itemsize, _mul_wide(a, b).dtype)).astype(a.dtype)
 
 
+def _exact_bf16(bits: int) -> np.float64:
+    return np.float64(np.array(bits << 16, np.uint32).view(np.float32))
+
+
 TABLE = (
     Opcode("add", "", INTEGERS, "t=tt", np.add, lambda a, b: a + b),
     Opcode("sub", "", INTEGERS, "t=tt", np.subtract, lambda a, b: a - b),
@@ -232,6 +236,9 @@ TABLE = (
     *(Opcode(f"setp.{name}u", "ftz", "f32 f64", "p=tt", _or_nan(run),
              lambda a, b, exact=exact: exact(a, b) or a != a or b != b)
       for name, (run, exact) in COMPARISONS.items()),
+    *(Opcode(f"setp.{name}", "", "bf16", "p=tt", lambda a, b, run=run: _unless_nan(run)(from_bf16(a), from_bf16(b)),
+             lambda a, b, exact=exact: exact(_exact_bf16(a), _exact_bf16(b)))
+      for name, (run, exact) in COMPARISONS.items()),
     Opcode("setp.num", "ftz", "f32 f64", "p=tt", lambda a, b: ~(np.isnan(a) | np.isnan(b)),
            lambda a, b: a == a and b == b),
     Opcode("setp.nan", "ftz", "f32 f64", "p=tt", lambda a, b: np.isnan(a) | np.isnan(b),
@@ -242,8 +249,7 @@ TABLE = (
     Opcode("cvt.rn", "", "f32.s32 f32.u32 f32.s64 f32.u64 f64.s32 f64.u32", "d=s", lambda a: a, Fraction),
     Opcode("cvt", "", "f64.f32", "d=s", lambda a: a, lambda a: a),
     Opcode("cvt.rn", "", "f32.f64", "d=s", lambda a: a, lambda a: a),
-    Opcode("cvt", "", "f32.bf16", "d=s", from_bf16,
-           lambda a: np.float64(np.array(a << 16, np.uint32).view(np.float32))),
+    Opcode("cvt", "", "f32.bf16", "d=s", from_bf16, _exact_bf16),
     Opcode("cvt", "", "f32.f16", "d=s", from_f16, lambda a: np.float64(np.array(a, np.uint16).view(np.float16))),
     Opcode("cvt.rn", "", "bf16.f32", "d=s", to_bf16, lambda a: half_bits(a, 8, 127)),
     Opcode("cvt.rn", "", "f16.f32", "d=s", to_f16, lambda a: half_bits(a, 11, 15)),

@@ -17,10 +17,20 @@ import torch
 ROOT = Path(__file__).parents[2]
 # Where the last digit may decide: objectives, heads, backends, and kernels in the interpreter.
 NUMERIC = [
-    *("advantages", "attention", "backends", "buffer_kernels", "causal_lm", "cpp", "default_dtype", "draw"),
+    *("advantages", "attention", "backends", "causal_lm", "cpp", "default_dtype", "draw"),
     *("exponentials", "fused_head", "gemm_kernel", "inputs", "intervals", "kernels", "laws", "logit_transform"),
     *("objective", "ops", "ops_memory", "precision", "preset_losses", "presets", "properties", "registered"),
-    *("schedules", "statistics", "temperature", "theory", "token_kernel", "verdicts", "weights"),
+    *(
+        "row_kernels",
+        "scale_kernel",
+        "schedules",
+        "statistics",
+        "temperature",
+        "theory",
+        "token_kernel",
+        "verdicts",
+        "weights",
+    ),
 ]
 # Results of tokens among more or fewer others: quick, and the first to fail on another processor.
 OTHER_LENGTHS = ["tests/loss/test_objective.py", "tests/loss/test_ops.py", "-k", "micro_batches or leading_shapes"]

@@ -20,15 +20,16 @@ PATH = Path(__file__).parents[1] / "kernels" / "budgets.toml"
 COMMAND = 'make kernels WRITE="the reason"'
 EXACT = (80, 90)  # compute capabilities that the table has numbers for
 NUMBERS = {
-    "kernels": ("registers", "spills", "shared", "loops", "once", "estimate"),
+    "kernels": ("registers", "spills", "shared", "loops", "once", "end", "estimate"),
     "operations": ("launches", "operations", "waits", "scratch"),
 }
-LIMITED = ("registers", "spills", "instructions")
+LIMITED = ("registers", "spills", "instructions", "end")
 HEAD = f"""# What every kernel and operation takes. Written by `{COMMAND}`; decision 109.
 #
 # kernels: registers of a thread; instructions that spill registers; bytes of shared memory; SASS instructions of a
 # thread per element of its block (a logit, where the kernel has logits), in an iteration of each innermost loop, and
-# once, outside of loops; estimate: milliseconds at the shape of `python -m bench --model`, on an A100 or H200.
+# once, outside of loops; end: of those, the ones after our GEMM, in a tile that holds none of its rows' targets;
+# estimate: milliseconds at the shape of `python -m bench --model`, on an A100 or H200.
 # operations: launches of our kernels; operations of torch; waits of the host; bytes of scratch.
 # limits: the most of any kernel, by a pattern of what it is; the last that fits counts.
 # reason: why a number is as large as it is, where it grew.

@@ -1,20 +1,24 @@
 """Inputs, exact results and launches of the kernels of a head, for tests of their compiled code."""
 
-import math
 import os
 from typing import NamedTuple
 
 import torch
 from compiled_known import KNOWN
+from head_rows import DENTROPY, DLOGPROB, ENTROPY, LOGPROB, REFERENCE, WIDTH, begun
 from ptx.launcher import Run, findings_of
 from torch import Tensor
 
-from rlplus.kernels.linear_logprob import ENTROPY, LOGPROB, LOGSUM, MAX, WIDTH
+from rlplus.kernels import exponentials, row_values
+from rlplus.kernels import linear_logprob as kernels
+from rlplus.kernels.tiling import DEFAULT, Block, Tile
 from rlplus.loss.head import FLOOR
 
 os.environ["PTX_TOLERATED"] = KNOWN
 EPS = torch.finfo(torch.float32).eps
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+LOGSUM, SLOPE = row_values.LOGSUM.value, row_values.SLOPE.value
+PARTIALS = kernels.PARTIALS.value
 
 
 class Transform(NamedTuple):
@@ -25,74 +29,119 @@ class Transform(NamedTuple):
     softcap: float | None = None
     row_temperature: Tensor | None = None
 
+    def x(self, logits: Tensor) -> Tensor:
+        return (logits if self.bias is None else logits + self.bias.to(logits.dtype)) / self.temperature
+
     def __call__(self, logits: Tensor) -> Tensor:
-        dtype = logits.dtype
-        x = logits if self.bias is None else logits + self.bias.to(dtype)
-        x = x / self.temperature
+        x = self.x(logits)
         z = x if self.softcap is None else self.softcap * (x / self.softcap).tanh()
-        return z if self.row_temperature is None else z / self.row_temperature[:, None].to(dtype)
+        return z if self.row_temperature is None else z / self.row_temperature[:, None].to(z.dtype)
 
-    def slope(self, logits: Tensor) -> Tensor:
-        """dz / dlogits."""
-        x = (logits if self.bias is None else logits + self.bias.to(logits.dtype)) / self.temperature
-        cap = 1 if self.softcap is None else 1 - (x / self.softcap).tanh() ** 2
-        own = 1 if self.row_temperature is None else self.row_temperature[:, None].to(x.dtype)
-        return cap / (self.temperature * own) * torch.ones_like(x)
+    def cap_slope(self, logits: Tensor) -> Tensor:
+        """dz / dx."""
+        x = self.x(logits)
+        return torch.ones_like(x) if self.softcap is None else 1 / (x / self.softcap).cosh() ** 2
+
+    def inverse(self, n: int) -> Tensor:
+        """dx / dlogits (n, 1)."""
+        own = torch.ones(n) if self.row_temperature is None else self.row_temperature
+        return 1 / (self.temperature * own.double())[:, None]
+
+    def reach(self, terms: Tensor) -> Tensor:
+        """By how much rounding is magnified in each row, at least 1: the largest size of what exponentials are taken
+        of. terms (n, V): the sums of the sizes of the terms of each logit."""
+        if self.bias is not None:
+            terms = terms + self.bias.double().abs().nan_to_num(posinf=0.0)
+        steepest = 1 if self.softcap is None else max(1, 2 / self.softcap)
+        return (terms.double().amax(1) * self.inverse(len(terms))[:, 0] * steepest).clamp(min=1)
+
+    def columns(self, start: int, stop: int) -> "Transform":
+        return self if self.bias is None else self._replace(bias=self.bias[start:stop].contiguous())
 
 
-class Statistics(NamedTuple):
+class Exact(NamedTuple):
+    """In float64; the reference and what belongs to it is that of the target or, if that is no token, of token 0."""
+
+    logp: Tensor
     logprob: Tensor
     entropy: Tensor
-    top: Tensor
-    logsum: Tensor
+    known: Tensor
+    reference: Tensor
+    slope: Tensor
+
+    @property
+    def distance(self) -> Tensor:
+        """How far the reference may be below the largest z, in nats."""
+        return self.logprob.abs().clamp(max=45)
 
 
-def statistics(z: Tensor, target: Tensor) -> Statistics:
-    """The columns that the kernels fill; NaN for the logprob of what is no token."""
+def exact(logits: Tensor, target: Tensor, transform: Transform) -> Exact:
+    z = transform(logits.double())
     logp = z.log_softmax(1).clamp(min=FLOOR)
     known = (target >= 0) & (target < z.shape[1])
-    logprob = logp.gather(1, target.where(known, 0)[:, None])[:, 0].masked_fill(~known, math.nan)
-    top = z.amax(1)
-    return Statistics(logprob, -(logp.exp() * logp).sum(1), top, (z - top[:, None]).exp().sum(1).log())
+    own = target.where(known, 0)[:, None]
+    logprob, reference, slope = (x.gather(1, own)[:, 0] for x in (logp, z, transform.cap_slope(logits.double())))
+    return Exact(logp, logprob, -(logp.exp() * logp).sum(1), known, reference.clamp(min=FLOOR), slope)
 
 
 def check_statistics(values: Tensor, logits: Tensor, reach: Tensor, target: Tensor, transform: Transform) -> None:
-    """Within twice the error of plain fp32 and the rounding of the terms; `reach`: the largest |terms| of each row."""
-    exact = statistics(transform(logits.double()), target)
-    plain = statistics(transform(logits.float()), target)
-    size = 8 * EPS * reach.clamp(min=1)
-    for column, e, p, more in zip(
-        (LOGPROB, ENTROPY, MAX, LOGSUM), exact, plain, (1, exact.entropy.clamp(min=1), 1, 1), strict=True
-    ):
-        got = values[:, column.value].double()
-        assert torch.equal(got.isnan(), e.isnan())
-        bound = 2 * (p - e).abs().nan_to_num().max() + size * more
-        assert ((got - e).abs().nan_to_num() <= bound).all(), f"column {column.value}"
+    """The columns of the rows within the rounding of z, of which a nearly sure token shows as little as is left."""
+    want, error = exact(logits, target, transform), 16 * EPS * reach
+    found = values.double().unbind(1)
+    total = transform(logits.double()).logsumexp(1)
+    assert torch.equal(found[LOGPROB].isnan(), ~want.known)
+    for name, got, value, bound in (
+        ("logprob", found[LOGPROB].where(want.known, want.logprob), want.logprob,
+         error * -want.logprob.expm1() + 2 * EPS * want.logprob.abs()),
+        ("entropy", found[ENTROPY], want.entropy, error * (want.entropy + want.distance)),
+        ("log sum", found[REFERENCE] + found[LOGSUM], total, error),
+        ("slope", found[SLOPE], want.slope, error * want.slope + 1e-37),
+    ):  # fmt: skip
+        assert ((got - value).abs() <= bound).all(), (name, got, value, bound)
+    assert (found[LOGSUM] < 45).all()
 
 
-def given_values(exact: Statistics, dlogprob: Tensor, dentropy: Tensor) -> Tensor:
+def given_values(logits: Tensor, target: Tensor, transform: Transform, dlogprob: Tensor, dentropy: Tensor) -> Tensor:
     """`values` of rows as the statistics and the objective leave them."""
-    return torch.stack([*exact, dlogprob, dentropy], 1).float()
+    of = exact(logits, target, transform)
+    values = torch.empty(len(target), WIDTH)
+    values[:, LOGPROB], values[:, ENTROPY], values[:, SLOPE] = of.logprob, of.entropy, of.slope
+    z = transform(logits.double())
+    values[:, REFERENCE] = z.amax(1)
+    values[:, LOGSUM] = (z - values[:, REFERENCE, None].double()).logsumexp(1)
+    values[:, DLOGPROB], values[:, DENTROPY] = dlogprob, dentropy
+    return values
 
 
-def gradient(logits: Tensor, values: Tensor, target: Tensor, transform: Transform) -> tuple[Tensor, Tensor]:
-    """dlogits (n, V) of these values in float64, and the size of its rounding errors in units of EPS max |z|."""
-    v, z = values.double(), transform(logits.double())
-    dlogprob, dentropy, entropy = v[:, 4, None], v[:, 5, None], v[:, ENTROPY.value, None]
-    logp = (z - v[:, MAX.value, None] - v[:, LOGSUM.value, None]).clamp(min=FLOOR)
-    p, onehot = logp.exp(), torch.zeros_like(z).scatter_(1, target[:, None], 1.0)
-    slope = transform.slope(logits.double())
-    out = (dlogprob * (onehot - p) - dentropy * p * (logp + entropy)) * slope
-    size = (dlogprob.abs() * (onehot + p) + dentropy.abs() * p * (1 + logp.abs() + entropy.abs())) * slope.abs()
-    on = (dlogprob != 0) | (dentropy != 0)
-    return torch.where(on, out, 0.0), size * z.abs().amax(1, keepdim=True).clamp(min=1)
+def give_slopes(values: Tensor, entropy: bool) -> None:
+    """Derivatives of a loss; the last of several rows has none, and the one before it none of its entropy."""
+    n = len(values)
+    values[:, DLOGPROB], values[:, DENTROPY] = torch.randn(n), torch.randn(n) if entropy else 0.0
+    if n > 2:
+        values[-1, DLOGPROB : DENTROPY + 1] = values[-2, DENTROPY] = 0.0
 
 
-def check_gradient(got: Tensor, want: Tensor, size: Tensor) -> None:
-    """Rounded once to the dtype of `got`, after fp32 arithmetic."""
-    info = torch.finfo(got.dtype)
-    rounding = 0 if got.dtype == F32 else want.abs() * info.eps / 2 + info.tiny * info.eps
-    assert ((got.double() - want).abs() <= 16 * EPS * size + rounding + 1e-37).all()
+def check_gradient(
+    got: Tensor, values: Tensor, logits: Tensor, reach: Tensor, target: Tensor, transform: Transform, kept: torch.dtype
+) -> None:
+    """The gradient of the logits (n, V), for the slopes in `values`; `kept`: the dtype of its rounded parts."""
+    of = exact(logits, target, transform)
+    a, h = (values[:, column, None].double() for column in (DLOGPROB, DENTROPY))
+    p, onehot = of.logp.exp(), torch.zeros_like(of.logp).scatter_(1, target[:, None], 1.0)
+    slope = transform.cap_slope(logits.double()) * transform.inverse(len(target))
+    entropy = of.entropy[:, None]
+    own = torch.where(onehot > 0, -of.logprob.expm1()[:, None], -p)
+    want = (a * own - h * p * (of.logp + entropy)) * slope
+    size = (a * own).abs() + h.abs() * p * (1 + of.logp.abs() + entropy + of.distance[:, None])
+    size = (size * slope).where((a != 0) | (h != 0), 0.0)
+    # Where there is a bonus, it is computed from a rounded exponential, and rounded.
+    rounding = 0.0 if kept == F32 else torch.finfo(kept).eps / 2
+    rounded = torch.where(h != 0, 2 * size, want.abs()) * rounding
+    tiny = (
+        2.0**-25 if kept == F16 else 1e-35
+    )  # half a step of fp16's subnormal numbers; exponentials below 2^-126 are 0
+    error = (got.double() - want.where((a != 0) | (h != 0), 0.0)).abs()
+    assert (error <= 32 * EPS * reach[:, None] * size + rounded + tiny).all(), (error / (size + tiny)).max()
 
 
 def rows(n: int, V: int, W: int, offset: int = 0, scale: float = 3.0) -> Tensor:
@@ -113,7 +162,7 @@ def targets(n: int, V: int) -> Tensor:
 
 
 def new_values(n: int) -> Tensor:
-    return torch.empty(n, WIDTH.value)
+    return torch.empty(n, WIDTH)
 
 
 def check_launches(runs: list[Run], *padded: str) -> None:
@@ -123,8 +172,54 @@ def check_launches(runs: list[Run], *padded: str) -> None:
         assert not run.unwritten(*padded), (run.name, run.unwritten(*padded))
 
 
+# ---- from logits
+
+
+def by_blocks(logits: Tensor, V: int, target: Tensor, transform: Transform, step: int = 4096) -> Tensor:
+    """values (n, WIDTH) from blocks of the vocabulary, one after another."""
+    values = begun(logits, V, target, *transform)
+    so_far = torch.zeros(1, PARTIALS, len(target))
+    so_far[0, 0] = values[:, REFERENCE]
+    for start in range(0, V, step):
+        stop = min(V, start + step)
+        block, rest = logits[:, start:stop], transform.columns(start, stop)
+        exponentials.row_exponentials(so_far, None, values, block, stop - start, target - start, *rest, carry=True)
+    kernels.finish_rows(values, so_far, V, target)
+    return values
+
+
+def closed(
+    values: Tensor, e: Tensor, V: int, target: Tensor, transform: Transform, entropy: bool,
+    block: Block = DEFAULT.gradient,
+) -> Tensor:  # fmt: skip
+    """The gradient of the logits (n, V) that exponentials stand for, which are closed on the way."""
+    factor, own = torch.empty(len(target)), transform.row_temperature
+    exponentials.close_rows(factor, values, e, V, target, transform.temperature, own, entropy, block)
+    return e[:, :V].float() * factor[:, None]
+
+
+def row_gradient(
+    logits: Tensor, V: int, target: Tensor, transform: Transform, out: Tensor, block: Block = DEFAULT.gradient
+) -> None:
+    """Check the gradient from fp32 logits, which `out` may be."""
+    n, before = len(target), logits[:, :V].clone()
+    values = given_values(before, target, transform, torch.randn(n), torch.randn(n))
+    give_slopes(values, entropy=True)
+    exponentials.row_gradient(out, values, logits, V, target, *transform, block=block)
+    check_gradient(out[:, :V], values, before, transform.reach(before.abs()), target, transform, out.dtype)
+
+
+# ---- our GEMM
+
+
 def gemm_inputs(n: int, V: int, H: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.randn(n, H).to(dtype), (2 * H**-0.5 * torch.randn(V, H)).to(dtype)
+
+
+def make_impossible(hidden: Tensor, weight: Tensor, target: Tensor, which: list[int]) -> None:
+    """Put the targets of these rows about 200 nats below the others, at a temperature of 0.7."""
+    own = weight[target[which]].double()
+    hidden[which] = (-140 * own / own.square().sum(1, keepdim=True)).to(hidden.dtype)
 
 
 def product(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,3 +229,23 @@ def product(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def width(V: int) -> int:
     return -(-V // 64) * 64
+
+
+def from_hidden(
+    hidden: Tensor, weight: Tensor, target: Tensor, transform: Transform, tile: Tile, kept: torch.dtype | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """values (n, WIDTH), exponentials (n, W), and which rows were computed again: the launches of the backend."""
+    n, V, values = len(hidden), len(weight), new_values(len(hidden))
+    e = None if kept is None else torch.empty(n, width(V), dtype=kept)
+    partial, marked = torch.empty(-(-V // tile.BLOCK_V), PARTIALS, n), torch.empty(n, dtype=torch.int32)
+    rest = (values, hidden, weight, target, *transform)
+    kernels.target_logits(*rest)
+    kernels.linear_exponentials(partial, e, *rest, tile=tile)
+    kernels.finish_rows(values, partial, V, target, marked)
+    listed = torch.full((n,), -1)
+    listed[: int(marked.sum())] = marked.nonzero()[:, 0]
+    kernels.linear_exponentials(partial, None, *rest, tile=tile, listed=listed)
+    kernels.finish_rows(values, partial, V, target, marked, again=True)
+    if e is not None:
+        kernels.linear_exponentials(partial, e, *rest, tile=tile, listed=listed)
+    return values, e, marked

@@ -38,7 +38,11 @@ def on_policy(head: Head) -> Head:
 
 def own_gemm(head: OpHead) -> Tiling:
     """Replaces `tuning.tiling_of`: the first GEMM is our own."""
-    return Tiling(forward=default_tile(head.hidden, head.bias is not None), loss=default_tile(head.hidden, True))
+    tile = default_tile(head.hidden, any(x is not None for x in (head.bias, head.softcap, head.row_temperature)))
+    return Tiling(forward=tile, loss=tile)
+
+
+GEMMS = {"vendor": lambda head: Tiling(forward="vendor", loss="vendor"), "triton": own_gemm}
 
 
 def run(head: Head, constants: dict[str, Any], objective: Objective, **options: Any) -> dict[str, Any]:

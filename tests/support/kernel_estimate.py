@@ -16,7 +16,7 @@ from rlplus.loss.cost import Machine
 # The published peaks of dense bf16, 312 and 989.4 TFLOP/s, over 2048 and 4096 FLOP per cycle and processor.
 CLOCK = {"A100": 312e12 / (108 * 2048), "H200": 989.4e12 / (132 * 4096)}
 GPUS = {80: "A100", 90: "H200"}
-ROWS = ("_statistics_kernel", "_gradient_kernel", "_exponential_gradient_kernel")
+ROWS = ("_row_kernel", "_gradient_kernel", "_close_kernel")
 LANES = 4 * 32  # instructions of threads per cycle and processor
 
 
@@ -62,16 +62,26 @@ def tile_seconds(work: Work, machine: Machine, clock: float, columns: int, H: in
     return Seconds(*(x * H / columns for x in loops)), once
 
 
-def estimate(arch: int, kernel: str, aligned: bool, work: Work, blocks: dict[str, int]) -> dict[str, Any]:
+def estimate(
+    arch: int, kernel: str, aligned: bool, work: Work, blocks: dict[str, int], end_of_tile: float | None
+) -> dict[str, Any]:
     """Milliseconds at the shape. Nothing for GPUs that the cost model does not know, kernels without logits,
-    and rows that are not aligned, whose bytes the machine code does not tell."""
+    and rows that are not aligned, whose bytes the machine code does not tell. Rows are not read again, and
+    tiles hold none of their targets, but few."""
     if arch not in GPUS or kernel not in (*ROWS, "_tile_kernel") or not aligned:
         return {}
     machine, clock = MACHINES[GPUS[arch]], CLOCK[GPUS[arch]]
+    if kernel == "_row_kernel":  # the loops after the first read a row again
+        work = Work(*(Counts(x.loops[:1], x.once, x.once + sum(x.loops[:1])) for x in work))
     if kernel in ROWS:
         parts = row_seconds(work, machine, clock, blocks["BLOCK_V"], SHAPE.V)
         total = max(parts)
     else:
+        if end_of_tile is not None:
+            once, both = work.instructions.once, work.instructions.both
+            work = work._replace(
+                instructions=work.instructions._replace(once=end_of_tile, both=both - once + end_of_tile)
+            )
         steps, end = tile_seconds(work, machine, clock, blocks["BLOCK_H"], SHAPE.H)
         parts = Seconds(*(x + y for x, y in zip(steps, end, strict=True)))
         total = max(steps) + max(end)

@@ -33,12 +33,13 @@ from operation_counts import operation_rows
 from ptx.launcher import NoDevice
 from rich.console import Console
 from rich.table import Table
-from sass import parse
+from sass import MMA, after_mma, parse
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from rlplus.kernels import active_rows, exponentials, linear_logprob, policy_loss, scale
-from rlplus.kernels.tiling import DEFAULT, FP32_TILE, GRADIENT, STATISTICS, TILES, Tiling
+from rlplus.kernels import exponentials, linear_logprob, policy_loss, scale
+from rlplus.kernels.row_values import WIDTH
+from rlplus.kernels.tiling import FP32_TILE, GRADIENT, STATISTICS, TILES, Block, Tile
 from rlplus.loss.objective import KL_ESTIMATORS
 from rlplus.loss.surrogates import EXTERNAL, INTERNAL
 
@@ -46,11 +47,17 @@ KB = 1024
 SHARED_LIMIT = {80: 163 * KB, 90: 227 * KB, 100: 227 * KB, 120: 99 * KB}  # bytes a block may have
 KERNEL_COLUMNS = (
     "arch", "kernel", "variant", "registers", "shared", "spills", "loads16", "stores16", "tensor_cores", "loops",
-    "once", "issue", "memory", "mma", "estimate", "faults",
+    "once", "end", "issue", "memory", "mma", "estimate", "faults",
 )  # fmt: skip
 OPERATION_COLUMNS = ("arch", "operation", "launches", "operations", "waits", "scratch")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-Launch = tuple[str, bool, Callable[[], Any]]  # name, whether its rows are aligned, and the launch
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+Launch = tuple[str, bool, Callable[[], Any]]  # name, whether it moves rows that are aligned, and the launch
+Transform = tuple[bool, float | None, torch.Tensor | None]  # whether a bias, softcap, temperatures of rows
+NONE: Transform = (False, None, None)
+TRANSFORMED: tuple[Transform, ...] = (
+    (True, None, None), (False, 30.0, None), (False, None, torch.ones(200)), (True, 30.0, torch.ones(200)),
+)  # fmt: skip
 
 
 class Compiled(NamedTuple):
@@ -64,94 +71,127 @@ class Compiled(NamedTuple):
 
 def row_launches() -> Iterator[Launch]:
     """Rows of 4097 logits in rows of 4160 columns, as in the backend; or without padding, for comparison."""
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    for (V, W), dtype, with_bias in product(((4096, 4096), (4097, 4160), (4097, 4097)), dtypes, (False, True)):
-        target = torch.zeros(2, dtype=torch.int64)
-        bias = torch.empty(V, dtype=dtype) if with_bias else None
-        rest = (torch.empty(2, 6), torch.empty(2, W), V, target, bias, 1.0)
-        where = f"{name(dtype)}, V {V} in {W}{', bias' if with_bias else ''}"
-        if with_bias or dtype == torch.float32:  # the statistics read fp32 alone without a bias
-            n = DEFAULT.programs
-            many = (torch.empty(n, 6), torch.empty(n, W), V, torch.zeros(n, dtype=torch.int64), bias, 1.0)
-            yield where, W % 16 == 0, lambda many=many: linear_logprob.row_statistics(*many)
-            if DEFAULT.statistics.BLOCK_V < V:
-                yield f"{where}, parts of rows", W % 16 == 0, lambda rest=rest: linear_logprob.row_statistics(*rest)
-            so_far = linear_logprob.begin_statistics(n, torch.device("cpu"))
-            add = partial(linear_logprob.add_statistics, many[0], so_far, *many[1:])
-            yield f"{where}, blocks of the vocabulary", W % 16 == 0, add
-        out = torch.empty(2, W, dtype=dtype)
-        yield where, W % 16 == 0, lambda out=out, rest=rest: linear_logprob.row_gradient(out, rest[3], *rest)
-    out16 = torch.empty(2, 4160, dtype=torch.bfloat16)
+    sizes = ((4096, 4096), (4097, 4160), (4097, 4097))
+    cases = [*product(sizes, (None, DTYPES[0])), *((sizes[1], dtype) for dtype in DTYPES[1:])]
+    for (V, W), bias in cases:
+        rest = (V, torch.zeros(2, dtype=torch.int64), None if bias is None else torch.empty(V, dtype=bias), 1.0)
+        where, aligned = f"V {V} in {W}{'' if bias is None else f', bias {name(bias)}'}", W % 16 == 0
+        yield from exponential_launches(where, W, rest, aligned)
+        if bias is None:
+            yield (
+                f"{where}, parts",
+                aligned,
+                partial(exponentials.row_exponentials, sums(2, 3), None, *rows(2, W), *rest),
+            )
+        carried = partial(exponentials.row_exponentials, sums(2), None, *rows(2, W), *rest, carry=True)
+        yield f"{where}, carried", aligned, carried
+        for dtype in DTYPES if bias is None else (bias,):
+            yield f"{where}, to {name(dtype)}", aligned, gradient(dtype, W, *rest)
     for softcap, own in ((30.0, None), (None, torch.ones(2)), (30.0, torch.ones(2))):
-        rest = (torch.empty(2, 6), torch.empty(2, 4160), 4097, target, None, 1.0, softcap, own)
+        rest = (4097, torch.zeros(2, dtype=torch.int64), None, 1.0, softcap, own)
         where = f"V 4097 in 4160{transforms(softcap, own)}"
-        yield f"float32, {where}", True, lambda rest=rest: linear_logprob.row_statistics(*rest)
-        yield f"bfloat16, {where}", True, lambda rest=rest: linear_logprob.row_gradient(out16, target, *rest)
-    one = (torch.empty(1, 6), torch.empty(1, 1), 1, torch.zeros(1, dtype=torch.int64), None, 1.0)  # 1 is compiled in
-    yield "one row, V 1", False, lambda: linear_logprob.row_statistics(*one)
-    yield "one row, V 1", False, lambda: linear_logprob.row_gradient(torch.empty(1, 1), one[3], *one)
+        yield from exponential_launches(where, 4160, rest, True)
+        yield f"{where}, to bfloat16", True, gradient(torch.bfloat16, 4160, *rest)
+    one = (1, torch.zeros(1, dtype=torch.int64), None, 1.0)  # 1 is compiled in
+    yield "one row, V 1", False, partial(exponentials.row_exponentials, sums(1), None, *rows(1, 1), *one)
+    yield "one row, V 1", False, partial(exponentials.row_gradient, torch.empty(1, 1), *rows(1, 1), *one)
+
+
+def exponential_launches(where: str, W: int, rest: tuple[Any, ...], aligned: bool) -> Iterator[Launch]:
+    """Without exponentials, and with them stored."""
+    for stored in (None, torch.empty(2, W, dtype=torch.bfloat16)):
+        start = partial(exponentials.row_exponentials, sums(2), stored, *rows(2, W), *rest)
+        yield f"{where}{', stores' * (stored is not None)}", aligned, start
+
+
+def rows(n: int, W: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """values and logits."""
+    return torch.empty(n, WIDTH.value), torch.empty(n, W)
+
+
+def sums(n: int, parts: int = 1) -> torch.Tensor:
+    return torch.empty(parts, linear_logprob.PARTIALS.value, n)
+
+
+def gradient(dtype: torch.dtype, W: int, *rest: Any, **block: Block) -> Callable[[], None]:
+    return partial(exponentials.row_gradient, torch.empty(2, W, dtype=dtype), *rows(2, W), *rest, **block)
+
+
+def close_launches() -> Iterator[Launch]:
+    """Only an entropy bonus moves rows."""
+    cases = (
+        (DTYPES[0], 4160, None),
+        (DTYPES[0], 4160, torch.ones(2)),
+        (DTYPES[0], 4097, None),
+        (DTYPES[2], 4160, None),
+    )
+    for dtype, W, own in cases:
+        V = 4097
+        stored, target = torch.empty(2, W, dtype=dtype), torch.zeros(2, dtype=torch.int64)
+        for bonus in (False, True):
+            where = f"{name(dtype)}, V {V} in {W}{transforms(None, own)}{', entropy bonus' * bonus}"
+            args = (torch.empty(2), torch.empty(2, WIDTH.value), stored, V, target, 1.0, own, bonus)
+            yield where, bonus and W % 16 == 0, partial(exponentials.close_rows, *args)
+
+
+def target_launches() -> Iterator[Launch]:
+    cases = [*((dtype, 128, True) for dtype in DTYPES), (DTYPES[0], 72, True), (DTYPES[0], 128, False)]
+    for dtype, H, contiguous in cases:
+        hidden, weight = torch.empty(200, H, dtype=dtype), torch.empty(4097, H, dtype=dtype)
+        if not contiguous:
+            weight = weight.t().contiguous().t()
+        rest = (hidden, weight, torch.zeros(200, dtype=torch.int64))
+        where = f"{name(dtype)}, H {H}{'' if contiguous else ', weight (H, V)'}"
+        start = partial(linear_logprob.target_logits, torch.empty(200, WIDTH.value), *rest)
+        yield where, contiguous and H % 16 == 0, partial(start, None, 1.0)
+        if contiguous and H == 128 and dtype == DTYPES[0]:
+            for bias, softcap, own in TRANSFORMED:
+                args = (torch.empty(4097, dtype=dtype) if bias else None, 1.0, softcap, own)
+                yield f"{where}{transforms(softcap, own, bias)}", True, partial(start, *args)
 
 
 def gemm_launches(arch: int) -> Iterator[Launch]:
-    """Both shipped tiles; with bias, with logits to store. H = 72 leaves a tail and is not a multiple of 16."""
-    half, fp32 = TILES[arch // 10], (FP32_TILE,) * 2
-    sizes = ((4096, 128, True), (4096, 128, False), (4097, 72, False))
-    cases = [(half, torch.bfloat16, size) for size in sizes]
-    cases += [(half, torch.float16, sizes[0]), (fp32, torch.float32, sizes[0]), (fp32, torch.float32, sizes[2])]
-    for (tiles, dtype, (V, H, with_bias)), stores in product(cases, (False, True)):
-        tile, hidden, weight = (
-            tiles[stores or with_bias],
-            torch.empty(200, H, dtype=dtype),
-            torch.empty(V, H, dtype=dtype),
-        )
-        logits, bias = torch.empty(200, -(-V // 64) * 64), torch.empty(V, dtype=dtype)
-        size = f"{tile.BLOCK_M}x{tile.BLOCK_V}x{tile.BLOCK_H} w{tile.num_warps} s{tile.num_stages}"
-        where = f"{name(dtype)}, V {V}, H {H}, {size}{', TMA' * tile.tma}{', stores' * stores}{', bias' * with_bias}"
-        rest = (hidden, weight, torch.zeros(200, dtype=torch.int64), bias if with_bias else None, 1.0)
-        outputs = (torch.empty(200, 6), logits if stores else None)
-        yield where, H % 16 == 0, partial(linear_logprob.linear_statistics, *outputs, *rest, tile=tile)
-    half_inputs = (torch.empty(200, 128, dtype=torch.bfloat16), torch.empty(4096, 128, dtype=torch.bfloat16))
-    for softcap, own in ((30.0, None), (None, torch.ones(200)), (30.0, torch.ones(200))):
-        rest = (*half_inputs, torch.zeros(200, dtype=torch.int64), None, 1.0, softcap, own, half[0])
-        start = partial(linear_logprob.linear_statistics, torch.empty(200, 6), None, *rest)
-        yield f"bfloat16{transforms(softcap, own)}", True, start
+    """The default tiles, the others, and that of fp32; exponentials stored or not, all rows or those that are listed.
+    H = 72 leaves a tail and is not a multiple of 16."""
+    (plain, transformed, *others), bf16, usual = TILES[arch // 10], torch.bfloat16, (4096, 128)
+    for stores, which in product((False, True), (False, True)):
+        yield tile_launch(plain, bf16, usual, stores, which)
+        yield tile_launch(plain, bf16, (4097, 72), stores, which)
+        yield tile_launch(FP32_TILE, torch.float32, usual, stores, which)
+    for stores, transform in product((False, True), TRANSFORMED):
+        yield tile_launch(transformed, bf16, usual, stores, False, transform)
+    for stores, tile in product((False, True), dict.fromkeys((transformed, *others))):
+        yield tile_launch(tile, bf16, usual, stores, False)
+    for dtype, tile in ((torch.float16, transformed), (torch.float32, FP32_TILE)):
+        yield tile_launch(tile, dtype, (4097, 72), False, False, TRANSFORMED[0])
+    yield tile_launch(transformed, bf16, usual, True, True, TRANSFORMED[-1])
 
 
-def candidate_launches(arch: int) -> Iterator[Launch]:
-    """The other candidates of `rlplus-bench tune`."""
-    target, V, W = torch.zeros(2, dtype=torch.int64), 40_001, 40_064
-    rest = (torch.empty(2, 6), torch.empty(2, W), V, target, None, 1.0)
-    for block in STATISTICS[1:]:
-        where = f"float32, V {V} in {W}, {block.BLOCK_V} w{block.num_warps}"
-        yield where, True, partial(linear_logprob.row_statistics, *rest, tiling=Tiling(statistics=block))
-    out = torch.empty(2, W, dtype=torch.bfloat16)
+def tile_launch(
+    tile: Tile, dtype: torch.dtype, size: tuple[int, int], stores: bool, which: bool, transform: Transform = NONE
+) -> Launch:
+    (V, H), (bias, softcap, own) = size, transform
+    hidden, weight = torch.empty(200, H, dtype=dtype), torch.empty(V, H, dtype=dtype)
+    stored = torch.empty(200, -(-V // 64) * 64, dtype=dtype) if stores else None
+    listed = torch.empty(200, dtype=torch.int64) if which else None
+    shape = f"{tile.BLOCK_M}x{tile.BLOCK_V}x{tile.BLOCK_H} w{tile.num_warps} s{tile.num_stages}{', TMA' * tile.tma}"
+    where = f"{name(dtype)}, V {V}, H {H}, {shape}{transforms(softcap, own, bias)}"
+    rest = (torch.empty(V, dtype=dtype) if bias else None, 1.0, softcap, own, tile, listed)
+    args = (sums(200, -(-V // tile.BLOCK_V)), stored, torch.empty(200, WIDTH.value), hidden, weight)
+    start = partial(linear_logprob.linear_exponentials, *args, torch.zeros(200, dtype=torch.int64), *rest)
+    return f"{where}{', listed' * which}{', stores' * stores}", H % 16 == 0, start
+
+
+def candidate_launches() -> Iterator[Launch]:
+    """The other blocks that `rlplus-bench tune` tries."""
+    rest = (40_001, torch.zeros(2, dtype=torch.int64), None, 1.0)
+    for block, stores in product(STATISTICS[1:], (False, True)):
+        stored = torch.empty(2, 40_064, dtype=torch.bfloat16) if stores else None
+        start = partial(exponentials.row_exponentials, sums(2), stored, *rows(2, 40_064), *rest, block=block)
+        yield f"V 40001 in 40064, {block.BLOCK_V} w{block.num_warps}{', stores' * stores}", True, start
     for block in GRADIENT[1:]:
-        where = f"bfloat16, V {V} in {W}, {block.BLOCK_V} w{block.num_warps}"
-        yield where, True, partial(linear_logprob.row_gradient, out, target, *rest, block=block)
-    hidden, weight = (torch.empty(n, 128, dtype=torch.bfloat16) for n in (200, 4096))
-    for tile, stores in product(TILES[arch // 10][2:], (False, True)):
-        outputs = (torch.empty(200, 6), torch.empty(200, 4096) if stores else None)
-        rest = (hidden, weight, torch.zeros(200, dtype=torch.int64), None, 1.0)
-        where = f"bfloat16, {tile.BLOCK_M}x{tile.BLOCK_V}x{tile.BLOCK_H} w{tile.num_warps} s{tile.num_stages}"
-        start = partial(linear_logprob.linear_statistics, *outputs, *rest, tile=tile)
-        yield f"{where}, to try{', stores' * stores}", True, start
-
-
-def exponential_launches(arch: int) -> Iterator[Launch]:
-    """The tiles that `rlplus-bench tune` tries for exponentials; the gradient from them, with every block."""
-    V, W = 4097, 4160
-    hidden, weight = (torch.empty(n, 128, dtype=torch.bfloat16) for n in (200, V))
-    values, target, stored = torch.empty(200, 6), torch.zeros(200, dtype=torch.int64), torch.empty(200, W).half()
-    for tile in dict.fromkeys(TILES[arch // 10][1:]):
-        rest = (hidden, weight, target, None, 1.0)
-        where = f"bfloat16, {tile.BLOCK_M}x{tile.BLOCK_V}x{tile.BLOCK_H} w{tile.num_warps} s{tile.num_stages}"
-        start = partial(linear_logprob.linear_statistics, values, stored, *rest, tile=tile)
-        yield f"{where}, stores exponentials", True, start
-    out = torch.empty(200, W, dtype=torch.bfloat16)
-    for block, columns in product(GRADIENT, sorted({tile.BLOCK_V for tile in TILES[arch // 10]})):
-        args = (stored, torch.empty(-(-V // columns), 200), columns, V, target, 1.0, block)
-        where = f"bfloat16, exponentials of tiles of {columns}, {block.BLOCK_V} w{block.num_warps}"
-        yield where, True, partial(exponentials.row_gradient, out, target, values, *args)
+        where = f"V 40001 in 40064, to bfloat16, {block.BLOCK_V} w{block.num_warps}"
+        yield where, True, gradient(torch.bfloat16, 40_064, *rest, block=block)
 
 
 def token_launches() -> Iterator[Launch]:
@@ -162,7 +202,7 @@ def token_launches() -> Iterator[Launch]:
     for choices, all_given in product(names, (False, True)):
         given = policy_loss.Given(all_given, all_given, all_given)
         where = f"{', '.join(choices)}, optional inputs {'given' if all_given else 'absent'}"
-        args = (torch.empty(200, 6), torch.empty(200, 8), numbers, given, policy_loss.Choices(*choices))
+        args = (torch.empty(200, WIDTH.value), torch.empty(200, 8), numbers, given, policy_loss.Choices(*choices))
         yield where, False, lambda args=args: policy_loss.token_loss(*args)
 
 
@@ -170,15 +210,16 @@ def other_launches() -> Iterator[Launch]:
     for dtype, (n, m) in product((torch.bfloat16, torch.float16, torch.float32, torch.float64), ((5, 4160), (1, 7))):
         factor = torch.ones((), dtype=torch.promote_types(dtype, torch.float32))
         yield f"{name(dtype)}, {n} x {m}", m % 16 == 0, partial(scale.scale_, torch.empty(n, m, dtype=dtype), factor)
-    slot, filled = torch.empty(300, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    for factor, active in product((None, torch.ones(())), (None, torch.empty(300, dtype=torch.int32))):
-        where = f"{'fp16, ' * (factor is not None)}{'every row' if active is not None else 'active rows'}"
-        args = (slot, torch.empty(900, dtype=torch.int64), filled, torch.empty(300, 6), 0, factor, active)
-        yield where, False, lambda args=args: active_rows.active_rows(*args)
+    marked, target = torch.empty(200, dtype=torch.int32), torch.zeros(200, dtype=torch.int64)
+    for given, again in ((None, False), (marked, False), (marked, True)):
+        where = "all rows" if given is None else "marked, again" if again else "marked"
+        args = (torch.empty(200, WIDTH.value), sums(200, 16), 4096, target, given, again)
+        yield where, False, partial(linear_logprob.finish_rows, *args)
 
 
-def transforms(softcap: float | None, row_temperature: torch.Tensor | None) -> str:
-    return ", softcap" * (softcap is not None) + ", temperatures" * (row_temperature is not None)
+def transforms(softcap: float | None, row_temperature: torch.Tensor | None, bias: bool = False) -> str:
+    given = {"bias": bias, "softcap": softcap is not None, "temperatures": row_temperature is not None}
+    return "".join(f", {name}" for name, there in given.items() if there)
 
 
 def name(dtype: torch.dtype) -> str:
@@ -207,21 +248,21 @@ def compiling(arch: int) -> Iterator[list[Compiled]]:
 def compile_all(arch: int, only: list[str] | None) -> Iterator[Row]:
     """One row of the table for each launch, or each of these variants."""
     with compiling(arch) as compiled:
-        launches = (row_launches(), gemm_launches(arch), candidate_launches(arch), exponential_launches(arch))
+        launches = (row_launches(), close_launches(), target_launches(), gemm_launches(arch), candidate_launches())
         for variant, aligned, start in chain(*launches, token_launches(), other_launches()):
             if only is None or variant in only:
                 start()
             while compiled:
                 kernel_name, blocks, warps, kernel = compiled.pop()
                 row = {"arch": arch, "kernel": kernel_name, "variant": variant, "aligned": aligned}
-                elements = math.prod(size for name, size in blocks.items() if name != "BLOCK_H") / (32 * warps)
-                measured, work = resources(kernel, elements)
-                yield row | measured | estimate(arch, kernel_name, aligned, work, blocks)
+                sizes = [size for name, size in blocks.items() if name != "BLOCK_H"] or [*blocks.values()]
+                measured, work = resources(kernel, math.prod(sizes) / (32 * warps))
+                yield row | measured | estimate(arch, kernel_name, aligned, work, blocks, measured["end"])
 
 
 def resources(kernel: Any, elements: float) -> tuple[Row, Work]:
     """Registers per thread, shared memory in bytes, instructions that spill, widths of loads from global memory, and
-    instructions per element of a block in each loop and outside; what the time is estimated from.
+    instructions per element of a block in each loop, outside, and after a GEMM; what the time is estimated from.
 
     elements: of a block, per thread.
     """
@@ -239,7 +280,7 @@ def resources(kernel: Any, elements: float) -> tuple[Row, Work]:
     opcodes = [instruction.opcode for instruction in instructions]
     work = work_of(instructions, elements)
     loops = [round(x, 2) for x in work.instructions.loops]
-    once = round(work.instructions.once, 2)
+    once, end = round(work.instructions.once, 2), after_mma(instructions)
     row = {
         "registers": int(registers[1]),
         "shared": kernel.metadata.shared,
@@ -247,9 +288,10 @@ def resources(kernel: Any, elements: float) -> tuple[Row, Work]:
         # LDGSTS copies to shared memory past the registers; UTMALDG is a load by TMA, of a whole tile.
         "loads16": sum((o.startswith(("LDG", "LDGSTS")) and ".128" in o) or o.startswith("UTMALDG") for o in opcodes),
         "stores16": sum(o.startswith("STG") and ".128" in o for o in opcodes),
-        "tensor_cores": sum(i.name in ("HMMA", "HGMMA", "UTCHMMA") for i in instructions),
+        "tensor_cores": sum(i.name in MMA for i in instructions),
         "loops": loops,
         "once": once,
+        "end": None if end is None else round(end / elements, 2),
         "instructions": max(loops, default=once),
     }
     return row, work
@@ -259,9 +301,9 @@ def faults(row: Row, table: budgets.Table) -> list[str]:
     most = budgets.limits(row, table)
     checks = (
         (row["shared"] <= SHARED_LIMIT[row["arch"]], f"{row['shared']} bytes of shared memory"),
-        (row["loads16"] > 0 or not row["aligned"] or row["kernel"] == "_combine_kernel", "no loads of 16 bytes"),
+        (row["loads16"] > 0 or not row["aligned"] or row["kernel"] == "_finish_kernel", "no loads of 16 bytes"),
         (row["tensor_cores"] > 0 or row["kernel"] != "_tile_kernel" or "float32" in row["variant"], "no tensor cores"),
-        *((row[name] <= limit, f"{row[name]} {name}, at most {limit}") for name, limit in most.items()),
+        *(((row[name] or 0) <= limit, f"{row[name]} {name}, at most {limit}") for name, limit in most.items()),
     )
     return [message for ok, message in checks if not ok]
 

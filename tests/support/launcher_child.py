@@ -24,8 +24,8 @@ from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from rlplus.kernels import active_rows, linear_logprob, policy_loss, scale  # noqa: E402
-from rlplus.kernels.tiling import TILES, Tiling  # noqa: E402
+from rlplus.kernels import exponentials, linear_logprob, policy_loss, scale  # noqa: E402
+from rlplus.kernels.tiling import TILES  # noqa: E402
 
 STREAM = 4242
 PARAMETER = re.compile(r"\.param\s+(?:\.align \d+ )?\.(\w+) (?:\.ptr [\w. ]*)?(\w+)(?:\[(\d+)\])?")
@@ -87,25 +87,37 @@ def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
 
 def launch_rows() -> None:
     n, V, W = 5, 9000, 9024
-    target, slot = torch.zeros(n, dtype=torch.int64), torch.zeros(n, dtype=torch.int64)
-    rest = (torch.empty(n, 6), torch.empty(n, W), V, target)
-    linear_logprob.row_statistics(*rest, None, 0.8)
-    linear_logprob.row_statistics(*rest, torch.empty(V), 0.8, 3.0, torch.ones(n), Tiling(programs=1))
-    linear_logprob.row_gradient(torch.empty(7, W, dtype=torch.bfloat16), slot, *rest, None, 0.8)
+    target, values, logits = torch.zeros(n, dtype=torch.int64), torch.empty(n, 7), torch.empty(n, W)
+    transform, e = (torch.empty(V), 0.8, 3.0, torch.ones(n)), torch.empty(n, W, dtype=torch.bfloat16)
+    own = (values, torch.empty(n, 200)[:, :100], torch.empty(V, 300)[:, ::3], target)
+    parts, one = torch.empty(3, 3, n), torch.empty(1, 3, n)
+    linear_logprob.target_logits(*own, None, 0.8)
+    linear_logprob.target_logits(*own, *transform)
+    rest = (values, logits, V, target)
+    exponentials.row_exponentials(parts, None, *rest, None, 0.8)
+    linear_logprob.finish_rows(values, parts, V, target)
+    exponentials.row_exponentials(one, e, *rest, *transform)
+    exponentials.row_exponentials(one, None, *rest, None, 0.8, carry=True)
+    for entropy in (False, True):
+        exponentials.close_rows(torch.empty(n), values, e, V, target, 0.8, entropy=entropy)
+    exponentials.row_gradient(e, *rest, None, 0.8)
     numbers = policy_loss.Coefficients(*(1.0 + 0.5 * i for i in range(len(policy_loss.Coefficients._fields))))
     choices = policy_loss.Choices("clip", "mis", "k3", "truncate")
-    policy_loss.token_loss(rest[0], torch.empty(n, 8), numbers, policy_loss.Given(True, False, True), choices)
+    policy_loss.token_loss(values, torch.empty(n, 8), numbers, policy_loss.Given(True, False, True), choices)
     scale.scale_(torch.empty(n, 2 * W)[:, :W], torch.ones(()))
-    filled, token = torch.zeros(1, dtype=torch.int64), torch.empty(40, dtype=torch.int64)
-    active_rows.active_rows(slot, token, filled, rest[0], 16, None, None)
-    active_rows.active_rows(slot[:1], token, filled, rest[0][:1], 1, torch.ones(()), None)
 
 
 def launch_gemm() -> None:
     n, V, H, tile = 200, 4097, 144, TILES[int(arch) // 10][1]
     hidden, weight = torch.empty(n, H, dtype=torch.bfloat16), torch.empty(V, 2 * H, dtype=torch.bfloat16)[:, :H]
-    values, target = torch.empty(n, 6), torch.zeros(n, dtype=torch.int64)
-    linear_logprob.linear_statistics(values, torch.empty(n, 4160), hidden, weight, target, None, 0.8, tile=tile)
+    values, target = torch.empty(n, 7), torch.zeros(n, dtype=torch.int64)
+    partial, e = torch.empty(33, 3, n), torch.empty(n, 4160, dtype=torch.bfloat16)
+    marked, listed = torch.empty(n, dtype=torch.int32), torch.empty(n, dtype=torch.int64)
+    rest = (values, hidden, weight, target, None, 0.8)
+    linear_logprob.linear_exponentials(partial, e, *rest, tile=tile)
+    linear_logprob.finish_rows(values, partial, V, target, marked)
+    linear_logprob.linear_exponentials(partial, None, *rest, tile=tile, listed=listed)
+    linear_logprob.finish_rows(values, partial, V, target, marked, again=True)
 
 
 driver.set_active(StubDriver())

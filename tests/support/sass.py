@@ -11,6 +11,7 @@ from typing import NamedTuple
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)([^;]*)")
 LABEL = re.compile(r"(\.L\w+):")
 TARGET = re.compile(r"`\((\.L\w+)\)")
+MMA = ("HMMA", "HGMMA", "UTCHMMA")  # instructions of the tensor cores
 WAITS = {"SYNCS", "NANOSLEEP", "BRA"}  # a loop of these alone waits for a copy
 
 
@@ -107,6 +108,23 @@ def counts(instructions: list[Instruction], amount: Callable[[Instruction], floa
     outside = {block: 0 if any(block in body for body in inner) else n for block, n in weight.items()}
     entries = {min(body, key=place.get): n for body, n in zip(inner, each, strict=True)}
     return Counts(each, _longest(flow, order, outside), _longest(flow, order, outside | entries))
+
+
+def after_mma(instructions: list[Instruction]) -> int | None:
+    """Instructions of a thread after the last one of the tensor cores in the code; None if there is none. On the way
+    that computes the most exponentials and stores the most, and of these ways the one with the fewest instructions."""
+    last = max((at for at, instruction in enumerate(instructions) if instruction.name in MMA), default=None)
+    if last is None:
+        return None
+    flow, first = _flow(instructions), last + 1
+    order = _order(flow)
+    order = order[order.index(max(block for block in order if block <= first)) :]
+    work = len(instructions)  # more than any way has
+    weight = {}
+    for block, (end, _) in flow.items():
+        names = [x.name for x in instructions[max(block, first) if block == order[0] else block : end]]
+        weight[block] = work * sum(name in ("MUFU", "STG") for name in names) - len(names)
+    return -_longest(flow, order, weight) % work
 
 
 def bytes_of(instruction: Instruction) -> int:

@@ -5,21 +5,27 @@ python selfcheck_child.py right|far
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rlplus.kernels import linear_logprob as kernels
+from rlplus.kernels import exponentials
 from rlplus.loss import selfcheck
 
-row_gradient = kernels.row_gradient
+kernel = exponentials._gradient_kernel
 
 
-def far_away(dlogits: Any, slot: Any, *rest: Any, **options: Any) -> None:
-    """Stores outside every memory of the process."""
-    row_gradient(dlogits, slot + 2**40, *rest, **options)
+class Far:
+    """Launches a kernel that stores outside every memory of the process: the rows lie too far apart."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        def launch(*arguments: Any, **options: Any) -> None:
+            kernel[grid](*arguments[:5], (2**45, arguments[5][1]), *arguments[6:], **options)
+
+        return launch
 
 
 if sys.argv[1] == "far":
-    kernels.row_gradient = far_away
+    exponentials._gradient_kernel = Far()
 selfcheck.check = partial(selfcheck.check, cases=[selfcheck.Case("fast", 14, 70, 0.005, bias=True)], H=8)
 print(json.dumps(selfcheck.judge("cpu", "float32")._asdict()))

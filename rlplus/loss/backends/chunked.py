@@ -243,7 +243,7 @@ def block_gradient(head: Head, z: Tensor, known: tuple[Any, ...]) -> Tensor:
     rows, dlogprob, dentropy, without = known
     x = scaled(z, head)
     slope = cap_slope(x, head)
-    logp = capped(x, head).sub_(rows.max[:, None]).sub_(rows.logsum[:, None]).clamp_(min=FLOOR)
+    logp = capped(x, head).sub_(rows.reference[:, None]).sub_(rows.logsum[:, None]).clamp_(min=FLOOR)
     dz = _row_gradient(head, logp, logp.exp(), dlogprob, dentropy, rows.entropy)
     if slope is not None:
         dz *= slope

@@ -334,7 +334,7 @@ def running_statistics(head: Head) -> RunningStatistics:
 
 
 def known_rows(head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> tuple[Tensor | None, ...]:
-    known = torch.stack([rows.max * head.divisor, rows.logsum.expm1(), rows.logprob, rows.entropy], 1)
+    known = torch.stack([rows.reference * head.divisor, rows.logsum.expm1(), rows.logprob, rows.entropy], 1)
     return torch.arange(len(known)), known, dlogprob, dentropy
 
 

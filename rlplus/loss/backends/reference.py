@@ -62,10 +62,19 @@ def logprob_and_entropy(head: Head) -> tuple[Tensor, Tensor]:
         z = head.softcap * (z / head.softcap).tanh()
     if head.row_temperature is not None:
         z = z / head.row_temperature[:, None]
-    logp = _Floor.apply(z.log_softmax(-1))
+    logp = _Floor.apply(_log_softmax(z))
     known = (head.target >= 0) & (head.target < len(head.weight))
     logprob = logp.gather(1, head.target.where(known, 0)[:, None]).squeeze(1)
     return torch.where(known, logprob, torch.nan), -(logp.exp() * logp).sum(-1)
+
+
+def _log_softmax(z: Tensor) -> Tensor:
+    """log softmax of z (N, V). That of a nearly sure token keeps its digits: the others' sum is not added to its 1."""
+    logp, top = z.log_softmax(-1), z.argmax(-1, keepdim=True)
+    largest, others = z.gather(-1, top), z.scatter(-1, top, -torch.inf)
+    usual = largest.isfinite() & (others.amax(-1, keepdim=True) > -torch.inf)
+    rest = others.where(usual, 0.0).logsumexp(-1, keepdim=True) - largest.where(usual, 0.0)
+    return logp.scatter(-1, top, torch.where(usual, -torch.nn.functional.softplus(rest), logp.gather(-1, top)))
 
 
 def linear_policy_loss(

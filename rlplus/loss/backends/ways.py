@@ -1,0 +1,85 @@
+"""The ways of the `triton` backend from hidden states to what the backward GEMMs read, and their scratch."""
+
+from typing import NamedTuple
+
+import torch
+
+from rlplus.kernels import linear_logprob
+from rlplus.kernels.tiling import Tile, Tiling
+from rlplus.loss import cost, tuning
+from rlplus.loss.head import Head
+
+LINE = 64  # buffers have a multiple of this many columns, so that rows start at multiples of 128 bytes
+
+
+class Way(NamedTuple):
+    """tile: of our first GEMM; None: the vendor's, to fp32 logits. exponentials, dlogits: the dtype of what the
+    backward GEMMs read, one or the other; neither: without a gradient. bonus: whether rows have one of the entropy."""
+
+    tile: Tile | None
+    exponentials: torch.dtype | None = None
+    dlogits: torch.dtype | None = None
+    bonus: bool = False
+
+    @property
+    def path(self) -> cost.Path:
+        if self.dlogits is not None:
+            return cost.TWICE if self.dlogits.itemsize == 2 else cost.TWICE_FP32
+        return cost.VENDOR if self.tile is None else cost.OWN
+
+
+def way_of(head: Head, gradient: bool, bonus: bool = False, tiling: Tiling | None = None) -> Way:
+    """bonus: whether rows may have a gradient of the entropy."""
+    tiling = tiling or tuning.tiling_of(head)
+    first, half = (tiling.loss if gradient else tiling.forward), head.hidden.dtype == torch.bfloat16
+    kept = gradient and (half or (isinstance(first, Tile) and head.hidden.dtype == torch.float32))
+    kept = kept and not (bonus and head.softcap is not None)
+    tile = None
+    # A weight that lies the other way would have to be copied.
+    if first != "vendor" and (kept or not gradient) and head.weight.stride(1) == 1:
+        transformed = any(x is not None for x in (head.bias, head.softcap, head.row_temperature))
+        default = linear_logprob.default_tile(head.hidden, transformed) if half and head.hidden.is_cuda else None
+        tile = first or default
+    narrow = gradient_dtype(head) if gradient else None
+    return Way(tile, narrow, None, bonus) if kept else Way(tile, None, narrow, bonus)
+
+
+def row_bytes(head: Head, way: Way, copies: int = 1) -> int:
+    """Scratch of a row; copies: of what there is a factor or slope for, where rows are left out after the loss."""
+    (V, H), wide, narrow = head.weight.shape, head.dtype.itemsize, head.hidden.dtype.itemsize
+    parts = 1 if way.tile is None else -(-V // way.tile.BLOCK_V)
+    logit = wide if way.tile is None else 0
+    if way.exponentials is not None:
+        logit += copies * way.exponentials.itemsize
+    if way.dlogits is not None:
+        logit = copies * wide + (way.dlogits.itemsize if way.dlogits != head.dtype else 0)
+    return width(head) * logit + parts * linear_logprob.PARTIALS.value * wide + H * (2 * narrow + wide)
+
+
+def chunk_rows(
+    head: Head, way: Way, scratch_bytes: float, copies: int = 1, tiling: Tiling | None = None,
+    machine: cost.Machine | None = None,
+) -> int:  # fmt: skip
+    """Rows of a chunk of the head's rows. machine: None = the device's."""
+    N, row, timed = max(len(head.target), 1), row_bytes(head, way, copies), (tiling or tuning.tiling_of(head)).rows
+    if way.exponentials is None and way.dlogits is None:
+        return min(cost.whole_tiles(scratch_bytes / row), N)
+    if timed is not None and timed.scratch_bytes == scratch_bytes:
+        return min(timed.rows, N)
+    return cost.rows_of_chunk(machine or device_machine(head.hidden.device), head.shape, row, scratch_bytes, way.path)
+
+
+def device_machine(device: torch.device) -> cost.Machine:
+    if device.type != "cuda":
+        return cost.H200
+    found = torch.cuda.get_device_properties(device)
+    return (cost.A100 if found.major == 8 else cost.H200)._replace(processors=found.multi_processor_count)
+
+
+def gradient_dtype(head: Head) -> torch.dtype:
+    """The dtype of the backward GEMMs: the inputs', but fp32 if no GEMM from half precision to fp32 exists."""
+    return head.dtype if head.hidden.device.type == "cpu" else head.hidden.dtype
+
+
+def width(head: Head) -> int:
+    return -(-len(head.weight) // LINE) * LINE
