@@ -9,7 +9,7 @@ import pytest
 # A child in a session of its own, and a grandchild whose parent is gone; both print their number.
 STRAYS = """
 import os, subprocess, sys, time
-sleeper = "import os, time; print(os.getpid(), flush=True); time.sleep(3600)"
+sleeper = "import os, time; os.write(1, str(os.getpid()).encode() + bytes([10])); time.sleep(3600)"
 subprocess.Popen([sys.executable, "-c", sleeper], start_new_session=True)
 if os.fork() == 0:
     os.setsid()

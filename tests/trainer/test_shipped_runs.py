@@ -137,7 +137,8 @@ def test_the_walk_through_from_data_to_a_served_model(
             assert arguments == ["examples/prepare_data.py", "gsm8k"]
             prepare_gsm8k(tmp_path)
         elif program == "rlplus":
-            assert main([*arguments, *(small if arguments[1].endswith(".yaml") else [])]) == 0, words
+            configured = any(word.endswith(".yaml") for word in arguments[1:2])
+            assert main([*arguments, *(small if configured else [])]) == 0, words
         else:
             rest.append(words)
     assert Path("report.html").is_file()
