@@ -18,6 +18,8 @@ class Head(NamedTuple):
 
     z = softcap * tanh(x / softcap) / row_temperature of x = (hidden weight^T + bias) / temperature; without a softcap,
     x / row_temperature; without a row_temperature, nothing is divided.
+
+    group: the name of a process group whose ranks have the rows of weight and bias, in the order of ranks; "": whole.
     """
 
     hidden: Tensor
@@ -27,6 +29,7 @@ class Head(NamedTuple):
     temperature: float
     softcap: float | None = None
     row_temperature: Tensor | None = None
+    group: str = ""
 
     @property
     def dtype(self) -> torch.dtype:

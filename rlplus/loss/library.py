@@ -73,25 +73,24 @@ def _unpack(arguments: Sequence[Any], *kinds: Any) -> list[Any]:
     return [*(kind(*islice(rest, len(FIELDS[kind]))) for kind in kinds), *rest]
 
 
-def check_policy_rows(head: Head, constants: TokenConstants, objective: Objective) -> None:
-    """Check targets and temperatures of rows with a weight, and all weights."""
+def check_policy_rows(head: Head, V: int, constants: TokenConstants, objective: Objective) -> None:
+    """Check targets and temperatures of rows with a weight, and all weights. V: the size of the vocabulary."""
     check_constant_values(constants)
     on = constants.token_weight != 0
-    _check_targets(head, on)
+    _check_targets(head, V, on)
     if objective.entropy_coef and constants.entropy_weight is not None:
         on = on | (constants.entropy_weight != 0)
     _check_temperatures(head, on)
 
 
-def check_logprob_rows(head: Head) -> None:
-    """Check targets and temperatures of rows whose target is not IGNORED."""
+def check_logprob_rows(head: Head, V: int) -> None:
+    """Check targets and temperatures of rows whose target is not IGNORED. V: the size of the vocabulary."""
     on = head.target != IGNORED
-    _check_targets(head, on)
+    _check_targets(head, V, on)
     _check_temperatures(head, on)
 
 
-def _check_targets(head: Head, on: Tensor) -> None:
-    V = len(head.weight)
+def _check_targets(head: Head, V: int, on: Tensor) -> None:
     check_values(
         ((head.target >= 0) & (head.target < V)) | ~on,
         f"want target in [0, {V}) wherever the token's weight is not 0; got a value outside",
@@ -104,6 +103,16 @@ def _check_temperatures(head: Head, on: Tensor) -> None:
             ((head.row_temperature > 0) & head.row_temperature.isfinite()) | ~on,
             "want temperature finite and > 0 wherever the token's weight is not 0; got 0, less, NaN or Inf",
         )
+
+
+def _sharded() -> Any:
+    """Imported for a head that is split: torch.distributed may be missing."""
+    return import_module("rlplus.loss.backends.sharded")
+
+
+def _shards(head: Head, backend: str, scratch_bytes: float) -> Any:
+    """`sharded.Shards` of a head that is split over a group, else None."""
+    return _sharded().meet(head, implementation(backend), scratch_bytes) if head.group else None
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
@@ -135,17 +144,19 @@ def linear_policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *argum
     if weight_grad is not None:
         _check_apart(weight_grad, arguments)
     head, constants, objective, options = _unpack(arguments, Head, TokenConstants, Objective, Options)
-    check_policy_rows(head, constants, objective)
     memory, blocks = options.memory, implementation(options.backend)
+    shards = _shards(head, options.backend, options.scratch_bytes)
+    check_policy_rows(head, len(head.weight) if shards is None else sum(shards.lengths), constants, objective)
     if memory == "faster":
         memory = faster_memory(head.shape, options.scratch_bytes)
 
-    def compute(head: Head, *where: Any) -> tuple[Any, ...]:
+    def compute(head: Head, *where: Any) -> Any:
+        if shards is not None:
+            return _sharded().policy_loss(blocks, shards, head, constants, objective, options.grad_filter, *where)
         inputs = (head, constants, objective, options.grad_filter, options.scratch_bytes, *where)
         if memory == "least":
             return least.policy_loss(blocks, *inputs)
-        out: tuple[Any, ...] = blocks.policy_loss(*inputs)
-        return out
+        return blocks.policy_loss(*inputs)
 
     with full_precision(head.hidden.device), advising(options.backend):
         return _in_one_dtype(compute, head, list(needs), weight_grad)
@@ -242,8 +253,11 @@ attach_gradients.register_autograd(_scale_gradients, setup_context=_keep_gradien
 def linear_logprob(*arguments: Any) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), NaN where the target is IGNORED, and entropy (N,)."""
     head, scratch_bytes, backend = _unpack(arguments, Head)
-    check_logprob_rows(head)
+    shards = _shards(head, backend, scratch_bytes)
+    check_logprob_rows(head, len(head.weight) if shards is None else sum(shards.lengths))
     with full_precision(head.hidden.device), advising(backend):
+        if shards is not None:
+            return _sharded().logprob(implementation(backend), shards, head.rounded())
         return implementation(backend).logprob(head.rounded(), scratch_bytes)
 
 
@@ -263,8 +277,12 @@ def linear_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any)
     """-> dhidden, dweight, dbias, without elements where not needed."""
     head, scratch_bytes, backend, needs = _unpack(arguments, Head)
 
+    blocks, shards = implementation(backend), _shards(head, backend, scratch_bytes)
+
     def compute(head: Head, *where: Any) -> tuple[Any, ...]:
-        return (implementation(backend).logprob_backward(head, dlogprob, dentropy, scratch_bytes, *where),)
+        if shards is not None:
+            return (_sharded().logprob_backward(blocks, shards, head, dlogprob, dentropy, *where),)
+        return (blocks.logprob_backward(head, dlogprob, dentropy, scratch_bytes, *where),)
 
     with full_precision(head.hidden.device), advising(backend):
         return _in_one_dtype(compute, head, list(needs), None)  # type: ignore[return-value]

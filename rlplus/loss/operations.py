@@ -1,7 +1,7 @@
 """The public operations on a language-model head: policy loss and logprobs without the full logits."""
 
 from math import inf
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from rlplus.loss.causal_lm import head_of
 from rlplus.loss.head import Head
 from rlplus.loss.inputs import check_constants, check_tensor, describe, objective_of
 from rlplus.loss.tuning import use_tuning
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_SCRATCH_MB = {"fast": 1250.0, "least": 80.0}  # keys: `memory`
@@ -54,6 +57,7 @@ def linear_policy_loss(
     max_scratch_mb: float | None = None,
     memory: str | None = None,
     weight_grad: Tensor | None = None,
+    group: "ProcessGroup | None" = None,
     backend: str = "auto",
 ) -> PolicyLoss:
     """The RL-PLUS loss (eq. 7, or another `objective`, or the name of its preset) straight from the head's inputs.
@@ -90,6 +94,11 @@ def linear_policy_loss(
     weight_grad        (V, H), contiguous, fp32 (fp64 for fp64 inputs), in memory that no input uses: the gradient of
                        weight is added there by this call, without later factors of the loss. The backward pass then
                        returns no gradient of weight, and is not needed if hidden and bias need no gradient
+    group              a process group that has the head: each rank's weight and bias are some of its rows, in the order
+                       of ranks, perhaps none; target counts all of them, and hidden, target and what is per token are
+                       the same on every rank, on which the results are the same. The gradient of hidden is whole, those
+                       of weight and bias are of the rank's rows. All ranks must call, and run backward, alike. A
+                       DTensor of one mesh dimension, Shard(0), is such a head without `group`
     backend            "torch", "cpp", "triton" (CUDA; bf16, fp16, fp32), "reference" or "auto", which the environment
                        variable RLPLUS_BACKEND replaces: cpp for CPU tensors where it is built; triton for CUDA tensors
                        of compute capability 8.0 or more where its self-check passed (a child process, once per kind of
@@ -106,7 +115,7 @@ def linear_policy_loss(
     and > 0, and in rows of non-zero weight for non-finite advantages, and for given logprobs none of which is below 0.
     """
     objective = objective_of(objective)
-    head = _head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature))
+    head = _head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature), group)
     constants = check_constants(
         objective, target.shape, hidden.device, head.dtype,
         advantage=advantage, token_weight=token_weight, external=external, old_logprob=old_logprob,
@@ -118,11 +127,11 @@ def linear_policy_loss(
     scratch = _scratch_bytes(max_scratch_mb, way)
     backend = backend_for(backend, head, scratch)
     if backend == "reference":
-        if way == "least" or weight_grad is not None:
+        if way == "least" or weight_grad is not None or head.group:
             raise ValueError(
-                "backend 'reference' keeps the full logits: it takes neither memory='least' nor weight_grad"
+                "backend 'reference' keeps the full logits: it takes no memory='least', weight_grad or split head"
             )
-        library.check_policy_rows(head, constants, objective)
+        library.check_policy_rows(head, len(head.weight), constants, objective)
         loss, logprob, entropy, stats = reference.linear_policy_loss(head, constants, objective, grad_filter)
     else:
         options = library.Options(float(grad_filter), scratch, backend, way)
@@ -140,6 +149,7 @@ def linear_logprob(
     logit_softcap: float | None = None,
     temperature: float | Tensor = 1.0,
     max_scratch_mb: float | None = None,
+    group: "ProcessGroup | None" = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """logprob and entropy (...) in nats, fp32 (fp64 for fp64 inputs), both differentiable once.
@@ -148,11 +158,13 @@ def linear_logprob(
     is 0 and has no gradient, and the temperature may be anything. Logits, temperature, dtypes, options and errors as in
     `linear_policy_loss`.
     """
-    head = _head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature))
+    head = _head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature), group)
     scratch = _scratch_bytes(max_scratch_mb, "fast")
     backend = backend_for(backend, head, scratch)
     if backend == "reference":
-        library.check_logprob_rows(head)
+        if head.group:
+            raise ValueError("backend 'reference' keeps the full logits: it takes no split head")
+        library.check_logprob_rows(head, len(head.weight))
         logprob, entropy = reference.logprob_and_entropy(head)
     else:
         logprob, entropy = library.linear_logprob(*head, scratch, backend)
@@ -169,7 +181,8 @@ class RLPlusLoss(nn.Module):
     def __init__(self, objective: str | Objective = "rlplus", **options: Any) -> None:
         super().__init__()
         self.objective = objective_of(objective)
-        known = ("logit_scale", "logit_softcap", "temperature", "grad_filter", "max_scratch_mb", "memory", "backend")
+        transform, memory = ("logit_scale", "logit_softcap", "temperature"), ("max_scratch_mb", "memory")
+        known = (*transform, "grad_filter", *memory, "group", "backend")
         for name in options:
             if name not in known:
                 raise ValueError(f"want options among {', '.join(known)}; got {name!r}{hint(name, known)}")
@@ -213,6 +226,8 @@ def _check_options(
         )
     if memory is not None and memory not in tuple(MAX_SCRATCH_MB):
         raise ValueError(f"want memory 'fast', 'least' or None; got {memory!r}")
+    if memory == "least" and head.group:
+        raise ValueError("want memory 'fast' or None with a head that is split over ranks; got 'least'")
     if weight_grad is not None:
         check_tensor("weight_grad", weight_grad, (head.weight.shape, head.hidden.device), dtype=head.dtype)
         if weight_grad.requires_grad or not weight_grad.is_contiguous():
@@ -239,14 +254,17 @@ def _head(
     target: Tensor,
     bias: Tensor | None,
     numbers: tuple[float, float | None, float | Tensor],
+    group: "ProcessGroup | None",
 ) -> Head:
     """numbers: logit_scale, logit_softcap, temperature. A `Head` has temperature / scale and softcap / temperature.
 
     A temperature per token is the head's row_temperature, and the other one is 1.
     """
+    weight, bias, group_name = _own_rows(weight, bias, group)
     _check_plain(hidden=hidden, weight=weight, target=target, bias=bias)
     tensors = all(isinstance(t, Tensor) for t in (hidden, weight, target))
-    if not tensors or hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or not weight.numel():
+    some = tensors and (weight.numel() > 0 or (group_name and weight.ndim == 2 and weight.shape[1] > 0))
+    if not some or hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"want hidden (..., H) and weight (V, H), H > 0, V > 0; got {describe(hidden)} and {describe(weight)}"
         )
@@ -273,8 +291,32 @@ def _head(
             raise ValueError(f"want {name} a finite number > 0; got {got}")
     return Head(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1),
-        float(temperature / scale), None if softcap is None else float(softcap / temperature), rows,
+        float(temperature / scale), None if softcap is None else float(softcap / temperature), rows, group_name,
     )  # fmt: skip
+
+
+def _own_rows(weight: Any, bias: Any, group: Any) -> tuple[Tensor, Tensor | None, str]:
+    """This rank's rows of a split head, and the name of the group that has it; "" with a whole head."""
+    if hasattr(weight, "full_tensor"):
+        from torch.distributed.tensor import Shard
+
+        place = weight.placements[0] if len(weight.placements) == 1 else None
+        if type(place) is not Shard or place.dim != 0 or group is not None:
+            also = "" if group is None else ", and no group beside it"
+            raise ValueError(
+                f"want weight a plain tensor, or a DTensor of one mesh dimension, Shard(0){also}; got a DTensor, "
+                f"{describe(weight)}, {weight.placements}: weight.full_tensor() is plain"
+            )
+        if bias is not None and getattr(bias, "placements", None) != weight.placements:
+            got = f"{describe(bias)}, {getattr(bias, 'placements', 'a plain tensor')}"
+            raise ValueError(f"want bias split as weight is, a DTensor, {weight.placements}; got {got}")
+        group = weight.device_mesh.get_group()
+        weight, bias = weight.to_local(), None if bias is None else bias.to_local()
+    if group is None:
+        return weight, bias, ""
+    if not hasattr(group, "group_name"):
+        raise ValueError(f"want group a process group that this rank belongs to; got {group!r}")
+    return weight, bias, group.group_name
 
 
 def _check_plain(**inputs: Any) -> None:

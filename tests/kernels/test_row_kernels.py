@@ -111,6 +111,15 @@ def test_a_reference_that_changes_in_a_later_block() -> None:
     torch.testing.assert_close(values[:, ENTROPY].double(), -(logp.exp() * logp).sum(1), rtol=1e-5, atol=1e-5)
 
 
+def test_a_reference_that_changes_in_a_block_that_counts_as_much_as_the_one_before() -> None:
+    """Neither block alone is too large for the target as the reference."""
+    logits = torch.zeros(2, 3 * BLOCK_V, device=DEVICE)
+    logits[:, 7], logits[:, BLOCK_V : BLOCK_V + 2] = 39.2, 38.6
+    values, logp = by_blocks(logits, torch.tensor([5, 5], device=DEVICE)), logits.double().log_softmax(1)
+    torch.testing.assert_close(values[:, LOGPROB].double(), logp[:, 5], rtol=1e-6, atol=0)
+    torch.testing.assert_close(values[:, ENTROPY].double(), -(logp.exp() * logp).sum(1), rtol=1e-5, atol=1e-5)
+
+
 def test_a_nearly_sure_token_keeps_all_its_digits() -> None:
     """1 - p = 3e-7 and 2e-12: logprob and gradient to 1e-5 of themselves."""
     V = 400

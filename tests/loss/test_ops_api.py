@@ -315,17 +315,19 @@ def test_logprob_refuses_values(change: dict[str, Any], message: str, backend: s
         linear_logprob(**(head_of(sample()) | {"backend": backend} | change))
 
 
-@pytest.mark.parametrize("name", ["weight", "bias"])
-def test_a_sharded_parameter_is_refused_with_what_is_wanted(name: str) -> None:
-    """As FSDP leaves parameters outside of its modules' forward passes."""
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("weight", "want bias split as weight is, a DTensor, .*; got .* a plain tensor"),
+     ("hidden", r"want hidden a plain tensor; got a DTensor, float32 .*: pass hidden.full_tensor"),
+     ("bias", r"want bias a plain tensor; got a DTensor, float32 .*, \(Shard\(dim=0\),\): pass bias.full_tensor")],
+)  # fmt: skip
+def test_a_sharded_tensor_is_refused_with_what_is_wanted(name: str, message: str) -> None:
+    """As FSDP leaves parameters outside of its modules' forward passes, but for a whole head."""
     inputs = sample()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         sharded = distribute_tensor(inputs[name].detach(), mesh, [Shard(0)]).requires_grad_()
-        message = (
-            rf"want {name} a plain tensor; got a DTensor, float32 .*, \(Shard\(dim=0\),\): pass {name}.full_tensor"
-        )
         with pytest.raises(ValueError, match=message):
             linear_policy_loss(**(inputs | {name: sharded}))
         with pytest.raises(ValueError, match=message):

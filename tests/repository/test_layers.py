@@ -84,11 +84,13 @@ COLLECTIVES = ["all_gather", "all_reduce", "all_to_all", "barrier", "broadcast",
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_collectives_go_through_agree(path: Path) -> None:
-    """`agree` names a rank that is gone, and what every rank was doing."""
+    """`agree` names a rank that is gone, and what every rank was doing. The loss, which is below it, has a file."""
     attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
     used = [node.attr for node in attributes if ast.unparse(node.value) in ("dist", "torch.distributed")]
     direct = [name for name in used if name.startswith(tuple(COLLECTIVES))]
-    assert path.name == "agree.py" or not direct, f"{path.name} calls {direct}: want functions of rlplus.common.agree"
+    assert not direct or path.name in ("agree.py", "sharded.py"), (
+        f"{path.name} calls {direct}: want functions of rlplus.common.agree"
+    )
 
 
 def test_one_class_knows_what_its_kinds_of_demonstrations_mean() -> None:

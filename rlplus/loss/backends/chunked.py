@@ -210,6 +210,8 @@ def _row_gradient(
 
 # ---- a block of the vocabulary, for rlplus.loss.backends.least
 
+OVERWRITES = True
+
 
 def scratch_per_logit(dtype: torch.dtype, device: str, capped: bool = False) -> int:
     """Two buffers, three with a softcap, and on a GPU another in half precision."""

@@ -313,6 +313,8 @@ def _row_gradient(
 
 # ---- a block of the vocabulary, for rlplus.loss.backends.least
 
+OVERWRITES = False
+
 
 def scratch_per_logit(dtype: torch.dtype, device: str, capped: bool = False) -> int:
     """One buffer: the gradient overwrites the logits."""

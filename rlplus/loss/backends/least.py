@@ -31,11 +31,14 @@ PIECE = 1024  # rows of dhidden that are rounded at a time
 class Blocks(Protocol):
     """A backend's functions for a block of the vocabulary: a head with the block's weight and bias.
 
-    Targets are relative to the start of the block; those outside it are none of its tokens.
+    Targets are relative to the start of the block; those outside it are none of its tokens. OVERWRITES: whether
+    `running_statistics` overwrites the logits that it takes.
     """
 
+    OVERWRITES: bool
+
     def block_logits(self, head: Head) -> Tensor:
-        """hidden weight^T (n, B), accumulated in fp32 (fp64); `running_statistics` may overwrite it."""
+        """hidden weight^T (n, B), accumulated in fp32 (fp64)."""
 
     def running_statistics(self, head: Head) -> RunningStatistics:
         """Running statistics of a whole head's rows, before its first block; or an object with the same methods."""

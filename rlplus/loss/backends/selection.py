@@ -151,12 +151,15 @@ def _agrees(head: Head, scratch_bytes: float) -> bool:
     kind = (head.hidden.device, head.hidden.dtype)
     compiled_in = (head.softcap is not None, head.row_temperature is not None, tuning.tiling_of(head))
     size, N = (kind, head.weight.shape, *compiled_in), len(head.target)
-    if size in _agreeing or not N or type(head.hidden) is not Tensor:  # a tracer's stand-in has no numbers
+    # A tracer's stand-in has no numbers; a rank may have no rows of a head that is split.
+    if size in _agreeing or not N or type(head.hidden) is not Tensor or not len(head.weight):
         return True
     if torch.cuda.is_current_stream_capturing():
         _warn_once(_captured(f"with a weight {tuple(head.weight.shape)} on {_named(kind)}"))
         return False
     head = head.rounded()
+    if head.group:  # targets of its own
+        head = head._replace(target=head.target % len(head.weight), group="")
     rows = torch.linspace(0, N - 1, COMPARED_ROWS, device=head.hidden.device).round().long()
     with torch.no_grad(), full_precision(head.hidden.device), advising("triton"):
         got = library.implementation("triton").logprob(head, scratch_bytes)[0][rows]

@@ -120,6 +120,8 @@ def logprob_backward(
 
 # ---- a block of the vocabulary, for rlplus.loss.backends.least
 
+OVERWRITES = False
+
 
 def scratch_per_logit(dtype: torch.dtype, device: str, capped: bool = False) -> int:
     """A logit and its gradient."""

@@ -1,0 +1,216 @@
+"""A head split over the vocabulary: each rank of a process group has some of its rows, and all have the same tokens.
+
+Per chunk of tokens: every rank's logits, of its own rows of the head, and their statistics; the ranks exchange these,
+four numbers a token and rank, and know every token's logprob and entropy; the objective, the same on all ranks; the
+gradient of the rank's own logits; the gradients of its rows of weight and bias; and the sum of dhidden over the ranks,
+n H numbers. Three GEMMs. No rank has more of the head than its rows, nor logits of others.
+
+Scratch: as of the backend's own blocks of the vocabulary, a row of the rank that has the most.
+"""
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
+from rlplus.loss.backends.least import Blocks
+from rlplus.loss.head import (
+    Gradients,
+    Head,
+    RunningStatistics,
+    Statistics,
+    add_dweight,
+    dhidden,
+    drop_smallest,
+    fp16_scale,
+    fp16_weights,
+)
+
+
+class Shards(NamedTuple):
+    """The rows of the head that each rank of the group has, and the tokens that go through at a time."""
+
+    group: dist.ProcessGroup
+    lengths: list[int]
+    chunk: int
+
+    @property
+    def starts(self) -> list[int]:
+        return [0, *accumulate(self.lengths)][:-1]
+
+    def own(self, head: Head) -> Head:
+        """The head of this rank's rows alone; targets of other ranks' are outside."""
+        return head._replace(target=head.target - self.starts[self.group.rank()])
+
+
+def meet(head: Head, blocks: Blocks, scratch_bytes: float) -> Shards:
+    """The parts of the group's ranks. ValueError on all of them if their tokens differ."""
+    group, n = _resolve_process_group(head.group), len(head.target)  # type: ignore[arg-type]
+    row = len(head.weight) * (blocks.scratch_per_logit(*head.logits) + blocks.OVERWRITES * head.dtype.itemsize)
+    row += head.weight.shape[1] * 2 * (head.hidden.dtype.itemsize + head.dtype.itemsize)
+    places = torch.arange(1, n + 1, device=head.target.device)
+    numbers = torch.tensor([len(head.weight), max(1, int(scratch_bytes // row)), n], device=head.target.device)
+    gathered = _gathered(torch.cat([numbers, (head.target * places).sum()[None]]), group)
+    lengths, chunks, *tokens = gathered.t().tolist()
+    if any(len(set(numbers)) > 1 for numbers in tokens):
+        raise ValueError(
+            f"want the same tokens on all ranks of the group that has the head's rows; got {tokens[0]} tokens by rank, "
+            "or as many with other targets. Where ranks have tokens of their own, gather the weight instead: under "
+            "FSDP within the module's forward pass, else weight.full_tensor()"
+        )
+    return Shards(group, lengths, min(chunks))
+
+
+def policy_loss(
+    blocks: Blocks,
+    shards: Shards,
+    head: Head,
+    constants: TokenConstants,
+    objective: Objective,
+    grad_filter: float,
+    needs: list[bool],
+    weight_grad: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """-> loss (0-d), logprob (N,), entropy (N,), stats (S,), gradients of hidden, weight and bias where needed.
+
+    weight_grad: as in `least.policy_loss`, of this rank's rows.
+    """
+    logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
+    loss = head.hidden.new_zeros((), dtype=head.dtype)
+    names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
+    stats = loss.new_zeros(len(names))
+    grads = _Gradients(blocks, shards, head, needs, fp16_weights(constants, objective), weight_grad)
+    for rows, part, z, known in _chunks(blocks, shards, head):
+        logprob[rows], entropy[rows] = known.logprob, known.entropy
+        out = token_loss(known.logprob, known.entropy, constants.rows(rows), objective)
+        loss += out.loss
+        stats += torch.stack(list(out.stats.values()))
+        dlogprob = drop_smallest(out.dlogprob, known.logprob, grad_filter)
+        grads.add(rows, part, z, known, dlogprob, out.dentropy if objective.entropy_coef else None)
+    return loss, logprob, entropy, stats, grads.finish()
+
+
+def logprob(blocks: Blocks, shards: Shards, head: Head) -> tuple[Tensor, Tensor]:
+    """-> logprob (N,), entropy (N,)."""
+    logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
+    for rows, _, _, known in _chunks(blocks, shards, head):
+        logprob[rows], entropy[rows] = known.logprob, known.entropy
+    return logprob, entropy
+
+
+def logprob_backward(
+    blocks: Blocks,
+    shards: Shards,
+    head: Head,
+    dlogprob: Tensor,
+    dentropy: Tensor,
+    needs: list[bool],
+    weight_grad: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`; recomputes the logits."""
+    grads = _Gradients(blocks, shards, head, needs, [dlogprob, dentropy], weight_grad)
+    for rows, part, z, known in _chunks(blocks, shards, head):
+        grads.add(rows, part, z, known, dlogprob[rows], dentropy[rows])
+    return grads.finish()
+
+
+def _chunks(blocks: Blocks, shards: Shards, head: Head) -> Iterator[tuple[slice, Head, Tensor, Statistics]]:
+    """Which tokens, the head of those and this rank's rows, its logits, and the statistics of the whole rows."""
+    for start in range(0, len(head.target), shards.chunk):
+        rows = slice(start, min(start + shards.chunk, len(head.target)))
+        whole = head.rows(rows)
+        part = shards.own(whole)
+        z = blocks.block_logits(part) if len(part.weight) else whole.hidden.new_empty(len(part.hidden), 0)
+        yield rows, part, z, _merged(whole, shards, _own_statistics(blocks, part, z))
+
+
+def _own_statistics(blocks: Blocks, part: Head, z: Tensor) -> Statistics:
+    if not z.shape[1]:
+        none = z.new_zeros(len(z), dtype=part.dtype)
+        return Statistics(torch.full_like(none, -torch.inf), none, none, none)
+    running = blocks.running_statistics(part)
+    running.take(part, z.clone() if blocks.OVERWRITES else z)
+    return running.finish()
+
+
+def _merged(head: Head, shards: Shards, own: Statistics) -> Statistics:
+    """The statistics of whole rows, from every rank's."""
+    running = RunningStatistics(head, lambda block, rows: Statistics(*rows))
+    every = zip(shards.starts, shards.lengths, _gathered(torch.stack(list(own)), shards.group), strict=True)
+    for start, length, rows in every:
+        running.take(head._replace(weight=head.weight.new_empty(length, 0), target=head.target - start), rows)
+    return running.finish()
+
+
+def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x of every rank, (ranks, ...)."""
+    out = x.new_empty(group.size(), *x.shape)
+    dist.all_gather(list(out.unbind()), x, group)
+    return out
+
+
+class _Gradients:
+    """The inputs' gradients, summed over chunks; weights: factors to which the slopes are proportional, for fp16."""
+
+    def __init__(
+        self, blocks: Blocks, shards: Shards, head: Head, needs: list[bool], weights: list[Tensor],
+        weight_grad: Tensor | None,
+    ) -> None:  # fmt: skip
+        self.blocks, self.shards, self.head, self.weight_grad = blocks, shards, head, weight_grad
+        self.needed = any(needs) or weight_grad is not None
+        self.needs = [needs[0], needs[1] or weight_grad is not None, needs[2]]
+        self.grads = Gradients.zeros(head, needs, weight_grad)
+        self.scale = fp16_scale(*weights) if head.mixed and head.hidden.dtype == torch.float16 else None
+        if self.scale is not None and weight_grad is not None:
+            weight_grad.mul_(self.scale)  # a power of two: exact, and undone at the end
+
+    def add(
+        self, rows: slice, part: Head, z: Tensor, known: Statistics, dlogprob: Tensor, dentropy: Tensor | None
+    ) -> None:
+        if not self.needed:
+            return
+        active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
+        total = part.hidden.new_zeros(part.hidden.shape, dtype=part.dtype) if self.needs[0] else None
+        if z.shape[1]:
+            self._add(part, z, known, (active, dlogprob, dentropy), total)
+        if total is not None:
+            dist.all_reduce(total, group=self.shards.group)
+            if self.scale is not None:
+                total /= self.scale
+            self.grads.hidden[rows] = total.masked_fill_(~active[:, None], 0.0).to(self.grads.hidden.dtype)
+
+    def _add(
+        self, part: Head, z: Tensor, known: Statistics, slopes: tuple[Tensor, Tensor, Tensor | None],
+        total: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Add to the gradients of weight and bias, and to total (n, H), of the rank's own logits."""
+        active, dlogprob, dentropy = slopes
+        if self.scale is not None:
+            dlogprob, dentropy = dlogprob * self.scale, None if dentropy is None else dentropy * self.scale
+        keep: Tensor | slice = slice(None)
+        if z.device.type != "cpu":  # counting rows would wait for the device
+            part = part._replace(hidden=part.hidden.masked_fill(~active[:, None], 0.0))
+        elif not active.all():
+            keep = active.nonzero().squeeze(1)
+            part, z, known = part.rows(keep), z[keep], Statistics(*(x[keep] for x in known))
+            dlogprob, dentropy = dlogprob[keep], None if dentropy is None else dentropy[keep]
+        dz = self.blocks.block_gradient(part, z, self.blocks.known_rows(part, known, dlogprob, dentropy))
+        dz = dz.to(part.hidden.dtype if part.mixed else part.dtype)  # once for both products
+        if total is not None:
+            total[keep] = dhidden(dz, part)
+        if self.needs[1]:
+            add_dweight(self.grads.weight, dz, part.hidden)
+        if self.needs[2]:
+            self.grads.bias.add_(dz.sum(0, dtype=part.dtype))
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """-> gradients of hidden, weight and bias where needed."""
+        if self.scale is not None:
+            self.grads.weight.div_(self.scale)
+            self.grads.bias.div_(self.scale)
+        return self.grads.finish(self.head, self.weight_grad)
