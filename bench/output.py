@@ -267,7 +267,9 @@ def side_table(result: Result) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-SHORT = ("cpp", "torch", "TRL", "verl torch", "Liger GRPO tuned", "naive torch")
+SHORT = (
+    "cpp", "torch", "CCE none", "torch linear CE none", "verl torch", "TRL", "Liger GRPO tuned", "naive torch",
+)  # fmt: skip
 
 
 def short_table(result: Result) -> str:
