@@ -99,7 +99,7 @@ def linear_exponentials(
     check(values, target, row_temperature)
     if exponentials is not None:
         check_rows("exponentials", exponentials, n, V)
-    if hidden.shape[1] != weight.shape[1] or not hidden.stride(1) == weight.stride(1) == 1:
+    if hidden.shape[1] != weight.shape[1] or any(x.stride(1) != 1 and H > 1 for x in (hidden, weight)):
         got = ", ".join(f"{x.dtype} {tuple(x.shape)} with strides {x.stride()}" for x in (hidden, weight))
         raise ValueError(f"want hidden (n, H) and weight (V, H), contiguous in H; got {got}")
     tile = tile or default_tile(hidden, any(x is not None for x in (bias, softcap, row_temperature)))

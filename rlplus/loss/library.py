@@ -147,7 +147,7 @@ def linear_policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *argum
     memory, blocks = options.memory, implementation(options.backend)
     shards = _shards(head, options.backend, options.scratch_bytes)
     check_policy_rows(head, len(head.weight) if shards is None else sum(shards.lengths), constants, objective)
-    if memory == "faster":
+    if memory == "faster" and shards is None:
         memory = faster_memory(head.shape, options.scratch_bytes)
 
     def compute(head: Head, *where: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
+from rlplus.loss import operations
 from rlplus.loss.backends import cpp, sharded
 
 lock = one_launch_at_a_time
@@ -75,6 +76,30 @@ def test_every_backend(split: tuple[int, ...], backend: str, dtype: torch.dtype,
     got = split_run(split, head, constants, EVERYTHING, backend=backend, max_scratch_mb=0.003)
     narrow = dtype if backend == "cpp" else torch.float32
     check_precision(got, head, constants, EVERYTHING, gemm_dtype=narrow)
+
+
+@pytest.mark.parametrize("backend", ["torch", CPP, TRITON])
+def test_a_rank_whose_logits_are_all_impossible(backend: str, lock: None) -> None:
+    """As those of a padded vocabulary: a bias of -inf."""
+    head, constants = sample(9, V, dtype=torch.float32)
+    head["bias"][12:] = -torch.inf
+    head["target"] = head["target"] % 12
+    got = split_run((12, 11), head, constants, Objective("clip", "mis"), backend=backend)
+    own = {name: head[name][:12] for name in NAMES}
+    want = run(head | own, constants, Objective("clip", "mis"), backend="reference")
+    for name in ("logprob", "entropy", "dhidden"):
+        torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got["dweight"][:12], want["dweight"], rtol=1e-5, atol=1e-6)
+    assert (got["dweight"][12:] == 0).all()
+
+
+def test_the_faster_way_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, with a rank that has no rows."""
+    monkeypatch.setattr(operations, "_way", lambda *_: "faster")
+    head, constants = sample(9, V, dtype=torch.bfloat16)
+    head = on_policy(head)
+    got = split_run((0, 23), head, constants, EVERYTHING, backend="torch", max_scratch_mb=1)
+    check_precision(got, head, constants, EVERYTHING)
 
 
 def test_a_nearly_sure_token_keeps_its_digits_on_whichever_rank_it_is() -> None:

@@ -4,14 +4,16 @@ interpreter.
 Rows whose gradient is 0 whatever the policy says are set apart first, and pass the first GEMM alone. The others come in
 chunks: our first GEMM stores exponentials in the dtype of the inputs (rlplus/kernels/linear_logprob.py), the objective
 gives each row a slope, one element of each row is patched, and the vendor's GEMMs take the exponentials to dhidden and
-dweight, with the slopes as factors of rows. A row of a chunk takes 2 V bytes of scratch and 8 H or more.
+dweight, with the slopes as factors of rows. A row of a chunk takes 2 V bytes of scratch and 10 H or more.
 
 Other inputs have fp32 logits from the vendor's GEMM between: with a tiling that says so bf16, whose exponentials one
 more kernel makes; always fp16, whose range exponentials leave, and a softcap with an entropy bonus, which needs what
 the derivative of the softcap hides: there the gradient of the logits is computed from them; and fp32, in place.
 
-The host waits once, for the number of rows with a gradient; a CUDA graph, where it cannot, takes all rows.
-`grad_filter` costs a wait for each chunk. `cost.rows_of_chunk` chooses the rows of a chunk: at max_scratch_mb = 1250,
+The host waits once, for the number of rows with a gradient (`logprob_backward` also for whether the entropy has one); a
+CUDA graph, where it cannot, takes all rows. `grad_filter` costs a wait for each chunk.
+
+`cost.rows_of_chunk` chooses the rows of a chunk: at max_scratch_mb = 1250,
 H = 3584, V = 151,936, N = 16,384 in bf16 on an H200 they are 3584. The accumulator of dweight (V, H) is not counted;
 for bf16 inputs and a single chunk there is none.
 """
@@ -22,6 +24,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from rlplus.kernels import elementwise
 from rlplus.kernels import exponentials as row_kernels
 from rlplus.kernels import linear_logprob as linear_kernels
 from rlplus.kernels import policy_loss as token_kernels
@@ -49,7 +52,7 @@ from rlplus.loss.tokens import may_have_gradient
 LOGPROB, ENTROPY, REFERENCE = names.LOGPROB.value, names.ENTROPY.value, names.REFERENCE.value
 LOGSUM, SLOPE, WIDTH = names.LOGSUM.value, names.SLOPE.value, names.WIDTH.value
 DLOGPROB, DENTROPY = names.DLOGPROB.value, names.DENTROPY.value
-PARTIALS = linear_kernels.PARTIALS.value
+PARTIALS, LOWEST = linear_kernels.PARTIALS.value, elementwise.LOWEST.value
 Index = slice | Tensor
 
 
@@ -156,8 +159,10 @@ class RunningStatistics:
         values, head = self.values, self.head
         with _on(values.device):
             linear_kernels.finish_rows(values, self.so_far, len(head.weight), head.target.contiguous())
+        reference = values[:, REFERENCE]
+        reference = reference.masked_fill(reference <= LOWEST, -torch.inf)  # no logit above -inf, as others say it
         # Outputs of the operation may not share memory.
-        known = (values[:, REFERENCE], values[:, LOGSUM], values[:, LOGPROB].clone(), values[:, ENTROPY].clone())
+        known = (reference, values[:, LOGSUM], values[:, LOGPROB].clone(), values[:, ENTROPY].clone())
         return Statistics(*known)
 
 
@@ -305,10 +310,11 @@ class _Gradients:
             if self.scale is not None:
                 gradient /= self.scale
             self.grads.hidden[rows] = gradient.to(self.grads.hidden.dtype)
+            del gradient  # its memory is the scratch of what follows
         if self.needs_weight:
-            scaled = head.hidden if factor is None else head.hidden * factor[:, None]
-            last = work.count == len(values)
-            self._add_dweight(dlogits, scaled.where(live[:, None], 0.0).to(dlogits.dtype), last)
+            scaled = head.hidden.where(live[:, None], 0.0)
+            scaled = (scaled if factor is None else scaled * factor[:, None]).to(dlogits.dtype)
+            self._add_dweight(dlogits, scaled, only=work.count == len(values))
         if self.grads.bias.numel():
             row = live[:, None] if factor is None else factor[:, None]
             self.grads.bias.add_(dweight(dlogits, row.to(dlogits.dtype)).squeeze(1))

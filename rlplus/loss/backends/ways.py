@@ -53,7 +53,7 @@ def row_bytes(head: Head, way: Way, copies: int = 1) -> int:
         logit += copies * way.exponentials.itemsize
     if way.dlogits is not None:
         logit = copies * wide + (way.dlogits.itemsize if way.dlogits != head.dtype else 0)
-    return width(head) * logit + parts * linear_logprob.PARTIALS.value * wide + H * (2 * narrow + wide)
+    return width(head) * logit + parts * linear_logprob.PARTIALS.value * wide + H * (3 * narrow + wide)
 
 
 def chunk_rows(
