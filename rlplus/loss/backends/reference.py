@@ -100,5 +100,5 @@ def linear_policy_loss(
 
 
 def scratch_per_logit(dtype: torch.dtype, device: str, capped: bool = False) -> int:
-    """Six, by measurement: logits, log-softmax, probabilities, and the tensors that their gradients need."""
-    return 6 * torch.promote_types(dtype, torch.float32).itemsize
+    """Eight, by measurement: logits, log-softmax, the others' logits, probabilities, and what their gradients need."""
+    return 8 * torch.promote_types(dtype, torch.float32).itemsize
