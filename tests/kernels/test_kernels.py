@@ -190,9 +190,9 @@ def test_a_chunk_keeps_to_its_scratch(
     rows = ways.chunk_rows(head, way, scratch, copies, tiling)
     assert 1 <= rows <= max(n, 1)
     if rows > 1:
-        logits = way.tile is None
-        row = 4 * V * logits + (12 * -(-V // tile.BLOCK_V) if way.tile else 0)
-        row += gradient * (4 * V * (copies if not logits or way.dlogits else 1) * (not logits or copies > 1) + 4 * H)
+        row = 12 * -(-V // tile.BLOCK_V) if way.tile else 4 * V  # the sums of tiles, or logits
+        # Exponentials, and copies of those, or of the logits, over which the gradient is written.
+        row += gradient * (4 * V * (copies if way.exponentials else copies - 1) + 4 * H)
         assert row * rows <= scratch
 
 
