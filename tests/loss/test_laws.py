@@ -296,7 +296,8 @@ def test_grad_filter_keeps_the_change_within_its_share(backend: str, max_scratch
     dropped = (got["dhidden"] == 0).all(-1) & (mass > 0)
     assert 0 < mass[dropped].sum() <= 0.3 * mass.sum() * (1 + 1e-5)
     torch.testing.assert_close(got["dhidden"][~dropped], want["dhidden"][~dropped])
-    assert torch.equal(got["loss"], want["loss"])
+    # The same but for the order of its sums: a filter copies rows, so that fewer of them fit into a chunk.
+    torch.testing.assert_close(got["loss"], want["loss"], rtol=1e-6, atol=0)
 
 
 @EVERY
