@@ -181,7 +181,7 @@ def faster_memory(shape: Shape, scratch_bytes: float) -> str:
     """ "fast" or "least": the faster one with this scratch, by the floors on an A100."""
     machine, (N, H, V, narrow, wide) = A100._replace(processors=0), shape
     path = OWN if narrow == 2 else TWICE_FP32
-    row = V * (narrow if path.own else wide) + H * (2 * narrow + wide)
+    row = V * (narrow if path.own else wide) + H * (3 * narrow + wide)
     rows = rows_of_chunk(A100, shape, row, scratch_bytes, path)
     columns = min(V, whole_tiles(scratch_bytes / ((wide + narrow) * max(N, 1))))
     one = one_pass(machine, shape, rows, path=path, exposed=0.0)

@@ -89,7 +89,7 @@ def linear_policy_loss(
     memory             "fast": one pass, three GEMMs, and for half-precision inputs an fp32 accumulator (V, H) of the
                        weight's gradient; "least": two passes, about four GEMMs, no accumulator (`backends/least.py`);
                        None: "fast", but on CUDA "least" if max_scratch_mb is so small that it should be faster by
-                       `rlplus.loss.cost` (at 16,384 tokens of Qwen2.5-7B's head: below 130)
+                       `rlplus.loss.cost` (at 16,384 tokens of Qwen2.5-7B's head: up to 130)
     max_scratch_mb     memory for logits, 10^6 bytes; None = 1250, with memory="least" 80
     weight_grad        (V, H), contiguous, fp32 (fp64 for fp64 inputs), in memory that no input uses: the gradient of
                        weight is added there by this call, without later factors of the loss. The backward pass then

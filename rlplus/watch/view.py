@@ -19,7 +19,7 @@ from rlplus.watch.plain_warnings import warnings_of
 TEMPLATES = "rlplus.watch"
 RECENT = 10  # steps whose means the cards show
 PARTS = ("now", "curves", "samples")
-_STATES = {  # by `Life.state`: the word, and the style of its dot
+_STATES = {  # word and style of the dot for each `Life.state`
     "running": ("training", "good"),
     "finished": ("finished", "done"),
     "stopped": ("stopped", "bad"),
@@ -77,7 +77,7 @@ class View:
     def __init__(self, runs: Sequence[FollowedRun]) -> None:
         self.runs = list(runs)
         self._environment = environment(TEMPLATES)
-        self._rendered: dict[str, tuple[str, str]] = {}  # by part: of what, and the HTML
+        self._rendered: dict[str, tuple[str, str]] = {}  # the state shown and its HTML, for each part
 
     def update(self) -> None:
         for run in self.runs:

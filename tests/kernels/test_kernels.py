@@ -263,7 +263,8 @@ def test_grad_filter_keeps_the_change_within_its_share(max_scratch_mb: float | N
     torch.testing.assert_close(got["dhidden"][~dropped], want["dhidden"][~dropped])
     assert mass[dropped].sum() <= grad_filter * mass.sum() * (1 + 1e-5)
     assert dropped.any() or max_scratch_mb == SCRATCH["one row"] or grad_filter < 0.5
-    assert torch.equal(got["loss"], want["loss"])
+    # The same but for the order of its sums: a filter copies rows, so that fewer of them fit into a chunk.
+    torch.testing.assert_close(got["loss"], want["loss"], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

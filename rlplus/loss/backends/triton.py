@@ -194,14 +194,12 @@ class _Work:
         self.head, self.way, self.which, self.tiling = head, way, which, tuning.tiling_of(head)
         self.count = len(head.target) if which is None else len(which)
         self.rows = chunk_rows(head._replace(target=head.target[: self.count]), way, scratch_bytes, copies)
-        self.logits, self.exponentials, self.dlogits = (
-            None if dtype is None else head.hidden.new_empty(self.rows, width(head), dtype=dtype)
-            for dtype in (head.dtype if way.tile is None else None, way.exponentials, None)
-        )
-        if way.dlogits == head.dtype:
-            self.dlogits = self.logits
-        elif way.dlogits is not None:
-            self.dlogits = head.hidden.new_empty(self.rows, width(head), dtype=way.dlogits)
+        self.logits = self._buffer(head.dtype if way.tile is None else None)
+        self.exponentials = self._buffer(way.exponentials)
+        self.dlogits = self.logits if way.dlogits == head.dtype else self._buffer(way.dlogits)
+
+    def _buffer(self, dtype: torch.dtype | None) -> Tensor | None:
+        return None if dtype is None else self.head.hidden.new_empty(self.rows, width(self.head), dtype=dtype)
 
     def chunks(self) -> Iterator[tuple[Index, Head, Tensor]]:
         """Which rows, the head of those alone, and values (n, WIDTH) with their statistics."""

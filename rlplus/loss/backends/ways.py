@@ -31,14 +31,14 @@ class Way(NamedTuple):
 def way_of(head: Head, gradient: bool, bonus: bool = False, tiling: Tiling | None = None) -> Way:
     """bonus: whether rows may have a gradient of the entropy."""
     tiling = tiling or tuning.tiling_of(head)
-    first, half = (tiling.loss if gradient else tiling.forward), head.hidden.dtype == torch.bfloat16
-    kept = gradient and (half or (isinstance(first, Tile) and head.hidden.dtype == torch.float32))
+    first, bf16 = (tiling.loss if gradient else tiling.forward), head.hidden.dtype == torch.bfloat16
+    kept = gradient and (bf16 or (isinstance(first, Tile) and head.hidden.dtype == torch.float32))
     kept = kept and not (bonus and head.softcap is not None)
     tile = None
     # A weight that lies the other way would have to be copied.
     if first != "vendor" and (kept or not gradient) and head.weight.stride(1) == 1:
         transformed = any(x is not None for x in (head.bias, head.softcap, head.row_temperature))
-        default = linear_logprob.default_tile(head.hidden, transformed) if half and head.hidden.is_cuda else None
+        default = linear_logprob.default_tile(head.hidden, transformed) if bf16 and head.hidden.is_cuda else None
         tile = first or default
     narrow = gradient_dtype(head) if gradient else None
     return Way(tile, narrow, None, bonus) if kept else Way(tile, None, narrow, bonus)
