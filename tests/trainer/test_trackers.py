@@ -1,5 +1,6 @@
 """Live trackers, as stubs with the interface of the real ones: what they get, resumes, failures, missing packages."""
 
+import importlib
 import logging
 import sys
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ import pytest
 from engine_runs import changed
 from trainer_runs import environment, metrics, run_config
 
-from rlplus.cli import main
+from rlplus.cli import TRAIN, main
 from rlplus.trainer import train
 from rlplus.trainer.metrics import RunLog
 from rlplus.trainer.progress import Progress
@@ -205,6 +206,8 @@ def test_a_missing_package_is_said_before_anything_starts(
 ) -> None:
     """A folder of that name, in which wandb keeps what it could not send, is no package."""
     monkeypatch.chdir(tmp_path)
+    for package in TRAIN:
+        importlib.import_module(package)
     monkeypatch.setattr(sys, "path", ["", str(Path(__file__).parents[2])])
     monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / name).mkdir()
