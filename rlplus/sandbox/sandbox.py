@@ -18,7 +18,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .jail.namespaces import FILE_BYTES
+from .jail.namespaces import FILE_BYTES, free_user
 from .jail.programs import READY
 from .process_table import Process, processes, runnable, tree
 
@@ -29,18 +29,13 @@ _LATE_S = 0.2  # a later look than this says nothing of the time before
 _WALL_CLOCK_FACTOR = 5  # the limit of the wall clock over that of the CPU time, for a busy machine
 _MOST_OUTPUT = 1 << 28  # bytes of all runs together
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/program", "LANG": "C.UTF-8"}
-_BWRAP = (
-    "--unshare-all",
-    "--die-with-parent",
-    "--new-session",
-    "--as-pid-1",
-    "--cap-drop",
-    "ALL",
-    "--uid",
-    "65534",
-    "--gid",
-    "65534",
-)
+_BWRAP = ("--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL")
+_AS_USER = ("--unshare-all", "--uid", "65534", "--gid", "65534")
+# No user namespace: jail becomes a user of its own, since Linux exempts root from the limit of processes.
+_AS_ROOT = (
+    "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try",
+    "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID",
+)  # fmt: skip
 _DEVICES = [text for name in ("null", "random", "urandom") for text in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")]
 _JAIL = Path(__file__).with_name("jail")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -52,9 +47,9 @@ class Sandbox:
     """Runs Python programs. memory: bytes, of one process and of all together. seconds: CPU time of all, and time in
     which all sleep.
 
-    kind "auto": bubblewrap or namespaces. As root namespaces come first: they give each program a user of its own,
-    where bubblewrap's is root outside of it. Raises OSError if this sandbox is unavailable, later also in `run` and
-    `test`: then nothing is known of the code. "auto" never falls back to "limits". ValueError for another kind.
+    kind "auto": bubblewrap or namespaces; as root, who needs no other command for them, namespaces first. Raises
+    OSError if this sandbox is unavailable, later also in `run` and `test`: then nothing is known of the code. "auto"
+    never falls back to "limits". ValueError for another kind.
     """
 
     def __init__(self, kind: str, memory: int, seconds: float) -> None:
@@ -144,16 +139,21 @@ class Sandbox:
             "memory": self._memory,
             "seconds": int(self._seconds) + 1,
             "processes": None if self.kind == "limits" else _PROCESSES,
+            "user": free_user() if self.kind == "bubblewrap" else None,
         }
         command = [python, "-I", "-S", str(_JAIL), json.dumps(settings)]
         if self.kind != "bubblewrap":
             return command
         if (bwrap := shutil.which("bwrap")) is None:
             raise OSError("there is no command bwrap")
-        inside = [text for path in (*read, str(_JAIL)) for text in ("--ro-bind", path, path)]
-        memory = ["--size", str(FILE_BYTES), "--tmpfs", "/program", "--chdir", "/program"]
+        files = [*read, str(_JAIL)]
+        above = sorted({str(folder) for path in (*files, "/dev/null") for folder in Path(path).parents} - {"/"})
+        inside = [text for path in above for text in ("--perms", "0755", "--dir", path)]
+        inside += [text for path in files for text in ("--ro-bind", path, path)]
+        memory = ["--perms", "0777", "--size", str(FILE_BYTES), "--tmpfs", "/program", "--chdir", "/program"]
         own = [*_DEVICES, "--proc", "/proc", "--remount-ro", "/proc", "--remount-ro", "/"]
-        return [bwrap, *_BWRAP, *inside, *memory, *own, *command]
+        rights = _AS_USER if settings["user"] is None else _AS_ROOT
+        return [bwrap, *_BWRAP, *rights, *inside, *memory, *own, *command]
 
     def _results(
         self, sandboxes: Sequence["subprocess.Popen[bytes]"], count: int

@@ -144,6 +144,33 @@ def test_a_late_supervisor_leaves_the_limit_of_cpu_time_to_the_kernel(
     assert run(sandbox, "while True: pass") == [(False, "ended by SIGXCPU")]
 
 
+FORKS = """
+import os, time
+started = 0
+try:
+    while started < 300:
+        if os.fork() == 0:
+            time.sleep(600)
+        started += 1
+except OSError:
+    pass
+print(started)
+"""
+
+
+def test_a_late_supervisor_leaves_the_limit_of_processes_to_the_kernel(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user of bubblewrap's programs was root once, whom no such limit binds: a fork bomb filled the machine's table
+    of processes between two looks."""
+    if sandbox.kind == "limits":
+        return
+    monkeypatch.setattr("rlplus.sandbox.sandbox._LOOK_S", 600.0)
+    ((ended_well, said),) = run(sandbox, FORKS)
+    assert ended_well
+    assert 50 < int(said) < 64
+
+
 def test_a_sandbox_that_cannot_be_made_is_no_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is known of the code: the grader fails, and tries again."""
     sandbox = make("limits")

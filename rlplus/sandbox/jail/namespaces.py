@@ -10,7 +10,8 @@ from .linux import check, libc, machine
 
 FILE_BYTES = 1 << 26  # limit of one file, and of all in /program
 _FILES = FILE_BYTES >> 12  # and folders and links in /program: empty ones have no bytes, but a kilobyte of the kernel's
-_NOBODY, _FIRST_USER = 65534, 1 << 20
+_NOBODY, _FIRST_USER = 65534, 1 << 31
+_WANTED = 1 << 6 | 1 << 7 | 1 << 21  # to become another group and user, and to make namespaces: linux/capability.h
 _NEW_USER, _NEW_REST = 0x10000000, 0x20000 | 0x4000000 | 0x8000000 | 0x20000000 | 0x40000000  # linux/sched.h
 _READ_ONLY, _NO_SETUID, _NO_DEVICES, _NO_EXEC, _BIND, _RECURSIVE, _PRIVATE = 1, 2, 4, 8, 4096, 16384, 1 << 18
 _DETACH = 2  # sys/mount.h
@@ -43,13 +44,22 @@ def _has(user: int) -> bool:
     return True
 
 
-def enter() -> int | None:
-    """The user to become; None in a user namespace. OSError if the machine allows neither.
+def free_user() -> int | None:
+    """A user for a program, if this process is root and may become another. Every program gets another one, since the
+    limit of processes is per user."""
+    free = _FIRST_USER + (int.from_bytes(os.urandom(4), "little") >> 2)
+    return free if os.getuid() == 0 and _has(free) and _rights() & _WANTED == _WANTED else None
 
-    Every program gets another user, since the limit of processes is per user.
-    """
-    user, group, free = os.getuid(), os.getgid(), _FIRST_USER + os.getpid()
-    if user == 0 and _has(free) and libc.unshare(_NEW_REST) == 0:
+
+def _rights() -> int:
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
+
+
+def enter() -> int | None:
+    """The user to become; None in a user namespace. OSError if the machine allows neither."""
+    user, group, free = os.getuid(), os.getgid(), free_user()
+    if free is not None and libc.unshare(_NEW_REST) == 0:
         return free
     check(libc.unshare(_NEW_USER | _NEW_REST), "unshare")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{_NOBODY} {user} 1"), ("gid_map", f"{_NOBODY} {group} 1")):

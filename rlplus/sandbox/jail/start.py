@@ -86,6 +86,8 @@ def main() -> None:
     with _reason():
         machine()
         user = enter() if settings["own"] else None
+        if settings["user"] is not None:
+            give_up_rights(settings["user"])
         # sandbox.py ends this process last: what was started while the others were being killed is still found below.
         _prctl(_SUBREAPER, 1)
         _prctl(_DUMPABLE, 0)  # no program looks into this process, or its forks
