@@ -13,12 +13,14 @@ from rlplus.lazy import lazy_names
 if TYPE_CHECKING:
     from rlplus.loss import (
         OBJECTIVES,
+        DivergenceLoss,
         Objective,
         PolicyLoss,
         RLPlusLoss,
         batch_advantages,
         group_advantages,
         head_of,
+        linear_divergence,
         linear_logprob,
         linear_policy_loss,
         policy_loss,
@@ -31,12 +33,14 @@ __version__ = "0.2.0"
 
 __all__ = [
     "OBJECTIVES",
+    "DivergenceLoss",
     "Objective",
     "PolicyLoss",
     "RLPlusLoss",
     "batch_advantages",
     "group_advantages",
     "head_of",
+    "linear_divergence",
     "linear_logprob",
     "linear_policy_loss",
     "policy_loss",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rlplus.loss.advantages import batch_advantages
     from rlplus.loss.causal_lm import head_of
     from rlplus.loss.definition import policy_loss
+    from rlplus.loss.distillation import DivergenceLoss, linear_divergence
     from rlplus.loss.objective import OBJECTIVES, Objective
     from rlplus.loss.operations import MAX_SCRATCH_MB, PolicyLoss, RLPlusLoss, linear_logprob, linear_policy_loss
     from rlplus.loss.registered import register_token_loss
@@ -24,6 +25,7 @@ __all__ = [
     "MISMATCH_STATS",
     "OBJECTIVES",
     "STATS",
+    "DivergenceLoss",
     "Objective",
     "PolicyLoss",
     "RLPlusLoss",
@@ -33,6 +35,7 @@ __all__ = [
     "exploration_weight",
     "group_advantages",
     "head_of",
+    "linear_divergence",
     "linear_logprob",
     "linear_policy_loss",
     "policy_loss",
@@ -48,6 +51,7 @@ __getattr__, __dir__ = lazy_names(
         "advantages": ("batch_advantages",),
         "causal_lm": ("head_of",),
         "definition": ("policy_loss",),
+        "distillation": ("DivergenceLoss", "linear_divergence"),
         "objective": ("OBJECTIVES", "Objective"),
         "operations": ("MAX_SCRATCH_MB", "PolicyLoss", "RLPlusLoss", "linear_logprob", "linear_policy_loss"),
         "registered": ("register_token_loss",),

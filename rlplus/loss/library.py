@@ -83,6 +83,13 @@ def check_policy_rows(head: Head, V: int, constants: TokenConstants, objective: 
     _check_temperatures(head, on)
 
 
+def check_weighted_rows(weights: Tensor, *heads: Head) -> None:
+    """Check all weights, and the heads' temperatures of rows that have one."""
+    check_values(weights.isfinite(), "want token_weight finite everywhere; got NaN or Inf")
+    for head in heads:
+        _check_temperatures(head, weights != 0)
+
+
 def check_logprob_rows(head: Head, V: int) -> None:
     """Check targets and temperatures of rows whose target is not IGNORED. V: the size of the vocabulary."""
     on = head.target != IGNORED
@@ -191,6 +198,37 @@ def _(weight_grad, needs, *arguments):  # type: ignore[no-untyped-def]
 def _empty_gradients(head: Head, needs: Sequence[bool]) -> tuple[Tensor, ...]:
     likes = (head.hidden, head.weight, head.weight[:, 0] if head.bias is None else head.bias)
     return tuple(x.new_empty(x.shape if need else (0,)) for x, need in zip(likes, needs, strict=True))
+
+
+@torch.library.custom_op(
+    "rlplus::linear_divergence",
+    mutates_args=(),
+    schema=f"(bool[] needs, {_schema(Head)}, {_schema(Head).replace('Head_', 'Teacher_')}, Tensor token_weight, "
+    "float beta, float scratch_bytes, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def linear_divergence(needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
+    """-> loss, divergence (N,), dhidden, dweight, dbias (without elements where not needed); see `attach_gradients`."""
+    head, teacher, weights, beta, scratch_bytes, backend = _unpack(arguments, Head, Head)
+    check_weighted_rows(weights, head, teacher)
+
+    def compute(head: Head, *where: Any) -> Any:
+        return implementation(backend).divergence(head, teacher.rounded(), weights, beta, scratch_bytes, *where)
+
+    with full_precision(head.hidden.device), advising(backend):
+        values, *gradients = _in_one_dtype(compute, head, list(needs), None)
+    return weighted_sum(weights, values), values, *gradients
+
+
+@linear_divergence.register_fake
+def _(needs, *arguments):  # type: ignore[no-untyped-def]
+    head, *_ = _unpack(arguments, Head)
+    loss, rows = (head.hidden.new_empty(shape, dtype=head.dtype) for shape in ((), len(head.target)))
+    return loss, rows, *_empty_gradients(head, needs)
+
+
+def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """The sum of weights * values, whatever the values are where the weight is 0."""
+    return torch.where(weights == 0, 0.0, weights * values).sum()
 
 
 @torch.library.custom_op("rlplus::attach_gradients", mutates_args=())

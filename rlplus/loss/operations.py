@@ -115,7 +115,7 @@ def linear_policy_loss(
     and > 0, and in rows of non-zero weight for non-finite advantages, and for given logprobs none of which is below 0.
     """
     objective = objective_of(objective)
-    head = _head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature), group)
+    head = make_head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature), group)
     constants = check_constants(
         objective, target.shape, hidden.device, head.dtype,
         advantage=advantage, token_weight=token_weight, external=external, old_logprob=old_logprob,
@@ -124,7 +124,7 @@ def linear_policy_loss(
     )  # fmt: skip
     _check_options(head, objective, grad_filter, memory, weight_grad)
     way = _way(memory, max_scratch_mb, hidden.device)
-    scratch = _scratch_bytes(max_scratch_mb, way)
+    scratch = bytes_of_scratch(max_scratch_mb, way)
     backend = backend_for(backend, head, scratch)
     if backend == "reference":
         if way == "least" or weight_grad is not None or head.group:
@@ -158,8 +158,8 @@ def linear_logprob(
     is 0 and has no gradient, and the temperature may be anything. Logits, temperature, dtypes, options and errors as in
     `linear_policy_loss`.
     """
-    head = _head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature), group)
-    scratch = _scratch_bytes(max_scratch_mb, "fast")
+    head = make_head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature), group)
+    scratch = bytes_of_scratch(max_scratch_mb, "fast")
     backend = backend_for(backend, head, scratch)
     if backend == "reference":
         if head.group:
@@ -241,14 +241,14 @@ def _way(memory: str | None, max_scratch_mb: float | None, device: torch.device)
     return "faster" if device.type == "cuda" and max_scratch_mb is not None else "fast"
 
 
-def _scratch_bytes(max_scratch_mb: float | None, way: str) -> float:
+def bytes_of_scratch(max_scratch_mb: float | None, way: str) -> float:
     mb = MAX_SCRATCH_MB[way] if max_scratch_mb is None else max_scratch_mb
     if not (isinstance(mb, int | float) and 0 < mb < inf):
         raise ValueError(f"want max_scratch_mb a finite number > 0; got {mb!r}")
     return mb * 1e6
 
 
-def _head(
+def make_head(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -261,7 +261,7 @@ def _head(
     A temperature per token is the head's row_temperature, and the other one is 1.
     """
     weight, bias, group_name = _own_rows(weight, bias, group)
-    _check_plain(hidden=hidden, weight=weight, target=target, bias=bias)
+    check_plain(hidden=hidden, weight=weight, target=target, bias=bias)
     tensors = all(isinstance(t, Tensor) for t in (hidden, weight, target))
     some = tensors and (weight.numel() > 0 or (group_name and weight.ndim == 2 and weight.shape[1] > 0))
     if not some or hidden.ndim < 1 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
@@ -319,7 +319,7 @@ def _own_rows(weight: Any, bias: Any, group: Any) -> tuple[Tensor, Tensor | None
     return weight, bias, group.group_name
 
 
-def _check_plain(**inputs: Any) -> None:
+def check_plain(**inputs: Any) -> None:
     for name, value in inputs.items():
         if hasattr(value, "full_tensor"):
             raise ValueError(

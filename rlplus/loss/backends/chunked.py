@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
+from rlplus.loss.divergence import value_and_gradient
 from rlplus.loss.head import (
     FLOOR,
     Gradients,
@@ -96,6 +97,34 @@ def logprob_backward(
     return _unscaled(grads, scale).finish(head, weight_grad)
 
 
+def divergence(
+    head: Head,
+    teacher: Head,
+    weights: Tensor,
+    beta: float,
+    scratch_bytes: float,
+    needs: list[bool],
+    weight_grad: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """-> divergence (N,), gradients of sum(weights * divergence), as in `policy_loss`. beta: of `divergence.py`."""
+    values, scale = head.hidden.new_empty(len(head.target), dtype=head.dtype), _fp16_scale(head, [weights])
+    grads = Gradients.zeros(head, needs, weight_grad)
+    gradient = any(g.numel() for g in grads)
+    for rows in _chunks(head, scratch_bytes / 3):  # six buffers in the place of two
+        part = head.rows(rows)
+        logp, _, _, slope = _log_probabilities(part, gradient)
+        logq = _log_probabilities(teacher.rows(rows), gradient=False)[0]
+        values[rows], dz = value_and_gradient(logp, logq.to(head.dtype), beta)
+        if gradient:
+            weight = weights[rows] if scale is None else weights[rows] * scale
+            dz *= (weight / part.divisor)[:, None]
+            if slope is not None:
+                dz *= slope
+            _add(part, rows, dz, logp, weights[rows] != 0, scale, grads)
+        del logp, logq, slope, dz
+    return values, _unscaled(grads, scale).finish(head, weight_grad)
+
+
 def _chunks(head: Head, scratch_bytes: float) -> Iterator[slice]:
     N, (V, H) = len(head.target), head.weight.shape
     row = V * scratch_per_logit(*head.logits)
@@ -111,15 +140,20 @@ def _statistics(head: Head, rows: slice, gradient: bool) -> tuple[Tensor, Tensor
     logprob is NaN where the target is no token; slope is None without a softcap or a gradient.
     """
     head = head.rows(rows)
+    logp, p, entropy, slope = _log_probabilities(head, gradient)
+    known = (head.target >= 0) & (head.target < logp.shape[1])
+    logprob = logp.gather(1, head.target.where(known, 0)[:, None]).squeeze(1)
+    return logp, p, logprob.masked_fill(~known, torch.nan), entropy, slope
+
+
+def _log_probabilities(head: Head, gradient: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """log p (n, V), memory for p (n, V), entropy (n,), slope (n, V) as in `_statistics`."""
     x = scaled(raw_logits(head), head)
     slope = cap_slope(x, head) if gradient else None
     z = capped(x, head)
     top, at = z.max(-1, keepdim=True)
     logsum, entropy, p = _row_statistics(z.sub_(top).clamp_(min=FLOOR), at)
-    logp = z.sub_(logsum[:, None])
-    known = (head.target >= 0) & (head.target < logp.shape[1])
-    logprob = logp.gather(1, head.target.where(known, 0)[:, None]).squeeze(1)
-    return logp, p, logprob.masked_fill(~known, torch.nan), entropy, slope
+    return z.sub_(logsum[:, None]), p, entropy, slope
 
 
 def _row_statistics(z: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,10 +179,7 @@ def _backward(
     scale: Tensor | None,
     grads: Gradients,
 ) -> None:
-    """Write dlogprob (onehot - p) - dentropy p (log p + entropy) over logp and add the chunk to the gradients.
-
-    `scale` multiplies the gradients of weight and bias.
-    """
+    """Write dlogprob (onehot - p) - dentropy p (log p + entropy) over logp and add the chunk to the gradients."""
     logp, p, slope = matrices
     active = dlogprob != 0 if dentropy is None else (dlogprob != 0) | (dentropy != 0)
     if scale is not None:
@@ -158,12 +189,22 @@ def _backward(
     dz = _row_gradient(head, logp, p, dlogprob, dentropy, entropy)
     if slope is not None:
         dz *= slope
+    _add(head, rows, dz, p, active, scale, grads)
+
+
+def _add(
+    head: Head, rows: slice, dz: Tensor, memory: Tensor, active: Tensor, scale: Tensor | None, grads: Gradients
+) -> None:
+    """Add the products of a chunk's dz (n, V), which may be overwritten, as `memory` (n, V) is; head: of the chunk.
+
+    active (n,): rows with a gradient. `scale` multiplies the gradients of weight and bias.
+    """
     hidden = head.hidden
     keep: Tensor | slice = rows
-    if dz.device.type == "cpu":  # leave rows without a gradient out of the GEMMs; p's memory is free now
+    if dz.device.type == "cpu":  # leave rows without a gradient out of the GEMMs
         index = active.nonzero().squeeze(1)
         if len(index) < len(active):
-            dz, hidden = torch.index_select(dz, 0, index, out=p[: len(index)]), hidden[index]
+            dz, hidden = torch.index_select(dz, 0, index, out=memory[: len(index)]), hidden[index]
             keep = index + rows.start
     else:  # counting them would wait for the device
         dz, hidden = dz.masked_fill_(~active[:, None], 0.0), hidden.masked_fill(~active[:, None], 0.0)

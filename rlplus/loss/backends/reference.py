@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rlplus.loss import Objective, TokenConstants, policy_loss, token_loss
+from rlplus.loss.divergence import divergence
 from rlplus.loss.head import FLOOR, Head, drop_smallest, scaled
 from rlplus.loss.precision import full_precision
 
@@ -54,15 +55,20 @@ class _Floor(torch.autograd.Function):
         return grads[0]
 
 
-def logprob_and_entropy(head: Head) -> tuple[Tensor, Tensor]:
-    """-> logprob (N,), NaN where the target is no token, and entropy (N,), in nats; differentiable."""
+def log_probabilities(head: Head) -> Tensor:
+    """log p (N, V), at least FLOOR; differentiable."""
     weight, bias = (None if x is None else _Rounded.apply(x, head.hidden.dtype) for x in (head.weight, head.bias))
     z = scaled(product(head.hidden.to(head.dtype), weight), head._replace(bias=bias))
     if head.softcap is not None:
         z = head.softcap * (z / head.softcap).tanh()
     if head.row_temperature is not None:
         z = z / head.row_temperature[:, None]
-    logp = _Floor.apply(_log_softmax(z))
+    return _Floor.apply(_log_softmax(z))
+
+
+def logprob_and_entropy(head: Head) -> tuple[Tensor, Tensor]:
+    """-> logprob (N,), NaN where the target is no token, and entropy (N,), in nats; differentiable."""
+    logp = log_probabilities(head)
     known = (head.target >= 0) & (head.target < len(head.weight))
     logprob = logp.gather(1, head.target.where(known, 0)[:, None]).squeeze(1)
     return torch.where(known, logprob, torch.nan), -(logp.exp() * logp).sum(-1)
@@ -87,16 +93,29 @@ def linear_policy_loss(
     counts = constants.token_weight != 0
     if constants.entropy_weight is not None and objective.entropy_coef:
         counts = counts | (constants.entropy_weight != 0)
-    # Rows of weight 0 enter the differentiated pass as zeros, so their contents cannot affect a gradient.
-    clean = head._replace(
-        hidden=torch.where(counts[:, None], head.hidden, 0.0), target=torch.where(counts, head.target, 0),
-        row_temperature=None if head.row_temperature is None else torch.where(counts, head.row_temperature, 1.0),
-    )  # fmt: skip
-    live_logprob, live_entropy = logprob_and_entropy(clean)
+    live_logprob, live_entropy = logprob_and_entropy(_only(head, counts))
     kept = drop_smallest(row.dlogprob, logprob, grad_filter) != 0
     live_logprob = torch.where(kept, live_logprob, live_logprob.detach())
     loss, stats = policy_loss(live_logprob, entropy=live_entropy, objective=objective, **constants._asdict())
     return loss, logprob, entropy, stats
+
+
+def linear_divergence(head: Head, teacher: Head, weights: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """-> loss (differentiable in the head), divergence (N,)."""
+    counts = weights != 0
+    with torch.no_grad():
+        values = divergence(log_probabilities(head), log_probabilities(teacher).to(head.dtype), beta)
+        teacher_logp = log_probabilities(_only(teacher, counts)).to(head.dtype)
+    live = divergence(log_probabilities(_only(head, counts)), teacher_logp, beta)
+    return (weights * live).sum(), values
+
+
+def _only(head: Head, counts: Tensor) -> Head:
+    """The head with zeros in the place of the other rows, so that their contents cannot affect a gradient."""
+    return head._replace(
+        hidden=torch.where(counts[:, None], head.hidden, 0.0), target=torch.where(counts, head.target, 0),
+        row_temperature=None if head.row_temperature is None else torch.where(counts, head.row_temperature, 1.0),
+    )  # fmt: skip
 
 
 def scratch_per_logit(dtype: torch.dtype, device: str, capped: bool = False) -> int:

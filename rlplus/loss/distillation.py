@@ -1,0 +1,143 @@
+"""Distillation: the divergence of a student from a teacher, from the inputs of both heads, without stored logits."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlplus.loss import library
+from rlplus.loss.backends import reference
+from rlplus.loss.backends.selection import backend_for, is_automatic
+from rlplus.loss.divergence import beta_of
+from rlplus.loss.head import Head
+from rlplus.loss.inputs import check_tensor, describe
+from rlplus.loss.operations import bytes_of_scratch, check_plain, make_head
+
+BACKENDS = ("reference", "torch")
+
+
+class DivergenceLoss(NamedTuple):
+    """loss: 0-d, differentiable in hidden, weight and bias. divergence (...): every row's, in nats, detached."""
+
+    loss: Tensor
+    divergence: Tensor
+
+
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    token_weight: Tensor,
+    kind: str = "reverse_kl",
+    beta: float | None = None,
+    bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+    teacher_bias: Tensor | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_logit_softcap: float | None = None,
+    teacher_temperature: float | Tensor | None = None,
+    max_scratch_mb: float | None = None,
+    backend: str = "auto",
+) -> DivergenceLoss:
+    """The divergence of a student from a teacher over the whole vocabulary, straight from the inputs of both heads.
+
+    hidden (..., H), weight (V, H), bias (V,) or None; teacher_hidden (..., G), teacher_weight (V, G), teacher_bias: of
+    one vocabulary, whose hidden sizes may differ. Dtypes, logits, temperatures, precision and max_scratch_mb are as in
+    `linear_policy_loss`; teacher_temperature: None = temperature.
+    kind         p of the student, q of the teacher: "reverse_kl", sum p log(p / q); "forward_kl", sum q log(q / p);
+                 "jsd", beta sum q log(q / m) + (1 - beta) sum p log(p / m), m = beta q + (1 - beta) p. beta (None: 1/2)
+                 is as in TRL's GKD: a jsd of beta 0 is forward_kl, of beta 1 reverse_kl
+    token_weight (...): loss = sum of token_weight * divergence, see `token_weights`. It is needed beforehand because
+                 the gradients are computed with the loss, in four GEMMs: two for logits, two for gradients. A loss that
+                 weighs the divergences of tokens afterwards would compute the logits again, in six
+    backend      "torch", "reference" or "auto", which is "torch"; RLPLUS_BACKEND replaces "auto"
+
+    The teacher is constant. A teacher_hidden that requires a gradient is refused, as it holds a graph that nothing
+    will use; a teacher_weight may require one, and gets none.
+    Rows of weight 0 are left out by selection: their contents, NaN included, change no bit of loss and gradients.
+    Logits that are -inf count as probabilities of e^(-1e30). Where both are nearly sure of a token the divergence keeps
+    its digits, as 1 - p of each does. Differentiable once. The same inputs give the same bits.
+
+    Raises ValueError for wrong shapes, dtypes, devices and options and (on the CPU; elsewhere asserted on the device)
+    for weights that are not finite and, where they are not 0, temperatures per token that are not finite and > 0.
+    """
+    number = beta_of(kind, beta)
+    check_plain(weight=weight, bias=bias, teacher_weight=teacher_weight, teacher_bias=teacher_bias)
+    head = _head(hidden, weight, bias, (logit_scale, logit_softcap, temperature))
+    if teacher_temperature is None:
+        teacher_temperature = temperature
+    numbers = (teacher_logit_scale, teacher_logit_softcap, teacher_temperature)
+    teacher = _teacher(hidden, weight, teacher_hidden, teacher_weight, teacher_bias, numbers)
+    weights = _weights(token_weight, hidden, head.dtype)
+    scratch = bytes_of_scratch(max_scratch_mb, "fast")
+    backend = _backend(backend, head, scratch)
+    if backend == "reference":
+        library.check_weighted_rows(weights, head, teacher)
+        loss, values = reference.linear_divergence(head, teacher, weights, number)
+    else:
+        inputs = (head.hidden, head.weight, head.bias)
+        needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs]
+        with torch.no_grad():
+            loss, values, *gradients = library.linear_divergence(
+                needs, *head, *teacher, weights, number, scratch, backend
+            )
+        loss = library.attach_gradients(loss, *inputs, *gradients, backend == "triton")
+    return DivergenceLoss(loss, values.detach().view(hidden.shape[:-1]))
+
+
+def _head(hidden: Tensor, weight: Tensor, bias: Tensor | None, numbers: tuple[Any, Any, Any]) -> Head:
+    """A head without targets; numbers: logit_scale, logit_softcap, temperature."""
+    target: Any = None
+    if isinstance(hidden, Tensor):
+        target = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+    return make_head(hidden, weight, target, bias, numbers, None)
+
+
+def _teacher(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    numbers: tuple[Any, Any, Any],
+) -> Head:
+    """The teacher's head, without gradients; hidden, weight: the student's."""
+    try:
+        head = _head(teacher_hidden, teacher_weight, teacher_bias, numbers)
+    except ValueError as error:
+        raise ValueError(f"the teacher's head: {error}") from error
+    same = (teacher_hidden.shape[:-1], len(teacher_weight), teacher_hidden.device)
+    if same != (hidden.shape[:-1], len(weight), hidden.device):
+        raise ValueError(
+            "want teacher_hidden (..., G) and teacher_weight (V, G) of the student's tokens, vocabulary and device, "
+            f"{tuple(hidden.shape[:-1])}, {len(weight)} and {hidden.device}; got {describe(teacher_hidden)} and "
+            f"{describe(teacher_weight)}"
+        )
+    if teacher_hidden.requires_grad:
+        raise ValueError(
+            "want teacher_hidden without a gradient, computed under torch.no_grad() or detached; got one that requires "
+            "a gradient: the teacher is constant"
+        )
+    return head._replace(weight=head.weight.detach(), bias=None if head.bias is None else head.bias.detach())
+
+
+def _weights(token_weight: Any, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """(N,) in the dtype of the logits; integers and bools are converted."""
+    value = token_weight
+    if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex():
+        value = value.to(dtype)
+    check_tensor("token_weight", value, (hidden.shape[:-1], hidden.device))
+    return value.detach().reshape(-1).to(dtype)
+
+
+def _backend(name: str, head: Head, scratch: float) -> str:
+    backend = backend_for(name, head, scratch)
+    if backend in BACKENDS:
+        return backend
+    if is_automatic(name):
+        return "torch"
+    raise ValueError(f"want backend {' or '.join(BACKENDS)} for a divergence; got {backend!r}, which has none")
