@@ -6,6 +6,7 @@ annotations: a new field is a new argument.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from itertools import islice
 from types import ModuleType
@@ -73,14 +74,14 @@ def _unpack(arguments: Sequence[Any], *kinds: Any) -> list[Any]:
     return [*(kind(*islice(rest, len(FIELDS[kind]))) for kind in kinds), *rest]
 
 
-def check_policy_rows(head: Head, V: int, constants: TokenConstants, objective: Objective) -> None:
-    """Check targets and temperatures of rows with a weight, and all weights. V: the size of the vocabulary."""
+def check_policy_rows(head: Head, constants: TokenConstants, objective: Objective) -> Tensor:
+    """Check all weights, and temperatures of rows with a weight. -> these rows, (N,) bool."""
     check_constant_values(constants)
     on = constants.token_weight != 0
-    _check_targets(head, V, on)
     if objective.entropy_coef and constants.entropy_weight is not None:
         on = on | (constants.entropy_weight != 0)
     _check_temperatures(head, on)
+    return on
 
 
 def check_weighted_rows(weights: Tensor, *heads: Head) -> None:
@@ -90,14 +91,15 @@ def check_weighted_rows(weights: Tensor, *heads: Head) -> None:
         _check_temperatures(head, weights != 0)
 
 
-def check_logprob_rows(head: Head, V: int) -> None:
-    """Check targets and temperatures of rows whose target is not IGNORED. V: the size of the vocabulary."""
+def check_logprob_rows(head: Head) -> Tensor:
+    """Check temperatures of rows whose target is not IGNORED. -> these rows, (N,) bool."""
     on = head.target != IGNORED
-    _check_targets(head, V, on)
     _check_temperatures(head, on)
+    return on
 
 
-def _check_targets(head: Head, V: int, on: Tensor) -> None:
+def check_targets(head: Head, V: int, on: Tensor) -> None:
+    """Check the targets of the rows `on`. V: the size of the vocabulary."""
     check_values(
         ((head.target >= 0) & (head.target < V)) | ~on,
         f"want target in [0, {V}) wherever the token's weight is not 0; got a value outside",
@@ -112,14 +114,18 @@ def _check_temperatures(head: Head, on: Tensor) -> None:
         )
 
 
-def _sharded() -> Any:
-    """Imported for a head that is split: torch.distributed may be missing."""
+def sharded() -> Any:
+    """The backend of a head that is split, imported where it is used: torch.distributed may be missing."""
     return import_module("rlplus.loss.backends.sharded")
 
 
-def _shards(head: Head, backend: str, scratch_bytes: float) -> Any:
-    """`sharded.Shards` of a head that is split over a group, else None."""
-    return _sharded().meet(head, implementation(backend), scratch_bytes) if head.group else None
+def _telling(head: Head) -> Any:
+    return sharded().telling(head.group, head.target.device) if head.group else nullcontext()
+
+
+def _shards(head: Head, backend: str, scratch_bytes: float, *rest: Any) -> Any:
+    """`sharded.Shards` of a head that is split over a group, else None. rest: see `sharded.meet`."""
+    return sharded().meet(head, implementation(backend), scratch_bytes, *rest) if head.group else None
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
@@ -148,18 +154,21 @@ def linear_policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *argum
 
     With weight_grad the gradient of weight is added there. Not differentiable, see `attach_gradients`.
     """
-    if weight_grad is not None:
-        _check_apart(weight_grad, arguments)
     head, constants, objective, options = _unpack(arguments, Head, TokenConstants, Objective, Options)
     memory, blocks = options.memory, implementation(options.backend)
-    shards = _shards(head, options.backend, options.scratch_bytes)
-    check_policy_rows(head, len(head.weight) if shards is None else sum(shards.lengths), constants, objective)
+    with _telling(head):
+        if weight_grad is not None:
+            _check_apart(weight_grad, arguments)
+        on = check_policy_rows(head, constants, objective)
+    call = ("policy loss", needs[0], objective, options.grad_filter)
+    shards = _shards(head, options.backend, options.scratch_bytes, on, call, constants._asdict())
+    check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), constants.token_weight != 0)
     if memory == "faster" and shards is None:
         memory = faster_memory(head.shape, options.scratch_bytes)
 
     def compute(head: Head, *where: Any) -> Any:
         if shards is not None:
-            return _sharded().policy_loss(blocks, shards, head, constants, objective, options.grad_filter, *where)
+            return sharded().policy_loss(blocks, shards, head, constants, objective, options.grad_filter, *where)
         inputs = (head, constants, objective, options.grad_filter, options.scratch_bytes, *where)
         if memory == "least":
             return least.policy_loss(blocks, *inputs)
@@ -291,11 +300,13 @@ attach_gradients.register_autograd(_scale_gradients, setup_context=_keep_gradien
 def linear_logprob(*arguments: Any) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), NaN where the target is IGNORED, and entropy (N,)."""
     head, scratch_bytes, backend = _unpack(arguments, Head)
-    shards = _shards(head, backend, scratch_bytes)
-    check_logprob_rows(head, len(head.weight) if shards is None else sum(shards.lengths))
+    with _telling(head):
+        on = check_logprob_rows(head)
+    shards = _shards(head, backend, scratch_bytes, on, ("logprob",), {})
+    check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), on)
     with full_precision(head.hidden.device), advising(backend):
         if shards is not None:
-            return _sharded().logprob(implementation(backend), shards, head.rounded())
+            return sharded().logprob(implementation(backend), shards, head.rounded())
         return implementation(backend).logprob(head.rounded(), scratch_bytes)
 
 
@@ -315,11 +326,13 @@ def linear_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any)
     """-> dhidden, dweight, dbias, without elements where not needed."""
     head, scratch_bytes, backend, needs = _unpack(arguments, Head)
 
-    blocks, shards = implementation(backend), _shards(head, backend, scratch_bytes)
+    blocks, call = implementation(backend), ("logprob, backward", needs[0])
+    slopes = {"dlogprob": dlogprob, "dentropy": dentropy}
+    shards = _shards(head, backend, scratch_bytes, torch.ones_like(head.target, dtype=torch.bool), call, slopes)
 
     def compute(head: Head, *where: Any) -> tuple[Any, ...]:
         if shards is not None:
-            return (_sharded().logprob_backward(blocks, shards, head, dlogprob, dentropy, *where),)
+            return (sharded().logprob_backward(blocks, shards, head, dlogprob, dentropy, *where),)
         return (blocks.logprob_backward(head, dlogprob, dentropy, scratch_bytes, *where),)
 
     with full_precision(head.hidden.device), advising(backend):

@@ -1,5 +1,6 @@
 """The public operations on a language-model head: policy loss and logprobs without the full logits."""
 
+from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -114,24 +115,26 @@ def linear_policy_loss(
     asserted on the device) for targets outside [0, V), non-finite weights, per-token temperatures that are not finite
     and > 0, and in rows of non-zero weight for non-finite advantages, and for given logprobs none of which is below 0.
     """
-    objective = objective_of(objective)
-    head = make_head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature), group)
-    constants = check_constants(
-        objective, target.shape, hidden.device, head.dtype,
-        advantage=advantage, token_weight=token_weight, external=external, old_logprob=old_logprob,
-        behavior_logprob=behavior_logprob, ref_logprob=ref_logprob, engine_logprob=engine_logprob,
-        entropy_weight=entropy_weight,
-    )  # fmt: skip
-    _check_options(head, objective, grad_filter, memory, weight_grad)
-    way = _way(memory, max_scratch_mb, hidden.device)
-    scratch = bytes_of_scratch(max_scratch_mb, way)
-    backend = backend_for(backend, head, scratch)
-    if backend == "reference":
-        if way == "least" or weight_grad is not None or head.group:
+    with _telling(group, weight, hidden, target):
+        objective = objective_of(objective)
+        head = make_head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature), group)
+        constants = check_constants(
+            objective, target.shape, hidden.device, head.dtype,
+            advantage=advantage, token_weight=token_weight, external=external, old_logprob=old_logprob,
+            behavior_logprob=behavior_logprob, ref_logprob=ref_logprob, engine_logprob=engine_logprob,
+            entropy_weight=entropy_weight,
+        )  # fmt: skip
+        _check_options(head, objective, grad_filter, memory, weight_grad)
+        way = _way(memory, max_scratch_mb, hidden.device)
+        scratch = bytes_of_scratch(max_scratch_mb, way)
+        backend = backend_for(backend, head, scratch)
+        if backend == "reference" and (way == "least" or weight_grad is not None or head.group):
             raise ValueError(
                 "backend 'reference' keeps the full logits: it takes no memory='least', weight_grad or split head"
             )
-        library.check_policy_rows(head, len(head.weight), constants, objective)
+    if backend == "reference":
+        library.check_policy_rows(head, constants, objective)
+        library.check_targets(head, len(head.weight), constants.token_weight != 0)
         loss, logprob, entropy, stats = reference.linear_policy_loss(head, constants, objective, grad_filter)
     else:
         options = library.Options(float(grad_filter), scratch, backend, way)
@@ -158,13 +161,14 @@ def linear_logprob(
     is 0 and has no gradient, and the temperature may be anything. Logits, temperature, dtypes, options and errors as in
     `linear_policy_loss`.
     """
-    head = make_head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature), group)
-    scratch = bytes_of_scratch(max_scratch_mb, "fast")
-    backend = backend_for(backend, head, scratch)
-    if backend == "reference":
-        if head.group:
+    with _telling(group, weight, hidden, target):
+        head = make_head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature), group)
+        scratch = bytes_of_scratch(max_scratch_mb, "fast")
+        backend = backend_for(backend, head, scratch)
+        if backend == "reference" and head.group:
             raise ValueError("backend 'reference' keeps the full logits: it takes no split head")
-        library.check_logprob_rows(head, len(head.weight))
+    if backend == "reference":
+        library.check_targets(head, len(head.weight), library.check_logprob_rows(head))
         logprob, entropy = reference.logprob_and_entropy(head)
     else:
         logprob, entropy = library.linear_logprob(*head, scratch, backend)
@@ -293,6 +297,18 @@ def make_head(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1),
         float(temperature / scale), None if softcap is None else float(softcap / temperature), rows, group_name,
     )  # fmt: skip
+
+
+def _telling(group: Any, weight: Any, *others: Any) -> AbstractContextManager[None]:
+    """Tell the other ranks of a split head about an error here: else they would wait for this one."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    if group is None and hasattr(weight, "full_tensor") and weight.device_mesh.ndim == 1:
+        group = weight.device_mesh.get_group()
+    devices = [x.device for x in (weight, *others) if isinstance(x, Tensor)]
+    if not hasattr(group, "group_name") or not devices:
+        return nullcontext()
+    return library.sharded().telling(group.group_name, devices[0])
 
 
 def _own_rows(weight: Any, bias: Any, group: Any) -> tuple[Tensor, Tensor | None, str]:

@@ -242,8 +242,77 @@ def test_ranks_with_tokens_of_their_own_are_refused_on_every_rank() -> None:
     def others(rank: int) -> Any:
         return head | {"target": head["target"].roll(rank)}, constants
 
+    def other(name: str, by: float) -> Any:
+        def change(rank: int) -> Any:
+            if name in head:
+                return head | {name: head[name] + by * rank * torch.randn_like(head[name])}, constants
+            return head, constants | {name: constants[name] * (1 + by * rank)}
+
+        return change
+
     assert all("got [19, 18] tokens" in text for text in refused(fewer))
-    assert all("with other targets" in text for text in refused(others))
+    assert all("with other targets on rank 1 than" in text for text in refused(others))
+    for name, said in (("hidden", "hidden states"), ("token_weight", "token_weight"), ("advantage", "advantage")):
+        assert all(f"with other {said} on rank 1 than" in text for text in refused(other(name, 0.5)))
+
+
+def test_ranks_whose_calls_differ_are_refused_on_every_rank() -> None:
+    """Among them one whose hidden states need no gradient, for which the others would wait."""
+    head, constants = sample(19, V)
+    inputs = {"old_logprob": None, **constants, "backend": "torch"}
+
+    def work(rank: int, group: Any) -> None:
+        own = rows_of(head, (12, 11), rank)
+        leaf = head["hidden"].clone().requires_grad_(rank == 0)
+        for change in ({"temperature": 1 + rank}, {"objective": ("grpo", "rlplus")[rank]}, {"hidden": leaf}):
+            with pytest.raises(ValueError, match=r"want the same call on all ranks .* got another on rank 1 than"):
+                linear_policy_loss(**(own | inputs | change), group=group)
+
+    together(2, work)
+
+
+def test_rounding_is_no_difference_between_ranks() -> None:
+    """Nor is what rows of weight 0 hold."""
+    head, constants = sample(19, V, dtype=torch.float32)
+    off = constants["token_weight"] == 0
+    assert off.any()
+
+    def work(rank: int, group: Any) -> float:
+        noise = 2**-9 * torch.randn(head["hidden"].shape, generator=torch.Generator().manual_seed(rank))
+        hidden = (head["hidden"] * (1 + noise)).masked_fill(off[:, None], rank)
+        own = rows_of(head | {"hidden": hidden, "target": head["target"].masked_fill(off, rank)}, (12, 11), rank)
+        return run(own, constants, Objective("clip", "mis"), group=group, backend="torch")["loss"].item()
+
+    assert len(together(2, work)) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(19, 3)}, r"want hidden \(\.\.\., H\) and weight"),
+        ({"token_weight": torch.full((19,), torch.nan)}, "want token_weight finite everywhere"),
+        ({"temperature": torch.zeros(19)}, "want temperature finite and > 0"),
+        ({"backend": "cuda"}, "want backend"),
+    ],
+    ids=["shape", "value", "temperature", "option"],
+)
+def test_an_error_on_one_rank_is_one_on_all(change: dict[str, Any], message: str) -> None:
+    """Each rank raises, none waits: the one its own, the others that it has failed."""
+    head, constants = sample(19, V, dtype=torch.float32)
+    inputs = {"old_logprob": None, **constants, "backend": "torch"}
+    short = {name: x for name, x in change.items() if name != "token_weight"}
+
+    def work(rank: int, group: Any) -> None:
+        own = rows_of(head, (12, 6, 5), rank)
+        want = message if rank == 1 else "want no error on any rank of the group .* got one on rank 1"
+        with pytest.raises(ValueError, match=want):
+            linear_policy_loss(**(own | inputs | (change if rank == 1 else {})), group=group)
+        if short:
+            logprob_inputs = own | {"backend": "torch"} | (short if rank == 1 else {})
+            with pytest.raises(ValueError, match=want):
+                linear_logprob(**logprob_inputs, group=group)
+
+    together(3, work)
 
 
 def test_a_target_outside_the_whole_vocabulary_is_refused_on_every_rank() -> None:

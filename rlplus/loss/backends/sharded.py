@@ -5,12 +5,18 @@ four numbers a token and rank, and know every token's logprob and entropy; the o
 gradient of the rank's own logits; the gradients of its rows of weight and bias; and the sum of dhidden over the ranks,
 n H numbers. Three GEMMs. No rank has more of the head than its rows, nor logits of others.
 
+Before, they exchange what their calls must have in common, and whether one has failed: no rank waits for another that
+raised an error before its first chunk.
+
 Scratch: as of the backend's own blocks of the vocabulary, a row of the rank that has the most.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import accumulate
-from typing import NamedTuple
+from math import isnan
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -31,6 +37,11 @@ from rlplus.loss.head import (
     fp16_weights,
 )
 
+FIRST = ("failed", "rows", "chunk", "tokens", "call")  # the first numbers that ranks exchange; then, of each input
+PER_TOKEN = 5 + len(TokenConstants._fields)  # per token, its checksum and the norm by which differences are judged
+SAME_BITS = ("targets", "tokens that count")
+EXACT, ROUNDED = 1e-12, 0.01  # shares of the norm by which checksums may differ; unrelated ones are as near once in 180
+
 
 class Shards(NamedTuple):
     """The rows of the head that each rank of the group has, and the tokens that go through at a time."""
@@ -48,22 +59,88 @@ class Shards(NamedTuple):
         return head._replace(target=head.target - self.starts[self.group.rank()])
 
 
-def meet(head: Head, blocks: Blocks, scratch_bytes: float) -> Shards:
-    """The parts of the group's ranks. ValueError on all of them if their tokens differ."""
+@contextmanager
+def telling(group: Any, device: torch.device) -> Iterator[None]:
+    """Tell the group's other ranks, which are in `meet` or on their way, about an error; it is re-raised here."""
+    try:
+        yield
+    except Exception:
+        numbers = torch.zeros(len(FIRST) + 2 * PER_TOKEN, dtype=torch.float64, device=device)
+        numbers[FIRST.index("failed")] = 1
+        with suppress(RuntimeError):  # the other ranks are gone
+            _gathered(numbers, _resolve_process_group(group))
+        raise
+
+
+def meet(
+    head: Head, blocks: Blocks, scratch_bytes: float, on: Tensor, call: tuple[Any, ...], per_token: dict[str, Any]
+) -> Shards:
+    """The parts of the group's ranks. ValueError on all of them if one has failed, or their calls or tokens differ.
+
+    on (N,): the tokens that count; call: what must be the same on all ranks; per_token: tensors (N,) or None.
+    """
     group, n = _resolve_process_group(head.group), len(head.target)  # type: ignore[arg-type]
     row = len(head.weight) * (blocks.scratch_per_logit(*head.logits) + blocks.OVERWRITES * head.dtype.itemsize)
     row += head.weight.shape[1] * 2 * (head.hidden.dtype.itemsize + head.dtype.itemsize)
-    places = torch.arange(1, n + 1, device=head.target.device)
-    numbers = torch.tensor([len(head.weight), max(1, int(scratch_bytes // row)), n], device=head.target.device)
-    gathered = _gathered(torch.cat([numbers, (head.target * places).sum()[None]]), group)
-    lengths, chunks, *tokens = gathered.t().tolist()
-    if any(len(set(numbers)) > 1 for numbers in tokens):
+    same = (head.hidden.dtype, head.weight.shape[1], head.temperature, head.softcap, *call)
+    given = [name for name, x in per_token.items() if x is not None]
+    first = [0, len(head.weight), max(1, int(scratch_bytes // row)), n, crc32(repr((same, given)).encode())]
+    half = head.weight.shape[1] // 2
+    columns = {
+        "targets": head.target,
+        "tokens that count": on,
+        "hidden states": head.hidden[:, half:].sum(1, dtype=head.dtype),
+        "hidden states, their first half": head.hidden[:, :half].sum(1, dtype=head.dtype),
+        "temperatures": head.row_temperature,
+    }
+    columns |= per_token
+    numbers = torch.tensor(first, dtype=torch.float64, device=head.target.device)
+    ranks = _gathered(torch.cat([numbers, *_checksums(list(columns.values()), on)]), group).tolist()
+    _check_same(ranks, list(columns))
+    return Shards(group, [int(rank[1]) for rank in ranks], int(min(rank[2] for rank in ranks)))
+
+
+def _checksums(columns: list[Tensor | None], on: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums, weighted by the token's place, of columns (N,) where `on`; and the norms of their terms; (PER_TOKEN,)."""
+    rows = torch.zeros(PER_TOKEN, len(on), dtype=torch.float64, device=on.device)
+    for row, x in zip(rows, columns, strict=False):
+        if x is not None:
+            row.copy_(x)
+    rows = torch.where(on, rows, 0.0) * torch.arange(1, len(on) + 1, device=on.device)
+    return rows.sum(1), torch.linalg.vector_norm(rows, dim=1)
+
+
+def _check_same(ranks: list[list[float]], names: list[str]) -> None:
+    """ValueError unless the numbers that the ranks have sent are those of one call, without a failure."""
+    failed, _, _, tokens, calls = list(zip(*ranks, strict=True))[: len(FIRST)]
+    where = "of the group that has the head's rows"
+    if any(failed):
+        which = ", ".join(str(rank) for rank, yes in enumerate(failed) if yes)
+        raise ValueError(f"want no error on any rank {where}; got one on rank {which}, which says which")
+    got = f"{[int(n) for n in tokens]} tokens by rank" if len(set(tokens)) > 1 else ""
+    if not got and len(set(calls)) > 1:
+        other = next(rank for rank, call in enumerate(calls) if call != calls[0])
         raise ValueError(
-            f"want the same tokens on all ranks of the group that has the head's rows; got {tokens[0]} tokens by rank, "
-            "or as many with other targets. Where ranks have tokens of their own, gather the weight instead: under "
-            "FSDP within the module's forward pass, else weight.full_tensor()"
+            f"want the same call on all ranks {where}, its options, dtypes and which inputs it has; got another on "
+            f"rank {other} than on rank 0"
         )
-    return Shards(group, lengths, min(chunks))
+    got = got or _other_tokens(ranks, names)
+    if got:
+        raise ValueError(
+            f"want the same tokens on all ranks {where}; got {got}. Where ranks have tokens of their own, gather the "
+            "weight instead: under FSDP within the module's forward pass, else weight.full_tensor()"
+        )
+
+
+def _other_tokens(ranks: list[list[float]], names: list[str]) -> str:
+    """The first input whose checksum is another than rank 0's, and where; "" if there is none."""
+    for column, name in enumerate(names, len(FIRST)):
+        tolerance = (EXACT if name in SAME_BITS else ROUNDED) * ranks[0][column + PER_TOKEN]
+        for rank, numbers in enumerate(ranks):
+            a, b = ranks[0][column], numbers[column]
+            if not (a == b or (isnan(a) and isnan(b)) or abs(a - b) < tolerance):
+                return f"as many with other {name} on rank {rank} than on rank 0"
+    return ""
 
 
 def policy_loss(
