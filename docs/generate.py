@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import output
-from docs import decision_pages, first_step, models_page, what_fits
+from docs import decision_pages, first_step, models_page, paper_figure, what_fits
 from experiments.theory import __main__ as theory
 from rlplus.algorithm import ALGORITHMS, RECIPES, Algorithm
 from rlplus.compare import BASE, Results, load_comparison
@@ -296,11 +296,16 @@ def setting_table(results: Results, studies: dict[str, Study], setting: str) -> 
     return table(header, iter(rows.values()))
 
 
-def settings_beside(files: str) -> str:
-    """pass@1 on all problems and the difference from the reference, in each setting with the most seeds."""
+def most_repeated(files: str) -> dict[str, tuple[Results, dict[str, Study]]]:
+    """The part of `compared` that has the most seeds."""
     parts = compared(files)
     most = max(seeds for _, seeds in parts)
-    columns = {setting: part for (setting, seeds), part in parts.items() if seeds == most}
+    return {setting: part for (setting, seeds), part in parts.items() if seeds == most}
+
+
+def settings_beside(files: str) -> str:
+    """pass@1 on all problems and the difference from the reference, in each setting with the most seeds."""
+    columns = most_repeated(files)
     names = dict.fromkeys(name for _, studies in columns.values() for name in studies)
     rows: dict[str, list[str]] = {}
     for name in names:
@@ -355,10 +360,8 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/evaluation.md": {"benchmarks": benchmarks},
     "docs/decisions/index.md": {"decisions": partial(decision_pages.index, table)},
     "docs/models.md": {"families": partial(models_page.families, table)},
-    "docs/paper.md": {
-        "settings": partial(settings_beside, PAPER),
-    },
     "docs/paper-study.md": {
+        "settings": partial(settings_beside, PAPER),
         "one-rate": partial(settings_beside, "one-rate.json"),
         "comparisons": comparisons,
     },
@@ -379,12 +382,13 @@ def with_part(text: str, name: str, part: str) -> str:
 
 
 def pages(derived: dict[str, dict[str, Callable[[], str]]] = PARTS) -> Iterator[tuple[Path, str]]:
-    """The files that have derived parts, with what they should contain."""
+    """The files that are derived, or have derived parts, with what they should contain."""
     for name, parts in derived.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         for part, make in parts.items():
             text = with_part(text, part, make())
         yield ROOT / name, text
+    yield ROOT / "docs/paper.svg", paper_figure.draw(most_repeated(PAPER), "RL-PLUS")
 
 
 if __name__ == "__main__":
