@@ -13,7 +13,7 @@ from rlplus.loss.head import Head
 from rlplus.loss.inputs import check_tensor, describe
 from rlplus.loss.operations import bytes_of_scratch, check_plain, make_head
 
-BACKENDS = ("reference", "torch")
+BACKENDS = ("reference", *library.DIVERGENCES)
 
 
 class DivergenceLoss(NamedTuple):
@@ -54,7 +54,8 @@ def linear_divergence(
     token_weight (...): loss = sum of token_weight * divergence, see `token_weights`. It is needed beforehand because
                  the gradients are computed with the loss, in four GEMMs: two for logits, two for gradients. A loss that
                  weighs the divergences of tokens afterwards would compute the logits again, in six
-    backend      "torch", "reference" or "auto", which is "torch"; RLPLUS_BACKEND replaces "auto"
+    backend      "torch", "triton" (CUDA; bf16, fp16, fp32), "reference" or "auto", as in `linear_policy_loss`; "cpp"
+                 has no divergence, and "auto" on a CPU is "torch"
 
     The teacher is constant. A teacher_hidden that requires a gradient is refused, as it holds a graph that nothing
     will use; a teacher_weight may require one, and gets none.
@@ -74,7 +75,7 @@ def linear_divergence(
     teacher = _teacher(hidden, weight, teacher_hidden, teacher_weight, teacher_bias, numbers)
     weights = _weights(token_weight, hidden, head.dtype)
     scratch = bytes_of_scratch(max_scratch_mb, "fast")
-    backend = _backend(backend, head, scratch)
+    backend = _backend(backend, head, teacher, scratch)
     if backend == "reference":
         library.check_weighted_rows(weights, head, teacher)
         loss, values = reference.linear_divergence(head, teacher, weights, number)
@@ -134,10 +135,13 @@ def _weights(token_weight: Any, hidden: Tensor, dtype: torch.dtype) -> Tensor:
     return value.detach().reshape(-1).to(dtype)
 
 
-def _backend(name: str, head: Head, scratch: float) -> str:
+def _backend(name: str, head: Head, teacher: Head, scratch: float) -> str:
     backend = backend_for(name, head, scratch)
-    if backend in BACKENDS:
+    narrow = backend != "triton" or teacher.hidden.dtype != torch.float64
+    if backend in BACKENDS and narrow:
         return backend
     if is_automatic(name):
         return "torch"
-    raise ValueError(f"want backend {' or '.join(BACKENDS)} for a divergence; got {backend!r}, which has none")
+    if not narrow:
+        raise ValueError("backend 'triton' needs a teacher_hidden of bf16, fp16 or fp32; got float64")
+    raise ValueError(f"want backend {', '.join(BACKENDS)} for a divergence; got {backend!r}, which has none")

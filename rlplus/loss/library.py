@@ -32,6 +32,9 @@ MODULES = {  # in rlplus.loss.backends, `reference` apart: policy_loss, logprob,
 }
 
 
+DIVERGENCES = {"torch": "chunked", "triton": "divergence_chunks"}  # in rlplus.loss.backends: divergence
+
+
 def implementation(backend: str) -> ModuleType:
     """The module that computes; a backend is imported when it is first used."""
     return import_module(f"rlplus.loss.backends.{MODULES.get(backend, backend)}")
@@ -221,7 +224,9 @@ def linear_divergence(needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, .
     check_weighted_rows(weights, head, teacher)
 
     def compute(head: Head, *where: Any) -> Any:
-        return implementation(backend).divergence(head, teacher.rounded(), weights, beta, scratch_bytes, *where)
+        return implementation(DIVERGENCES[backend]).divergence(
+            head, teacher.rounded(), weights, beta, scratch_bytes, *where
+        )
 
     with full_precision(head.hidden.device), advising(backend):
         values, *gradients = _in_one_dtype(compute, head, list(needs), None)

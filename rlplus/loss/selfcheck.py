@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlplus.errors import one_line
-from rlplus.loss import Objective, linear_policy_loss
+from rlplus.loss import Objective, linear_divergence, linear_policy_loss
 from rlplus.loss.verdicts import Verdict
 
 OBJECTIVE = Objective("clip", "mis", kl_coef=0.1, entropy_coef=0.05)
@@ -28,6 +28,8 @@ Results = dict[str, Tensor]
 
 class Case(NamedTuple):
     """A call: tokens, vocabulary, scratch; whether there is a bias, or a softcap and a temperature per token.
+
+    memory: of the policy loss; "" is a divergence from a teacher, of each kind.
 
     Triton compiles different code with and without these.
     """
@@ -47,6 +49,8 @@ CASES = (
     Case("fast", 600, 5003, 1000.0, bias=False),  # one program per row
     Case("least", 300, 5003, 2.7, bias=False),
     Case("fast", 300, 5003, 2.7, bias=True, transformed=True),
+    Case("", 300, 5003, 4.2, bias=False),
+    Case("", 300, 5003, 1000.0, bias=True, transformed=True),
 )
 
 
@@ -55,9 +59,10 @@ def check(device: torch.device, dtype: torch.dtype, cases: Sequence[Case] = CASE
     for case in cases:
         inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in sample(case, H, dtype).items()}
         options = {"memory": case.memory, "max_scratch_mb": case.max_scratch_mb}
+        exact = {"backend": "reference"} | ({} if case.memory else {"memory": ""})
         got, again, plain = (results(inputs, backend=name, **options) for name in ("triton", "triton", "torch"))
         wide = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
-        if fault := compare(got, again, plain, results(wide, backend="reference")):
+        if fault := compare(got, again, plain, results(wide, **exact)):
             return f"{case}: {fault}"
     return ""
 
@@ -99,6 +104,8 @@ def sample(case: Case, H: int, dtype: torch.dtype) -> dict[str, Any]:
 
 def results(inputs: dict[str, Any], **options: Any) -> Results:
     """loss, logprob and entropy of the rows that count, gradients."""
+    if options.get("memory") == "":
+        return divergences(inputs, **{k: v for k, v in options.items() if k != "memory"})
     heads = ("hidden", "weight", "bias")
     leaves = {k: inputs[k].detach().requires_grad_() for k in heads if inputs[k] is not None}
     out = linear_policy_loss(**(inputs | leaves), objective=OBJECTIVE, **options)
@@ -106,6 +113,22 @@ def results(inputs: dict[str, Any], **options: Any) -> Results:
     counts = inputs["token_weight"] != 0
     rows = {"loss": out.loss.detach(), "logprob": out.logprob[counts], "entropy": out.entropy[counts]}
     return rows | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def divergences(inputs: dict[str, Any], **options: Any) -> Results:
+    """Divergences of the rows that count, and gradients, by kind; the teacher reads its hidden states backwards."""
+    heads = ("hidden", "weight", "bias")
+    leaves = {k: inputs[k].detach().requires_grad_() for k in heads if inputs[k] is not None}
+    rest = {k: inputs[k] for k in ("token_weight", "temperature", "logit_softcap")}
+    teacher = {"teacher_hidden": inputs["hidden"].flip(-1), "teacher_weight": inputs["weight"]}
+    teacher |= {f"teacher_{k}": inputs[k] for k in ("bias", "logit_softcap")}
+    found = {}
+    for kind in ("reverse_kl", "forward_kl", "jsd"):
+        out = linear_divergence(**leaves, **teacher, **rest, kind=kind, **options)
+        grads = torch.autograd.grad(FACTOR * out.loss, list(leaves.values()))
+        found[f"{kind} divergence"] = out.divergence[inputs["token_weight"] != 0]
+        found |= {f"{kind} d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return found
 
 
 def compare(got: Results, again: Results, plain: Results, exact: Results) -> str:
@@ -118,7 +141,7 @@ def compare(got: Results, again: Results, plain: Results, exact: Results) -> str
             return f"{name} is not finite"
         if not torch.equal(value, again[name]):
             return f"{name} has other bits when the call is repeated"
-        if name in ("logprob", "entropy"):
+        if name in ("logprob", "entropy") or name.endswith("divergence"):
             error, reference = ((x[name] - exact[name]).abs().max().item() for x in (got, plain))
             bound = 2 * reference + 1e-5
         else:

@@ -34,7 +34,7 @@ def kernels(rows: list[dict[str, Any]]) -> set[str]:
     return {row["kernel"] for row in rows if "kernel" in row}
 
 
-NAMES = ("target", "tile", "finish", "row", "close", "gradient", "token_loss", "scale")
+NAMES = ("target", "tile", "finish", "row", "close", "gradient", "divergence", "difference", "token_loss", "scale")
 KERNELS = {f"_{name}_kernel" for name in NAMES}
 USUAL = (  # a bf16 model's: one of every kernel
     "bfloat16, H 128",
@@ -43,6 +43,8 @@ USUAL = (  # a bf16 model's: one of every kernel
     "V 4097 in 4160, stores",
     "V 4097 in 4160, to bfloat16",
     "bfloat16, V 4097 in 4160, entropy bonus",
+    "V 4097 in 4160, beta 0.5",
+    "V 4097 in 4160, beta 0.5, to bfloat16",
     "ratio, mis, k3, truncate, optional inputs given",
     "bfloat16, 5 x 4160",
 )
@@ -58,7 +60,7 @@ def test_a_usual_call_takes_what_the_table_says(tmp_path: Path) -> None:
 
 def test_what_older_tritons_refuse_is_not_in_the_kernels(tmp_path: Path) -> None:
     """3.6.0 knows the least. These are the kernels that share functions."""
-    rows = compiled(tmp_path, "--arch", "80", "--only", *USUAL[1:6], triton=min(tritons.PINNED))
+    rows = compiled(tmp_path, "--arch", "80", "--only", *USUAL[1:8], triton=min(tritons.PINNED))
     assert {row["kernel"] for row in rows} >= KERNELS - {"_target_kernel", "_token_loss_kernel", "_scale_kernel"}
 
 
@@ -77,7 +79,7 @@ def test_every_kernel_compiles_within_the_limits_of_the_gpu(arches: tuple[str, .
     rows = compiled(tmp_path, "--arch", *arches)
     assert kernels(rows) == KERNELS
     rows = [row for row in rows if "kernel" in row]
-    writing = ("_gradient_kernel", "_close_kernel", "_scale_kernel")
+    writing = ("_gradient_kernel", "_difference_kernel", "_close_kernel", "_scale_kernel")
     writes = [row for row in rows if row["kernel"] in writing or "stores" in row["variant"]]
     assert all(row["stores16"] > 0 for row in writes if row["aligned"])
     # The instruments see a difference: between rows that are aligned and not, and between precisions.

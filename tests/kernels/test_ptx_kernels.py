@@ -1,7 +1,8 @@
 """The product's kernels as Triton compiles them, executed by tests/ptx: values, findings and bits, without a GPU.
 
-Each test starts pytest in a process in which Triton compiles; its tests are in compiled_kernels.py and
-compiled_invariance.py. The slow ones run also every test of the kernels that is written for Triton's interpreter.
+Each test starts pytest in a process in which Triton compiles; its tests are in compiled_kernels.py,
+compiled_invariance.py and compiled_divergence.py. The slow ones run also every test of the kernels that is written for
+Triton's interpreter.
 """
 
 from pathlib import Path
@@ -13,7 +14,7 @@ from compiled_known import KNOWN
 from ptx import nested
 
 HERE = Path(__file__).parent
-KERNELS, BITS = (HERE / f"compiled_{name}.py" for name in ("kernels", "invariance"))
+KERNELS, BITS, PAIRS = (HERE / f"compiled_{name}.py" for name in ("kernels", "invariance", "divergence"))
 INTERPRETED = [HERE / f"test_{name}.py" for name in ("kernels", "gemm_kernel", "token_kernel", "scale_kernel")]
 INTERPRETED += [HERE.parent / "loss" / f"test_{name}.py" for name in ("exponentials", "logit_transform")]
 
@@ -26,14 +27,16 @@ def run(cache: Path, *arguments: str | Path, triton: str | None = None, plugin: 
 
 
 def test_every_kernel_computes_what_float64_does_and_nothing_is_found(tmp_path: Path) -> None:
-    assert run(tmp_path, KERNELS, BITS, "-m", "not slow") >= 12
+    assert run(tmp_path, KERNELS, BITS, PAIRS, "-m", "not slow") >= 18
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("path", [KERNELS, BITS], ids=lambda path: path.stem)
-def test_every_shape_option_and_tile(path: Path, arch: int, tmp_path: Path) -> None:
-    assert run(tmp_path, path, "-m", "slow", "-k", str(arch)) >= 15
+@pytest.mark.parametrize(
+    ("path", "least"), [(KERNELS, 15), (BITS, 15), (PAIRS, 11)], ids=lambda x: getattr(x, "stem", "")
+)
+def test_every_shape_option_and_tile(path: Path, least: int, arch: int, tmp_path: Path) -> None:
+    assert run(tmp_path, path, "-m", "slow", "-k", str(arch)) >= least
 
 
 @pytest.mark.slow
@@ -49,7 +52,7 @@ def test_the_kernels_of_blackwell(arch: str, gemms: bool, tmp_path: Path) -> Non
 def test_the_kernels_of_the_tritons_of_every_torch(triton: str, tmp_path: Path) -> None:
     """One shape of each, and every tile and block."""
     assert run(tmp_path, nested.TESTS / "ptx" / "compiled.py", triton=triton) > 25
-    assert run(tmp_path, KERNELS, BITS, "-m", "not slow", triton=triton) >= 12
+    assert run(tmp_path, KERNELS, BITS, PAIRS, "-m", "not slow", triton=triton) >= 18
     assert run(tmp_path, KERNELS, "-m", "slow", "-k", "every_tile or every_block", triton=triton) >= 16
 
 

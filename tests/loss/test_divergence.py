@@ -15,8 +15,8 @@ from rlplus.loss import library
 from rlplus.loss.backends import chunked, cpp
 from rlplus.loss.head import Head
 
-BACKENDS = ["reference", "torch"]
-EVERY = pytest.mark.parametrize("backend", BACKENDS)
+BACKENDS = ["reference", "torch", "triton"]
+EVERY = pytest.mark.parametrize("backend", only(BACKENDS[:2], BACKENDS))  # many calls of interpreted kernels
 EVERY_KIND = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ROW_TEMPERATURE = torch.linspace(0.6, 1.8, 13)
@@ -44,7 +44,7 @@ def test_values_and_gradients_in_fp64(backend: str, options: dict[str, Any], num
         check(got, inputs, options, **numbers)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("dtype", only([FP32, BF16], [FP32, BF16, FP16]), ids=str)
 @pytest.mark.parametrize("numbers", [TRANSFORMS["plain"], TRANSFORMS["softcaps"], TRANSFORMS["of rows"]], ids=str)
 @EVERY_KIND
 @EVERY
@@ -82,6 +82,23 @@ def test_leading_shapes_weights_of_other_kinds_and_no_bias() -> None:
     assert got["divergence"].shape == (3, 4)
     for name, value in want.items():
         torch.testing.assert_close(got[name].reshape(value.shape), value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [None, 0.0, 1.0])
+def test_rows_of_several_blocks(kind: float | None) -> None:
+    """More of the vocabulary than a kernel processes at a time, and a largest logit in each part of it."""
+    from rlplus.kernels import divergence_rows
+
+    V = 2 * divergence_rows.ROWS.BLOCK_V + 37
+    inputs = sample(3, V, dtype=FP32)
+    steps = torch.arange(V) / divergence_rows.ROWS.BLOCK_V
+    inputs["bias"] += 3 * steps
+    inputs["teacher_bias"] -= 2 * steps
+    inputs["token_weight"] += 0.5
+    numbers = {"teacher_temperature": ROW_TEMPERATURE[:3], "teacher_logit_softcap": 9.0}
+    options = {"kind": "jsd"} | ({} if kind is None else {"beta": kind})
+    exact = {"kind": {0.0: "forward_kl", 1.0: "reverse_kl"}[kind]} if kind is not None else options
+    check(run("triton", inputs, **options, **on("triton", numbers)), inputs, exact, **numbers)
 
 
 # ---- laws
@@ -225,8 +242,28 @@ def test_the_torch_backend_takes_the_scratch_that_it_is_given(monkeypatch: pytes
     assert seen == [*(3,) * 12, 2, 2]  # the student's and the teacher's of each chunk: six buffers a row of 4 bytes
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_the_triton_backend_takes_the_scratch_that_it_is_given(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of half precision as a GPU has it, whose gradients have a buffer of their own."""
+    from rlplus.loss.backends import divergence_chunks
+
+    monkeypatch.setattr(divergence_chunks, "gradient_dtype", lambda head: dtype)
+    head, _ = (library.Head(*(sample(20, dtype=dtype)[k] for k in LEAVES), torch.zeros(20), 1.0) for _ in range(2))
+    each = 64 * (8 if dtype == FP32 else 10) + 2 * 5 * (dtype.itemsize + 4)
+    for gradient, n in ((True, 3), (False, 3)):
+        chunks = list(divergence_chunks._chunks(head, 3 * each, gradient))
+        rows, (logits, teacher, out) = chunks[0]
+        assert rows == slice(0, n if dtype == FP32 or gradient else 3 * each // (each - 128))
+        assert logits.shape == teacher.shape == out.shape == (rows.stop, 64)
+        assert (out is logits or out.data_ptr() == logits.data_ptr()) == (dtype == FP32 or not gradient)
+        assert logits.data_ptr() != teacher.data_ptr()
+        assert chunks[-1][0].stop == 20
+
+
 @pytest.mark.parametrize("needs", [[True, True, True], [False, True, False]])
-@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("backend", only(["torch"], BACKENDS[1:]))
 def test_it_is_a_well_formed_torch_op(backend: str, needs: list[bool]) -> None:
     inputs = {k: v.to(DEVICE.get(backend, "cpu")) for k, v in sample(dtype=FP32).items()}
     target = torch.zeros(13, dtype=torch.int64, device=inputs["hidden"].device)
@@ -270,9 +307,9 @@ def test_auto_on_a_cpu_is_torch_and_cpp_says_which_backends_there_are(monkeypatc
     found = library.implementation
     monkeypatch.setattr(library, "implementation", lambda name: (calls.append(name), found(name))[1])
     linear_divergence(**inputs)
-    assert calls == ["torch"]
+    assert calls == ["chunked"]
     if cpp.load() is not None:
-        with pytest.raises(ValueError, match="want backend reference or torch for a divergence; got 'cpp'"):
+        with pytest.raises(ValueError, match="want backend reference, torch, triton for a divergence; got 'cpp'"):
             linear_divergence(**inputs, backend="cpp")
 
 

@@ -37,7 +37,7 @@ from sass import MMA, after_mma, parse
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from rlplus.kernels import exponentials, linear_logprob, policy_loss, scale
+from rlplus.kernels import divergence_rows, exponentials, linear_logprob, policy_loss, scale
 from rlplus.kernels.row_values import WIDTH
 from rlplus.kernels.tiling import FP32_TILE, GRADIENT, STATISTICS, TILES, Block, Tile
 from rlplus.loss.objective import KL_ESTIMATORS
@@ -217,6 +217,23 @@ def other_launches() -> Iterator[Launch]:
         yield where, False, partial(linear_logprob.finish_rows, *args)
 
 
+def divergence_launches() -> Iterator[Launch]:
+    """Rows of 4097 logits in rows of 4160 columns: each kind, and the options of both heads."""
+    n, V, W = 2, 4097, 4160
+    plain, bias = divergence_rows.Transform(), torch.empty(V, dtype=torch.bfloat16)
+    every = divergence_rows.Transform(bias, 1.0, 30.0, torch.ones(n))
+    cases = [(beta, plain, plain, "", torch.bfloat16) for beta in (0.0, 0.5, 1.0)]
+    cases += [(0.5, plain, plain, "", torch.float32), (0.5, every, every, ", every option", torch.bfloat16)]
+    for beta, student, teacher, options, dtype in cases:
+        where = f"V {V} in {W}, beta {beta}{options}"
+        rest = (torch.empty(n, W), torch.empty(n, W), V, student, teacher, beta)
+        values = torch.empty(n, divergence_rows.WIDTH.value)
+        if dtype == torch.bfloat16:
+            yield where, True, partial(divergence_rows.row_divergences, values, *rest)
+        out = torch.empty(n, W, dtype=dtype)
+        yield f"{where}, to {name(dtype)}", True, partial(divergence_rows.row_gradients, out, values, *rest)
+
+
 def transforms(softcap: float | None, row_temperature: torch.Tensor | None, bias: bool = False) -> str:
     given = {"bias": bias, "softcap": softcap is not None, "temperatures": row_temperature is not None}
     return "".join(f", {name}" for name, there in given.items() if there)
@@ -249,7 +266,7 @@ def compile_all(arch: int, only: list[str] | None) -> Iterator[Row]:
     """One row of the table for each launch, or each of these variants."""
     with compiling(arch) as compiled:
         launches = (row_launches(), close_launches(), target_launches(), gemm_launches(arch), candidate_launches())
-        for variant, aligned, start in chain(*launches, token_launches(), other_launches()):
+        for variant, aligned, start in chain(*launches, divergence_launches(), token_launches(), other_launches()):
             if only is None or variant in only:
                 start()
             while compiled:

@@ -75,7 +75,7 @@ def policy_loss(
     logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
     sums = [logprob.new_zeros(1, token_kernels.SUMS.value)]
     grads = _Gradients(head, needs, fp16_weights(constants, objective), weight_grad)
-    with _on(head.hidden.device):
+    with on_device(head.hidden.device):
         for which, differentiated in _sets(may_have_gradient(constants, objective), gradient):
             way = way_of(head, differentiated, bonus=objective.entropy_coef != 0)
             work = _Work(head, way, which, scratch_bytes, copies=1 + (grad_filter > 0))
@@ -95,7 +95,7 @@ def policy_loss(
 def logprob(head: Head, scratch_bytes: float) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), entropy (N,)."""
     logprob, entropy = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
-    with _on(head.hidden.device):
+    with on_device(head.hidden.device):
         for rows, _, values in _Work(head, way_of(head, False), None, scratch_bytes).chunks():
             logprob[rows], entropy[rows] = values[:, LOGPROB], values[:, ENTROPY]
     return logprob, entropy
@@ -111,7 +111,7 @@ def logprob_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of sum(dlogprob * logprob + dentropy * entropy), as in `policy_loss`; recomputes the logits."""
     grads = _Gradients(head, needs, [dlogprob, dentropy], weight_grad)
-    with _on(head.hidden.device):
+    with on_device(head.hidden.device):
         which, _ = _sets((dlogprob != 0) | (dentropy != 0), True)[0]
         bonus = _capturing(head.hidden.device) or bool((dentropy != 0).any())
         work = _Work(head, way_of(head, True, bonus), which, scratch_bytes)
@@ -143,13 +143,13 @@ class RunningStatistics:
         n = len(head.target)
         self.head, self.values = head, head.hidden.new_empty(n, WIDTH, dtype=head.dtype)
         self.block = tuning.tiling_of(head).statistics
-        with _on(head.hidden.device):
+        with on_device(head.hidden.device):
             linear_kernels.target_logits(self.values, head.hidden, head.weight, *_rest(head))
         self.so_far = self.values.new_zeros(1, PARTIALS, n)
         self.so_far[0, 0] = self.values[:, REFERENCE]
 
     def take(self, block: Head, z: Tensor) -> None:
-        with _on(z.device):
+        with on_device(z.device):
             rest = _rest(block)
             row_kernels.row_exponentials(
                 self.so_far, None, self.values, z, z.shape[1], *rest, block=self.block, carry=True
@@ -157,7 +157,7 @@ class RunningStatistics:
 
     def finish(self) -> Statistics:
         values, head = self.values, self.head
-        with _on(values.device):
+        with on_device(values.device):
             linear_kernels.finish_rows(values, self.so_far, len(head.weight), head.target.contiguous())
         reference = values[:, REFERENCE]
         reference = reference.masked_fill(reference <= LOWEST, -torch.inf)  # no logit above -inf, as others say it
@@ -179,7 +179,7 @@ def known_rows(head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor 
 def block_gradient(head: Head, z: Tensor, known: tuple[Tensor, Block]) -> Tensor:
     values, block = known
     dz = z.new_empty(z.shape, dtype=gradient_dtype(head))
-    with _on(z.device):
+    with on_device(z.device):
         row_kernels.row_gradient(dz, values, z, z.shape[1], *_rest(head), block=block)
     return dz
 
@@ -352,7 +352,7 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _on(device: torch.device) -> AbstractContextManager:
+def on_device(device: torch.device) -> AbstractContextManager:
     """Make the tensor's device the current one, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
