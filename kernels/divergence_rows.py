@@ -111,7 +111,7 @@ def _grow(z, inside, largest, rest):
 
 @triton.jit
 def _logsum(largest, rest, BLOCK_V: tl.constexpr):
-    """Of all columns: the largest z, log sum e^(z - largest)."""
+    """The largest z of all columns, and log sum e^(z - largest)."""
     top, column = tl.max(largest, 0), tl.arange(0, BLOCK_V)
     own = tl.min(tl.where(largest == top, column, BLOCK_V), 0)
     shares = tl.where(column == own, rest, (1.0 + rest) * _exp(largest - top))

@@ -68,7 +68,7 @@ def test_every_limit_has_a_reason() -> None:
     table = budgets.read()
     assert all(limit["reason"] for limit in table["limits"])
     for arch in budgets.EXACT:
-        assert len([group for group in table["kernels"] if group.startswith(f"sm_{arch} ")]) == 8
+        assert len([group for group in table["kernels"] if group.startswith(f"sm_{arch} ")]) == 10
         assert table["operations"][f"sm_{arch}"]
 
 

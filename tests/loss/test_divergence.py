@@ -246,7 +246,7 @@ def test_the_torch_backend_takes_the_scratch_that_it_is_given(monkeypatch: pytes
 def test_the_triton_backend_takes_the_scratch_that_it_is_given(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of half precision as a GPU has it, whose gradients have a buffer of their own."""
+    """Gradients of half precision, which a GPU has, are in a buffer of their own."""
     from rlplus.loss.backends import divergence_chunks
 
     monkeypatch.setattr(divergence_chunks, "gradient_dtype", lambda head: dtype)
