@@ -119,6 +119,26 @@ def ours_forward(name: str, device: str | None, **options: Any) -> None:
     method(f"{name} forward", "forward", "logprob and entropy", device=device)(prepare)
 
 
+KEPT = 8  # tokens of each row
+
+
+def kept(backend: str, device: str | None) -> None:
+    """Register a backend for the loss with a few kept tokens of each row, the target among them."""
+
+    def prepare(x: Inputs) -> Step:
+        N, V, at = len(x.target), len(x.weight), x.target.device
+        tokens = (x.target[:, None] + V // KEPT * torch.arange(KEPT, device=at)) % V
+        pair = (KEPT * torch.arange(N + 1, device=at), tokens.flatten())
+
+        def step() -> None:
+            out = linear_policy_loss(x.hidden, x.weight, x.target, **x.constants, kept=pair, backend=backend)
+            out.loss.backward()
+
+        return step
+
+    method(f"{backend} kept", "other", f"RL-PLUS loss, {KEPT} kept tokens a row", device=device)(prepare)
+
+
 BONUS = replace(Objective(), entropy_coef=1e-3)
 for backend, only in {"reference": None, "torch": None, "cpp": "cpu", "triton": "cuda"}.items():
     ours(backend, only, backend=backend)
@@ -128,6 +148,7 @@ for backend, only in {"reference": None, "torch": None, "cpp": "cpu", "triton": 
         ours(f"{backend} into", only, "other", ", dW added to an fp32 buffer", into=True, backend=backend)
         ours(f"{backend} entropy", only, "other", " with an entropy bonus", backend=backend, objective=BONUS)
         ours(f"{backend} filter", only, note=", grad_filter 1e-3", backend=backend, grad_filter=1e-3)
+        kept(backend, only)
         for mb in (40, 160, 320):
             ours(f"{backend} {mb} MB", only, note=f", max_scratch_mb {mb}", backend=backend, max_scratch_mb=mb)
 

@@ -32,7 +32,7 @@ def cpu() -> list[Case]:
     bars: Sizes = {"N": 1024, "H": 896, "V": 32_000, "repeats": 5}
     base: Sizes = {"N": 512, "H": 448, "V": 16_000}
     main: Sizes = base | {"repeats": 5}
-    ours = ("cpp", "cpp least", "cpp into", "cpp entropy", "cpp filter", "torch", "triton", "reference")
+    ours = ("cpp", "cpp least", "cpp into", "cpp entropy", "cpp filter", "cpp kept", "torch", "triton", "reference")
     cases = [
         Case("bars", **bars, dtype=dtype, methods=("cpp",), sparse=("cpp",), shares=(1.0, 0.25), external=0.5,
              scattered=True, seconds=seconds, accuracy=False)
@@ -64,7 +64,7 @@ QWEN: Sizes = {"N": 16_384, "H": 3584, "V": 151_936}  # Qwen2.5-7B
 
 def gpu() -> list[Case]:
     """The suite `gpu`: at most six minutes on one H200; with the self-check before it, one call of ten minutes."""
-    options = ("320 MB", "160 MB", "least", "into", "entropy", "filter")
+    options = ("320 MB", "160 MB", "least", "into", "entropy", "filter", "kept")
     own = ("triton", "triton vendor")
     ours = (*own, *(f"triton {option}" for option in options), "torch", "reference", "cpp")
     few = ("triton", "torch", "naive torch", "Liger GRPO tuned", "CCE")

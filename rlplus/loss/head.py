@@ -20,6 +20,7 @@ class Head(NamedTuple):
     x / row_temperature; without a row_temperature, nothing is divided.
 
     group: the name of a process group whose ranks have the rows of weight and bias, in the order of ranks; "": whole.
+    kept_offsets (N + 1,), kept_tokens (K,) int64 or None: `rlplus.loss.backends.kept_tokens` has them, no backend has.
     """
 
     hidden: Tensor
@@ -30,6 +31,8 @@ class Head(NamedTuple):
     softcap: float | None = None
     row_temperature: Tensor | None = None
     group: str = ""
+    kept_offsets: Tensor | None = None
+    kept_tokens: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,8 +50,13 @@ class Head(NamedTuple):
         dtype = self.hidden.dtype
         return self._replace(weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
 
+    def whole_vocabulary(self) -> "Head":
+        """Without kept tokens."""
+        return self._replace(kept_offsets=None, kept_tokens=None)
+
     def rows(self, which: slice | Tensor) -> "Head":
         """The head of those rows alone."""
+        assert self.kept_offsets is None
         own = None if self.row_temperature is None else self.row_temperature[which]
         return self._replace(hidden=self.hidden[which], target=self.target[which], row_temperature=own)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants
-from rlplus.loss.backends import least
+from rlplus.loss.backends import kept_tokens, least
 from rlplus.loss.cost import faster_memory
 from rlplus.loss.faults import advising
 from rlplus.loss.head import Head
@@ -102,11 +102,13 @@ def check_logprob_rows(head: Head) -> Tensor:
 
 
 def check_targets(head: Head, V: int, on: Tensor) -> None:
-    """Check the targets of the rows `on`. V: the size of the vocabulary."""
+    """Check the targets of the rows `on`, and the kept tokens. V: the size of the vocabulary."""
     check_values(
         ((head.target >= 0) & (head.target < V)) | ~on,
         f"want target in [0, {V}) wherever the token's weight is not 0; got a value outside",
     )
+    if head.kept_offsets is not None:
+        kept_tokens.check(head, V, on)
 
 
 def _check_temperatures(head: Head, on: Tensor) -> None:
@@ -169,13 +171,19 @@ def linear_policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *argum
     if memory == "faster" and shards is None:
         memory = faster_memory(head.shape, options.scratch_bytes)
 
-    def compute(head: Head, *where: Any) -> Any:
+    def whole(head: Head, constants: TokenConstants, *where: Any) -> Any:
         if shards is not None:
             return sharded().policy_loss(blocks, shards, head, constants, objective, options.grad_filter, *where)
         inputs = (head, constants, objective, options.grad_filter, options.scratch_bytes, *where)
         if memory == "least":
             return least.policy_loss(blocks, *inputs)
         return blocks.policy_loss(*inputs)
+
+    def compute(head: Head, *where: Any) -> Any:
+        if head.kept_offsets is None:
+            return whole(head, constants, *where)
+        inputs = (head, constants, objective, options.grad_filter, options.scratch_bytes, *where)
+        return kept_tokens.policy_loss(whole, *inputs)
 
     with full_precision(head.hidden.device), advising(options.backend):
         return _in_one_dtype(compute, head, list(needs), weight_grad)
@@ -312,7 +320,10 @@ def linear_logprob(*arguments: Any) -> tuple[Tensor, Tensor]:
     with full_precision(head.hidden.device), advising(backend):
         if shards is not None:
             return sharded().logprob(implementation(backend), shards, head.rounded())
-        return implementation(backend).logprob(head.rounded(), scratch_bytes)
+        compute = implementation(backend).logprob
+        if head.kept_offsets is not None:
+            return kept_tokens.logprob(compute, head.rounded(), scratch_bytes)
+        return compute(head.rounded(), scratch_bytes)
 
 
 @linear_logprob.register_fake
@@ -335,10 +346,15 @@ def linear_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any)
     slopes = {"dlogprob": dlogprob, "dentropy": dentropy}
     shards = _shards(head, backend, scratch_bytes, torch.ones_like(head.target, dtype=torch.bool), call, slopes)
 
-    def compute(head: Head, *where: Any) -> tuple[Any, ...]:
+    def whole(head: Head, dlogprob: Tensor, dentropy: Tensor, *where: Any) -> Any:
         if shards is not None:
-            return (sharded().logprob_backward(blocks, shards, head, dlogprob, dentropy, *where),)
-        return (blocks.logprob_backward(head, dlogprob, dentropy, scratch_bytes, *where),)
+            return sharded().logprob_backward(blocks, shards, head, dlogprob, dentropy, *where)
+        return blocks.logprob_backward(head, dlogprob, dentropy, scratch_bytes, *where)
+
+    def compute(head: Head, *where: Any) -> tuple[Any, ...]:
+        if head.kept_offsets is None:
+            return (whole(head, dlogprob, dentropy, *where),)
+        return (kept_tokens.logprob_backward(whole, head, dlogprob, dentropy, scratch_bytes, *where),)
 
     with full_precision(head.hidden.device), advising(backend):
         return _in_one_dtype(compute, head, list(needs), None)  # type: ignore[return-value]

@@ -58,6 +58,7 @@ def linear_policy_loss(
     max_scratch_mb: float | None = None,
     memory: str | None = None,
     weight_grad: Tensor | None = None,
+    kept: tuple[Tensor, Tensor] | None = None,
     group: "ProcessGroup | None" = None,
     backend: str = "auto",
 ) -> PolicyLoss:
@@ -95,6 +96,10 @@ def linear_policy_loss(
     weight_grad        (V, H), contiguous, fp32 (fp64 for fp64 inputs), in memory that no input uses: the gradient of
                        weight is added there by this call, without later factors of the loss. The backward pass then
                        returns no gradient of weight, and is not needed if hidden and bias need no gradient
+    kept               (offsets, tokens), int64 or int32: row i of the rows in order was sampled from the tokens between
+                       offsets[i] and offsets[i + 1] alone (top-p, top-k, min-p), and its policy is the softmax over
+                       these: no other logit is computed. In fp32 (fp64), by torch with every backend. A row without any
+                       has the whole vocabulary. The target is among them, and each is there once
     group              a process group that has the head: each rank's weight and bias are some of its rows, in the order
                        of ranks, perhaps none; target counts all of them, and hidden, target and what is per token are
                        the same on every rank, on which the results are the same. The gradient of hidden is whole, those
@@ -117,7 +122,7 @@ def linear_policy_loss(
     """
     with _telling(group, weight, hidden, target):
         objective = objective_of(objective)
-        head = make_head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature), group)
+        head = make_head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature), group, kept)
         constants = check_constants(
             objective, target.shape, hidden.device, head.dtype,
             advantage=advantage, token_weight=token_weight, external=external, old_logprob=old_logprob,
@@ -127,7 +132,7 @@ def linear_policy_loss(
         _check_options(head, objective, grad_filter, memory, weight_grad)
         way = _way(memory, max_scratch_mb, hidden.device)
         scratch = bytes_of_scratch(max_scratch_mb, way)
-        backend = backend_for(backend, head, scratch)
+        backend = backend_for(backend, head.whole_vocabulary(), scratch)
         if backend == "reference" and (way == "least" or weight_grad is not None or head.group):
             raise ValueError(
                 "backend 'reference' keeps the full logits: it takes no memory='least', weight_grad or split head"
@@ -152,6 +157,7 @@ def linear_logprob(
     logit_softcap: float | None = None,
     temperature: float | Tensor = 1.0,
     max_scratch_mb: float | None = None,
+    kept: tuple[Tensor, Tensor] | None = None,
     group: "ProcessGroup | None" = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -162,9 +168,9 @@ def linear_logprob(
     `linear_policy_loss`.
     """
     with _telling(group, weight, hidden, target):
-        head = make_head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature), group)
+        head = make_head(hidden, weight, target, bias, (logit_scale, logit_softcap, temperature), group, kept)
         scratch = bytes_of_scratch(max_scratch_mb, "fast")
-        backend = backend_for(backend, head, scratch)
+        backend = backend_for(backend, head.whole_vocabulary(), scratch)
         if backend == "reference" and head.group:
             raise ValueError("backend 'reference' keeps the full logits: it takes no split head")
     if backend == "reference":
@@ -259,6 +265,7 @@ def make_head(
     bias: Tensor | None,
     numbers: tuple[float, float | None, float | Tensor],
     group: "ProcessGroup | None",
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> Head:
     """numbers: logit_scale, logit_softcap, temperature. A `Head` has temperature / scale and softcap / temperature.
 
@@ -296,6 +303,7 @@ def make_head(
     return Head(
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1),
         float(temperature / scale), None if softcap is None else float(softcap / temperature), rows, group_name,
+        *_kept(kept, target, group_name),
     )  # fmt: skip
 
 
@@ -309,6 +317,20 @@ def _telling(group: Any, weight: Any, *others: Any) -> AbstractContextManager[No
     if not hasattr(group, "group_name") or not devices:
         return nullcontext()
     return library.sharded().telling(group.group_name, devices[0])
+
+
+def _kept(kept: Any, target: Tensor, group: str) -> tuple[Tensor | None, Tensor | None]:
+    """offsets and tokens, int64."""
+    if kept is None:
+        return None, None
+    if group:
+        raise ValueError("want kept None with a head that is split over ranks")
+    if not (isinstance(kept, tuple | list) and len(kept) == 2 and all(isinstance(x, Tensor) for x in kept)):
+        raise ValueError(f"want kept a pair of tensors, offsets and tokens; got {describe(kept)}")
+    offsets, tokens = (x.long() if x.dtype == torch.int32 else x for x in kept)
+    for name, tensor, length in (("offsets", offsets, target.numel() + 1), ("tokens", tokens, tokens.numel())):
+        check_tensor(f"kept {name}", tensor, (torch.Size([length]), target.device), dtype=torch.int64)
+    return offsets, tokens
 
 
 def _own_rows(weight: Any, bias: Any, group: Any) -> tuple[Tensor, Tensor | None, str]:

@@ -32,7 +32,7 @@ class TokenConstants(NamedTuple):
     engine_logprob: Tensor | None = None
     entropy_weight: Tensor | None = None
 
-    def rows(self, index: slice) -> "TokenConstants":
+    def rows(self, index: slice | Tensor) -> "TokenConstants":
         """The constants of some tokens."""
         return TokenConstants(*(None if x is None else x[index] for x in self))  # type: ignore[arg-type]
 

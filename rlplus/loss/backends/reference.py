@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rlplus.loss import Objective, TokenConstants, policy_loss, token_loss
+from rlplus.loss.backends import kept_tokens
 from rlplus.loss.divergence import divergence
 from rlplus.loss.head import FLOOR, Head, drop_smallest, scaled
 from rlplus.loss.precision import full_precision
@@ -63,6 +64,8 @@ def log_probabilities(head: Head) -> Tensor:
         z = head.softcap * (z / head.softcap).tanh()
     if head.row_temperature is not None:
         z = z / head.row_temperature[:, None]
+    if head.kept_offsets is not None:
+        z = torch.where(kept_tokens.mask(head), z, -torch.inf)
     return _Floor.apply(_log_softmax(z))
 
 
@@ -94,8 +97,8 @@ def linear_policy_loss(
     if constants.entropy_weight is not None and objective.entropy_coef:
         counts = counts | (constants.entropy_weight != 0)
     live_logprob, live_entropy = logprob_and_entropy(_only(head, counts))
-    kept = drop_smallest(row.dlogprob, logprob, grad_filter) != 0
-    live_logprob = torch.where(kept, live_logprob, live_logprob.detach())
+    large = drop_smallest(row.dlogprob, logprob, grad_filter) != 0
+    live_logprob = torch.where(large, live_logprob, live_logprob.detach())
     loss, stats = policy_loss(live_logprob, entropy=live_entropy, objective=objective, **constants._asdict())
     return loss, logprob, entropy, stats
 
