@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         use_tuning,
     )
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "OBJECTIVES",

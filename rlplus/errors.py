@@ -4,6 +4,7 @@ import logging
 import signal
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class RunFailed(RuntimeError):
@@ -33,8 +34,10 @@ def check_name(what: str, name: object, valid: Iterable[str]) -> None:
 
 
 def install_command(extra: str) -> str:
-    """The command that installs the optional packages of an extra, in a checkout."""
-    return f'pip install -e ".[{extra}]"'
+    """The command that installs the optional packages of an extra, in a checkout or beside an installed wheel."""
+    if (Path(__file__).parents[1] / "pyproject.toml").exists():
+        return f'pip install -e ".[{extra}]"'
+    return f'pip install "rlplus[{extra}]"'
 
 
 def one_line(error: BaseException) -> str:

@@ -79,6 +79,15 @@ def test_command_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     assert "train" in run("-m", "rlplus", "--help", cwd=tmp_path, path=installed)
 
 
+def test_the_losses_alone_name_the_line_that_installs_the_trainer(installed: Path, tmp_path: Path) -> None:
+    """Without site-packages: nothing but the wheel and the standard library."""
+    command = ("-S", "-m", "rlplus", "train", "run.yaml")
+    done = processes.run([sys.executable, *command], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(installed)})
+    assert done.returncode == 2
+    assert "needs packages that are not installed (accelerate, deepspeed, " in done.stderr
+    assert done.stderr.endswith(': pip install "rlplus[train]"\n')
+
+
 @pytest.mark.slow
 def test_bench_runs_from_the_wheel_and_installs_no_package_of_its_name(installed: Path, tmp_path: Path) -> None:
     assert not (installed / "bench").exists()

@@ -17,7 +17,7 @@ JOBS = {
 
 
 def commands(job: str) -> list[str]:
-    return [line for step in JOBS[job]["steps"] for line in step.get("run", "").splitlines()]
+    return [line for step in JOBS[job].get("steps", []) for line in step.get("run", "").splitlines()]
 
 
 @pytest.mark.parametrize("command", ["make lint", "make test", "make test-slow", "make test-peers"])

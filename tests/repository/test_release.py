@@ -1,0 +1,107 @@
+"""A release: version, changelog and workflow agree, and Python's versions are those of pyproject.toml everywhere."""
+
+import pkgutil
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import rlplus
+from rlplus.cli import parse
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / ".github/workflows").glob("*.yml"))}
+TRAINER = PROJECT["tool"]["mypy"]["python_version"]  # the oldest Python of the trainer
+PYTHONS = [text.rpartition(" ")[2] for text in PROJECT["project"]["classifiers"] if ":: Python :: 3." in text]
+
+
+def number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def test_the_version_is_the_newest_of_the_changelog() -> None:
+    """Later changes have the title Unreleased. The version stands in one file."""
+    titles = re.findall(r"^## (.*)$", CHANGELOG, re.MULTILINE)
+    assert titles[0] == "Unreleased"
+    assert re.fullmatch(rf"{re.escape(rlplus.__version__)} — \d{{4}}-\d\d-\d\d", titles[1])
+    assert [number(title.split()[0]) for title in titles[1:]] == sorted(
+        (number(title.split()[0]) for title in titles[1:]), reverse=True
+    )
+    assert "version" not in PROJECT["project"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "rlplus.__version__"}
+
+
+def test_a_tag_publishes_what_was_built_and_tried_without_a_token() -> None:
+    workflow, text = WORKFLOWS["release"], (ROOT / ".github/workflows/release.yml").read_text()
+    assert workflow[True] == {"push": {"tags": ["v*"]}}, "YAML reads the key on as true"
+    assert [name for name, other in WORKFLOWS.items() if "tags" in str(other[True])] == ["release"]
+    dist, publish = workflow["jobs"]["dist"], workflow["jobs"]["publish"]
+    assert dist == {"uses": "./.github/workflows/wheels.yml"}
+    assert "workflow_call" in WORKFLOWS["wheels"][True]
+    assert publish["needs"] == "dist"
+    assert publish["environment"]["name"] == "pypi"
+    assert workflow["permissions"] == {"contents": "read"}
+    assert publish["permissions"] == {"id-token": "write"}
+    assert not re.search("password|secrets", text)
+    download, check, upload = publish["steps"]
+    sent = WORKFLOWS["wheels"]["jobs"]["wheels"]["steps"][-1]
+    assert sent["uses"].startswith("actions/upload-artifact@")
+    assert (download["with"]["name"], download["with"]["path"]) == (sent["with"]["name"], sent["with"]["path"])
+    assert check["run"] == 'test -e "dist/rlplus-${GITHUB_REF_NAME#v}.tar.gz"'
+    assert upload == {"uses": "pypa/gh-action-pypi-publish@release/v1"}
+
+
+def test_actions_are_pinned_to_a_version() -> None:
+    used = [step["uses"] for w in WORKFLOWS.values() for job in w["jobs"].values() for step in job.get("steps", [])
+            if "uses" in step]  # fmt: skip
+    assert used
+    assert not [name for name in used if not re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v\d+)", name)]
+    assert all(len({name for name in used if name.startswith(f"{action}@")}) == 1 for action in
+               {name.partition("@")[0] for name in used})  # fmt: skip
+
+
+def test_versions_of_python_are_those_of_the_project() -> None:
+    """The losses' are the classifiers, from requires-python on; the trainer's oldest is mypy's."""
+    assert sorted(PYTHONS, key=number) == PYTHONS
+    assert PROJECT["project"]["requires-python"] == f">={PYTHONS[0]}"
+    assert TRAINER in PYTHONS
+    tried = re.search(r"\| Python \| torch \| Triton \|\n\|.*\n((?:\|.*\n)+)", (ROOT / "docs/index.md").read_text())
+    assert tried is not None
+    assert re.findall(r"^\| (3\.\d+) \|", tried[1], re.MULTILINE) == PYTHONS
+    major, minor = TRAINER.split(".")
+    assert f"sys.version_info < ({major}, {minor})" in (ROOT / "rlplus/cli/__init__.py").read_text()
+    for name in ("README.md", "docs/index.md"):
+        assert f"Python {TRAINER} or later" in (ROOT / name).read_text(), name
+
+
+@pytest.mark.parametrize("name", ["Makefile", *(f".github/workflows/{name}.yml" for name in WORKFLOWS)])
+def test_environments_are_made_with_a_python_of_the_trainer(name: str) -> None:
+    text = (ROOT / name).read_text()
+    named = set(re.findall(r"python(3\.\d+)|Python (3\.\d+)|\"(3\.\d+)\"", text))
+    versions = {version for found in named for version in found if version}
+    assert versions <= {version for version in PYTHONS if number(version) >= number(TRAINER)}
+
+
+def upgrades() -> list[str]:
+    """The right column of the notes for users of the version before."""
+    notes = CHANGELOG.partition("### Upgrading from ")[2].partition("\n### ")[0]
+    return [row.rstrip(" |").rpartition(" | ")[2] for row in notes.splitlines() if row.startswith("| ")][1:]
+
+
+def test_what_the_notes_on_upgrading_name_exists() -> None:
+    cells = upgrades()
+    names = {name for cell in cells for name in re.findall(r"`(rlplus(?:\.\w+)+)`", cell)}
+    assert {"rlplus.loss", "rlplus.trainer.evaluator", "rlplus.rollout.Sampling"} <= names
+    for name in names:
+        pkgutil.resolve_name(name)
+    commands = [found for cell in cells for found in re.findall(r"`rlplus ([a-z].*?)`", cell)]
+    assert commands == ["env", "samples RUN -n N"]
+    for command in commands:
+        parse(command.replace(" N", " 3").split())
+    extras = {found for cell in cells for found in re.findall(r"\.\[(\w+)\]", cell)}
+    assert extras == {"train"}
+    assert extras <= PROJECT["project"]["optional-dependencies"].keys()
