@@ -1,0 +1,147 @@
+"""python -m bench.distill: time and memory of a divergence from a teacher, beside TRL's and full logits, on a CPU.
+
+Time is the CPU time of loss and gradients over that of the four bare GEMMs in the same round, memory the growth of the
+resident set at its peak in a fresh process, beyond the gradients. Liger's needs a GPU: its scratch is computed from its
+code. TRL is imported where it is installed, or from a folder in PYTHONPATH.
+"""
+
+import argparse
+import ctypes
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlplus.loss import linear_divergence
+from rlplus.loss.divergence import beta_of, divergence
+
+from .__main__ import say
+from .cases import DTYPES
+from .measure import elapsed, keep_memory, status_mb
+from .peers import submodule
+
+Step = Callable[[], object]
+
+
+class Heads:
+    """hidden (N, H) and weight (V, H) of a student, leaves, and of a teacher that is near it."""
+
+    def __init__(self, N: int, H: int, V: int, dtype: str, kind: str) -> None:
+        g = torch.Generator().manual_seed(0)
+        hidden, weight = torch.randn(N, H, generator=g), 2 * torch.randn(V, H, generator=g) / H**0.5
+        near = [x + 0.3 * x.std() * torch.randn(x.shape, generator=g) for x in (hidden, weight)]
+        self.hidden, self.weight = (x.to(DTYPES[dtype]).requires_grad_() for x in (hidden, weight))
+        self.teacher = (near[0].to(DTYPES[dtype]), near[1].to(DTYPES[dtype]))
+        self.token_weight, self.kind = torch.full((N,), 1 / N), kind
+
+    def clear(self) -> None:
+        self.hidden.grad = self.weight.grad = None
+
+    def bare(self) -> None:
+        """The four GEMMs, in the inputs' dtype."""
+        with torch.no_grad():
+            z, t = self.hidden @ self.weight.T, self.teacher[0] @ self.teacher[1].T
+            torch.mm(t, self.weight)
+            torch.mm(z.T, self.hidden)
+
+    def ours(self, max_scratch_mb: float | None) -> None:
+        options: dict[str, Any] = {"kind": self.kind, "max_scratch_mb": max_scratch_mb, "backend": "torch"}
+        linear_divergence(
+            self.hidden, self.weight, *self.teacher, token_weight=self.token_weight, **options
+        ).loss.backward()
+
+    def full(self) -> None:
+        logp, logq = (
+            (hidden @ weight.T).float().log_softmax(1) for hidden, weight in ((self.hidden, self.weight), self.teacher)
+        )
+        (self.token_weight * divergence(logp, logq, beta_of(self.kind, None))).sum().backward()
+
+    def trl(self) -> None:
+        """The kernel of its DistillationTrainer, with its own sizes of chunks."""
+        nothing = {"maybe_gather_lm_head_ctx": lambda *_: nullcontext()}  # gathers under ZeRO-3 only
+        is_there = {"is_triton_available": lambda: find_spec("triton") is not None}
+        stand_ins: dict[str, dict[str, Any]] = {
+            "transformers": {},
+            "transformers__utils": is_there,
+            "trl__trainer__utils": nothing,
+        }
+        module = submodule("trl.kernels.chunked_divergence", "trl", "trl.trainer", **stand_ins)
+        apply = module.ChunkedDivergenceFunction.apply
+        teacher = (*self.teacher, None)
+        values: Tensor = apply(self.hidden, self.weight, None, *teacher, beta_of(self.kind, None))[0]
+        (self.token_weight * values).sum().backward()
+
+
+METHODS: dict[str, Callable[[Heads], Step]] = {
+    "four bare GEMMs": lambda x: x.bare,
+    "torch": lambda x: partial(x.ours, None),
+    "torch 40 MB": lambda x: partial(x.ours, 40.0),
+    "full logits": lambda x: x.full,
+    "TRL": lambda x: x.trl,
+}
+
+
+def liger_mb(N: int, H: int, V: int) -> float:
+    """Scratch of liger-kernel 0.8.5's fused JSD before Blackwell: six fp32 buffers of a chunk, by its code."""
+    chunk = min(N, 1 << (-(-N // -(-V // H)) - 1).bit_length())
+    return 6 * 4 * chunk * V / 1e6
+
+
+def peak(method: str, heads: Heads, small: Heads) -> float:
+    """MB, for a fresh process."""
+    METHODS[method](small)()  # libraries load before
+    torch.mm(heads.hidden[:8].detach(), heads.weight.detach().T)
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status_mb("VmRSS")
+    METHODS[method](heads)()
+    made = sum(x.numel() * x.element_size() for x in (heads.hidden, heads.weight) if x.grad is not None)
+    return status_mb("VmHWM") - before - made / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.distill", description=__doc__)
+    for name, default in (("tokens", 512), ("hidden", 448), ("vocabulary", 16_000), ("rounds", 5)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
+    parser.add_argument("--kind", choices=("reverse_kl", "forward_kl", "jsd"), default="reverse_kl")
+    parser.add_argument("--memory-of", choices=tuple(METHODS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    sizes = (options.tokens, options.hidden, options.vocabulary)
+    heads = Heads(*sizes, options.dtype, options.kind)
+    if options.memory_of:
+        say(f"{peak(options.memory_of, heads, Heads(16, 64, 64, options.dtype, options.kind)):.1f}")
+        return
+    keep_memory(10 * 4 * options.tokens * options.vocabulary)
+    steps = {name: method(heads) for name, method in METHODS.items()}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(options.rounds + 1):
+        for name, step in list(steps.items()):
+            heads.clear()
+            try:
+                times[name].append(elapsed(step, cuda=False))
+            except ImportError as error:
+                say(f"{name}: not measured: {error}")
+                del steps[name]
+        if not turn:  # the first round loads what is loaded once
+            times = {name: [] for name in steps}
+    say(f"{options.kind}, {options.dtype}, N={sizes[0]}, H={sizes[1]}, V={sizes[2]}, one thread")
+    for name, taken in times.items():
+        ratios = [a / b for a, b in zip(taken, times["four bare GEMMs"], strict=True)]
+        command = [sys.executable, "-m", "bench.distill", *sys.argv[1:], "--memory-of", name]
+        memory = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
+        say(f"{name:16} {median(ratios):5.2f} ({min(ratios):.2f} to {max(ratios):.2f})  {memory} MB")
+    say(f"Liger's fused JSD, computed: {liger_mb(*sizes):.1f} MB of logits in chunks; no time, it needs a GPU")
+
+
+if __name__ == "__main__":
+    main()
