@@ -21,7 +21,7 @@ from rlplus.loss.head import FLOOR, Head, cap_slope, capped, drop_smallest, scal
 from rlplus.loss.inputs import check_values
 
 Grads = tuple[Tensor, Tensor, Tensor]
-CACHED_BYTES = 4e6  # of copies on a CPU: 1250 MB took twice as long, at 8 and at 64 kept tokens a row
+CACHED_BYTES = 4e6  # copies on a CPU: with 1250 MB of them it took twice as long, at 8 and at 64 tokens a row
 
 
 class Pairs(NamedTuple):
@@ -169,7 +169,7 @@ def _statistics(head: Head, pairs: Pairs, scratch_bytes: float) -> _Rows:
         x[span] = product.mul_(head.weight.index_select(0, pairs.token[span])).sum(-1)
     own_temperature = None if head.row_temperature is None else head.row_temperature[pairs.row]
     bias = None if head.bias is None else head.bias[pairs.token][:, None]
-    each = head._replace(bias=bias, row_temperature=own_temperature)  # of pairs, not rows
+    each = head._replace(bias=bias, row_temperature=own_temperature)  # a pair each, not a row
     slope = cap_slope(scaled(x[:, None], each), each)
     z = capped(x[:, None], each).squeeze(1)
     own = pairs.token == head.target[pairs.row]
