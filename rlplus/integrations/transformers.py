@@ -8,10 +8,12 @@
 The class's own `forward` runs, so its arguments, its checkpointing and its auxiliary loss stay as they are. Only the
 head differs: at first it keeps its input and returns logits of no columns; then it is called again, with the fused
 operation. This second call is a call of the module, so the hooks of ZeRO-3 and FSDP gather its weight around the
-operation, forward and backward.
+operation, forward and backward. What is a DTensor even then is split by tensor parallelism, whose ranks have the same
+tokens: the operation takes it as it is (`group=` of `rlplus.linear_policy_loss`), and no rank has the whole head.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from inspect import Parameter, Signature, signature
@@ -189,6 +191,8 @@ class _Fusion:
             fused.awaiting = False
         hidden, fused.hidden = fused.hidden, None
         assert hidden is not None, "want a forward that calls its head"
+        if hasattr(hidden, "full_tensor"):  # made by tensor parallelism in front of the head
+            hidden = hidden.full_tensor()
         return out, as_autocast(hidden) if self.dtype is None else hidden.to(self.dtype)
 
 
@@ -205,6 +209,30 @@ def _check_hooks(lm: Any, head: nn.Linear) -> None:
                 )
 
 
+@contextmanager
+def _without_tensor_parallelism(head: nn.Module) -> Iterator[None]:
+    """Without the hooks of torch's `parallelize_module`, which turn the head's input and output into DTensors.
+
+    That of transformers is in the head's own forward, which a fused call does not use.
+    """
+    before = [(hooks, list(hooks.items())) for hooks in (head._forward_pre_hooks, head._forward_hooks)]
+    changed = [(hooks, items) for hooks, items in before if any(_tensor_parallel(hook) for _, hook in items)]
+    for hooks, items in changed:
+        for key, hook in items:
+            if _tensor_parallel(hook):
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, items in changed:
+            hooks.clear()
+            hooks.update(items)
+
+
+def _tensor_parallel(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.tensor.")
+
+
 def as_autocast(hidden: Tensor) -> Tensor:
     """The input of a head in the dtype in which autocast would multiply it."""
     device = hidden.device.type
@@ -218,6 +246,11 @@ def _fused_output(
 ) -> FusedOutput:
     """The second call of the head: on its input `hidden`, with the fused operation. own: the class's own output."""
     head = fusion.lm.get_output_embeddings()
+
+    def call(op: Callable[..., Any]) -> Any:
+        with _without_tensor_parallelism(plain_head(fusion.lm)):
+            return head(pick(hidden), op=op)
+
     check_tensor("targets", targets, (hidden.shape[:-1], hidden.device), dtype=torch.int64)
     # Selecting rows waits for the device once, and has no static shape to compile.
     on, every = targets != IGNORED, torch.compiler.is_compiling()
@@ -231,22 +264,23 @@ def _fused_output(
     kept = {name: getattr(own, name, None) for name in KEPT}
     if policy is None:
         op = partial(_logprob_and_measures, fusion.measures, target=pick(targets), **fusion.options)
-        logprob, entropy, *found = head(pick(hidden), op=op)
+        logprob, entropy, *found = call(op)
         measured = {name: put(x) for name, x in zip(fusion.measures, found, strict=True)}
         return FusedOutput(logprob=put(logprob), entropy=put(entropy), measured=measured or None, **kept)
     options = fusion.options | {"old_logprob": None} | _rows_of(policy, on, pick)
-    out: PolicyLoss = head(pick(hidden), op=partial(linear_policy_loss, target=pick(targets), **options))
+    out: PolicyLoss = call(partial(linear_policy_loss, target=pick(targets), **options))
     return FusedOutput(loss=out.loss, logprob=put(out.logprob), entropy=put(out.entropy), stats=out.stats, **kept)
 
 
 def _logprob_and_measures(names: tuple[str, ...], hidden: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    """(N,) each: logprob and entropy, differentiable, and the measures of those names."""
+    """(N,) each: logprob and entropy, differentiable, and the measures of those names, which gather a split head."""
     found = linear_logprob(hidden, weight, **options)
     if not names:
         return found
+    weight, bias = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in (weight.detach(), options["bias"]))
     scale, cap, T = options["logit_scale"], options["logit_softcap"], options["temperature"]
     head = Head(
-        hidden.detach().flatten(0, -2), weight.detach(), options["bias"], options["target"].flatten(),
+        hidden.detach().flatten(0, -2), weight, bias, options["target"].flatten(),
         temperature=T / scale, softcap=None if cap is None else cap / T,
     )  # fmt: skip
     return *found, *(x.view(options["target"].shape) for x in measure(names, head))

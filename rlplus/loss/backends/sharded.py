@@ -128,7 +128,8 @@ def _check_same(ranks: list[list[float]], names: list[str]) -> None:
     if got:
         raise ValueError(
             f"want the same tokens on all ranks {where}; got {got}. Where ranks have tokens of their own, gather the "
-            "weight instead: under FSDP within the module's forward pass, else weight.full_tensor()"
+            "weight instead: under FSDP within the module's forward pass, else by "
+            "weight.full_tensor(grad_placements=[Partial()]), whose gradient is the ranks' sum"
         )
 
 
