@@ -77,14 +77,14 @@ def _unpack(arguments: Sequence[Any], *kinds: Any) -> list[Any]:
     return [*(kind(*islice(rest, len(FIELDS[kind]))) for kind in kinds), *rest]
 
 
-def check_policy_rows(head: Head, constants: TokenConstants, objective: Objective) -> Tensor:
-    """Check all weights, and temperatures of rows with a weight. -> these rows, (N,) bool."""
+def check_policy_rows(head: Head, constants: TokenConstants, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Check all weights, and temperatures of rows with a weight. -> (N,) bool: where there is a token_weight; these."""
     check_constant_values(constants)
-    on = constants.token_weight != 0
+    weighted = on = constants.token_weight != 0
     if objective.entropy_coef and constants.entropy_weight is not None:
         on = on | (constants.entropy_weight != 0)
     _check_temperatures(head, on)
-    return on
+    return weighted, on
 
 
 def check_weighted_rows(weights: Tensor, *heads: Head) -> None:
@@ -164,10 +164,11 @@ def linear_policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *argum
     with _telling(head):
         if weight_grad is not None:
             _check_apart(weight_grad, arguments)
-        on = check_policy_rows(head, constants, objective)
+        weighted, on = check_policy_rows(head, constants, objective)
     call = ("policy loss", needs[0], objective, options.grad_filter)
     shards = _shards(head, options.backend, options.scratch_bytes, on, call, constants._asdict())
-    check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), constants.token_weight != 0)
+    check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), weighted)
+    del weighted, on
     if memory == "faster" and shards is None:
         memory = faster_memory(head.shape, options.scratch_bytes)
 
@@ -317,6 +318,7 @@ def linear_logprob(*arguments: Any) -> tuple[Tensor, Tensor]:
         on = check_logprob_rows(head)
     shards = _shards(head, backend, scratch_bytes, on, ("logprob",), {})
     check_targets(head, len(head.weight) if shards is None else sum(shards.lengths), on)
+    del on
     with full_precision(head.hidden.device), advising(backend):
         if shards is not None:
             return sharded().logprob(implementation(backend), shards, head.rounded())
@@ -344,7 +346,8 @@ def linear_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any)
 
     blocks, call = implementation(backend), ("logprob, backward", needs[0])
     slopes = {"dlogprob": dlogprob, "dentropy": dentropy}
-    shards = _shards(head, backend, scratch_bytes, torch.ones_like(head.target, dtype=torch.bool), call, slopes)
+    everywhere = torch.ones_like(head.target, dtype=torch.bool) if head.group else None
+    shards = _shards(head, backend, scratch_bytes, everywhere, call, slopes)
 
     def whole(head: Head, dlogprob: Tensor, dentropy: Tensor, *where: Any) -> Any:
         if shards is not None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+SUMMED = ", with grad_placements=[Partial()] where ranks have tokens of their own: their gradients add up"
 MAX_SCRATCH_MB = {"fast": 1250.0, "least": 80.0}  # keys: `memory`
 
 
@@ -138,8 +139,8 @@ def linear_policy_loss(
                 "backend 'reference' keeps the full logits: it takes no memory='least', weight_grad or split head"
             )
     if backend == "reference":
-        library.check_policy_rows(head, constants, objective)
-        library.check_targets(head, len(head.weight), constants.token_weight != 0)
+        weighted, _ = library.check_policy_rows(head, constants, objective)
+        library.check_targets(head, len(head.weight), weighted)
         loss, logprob, entropy, stats = reference.linear_policy_loss(head, constants, objective, grad_filter)
     else:
         options = library.Options(float(grad_filter), scratch, backend, way)
@@ -343,7 +344,7 @@ def _own_rows(weight: Any, bias: Any, group: Any) -> tuple[Tensor, Tensor | None
             also = "" if group is None else ", and no group beside it"
             raise ValueError(
                 f"want weight a plain tensor, or a DTensor of one mesh dimension, Shard(0){also}; got a DTensor, "
-                f"{describe(weight)}, {weight.placements}: weight.full_tensor() is plain"
+                f"{describe(weight)}, {weight.placements}: weight.full_tensor() is plain{SUMMED}"
             )
         if bias is not None and getattr(bias, "placements", None) != weight.placements:
             got = f"{describe(bias)}, {getattr(bias, 'placements', 'a plain tensor')}"
@@ -362,7 +363,7 @@ def check_plain(**inputs: Any) -> None:
         if hasattr(value, "full_tensor"):
             raise ValueError(
                 f"want {name} a plain tensor; got a DTensor, {describe(value)}, {value.placements}: pass "
-                f"{name}.full_tensor(), or call in the forward pass of a module whose parameters FSDP has gathered"
+                f"{name}.full_tensor(){SUMMED}, or call in the forward pass of a module whose parameters FSDP gathered"
             )
 
 

@@ -60,4 +60,6 @@ def test_the_kernels_of_the_tritons_of_every_torch(triton: str, tmp_path: Path) 
 @pytest.mark.parametrize("arch", ["80", "90"])
 @pytest.mark.parametrize("path", INTERPRETED, ids=lambda path: path.stem)
 def test_what_holds_in_the_interpreter_holds_of_the_compiled_code(path: Path, arch: str, tmp_path: Path) -> None:
-    assert run(tmp_path, path, "-m", "not slow", plugin="ptx.everywhere", PTX_ARCH=arch, PTX_TOLERATED=KNOWN) >= 5
+    """Without whole runs, which load weights by the meta device: beside the simulated one it cannot be used."""
+    words = ("-m", "not slow", "-k", "not a_run_trains")
+    assert run(tmp_path, path, *words, plugin="ptx.everywhere", PTX_ARCH=arch, PTX_TOLERATED=KNOWN) >= 5
