@@ -6,14 +6,12 @@ code. TRL is imported where it is installed, or from a folder in PYTHONPATH.
 """
 
 import argparse
-import ctypes
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,7 +23,7 @@ from rlplus.loss.divergence import beta_of, divergence
 
 from .__main__ import say
 from .cases import DTYPES
-from .measure import elapsed, keep_memory, status_mb
+from .measure import elapsed, keep_memory, new_peak, status_mb
 from .peers import submodule
 
 Step = Callable[[], object]
@@ -99,9 +97,7 @@ def peak(method: str, heads: Heads, small: Heads) -> float:
     """MB, for a fresh process."""
     METHODS[method](small)()  # libraries load before
     torch.mm(heads.hidden[:8].detach(), heads.weight.detach().T)
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status_mb("VmRSS")
+    before = new_peak()
     METHODS[method](heads)()
     made = sum(x.numel() * x.element_size() for x in (heads.hidden, heads.weight) if x.grad is not None)
     return status_mb("VmHWM") - before - made / 1e6

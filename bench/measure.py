@@ -317,13 +317,18 @@ def resident_memory(task: str) -> float:
     torch.mm(inputs.hidden[:8].detach(), inputs.weight.detach().T)
     clear(inputs)
     step = method.prepare(inputs)
+    before = new_peak()
+    call(method, inputs, step)
+    return status_mb("VmHWM") - before - gradient_bytes(method, inputs) / 1e6
+
+
+def new_peak() -> float:
+    """Let the peak of the resident set start anew. -> MB of it now."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)  # glibc: what is free in the heap would be used again, and not be seen
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = status_mb("VmRSS")
-    call(method, inputs, step)
-    return status_mb("VmHWM") - before - gradient_bytes(method, inputs) / 1e6
+    Path("/proc/self/clear_refs").write_text("5")
+    return status_mb("VmRSS")
 
 
 def status_mb(field: str) -> float:
