@@ -15,7 +15,7 @@ ELSEWHERE = "child_process or device_of_its_inputs"
 
 def run(cache: Path, *arguments: str | Path, **more: str) -> int:
     command = nested.command(*arguments, plugin="ptx.device_plugin")
-    return nested.passed(processes.run(command, env=nested.environment(cache, **more)))
+    return nested.passed(processes.run(command, processes.LONG_S, env=nested.environment(cache, **more)))
 
 
 def test_the_device_behaves_as_one_and_its_misuse_is_found(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_the_device_behaves_as_one_and_its_misuse_is_found(tmp_path: Path) -> No
 @pytest.mark.parametrize("arch", ["80", "90"])
 def test_what_is_tested_on_a_gpu_holds_on_the_simulated_one(arch: str, tmp_path: Path) -> None:
     path = HERE / "test_gpu.py"
-    assert run(tmp_path, path, "-k", f"not ({TOO_LARGE} or {ELSEWHERE})", PTX_ARCH=arch, PTX_TOLERATED=KNOWN) > 100
+    assert run(tmp_path, path, "-k", f"not ({TOO_LARGE} or {ELSEWHERE})", PTX_ARCH=arch, PTX_TOLERATED=KNOWN) >= 90
 
 
 @pytest.mark.slow

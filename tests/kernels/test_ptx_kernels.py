@@ -23,7 +23,7 @@ def run(cache: Path, *arguments: str | Path, triton: str | None = None, plugin: 
     """How many tests passed; none may fail. triton: one of `tritons.PINNED`; None = the installed one."""
     first = tritons.folder(triton) if triton else None
     environment = nested.environment(cache, first, **more)
-    return nested.passed(processes.run(nested.command(*arguments, plugin=plugin), env=environment))
+    return nested.passed(processes.run(nested.command(*arguments, plugin=plugin), processes.LONG_S, env=environment))
 
 
 def test_every_kernel_computes_what_float64_does_and_nothing_is_found(tmp_path: Path) -> None:

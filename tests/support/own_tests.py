@@ -43,7 +43,8 @@ def outcomes(folder: Path, file: str, plugin: str, report: Path, **variables: st
         f"--junitxml={report}",
         file,
     ]
-    done = processes.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": path} | variables)
+    environment = os.environ | {"PYTHONPATH": path} | variables
+    done = processes.run(command, processes.LONG_S, cwd=folder, env=environment)
     assert report.exists(), done.stdout + done.stderr
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):

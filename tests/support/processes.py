@@ -14,6 +14,7 @@ from typing import Any
 
 # Ends a test that hangs. No verdict depends on it: what a loaded machine takes minutes for is still right.
 PATIENCE_S = 1800.0
+LONG_S = 8 * PATIENCE_S  # for half an hour of processor time or more, beside other work
 ROOT, SUPPORT = Path(__file__).parents[2], Path(__file__).parent
 MARK = "RLPLUS_TEST_PROCESS"
 _count = itertools.count()
@@ -43,11 +44,11 @@ def started(
                     pipe.close()
 
 
-def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+def run(command: Sequence[str], patience_s: float = PATIENCE_S, **options: Any) -> subprocess.CompletedProcess[str]:
     """`subprocess.run` with captured output, for a command that ends by itself."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     with started(command, **pipes) as process:
-        out, error = process.communicate(timeout=PATIENCE_S)
+        out, error = process.communicate(timeout=patience_s)
     return subprocess.CompletedProcess(command, process.returncode, out, error)
 
 
