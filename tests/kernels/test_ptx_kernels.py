@@ -60,6 +60,7 @@ def test_the_kernels_of_the_tritons_of_every_torch(triton: str, tmp_path: Path) 
 @pytest.mark.parametrize("arch", ["80", "90"])
 @pytest.mark.parametrize("path", INTERPRETED, ids=lambda path: path.stem)
 def test_what_holds_in_the_interpreter_holds_of_the_compiled_code(path: Path, arch: str, tmp_path: Path) -> None:
-    """Without whole runs, which load weights by the meta device: beside the simulated one it cannot be used."""
-    words = ("-m", "not slow", "-k", "not a_run_trains")
+    """Without whole runs, which load weights by the meta device: beside the simulated one it cannot be used. Without
+    rows 2^31 elements apart: of each element between it is noted whether it was written."""
+    words = ("-m", "not slow", "-k", "not (a_run_trains or sdpa or far_apart or lie_apart)")
     assert run(tmp_path, path, *words, plugin="ptx.everywhere", PTX_ARCH=arch, PTX_TOLERATED=KNOWN) >= 5

@@ -81,6 +81,9 @@ def exact(logits: Tensor, target: Tensor, transform: Transform) -> Exact:
     known = (target >= 0) & (target < z.shape[1])
     own = target.where(known, 0)[:, None]
     logprob, reference, slope = (x.gather(1, own)[:, 0] for x in (logp, z, transform.cap_slope(logits.double())))
+    # Near 1 a probability leaves float64 too few digits: by the others' sum.
+    others = z.scatter(1, own, -torch.inf).logsumexp(1) - reference
+    logprob = torch.where(logprob > -1e-3, -torch.nn.functional.softplus(others), logprob)
     return Exact(logp, logprob, -(logp.exp() * logp).sum(1), known, reference.clamp(min=FLOOR), slope)
 
 
