@@ -1,8 +1,8 @@
 """Tokens that a sampler kept: the policy renormalised over some tokens of each row, from the logits of those alone.
 
 With top-p, top-k or min-p a token was sampled from softmax(z) over the row's kept tokens, so that is the policy whose
-logprobs count. All backends but `reference` compute it here, in fp32 (fp64); rows without kept tokens take the backend's own way in
-the same call. With a mean of k kept tokens the work falls from N V H to N k H.
+logprobs count. All backends but `reference` compute it here, in fp32 (fp64); rows without kept tokens take the
+backend's own way in the same call. With a mean of k kept tokens the work falls from N V H to N k H.
 
 Pairs of a row and one of its kept tokens, in order of rows, are taken a few at a time, so that copies of their hidden
 states and rows of the weight fit max_scratch_mb. Sums over a row's pairs, and over those of a token, are bags of
