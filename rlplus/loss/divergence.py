@@ -9,10 +9,16 @@ With the student's probabilities p and the teacher's q of the tokens of a vocabu
 the generalised Jensen-Shannon divergence of Agarwal et al., "On-Policy Distillation of Language Models" (2024), eq. 1,
 with the roles that TRL gives beta: 0 is the forward and 1 the reverse divergence, which it approaches, divided by beta
 and by 1 - beta, from inside. So a single number is the kind of a divergence.
+
+Where only k tokens of the teacher are known, p and q are distributions over k + 1 classes: each of those tokens, and
+all others together.
 """
 
 import torch
 from torch import Tensor
+
+from rlplus.loss.head import FLOOR
+from rlplus.loss.inputs import ROUNDING, check_values
 
 KINDS = {"reverse_kl": 1.0, "forward_kl": 0.0, "jsd": 0.5}
 
@@ -43,7 +49,7 @@ def divergence(logp: Tensor, logq: Tensor, beta: float) -> Tensor:
 
 def log_ratios(d: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """log(p / m) and log(q / m) of d = log(p / q). Where p and q are near, both are; log m - log p would cancel."""
-    up, down = d.clamp(min=0), d.clamp(max=0)
+    up, down = d.relu(), d.clamp(max=0)  # the slope at d = 0 is the second's alone, as below
     rest = torch.where(d > 0, ((-up).expm1() * beta).log1p(), (down.expm1() * (1 - beta)).log1p())
     return down - rest, -up - rest
 
@@ -68,3 +74,43 @@ def value_and_gradient(logp: Tensor, logq: Tensor, beta: float) -> tuple[Tensor,
     value = (of_q.mul_(logq.exp()).mul_(beta) + (of_p * p).mul_(1 - beta)).sum(-1)
     mean = (of_p * p).sub_(gap.mul_(beta)).sum(-1)
     return value, of_p.sub_(mean[:, None]).mul_(p).mul_(1 - beta)
+
+
+# ---- k tokens of the teacher and their logprobs
+
+
+def check_topk(tokens: Tensor, logprobs: Tensor, V: int, on: Tensor) -> None:
+    """Check the teacher's tokens and logprobs (N, k) of the rows `on` (N,). V: the size of the vocabulary."""
+    inside = ((tokens >= 0) & (tokens < V)).all(1)
+    where = "wherever the token's weight is not 0"
+    check_values(inside | ~on, f"want teacher_topk tokens in [0, {V}) {where}; got one outside")
+    ordered = tokens.sort(1).values
+    once = (ordered[:, 1:] != ordered[:, :-1]).all(1)
+    check_values(once | ~on, f"want each of a row's teacher_topk tokens once {where}; got one twice")
+    possible = logprobs.exp().sum(1) <= 1 + ROUNDING
+    message = f"want teacher_topk logprobs in nats, of probabilities that add up to at most 1 {where}; got more than "
+    check_values(possible | ~on, message + f"{1 + ROUNDING}, or NaN")
+
+
+def teacher_classes(logprobs: Tensor, V: int) -> Tensor:
+    """log q (n, k + 1) of the teacher's tokens and of all others together, from logprobs (n, k); fp32 or wider.
+
+    The others' probability is 1 - sum q of the tokens, summed without the largest one's 1, and at least the epsilon of
+    the logprobs' dtype: engines know it no better, and a rest of 0 by rounding would make all other tokens impossible.
+    Then q is divided by its sum. With k = V there are no others, and log q is (n, V).
+    """
+    known = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32))
+    top, at = known.max(1, keepdim=True)
+    missing = -(top.expm1() + known.exp().scatter(1, at, 0.0).sum(1, keepdim=True))
+    if logprobs.shape[1] == V:
+        return known - (-missing).log1p()
+    rest = missing.clamp(min=torch.finfo(logprobs.dtype).eps)
+    return torch.cat([known, rest.log()], 1) - (rest - missing).log1p()
+
+
+def student_classes(z: Tensor, tokens: Tensor) -> Tensor:
+    """Logits (n, k + 1) of the teacher's tokens (n, k) and of all others together, from z (n, V); differentiable."""
+    known = z.gather(1, tokens)
+    if tokens.shape[1] == z.shape[1]:
+        return known
+    return torch.cat([known, z.scatter(1, tokens, FLOOR).clamp(min=FLOOR).logsumexp(1, keepdim=True)], 1)

@@ -1,5 +1,6 @@
 """Checks of the per-token inputs, shared by every operation."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -116,3 +117,18 @@ def check_constant_values(constants: TokenConstants) -> None:
         if value is not None:
             possible = (~off & (value < 0)).any() | ~(~off & (value > ROUNDING)).any()
             check_values(possible, f"want {name} in nats, at most 0; got none below 0, and some above {ROUNDING}")
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """The address of a tensor's first byte and the one after its last."""
+    elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
+
+
+def check_apart(weight_grad: Tensor, inputs: Sequence[Any]) -> None:
+    start, end = _memory(weight_grad)
+    for tensor in inputs:
+        if isinstance(tensor, Tensor) and tensor.numel():
+            first, last = _memory(tensor)
+            if first < end and start < last:
+                raise ValueError("want weight_grad in memory that no input uses; got one that overlaps")

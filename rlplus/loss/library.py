@@ -18,9 +18,10 @@ from torch import Tensor
 from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants
 from rlplus.loss.backends import kept_tokens, least
 from rlplus.loss.cost import faster_memory
+from rlplus.loss.divergence import check_topk
 from rlplus.loss.faults import advising
 from rlplus.loss.head import Head
-from rlplus.loss.inputs import check_constant_values, check_differentiated_once, check_values
+from rlplus.loss.inputs import check_apart, check_constant_values, check_differentiated_once, check_values
 from rlplus.loss.precision import full_precision
 
 PIECE = 2048  # rows of a gradient that are scaled at a time
@@ -37,7 +38,7 @@ DIVERGENCES = {"torch": "chunked", "triton": "divergence_chunks"}  # in rlplus.l
 
 def implementation(backend: str) -> ModuleType:
     """The module that computes; a backend is imported when it is first used."""
-    return import_module(f"rlplus.loss.backends.{MODULES.get(backend, backend)}")
+    return import_module(f".backends.{MODULES.get(backend, backend)}", __package__)
 
 
 class Options(NamedTuple):
@@ -121,7 +122,7 @@ def _check_temperatures(head: Head, on: Tensor) -> None:
 
 def sharded() -> Any:
     """The backend of a head that is split, imported where it is used: torch.distributed may be missing."""
-    return import_module("rlplus.loss.backends.sharded")
+    return import_module(".backends.sharded", __package__)
 
 
 def _telling(head: Head) -> Any:
@@ -131,21 +132,6 @@ def _telling(head: Head) -> Any:
 def _shards(head: Head, backend: str, scratch_bytes: float, *rest: Any) -> Any:
     """`sharded.Shards` of a head that is split over a group, else None. rest: see `sharded.meet`."""
     return sharded().meet(head, implementation(backend), scratch_bytes, *rest) if head.group else None
-
-
-def _memory(tensor: Tensor) -> tuple[int, int]:
-    """The address of a tensor's first byte and the one after its last."""
-    elements = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
-
-
-def _check_apart(weight_grad: Tensor, inputs: Sequence[Any]) -> None:
-    start, end = _memory(weight_grad)
-    for tensor in inputs:
-        if isinstance(tensor, Tensor) and tensor.numel():
-            first, last = _memory(tensor)
-            if first < end and start < last:
-                raise ValueError("want weight_grad in memory that no input uses; got one that overlaps")
 
 
 @torch.library.custom_op(
@@ -163,7 +149,7 @@ def linear_policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *argum
     memory, blocks = options.memory, implementation(options.backend)
     with _telling(head):
         if weight_grad is not None:
-            _check_apart(weight_grad, arguments)
+            check_apart(weight_grad, arguments)
         weighted, on = check_policy_rows(head, constants, objective)
     call = ("policy loss", needs[0], objective, options.grad_filter)
     shards = _shards(head, options.backend, options.scratch_bytes, on, call, constants._asdict())
@@ -242,6 +228,27 @@ def linear_divergence(needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, .
     return weighted_sum(weights, values), values, *gradients
 
 
+@torch.library.custom_op(
+    "rlplus::linear_topk_divergence",
+    mutates_args=(),
+    schema=f"(bool[] needs, {_schema(Head)}, Tensor tokens, Tensor logprobs, Tensor token_weight, float beta, "
+    "float scratch_bytes) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def linear_topk_divergence(needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
+    """As `linear_divergence`, from the teacher's tokens and logprobs (N, k); by the `torch` backend."""
+    head, tokens, logprobs, weights, *rest = _unpack(arguments, Head)
+    check_weighted_rows(weights, head)
+    check_topk(tokens, logprobs, len(head.weight), weights != 0)
+
+    def compute(head: Head, *where: Any) -> Any:
+        return implementation("torch").topk_divergence(head, tokens, logprobs, weights, *rest, *where)
+
+    with full_precision(head.hidden.device), advising("torch"):
+        values, *gradients = _in_one_dtype(compute, head, list(needs), None)
+    return weighted_sum(weights, values), values, *gradients
+
+
+@linear_topk_divergence.register_fake
 @linear_divergence.register_fake
 def _(needs, *arguments):  # type: ignore[no-untyped-def]
     head, *_ = _unpack(arguments, Head)

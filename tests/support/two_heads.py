@@ -124,7 +124,15 @@ def check(
     dtype = inputs["hidden"].dtype
     exact = closed(to(inputs, torch.float64), **options, **numbers)
     plain = closed(to(inputs, wide(dtype)), **options, **numbers)
-    sums, eps = scales(to(inputs, torch.float64), **numbers), torch.finfo(wide(dtype)).eps
+    within(got, exact, plain, scales(to(inputs, torch.float64), **numbers), dtype, gemm_dtype)
+
+
+def within(
+    got: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor], sums: dict[str, Tensor],
+    dtype: torch.dtype, gemm_dtype: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
+    """As `check`; dtype: of the inputs."""
+    eps = torch.finfo(wide(dtype)).eps
     for name, value in got.items():
         assert value.dtype == (dtype if name.startswith("d") and name != "divergence" else wide(dtype)), name
         bound = 2 * (plain[name] - exact[name]).abs().max() + 8 * eps * sums[name]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlplus.loss import MISMATCH_STATS, STATS, Objective, TokenConstants, token_loss
-from rlplus.loss.divergence import value_and_gradient
+from rlplus.loss.divergence import teacher_classes, value_and_gradient
 from rlplus.loss.head import (
     FLOOR,
     Gradients,
@@ -116,12 +116,46 @@ def divergence(
         logq = _log_probabilities(teacher.rows(rows), gradient=False)[0]
         values[rows], dz = value_and_gradient(logp, logq.to(head.dtype), beta)
         if gradient:
-            weight = weights[rows] if scale is None else weights[rows] * scale
-            dz *= (weight / part.divisor)[:, None]
-            if slope is not None:
-                dz *= slope
-            _add(part, rows, dz, logp, weights[rows] != 0, scale, grads)
+            _add_weighted(part, rows, (dz, logp, slope), weights[rows], scale, grads)
         del logp, logq, slope, dz
+    return values, _unscaled(grads, scale).finish(head, weight_grad)
+
+
+def topk_divergence(
+    head: Head,
+    tokens: Tensor,
+    logprobs: Tensor,
+    weights: Tensor,
+    beta: float,
+    scratch_bytes: float,
+    needs: list[bool],
+    weight_grad: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """As `divergence`, from the teacher's tokens and logprobs (N, k).
+
+    The others are a class of their own, whose slope is shared in proportion to their probabilities.
+    """
+    values, scale = head.hidden.new_empty(len(head.target), dtype=head.dtype), _fp16_scale(head, [weights])
+    grads = Gradients.zeros(head, needs, weight_grad)
+    gradient, V, k = any(g.numel() for g in grads), len(head.weight), tokens.shape[1]
+    for rows in _chunks(head, scratch_bytes):
+        part, at = head.rows(rows), tokens[rows].clamp(0, V - 1)
+        z, slope = _logits(part, gradient)
+        memory = torch.empty_like(z)
+        classes = [z.gather(1, at)]
+        if k < V:
+            top = z.scatter_(1, at, -torch.inf).amax(1, keepdim=True).clamp_(min=FLOOR)
+            total = torch.exp(z.sub_(top), out=memory).sum(1, keepdim=True)  # 1 or more, or 0 where all are -inf
+            total.clamp_(min=torch.finfo(total.dtype).tiny)
+            classes.append(top + total.log())
+        logq = teacher_classes(logprobs[rows], V).to(head.dtype).clamp_(min=FLOOR)
+        values[rows], dclasses = value_and_gradient(_log_softmax(torch.cat(classes, 1))[0], logq, beta)
+        if gradient:
+            if k < V:
+                memory.mul_(dclasses[:, k:] / total)
+            memory.scatter_(1, at, dclasses[:, :k])
+            _add_weighted(part, rows, (memory, z, slope), weights[rows], scale, grads)
+        del z, slope, memory
     return values, _unscaled(grads, scale).finish(head, weight_grad)
 
 
@@ -148,12 +182,22 @@ def _statistics(head: Head, rows: slice, gradient: bool) -> tuple[Tensor, Tensor
 
 def _log_probabilities(head: Head, gradient: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """log p (n, V), memory for p (n, V), entropy (n,), slope (n, V) as in `_statistics`."""
+    z, slope = _logits(head, gradient)
+    return *_log_softmax(z), slope
+
+
+def _logits(head: Head, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """z (n, V), and the slope (n, V) of the softcap."""
     x = scaled(raw_logits(head), head)
     slope = cap_slope(x, head) if gradient else None
-    z = capped(x, head)
+    return capped(x, head), slope
+
+
+def _log_softmax(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """log p over z (n, V), memory for p (n, V), entropy (n,)."""
     top, at = z.max(-1, keepdim=True)
     logsum, entropy, p = _row_statistics(z.sub_(top).clamp_(min=FLOOR), at)
-    return z.sub_(logsum[:, None]), p, entropy, slope
+    return z.sub_(logsum[:, None]), p, entropy
 
 
 def _row_statistics(z: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,6 +234,18 @@ def _backward(
     if slope is not None:
         dz *= slope
     _add(head, rows, dz, p, active, scale, grads)
+
+
+def _add_weighted(
+    head: Head, rows: slice, matrices: tuple[Tensor, Tensor, Tensor | None], weights: Tensor,
+    scale: Tensor | None, grads: Gradients,
+) -> None:  # fmt: skip
+    """`_add` weights * dz, from the derivatives by z; matrices: dz, memory and slope of the softcap (n, V)."""
+    dz, memory, slope = matrices
+    dz *= ((weights if scale is None else weights * scale) / head.divisor)[:, None]
+    if slope is not None:
+        dz *= slope
+    _add(head, rows, dz, memory, weights != 0, scale, grads)
 
 
 def _add(

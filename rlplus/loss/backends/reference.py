@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rlplus.loss import Objective, TokenConstants, policy_loss, token_loss
 from rlplus.loss.backends import kept_tokens
-from rlplus.loss.divergence import divergence
+from rlplus.loss.divergence import divergence, student_classes, teacher_classes
 from rlplus.loss.head import FLOOR, Head, drop_smallest, scaled
 from rlplus.loss.precision import full_precision
 
@@ -58,6 +58,10 @@ class _Floor(torch.autograd.Function):
 
 def log_probabilities(head: Head) -> Tensor:
     """log p (N, V), at least FLOOR; differentiable."""
+    return _Floor.apply(_log_softmax(_logits(head)))
+
+
+def _logits(head: Head) -> Tensor:
     weight, bias = (None if x is None else _Rounded.apply(x, head.hidden.dtype) for x in (head.weight, head.bias))
     z = scaled(product(head.hidden.to(head.dtype), weight), head._replace(bias=bias))
     if head.softcap is not None:
@@ -66,7 +70,7 @@ def log_probabilities(head: Head) -> Tensor:
         z = z / head.row_temperature[:, None]
     if head.kept_offsets is not None:
         z = torch.where(kept_tokens.mask(head), z, -torch.inf)
-    return _Floor.apply(_log_softmax(z))
+    return z
 
 
 def logprob_and_entropy(head: Head) -> tuple[Tensor, Tensor]:
@@ -110,6 +114,22 @@ def linear_divergence(head: Head, teacher: Head, weights: Tensor, beta: float) -
         values = divergence(log_probabilities(head), log_probabilities(teacher).to(head.dtype), beta)
         teacher_logp = log_probabilities(_only(teacher, counts)).to(head.dtype)
     live = divergence(log_probabilities(_only(head, counts)), teacher_logp, beta)
+    return (weights * live).sum(), values
+
+
+def linear_topk_divergence(
+    head: Head, tokens: Tensor, logprobs: Tensor, weights: Tensor, beta: float
+) -> tuple[Tensor, Tensor]:
+    """-> loss (differentiable in the head), divergence (N,)."""
+    counts, V = weights != 0, len(head.weight)
+
+    def of(head: Head, logprobs: Tensor) -> Tensor:
+        logp = _Floor.apply(_log_softmax(student_classes(_logits(head), tokens.clamp(0, V - 1))))
+        return divergence(logp, teacher_classes(logprobs, V).to(head.dtype).clamp(min=FLOOR), beta)
+
+    with torch.no_grad():
+        values = of(head, logprobs)
+    live = of(_only(head, counts), torch.where(counts[:, None], logprobs, 0.0))
     return (weights * live).sum(), values
 
 
