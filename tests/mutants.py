@@ -8,6 +8,7 @@ not stand exactly once in its file, or if a test fails without any.
 """
 
 import argparse
+import ctypes
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,6 +102,7 @@ def start(tree: Path, tests: Sequence[str], limit: int) -> int:
 
     process = os.fork()
     if process == 0:
+        adopt()
         signal.alarm(limit)
         output = os.open(tree / "output.txt", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
         os.dup2(output, 1)
@@ -111,6 +113,23 @@ def start(tree: Path, tests: Sequence[str], limit: int) -> int:
         sys.stdout.flush()
         os._exit(int(status))
     return process
+
+
+def adopt() -> None:
+    """Have Linux make this process the parent of its descendants whose own parent ends (PR_SET_CHILD_SUBREAPER)."""
+    if ctypes.CDLL(None).prctl(36, 1, 0, 0, 0):
+        raise OSError("prctl failed")
+
+
+def end_others(running: Container[int]) -> None:
+    """Kill this process's children but those: what a mistake has let live. Some have only their group to be caught by,
+    since each process starts the next one and ends."""
+    children = Path("/proc/thread-self/children")
+    while others := [pid for pid in map(int, children.read_text().split()) if pid not in running]:
+        for pid in others:
+            group = os.getpgid(pid)
+            os.kill(pid if group == os.getpgrp() else -group, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def failure(tree: Path, status: int) -> str | None:
@@ -127,6 +146,7 @@ def failure(tree: Path, status: int) -> str | None:
 def try_all(chosen: Sequence[Mutant | None], folder: Path, jobs: int) -> Iterator[tuple[Mutant | None, str | None]]:
     """Each with the test that noticed it; None stands for the tree as it is, with the tests of all."""
     every_test = sorted({test for m in chosen if m is not None for test in m.tests})
+    adopt()
     free, running, waiting = [folder / str(job) for job in range(jobs)], {}, list(chosen)
     for tree in free:
         copy_tree(tree)
@@ -140,7 +160,10 @@ def try_all(chosen: Sequence[Mutant | None], folder: Path, jobs: int) -> Iterato
                     build(tree)
             running[start(tree, *((every_test, 0) if mutant is None else (mutant.tests, TIMEOUT)))] = mutant, tree
         process, status = os.wait()
+        if process not in running:  # adopted
+            continue
         mutant, tree = running.pop(process)
+        end_others(running)
         yield mutant, failure(tree, status)
         if mutant is not None:
             shutil.copy(ROOT / mutant.file, tree / mutant.file)

@@ -25,6 +25,7 @@ from .process_table import Process, processes, runnable, tree
 KINDS = ("bubblewrap", "namespaces", "limits")
 _PROCESSES = 64
 _LOOK_S = 0.05  # how often the processes are counted: reading /proc costs milliseconds
+_END_S = 0.02  # how often a sandbox is told to end
 _LATE_S = 0.2  # a later look than this says nothing of the time before
 _WALL_CLOCK_FACTOR = 5  # the limit of the wall clock over that of the CPU time, for a busy machine
 _MOST_OUTPUT = 1 << 28  # bytes of all runs together
@@ -123,8 +124,27 @@ class Sandbox:
                 start_new_session=True,
                 pass_fds=[] if link is None else [link.fileno()],
             )
-        stack.callback(_end, process)
+        stack.callback(self._end, process)
         return process
+
+    def _end(self, process: "subprocess.Popen[bytes]") -> None:
+        """End the jail, whose first process adopts orphans and kills all others before it ends.
+
+        A program may have stopped it. bubblewrap's own process stands before it, and may not be allowed to kill it.
+        """
+        while process.poll() is None:
+            if self.kind == "bubblewrap":
+                for pid in tree(process.pid, processes()).keys() - {process.pid}:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            else:
+                for number in (signal.SIGTERM, signal.SIGCONT):
+                    process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
 
     def _command(self, folder: str) -> list[str]:
         python = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
@@ -263,27 +283,3 @@ def _remove(folder: str) -> None:
         os.rmdir(folder)
     except OSError as error:
         log.warning("the folder of a program stays: %s", error)
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill all descendants, then the process, which adopts orphans.
-
-    One look may miss an orphan that is adopted while it reads /proc, so two in a row have to find none, and the same
-    processes without a visible parent: hidepid hides some for good.
-    """
-    quiet, before = 0, None
-    while quiet < 2:
-        table = processes()
-        others = [pid for pid, entry in tree(process.pid, table).items() if pid != process.pid and entry.state != "Z"]
-        orphans = {pid for pid, entry in table.items() if entry.parent not in table}
-        quiet = 0 if others or orphans != before else quiet + 1
-        before = orphans
-        for pid in others:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.001)
-    process.kill()
-    process.wait()
-    for pipe in (process.stdout, process.stderr):
-        assert pipe is not None
-        pipe.close()

@@ -37,11 +37,10 @@ def test_nothing_that_a_failing_test_started_is_left(end: type[BaseException]) -
     assert all(gone(pid) for pid in [process.pid, *strays])
 
 
-def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "PATIENCE_S", 0.1)
+def test_a_command_that_hangs_is_ended() -> None:
     before = threading.active_count()
     with pytest.raises(processes.subprocess.TimeoutExpired):
-        processes.run([sys.executable, "-c", "import time; time.sleep(3600)"])
+        processes.run([sys.executable, "-c", "import time; time.sleep(3600)"], patience_s=0.1)
     assert threading.active_count() <= before
 
 

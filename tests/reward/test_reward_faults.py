@@ -12,7 +12,7 @@ from math import isnan
 from pathlib import Path
 
 import pytest
-from processes import started, wait_until
+from processes import has_name, started, wait_until
 from reward_graders import alive, linux, reward_config
 
 from rlplus.reward import Score, Scorer, worker_handle
@@ -148,6 +148,13 @@ def test_no_descendant_outlives_its_worker_in_whatever_session_it_is(
         if end:  # two workers were ended
             wait_until(lambda: not any(alive(pid) for pid in pids))
     wait_until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_a_descendant_that_is_never_the_same_process_is_ended(grader: Grader) -> None:
+    name = f"hop{time.monotonic_ns() % 10**10}"
+    with grader(workers=1) as scorer:
+        assert scorer([f"hop {name}"], [""])[0].status == "ok"
+    assert not any(has_name(name) for _ in range(20))
 
 
 def test_a_signal_to_the_graders_own_group_is_its_own_affair(grader: Grader) -> None:

@@ -8,15 +8,14 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
+from processes import has_name
 from sandboxes import MEMORY, SECONDS, linux, make, run
 
 from rlplus.sandbox import Sandbox
 from rlplus.sandbox.jail.namespaces import free_user
-from rlplus.sandbox.process_table import Process, processes
-from rlplus.sandbox.sandbox import _end
+from rlplus.sandbox.process_table import processes, tree
 
 pytestmark = linux
 
@@ -108,24 +107,32 @@ def test_the_process_that_is_killed_last_adopts_what_the_others_leave() -> None:
     assert driver not in processes()
 
 
-def test_a_process_that_one_look_misses_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Parents by process. After the first look 3 is being adopted: 2, its parent, has just ended. Once 3 itself is not
-    # seen at all.
-    looks = iter([{1: 0, 2: 1}, {1: 0, 3: 2}, {1: 0}, {1: 0, 3: 2}, {1: 0}, {1: 0, 3: 1}, {1: 0}, {1: 0}])
+@pytest.mark.parametrize("more", ["pass", "os.setsid()"], ids=["one group", "groups of their own"])
+def test_a_program_that_is_never_the_same_process_is_ended(sandbox: Sandbox, more: str) -> None:
+    """Each process starts the next one and ends; none lives for as long as a look at all processes takes."""
+    name = f"hop{time.monotonic_ns() % 10**10}"
+    code = f"""
+import ctypes, os
+ctypes.CDLL(None).prctl(15, b"{name}")  # the name of those that follow, too
+while True:
+    if os.fork():
+        os._exit(0)
+    {more}
+"""
+    run(sandbox, code)
+    assert not any(has_name(name) for _ in range(20))
 
-    def look() -> dict[int, Process]:
-        return {pid: Process(parent=parent, ticks=0, state="S", pages=0) for pid, parent in next(looks).items()}
 
-    killed: list[int] = []
-    monkeypatch.setattr("rlplus.sandbox.sandbox.processes", look)
-    monkeypatch.setattr("rlplus.sandbox.sandbox.os.kill", lambda pid, number: killed.append(pid))
-    process = MagicMock(pid=1)
-    _end(process)
-    assert killed == [2, 3]
-    process.kill.assert_called_once_with()
-    looks = iter([{1: 0, 9: 7}] * 3)  # 7 is hidden
-    _end(process)
-    assert killed == [2, 3]
+def test_a_stopped_sandbox_is_ended() -> None:
+    with contextlib.ExitStack() as stack:
+        job = {"code": "import time\ntime.sleep(600)", "inputs": [""], "function": None}
+        process = make("limits")._start(stack, job)
+        assert process.stdout is not None
+        process.stdout.readline()
+        os.kill(process.pid, signal.SIGSTOP)
+        below = set(tree(process.pid, processes()))
+    assert len(below) > 2
+    assert not below & set(processes())
 
 
 def test_a_program_sees_no_network(closed: Sandbox) -> None:

@@ -64,6 +64,16 @@ def wait_until(
         time.sleep(every_s)
 
 
+def has_name(name: str) -> bool:
+    """Whether a process has this name, an ended one included."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):  # it has ended
+                if (entry / "comm").read_text(errors="replace") == f"{name}\n":
+                    return True
+    return False
+
+
 def free_port() -> int:
     """A port to listen on. It is below those that Linux gives to connections, which could take it before it is used."""
     given_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

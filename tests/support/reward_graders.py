@@ -60,6 +60,12 @@ def grade(text, answer):
     command, _, argument = text.partition(" ")
     if command == "sleep":
         hang()
+    if command == "hop" and os.fork() == 0:  # a chain of processes, each started by one that ends
+        ctypes.CDLL(None).prctl(15, argument.encode())
+        while True:
+            if os.fork():
+                os._exit(0)
+            os.setsid()
     if command == "nap":
         time.sleep(float(argument))
     if command == "burn":

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from typing import Any
 
 from .linux import check, libc, machine
@@ -14,6 +15,7 @@ from .programs import drive
 from .syscalls import install_filter
 
 _FILES, _SIGNALS = 64, 256
+_PAUSE_S = 0.001
 _PDEATHSIG, _DUMPABLE, _NO_NEW_PRIVS, _SUBREAPER = 1, 4, 38, 36  # linux/prctl.h
 
 
@@ -59,6 +61,31 @@ def _first_process(settings: dict[str, Any], user: int | None) -> int:
     return _wait_for_all(driver)
 
 
+def _adopted() -> list[int]:
+    """This process's children, the ended ones too. Linux lists at least one as long as a descendant lives: whose parent
+    ends is adopted at once, before the parent is gone."""
+    with open("/proc/thread-self/children") as file:
+        return [int(word) for word in file.read().split()]
+
+
+def _end_all(*_: object) -> None:
+    """Kill all descendants, by process groups where they are not this one's, until none is left; then end.
+
+    A chain of processes, each started by one that ends, has only its group or its speed to be caught by.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while True:
+            for child in _adopted():
+                with contextlib.suppress(ProcessLookupError):
+                    group = os.getpgid(child)
+                    os.kill(child if group == os.getpgrp() else -group, signal.SIGKILL)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(_PAUSE_S)
+    os._exit(1)
+
+
 def _wait_for_all(child: int) -> int:
     """Wait for all children, adopted ones too, and return the status of one."""
     status = 0
@@ -88,15 +115,17 @@ def main() -> None:
         user = enter() if settings["own"] else None
         if settings["user"] is not None:
             give_up_rights(settings["user"])
-        # sandbox.py ends this process last: what was started while the others were being killed is still found below.
+        _adopted()  # OSError where Linux has no such list
         _prctl(_SUBREAPER, 1)
         _prctl(_DUMPABLE, 0)  # no program looks into this process, or its forks
         child = os.fork()
     if child == 0:
+        os.setpgid(0, 0)
         status = 1
         try:
             with _reason():
                 status = _first_process(settings, user)
         finally:
             os._exit(status & 255)
+    signal.signal(signal.SIGTERM, _end_all)
     os._exit(_wait_for_all(child) & 255)  # not only for the child: killed first, it leaves orphans to this process
