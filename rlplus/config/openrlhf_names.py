@@ -90,7 +90,9 @@ NAMES = {
 
 # Names without a counterpart, by what holds here instead.
 WITHOUT = {
-    "logprobs are of the distribution that sampled: temperature alone shapes it": "rollout.top_p top_p",
+    "the loss there is of the whole vocabulary, while rollout.top_k, top_p and min_p train the policy that sampled": (
+        "rollout.top_p top_p"
+    ),
     "torchrun starts the ranks, and an engine's place is rollout.mode": (
         "actor.num_gpus_per_node actor.num_nodes ref.num_gpus_per_node ref.num_nodes critic.num_gpus_per_node "
         "critic.num_nodes reward.num_gpus_per_node reward.num_nodes vllm.num_engines vllm.sync_backend "

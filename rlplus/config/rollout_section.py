@@ -7,6 +7,8 @@ from pydantic import Field, model_validator
 from rlplus.common.section import Count, PathText, Positive, Reference, Seconds, Section, Temperature
 
 MAX_LOGPROB_GAPS = {"float32": 1e-4, "bfloat16": 5e-2}  # the default of max_logprob_gap, by model.dtype
+MOST_KEPT = 1024  # top_k: 4 kB a token, which holds the bulk of any distribution that top_p or min_p is used on
+SAMPLED = "responses are drawn as rollout.temperature, top_k, top_p and min_p say"
 # vLLM's engine arguments that the trainer sets, or that it could not work with, each with the reason.
 OWNED: dict[str, str] = {
     "model": "the engine loads model.path, and gets the policy's weights before it generates",
@@ -18,10 +20,11 @@ OWNED: dict[str, str] = {
     "dtype": "the engine has the policy's, model.dtype",
     "max_model_len": "it is data.max_prompt_length and rollout.max_response_length together",
     "seed": "requests have seeds that follow from train.seed",
-    "generation_config": "responses are drawn from the whole distribution at rollout.temperature",
-    "override_generation_config": "responses are drawn from the whole distribution at rollout.temperature",
-    "logits_processors": "responses are drawn from the whole distribution at rollout.temperature",
-    "logprobs_mode": "ratios need the logprobs at rollout.temperature",
+    "generation_config": SAMPLED,
+    "override_generation_config": SAMPLED,
+    "logits_processors": SAMPLED,
+    "logprobs_mode": "ratios need the logprobs of the distribution that is sampled from",
+    "return_sampling_mask": "it follows from rollout.top_k",
     "enforce_eager": "it is rollout.enforce_eager",
     "gpu_memory_utilization": "it is rollout.gpu_memory_utilization",
     "kv_cache_memory_bytes": "it is rollout.kv_cache_memory_mb",
@@ -47,6 +50,13 @@ class RolloutConfig(Section):
     that has one gets group_size - 1 rollouts; with other presets, group_size."""
     temperature: Temperature = 1.0
     """Temperature of sampling, at least 0.01, and of the trainer's logprobs."""
+    top_k: Annotated[int, Field(ge=0, le=MOST_KEPT)] = 0
+    """Number of likeliest tokens that a token is sampled from, 2 or more; 0 = the whole vocabulary. The engine returns
+    those it kept, in 4 bytes each, and logprobs and loss are of the policy renormalised over them."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the probability of those top_k tokens that the likeliest ones of them, which are kept, reach."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Least probability of a token that is kept, as a share of the likeliest one's."""
     max_response_length: Count
     """Longest response; sampling ends there."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
@@ -91,6 +101,13 @@ class RolloutConfig(Section):
             problems.append("mode server is a vLLM server: want engine auto or vllm; got transformers")
         if self.mode == "server" and self.tensor_parallel_size > 1:
             problems.append("a server has its own --tensor-parallel-size: leave tensor_parallel_size out")
+        if not self.top_k and (self.top_p < 1 or self.min_p):
+            problems.append(
+                f"top_p {self.top_p:g} and min_p {self.min_p:g} want top_k, which bounds how many tokens are kept for "
+                f"each sampled one: 2 to {MOST_KEPT}; got 0"
+            )
+        if self.top_k == 1:
+            problems.append("top_k 1 keeps one token, whose probability is 1: nothing is learned; want 0, or 2 or more")
         if self.sleep and (self.mode != "colocated" or self.engine == "transformers"):
             problems.append(f"sleep is for vLLM in mode colocated; got engine {self.engine} in mode {self.mode}")
         if self.tensor_parallel_size > 1 and self.engine == "transformers":

@@ -117,6 +117,12 @@ class Config(Sections):
                     f"rollout.tensor_parallel_size {parallel} needs several at once; evaluate "
                     "afterwards, or want rollout.mode process"
                 )
+            if self.rollout.top_k and self.rollout.engine != "transformers" and part.every:
+                yield (
+                    f"{name}.every: evaluations sample from the whole vocabulary, which vLLM refuses while it returns "
+                    f"the tokens that it kept (rollout.top_k {self.rollout.top_k}): want rollout.engine transformers, "
+                    "or evaluate afterwards"
+                )
             if part.data is not None and part.data.response_prefix != self.data.response_prefix:
                 yield (
                     f"{name}.data.response_prefix: want data.response_prefix, with which every response is graded, "

@@ -76,8 +76,11 @@ NAMES = {
 
 # Names without a counterpart, by what holds here instead.
 WITHOUT = {
-    "logprobs are of the distribution that sampled: temperature alone shapes it": (
-        "top_p top_k min_p repetition_penalty generation_kwargs vllm_structured_outputs_regex"
+    "the loss there is of the whole vocabulary, while rollout.top_k, top_p and min_p train the policy that sampled": (
+        "top_p top_k min_p"
+    ),
+    "logprobs are of the distribution that sampled: temperature, top_k, top_p and min_p alone shape it": (
+        "repetition_penalty generation_kwargs vllm_structured_outputs_regex"
     ),
     "every step's samples are trained on once": "num_iterations",
     "the reference is the model at the start": "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",

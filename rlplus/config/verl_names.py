@@ -90,9 +90,13 @@ NAMES = {
 
 # Names without a counterpart, by what holds here instead.
 WITHOUT = {
-    "logprobs are of the distribution that sampled: temperature alone shapes it": (
-        "rollout.top_p rollout.top_k rollout.do_sample val_kwargs.top_p val_kwargs.top_k rollout.ignore_eos"
+    "the loss there is of the whole vocabulary, while rollout.top_k, top_p and min_p train the policy that sampled": (
+        "rollout.top_p rollout.top_k"
     ),
+    "logprobs are of the distribution that sampled, which ends at the end token": (
+        "rollout.do_sample rollout.ignore_eos"
+    ),
+    "evaluations sample from the whole vocabulary": "val_kwargs.top_p val_kwargs.top_k",
     "every step's samples are trained on once, in the order of their prompts": (
         "actor.ppo_epochs actor.shuffle actor.data_loader_seed critic.ppo_epochs critic.shuffle"
     ),

@@ -6,8 +6,11 @@ from itertools import accumulate, chain, repeat
 from math import ceil, isnan, nan
 from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from rlplus.common.kept_sets import KeptSets
 
 Value = TypeVar("Value", bool, float)
 
@@ -36,6 +39,8 @@ class Sample:
                     context only
     scored          the reward came with the response, which is not graded
     value, returns  of the state before each response token: a learner's value, and its target; None = unknown
+    kept            the tokens that each response token was sampled from (rollout.top_k): its policy is the softmax over
+                    these, in every logprob above and in the loss; None = the whole vocabulary
     """
 
     prompt: Sequence[int]
@@ -55,6 +60,7 @@ class Sample:
     status: str = "ok"
     detail: str = ""
     grade: float | None = None
+    kept: KeptSets | None = None
 
     @property
     def length(self) -> int:
@@ -93,6 +99,7 @@ class MicroBatch:
     value, returns (N,) float32: if all samples have them
     tokens: prompt and response tokens, without padding
     old_logprob, ref_logprob, entropy_weight (N,) float32: set by the trainer where the objective needs them
+    kept_counts (N,), kept_tokens int32: the tokens that each was sampled from, see `Sample.kept`; None if none has any
     whole_position_ids: in a shard, the position_ids of the whole micro-batch; else None
     forward_only: no token has a gradient; it counts in the statistics of the update alone
     """
@@ -113,8 +120,17 @@ class MicroBatch:
     old_logprob: Tensor | None = None
     ref_logprob: Tensor | None = None
     entropy_weight: Tensor | None = None
+    kept_counts: Tensor | None = None
+    kept_tokens: Tensor | None = None
     whole_position_ids: Tensor | None = None
     forward_only: bool = False
+
+    @property
+    def kept(self) -> tuple[Tensor, Tensor] | None:
+        """Offsets and tokens, as the operations of `rlplus.loss` take them."""
+        if self.kept_counts is None or self.kept_tokens is None:
+            return None
+        return torch.nn.functional.pad(self.kept_counts.cumsum(0), (1, 0)), self.kept_tokens
 
     def to(self, device: torch.device | str) -> Self:
         """A copy with every tensor on the device."""
@@ -139,8 +155,12 @@ class MicroBatch:
         own = column // width == index
         part = slice(index * width, (index + 1) * width)
         per_token: dict[str, Any] = {
-            name: value[own] for name, value in vars(self).items() if isinstance(value, Tensor) and value.ndim == 1
+            name: value[own]
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor) and value.ndim == 1 and name != "kept_tokens"
         }
+        if self.kept_counts is not None and self.kept_tokens is not None:
+            per_token["kept_tokens"] = self.kept_tokens[own.repeat_interleave(self.kept_counts)]
         per_token["rows"] = (self.rows // length * width + column % width)[own]
         return replace(
             self,
@@ -252,6 +272,8 @@ def _check(index: int, sample: Sample, weight: Tensor, row_length: int) -> None:
         values = getattr(sample, name)
         if not isinstance(values, float | int | None) and len(values) != response:
             raise ValueError(f"sample {index}: want {response} {name}; got {len(values)}")
+    if sample.kept is not None and len(sample.kept) != response:
+        raise ValueError(f"sample {index}: want {response} kept sets; got {len(sample.kept)}")
 
 
 def _micro_batch(
@@ -283,6 +305,7 @@ def _micro_batch(
 
     values = {name: [getattr(sample, name) for sample in chosen] for name in ("value", "returns")}
     learned: dict[str, Any] = {n: joined(given, torch.float32) for n, given in values.items() if None not in given}
+    learned |= _joined_sets(chosen)
     return MicroBatch(
         input_ids=input_ids.view(len(rows), width),
         position_ids=position_ids.view(len(rows), width),
@@ -297,6 +320,21 @@ def _micro_batch(
         tokens=sum(used),
         **learned,
     )
+
+
+def _joined_sets(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """`kept_counts` and `kept_tokens`, if any sample has them; a sample without has the whole vocabulary."""
+    if all(sample.kept is None for sample in samples):
+        return {}
+    all_sets = KeptSets()
+    for sample in samples:
+        if sample.kept is None:
+            all_sets.skip(len(sample.response))
+        else:
+            all_sets.extend(sample.kept)
+    return {
+        f"kept_{name}": torch.from_numpy(np.array(values, dtype=np.int32)) for name, values in vars(all_sets).items()
+    }
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

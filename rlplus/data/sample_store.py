@@ -37,8 +37,8 @@ class KeptSample:
     truncated           the response was cut at the length limit
     tokens              their texts, special tokens included
     external            demonstrated, not sampled
-    logprob, entropy    in nats, at the temperature of sampling, under the policy before the step's first update; an
-                        evaluation's logprobs are the engine's
+    logprob, entropy    in nats, of the distribution that is sampled from, under the policy before the step's first
+                        update; an evaluation's logprobs are the engine's
     exploration_weight  (1 - p)^gamma, of demonstrated tokens
     advantage           as the loss has it
     answer              the reference; empty in older files, as is `detail`

@@ -214,8 +214,8 @@ def _evaluate_model(
     respond = make_respond(config.rollout.function, tokenizer, model_config.vocab_size)
     with TemporaryDirectory() as folder, Scorers(config, config.evaluation) as scorers:
         model_config.save_pretrained(folder)
-        # Nothing trains beside it, so it is always in this process and awake.
-        alone = {"mode": "colocated", "server_url": None, "sleep": False}
+        # Nothing trains beside it, so it is always in this process and awake; and samples from the whole vocabulary.
+        alone = {"mode": "colocated", "server_url": None, "sleep": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         engine = make_engine(
             config.rollout.model_copy(update=alone),
             str(path),

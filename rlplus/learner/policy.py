@@ -29,7 +29,8 @@ from rlplus.loss.backends.selection import Choice, choose
 class Policy(Learner):
     """A language model that is trained with a policy loss, and provides weights for the rollout engine and for export.
 
-    reference: whether `logprob` is also needed under the initial model. temperature: None for the one of sampling.
+    reference: whether `logprob` is also needed under the initial model. temperature: None for the one of sampling, with
+    the softmax over the kept tokens where a batch has them.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Policy(Learner):
         head = (config.train.backend, this_device(), getattr(torch, config.model.dtype))
         choose(*head)  # a GPU's self-check needs memory, which the model is about to take
         self.backend: str = config.train.backend
+        self.samples = temperature is None  # its logprobs are of the distribution that is sampled from
         self.temperature = config.rollout.temperature if temperature is None else temperature
         super().__init__(config, model_path, model_config, own)
         self.backend, self.why_backend = agreed_backend(*head)
@@ -70,7 +72,7 @@ class Policy(Learner):
         """log p (N,) of the batch's targets at the temperature, under the policy or the frozen reference."""
         if not reference:
             return self.statistics(batch)[0]
-        op = partial(linear_logprob, target=batch.target, **self._head_options())
+        op = partial(linear_logprob, **self._head_options(batch))
         logprob: Tensor
         if self.reference is not None:
             logprob = self.reference(batch, op)[0]
@@ -83,7 +85,7 @@ class Policy(Learner):
     @torch.no_grad()
     def statistics(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """log p (N,) of the batch's targets and the entropy (N,), at the temperature."""
-        logprob, entropy = self.engine(batch, partial(linear_logprob, target=batch.target, **self._head_options()))
+        logprob, entropy = self.engine(batch, partial(linear_logprob, **self._head_options(batch)))
         return logprob, entropy
 
     def accumulate(
@@ -102,11 +104,10 @@ class Policy(Learner):
         scaled = {name: None if weight is None else weight * ranks for name, weight in weights.items()}
         op = partial(
             linear_policy_loss,
-            target=batch.target,
             **(constants._asdict() | scaled),
             objective=objective,
             memory=self.config.train.memory,
-            **self._head_options(),
+            **self._head_options(batch),
         )
         if not self.gradients_in_fp32 or self.backend == "reference":  # which takes no weight_grad
             return op
@@ -138,8 +139,11 @@ class Policy(Learner):
             sums["external"] += float(squares[batch.external].sum())
         return sums
 
-    def _head_options(self) -> dict[str, Any]:
+    def _head_options(self, batch: MicroBatch) -> dict[str, Any]:
+        """Arguments of the operations on the head that say which distribution the batch's targets have."""
         return {
+            "target": batch.target,
+            "kept": batch.kept if self.samples else None,
             "temperature": self.temperature,
             "max_scratch_mb": self.config.train.max_scratch_mb,
             "backend": self.backend,

@@ -27,6 +27,7 @@ ENGINE_OVERHEAD = 2 * GIB  # vLLM's memory beyond weights and cache: activations
 LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters, and its stage3_max_reuse_distance
 SUB_GROUP = 1_000_000_000  # DeepSpeed's sub_group_size: parameters that ZeRO-3 updates at a time
 
+KEPT_PAIR = 80  # bytes of a token and one of its kept tokens in the head: numbers, logits, slopes, sorted copies
 MOMENTS = ("generate", "head", "backward", "optimizer")
 """While the engine generates; in the head, where the forward pass ends; at most in the backward pass; in the update."""
 
@@ -299,7 +300,8 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
     no such accumulator, but one of 4 N H for the input's gradient unless it can borrow the weight's. If gradients of
     half-precision weights are in fp32, the weight's is 4 V H without another accumulator, and in stage 1 it is
     added to the gradients, which `model_states` counts. A value head needs 4 N H for the gradient of its input and, in
-    half precision, 4 N H for a copy of the input in fp32.
+    half precision, 4 N H for a copy of the input in fp32. The policy's takes KEPT_PAIR for each of rollout.top_k
+    tokens, the most that a sampler keeps for each token.
     """
     N, H, V, b = head_tokens(config), model.hidden, model.vocabulary, model.itemsize
     if model.head == "value":
@@ -318,7 +320,8 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
         accumulator = 0 if config.model.lora else 4 * V * H
     else:
         accumulator = 0 if weight >= 4 * N * H else 4 * N * H
-    return b * N * H + weight + accumulator + head_scratch(config, model, cluster)
+    kept = KEPT_PAIR * N * config.rollout.top_k if model.head is None else 0
+    return b * N * H + weight + accumulator + kept + head_scratch(config, model, cluster)
 
 
 def head_tokens(config: Config) -> int:

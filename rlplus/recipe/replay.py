@@ -10,17 +10,22 @@ import torch.distributed as dist
 
 from rlplus.algorithm import Replay
 from rlplus.common import agree
+from rlplus.common.kept_sets import KeptSets
 from rlplus.config import Config
 from rlplus.data import Example, Sample
 from rlplus.recipe.plain import Ask, Batch, Recipe
 
 
 class Kept(NamedTuple):
-    """A correct rollout: token ids, the engine's logprobs of them when they were sampled, and the grader's reward."""
+    """A correct rollout: token ids, the engine's logprobs of them when they were sampled, and the grader's reward.
+
+    kept: the tokens that each was sampled from, over which author and policy are renormalised; None = all.
+    """
 
     response: Sequence[int]
     logprob: Sequence[float]
     reward: float
+    kept: KeptSets | None = None
 
     @property
     def entropy(self) -> float:
@@ -77,7 +82,7 @@ class ReplayRecipe(Recipe):
             if (kept := self._replayed.get(place)) is not None:
                 sample = Sample(
                     example.prompt, kept.response, 0, True, False, None, kept.reward,
-                    behavior_logprob=kept.logprob, scored=True,
+                    behavior_logprob=kept.logprob, scored=True, kept=kept.kept,
                 )  # fmt: skip
                 asks[i] = Ask(asks[i].rollouts - 1, False, replayed=sample)
         return asks
@@ -135,7 +140,7 @@ def _judged(group: Sequence[Sample]) -> tuple[int, int, Kept | None]:
     right = [sample for sample in group if sample.reward >= 1]
     wrong = len(group) - len(right)
     rollouts = [
-        Kept(array("i", sample.response), array("f", sample.engine_logprob), sample.reward)
+        Kept(array("i", sample.response), array("f", sample.engine_logprob), sample.reward, sample.kept)
         for sample in right
         if wrong and sample.engine_logprob is not None  # else it is a replayed one, which is kept already
     ]

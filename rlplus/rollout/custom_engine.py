@@ -12,11 +12,12 @@ The function gets a `Sampler` and the responses, which are empty; inserted token
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from rlplus.common.kept_sets import KeptSets
 from rlplus.errors import RunFailed
 from rlplus.lazy import import_function
 from rlplus.rollout.protocol import Completion, Request, RolloutEngine, Sampling
@@ -41,6 +42,7 @@ class Response:
     ended      the policy drew the end token, or there is no room left
     truncated  it ended for want of room
     reward     None: the run's reward grades the text
+    kept       with rollout.top_k the tokens that were kept for each token that is trained on; else none
     """
 
     task: Task
@@ -51,6 +53,7 @@ class Response:
     ended: bool = False
     truncated: bool = False
     reward: float | None = None
+    kept: KeptSets = field(default_factory=KeptSets)
 
     @property
     def room(self) -> int:
@@ -65,16 +68,15 @@ class Response:
         self.tokens += tokens
         self.trained += [False] * len(tokens)
         self.logprob += [math.nan] * len(tokens)
+        self.kept.skip(len(tokens))
 
 
 class Sampler:
-    """Continues responses, at the run's temperature. tokenizer: the run's."""
+    """Continues responses, with the run's sampling. tokenizer: the run's."""
 
-    def __init__(
-        self, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, *, temperature: float, seed: int
-    ) -> None:
+    def __init__(self, engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
         self.tokenizer = tokenizer
-        self._engine, self._temperature, self._seeds = engine, temperature, random.Random(seed)
+        self._engine, self._sampling, self._seeds = engine, sampling, random.Random(sampling.seed)
         self.failure: Exception | None = None  # the engine's
 
     def __call__(
@@ -91,7 +93,9 @@ class Sampler:
             for r in going
         ]
         try:
-            drawn = self._engine.generate(requests, Sampling(self._temperature, self._seeds.getrandbits(31), stop))
+            drawn = self._engine.generate(
+                requests, replace(self._sampling, seed=self._seeds.getrandbits(31), stop=stop)
+            )
         except Exception as error:
             self.failure = error
             raise
@@ -99,6 +103,8 @@ class Sampler:
             response.tokens += completion.tokens
             response.trained += [True] * len(completion.tokens)
             response.logprob += completion.logprob
+            if completion.kept is not None:
+                response.kept.extend(completion.kept)
             stopped = not completion.truncated and completion.tokens[-1] in stop
             response.truncated = response.room == 0 and (completion.truncated or stopped)
             response.ended = response.truncated or not (completion.truncated or stopped)
@@ -138,7 +144,7 @@ def make_respond(reference: str | None, tokenizer: PreTrainedTokenizerBase, voca
     def respond_by_function(
         engine: RolloutEngine, tasks: Sequence[Task], requests: Sequence[Request], sampling: Sampling
     ) -> list[list[Completion]]:
-        sampler = Sampler(engine, tokenizer, temperature=sampling.temperature, seed=sampling.seed)
+        sampler = Sampler(engine, tokenizer, sampling)
         asked = zip(tasks, requests, strict=True)
         groups = [[Response(task, request.max_tokens) for _ in range(request.n)] for task, request in asked]
         responses = [response for group in groups for response in group]
@@ -151,9 +157,13 @@ def make_respond(reference: str | None, tokenizer: PreTrainedTokenizerBase, voca
         for index, response in enumerate(responses):
             if what := _fault(response, vocabulary):
                 raise RunFailed(f"rollout.function {reference}, response {index}: {what}")
-        return [[Completion(r.tokens, r.logprob, r.truncated, r.trained, r.reward) for r in group] for group in groups]
+        return [[_completion(r, sampling) for r in group] for group in groups]
 
     return respond_by_function
+
+
+def _completion(r: Response, sampling: Sampling) -> Completion:
+    return Completion(r.tokens, r.logprob, r.truncated, r.trained, r.reward, r.kept if sampling.top_k else None)
 
 
 def _fault(response: Response, vocabulary: int) -> str | None:

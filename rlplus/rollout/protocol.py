@@ -8,7 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rlplus.common.kept_sets import KeptSets
 from rlplus.common.section import MIN_TEMPERATURE
+from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
 
 DEFAULT_CACHE_MB = 512  # keys and values, where rollout.kv_cache_memory_mb is not set
@@ -29,12 +31,20 @@ class Sampling:
 
     temperature: 0 decodes greedily. seed: the same one gives the same tokens for the same requests and weights; ranks
     that generate at the same time need different ones. stop: further token ids that end a response as the end token
-    does.
+    does. top_k, top_p, min_p: see `RolloutConfig`; top_k 0 draws from the whole vocabulary.
     """
 
     temperature: float
     seed: int
     stop: Sequence[int] = ()
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @classmethod
+    def of_training(cls, config: RolloutConfig, seed: int) -> "Sampling":
+        """The settings of a run's rollouts."""
+        return cls(config.temperature, seed, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p)
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,8 @@ class Completion:
     """One sampled response: its token ids with the stop token, if it came, as the last.
 
     logprob: each token's, in nats, under log_softmax(logits / temperature), the distribution it was drawn from; after
-    greedy decoding (temperature 0) under log_softmax(logits).
+    greedy decoding (temperature 0) under log_softmax(logits); with `Sampling.top_k` the softmax is over kept tokens.
+    kept: the tokens that were kept for each token, itself among them; None where all were.
     truncated: max_tokens ended it and no stop token.
     trained, reward: a rollout function's (`rollout.function`). Whether each token was sampled: only these are trained
     on, and the others' logprobs are not read; None = all were. The reward; None = the run's reward grades the text.
@@ -53,6 +64,7 @@ class Completion:
     truncated: bool
     trained: list[bool] | None = None
     reward: float | None = None
+    kept: KeptSets | None = None
 
 
 class RolloutEngine(Protocol):
@@ -61,10 +73,12 @@ class RolloutEngine(Protocol):
     name: str
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
-        """The responses to each request, sampled from the whole distribution; each of them has noise of its own.
+        """The responses to each request, each with noise of its own.
 
+        They are sampled from the whole distribution, or with `Sampling.top_k` from the kept tokens, which they then
+        have as `Completion.kept`.
         ValueError, before anything is generated: a prompt that is empty, has a token id outside the vocabulary or
-        leaves no room for max_tokens; n below 0; a temperature between 0 and 0.01.
+        leaves no room for max_tokens; n below 0; a temperature between 0 and 0.01; sampling that it cannot do.
         """
         ...
 
@@ -93,6 +107,8 @@ def check_requests(requests: Sequence[Request], sampling: Sampling, *, max_model
         raise ValueError(f"want a temperature of 0 (greedy) or at least {MIN_TEMPERATURE}; got {temperature}")
     if stop and not (min(stop) >= 0 and max(stop) < vocabulary):
         raise ValueError(f"want stop token ids from 0 to {vocabulary - 1}; got {list(stop)}")
+    if sampling.top_k and not temperature:
+        raise ValueError(f"want a temperature above 0 with top_k {sampling.top_k}; got 0, the likeliest token")
     for index, request in enumerate(requests):
         prompt, limit = request.prompt, request.max_tokens
         if request.n < 0 or limit < 1:
@@ -117,6 +133,25 @@ def check_logprobs(completions: list[list[Completion]]) -> list[list[Completion]
                 raise RunFailed(
                     f"want {len(completion.tokens)} finite logprobs, one a token, for a response to prompt {index};"
                     f" got {completion.logprob[:8]}"
+                )
+    return completions
+
+
+def check_kept(completions: list[list[Completion]], sampling: Sampling, engine: str) -> list[list[Completion]]:
+    """Return the completions; RunFailed if one lacks the tokens that were kept where it was sampled from some only.
+
+    Without them the logprobs of the policy that sampled cannot be computed.
+    """
+    for index, group in enumerate(completions):
+        for c in group:
+            if c.kept is None and not sampling.top_k:
+                continue
+            what = "none" if c.kept is None else c.kept.fault(c.tokens, c.trained)
+            if what:
+                raise RunFailed(
+                    f"want the tokens that top_k {sampling.top_k}, top_p {sampling.top_p:g}, min_p {sampling.min_p:g} "
+                    f"kept, for each sampled token of a response to prompt {index}, itself among them; the {engine} "
+                    f"engine gave {what}"
                 )
     return completions
 

@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlplus.common import activity, agree
+from rlplus.common.kept_sets import KeptSets
 from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
 from rlplus.rollout.protocol import Completion, Request, Sampling, check_logprobs, check_requests
 from rlplus.rollout.push import WeightFiles, parameter_shapes, watched
-from rlplus.rollout.vllm_engine import prompt_seeds
+from rlplus.rollout.vllm_engine import check_sampling, no_masks, prompt_seeds
 
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve {model} --host 127.0.0.1 --tokens-only --skip-tokenizer-init "
@@ -67,7 +68,9 @@ class ServerEngine:
         self._failure: str | None = "the server may hold any weights: push before generating"
         self._generating: _Requests | None = None
         self.name = f"vllm at {self._url}"
-        self._check_server(dtype, SERVE.format(model=model_path, dtype=dtype, length=max_model_len))
+        self._most_kept = config.top_k
+        serve = SERVE.format(model=model_path, dtype=dtype, length=max_model_len)
+        self._check_server(dtype, f"{serve} --return-sampling-mask" if config.top_k else serve)
         try:
             self._files: WeightFiles | None = WeightFiles(config.push_folder, config.push_bucket_mb, per_node=False)
         except OSError as error:
@@ -97,6 +100,11 @@ class ServerEngine:
             problems.append("it has a tokenizer, and with it stop strings and limits of its own")
         if str(model["dtype"]).removeprefix("torch.") != dtype:
             problems.append(f"its dtype is {model['dtype']}")
+        masks = bool(model.get("return_sampling_mask"))
+        if self._most_kept and not masks:
+            problems.append(no_masks(self._most_kept, "a server without --return-sampling-mask"))
+        if masks and not self._most_kept:
+            problems.append("with --return-sampling-mask it refuses the whole vocabulary (rollout.top_k 0)")
         if model["max_model_len"] < self._max_model_len:
             problems.append(f"its sequences have at most {model['max_model_len']} tokens")
         if info["device_config"]["device"] == "cpu":
@@ -111,14 +119,16 @@ class ServerEngine:
         if self._failure:
             raise RuntimeError(self._failure)
         check_requests(requests, sampling, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
+        check_sampling(sampling, self._most_kept)
         if (most := max((request.n for request in requests), default=0)) > self._most:
             raise ValueError(f"want at most {self._most} responses a prompt (the server's --max-num-seqs); got {most}")
         params = [
             {
                 "n": request.n if sampling.temperature else 1,
                 "temperature": sampling.temperature,
-                "top_p": 1.0,
-                "top_k": 0,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "min_p": sampling.min_p,
                 "max_tokens": request.max_tokens,
                 "seed": seed,
                 "logprobs": 0,
@@ -197,7 +207,9 @@ class ServerEngine:
             )
         logprob = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         finite = [-math.inf if value <= NO_LOGPROB else value for value in logprob]
-        return Completion(choice["token_ids"], finite, choice["finish_reason"] == "length")
+        mask = choice.get("sampling_mask")
+        kept = None if mask is None else KeptSets.of(mask)
+        return Completion(choice["token_ids"], finite, choice["finish_reason"] == "length", kept=kept)
 
     def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         if self._files is None:

@@ -1,6 +1,7 @@
 """Rollouts with Hugging Face `generate`: no further package, slower than vLLM except on toys."""
 
 import gc
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from rlplus.common import activity
+from rlplus.common.kept_sets import KeptSets
 from rlplus.config import RolloutConfig
 from rlplus.rollout.attention import attend_without_copies
 from rlplus.rollout.clock import Clock
@@ -39,6 +41,29 @@ def draw(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     probability = (logits / (temperature or 1.0)).softmax(dim=-1)
     token = _invert(probability) if temperature else logits.argmax(dim=-1, keepdim=True)
     return token[:, 0], probability.gather(1, token)[:, 0].log()
+
+
+def draw_kept(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A token of each row of logits (B, V) fp32 among those kept, and its logprob among them: (B,) each.
+
+    Also tokens (B, k) int32, likeliest first, and counts (B,): the first ones of each row were kept. As in vLLM the
+    logits are divided by the temperature first; then min_p compares with the likeliest token, top_k counts, and top_p
+    adds up what these two have left. Among equal logits top_k keeps k in all.
+    """
+    z, order = (logits / sampling.temperature).topk(min(sampling.top_k, logits.shape[1]))
+    z = z.double()
+    kept = z > -math.inf
+    if sampling.min_p:
+        kept &= z >= z[:, :1] + math.log(sampling.min_p)
+    if sampling.top_p < 1:
+        probability = z.masked_fill(~kept, -math.inf).softmax(dim=-1)
+        kept &= F.pad(probability.cumsum(dim=-1), (1, -1)) < sampling.top_p  # the likelier ones' share
+    logprob = z.masked_fill(~kept, -math.inf).log_softmax(dim=-1)
+    likelier = logprob.exp().cumsum(dim=-1)
+    whole = likelier[:, -1:]
+    place = _first_above(likelier, torch.rand(len(z), 1, dtype=torch.float64, device=z.device) * whole)
+    token, logprob = (values.gather(1, place)[:, 0] for values in (order, logprob))
+    return token, logprob.float(), order.int(), kept.sum(dim=-1)
 
 
 def _invert(probability: Tensor) -> Tensor:
@@ -161,24 +186,34 @@ class TransformersEngine:
         stops = [self._eos, *sampling.stop]
         tokens: list[list[int]] = [[] for _ in copies]
         logprobs: list[list[float]] = [[] for _ in copies]
+        kept = [KeptSets() for _ in copies]
         rows, live = list(range(len(copies))), set(range(len(copies)))  # rows of the batch, and those not ended
         logits = _forward(model, ids, None, inputs)
         if copies != rows:
             ids, logits = ids[copies], logits[copies]
             _select(copies, inputs, ids.device)
         while True:
-            token, logprob = draw(logits, sampling.temperature)
+            if sampling.top_k:
+                token, logprob, *sets = draw_kept(logits, sampling)
+                choices, counts = (each.cpu().numpy() for each in sets)
+            else:
+                token, logprob = draw(logits, sampling.temperature)
             before = len(live)
-            for row, new, new_logprob in zip(rows, token.tolist(), logprob.tolist(), strict=True):
+            for i, (row, new, new_logprob) in enumerate(zip(rows, token.tolist(), logprob.tolist(), strict=True)):
                 if row in live:
                     tokens[row].append(new)
                     logprobs[row].append(new_logprob)
+                    if sampling.top_k:
+                        kept[row].add(choices[i, : counts[i]].tobytes())
                     if new in stops or len(tokens[row]) == limits[row]:
                         live.remove(row)
             activity.rollouts.add(before - len(live), before)
             self.clock.at("the next token")
             if not live:
-                return [Completion(t, p, truncated=t[-1] not in stops) for t, p in zip(tokens, logprobs, strict=True)]
+                return [
+                    Completion(t, p, truncated=t[-1] not in stops, kept=each if sampling.top_k else None)
+                    for t, p, each in zip(tokens, logprobs, kept, strict=True)
+                ]
             ids = torch.cat([ids, token[:, None]], dim=1)
             if len(live) < len(rows) and not model._is_stateful:
                 going = [i for i, row in enumerate(rows) if row in live]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlplus.common import activity, agree
+from rlplus.common.kept_sets import KeptSets
 from rlplus.config import RolloutConfig
 from rlplus.errors import hint
 from rlplus.rollout.clock import Clock
@@ -31,6 +32,7 @@ from rlplus.rollout.protocol import (
 )
 from rlplus.rollout.push import WeightFiles, parameter_shapes, watched
 
+REPLAY = "sampling distribution replay"  # the words of vLLM's messages about the tokens it kept
 CPU_BATCHED_TOKENS = 4096  # vLLM's own default there, of which a whole prompt must not be more
 
 
@@ -72,6 +74,9 @@ class VLLMEngine:
         self._vllm = import_vllm()
         self._cpu = _on_cpu()
         self._check_options(config.vllm)
+        self._most_kept = config.top_k
+        if config.top_k:
+            self._check_masks()
         if config.sleep and self._cpu:
             raise ValueError("rollout.sleep gives GPU memory back: vLLM has it on CUDA only, and this is its CPU build")
         self._sleeps, self._asleep = config.sleep, False
@@ -110,7 +115,7 @@ class VLLMEngine:
                 # More than one rank: take rank and device from the launcher, else all engines would use the first GPU.
                 "distributed_executor_backend": "external_launcher" if _world_size() > 1 else None,
             }
-            self._llm: Any = self._vllm.LLM(**settings | config.vllm)
+            self._llm: Any = self._start(settings | config.vllm)
         self._watch_tokens(self._llm.llm_engine.engine_core)
         self._repack_head = self._cpu and "lm_head.weight" not in self._shapes
 
@@ -118,6 +123,7 @@ class VLLMEngine:
         if self._failure:
             raise RuntimeError(self._failure)
         check_requests(requests, sampling, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
+        check_sampling(sampling, self._most_kept)
         params = self._sampling_params(requests, sampling)
         asked = [({"prompt_token_ids": list(r.prompt)}, p) for r, p in zip(requests, params, strict=True) if r.n]
         outputs = iter(self._run_together(asked) if self._shared else self._run(asked))
@@ -137,6 +143,22 @@ class VLLMEngine:
                 raise ValueError(
                     f"rollout.vllm.{name}: leave it out, on the CPU vLLM fails on a seeded prompt in two parts"
                 )
+
+    def _check_masks(self) -> None:
+        """ValueError for a vLLM that does not return the tokens it kept."""
+        if "return_sampling_mask" not in [field.name for field in fields(self._vllm.EngineArgs)]:
+            raise ValueError(no_masks(self._most_kept, f"vLLM {self._vllm.__version__}, which has no such argument"))
+
+    def _start(self, settings: dict[str, Any]) -> Any:
+        """vLLM's engine, which returns the tokens it kept if rollout.top_k asks for them."""
+        if not self._most_kept:
+            return self._vllm.LLM(**settings)
+        try:
+            return self._vllm.LLM(**settings, return_sampling_mask=True)
+        except ValueError as error:
+            if REPLAY in str(error):
+                raise ValueError(no_masks(self._most_kept, str(error))) from error
+            raise
 
     def _watch_tokens(self, core: Any) -> None:
         """Tell the clock of new tokens, and count them: `LLM.generate` shows finished responses only, minutes apart."""
@@ -166,8 +188,9 @@ class VLLMEngine:
             self._vllm.SamplingParams(
                 n=max(request.n, 1) if sampling.temperature else 1,  # it refuses n > 1 in greedy decoding
                 temperature=sampling.temperature,
-                top_p=1.0,
-                top_k=0,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
                 max_tokens=request.max_tokens,
                 seed=seed,
                 logprobs=0,  # the sampled token's only
@@ -246,6 +269,23 @@ class VLLMEngine:
         gc.collect()
 
 
+def no_masks(top_k: int, reason: str) -> str:
+    """The message of an engine that does not return the tokens it kept."""
+    return (
+        f"rollout.top_k {top_k} needs the tokens that vLLM kept, from which it sampled: want vLLM 0.32 on a GPU, whose "
+        f"Model Runner V2 returns them (return_sampling_mask), rollout.engine transformers, or top_k 0; got {reason}"
+    )
+
+
+def check_sampling(sampling: Sampling, most_kept: int) -> None:
+    """ValueError for sampling that vLLM refuses. most_kept: rollout.top_k as the engine was started with."""
+    if bool(sampling.top_k) != bool(most_kept):
+        raise ValueError(
+            f"want top_k in all requests to a vLLM that returns the tokens it kept, and in none to another: it was "
+            f"started with rollout.top_k {most_kept}; got {sampling.top_k}"
+        )
+
+
 def prompt_seeds(requests: Sequence[Request], seed: int) -> list[int]:
     """One seed per request. vLLM seeds the j-th response to a prompt with seed + j, so prompts' seeds differ by n."""
     # Hashed: calls with consecutive seeds would share most of theirs. 32 bits: the CPU generator reads no more.
@@ -256,7 +296,10 @@ def prompt_seeds(requests: Sequence[Request], seed: int) -> list[int]:
 def _completion(sample: Any) -> Completion:
     if sample.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"want responses that end with stop or length; vLLM ended one with {sample.finish_reason}")
-    return Completion(list(sample.token_ids), list(sample.logprobs.logprobs), sample.finish_reason == "length")
+    mask = getattr(sample, "sampling_mask", None)
+    kept = None if mask is None else KeptSets.of(mask.token_ids)
+    tokens, logprob = list(sample.token_ids), list(sample.logprobs.logprobs)
+    return Completion(tokens, logprob, sample.finish_reason == "length", kept=kept)
 
 
 def _repack_tied_head(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from rlplus.data import Sample
 from rlplus.errors import SharedFailure
 from rlplus.learner import Policy, forward_batches
 from rlplus.reward import GraderFailed
-from rlplus.rollout import Completion, Request, RolloutEngine, RunFailed, Sampling
+from rlplus.rollout import Completion, Request, RolloutEngine, RunFailed, Sampling, check_kept
 from rlplus.trainer.ranks import set_timeouts
 from rlplus.trainer.stop import Answer, StepGivenUp, StopSignal
 
@@ -92,9 +92,10 @@ class SyncedEngine:
         prompts = [list(self.prompt[:length]) for length in range(1, min(PREFIXES, len(self.prompt)) + 1)]
         rollout = self.config.rollout
         requests = [Request(prompt, 1, min(PROBE_TOKENS, rollout.max_response_length)) for prompt in prompts]
-        answers = self._agreed(lambda: self.engine.generate(requests, Sampling(rollout.temperature, seed=0)))
+        sampling = Sampling.of_training(rollout, seed=0)
+        answers = self._agreed(lambda: check_kept(self.engine.generate(requests, sampling), sampling, self.engine.name))
         samples = [
-            Sample(prompt, c.tokens, group, False, c.truncated, c.logprob)
+            Sample(prompt, c.tokens, group, False, c.truncated, c.logprob, kept=c.kept)
             for group, (prompt, (c,)) in enumerate(zip(prompts, answers, strict=True))
         ]
         parallel = self.config.train.sequence_parallel

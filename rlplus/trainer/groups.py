@@ -7,12 +7,13 @@ from math import nan
 
 from rlplus.algorithm import Shaping
 from rlplus.common import agree
+from rlplus.common.kept_sets import KeptSets
 from rlplus.config import Config
 from rlplus.data import Example, Sample
 from rlplus.errors import SharedFailure
 from rlplus.recipe import Ask, demonstration
 from rlplus.reward import Score, Scorer
-from rlplus.rollout import Completion, Request, Respond, RolloutEngine, Sampling
+from rlplus.rollout import Completion, Request, Respond, RolloutEngine, Sampling, check_kept
 
 
 def generate(
@@ -32,7 +33,8 @@ def generate(
             Request(task.prompt, count, config.rollout.max_response_length - len(prefix))
             for task, (_, prefix, count) in zip(tasks, asked, strict=True)
         ]
-        answers = respond(engine, tasks, requests, Sampling(config.rollout.temperature, seed))
+        sampling = Sampling.of_training(config.rollout, seed)
+        answers = check_kept(respond(engine, tasks, requests, sampling), sampling, engine.name)
         for (group, prefix, _), completions in zip(asked, answers, strict=True):
             groups[group] += [_rollout(examples[group], group, prefix, c) for c in completions]
     for group, (example, ask) in enumerate(zip(examples, asks, strict=True)):
@@ -55,7 +57,7 @@ def _behind(example: Example, prefix: Sequence[int]) -> Example:
 
 def _rollout(example: Example, group: int, prefix: Sequence[int], c: Completion) -> Sample:
     """Prefix and completion as one response; the engine has no logprobs of the prefix."""
-    sample = Sample(example.prompt, c.tokens, group, False, c.truncated, c.logprob)
+    sample = Sample(example.prompt, c.tokens, group, False, c.truncated, c.logprob, kept=c.kept)
     if c.reward is not None:
         sample.reward, sample.scored = c.reward, True
     if c.trained is not None:
@@ -65,6 +67,10 @@ def _rollout(example: Example, group: int, prefix: Sequence[int], c: Completion)
         sample.response = [*prefix, *c.tokens]
         sample.external = [True] * len(prefix) + [False] * len(c.tokens)
         sample.engine_logprob = [*[nan] * len(prefix), *(sample.engine_logprob or ())]
+        if c.kept is not None:
+            sample.kept = KeptSets()
+            sample.kept.skip(len(prefix))
+            sample.kept.extend(c.kept)
         if example.behavior_logprob is not None:
             sample.behavior_logprob = [*example.behavior_logprob[: len(prefix)], *[nan] * len(c.tokens)]
     return sample

@@ -73,6 +73,9 @@ def tally_samples(tally: Tally, samples: Sequence[Sample]) -> None:
     for name, part in (("mean", graded + demonstrations), ("internal", graded), ("external", demonstrations)):
         tally.mean(f"reward/{name}", sum(sample.reward for sample in part), len(part))
     tally.mean("response_length/mean", sum(len(sample.response) for sample in rollouts), len(rollouts))
+    for sample in rollouts:
+        if sample.kept is not None:
+            tally.mean("batch/kept_tokens", len(sample.kept.tokens), sum(count > 0 for count in sample.kept.counts))
     tally.mean("response_length/clipped", sum(sample.truncated for sample in rollouts), len(rollouts))
     if rollouts:
         tally.maximum("response_length/max", max(len(sample.response) for sample in rollouts))

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlplus.algorithm import Algorithm
+from rlplus.common.kept_sets import KeptSets
 from rlplus.config import Config
 from rlplus.data import Sample, per_token
 from rlplus.loss import (
@@ -115,11 +116,23 @@ def _weights(
 
 
 def logprob_and_entropy(lm: PreTrainedModel, sample: Sample, temperature: float) -> tuple[Tensor, Tensor]:
-    """(T,) each, of the response's tokens; the softmax is in the model's dtype, at least fp32."""
+    """(T,) each, of the response's tokens; the softmax is in the model's dtype, at least fp32, over the kept tokens."""
     ids = torch.tensor([[*sample.prompt, *sample.response]])
     logits = lm(input_ids=ids, use_cache=False).logits[0, len(sample.prompt) - 1 : -1]
-    logp = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
-    return logp.gather(1, torch.tensor([*sample.response])[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    if sample.kept is not None:
+        z = z.masked_fill(_dropped(sample.kept, z.shape[1]), -torch.inf)
+    logp = z.log_softmax(-1)
+    terms = logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)
+    return logp.gather(1, torch.tensor([*sample.response])[:, None]).squeeze(1), -terms.sum(-1)
+
+
+def _dropped(kept: KeptSets, vocabulary: int) -> Tensor:
+    """(T, V) bool: the tokens that the sampler did not keep."""
+    counts = torch.tensor([*kept.counts])
+    dropped = (counts > 0)[:, None].repeat(1, vocabulary)
+    dropped[torch.arange(len(counts)).repeat_interleave(counts), torch.tensor([*kept.tokens])] = False
+    return dropped
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ def test_a_penalty_in_the_reward_is_not_one_in_the_loss() -> None:
 
 
 def test_a_name_without_a_counterpart_has_a_reason() -> None:
-    reason = "has no counterpart here: logprobs are of the distribution that sampled: temperature alone shapes it"
+    reason = "has no counterpart here: the loss there is of the whole vocabulary, "
+    reason += "while rollout.top_k, top_p and min_p train the policy that sampled"
     assert synonym("top_p") == f"TRL's top_p {reason}"
     assert synonym("actor_rollout_ref.rollout.top_p") == f"verl's rollout.top_p {reason}"
     assert synonym("--algo.kl.init_coef") == "OpenRLHF's algo.kl.init_coef is algorithm.reward_kl_coef here"

@@ -207,7 +207,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["convert", str(SCRIPTS / "verl_gspo.sh"), "--out", str(out), "reward.kind=math_verify"]) == 0
     said = capsys.readouterr().out
     assert "Fill in" not in said
-    assert f"{R}top_p (line 7): logprobs are of the distribution that sampled" in said
+    assert f"{R}top_p (line 7): the loss there is of the whole vocabulary" in said
     text = out.read_text()
     assert f"group_size: 16  # {R}n (line 3)" in text
     assert f"clip_low: 0.0003  # {A}clip_ratio_low (line 6)" in text

@@ -197,10 +197,39 @@ def test_the_head_takes_what_is_planned(tmp_path, backend, dtype, tokens, memory
         out = loss()
         if backend == "reference":
             out.loss.backward()
+    model = Model(config, thin_model(vocab_size=V, hidden_size=H, num_attention_heads=2))
+    assert peak_of(profile) == pytest.approx(head_memory(config, model, CPU), rel=0.1)
+
+
+def peak_of(profile: torch.profiler.profile) -> int:
+    """The most bytes that torch's allocator had handed out at a time."""
     live = peak = 0
     for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
         if event.name() == "[memory]":
             live += event.nbytes()
             peak = max(peak, live)
-    model = Model(config, thin_model(vocab_size=V, hidden_size=H, num_attention_heads=2))
-    assert peak == pytest.approx(head_memory(config, model, CPU), rel=0.1)
+    return peak
+
+
+def test_kept_tokens_take_what_is_planned(tmp_path):
+    """All rows have as many as they can, so that none needs the scratch for whole rows of logits."""
+    tokens, V, H, top_k = 1500, 2000, 64, 200
+    sections = {
+        "model": {"scratch": None, "path": "-"},
+        "train": {"backend": "torch", "tokens_per_micro_batch": tokens, "max_scratch_mb": 1},
+    }
+    configs = [
+        run_config(tmp_path, rollout={"max_response_length": tokens - 8, "top_k": k}, **sections) for k in (0, top_k)
+    ]
+    hidden, weight = (torch.randn(n, H, requires_grad=True) for n in (tokens, V))
+    target, ones = torch.randint(V, (tokens,)), torch.ones(tokens)
+    kept = torch.arange(tokens + 1) * top_k, ((target[:, None] + torch.arange(top_k)) % V).flatten().int()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        linear_policy_loss(
+            hidden, weight, target, old_logprob=None, advantage=ones, token_weight=ones, kept=kept, backend="torch",
+            max_scratch_mb=1,
+        )  # fmt: skip
+    model = Model(configs[0], thin_model(vocab_size=V, hidden_size=H, num_attention_heads=2))
+    none, some = (head_memory(config, model, CPU) for config in configs)
+    assert some - none == 80 * tokens * top_k
+    assert peak_of(profile) == pytest.approx(some, rel=0.1)

@@ -118,6 +118,8 @@ def test_a_prompt_without_a_demonstration_has_no_prefix(run: Run, tmp_path: Path
 class Echo:
     """An engine whose responses are as long as they may be; it notes what it is asked."""
 
+    name = "echo"
+
     def generate(self, requests: Any, sampling: Any) -> Any:
         self.asked = [(request.prompt, request.n, request.max_tokens) for request in requests]
         return [

@@ -53,7 +53,7 @@ class Script:
 
 def sampler_of(*answers: list[list[int]]) -> tuple[Sampler, Script]:
     script = Script(list(answers))
-    return Sampler(script, TOKENIZER, temperature=0.7, seed=3), script  # type: ignore[arg-type]
+    return Sampler(script, TOKENIZER, Sampling(0.7, 3)), script  # type: ignore[arg-type]
 
 
 def tasks(*prompts: tuple[int, ...]) -> list[Example]:

@@ -13,6 +13,7 @@ from trainer_runs import run_config
 
 import rlplus.rollout
 import rlplus.rollout.vllm_engine
+from rlplus.common.kept_sets import KeptSets
 from rlplus.config import RolloutConfig, load_config
 from rlplus.config.rollout_section import OWNED
 from rlplus.plan import make_cluster, make_plan
@@ -41,7 +42,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return arguments
 
 
-def start(folder: Path, mode: str = "colocated", **options: Any) -> Any:
+def start(folder: Path, mode: str = "colocated", rollout: dict[str, Any] | None = None, **options: Any) -> Any:
     if not (folder / "config.json").exists():
         save(tiny_model(tied=False), folder)
     config = RolloutConfig(
@@ -50,6 +51,7 @@ def start(folder: Path, mode: str = "colocated", **options: Any) -> Any:
         max_response_length=16,
         kv_cache_memory_mb=16,
         vllm=options,  # type: ignore[arg-type]
+        **(rollout or {}),
     )
     lengths = {"max_model_len": MAX_MODEL_LEN, "eos_token_id": EOS, "pad_token_id": PAD}
     return make_engine(config, str(folder), dtype="float32", seed=0, **lengths)
@@ -62,6 +64,53 @@ def test_options_reach_the_engine_beside_the_trainers_own(tmp_path: Path, asked:
     start(tmp_path, **options).close()
     assert asked == own | options
     assert own["max_num_batched_tokens"] is None
+
+
+def test_top_k_asks_for_the_tokens_that_were_kept(
+    tmp_path: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the engine's interface: vLLM returns them on a GPU only."""
+    params: list[dict[str, Any]] = []
+    engine = start(tmp_path, rollout={"top_k": 8, "top_p": 0.9, "min_p": 0.1})
+    assert asked["return_sampling_mask"] is True
+    monkeypatch.setattr(engine._vllm, "SamplingParams", lambda **kinds: params.append(kinds), raising=False)
+    sampled = SimpleNamespace(
+        token_ids=[3, 1],
+        logprobs=SimpleNamespace(logprobs=[-0.5, 0.0]),
+        finish_reason="stop",
+        sampling_mask=SimpleNamespace(token_ids=[[3, 4, 9], [1]]),
+    )
+    monkeypatch.setattr(engine, "_run", lambda requests: [SimpleNamespace(outputs=[sampled])])
+    sampling = Sampling(0.7, 0, top_k=8, top_p=0.9, min_p=0.1)
+    ((got,),) = engine.generate(requests([[5]], [1], 4), sampling)
+    assert (params[0]["top_k"], params[0]["top_p"], params[0]["min_p"]) == (8, 0.9, 0.1)
+    assert got.kept == KeptSets.of([[3, 4, 9], [1]])
+    message = "want top_k in all requests .*: it was started with rollout.top_k 8; got 0"
+    with pytest.raises(ValueError, match=message):
+        engine.generate(requests([[5]], [1], 4), Sampling(0.7, 0))
+    engine.close()
+    engine = start(tmp_path)
+    assert "return_sampling_mask" not in asked
+    with pytest.raises(ValueError, match=r"it was started with rollout\.top_k 0; got 8"):
+        engine.generate(requests([[5]], [1], 4), sampling)
+    engine.close()
+
+
+def test_a_vllm_that_returns_no_kept_tokens_is_refused(
+    tmp_path: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = rlplus.rollout.vllm_engine.import_vllm()
+    monkeypatch.setattr(module, "EngineArgs", make_dataclass("EngineArgs", ["seed"]))
+    with pytest.raises(ValueError, match=r"rollout.top_k 8 needs the tokens .*; got vLLM 9\.9, which has no such"):
+        start(tmp_path, rollout={"top_k": 8})
+    assert not asked
+
+
+@pytest.mark.vllm
+def test_the_cpus_vllm_says_that_it_returns_no_kept_tokens(tmp_path: Path) -> None:
+    message = r"rollout.top_k 8 needs the tokens that vLLM kept.*rollout.engine transformers.*requires Model Runner V2"
+    with pytest.raises(ValueError, match=r"(?s)" + message):
+        start(tmp_path, rollout={"top_k": 8})
 
 
 def test_whatever_the_trainer_sets_is_refused_with_a_reason(tmp_path: Path, asked: dict[str, Any]) -> None:

@@ -18,7 +18,8 @@ from servers import FakeServer, ask, connect
 
 import rlplus.rollout.server_engine
 from rlplus.common import activity
-from rlplus.rollout import RolloutEngine, RunFailed, Sampling
+from rlplus.common.kept_sets import KeptSets
+from rlplus.rollout import RolloutEngine, RunFailed, Sampling, check_kept
 
 
 @pytest.fixture
@@ -57,6 +58,29 @@ def test_what_is_asked_and_what_is_pushed(fake: FakeServer, tmp_path: Path) -> N
     with pytest.raises(RuntimeError, match="closed"):
         ask(engine)
     assert list((tmp_path / "push").iterdir()) == []
+
+
+def test_a_server_returns_the_tokens_that_it_kept(fake: FakeServer, tmp_path: Path) -> None:
+    save(tiny_model(tied=False), tmp_path)
+    with pytest.raises(ValueError, match=r"--return-sampling-mask; rollout.top_k 8 needs the tokens that vLLM kept"):
+        connect(fake.url, tmp_path, top_k=8)
+    fake.info["model_config"]["return_sampling_mask"] = True
+    with pytest.raises(ValueError, match="with --return-sampling-mask it refuses the whole vocabulary"):
+        connect(fake.url, tmp_path)
+    engine = connect(fake.url, tmp_path, top_k=8, top_p=0.9, min_p=0.1)
+    engine.push_weights(tiny_model(tied=False).named_parameters(), 3)
+    fake.choice = {"sampling_mask": [[7, 5], [EOS, 2, 3]]}
+    sampling = Sampling(0.7, 3, top_k=8, top_p=0.9, min_p=0.1)
+    groups = check_kept(engine.generate(requests(PROMPTS, [2, 1, 1], 4), sampling), sampling, engine.name)
+    assert groups[0][1].kept == KeptSets.of([[7, 5], [EOS, 2, 3]])
+    params = fake.asked[0]["sampling_params"]
+    assert (params["top_k"], params["top_p"], params["min_p"]) == (8, 0.9, 0.1)
+    with pytest.raises(ValueError, match=r"it was started with rollout\.top_k 8; got 0"):
+        ask(engine)
+    fake.choice = {}
+    with pytest.raises(RunFailed, match=r"the vllm at http.* engine gave none"):
+        check_kept(engine.generate(requests(PROMPTS, [2, 1, 1], 4), sampling), sampling, engine.name)
+    engine.close()
 
 
 def test_answers_that_are_not_the_policys_are_refused(fake: FakeServer, tmp_path: Path) -> None:

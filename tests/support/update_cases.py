@@ -51,10 +51,21 @@ def naive_gradients(
     return {name: p.grad for name, p in lm.named_parameters()}
 
 
+def dropped(s: Sample, vocabulary: int) -> Tensor:
+    """(T, V) bool: the tokens that the sampler did not keep, a token at a time."""
+    rows, start = [], 0
+    for count in [0] * len(s.response) if s.kept is None else s.kept.counts:
+        kept = s.kept.tokens[start : start + count] if s.kept is not None else []
+        start += count
+        rows.append([count > 0 and token not in kept for token in range(vocabulary)])
+    return torch.tensor(rows)
+
+
 def naive_loss(lm: PreTrainedModel, s: Sample, advantage: Tensor, external: Tensor, temperature: float = 1.0) -> Tensor:
     """The sum over a response; advantage, external: one number for the response, or (T,)."""
     ids = torch.tensor([[*s.prompt, *s.response]])
-    logp = (lm(ids).logits[0, len(s.prompt) - 1 : -1] / temperature).log_softmax(-1)
+    logits = lm(ids).logits[0, len(s.prompt) - 1 : -1]
+    logp = (logits / temperature).masked_fill(dropped(s, logits.shape[1]), -torch.inf).log_softmax(-1)
     p = logp.gather(1, torch.tensor(s.response)[:, None]).squeeze(1).exp()
     old = p.detach()
     weight = torch.where(external, 4 * p / (3 * old + 1) * (1 - old) ** 0.5, p / old)

@@ -25,7 +25,9 @@ from rlplus.trainer import step, train
 from rlplus.verify import Row, verify_run
 
 ALL = 100  # more sequences than there are
-PROCESS = {"engine": "transformers", "mode": "process", "group_size": 4, "max_response_length": 8}
+SIZES = {"engine": "transformers", "group_size": 4, "max_response_length": 8}
+KEPT = SIZES | {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.01}
+PROCESS = SIZES | {"mode": "process"}
 
 
 def model(dtype: str = "float32", **changes: Any) -> dict[str, Any]:
@@ -149,6 +151,11 @@ CASES: dict[str, dict[str, Any]] = {
         "rollout": {"engine": "transformers", "group_size": 4, "max_response_length": 8, "temperature": 0.7},
         "train": {"prompts_per_update": 2, "steps": 1},
     },
+    "kept": {
+        "algorithm": {"preset": "grpo", "objective": {"kl_coef": 0.1, "entropy_coef": 0.01}},
+        "rollout": KEPT,
+        "train": {"steps": 1, "lr": 1e-2},
+    },
 }
 SLOW: dict[str, dict[str, Any]] = {
     "LoRA, ZeRO-3": {
@@ -167,6 +174,17 @@ SLOW: dict[str, dict[str, Any]] = {
         "algorithm": {"preset": "grpo", "mismatch_level": "sequence", "objective": {"mismatch_cap": 2.0}}
     },
     "refilled, shaped": {"algorithm": {"preset": "dapo"}},
+    "kept tokens, replayed": {
+        "algorithm": {"preset": "exgrpo", "recipe": {"start": 0.0}},
+        "rollout": KEPT,
+        "train": {"steps": 4},
+    },
+    "kept tokens, batches ahead, bf16": {
+        "model": model("bfloat16"),
+        "rollout": KEPT | {"mode": "process"},
+        "algorithm": {"preset": "gspo"},
+        "train": {"overlap": 1, "steps": 3, "lr": 1e-2},
+    },
     "replayed": {"algorithm": {"preset": "exgrpo", "recipe": {"start": 0.0}}, "train": {"steps": 4}},
     "denominators of their own": {"algorithm": {"preset": "rlplus", "external_reduction": "sequence"}},
     "interleaved": {"algorithm": {"preset": "relift"}},
