@@ -76,7 +76,8 @@ RULES: tuple[Rule, ...] = (
         "validation.every is 0",
     ),
     (
-        "validation.benchmarks validation.samples validation.k validation.temperature validation.allow_test_benchmarks",
+        "validation.benchmarks validation.samples validation.k validation.temperature validation.patience "
+        "validation.allow_test_benchmarks",
         lambda c: not c.validation.every,
         "validation.every is 0",
     ),

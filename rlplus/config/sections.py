@@ -250,6 +250,9 @@ class ValidationConfig(EvaluationConfig):
 
     samples: Moderate = 4
     """Samples per row."""
+    patience: Count | None = None
+    """The run ends early after so many validations in a row that are not better than the best one before; None = it
+    does not."""
     allow_test_benchmarks: bool = False
     """Let a known test benchmark choose the checkpoint; reports then say so."""
 

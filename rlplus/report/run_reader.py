@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from rlplus.common.textfiles import read_text
-from rlplus.config import RUN, SAMPLES, STARTS, check_run_folder, read_starts
+from rlplus.config import PROGRESS, RUN, SAMPLES, STARTS, check_run_folder, read_starts
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class RunData:
     """The text of a run's config.yaml, one object of metrics per step, and warnings for the readers.
 
     starts: those in run.json, the first one first; none where it is damaged or missing. samples: the folder of
-    kept ones, which may be missing.
+    kept ones, which may be missing. end: the reason of an early one.
     """
 
     config: str
@@ -24,6 +24,7 @@ class RunData:
     warnings: tuple[str, ...] = ()
     starts: tuple[dict[str, Any], ...] = ()
     samples: Path | None = None
+    end: str = ""
 
     def curve(self, metric: str) -> tuple[list[float], list[float]]:
         """Steps and the metric, at the steps that have it."""
@@ -69,7 +70,16 @@ def load_run(folder: Path) -> RunData:
         starts = read_starts(folder / STARTS)
     except ValueError as error:  # the provenance is lost, not the numbers
         warnings.append(str(error))
-    return RunData(config, tuple(metrics), tuple(warnings), tuple(starts), folder / SAMPLES)
+    return RunData(config, tuple(metrics), tuple(warnings), tuple(starts), folder / SAMPLES, _early_end(folder))
+
+
+def _early_end(folder: Path) -> str:
+    """The message of a run that finished before its last step; empty for others, and without progress.json."""
+    try:
+        now = json.loads(read_text(folder / PROGRESS))
+        return str(now["message"]) if now["state"] == "finished" else ""
+    except (OSError, ValueError, KeyError, TypeError):  # an older version wrote none, and a crash of the machine may damage it
+        return ""
 
 
 def step_of(line: str, place: str) -> dict[str, Any]:

@@ -250,6 +250,7 @@ def run_table(trained: Trained) -> Table:
             f"{sum(seconds):,.0f} s" if seconds else "",
             f"{_mean(tail):.3f}" if tail else "",
         )
+    table.note = " ".join(f"{name}: {run.end}." for name, run in named(trained) if run.end)
     return table
 
 

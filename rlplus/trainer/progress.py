@@ -17,13 +17,14 @@ class Progress:
     interrupted  the signal that ended the run, 0 without one
     external_share  of the last gradient, see `rlplus.algorithm.ExternalSchedule`
     best         the step and mean reward of the best validation, the first among equals; None before any
+    since_best   validations since then, but those of which nothing could be graded
 
     config: the run's, with the steps of its epochs.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.step = self.generated = self.idle = self.interrupted = 0
+        self.step = self.generated = self.idle = self.interrupted = self.since_best = 0
         self.nonfinite: dict[str, int] = {}
         self.external_share = 1.0
         self.best: dict[str, Any] | None = None
@@ -35,12 +36,14 @@ class Progress:
             "nonfinite": self.nonfinite,
             "external_share": self.external_share,
             "best": self.best,
+            "since_best": self.since_best,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.step, self.generated, self.nonfinite = state["step"], state["generated"], dict(state["nonfinite"])
         self.external_share = state["external_share"]
         self.best = state["best"]
+        self.since_best = state.get("since_best", 0)  # version 0.3.0 did not count them
 
     @property
     def share_done(self) -> float:
@@ -61,7 +64,20 @@ class Progress:
 
     @property
     def finished(self) -> bool:
-        return self.interrupted > 0 or self.share_done >= 1
+        return self.interrupted > 0 or self.share_done >= 1 or bool(self.early_end)
+
+    @property
+    def early_end(self) -> str:
+        """The reason for which the run ends before its last step; empty if it does not."""
+        patience = self.config.validation.patience
+        if patience is None or self.since_best < patience or self.share_done >= 1:
+            return ""
+        assert self.best is not None, "want a best validation where others are counted since"
+        return (
+            f"ended early after step {self.step} of {self.config.train.steps}: {self.since_best} validations in a row "
+            f"were not better than step {self.best['step']}'s, mean reward {self.best['reward']:.4g} "
+            "(validation.patience)"
+        )
 
     @property
     def evaluation_due(self) -> bool:
@@ -83,11 +99,14 @@ class Progress:
         return self.finished or best or (every > 0 and self.step % every == 0)
 
     def note_validation(self, metrics: dict[str, float]) -> str | None:
-        """Remember this step where its validation is the best one so far; the message about it."""
+        """Remember this step where its validation is the best one so far; the message about it, or about the end."""
         reward = metrics.get("validation/reward")
-        if reward is None or (self.best is not None and reward <= self.best["reward"]):
+        if reward is None:
             return None
-        self.best = {"step": self.step, "reward": reward}
+        if self.best is not None and reward <= self.best["reward"]:
+            self.since_best += 1
+            return self.early_end or None
+        self.best, self.since_best = {"step": self.step, "reward": reward}, 0
         return f"step {self.step}: the best validation so far, mean reward {reward:.4g}; its checkpoint is kept"
 
     def note_idleness(self, metrics: dict[str, float]) -> str | None:

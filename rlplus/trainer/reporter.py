@@ -125,8 +125,9 @@ class Reporter:
         self._over.set()
         self._thread.join()
         if error is None:
-            finished = self._progress is not None and self._progress.share_done >= 1
-            self._write("finished" if finished else "stopped")
+            progress = self._progress
+            finished = progress is not None and progress.finished and not progress.interrupted
+            self._write("finished" if finished else "stopped", progress.early_end if progress is not None else "")
         else:
             stopped = isinstance(error, Interrupted)
             self._write("stopped" if stopped else "failed", str(error) or type(error).__name__)

@@ -157,7 +157,7 @@ def read_state(last: Path, config: Config, now: dict[str, str]) -> tuple[dict[st
         notes.append("the run's length has changed: from here on its learning rate is that of a run of the new length")
     if state["best"] is not None and _choice(written) != _choice(config):
         notes.append("validation has changed: from here on the best checkpoint is chosen anew")
-        state["best"] = None
+        state["best"], state["since_best"] = None, 0
     before = state["surroundings"]
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
@@ -182,7 +182,7 @@ def config_in(last: Path, state: Mapping[str, Any]) -> Config:
 
 def _choice(config: Config) -> dict[str, Any]:
     """The settings on which the choice of the best checkpoint depends."""
-    return config.validation.model_dump(exclude={"every"})
+    return config.validation.model_dump(exclude={"every", "patience"})
 
 
 def check_inputs(last: Path, state: dict[str, Any], config: Config, fingerprints: dict[str, str | None]) -> None:

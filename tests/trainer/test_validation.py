@@ -16,11 +16,14 @@ from rlplus.config import BENCHMARKS, Config, DataConfig, ValidationConfig, is_t
 from rlplus.config.surroundings import surroundings
 from rlplus.data import Example
 from rlplus.evaluation.known import known_benchmarks
-from rlplus.report import load_run
+from rlplus.report import load_run, write_report
 from rlplus.rollout import Completion, Request
 from rlplus.trainer import Run, open_run, train, validator
+from rlplus.trainer.progress import Progress
 from rlplus.trainer.run_folder import read_state
 from rlplus.trainer.step import Step
+from rlplus.watch import FollowedRun
+from rlplus.watch.view import card
 
 
 def validated(folder: Path, output: str = "run", every: int = 1, name: str = "held_out", **sections: Any) -> Config:
@@ -142,7 +145,7 @@ def test_another_validation_chooses_anew(tmp_path: Path) -> None:
     config = validated(tmp_path, train={"steps": 1})
     last = train(config, validate=scripted(0.9)) / "checkpoints/step-000001"
     best = {"step": 1, "reward": 0.9}
-    for fields, expected in (({}, best), ({"every": 2}, best), ({"samples": 2}, None), ({"temperature": 0.5}, None)):
+    for fields, expected in (({}, best), ({"every": 2}, best), ({"patience": 2}, best), ({"samples": 2}, None), ({"temperature": 0.5}, None)):
         state, notes = read_state(last, changed(config, "validation", **fields), surroundings(config))
         assert state["best"] == expected
         assert ("validation has changed: from here on the best checkpoint is chosen anew" in notes) is (not expected)
@@ -198,3 +201,70 @@ def test_a_test_benchmark_chooses_only_when_it_is_allowed_to(
     assert "validation/reward" in metrics(Path(config.output_dir))[0]
     (warning,) = load_run(Path(config.output_dir)).warnings
     assert "A test benchmark chose the best checkpoint" in warning
+
+
+@pytest.mark.parametrize(
+    ("rewards", "patience", "ends"),
+    [
+        ((0.1, 0.5, 0.5, 0.4, 0.9, 0.9), 2, 4),  # an equal one is no better
+        ((0.1, 0.5, 0.5, None, 0.4, 0.9), 2, 5),  # nothing graded says nothing
+        ((0.5, 0.4, 0.6, 0.5, 0.7, 0.6), 2, 6),  # a better one begins anew
+        ((0.5, 0.4, 0.6, 0.5, 0.4, 0.3), 4, 6),
+        ((0.5, 0.4, 0.6, 0.5, 0.4, 0.3), None, 6),
+    ],
+)
+def test_patience_counts_what_is_not_better(
+    tmp_path: Path, rewards: Sequence[float | None], patience: int | None, ends: int
+) -> None:
+    config = validated(tmp_path, validation={"patience": patience}, train={"steps": 6})
+    progress = Progress(config)
+    for reward in rewards:
+        if progress.finished:
+            break
+        progress.step += 1
+        message = progress.note_validation({} if reward is None else {"validation/reward": reward})
+    assert progress.step == ends
+    assert (message or "").startswith("ended early") is bool(progress.early_end) is (ends < 6)
+
+
+def test_a_run_without_patience_left_ends_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In its log, in progress.json, on the page of a watcher and in the report; it is finished, with its model."""
+    validate = scripted(0.1, 0.5, 0.5, 0.4, 0.9, 0.9)
+    sections: dict[str, Any] = {"train": {"steps": 6}, "checkpoint": {"every": 0, "keep": 1}}
+    config = validated(tmp_path, validation={"patience": 2}, **sections)
+    folder = train(config, validate=validate)
+    said = capsys.readouterr().err.replace("\n", " ")
+    why = "ended early after step 4 of 6: 2 validations in a row were not better than step 2's, mean reward 0.5"
+    assert said.count(why) == 1
+    assert "4 steps done; model in" in said
+    assert kept(config) == [2, 4]
+    assert (folder / "model/model.safetensors").exists()
+    now = json.loads((folder / "progress.json").read_text())
+    assert (now["state"], now["message"]) == ("finished", f"{why} (validation.patience)")
+    followed = FollowedRun("run", folder)
+    followed.update()
+    shown = card(followed, "accent")
+    assert (shown.state, shown.message) == ("finished", now["message"])
+    write_report(tmp_path / "report.html", {"run": load_run(folder)}, {})
+    assert why.replace("'", "&#39;") in (tmp_path / "report.html").read_text()
+    train(config, resume="newest", validate=validate)
+    assert "nothing to do: this run is finished, 4 steps" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_patience_is_resumed_and_may_grow_bit_for_bit(tmp_path: Path) -> None:
+    """From the middle of a count, and after an early end with more patience: as a run that was left alone."""
+    rewards = (0.5, 0.4, 0.3, 0.2, 0.1)
+    sections: dict[str, Any] = {"train": {"steps": 5}, "checkpoint": {"every": 1, "keep": 9}}
+    whole = validated(tmp_path, "whole", validation={"patience": 3}, **sections)
+    parts = validated(tmp_path, "parts", validation={"patience": 2}, **sections)
+    train(whole, validate=scripted(*rewards))
+    train(parts, validate=scripted(*rewards))
+    assert (kept(whole)[-1], kept(parts)[-1]) == (4, 3)
+    for start in ("newest", "step-000002"):  # after its end, and with one of two counted
+        folder = train(changed(parts, "validation", patience=3), resume=start, validate=scripted(*rewards))
+        assert metrics(folder) == metrics(Path(whole.output_dir))
+        assert same(folder, Path(whole.output_dir))
+    states = [
+        checkpoint.read_state(Path(one.output_dir) / "checkpoints/step-000004")["since_best"] for one in (whole, parts)
+    ]
+    assert states == [3, 3]
