@@ -25,6 +25,7 @@ from rlplus.config.loading import (
     problem_lines,
     read_yaml,
     recorded_config,
+    valid_keys,
     with_first_model,
 )
 from rlplus.config.path_checks import (
@@ -105,6 +106,7 @@ __all__ = [
     "recorded_config",
     "shipped_architecture",
     "split_hub_path",
+    "valid_keys",
     "with_first_model",
     "write_new",
 ]

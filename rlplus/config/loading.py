@@ -302,11 +302,12 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
         yield key
 
 
-def _valid_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+def valid_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """All keys of a configuration, dotted; each section before its keys."""
     for name, field in section.model_fields.items():
         yield f"{prefix}{name}"
         if inner := _section(field.annotation):
-            yield from _valid_keys(inner, f"{prefix}{name}.")
+            yield from valid_keys(inner, f"{prefix}{name}.")
         if f"{prefix}{name}" == "algorithm.objective":
             yield from (f"algorithm.objective.{option.name}" for option in fields(Objective))
 
@@ -323,7 +324,7 @@ def _unknown_line(key: str, stage: str = "") -> str:
     def last(text: str) -> str:
         return text.rpartition(".")[2]
 
-    alike = {valid: ratio(last(key), last(valid)) for valid in (*_valid_keys(), "stages")}
+    alike = {valid: ratio(last(key), last(valid)) for valid in (*valid_keys(), "stages")}
     near = [valid for valid, likeness in alike.items() if likeness >= 0.6]
     if not near:
         return f"{stage}{key}: unknown key"

@@ -78,7 +78,7 @@ def _early_end(folder: Path) -> str:
     try:
         now = json.loads(read_text(folder / PROGRESS))
         return str(now["message"]) if now["state"] == "finished" else ""
-    except (OSError, ValueError, KeyError, TypeError):  # an older version wrote none, and a crash of the machine may damage it
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: only this sentence depends on it
         return ""
 
 

@@ -145,7 +145,13 @@ def test_another_validation_chooses_anew(tmp_path: Path) -> None:
     config = validated(tmp_path, train={"steps": 1})
     last = train(config, validate=scripted(0.9)) / "checkpoints/step-000001"
     best = {"step": 1, "reward": 0.9}
-    for fields, expected in (({}, best), ({"every": 2}, best), ({"patience": 2}, best), ({"samples": 2}, None), ({"temperature": 0.5}, None)):
+    for fields, expected in (
+        ({}, best),
+        ({"every": 2}, best),
+        ({"patience": 2}, best),
+        ({"samples": 2}, None),
+        ({"temperature": 0.5}, None),
+    ):
         state, notes = read_state(last, changed(config, "validation", **fields), surroundings(config))
         assert state["best"] == expected
         assert ("validation has changed: from here on the best checkpoint is chosen anew" in notes) is (not expected)
