@@ -14,6 +14,7 @@ from rlplus.compare.config import BASE, Comparison, load_comparison, owned
 from rlplus.compare.launches import Runner
 from rlplus.compare.outcomes import Outcome, Results, collect
 from rlplus.compare.page import page_of, terminal_tables
+from rlplus.compare.past_runs import results_of, split_name
 from rlplus.trainer import processor_name
 
 __all__ = [
@@ -23,9 +24,11 @@ __all__ = [
     "Outcome",
     "Results",
     "Runner",
+    "compare_past_runs",
     "load_comparison",
     "page_of",
     "run_comparison",
+    "split_name",
 ]
 
 MARK = ".rlplus-compare"  # only a folder with this file is written to again
@@ -64,7 +67,7 @@ def run_comparison(
     if only_report:
         if not runner.finished():
             raise ValueError(f"want finished runs to report on; there are none in {folder}: leave out --report")
-        results = _write(runner, path.stem)
+        results = _write(collect(comparison, runner, _provenance()), folder, path.stem)
     else:
         runner.check()
         refusal = f"another rlplus compare makes runs in {folder}: wait for its end, or choose another --output"
@@ -73,21 +76,37 @@ def run_comparison(
                 runner.make()
             except BaseException:
                 with suppress(Exception):  # the first error is the one to show
-                    _write(runner, path.stem)
+                    _write(collect(comparison, runner, _provenance()), folder, path.stem)
                 raise
-            results = _write(runner, path.stem)
-    Terminal().print(*terminal_tables(results))
-    page = folder / "index.html"
-    console.print(f"Page: {page}, data: {folder / 'results.json'}")
+            results = _write(collect(comparison, runner, _provenance()), folder, path.stem)
+    return _show(results, folder)
+
+
+def compare_past_runs(arguments: Sequence[str], output: Path, reference: str | None = None) -> Path:
+    """Compare runs that exist, see `past_runs.results_of`; print the tables, and return the path of the page.
+
+    arguments: folders of runs, or NAME=FOLDER. output/ receives results.json and index.html.
+    """
+    results = results_of(arguments, reference, _provenance())
+    folder = claimed(output.expanduser(), MARK, "comparison")
+    page = _show(_write(results, folder, folder.resolve().name), folder)
+    Terminal(stderr=True).print(f"The methods differ in: {results.provenance['methods differ in']}")
     return page
 
 
-def _write(runner: Runner, title: str) -> Results:
-    """results.json and index.html of what is finished."""
-    results = collect(runner.comparison, runner, _provenance())
-    results.save(runner.folder / "results.json")
-    write_text(runner.folder / "index.html", page_of(results, title))
+def _write(results: Results, folder: Path, title: str) -> Results:
+    """Write results.json and index.html."""
+    results.save(folder / "results.json")
+    write_text(folder / "index.html", page_of(results, title))
     return results
+
+
+def _show(results: Results, folder: Path) -> Path:
+    """Print the tables and the path of the page, which is returned."""
+    Terminal().print(*terminal_tables(results))
+    page = folder / "index.html"
+    Terminal(stderr=True).print(f"Page: {page}, data: {folder / 'results.json'}")
+    return page
 
 
 def _provenance() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The results of a comparison as data: written as JSON, from which every table and figure follows."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -10,7 +10,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from rlplus.common.durable import write_text
 from rlplus.common.textfiles import read_text
-from rlplus.compare.config import Comparison
+from rlplus.compare.config import BASE, Comparison
 from rlplus.compare.launches import Run, Runner
 from rlplus.evaluation import Evaluation
 from rlplus.report import RunData, load_run
@@ -94,11 +94,11 @@ class Results:
 
 
 def collect(comparison: Comparison, runner: Runner, provenance: dict[str, str]) -> Results:
-    """The results of the finished runs, without paths of this machine."""
-    outcomes = [
-        _outcome(runner, run, {name: replace(one, model="", asked={}) for name, one in evaluations.items()})
-        for run, evaluations in runner.finished().items()
-    ]
+    """The results of the finished runs."""
+    outcomes = []
+    for run, evaluations in runner.finished().items():
+        rate = 0.0 if run.method == BASE else runner.config_of(run).train.lr
+        outcomes.append(outcome_of(runner.path(run), run.setting, run.seed, run.method, rate, evaluations))
     search_runs = {
         setting: {name: {rate: _length(runner, setting, name, rate) for rate in rates} for name, rates in each.items()}
         for setting, each in runner.searched.items()
@@ -114,23 +114,26 @@ def _length(runner: Runner, setting: str, method: str, rate: str) -> tuple[int, 
     return last["step"], last["generated_tokens"]
 
 
-def _outcome(runner: Runner, run: Run, evaluations: dict[str, Evaluation]) -> Outcome:
-    folder = runner.path(run)
+def outcome_of(
+    folder: Path, setting: str, seed: int, method: str, rate: float, evaluations: Mapping[str, Evaluation]
+) -> Outcome:
+    """The result of the run in a folder, without paths of this machine."""
+    results = {name: replace(one, model="", asked={}) for name, one in evaluations.items()}
     seconds = sum(one.seconds for one in evaluations.values())
     if not (folder / "metrics.jsonl").is_file():  # the base model
-        return Outcome(run.setting, run.seed, run.method, 0.0, 0, 0, seconds, "", evaluations, {})
+        return Outcome(setting, seed, method, 0.0, 0, 0, seconds, "", results, {})
     data = load_run(folder)
     last = data.metrics[-1]
     return Outcome(
-        run.setting,
-        run.seed,
-        run.method,
-        rate=runner.config_of(run).train.lr,
+        setting,
+        seed,
+        method,
+        rate=rate,
         steps=last["step"],
         generated_tokens=last["generated_tokens"],
         seconds=round(seconds + sum(step.get("time/step", 0.0) for step in data.metrics), 1),
         versions=_versions(data),
-        results=evaluations,
+        results=results,
         curves={one.metric: _thinned(*data.curve(one.metric)) for one in CURVES if data.curve(one.metric)[0]},
     )
 

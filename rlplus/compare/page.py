@@ -111,8 +111,8 @@ def headline(results: Results) -> str:
         ranked = sorted(means, key=lambda method: (method != study.compared_with, -means[method]))
         shown = [f"{method} {percent(means[method])}%" for method in ranked[:3]]
         if shown:
-            base = f"the base model {percent(tested.mean(BASE))}%"
-            sentences.append(f"{setting + ': ' if setting else ''}{', '.join([*shown, base])}")
+            base = [f"the base model {percent(tested.mean(BASE))}%"] if BASE in tested.methods else []
+            sentences.append(f"{setting + ': ' if setting else ''}{', '.join([*shown, *base])}")
     if not sentences:
         return "No method has finished yet."
     return f"Problems solved with one sample. {'; '.join(sentences)}."
@@ -153,7 +153,7 @@ def setting_tables(results: Results, study: Study, setting: str) -> list[Table]:
     tested = tested_in(results, study, setting)
     if not tested.methods:
         return []
-    first = tested.of(BASE, tested.sets[0])
+    first = tested.of(next(iter(tested.methods)), tested.sets[0])
     ks = sorted({k for one in first for k in one.k})
     columns: list[tuple[str | None, int]]
     columns = [(name, k) for name in tested.sets for k in (ks if name == tested.sets[0] else ks[:1])]
