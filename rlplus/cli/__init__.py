@@ -9,7 +9,21 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 from rlplus import __version__
-from rlplus.cli import compare, completion, convert, env, evaluate, init, plan, report, samples, train, verify, watch
+from rlplus.cli import (
+    compare,
+    completion,
+    convert,
+    env,
+    evaluate,
+    init,
+    plan,
+    push,
+    report,
+    samples,
+    train,
+    verify,
+    watch,
+)
 from rlplus.errors import RunFailed, install_command, log_to_stderr, printable
 
 TRAIN = (  # modules of the extra `train`
@@ -98,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     # The `deepspeed` launcher puts it in front of the command, and sets LOCAL_RANK, which is what counts, too.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (init, convert, train, watch, evaluate, plan, verify, report, samples, compare, env, completion):
+    further = (push, env, completion)
+    for command in (init, convert, train, watch, evaluate, plan, verify, report, samples, compare, *further):
         command.add(commands)
     return parser

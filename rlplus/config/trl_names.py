@@ -131,7 +131,7 @@ WITHOUT = {
     "a checkpoint is complete, and a run resumes with --resume": (
         "save_only_model save_on_each_node enable_jit_checkpoint resume_from_checkpoint"
     ),
-    "nothing is uploaded": (
+    "`rlplus push` uploads a finished run, and nothing else does": (
         "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"
     ),
     "the optimizer is AdamW with an epsilon of 1e-8": "optim optim_args optim_target_modules adam_epsilon",

@@ -5,6 +5,7 @@ from typing import Any
 
 import yaml
 
+from rlplus import __version__
 from rlplus.config import HUB_PREFIX, Config, split_hub_path
 
 
@@ -29,7 +30,7 @@ def model_card(config: Config, step: int, best: dict[str, Any] | None) -> str:
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
         f"---\n{metadata}---\n\n# {Path(config.output_dir).name}\n\n"
-        "Trained with rlplus. The run's `config.yaml` has all settings, its `run.json` the versions.\n\n"
+        f"Trained with rlplus {__version__}. The run's `config.yaml` has all settings, its `run.json` the versions.\n\n"
         f"| | |\n|---|---|\n{table}\n\n## Prompts\n\n{_prompts(config)}\n"
     )
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import yaml
 from trainer_runs import run_config
 
+from rlplus import __version__
 from rlplus.config import Config
 from rlplus.trainer.card import model_card
 
@@ -27,7 +28,7 @@ def test_a_card_says_where_the_model_comes_from(tmp_path: Path) -> None:
         "datasets": ["owner/set"],
         "tags": ["rlplus", "reinforcement-learning"],
     }
-    assert text.startswith("\n# mine\n\nTrained with rlplus.")
+    assert text.startswith(f"\n# mine\n\nTrained with rlplus {__version__}. ")
     assert "| steps | 7, each of 4 prompts with groups of 4 |\n" in text
     assert "| best validation | mean reward 0.25 after step 5 |\n" in text
     assert "A prompt was one user message" in text

@@ -251,7 +251,7 @@ def run(args: argparse.Namespace) -> None:
 ''',
         "rlplus/cli/__init__.py": (
             ("env, evaluate, init", "env, evaluate, hello, init"),
-            ("samples, compare, env, completion):", "samples, compare, env, completion, hello):"),
+            ("(push, env, completion)", "(push, env, completion, hello)"),
         ),
     },
     """

@@ -1,0 +1,117 @@
+"""`rlplus push`: what it uploads, to a stand-in for the hub, and when it refuses."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from evaluations import evaluation
+from hub_stub import running_hub
+from trainer_runs import run_config
+
+from rlplus import __version__
+from rlplus.cli import main
+from rlplus.evaluation import save_results
+from rlplus.evaluation.asked import model_identity
+from rlplus.trainer import train
+
+TOKEN = "hf_only_the_hub_may_see_this"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(run_config(tmp_path_factory.mktemp("push"), train={"steps": 1}))
+
+
+@pytest.fixture
+def run(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with the results of an evaluation of its model, and a token."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    result = evaluation([2, 8, 0, 6], name="test", grader="exact_match", model=model_identity(finished / "model"))
+    save_results(finished, {"test": result})
+    return finished
+
+
+def test_model_card_and_results_arrive_in_one_commit(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each file as it is, the card with the results, a new repository private; the token goes to the hub only."""
+    with running_hub() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        assert main(["push", str(run), "owner/name"]) == 0
+    (created,) = hub.created
+    assert (created["name"], created["organization"]) == ("name", "owner")
+    assert created.get("visibility", created.get("private")) in ("private", True)  # by the library's version
+    model = {path.name: path.read_bytes() for path in (run / "model").iterdir()}
+    beside = ("config.yaml", "metrics.jsonl", "run.json", "evaluation-test.json")
+    expected = model | {name: (run / name).read_bytes() for name in beside}
+    card = hub.files.pop("README.md").decode()
+    assert hub.files == {name: content for name, content in expected.items() if name != "README.md"}
+    assert card.startswith(model["README.md"].decode())
+    assert f"Trained with rlplus {__version__}." in card
+    assert "| test, pass@1 | 50.0 | " in card  # 16 of 32
+    said = "".join(capfd.readouterr())
+    assert f"in {hub.url}/owner/name" in said.replace("\n", "")
+    assert hub.tokens == {f"Bearer {TOKEN}"}
+    assert TOKEN not in said
+
+
+def test_a_dry_run_uploads_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running_hub() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        assert main(["push", str(run), "owner/name", "--dry-run"]) == 0
+        assert hub.asked == []
+    said = capsys.readouterr().out
+    assert "Nothing was uploaded to owner/name" in said
+    assert "model.safetensors" in said
+    assert "## Results" in said
+
+
+def test_a_hub_that_refuses_is_one_message_without_the_token(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with running_hub(status=401) as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        assert main(["push", str(run), "owner/name", "--public"]) == 2
+    assert hub.files == {}
+    out, error = capfd.readouterr()
+    assert "rlplus push: " in error
+    assert "401" in error
+    assert "Traceback" not in error
+    assert TOKEN not in out + error
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("no weights", "want a finished run, with the weights in its model/; .* has none"),
+        ("resumed", "want a finished run, with the weights in its model/; .* has none"),
+        ("another model", "the results of test in .* are another model's: run `rlplus eval` again"),
+        ("no run", "want the folder of a run, with config.yaml and metrics.jsonl"),
+        ("name", "owner//name"),
+    ],
+)
+def test_what_is_no_finished_run_is_refused(
+    run: Path, tmp_path: Path, fault: str, message: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    if fault == "no weights":
+        (copy / "model/model.safetensors").unlink()
+    if fault == "resumed":  # and not finished again: the model is an earlier step's
+        (copy / "checkpoints/exported").unlink()
+    if fault == "another model":
+        (copy / "model/config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    if fault == "no run":
+        (copy / "config.yaml").unlink()
+    with running_hub() as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        assert main(["push", str(copy), "owner//name" if fault == "name" else "owner/name"]) == 2
+        assert hub.asked == []
+    assert re.search(message, capsys.readouterr().err.replace("\n", " "))
