@@ -179,6 +179,8 @@ def check_rlplus(words: Sequence[str], folder: Path) -> None:
         return
     path, overrides = Path(args.config), args.overrides
     if args.command == "compare":
+        if path.parts[0] == "runs" or "=" in args.config:  # runs that exist
+            return
         named = [text.split(",") if text else [] for text in (args.presets, args.settings)]
         load_comparison(write_minimal(folder) if path.name == "run.yaml" else ROOT / path, named[0], settings=named[1])
         return
