@@ -250,7 +250,7 @@ def run(args: argparse.Namespace) -> None:
     print("hello")
 ''',
         "rlplus/cli/__init__.py": (
-            ("env, evaluate, init", "env, evaluate, hello, init"),
+            ("    evaluate,\n", "    evaluate,\n    hello,\n"),
             ("(push, env, completion)", "(push, env, completion, hello)"),
         ),
     },

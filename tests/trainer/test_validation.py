@@ -266,7 +266,7 @@ def test_patience_is_resumed_and_may_grow_bit_for_bit(tmp_path: Path) -> None:
     train(whole, validate=scripted(*rewards))
     train(parts, validate=scripted(*rewards))
     assert (kept(whole)[-1], kept(parts)[-1]) == (4, 3)
-    for start in ("newest", "step-000002"):  # after its end, and with one of two counted
+    for start in ("newest", "step-000002"):  # its end; and a step with one of two counted
         folder = train(changed(parts, "validation", patience=3), resume=start, validate=scripted(*rewards))
         assert metrics(folder) == metrics(Path(whole.output_dir))
         assert same(folder, Path(whole.output_dir))
