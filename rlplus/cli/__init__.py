@@ -17,10 +17,10 @@ from rlplus.cli import (
     evaluate,
     init,
     plan,
-    push,
     report,
     samples,
     train,
+    upload,
     verify,
     watch,
 )
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     # The `deepspeed` launcher puts it in front of the command, and sets LOCAL_RANK, which is what counts, too.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    further = (push, env, completion)
+    further = (upload, env, completion)
     for command in (init, convert, train, watch, evaluate, plan, verify, report, samples, compare, *further):
         command.add(commands)
     return parser

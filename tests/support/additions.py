@@ -251,7 +251,7 @@ def run(args: argparse.Namespace) -> None:
 ''',
         "rlplus/cli/__init__.py": (
             ("    evaluate,\n", "    evaluate,\n    hello,\n"),
-            ("(push, env, completion)", "(push, env, completion, hello)"),
+            ("(upload, env, completion)", "(upload, env, completion, hello)"),
         ),
     },
     """
