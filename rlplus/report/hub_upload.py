@@ -49,7 +49,7 @@ def results_section(results: Mapping[str, Evaluation]) -> str:
 def upload(repository: str, files: Mapping[str, Path | bytes], *, public: bool, message: str) -> str:
     """Commit the files to a repository of models, which is made, private unless `public`, if there is none; its URL.
 
-    The token is that of `hf auth login` or HF_TOKEN. OSError or ValueError, by the library, if it fails.
+    The token comes from `hf auth login` or HF_TOKEN. OSError or ValueError, by the library, if it fails.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 

@@ -17,7 +17,7 @@ class Progress:
     interrupted  the signal that ended the run, 0 without one
     external_share  of the last gradient, see `rlplus.algorithm.ExternalSchedule`
     best         the step and mean reward of the best validation, the first among equals; None before any
-    since_best   validations since then, but those of which nothing could be graded
+    since_best   validations since then in which something could be graded
 
     config: the run's, with the steps of its epochs.
     """
