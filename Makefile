@@ -6,7 +6,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-peers mutants lint schema docs kernels bench bench-quick clean
+.PHONY: help setup demo test test-slow test-peers mutants lint schema docs kernels bench bench-quick hub clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -71,6 +71,10 @@ bench: setup  ## measure all backends and peers into runs/bench: the gpu suite w
 
 bench-quick: setup  ## the same on small shapes; a minute
 	@$(BIN)/python -m bench --suite quick --output runs/bench
+
+hub:  ## build the losses as a kernel for Hugging Face's package `kernels`, in build/hub
+	@rm -rf build/hub
+	python3 hub/build.py build/hub
 
 clean:  ## remove the virtual environment, caches and build outputs; never a run
 	@if [ -e "$(MARK)" ]; then rm -rf "$(VENV)"; fi

@@ -27,7 +27,7 @@ from rich.markup import escape
 from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
-PARTS = ("rlplus", "kernels", "csrc", "bench", "configs", "examples", "experiments", "tests")
+PARTS = ("rlplus", "kernels", "csrc", "bench", "configs", "examples", "experiments", "hub", "tests")
 PARTS += (".github", "docs", "pyproject.toml", "setup.py", "mkdocs.yml", "Makefile", "LICENSE")
 PARTS += tuple(sorted(path.name for path in ROOT.glob("*.md")))
 FOLDERS = {path.name: path.parent.relative_to(ROOT) for path in ROOT.glob("tests/**/*.py")}

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 LIMIT_S = 600.0  # limit of a check, which compiles about ten kernels: more than a busy machine needs
 SAFE = ("-P",) if sys.version_info >= (3, 11) else ()  # keep the current folder out of sys.path
+PLACE = str(Path(__file__).parents[2])  # has the package, which a loader may have put into no path of modules
 COMMAND = (sys.executable, *SAFE, "-m", "rlplus.loss.selfcheck")
 KEPT = ("passed", "refused")
 FROM_OUTSIDE = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)  # signals that no faulty kernel causes
@@ -170,12 +171,12 @@ def _locked(file: Path | None) -> Iterator[None]:
 def run_check(command: Sequence[str], limit_s: float = LIMIT_S) -> Verdict:
     """Run the command as a process; returns its verdict, the last line of its output, or how it ended."""
     try:
-        path = os.pathsep.join(place or os.getcwd() for place in sys.path)  # the child imports what this process does
+        places = (PLACE, *(place or os.getcwd() for place in sys.path))  # the child imports what this process does
         # Files, not pipes: a compiler that the child started could keep a pipe open after its end.
         with _text_file() as said, _text_file() as complained:
             child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=said, stderr=complained, start_new_session=True,
-                env=os.environ | {"PYTHONPATH": path},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(places)},
             )  # fmt: skip
             try:
                 status = child.wait(limit_s)
