@@ -17,13 +17,14 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from rlplus.common import agree
 from rlplus.common.durable import flush, remove_unfinished, write_text
@@ -80,11 +81,13 @@ def save(
     keep: int,
     rank_state: Any = None,
     spared: str | None = None,
+    frozen: bool = True,
 ) -> Path:
     """Write DeepSpeed engines, every rank's random state and `state` (JSON) as step `step`; keep the newest `keep`.
 
     engines: by the names of their folders. rank_state: this rank's additional state, pickled. spared: the name of a
-    checkpoint that is kept however old it is. Collective.
+    checkpoint that is kept however old it is. frozen: whether weights that do not train are written; `load` leaves
+    those that are not as they are. Collective.
     Raises OSError (a full disk, for example) with the previous checkpoint intact.
     """
     final, saving = folder / name_of(step), folder / SAVING
@@ -93,7 +96,7 @@ def save(
         return final
     whole = state | {"step": step, "world_size": dist.get_world_size(), "rank_state": rank_state is not None}
     _together(lambda: _clear(saving, final) if main else None, step, saving)
-    _together(lambda: _write(engines, saving, rank_state), step, saving)  # each rank flushes what it wrote
+    _together(lambda: _write(engines, saving, rank_state, frozen), step, saving)  # each rank flushes what it wrote
     _together(lambda: _publish(folder, final, whole, keep, spared) if main else None, step, saving)
     return final
 
@@ -122,11 +125,11 @@ def _clear(saving: Path, final: Path) -> None:
             shutil.rmtree(leftover)
 
 
-def _write(engines: Mapping[str, Any], saving: Path, rank_state: Any) -> None:
+def _write(engines: Mapping[str, Any], saving: Path, rank_state: Any, frozen: bool) -> None:
     failed: list[Exception] = []
     for name, engine in engines.items():
-        with _errors_kept(engine) as errors:
-            engine.save_checkpoint(str(saving), tag=name, save_latest=False)
+        with _errors_kept(engine) as errors, nullcontext() if frozen else _without_frozen(engine.module):
+            engine.save_checkpoint(str(saving), tag=name, save_latest=False, exclude_frozen_parameters=not frozen)
         failed += errors
     if failed:
         raise failed[0]
@@ -169,6 +172,25 @@ def _errors_kept(engine: Any) -> Iterator[list[Exception]]:
     finally:
         for owner, name in writers:
             delattr(owner, name)  # the class has the real one
+
+
+@contextmanager
+def _without_frozen(model: nn.Module) -> Iterator[None]:
+    """Leave weights that do not train out of the model's state; DeepSpeed by itself keeps a tied one's second name."""
+
+    def drop(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
+        for name in _frozen(model) & state.keys():
+            del state[name]
+
+    hook = model.register_state_dict_post_hook(drop)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _frozen(model: nn.Module) -> set[str]:
+    return {name for name, weight in model.named_parameters(remove_duplicate=False) if not weight.requires_grad}
 
 
 def _publish(folder: Path, final: Path, state: dict[str, Any], keep: int, spared: str | None) -> None:
@@ -292,7 +314,7 @@ def load(engines: Mapping[str, Any], checkpoint: Path) -> None:
     try:
         for name, engine in engines.items():
             place = checkpoint / name
-            path, _ = engine.load_checkpoint(str(place.parent), tag=place.name)
+            path, _ = engine.load_checkpoint(str(place.parent), tag=place.name, custom_load_fn=_load_weights)
             if path is None:
                 raise ValueError(f"DeepSpeed found nothing in {place}")
         generators = torch.load(checkpoint / f"rng-{dist.get_rank()}.pt", weights_only=False)
@@ -301,6 +323,13 @@ def load(engines: Mapping[str, Any], checkpoint: Path) -> None:
     except Exception as error:
         raise ValueError(f"{checkpoint} is damaged, a file cannot be read: {error!r}") from error
     set_random_state(generators)
+
+
+def _load_weights(src: Mapping[str, Any], dst: nn.Module) -> None:
+    """Weights that do not train may be missing, see `save`; ValueError for any other difference."""
+    found = dst.load_state_dict(src, strict=False)
+    if wrong := sorted({*found.missing_keys} - _frozen(dst)) + sorted(found.unexpected_keys):
+        raise ValueError(f"want the weights of this model; {', '.join(wrong[:5])} differ")
 
 
 def random_state() -> dict[str, Any]:

@@ -2,23 +2,27 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from pydantic import ValidationError
 from safetensors.torch import load_file
+from torch import nn
 from trainer_runs import metrics, run_config
 from transformers import AttentionInterface, AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
 
+from rlplus import checkpoint
 from rlplus.config import Config, ScratchModel
 from rlplus.data import byte_tokenizer
 from rlplus.learner.adapters import add_adapters, merged_weights, without_adapters
-from rlplus.learner.pretrained import _apply_liger, make_scratch_model
+from rlplus.learner.pretrained import _apply_liger, make_scratch_model, weights_fingerprint
 from rlplus.recipe import set_advantages
-from rlplus.trainer import open_run, train
+from rlplus.trainer import open_run, run_parts, train
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -193,6 +197,79 @@ def test_resume_is_bitwise_with(tmp_path: Path, model: dict[str, Any], options: 
     assert AutoModelForCausalLM.from_pretrained(whole / "model").num_parameters() == sum(
         w.numel() for w in start.values()
     )
+    if model:
+        assert_adapters_only(parts / "checkpoints/step-000003/policy")
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"), [("head.weight", None), ("adapter.weight", "adapter.weight differ"), (None, "more differ")]
+)
+def test_only_what_trains_must_be_in_a_checkpoint(lost: str | None, message: str | None) -> None:
+    """The frozen weight has two names, as a tied head has."""
+    frozen = nn.Linear(2, 3, bias=False).requires_grad_(False)
+    model = nn.ModuleDict({"adapter": nn.Linear(2, 2, bias=False), "embeddings": frozen, "head": frozen})
+    with checkpoint._without_frozen(model):
+        saved = model.state_dict()
+    assert saved.keys() == {"adapter.weight"}
+    assert len(model.state_dict()) == 3
+    saved = {name: weight + 1 for name, weight in saved.items() if name != lost} | (
+        {} if lost else {"more": torch.ones(1)}
+    )
+    before = frozen.weight.clone()
+    with nullcontext() if message is None else pytest.raises(ValueError, match=f"want the weights of .*; {message}"):
+        checkpoint._load_weights(saved, model)
+        assert torch.equal(model["adapter"].weight, saved["adapter.weight"])
+    assert torch.equal(frozen.weight, before)
+
+
+@pytest.mark.slow
+def test_frozen_weights_are_kept_where_the_model_cannot_be_recognized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run_config(tmp_path, "plain")
+    with open_run(plain) as run:
+        run.tokenizer.save_pretrained(tmp_path / "model")
+        AutoModelForCausalLM.from_pretrained(run.folder.path / "scratch").save_pretrained(tmp_path / "model")
+    model = {"lora": LORA, "scratch": None, "path": str(tmp_path / "model")}
+    for name, fingerprint in (("known", weights_fingerprint), ("unknown", lambda _: None)):
+        monkeypatch.setattr(run_parts, "weights_fingerprint", fingerprint)
+        folder = train(with_steps(run_config(tmp_path, name, model=model), 1, tmp_path / name))
+        shards = folder / "checkpoints/step-000001/policy/mp_rank_00_model_states.pt"
+        names = torch.load(shards, weights_only=False)["module"]
+        assert all(".lora_" in key for key in names) == (name == "known")
+
+
+def assert_adapters_only(shards: Path) -> None:
+    """The rest is in the model's own files."""
+    states = [torch.load(file, weights_only=False) for file in shards.glob("*model_states.pt")]
+    names = {name for state in states for name in state["module"]}
+    assert names
+    assert all(".lora_" in name for name in names)
+    assert not any(state["frozen_param_fragments"] for state in states)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_no_rank_keeps_a_frozen_weight_whole(tmp_path: Path, checkpointing: bool) -> None:
+    """Also where layers are checkpointed: DeepSpeed gathers their frozen weights again in the backward pass."""
+    from update_cases import batch_of_samples, packed
+
+    whole = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    model = {"lora": LORA, "gradient_checkpointing": checkpointing}
+    with open_run(run_config(tmp_path, model=model, train={"zero_stage": 3, "deepspeed": whole})) as run:
+        samples, weights = batch_of_samples(), [*run.policy.engine.module.parameters()]
+        set_advantages(samples, run.recipe.algorithm)
+        batches = packed(run, samples)
+        kept: list[int] = []
+
+        def look() -> None:
+            kept.append(sum(weight.ds_status == ZeroParamStatus.AVAILABLE for weight in weights))
+
+        run.policy.accumulate(batches, run.recipe.algorithm.objective, look)
+        look()
+        assert kept == [0] * (len(batches) + 1)
+        assert len(batches) > 2
+        assert not all(weight.requires_grad for weight in weights)
 
 
 # Offloading, compilation

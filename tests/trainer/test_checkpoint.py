@@ -59,7 +59,7 @@ def die(*_, **__):
 
 saves = 0
 save = checkpoint.save
-def second_save_dies(engines, folder, *rest):
+def second_save_dies(engines, folder, *rest, **options):
     global saves
     saves += 1
     if saves == 2:
@@ -70,7 +70,7 @@ def second_save_dies(engines, folder, *rest):
         else:  # renamed, not yet named in `latest`
             real = checkpoint.Path.replace
             checkpoint.Path.replace = lambda self, to: die() if to.name == "latest" else real(self, to)
-    return save(engines, folder, *rest)
+    return save(engines, folder, *rest, **options)
 
 checkpoint.save = second_save_dies
 train(load_config(sys.argv[1]))
