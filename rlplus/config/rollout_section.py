@@ -16,7 +16,7 @@ OWNED: dict[str, str] = {
     "skip_tokenizer_init": "the engine takes and gives token ids of the model's own tokenizer, model.path",
     "trust_remote_code": "it is model.trust_remote_code",
     "hf_config_path": "the engine has the policy's configuration; change model.overrides",
-    "hf_overrides": "the engine has the policy's configuration; change model.overrides",
+    "hf_overrides": "the engine has the policy's configuration; change model.overrides, or rollout.head_dtype",
     "dtype": "the engine has the policy's, model.dtype",
     "max_model_len": "it is data.max_prompt_length and rollout.max_response_length together",
     "seed": "requests have seeds that follow from train.seed",
@@ -59,6 +59,9 @@ class RolloutConfig(Section):
     """Least probability of a token that is kept, as a share of the likeliest one's."""
     max_response_length: Count
     """Longest response; sampling ends there."""
+    head_dtype: Literal["float32", "model"] = "float32"
+    """Dtype of the engine's logits. float32: as the trainer's. model: model.dtype, which rounds logits of a bfloat16
+    model, and the larger they are, the further its logprobs are from the trainer's."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of a GPU that vLLM takes in all."""
     kv_cache_memory_mb: Count | None = None

@@ -33,6 +33,7 @@ SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve {model} --host 127.0.0.1 --tokens-only --skip-tokenizer-init "
     "--generation-config vllm --logprobs-mode processed_logprobs --dtype {dtype} --max-model-len {length}"
 )
+FP32_HEAD = """ --hf-overrides '{"head_dtype": "float32"}'"""
 GENERATE = "/inference/v1/generate"
 CONNECTIONS = 64  # prompts at a time from each rank; the server batches what it has
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))  # a dead host shows in 30 s
@@ -70,6 +71,9 @@ class ServerEngine:
         self.name = f"vllm at {self._url}"
         self._most_kept = config.top_k
         serve = SERVE.format(model=model_path, dtype=dtype, length=max_model_len)
+        self._fp32_head = config.head_dtype == "float32" != dtype
+        if self._fp32_head:
+            serve += FP32_HEAD
         self._check_server(dtype, f"{serve} --return-sampling-mask" if config.top_k else serve)
         try:
             self._files: WeightFiles | None = WeightFiles(config.push_folder, config.push_bucket_mb, per_node=False)
@@ -100,6 +104,8 @@ class ServerEngine:
             problems.append("it has a tokenizer, and with it stop strings and limits of its own")
         if str(model["dtype"]).removeprefix("torch.") != dtype:
             problems.append(f"its dtype is {model['dtype']}")
+        if self._fp32_head and (model.get("hf_overrides") or {}).get("head_dtype") != "float32":
+            problems.append(f"its logits are {dtype}, which the trainer's are not (or want rollout.head_dtype model)")
         masks = bool(model.get("return_sampling_mask"))
         if self._most_kept and not masks:
             problems.append(no_masks(self._most_kept, "a server without --return-sampling-mask"))

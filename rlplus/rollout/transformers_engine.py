@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -116,6 +116,8 @@ class TransformersEngine:
             )
         self._model.to(self._device).eval().requires_grad_(False)
         attend_without_copies(self._model)
+        if config.head_dtype == "float32" != dtype:
+            _multiply_in_fp32(self._model.get_output_embeddings())
         # generate() fills every setting left open from here: a penalty of the model's own would change the sampling.
         self._model.generation_config = GenerationConfig()
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
@@ -255,6 +257,27 @@ def _forward(model: Any, ids: Tensor, last: int | None, inputs: dict[str, Any]) 
     inputs.update(model._update_model_kwargs_for_generation(outputs, inputs))
     logits: Tensor = outputs.logits[:, -1].float()
     return logits
+
+
+def _multiply_in_fp32(head: Any) -> None:
+    """Have the model's head return fp32 logits, which its half-precision product would round; ValueError for a head
+    that is no plain linear layer."""
+    if (kind := type(head)) is not nn.Linear:
+        found = kind.__name__
+        raise ValueError(f"rollout.head_dtype float32 wants a model whose head is nn.Linear; got {found}: want model")
+    head.forward = partial(_fp32_logits, head)
+
+
+def _fp32_logits(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """(..., H) in half precision -> (..., V) in fp32."""
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if hidden.is_cuda:
+        product = torch.mm(rows, head.weight.T, out_dtype=torch.float32)
+    else:
+        product = rows.float() @ head.weight.float().T
+    if head.bias is not None:
+        product += head.bias.float()
+    return product.view(*hidden.shape[:-1], head.out_features)
 
 
 def _select(rows: list[int], inputs: dict[str, Any], device: torch.device) -> None:

@@ -99,6 +99,7 @@ class VLLMEngine:
                 "skip_tokenizer_init": True,
                 "trust_remote_code": trust_remote_code,
                 "dtype": dtype,
+                "hf_overrides": {"head_dtype": config.head_dtype},
                 "max_model_len": max_model_len,
                 "seed": seed,
                 "enforce_eager": config.enforce_eager or self._cpu,

@@ -136,6 +136,15 @@ def test_a_server_that_would_not_be_exact_is_refused(fake: FakeServer, tmp_path:
         connect(fake.url, tmp_path)
     for part in ("raw_logprobs", "a tokenizer", "torch.bfloat16", "at most 100", "--no-enable-chunked", "a tied head"):
         assert part in str(refusal.value), part
+    with pytest.raises(
+        ValueError, match=r"started with: .*its logits are bfloat16, which the trainer's are not"
+    ) as refusal:
+        connect(fake.url, tmp_path, "bfloat16")
+    assert """--hf-overrides '{"head_dtype": "float32"}'; """ in str(refusal.value)
+    model["hf_overrides"] = {"head_dtype": "float32"}
+    with pytest.raises(ValueError, match="raw_logprobs") as refusal:
+        connect(fake.url, tmp_path, "bfloat16")
+    assert "its logits" not in str(refusal.value)
     del model["logprobs_mode"]
     with pytest.raises(ValueError, match=r"vLLM 0.32; what is there tells nothing of 'logprobs_mode'"):
         connect(fake.url, tmp_path)

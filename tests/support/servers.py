@@ -196,14 +196,14 @@ def metric(server: Server, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
 
-def connect(url: str, path: Path, **changes: Any) -> RolloutEngine:
+def connect(url: str, path: Path, dtype: str = "float32", **changes: Any) -> RolloutEngine:
     config = RolloutConfig(
         mode="server", server_url=url, max_response_length=16, push_folder=str(path / "push"), **changes
     )
     return make_engine(
         config,
         str(path),
-        dtype="float32",
+        dtype=dtype,
         max_model_len=MAX_MODEL_LEN,
         eos_token_id=EOS,
         pad_token_id=PAD,
