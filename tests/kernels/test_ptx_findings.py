@@ -1,5 +1,7 @@
 """Mistakes in small programs: tests/ptx must report each, and nothing in the program without it."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -101,11 +103,20 @@ st.global.v2.b32 [%rd31], {%r10, %r11};
 st.global.v2.b32 [%rd31 + 256], {%r12, %r13};
 """
 LAST_WAIT = "wgmma.wait_group.sync.aligned 0;\n"
+ARRIVED = "$wait:\nmbarrier.try_wait.parity.shared::cta.b64 %p2, [%r1], 0;\n@!%p2 bra $wait;\n"
+FIRST_ONLY = f"@!%p1 bra $go;\n{ARRIVED}$go:\n"  # thread 0 waits for the tiles
 
 
 def found(memory: Memory) -> str:
     texts = [*memory.findings, *(f"unwritten {region}" for region, _ in memory.unwritten)]
     return " | ".join(texts)
+
+
+def found_or_refused(call: Callable[[], str]) -> str:
+    try:
+        return call()
+    except Unsupported as error:
+        return str(error)
 
 
 def copy(body: str = COPY, x: torch.Tensor | None = None, out: torch.Tensor | None = None) -> str:
@@ -137,7 +148,7 @@ def pipeline(body: str) -> str:
     return found(memory)
 
 
-def product(body: str) -> str:
+def product(body: str, grid: int = 1) -> str:
     g = torch.Generator().manual_seed(0)
     a, b = (torch.randn(n, 64, generator=g).bfloat16() for n in (60, 8))  # rows 60 to 63 lie outside, and come as 0
     out, memory = torch.full((64, 8), 9.0), Memory()
@@ -149,7 +160,7 @@ def product(body: str) -> str:
     memory.add(out, "out")
     ptx = module(body, 1, 128, 90, 2)
     try:
-        Executor(Program(ptx), memory, 16392).run((1,), [out.data_ptr(), *maps])
+        Executor(Program(ptx), memory, 16392).run((grid,), [out.data_ptr(), *maps])
     except Unsupported as error:
         return f"{found(memory)} {error}"
     want = torch.zeros(64, 8)
@@ -196,11 +207,25 @@ MISTAKES = [
      "out of bounds: load of 4 bytes near a0"),
     ("copies past shared memory", pipeline, "[%r1 + 256], [", "[%r1 + 260], [",
      "out of bounds or misaligned: cp.async"),
-    ("no barrier of the tiles", product, "$wait:\nmbarrier.try_wait.parity.shared::cta.b64 %p2, [%r1], 0;\n"
-     "@!%p2 bra $wait;\n", "", "wgmma of what a copy has not delivered"),
+    ("no barrier of the tiles", product, ARRIVED, "", "wgmma of what a copy has not delivered"),
+    ("a barrier of the tiles for one thread", product, ARRIVED, FIRST_ONLY,
+     "wgmma of a tile by a thread that has not waited for its mbarrier"),
+    ("a barrier of the tiles for one warp", product, ARRIVED, FIRST_ONLY + "bar.warp.sync -1;\n",
+     "wgmma of a tile by a thread that has not waited for its mbarrier"),
+    ("a tile loaded by one who has not waited", product, ARRIVED,
+     FIRST_ONLY + "ld.shared.b32 %r40, [%r2];\n" + BAR, "load of a tile by a thread that has not waited"),
+    ("a tile overwritten by one who has not waited", product, ARRIVED,
+     FIRST_ONLY + "st.shared.b32 [%r2], 0;\n" + BAR, "store over a tile by a thread that has not waited"),
     ("more bytes than expected", product, "9216", "8192", "mbarrier: more bytes than expected"),
     ("no wait for the product", product, LAST_WAIT, "", "wgmma in flight at exit"),
     ("a wait for one product too few", product, LAST_WAIT, LAST_WAIT.replace("0", "1"), "wgmma in flight at exit"),
+    ("a sum stored before the wait", product, LAST_WAIT, "st.global.b32 [%rd90], %r10;\n" + LAST_WAIT,
+     "register %r10 is read before the sum of wgmma is there"),
+    ("a sum overwritten before the wait", product, LAST_WAIT, "mov.b32 %r13, 0;\n" + LAST_WAIT,
+     "register %r13 is written before the sum of wgmma is there"),
+    ("a factor overwritten before the wait", product, "wgmma.commit", "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16."
+     "bf16 {%r14,%r15,%r16,%r17}, {%r3,%r3,%r3,%r3}, %rd20, %p3, 1, 1, 0;\nmov.b32 %r3, 0;\nwgmma.commit",
+     "register %r3 is written before wgmma has taken its factor from it"),
     ("a tile over one that is read", product, "wgmma.wait", "@%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::"
      "complete_tx::bytes [%r2], [%rd1, {0, 0}], [%r1];\nwgmma.wait", "TMA to what wgmma still reads"),
     ("a store over what is read", product, "wgmma.wait", "st.shared.b32 [%r2], %r1;\nwgmma.wait",
@@ -219,6 +244,19 @@ def test_a_mistake_is_found(run, old: str, new: str, words: str) -> None:
     body = dict(RIGHT)[run]
     assert body.count(old) >= 1
     assert words in run(body.replace(old, new, 1))
+
+
+def test_threads_that_meet_one_who_waited_for_a_tile_may_use_it() -> None:
+    assert product(PRODUCT.replace(ARRIVED, FIRST_ONLY + BAR)) == ""
+
+
+@pytest.mark.parametrize("grid", [1, 2])
+def test_a_group_of_products_counts_in_its_block_only(grid: int) -> None:
+    """The second block commits one more, behind which its product is awaited; that of the first one is not."""
+    more = "setp.eq.u32 %p6, %r91, 0;\n@%p6 bra $one;\nwgmma.commit_group.sync.aligned;\n$one:\n"
+    texts = product(PRODUCT.replace(LAST_WAIT, more + LAST_WAIT.replace("0", "1")), grid)
+    assert "register %r10 is read before the sum of wgmma is there" in texts
+    assert "wgmma in flight at exit" in texts
 
 
 @pytest.mark.parametrize("order", ["in order", "random"])
@@ -288,32 +326,33 @@ def test_a_finding_and_a_refusal_name_the_line_of_the_source() -> None:
         execute(module(body, 2) + tail, [torch.zeros(N), torch.zeros(N)], 2)
 
 
-REFUSED = (
-    "ld.weak.global.b32 %r1, [%rd1];", "st.local.b32 [%r1], %r1;", "ld.global.v8.b32 {%r1, %r2}, [%rd1];",
-    "atom.global.add.u32 %r1, [%rd1], 1;", "shfl.sync.bfly.b32 %r1|%p1, %r1, 1, 31, -1;",
-    "shfl.sync.bfly.b32 %r1, %r1, 1, 31, 255;",
-    "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%r1}, {%r1}, {%r1}, {%r1};",
-    "ldmatrix.sync.aligned.m16n16.x1.shared.b8 {%r1}, [%r1];",
-    "stmatrix.sync.aligned.m16n8.x1.trans.shared.b8 [%r1], {%r1};",
-    "wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%r1, %r2, %r3, %r4}, %rd1, %rd2, 1, 1, 1;",
-    "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r1, %r2, %r3, %r4}, %rd1, %rd2, 1, 1, -1, 0, 0;",
-    ".local .align 8 .b8 depot[8];", "brx.idx %r1, $targets;",
-    "barrier.cluster.arrive.aligned;", "setmaxnreg.inc.sync.aligned.u32 232;",
-    "cp.async.ca.shared.global.L2::128B [%r1], [%rd1], 4;",
-    "bar.sync 1;", "fence.acq_rel.gpu;", "mbarrier.arrive.shared::cta.b64 %rd1, [%r1];", "add.rz.f32 %r1, %r1, %r1;",
-    "add.s32 %r1, %rd1, %r1;", "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32;",
-    "add.s32 %r1, %r1, foo;",
-)  # fmt: skip
+INIT = "@%p1 mbarrier.init.shared::cta.b64 [%r1], 1;\n"
+REFUSED_WHEN_RUN = [  # program, old text, new text, what the refusal begins with
+    (product, INIT, "", "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 9216: want an mbarrier at byte 16384"),
+    (product, "9216", "9232", "mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r1], 0: waits forever"),
+    (product, "0x4000004000000002", "0x0000004000000002", "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+     "{%r10,%r11,%r12,%r13}, %rd11, %rd21, 1, 1, 1, 0, 0: want one descriptor, swizzled"),
+    (product, "%r3, 8192", "%r3, 8320", "cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes "
+     "[%r3], [%rd2, {0, 0}], [%r1]: want a tile within the 16392 bytes"),
+    (pipeline, "[%rd1 + 0], 4", "[%rd1 + 0], 4, 3",
+     "cp.async.ca.shared.global [%r1 + 0], [%rd1 + 0], 4, 3: want 4 bytes to read, or 0; got 3"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", REFUSED, ids=lambda text: text.split()[0])
-def test_what_is_not_modelled_is_refused(text: str) -> None:
-    with pytest.raises(Unsupported):
-        Executor(Program(module(text)), Memory())
+@pytest.mark.parametrize(("run", "old", "new", "words"), REFUSED_WHEN_RUN, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_refusal_while_it_runs_names_the_instruction(run, old: str, new: str, words: str) -> None:
+    body = dict(RIGHT)[run]
+    assert body.count(old) == 1
+    assert words in found_or_refused(lambda: run(body.replace(old, new)))
 
 
-def test_a_wait_for_what_never_comes_ends() -> None:
-    assert "waits forever: mbarrier.try_wait" in product(PRODUCT.replace("9216", "9232"))
+@pytest.mark.parametrize("batch", [1, 1 << 14])
+def test_blocks_that_store_one_value_race_however_many_run_at_once(batch: int) -> None:
+    for blocks, words in ((2, "race across blocks"), (1, "")):
+        out = torch.zeros(1, dtype=torch.int32)
+        memory = execute(module("st.global.b32 [%rd90], 7;", 1), [out], blocks, options=Options(batch=batch))
+        assert words in found(memory)
+        assert bool(words) == bool(memory.findings)
 
 
 def test_blocks_run_in_the_order_asked_for() -> None:

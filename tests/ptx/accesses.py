@@ -1,7 +1,5 @@
 """Loads and stores of global and shared memory, and of parameters.
 
-ld.param.TYPE     ld|st.{global, shared, shared::cta}[.v2 | .v4].{b, u, s, f}{8, 16, 32, 64}
-
 Hints to the caches (.ca, .cg, .cs, .wb, .wt, .L1::evict_...) may follow the space and change nothing here.
 """
 
@@ -31,13 +29,13 @@ def load(ex: "Executor", s: Statement) -> Run:
     if any(np.dtype(w).itemsize != np.dtype(dtype).itemsize for w in wides) and (
         rest[-1][0] not in "bu" or any(np.dtype(w).itemsize < np.dtype(dtype).itemsize for w in wides)
     ):
-        raise Unsupported("registers of another width")
+        raise Unsupported("registers of another width than the type")
     place = _place(ex, space, s.operands[1], width, "load")
 
     def run(m: Mask) -> None:
         memory, lanes, at = place(m)
-        if memory is ex.shared.memory and len(at) and ex.shared.region.any_pending(at, width):
-            ex.find("load of what a copy has not delivered")
+        if memory is ex.shared.memory:
+            ex.shared.require_delivered(at, width, lanes, "load")
         words = memory.load(at, width, ex.thread[lanes], ex.epoch, ex.program.threads)
         parts = np.ascontiguousarray(words).reshape(len(lanes), -1).view(dtype)
         for i, (register, wide) in enumerate(zip(registers, wides, strict=True)):
@@ -63,8 +61,8 @@ def store(ex: "Executor", s: Statement) -> Run:
         memory, lanes, at = place(m)
         parts = np.stack([ex.everywhere(get(m))[lanes] for get in gets], 1)
         words = parts.view(np.uint64) if width == 16 else parts.view(UNSIGNED[8 * width])[:, 0]
-        if memory is not ex.memory and ex.shared.read_by_products(at):
-            ex.find("store to what wgmma still reads")
+        if memory is ex.shared.memory:
+            ex.shared.overwritten(at, lanes, "store")
         memory.store(at, width, words, ex.thread[lanes], ex.epoch, ex.program.threads)
 
     return run
@@ -75,17 +73,17 @@ def _shape(data: Operand, rest: list[str]) -> tuple[tuple[str, ...], type, int]:
     registers = data if isinstance(data, tuple) else (data,)
     vector, kind = [mod for mod in rest[:-1] if mod not in CACHES], rest[-1]
     if vector != ([f"v{len(registers)}"] if len(registers) > 1 else []):
-        raise Unsupported("modifiers of another form")
+        raise Unsupported(f"modifiers {vector} for {len(registers)} registers")
     bits = 8 * np.dtype(DTYPES[kind]).itemsize
     if len(registers) * bits > 128:
-        raise Unsupported("more than 16 bytes")
+        raise Unsupported(f"{len(registers) * bits // 8} bytes")
     return registers, UNSIGNED[bits], len(registers) * bits // 8
 
 
 def _place(ex: "Executor", space: str, where: Operand, width: int, what: str) -> Callable[[Mask], tuple]:
     """The memory, the lanes, and their addresses there; outside shared memory is reported and left out."""
     if space not in ("global", "shared", "shared::cta"):
-        raise Unsupported(f"memory {space}")
+        raise Unsupported(f"memory .{space}")
     pointer = ex.pointer(where, np.uint64 if space == "global" else np.uint32)
 
     def place(m: Mask) -> tuple:
@@ -112,7 +110,7 @@ def _parameter(ex: "Executor", s: Statement, rest: list[str]) -> Run:
     kind = next(kind for parameter, kind in ex.program.parameters if parameter == name)
     dtype, wide = DTYPES[rest[-1]], UNSIGNED[ex.program.width(to)]
     if offset or len(rest) != 1 or np.dtype(dtype).itemsize != np.dtype(DTYPES[kind]).itemsize:
-        raise Unsupported("a part of a parameter")
+        raise Unsupported("a part of a parameter, or of another type")
 
     def run(m: Mask) -> None:
         value = ex.parameters[name].view(dtype)

@@ -27,7 +27,7 @@ def arithmetic(ex: "Executor", s: Statement) -> Callable[[Mask], None]:
     wanted += "t" * three
     to, operands = s.operands[0], s.operands[1:]
     if isinstance(to, tuple) or "|" in to or len(operands) != len(wanted):
-        raise Unsupported("operands of another form")
+        raise Unsupported(f"{len(operands)} operands, or a vector among them; want {len(wanted)} registers or numbers")
     kinds = _kinds(types)
     cut = s.kind == "cvt"
     immediate = [int(str(o), 0) for o, k in zip(operands, wanted, strict=True) if k == "i"]
@@ -101,7 +101,7 @@ def _written(ex: "Executor", to: str, dtype: Any, extend: bool) -> Callable[[Arr
     if width == bits:
         return lambda x: np.ascontiguousarray(x).view(UNSIGNED[bits])
     if not extend or width < bits:
-        raise Unsupported(f"{to} of {width} bits for {np.dtype(dtype)}")
+        raise Unsupported(f"{to} has {width} bits; want a register of {bits}")
     wide = np.dtype(f"{np.dtype(dtype).kind}{width // 8}")
     return lambda x: np.ascontiguousarray(x.astype(wide)).view(UNSIGNED[width])
 

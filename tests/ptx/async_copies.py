@@ -1,8 +1,5 @@
 """Asynchronous copies of single threads from global to shared memory: cp.async.
 
-    cp.async.{ca, cg}.{shared, shared::cta}.global [to], [from], bytes, bytes to read;
-    cp.async.commit_group    cp.async.wait_group n
-
 What is copied arrives when the thread waits for its group, as late as is allowed. Until then the bytes are pending: to
 read them is reported. `cp.async.bulk` is in hopper.py.
 """
@@ -56,9 +53,9 @@ def copy(ex: "Executor", s: Statement) -> Callable[[Mask], None]:
         n = int(str(s.operands[0]), 0)
         return lambda m: _wait(ex, m, n)
     if mods[0] != "async" or mods[1] not in ("ca", "cg") or mods[2] not in ("shared", "shared::cta"):
-        raise Unsupported("another cp")
+        raise Unsupported("of another form")
     if mods[3:] != ["global"] or len(s.operands) > 4:
-        raise Unsupported("another form of cp.async")
+        raise Unsupported("of another form")
     width = int(str(s.operands[2]), 0)
     to, start = ex.pointer(s.operands[0], np.uint32), ex.pointer(s.operands[1], np.uint64)
     size = ex.source(s.operands[3] if len(s.operands) > 3 else str(width), np.uint32)
@@ -82,7 +79,7 @@ def _read(ex: "Executor", lanes: Array, source: Array, n: Array, width: int) -> 
     value = np.zeros(shape, UNSIGNED[8 * min(width, 8)])
     some = np.flatnonzero(n != 0)
     if (n[some] != width).any():
-        raise Unsupported(f"cp.async of a part of {width} bytes")
+        raise Unsupported(f"want {width} bytes to read, or 0; got {n[some][n[some] != width][0]}")
     if len(some):
         threads = ex.thread[lanes[some]]
         value[some] = ex.memory.load(source[some], width, threads, ex.epoch, ex.program.threads)
@@ -92,8 +89,7 @@ def _read(ex: "Executor", lanes: Array, source: Array, n: Array, width: int) -> 
 def _begin(ex: "Executor", lanes: Array, at: Array, value: Array, width: int) -> None:
     if ex.shared.region.any_pending(at, width):
         ex.find("cp.async to where a copy is under way")
-    if ex.shared.read_by_products(at):
-        ex.find("cp.async to what wgmma still reads")
+    ex.shared.overwritten(at, lanes, "cp.async")
     memory, region = ex.shared.memory, ex.shared.region
     memory.copying(region, at, width, ex.thread[lanes], ex.epoch, ex.program.threads)
     ex.shared.copies.flying.append(Flight(lanes, at, value, width))

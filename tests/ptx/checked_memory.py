@@ -181,7 +181,7 @@ class Memory:
         self, region: Region, offset: Array, width: int, threads: Array, epoch: int, block: int, store: bool
     ) -> None:
         """Report accesses to one address by two threads in no order, one of them a store: without a barrier between
-        them, or from two blocks."""
+        them, or from two blocks. Threads of one block may store one value at one address in one instruction."""
         at = region.grains(offset, width)
         who = np.broadcast_to(threads[:, None], at.shape)
         warp = who // WARP
@@ -208,6 +208,10 @@ class Memory:
             what = f"race {place}: store after load in {region.name}"
             self._find_race(what, reader[bad], who[bad], at[bad] * region.grain)
         region.writer[at], region.w_epoch[at], region.w_warp[at] = who, epoch, now
+        bad = region.writer[at] // block != who // block  # of several lanes the last one is there
+        if bad.any():
+            what = f"race across blocks: store after store in {region.name}"
+            self._find_race(what, who[bad], region.writer[at][bad], at[bad] * region.grain)
 
     def _find_race(self, what: str, earlier: Array, later: Array, byte: Array) -> None:
         self.find(what)

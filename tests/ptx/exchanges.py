@@ -1,10 +1,5 @@
 """Instructions of whole warps: exchanges between lanes, matrices in shared memory, products of small matrices.
 
-    shfl.sync.{bfly, up, down, idx}.b32     elect.sync
-    redux.sync.{min, max}[.NaN].f32     redux.sync.{min, max}.{s32, u32}
-    ldmatrix.sync.aligned.m8n8.{x1, x2, x4}[.trans].shared.b16     stmatrix of the same forms
-    mma.sync.aligned.m16n8k16.row.col.f32.{bf16, f16}.{bf16, f16}.f32
-
 A sum of mma is the exact one, rounded once to fp32; the hardware's order and rounding are not documented.
 """
 
@@ -29,9 +24,9 @@ FROM_HALF = {"bf16": from_bf16, "f16": from_f16}
 def shuffle(ex: "Executor", s: Statement) -> Run:
     mods, to = s.opcode.split(".")[1:], str(s.operands[0])
     if mods[0] != "sync" or mods[2:] != ["b32"] or len(s.operands) != 5 or "|" in to:
-        raise Unsupported("another form of shfl")
+        raise Unsupported("of another form")
     if str(s.operands[4]).lower() not in ("-1", "0xffffffff"):
-        raise Unsupported("shfl of a part of a warp")
+        raise Unsupported(f"lanes {s.operands[4]}")
     names = registers_in(s.operands[1])
     value, by, clamp = (ex.source(operand, np.uint32) for operand in s.operands[1:4])
     partner = PARTNERS[mods[1]]
@@ -68,7 +63,7 @@ def reduce(ex: "Executor", s: Statement) -> Run:
     names = {"min": np.fmin, "max": np.fmax, "min.NaN": np.minimum, "max.NaN": np.maximum}
     (function, _, kind), (to, one, members) = s.opcode.removeprefix("redux.sync.").rpartition("."), map(str, s.operands)
     if function not in names or kind not in (("f32",) if "NaN" in function else ("f32", "s32", "u32")):
-        raise Unsupported("another form of redux")
+        raise Unsupported("of another form")
     value, mask = ex.source(one, DTYPES[kind]), ex.source(members, np.uint32)
 
     def run(m: Mask) -> None:
@@ -80,7 +75,7 @@ def reduce(ex: "Executor", s: Statement) -> Run:
         member = (named >> np.arange(WARP, dtype=np.uint32) & 1).astype(bool)
         own = member[:, np.arange(WARP), np.arange(WARP)]
         if not own[on.reshape(-1, WARP)].all() or (member != member.transpose(0, 2, 1)).any():
-            raise Unsupported(f"redux of lanes that do not name each other: {s}")
+            raise Unsupported("want lanes that name each other; some do not")
         found = names[function].reduce(np.where(member, each[:, None, :], each[:, :, None]), 2).ravel()
         if kind == "f32":
             found = np.where(np.isnan(found), NAN[np.float32], found)
@@ -91,7 +86,7 @@ def reduce(ex: "Executor", s: Statement) -> Run:
 
 def elect(ex: "Executor", s: Statement) -> Run:
     if s.opcode != "elect.sync" or s.operands[1] != "-1":
-        raise Unsupported("another form of elect")
+        raise Unsupported("of another form")
     to, predicate = str(s.operands[0]).split("|")
 
     def run(m: Mask) -> None:
@@ -112,8 +107,7 @@ def load_matrices(ex: "Executor", s: Statement) -> Run:
         lanes, at = _rows(ex, warps, count, pointer(m), "ldmatrix")
         if at is None:
             return
-        if ex.shared.region.any_pending(at, 16):
-            ex.find("ldmatrix of what a copy has not delivered")
+        ex.shared.require_delivered(at, 16, lanes, "ldmatrix")
         rows = ex.shared.memory.load(at, 16, ex.thread[lanes], ex.epoch, ex.program.threads)
         words = _turned(rows, count, transposed).view(np.uint32).reshape(len(warps), count, WARP)
         for i, register in enumerate(registers):
@@ -137,6 +131,7 @@ def store_matrices(ex: "Executor", s: Statement) -> Run:
             return
         words = np.stack([ex.everywhere(get(m)).reshape(-1, WARP)[warps] for get in gets], 1)
         value = _turned(words, count, transposed).view(np.uint64).reshape(-1, 2)  # rows of 16 bytes
+        ex.shared.overwritten(at, lanes, "stmatrix")
         ex.shared.memory.store(at, 16, value, ex.thread[lanes], ex.epoch, ex.program.threads)
 
     return run
@@ -147,7 +142,7 @@ def _form(s: Statement) -> tuple[int, bool]:
     mods = [mod.replace("shared::cta", "shared") for mod in s.opcode.split(".")[1:]]
     transposed = "trans" in mods[4:]
     if mods[:3] != ["sync", "aligned", "m8n8"] or mods[4:] != ["trans"] * transposed + ["shared", "b16"]:
-        raise Unsupported(f"another form of {s.kind}")
+        raise Unsupported("of another form")
     return int(mods[3][1]), transposed
 
 
@@ -171,7 +166,7 @@ def multiply(ex: "Executor", s: Statement) -> Run:
     mods = s.opcode.split(".")[1:]
     shape = ["sync", "aligned", "m16n8k16", "row", "col", "f32"]
     if mods[:6] != shape or mods[8] != "f32" or mods[6] != mods[7]:
-        raise Unsupported("another form of mma")
+        raise Unsupported("of another form")
     half = FROM_HALF[mods[6]]
     vectors = [operand if isinstance(operand, tuple) else (operand,) for operand in s.operands]
     A, B, C = ([ex.source(register, np.uint32) for register in vector] for vector in vectors[1:])

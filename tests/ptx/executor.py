@@ -4,7 +4,8 @@
     Executor(Program(ptx), memory, shared_bytes).run(grid, [tensor.data_ptr(), 7])
     assert not memory.findings
 
-Instructions that are not modelled raise Unsupported, with the line of the kernel's source, before anything runs.
+Instructions that are not modelled raise Unsupported, with the line of the kernel's source and the forms that are
+modelled, before anything runs; what only their operands show, when they run.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +16,11 @@ import numpy as np
 from . import accesses, async_copies, exchanges, hopper
 from .arithmetic import arithmetic
 from .checked_memory import UNSIGNED, VALID, WARP, Array, Memory, Region
+from .forms import wanted
 from .lanes import Lanes, Mask
 from .opcodes import DTYPES
 from .program import ENDS_BLOCK, Program, Statement, Unsupported
+from .warpgroups import Products
 
 Handler = Callable[["Executor", Statement], Callable[[Mask], None]]
 HANDLERS: dict[str, Handler] = accesses.HANDLERS | async_copies.HANDLERS | exchanges.HANDLERS | hopper.HANDLERS
@@ -55,11 +58,27 @@ class Shared:
         self.window = np.repeat(np.arange(blocks, dtype=np.int64) * stride, threads)  # one per lane
         self.copies = async_copies.Copies(blocks * threads)
         self.barriers: dict[tuple[int, int], hopper.Barrier] = {}  # by block of the batch and address
-        self.products: list[list[hopper.Product]] = [[]]  # groups of wgmma; the last one is not committed
+        self.arrivals = hopper.Arrivals(len(data), blocks, threads)
+        self.products = Products(blocks * threads)
 
-    def read_by_products(self, at: Array) -> bool:
-        """Whether a product that is under way reads one of the pieces of 16 bytes with these places."""
-        return any(len(np.intersect1d(product.at, at // 16 * 16)) for group in self.products for product in group)
+    def require_delivered(self, at: Array, width: int, who: Array, what: str, size: int = 1) -> None:
+        """Report if a copy has not brought what is about to be read at these places by lanes, or by groups of `size`
+        lanes, or if they do not know that it has."""
+        if self.region.any_pending(at, width):
+            self.memory.find(f"{what} of what a copy has not delivered")
+        self._require_tiles(at, who, f"{what} of", size)
+
+    def _require_tiles(self, at: Array, who: Array, what: str, size: int) -> None:
+        if self.arrivals.rows and self.arrivals.unknown(at, who, size):
+            self.memory.find(f"{what} a tile by a thread that has not waited for its mbarrier")
+
+    def overwritten(self, at: Array, lanes: Array, what: str) -> None:
+        """Lanes are about to write at these places: no tile lies there any more."""
+        if self.products.read(at):
+            self.memory.find(f"{what} to what wgmma still reads")
+        if self.arrivals.rows:
+            self._require_tiles(at, lanes, f"{what} over", 1)
+            self.arrivals.row[at // 16] = -1
 
 
 class Executor(Lanes):
@@ -110,12 +129,14 @@ class Executor(Lanes):
     def _compile(self, s: Statement) -> Callable[[Mask], None]:
         if s.kind in ENDS_BLOCK:
             if s.kind == "bar" and not (s.opcode == "bar.warp.sync" or (s.text == "bar.sync 0" and not s.guard)):
-                raise Unsupported(str(s))
+                raise Unsupported(f"{s}: of another form{wanted(s)}")
             return lambda m: None
         try:
             return HANDLERS.get(s.kind, arithmetic)(self, s)
-        except (Unsupported, KeyError, ValueError, IndexError) as error:
-            raise Unsupported(f"{s}: {error}") from error
+        except Unsupported as error:
+            raise Unsupported(f"{s}: {error}{wanted(s)}") from error
+        except (KeyError, ValueError, IndexError) as error:
+            raise Unsupported(f"{s}: of another form{wanted(s)}") from error
 
     # ---- control
 
@@ -126,6 +147,16 @@ class Executor(Lanes):
         self.waiting: dict[int, Array] = {}  # the same of lanes at a barrier
         self.exited = np.zeros(self.size, bool)
         starts = [*self.program.starts, len(self.program.statements)]
+        try:
+            self._run_blocks(starts)
+        except Unsupported as error:
+            raise Unsupported(f"{self.memory.where}: {error}") from error
+        if self.shared.copies.any() or any(barrier.copies for barrier in self.shared.barriers.values()):
+            self.find("an asynchronous copy in flight at exit")
+        if self.shared.products.flying:
+            self.find("wgmma in flight at exit")
+
+    def _run_blocks(self, starts: list[int]) -> None:
         while self.pending or self.waiting:
             if not self.pending:
                 self._pass_barrier()
@@ -137,10 +168,6 @@ class Executor(Lanes):
                 self.exited |= self._lanes(m)
             elif m is None or m.any():
                 self._run_block(block, first, starts[block + 1], m)
-        if self.shared.copies.any() or any(barrier.copies for barrier in self.shared.barriers.values()):
-            self.find("an asynchronous copy in flight at exit")
-        if any(self.shared.products):
-            self.find("wgmma in flight at exit")
 
     def _run_block(self, block: int, first: int, stop: int, m: Mask) -> None:
         self.executed[first:stop] += self.size if m is None else int(m.sum())
@@ -172,6 +199,7 @@ class Executor(Lanes):
         if s.opcode == "bar.warp.sync":
             self.whole_warps(m, "bar.warp.sync")
             self.memory.warps[np.unique(self.thread[self.lanes_of(m)] // WARP)] += 1
+            self.shared.arrivals.meet(self.lanes_of(m), WARP)
             self._go(block + 1, m)
         elif s.kind == "bar":
             self.waiting[block + 1] = self._lanes(m) | self.waiting.get(block + 1, False)
@@ -201,8 +229,9 @@ class Executor(Lanes):
         T = self.program.threads
         here = np.logical_or.reduce(list(self.waiting.values())).reshape(-1, T)
         waits, gone = here.any(1), self.exited.reshape(-1, T)
+        self.memory.where = self.program.statements[self.program.starts[min(self.waiting)] - 1]
         if (waits & (~here & ~gone).any(1)).any():
-            raise Unsupported("a barrier that not all threads reach")
+            raise Unsupported("want all threads of the block to reach the barrier or to exit; some wait elsewhere")
         if (waits & gone.any(1)).any():
             self.find("barrier after some threads of the block have exited")
         for m in self.waiting.values():
@@ -210,6 +239,7 @@ class Executor(Lanes):
             if (one.any(1) & (one != here).any(1)).any():
                 self.find("threads of a block wait at different barriers")
         self.epoch += 1
+        self.shared.arrivals.meet(np.flatnonzero(here), T)
         self.pending, self.waiting = {k: None if m.all() else m for k, m in self.waiting.items()}, {}
 
 

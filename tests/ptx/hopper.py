@@ -1,12 +1,8 @@
 """Instructions of sm_90: barriers in shared memory, copies of tiles by TMA, products of warpgroups.
 
-    mbarrier.{init, inval, arrive.expect_tx, try_wait.parity}.shared::cta.b64
-    cp.async.bulk.tensor.2d.shared.global.mbarrier::complete_tx::bytes
-    wgmma.mma_async.sync.aligned.m64nNk16.f32.{bf16, f16}.{bf16, f16}     wgmma.{fence, commit_group, wait_group}
-    fence.proxy.async.shared::cta     cvta.param.u64
-
 A tile arrives when a thread tries to wait for its barrier; a product is computed when its group is awaited. Both are as
-late as is allowed, so that what is read too early, or overwritten too early, is seen.
+late as is allowed, so that what is read too early, or overwritten too early, is seen. A tile is there for the threads
+that have waited for its barrier, and behind the next barrier of the warp or block for all that meet them there.
 """
 
 import re
@@ -18,14 +14,51 @@ import numpy as np
 from .checked_memory import PENDING, VALID, WRITTEN, Array
 from .lanes import Mask, registers_in
 from .program import Statement, Unsupported
-from .warpgroups import Product, warpgroup
+from .warpgroups import warpgroup
 
 if TYPE_CHECKING:
     from .executor import Executor
 
 Run = Callable[[Mask], None]
-__all__ = ["HANDLERS", "Barrier", "Product", "copy_tile"]
+__all__ = ["HANDLERS", "Arrivals", "Barrier", "copy_tile"]
 TRIES = 1000  # waits in a row that may fail before the program is taken to hang
+
+
+class Arrivals:
+    """Which lanes know of which tiles that they have arrived.
+
+    Each address of an mbarrier has a row. `phases`: by row and block, how many phases are complete; `known`: by row and
+    lane, how many of these the lane knows of. Of each piece of 16 bytes of shared memory, `row` (-1: no tile lies
+    there) and `phase`, the number that a lane must know of to access it.
+    """
+
+    def __init__(self, size: int, blocks: int, threads: int) -> None:
+        self.rows: dict[int, int] = {}
+        self.phases, self.known = np.zeros((0, blocks), np.int32), np.zeros((0, blocks * threads), np.int32)
+        self.row, self.phase = np.full(size // 16 + 1, -1, np.int32), np.zeros(size // 16 + 1, np.int32)
+
+    def row_of(self, place: int) -> int:
+        if place not in self.rows:
+            self.rows[place] = len(self.rows)
+            self.phases, self.known = (np.pad(x, ((0, 1), (0, 0))) for x in (self.phases, self.known))
+        return self.rows[place]
+
+    def unknown(self, at: Array, who: Array, size: int) -> bool:
+        """Whether one of `who` accesses a tile at its place and does not know that it has arrived: lanes (size 1), or
+        all together the lanes of groups of that size."""
+        row = self.row[at // 16]
+        some = np.flatnonzero(row >= 0)
+        known = self.known if size == 1 else self._by(size).min(2)
+        return bool((known[row[some], who[some]] < self.phase[at[some] // 16]).any())
+
+    def _by(self, size: int) -> Array:
+        return self.known.reshape(len(self.known), self.known.shape[1] // size, size)
+
+    def meet(self, lanes: Array, size: int) -> None:
+        """The warps or blocks of `size` lanes of which some are among these pass a barrier: all know what one knew."""
+        groups = np.unique(lanes // size)
+        known = self._by(size)
+        known[:, groups] = known[:, groups].max(2, keepdims=True)
 
 
 class Tile(NamedTuple):
@@ -64,8 +97,16 @@ def each(ex: "Executor", m: Mask, *gets: Callable[[Mask], Array]) -> Iterator[tu
 def barrier(ex: "Executor", s: Statement) -> Run:
     mods = [mod.replace("shared::cta", "shared") for mod in s.opcode.split(".")[1:]]  # Triton 3.6 writes "shared"
     if mods[-2:] != ["shared", "b64"] or ".".join(mods[:-2]) not in BARRIERS:
-        raise Unsupported("another form of mbarrier")
+        raise Unsupported("of another form")
     return BARRIERS[".".join(mods[:-2])](ex, s)
+
+
+def _barrier_at(ex: "Executor", block: int, place: int) -> Barrier:
+    if (block, place) not in ex.shared.barriers:
+        raise Unsupported(
+            f"want an mbarrier at byte {place} of shared memory; got none, mbarrier.init has not run there"
+        )
+    return ex.shared.barriers[block, place]
 
 
 def _initialise(ex: "Executor", s: Statement) -> Run:
@@ -85,7 +126,9 @@ def _invalidate(ex: "Executor", s: Statement) -> Run:
 
     def run(m: Mask) -> None:
         for block, _, place in each(ex, m, at):
-            if ex.shared.barriers.pop((block, place)).copies:
+            one = _barrier_at(ex, block, place)
+            del ex.shared.barriers[block, place]
+            if one.copies:
                 ex.find("mbarrier.inval with copies under way")
 
     return run
@@ -93,12 +136,12 @@ def _invalidate(ex: "Executor", s: Statement) -> Run:
 
 def _arrive(ex: "Executor", s: Statement) -> Run:
     if s.operands[0] != "_":
-        raise Unsupported("the state of an mbarrier")
+        raise Unsupported("the state goes to a register")
     at, size = ex.pointer(s.operands[1], np.uint32), ex.source(s.operands[2], np.uint32)
 
     def run(m: Mask) -> None:
         for block, _, place, n in each(ex, m, at, size):
-            one = ex.shared.barriers[block, place]
+            one = _barrier_at(ex, block, place)
             if one.missing <= 0:
                 ex.find("mbarrier: more arrivals than expected")
             one.missing -= 1
@@ -118,29 +161,32 @@ def _try_wait(ex: "Executor", s: Statement) -> Run:
         place, want = at(m)[lanes], ex.everywhere(parity(m))[lanes].astype(np.int64)
         block = lanes // ex.program.threads
         for b, p, w in np.unique(np.stack([block, place, want], 1), axis=0):
-            one = ex.shared.barriers.get((int(b), int(p)))
-            if one is None:
-                raise Unsupported(f"a wait for no barrier: {s}")
-            _deliver(ex, one)
-            done[lanes[(block == b) & (place == p) & (want == w)]] = one.phase != w
+            one = _barrier_at(ex, int(b), int(p))
+            row, here = ex.shared.arrivals.row_of(int(p)), lanes[(block == b) & (place == p) & (want == w)]
+            _deliver(ex, one, row, int(b))
+            if one.phase != w:
+                done[here] = True
+                ex.shared.arrivals.known[row, here] = ex.shared.arrivals.phases[row, b]
         tries = 0 if done[lanes].all() else tries + 1
         if tries > TRIES:
-            raise Unsupported(f"waits forever: {s}")
+            raise Unsupported(f"waits forever: tried {TRIES} times")
         ex.write(to, done, m)
 
     return run
 
 
-def _deliver(ex: "Executor", one: Barrier) -> None:
-    region = ex.shared.region
+def _deliver(ex: "Executor", one: Barrier, row: int, block: int) -> None:
+    region, arrivals = ex.shared.region, ex.shared.arrivals
     for at, value, size in one.copies:
         region.view(region.data, 16)[at // 16] = value
         region.mark(at, 16, on=VALID | WRITTEN, off=PENDING)
-        region.writer[region.grains(at, 16)] = -1  # who waits for the barrier may read
+        region.writer[region.grains(at, 16)] = -1
+        arrivals.row[at // 16], arrivals.phase[at // 16] = row, arrivals.phases[row, block] + 1
         one.bytes -= size
     one.copies = []
     if one.missing == 0 and one.bytes == 0:
         one.missing, one.phase = one.count, one.phase ^ 1
+        arrivals.phases[row, block] += 1
     if one.bytes < 0:
         ex.find("mbarrier: more bytes than expected")
 
@@ -158,28 +204,31 @@ def copy_tile(ex: "Executor", s: Statement) -> Run:
     of an element, span of the swizzle in bytes. Columns and rows outside come as 0."""
     mods = [mod.replace("shared::cluster", "shared::cta") for mod in s.opcode.split(".")[1:]]  # a cluster of one block
     if mods != ["async", "bulk", "tensor", "2d", "shared::cta", "global", "mbarrier::complete_tx::bytes"]:
-        raise Unsupported("another copy of tiles")
+        raise Unsupported("of another form")
     to, bar = ex.pointer(s.operands[0], np.uint32), ex.pointer(s.operands[2], np.uint32)
     match = re.match(r"^\[\s*(%\w+)\s*,\s*\{\s*(\S+)\s*,\s*(\S+)\s*\}\s*\]$", str(s.operands[1]))
     if not match:
-        raise Unsupported("another form of the source")
+        raise Unsupported("of another form")
     handle, x, y = ex.source(match[1], np.uint64), ex.source(match[2], np.int32), ex.source(match[3], np.int32)
 
     def run(m: Mask) -> None:
         ex.require((match[1], *registers_in(match[2], match[3])), m)
         for block, lane, place, at_barrier, which, column, row in each(ex, m, to, bar, handle, x, y):
-            tile = _tile(ex, s, ex.tensor_maps[which], lane, place, row, column)
-            ex.shared.barriers[block, at_barrier].copies.append(tile)
+            tile = _tile(ex, ex.tensor_maps[which], lane, place, row, column)
+            _barrier_at(ex, block, at_barrier).copies.append(tile)
 
     return run
 
 
-def _tile(ex: "Executor", s: Statement, of: dict, lane: int, place: int, row: int, column: int) -> Tile:
+def _tile(ex: "Executor", of: dict, lane: int, place: int, row: int, column: int) -> Tile:
     rows, columns = of["box"]
     pitch, size = columns * of["size"], of["size"]
     wrong = place % 128 or place + rows * pitch > ex.shared.size or pitch != of["span"]
     if wrong or (of["span"] > 16 and place % (8 * of["span"])):
-        raise Unsupported(f"a box of {rows} rows of {pitch} bytes at {place}: {s}")
+        raise Unsupported(
+            f"want a tile within the {ex.shared.size} bytes of shared memory, at a multiple of 128 and of 8 spans of "
+            f"the swizzle, rows as long as a span; got {rows} rows of {pitch} bytes at {place}, spans of {of['span']}"
+        )
     value = np.zeros((rows, pitch), np.uint8)
     r0, r1 = max(row, 0), min(row + rows, of["shape"][0])
     c0, c1 = max(column, 0), min(column + columns, of["shape"][1])
@@ -195,8 +244,7 @@ def _tile(ex: "Executor", s: Statement, of: dict, lane: int, place: int, row: in
     region, who = ex.shared.region, np.full(len(at), ex.thread[lane], np.int32)
     if region.any_pending(at, 16):
         ex.find("TMA to where a copy is under way")
-    if ex.shared.read_by_products(at):
-        ex.find("TMA to what wgmma still reads")
+    ex.shared.overwritten(at, np.full(len(at), lane), "TMA")
     ex.shared.memory.copying(region, at, 16, who, ex.epoch, ex.program.threads)
     return Tile(at, value.reshape(-1, 16).view(np.uint64), rows * pitch)
 
@@ -206,13 +254,13 @@ def _tile(ex: "Executor", s: Statement, of: dict, lane: int, place: int, row: in
 
 def fence(ex: "Executor", s: Statement) -> Run:
     if s.opcode not in ("fence.proxy.async.shared::cta", "fence.proxy.async"):
-        raise Unsupported("another fence")
+        raise Unsupported("of another form")
     return lambda m: None
 
 
 def address_of_parameter(ex: "Executor", s: Statement) -> Run:
     if s.opcode != "cvta.param.u64":
-        raise Unsupported("another cvta")
+        raise Unsupported("of another form")
     get = ex.source(s.operands[1], np.uint64)
     return lambda m: ex.write(str(s.operands[0]), get(m), m)
 

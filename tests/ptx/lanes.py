@@ -33,6 +33,8 @@ class Lanes:
         self.registers: dict[str, Array] = {}
         self.special: dict[str, Array] = {}
         self.unwritten: dict[str, Array] = {}
+        self.sums: dict[str, Array] = {}  # lanes in which wgmma is still to add to a register
+        self.held: dict[str, Array] = {}  # and in which it still takes a factor from it
         self.parts: dict[str, list[Array]] = {}  # lanes in which each part of a packed register was not written
 
     def begin(self, blocks: Array, grid: tuple[int, int, int]) -> None:
@@ -41,6 +43,7 @@ class Lanes:
         self.size = len(blocks) * T
         self.lane = np.arange(self.size)
         self.registers, self.unwritten, self.parts = {}, {}, {}
+        self.sums, self.held = {}, {}
         block, thread = np.repeat(blocks, T), np.tile(np.arange(T, dtype=np.uint32), len(blocks))
         self.thread = (block * T + thread).astype(np.int32)  # number in the grid
         place = {"x": block % grid[0], "y": block // grid[0] % grid[1], "z": block // (grid[0] * grid[1])}
@@ -70,6 +73,9 @@ class Lanes:
         """`sources`: the registers that the value was computed from."""
         if name == "_":
             return
+        if self.sums:
+            self._touch(self.sums, name, m, "written before the sum of wgmma is there")
+            self._touch(self.held, name, m, "written before wgmma has taken its factor from it")
         if value.shape != (self.size,):
             value = np.broadcast_to(value, (self.size,)).copy()
         taint = self.taint(sources) if self.unwritten else None
@@ -79,6 +85,15 @@ class Lanes:
         self.registers[name] = value
         if taint is not None or self.unwritten:
             self._set_unwritten(name, taint, m)
+
+    def _touch(self, busy: dict[str, Array], name: str, m: Mask, what: str) -> None:
+        if name in busy and (busy[name] if m is None else busy[name] & m).any():
+            self.memory.find(f"register {name} is {what}")
+
+    def _operand(self, name: str, m: Mask) -> Array:
+        if self.sums:
+            self._touch(self.sums, name, m, "read before the sum of wgmma is there")
+        return self.read(name)
 
     def taint(self, names: tuple[str, ...]) -> Array | None:
         """The lanes in which one of the registers was not written."""
@@ -117,7 +132,7 @@ class Lanes:
         """
         bits = 1 if dtype is bool else 8 * np.dtype(dtype).itemsize
         if isinstance(token, tuple):
-            raise Unsupported(f"vector operand {token}")
+            raise Unsupported(f"want one register or number, got {{{', '.join(token)}}}")
         if not (token.startswith("%") or token in ("global_smem", *self.maps)):
             value = number(token, dtype)
             return lambda m: value
@@ -126,18 +141,18 @@ class Lanes:
             return lambda m: place
         width = 32 if token in _NARROW or "." in token else self.program.width(token)
         if dtype is bool and width == 1:
-            return lambda m: self.read(token)
+            return lambda m: self._operand(token, m)
         if width == bits:
-            return lambda m: self.read(token).view(dtype)
+            return lambda m: self._operand(token, m).view(dtype)
         if dtype is bool or exact_width or width < bits:
-            raise Unsupported(f"{token} of {width} bits as {np.dtype(dtype)}")
-        return lambda m: self.read(token).astype(UNSIGNED[bits]).view(dtype)
+            raise Unsupported(f"{token} has {width} bits; want a register of {bits}")
+        return lambda m: self._operand(token, m).astype(UNSIGNED[bits]).view(dtype)
 
     def address(self, token: Operand) -> tuple[str, int]:
         """'[%rd1 + 16]' -> ('%rd1', 16)"""
         match = re.match(r"^\[\s*([%$\w.]+)\s*(?:\+\s*(-?\w+))?\s*\]$", str(token))
         if not match:
-            raise Unsupported(f"address {token}")
+            raise Unsupported(f"want an address [register + number], got {token}")
         return match[1], int(match[2], 0) if match[2] else 0
 
     def pointer(self, token: Operand, dtype: Any) -> Callable[[Mask], Array]:
@@ -180,7 +195,7 @@ def number(token: str, dtype: Any) -> Array:
         value = np.array([int(match[1] or match[2], 16)], raw).view(np.float32 if match[1] else np.float64)
         return value.view(dtype) if value.itemsize == np.dtype(dtype).itemsize else value.astype(dtype)
     if not re.match(r"^-?(0x[0-9a-fA-F]+|[0-9]+)U?$", token):
-        raise Unsupported(f"operand {token}")
+        raise Unsupported(f"want a register or a number, got {token}")
     value = int(token.rstrip("U"), 0)
     if dtype is bool:
         return np.array([bool(value)])

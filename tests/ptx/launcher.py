@@ -142,11 +142,15 @@ def execute(
     maps = iter(getattr(kernel.metadata, "tensordesc_meta", None) or [])
     for argument, kind in kernel.src.signature.items():
         for kind_of_one, value, label in flatten(kind, bound.get(argument), argument):
-            values += arguments(memory, kind_of_one, value, label, maps)
+            try:
+                values += arguments(memory, kind_of_one, value, label, maps)
+            except NotImplementedError as error:
+                raise NotImplementedError(f"{name}: {error}") from error
     program = program_of(edit(name, kernel.asm["ptx"]))
     scratch = len(program.parameters) - len(values)  # pointers to memory for globals and profiles
     if kernel.metadata.global_scratch_size or not 0 <= scratch <= 2:
-        raise NotImplementedError(f"{name}: scratch memory of the kernel")
+        size = kernel.metadata.global_scratch_size
+        raise NotImplementedError(f"{name}: want a kernel without scratch memory, got {size} bytes of it")
     start = time.process_time()
     executor = Executor(program, memory, kernel.metadata.shared, options)
     executor.run(grid, values + [0] * scratch)
@@ -176,7 +180,10 @@ def arguments(memory: Memory, kind: str, value: Any, name: str, maps: Iterator[d
     if one is None:  # without TMA: pointers
         return [tensor.data_ptr(), *shape, value.padding == "nan", value.round_f32_to_tf32, *shape]
     if value.padding != "zero" or len(value.shape) != 2 or one["fp4_padded"]:
-        raise NotImplementedError(f"{name}: a tensor map of another form")
+        raise NotImplementedError(
+            f"argument {name}: want a descriptor of 2 dimensions, padded with zeros, of numbers of 8 bits or more; got "
+            f"{len(value.shape)} dimensions, padding {value.padding!r}{', fp4' * bool(one['fp4_padded'])}"
+        )
     size = tensor.element_size()
     tensor_map = {
         "base": tensor.data_ptr(), "shape": list(value.shape), "stride": value.strides[0] * size,

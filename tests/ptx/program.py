@@ -87,7 +87,7 @@ class Program:
         for name in (register, re.sub(r"\d+$", "", register)):
             if name in self._widths:
                 return self._widths[name]
-        raise Unsupported(f"register {register}")
+        raise Unsupported(f"register {register} is not declared")
 
     def _read(self, body: str, files: dict[str, str]) -> None:
         body = _LOCATION.sub(r".loc \1 \2;", body)

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from . import launcher
-from .cuda_module import functions
+from .cuda_module import SHARED, functions
 from .device import CPU, CUDA, Device, storage_of
 from .executor import Options
 
@@ -24,6 +24,8 @@ OLD_TENSOR, OLD_AS_TENSOR, OLD_GENERATOR, OLD_AUTOCAST = (
 @contextlib.contextmanager
 def simulated(arch: int = 90, compute: bool = True, options: Options | None = None) -> Iterator[Device]:
     """A device of that compute capability. compute: False counts launches and GEMMs, and computes neither."""
+    if arch not in SHARED:
+        raise ValueError(f"want a simulated device of arch {' or '.join(map(str, SHARED))}, got {arch}")
     gpu = Device(arch, compute)
     with contextlib.ExitStack() as stack:
 

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from .checked_memory import POISON
 from .device import Device, SynchronisationError
+from .simulate import simulated
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,11 @@ def double(out, x, n, BLOCK: tl.constexpr):
 
 def on_gpu(*shape: int, **options: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape).to("cuda", **options)
+
+
+def test_a_device_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ValueError, match="want a simulated device of arch 80 or 90, got 120"), simulated(120):
+        pass
 
 
 def test_tensors_know_where_they_are() -> None:

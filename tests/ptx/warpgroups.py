@@ -18,17 +18,51 @@ if TYPE_CHECKING:
     from .executor import Executor
 
 Run = Callable[[Mask], None]
-Factor = tuple[
-    Callable[[], Array], Array
-]  # reads the bits, (groups, rows, 16), when the product is computed; from where
+Selection = Array  # of the groups of a product, those that are meant
+# Reads the bits, (groups, rows, 16), when the product is computed; from where, (groups, pieces of 16 bytes).
+Factor = tuple[Callable[[Selection], Array], Array]
 GROUP = 128
 
 
 class Product(NamedTuple):
-    """A product that was started: what computes it, and the places of shared memory that it reads."""
+    """A product that some warpgroups have started: what computes it for a selection of them; the registers that it adds
+    to, and those that hold its first factor. For each warpgroup: the places of shared memory that it reads, and which
+    group of its products it belongs to, -1 before that is committed."""
 
-    compute: Callable[[], None]
+    compute: Callable[[Selection], None]
+    sums: tuple[str, ...]
+    held: tuple[str, ...]
+    warpgroups: Array
     at: Array
+    group: Array
+
+    def of(self, some: Selection) -> "Product":
+        compute, chosen = self.compute, np.flatnonzero(some)
+        parts = (array[some] for array in (self.warpgroups, self.at, self.group))
+        return Product(lambda which: compute(chosen[which]), self.sums, self.held, *parts)
+
+
+class Products:
+    """The products of a batch of blocks that are under way, and how many groups each warpgroup has committed."""
+
+    def __init__(self, lanes: int) -> None:
+        self.flying: list[Product] = []
+        self.committed = np.zeros(-(-lanes // GROUP), np.int32)
+
+    def read(self, at: Array) -> bool:
+        """Whether one reads a piece of 16 bytes with these places."""
+        return any(len(np.intersect1d(product.at, at // 16 * 16)) for product in self.flying)
+
+    def registers(self, lanes: int) -> tuple[dict[str, Array], dict[str, Array]]:
+        """By register, the lanes in which it is still to be added to, and in which it holds a factor."""
+        sums: dict[str, Array] = {}
+        held: dict[str, Array] = {}
+        for product in self.flying:
+            on = np.zeros((lanes // GROUP, GROUP), bool)
+            on[product.warpgroups] = True
+            for found, names in ((sums, product.sums), (held, product.held)):
+                found |= {name: found[name] | on.ravel() if name in found else on.ravel() for name in names}
+        return sums, held
 
 
 def warpgroup(ex: "Executor", s: Statement) -> Run:
@@ -36,52 +70,75 @@ def warpgroup(ex: "Executor", s: Statement) -> Run:
     if mods == ["fence", "sync", "aligned"]:
         return lambda m: None
     if mods == ["commit_group", "sync", "aligned"]:
-        return lambda m: ex.shared.products.append([])
+        return lambda m: _commit(ex, m)
     if mods == ["wait_group", "sync", "aligned"]:
         n = int(str(s.operands[0]), 0)
-        return lambda m: _wait(ex, n)
+        return lambda m: _wait(ex, m, n)
     shape = re.match(r"^m64n(\d+)k16$", mods[3]) if mods[:3] == ["mma_async", "sync", "aligned"] else None
     transposed, held = s.operands[6:], isinstance(s.operands[1], tuple)
     if not shape or mods[4] != "f32" or mods[5] != mods[6] or s.operands[4:6] != ("1", "1"):
-        raise Unsupported("another form of wgmma")
+        raise Unsupported("of another form")
     if len(transposed) != 2 - held or {*transposed} - {"0", "1"}:
-        raise Unsupported("another form of wgmma")
+        raise Unsupported("of another form")
     return _start(ex, s, int(shape[1]), mods[5])
 
 
-def _wait(ex: "Executor", n: int) -> None:
-    """Compute all but the last n groups."""
-    region = ex.shared.region
-    while len(ex.shared.products) - 1 > n:
-        for compute, at in ex.shared.products.pop(0):
-            compute()
-            grains = region.grains(at, 16)
+def _whole(ex: "Executor", m: Mask) -> Array:
+    """The warpgroups that take part; those must take part as a whole."""
+    on = (np.ones(ex.size, bool) if m is None else m).reshape(-1, GROUP)
+    if (on.all(1) != on.any(1)).any():
+        ex.find("wgmma by a part of a warpgroup")
+    return on.any(1)
+
+
+def _commit(ex: "Executor", m: Mask) -> None:
+    products, on = ex.shared.products, _whole(ex, m)
+    for product in products.flying:
+        new = on[product.warpgroups] & (product.group < 0)
+        product.group[new] = products.committed[product.warpgroups[new]]
+    products.committed += on
+
+
+def _wait(ex: "Executor", m: Mask, n: int) -> None:
+    """Compute all but the last n groups of each warpgroup."""
+    products, region, on, left = ex.shared.products, ex.shared.region, _whole(ex, m), []
+    ex.sums, ex.held = {}, {}
+    for product in products.flying:
+        done = on[product.warpgroups] & (product.group >= 0)
+        done &= product.group < products.committed[product.warpgroups] - n
+        if done.any():
+            product.compute(np.flatnonzero(done))
+            grains = region.grains(np.unique(product.at[done]), 16)
             region.reader[grains] = region.readers[grains] = -2
             region.r_epoch[grains] = ex.epoch
+        if not done.all():
+            left.append(product.of(~done))
+    products.flying = left
+    ex.sums, ex.held = products.registers(ex.size)
 
 
 def _start(ex: "Executor", s: Statement, N: int, kind: str) -> Run:
     out, half, add = s.operands[0], FROM_HALF[kind], ex.source(s.operands[3], bool)
     a, b = (_factor(ex, s, which, n) for which, n in ((1, 64), (2, N)))
+    held = s.operands[1] if isinstance(s.operands[1], tuple) else ()
 
     def run(m: Mask) -> None:
         ex.require(registers_in(*s.operands[1:4]), m)
-        on = np.ones(ex.size, bool) if m is None else m
-        if not (on.reshape(-1, GROUP).all(1) == on.reshape(-1, GROUP).any(1)).all():
-            ex.find("wgmma by a part of a warpgroup")
-        first = np.flatnonzero(on.reshape(-1, GROUP).any(1)) * GROUP  # lane of each group
+        warpgroups = np.flatnonzero(_whole(ex, m))
+        first = warpgroups * GROUP  # lane of each
         (read_a, at_a), (read_b, at_b) = a(m, first), b(m, first)
         adds = ex.everywhere(add(m))[first]
-        read = np.unique(np.concatenate([at_a, at_b]))
-        if ex.shared.region.any_pending(read, 16):
-            ex.find("wgmma of what a copy has not delivered")
+        at = np.concatenate([at_a, at_b], 1)
+        ex.shared.require_delivered(at.ravel(), 16, np.repeat(warpgroups, at.shape[1]), "wgmma", GROUP)
 
-        def compute() -> None:
+        def compute(which: Selection) -> None:
             ex.memory.where = ex.shared.memory.where = s
-            x, y = (half(np.ascontiguousarray(get())).astype(np.float64) for get in (read_a, read_b))
-            _add(ex, out, first, adds, x @ y.swapaxes(1, 2))
+            x, y = (half(np.ascontiguousarray(get(which))).astype(np.float64) for get in (read_a, read_b))
+            _add(ex, out, first[which], adds[which], x @ y.swapaxes(1, 2))
 
-        ex.shared.products[-1].append(Product(compute, read))
+        products, uncommitted = ex.shared.products, np.full(len(first), -1, np.int32)
+        products.flying.append(Product(compute, tuple(out), held, warpgroups, at, uncommitted))
+        ex.sums, ex.held = products.registers(ex.size)
 
     return run
 
@@ -97,7 +154,7 @@ def _factor(ex: "Executor", s: Statement, which: int, n: int) -> Callable[[Mask,
         if (descriptor.reshape(-1, GROUP) != descriptor[::GROUP, None]).any():
             ex.find("wgmma with several descriptors in a warpgroup")
         at = _places(descriptor[first], n, ex.shared.window[first], transposed)
-        return lambda: _halves(ex, at, first, transposed), at.ravel()
+        return lambda which: _halves(ex, at[which], first[which], transposed), at.reshape(len(first), -1)
 
     return factor
 
@@ -112,7 +169,7 @@ def _held(ex: "Executor", registers: tuple[str, ...]) -> Callable[[Mask, Array],
         value = pairs.transpose(0, 1, 5, 2, 4, 3, 6).reshape(
             -1, 64, 16
         )  # warp, row // 8, row; column // 8, thread, pair
-        return lambda: value, np.zeros(0, np.int64)
+        return lambda which: value[which], np.zeros((len(first), 0), np.int64)
 
     return factor
 
@@ -127,7 +184,7 @@ def _places(descriptor: Array, n: int, windows: Array, transposed: bool) -> Arra
     start, lead, by, mode = (d & 0x3FFF) << 4, ((d >> 16) & 0x3FFF) << 4, ((d >> 32) & 0x3FFF) << 4, (d >> 62) & 3
     span = {1: 128, 2: 64, 3: 32}.get(int(mode[0]), 0)
     if (mode != mode[0]).any() or not span or ((d >> 49) & 7).any():
-        raise Unsupported(f"descriptor {d[0]:#x}")
+        raise Unsupported(f"want one descriptor, swizzled by 32, 64 or 128 bytes, without a base offset; got {d[0]:#x}")
     row, piece = (np.arange(16), np.arange(n // 8)) if transposed else (np.arange(n), np.arange(2))
     at = start[:, None, None] + (row // 8)[:, None] * by[:, None, None] + (row % 8)[:, None] * span
     panel, within = (piece // (span // 16), piece % (span // 16)) if transposed else (0 * piece, piece)
