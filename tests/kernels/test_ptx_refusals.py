@@ -1,4 +1,4 @@
-"""What tests/ptx does not model is refused before anything runs: the instruction, its line, and what is modelled."""
+"""Refusals of tests/ptx, before anything runs: the instruction, its line, and the forms that are modelled."""
 
 import pytest
 from ptx.checked_memory import Memory

@@ -208,7 +208,7 @@ class Memory:
             what = f"race {place}: store after load in {region.name}"
             self._find_race(what, reader[bad], who[bad], at[bad] * region.grain)
         region.writer[at], region.w_epoch[at], region.w_warp[at] = who, epoch, now
-        bad = region.writer[at] // block != who // block  # of several lanes the last one is there
+        bad = region.writer[at] // block != who // block  # where several stored, the last lane
         if bad.any():
             what = f"race across blocks: store after store in {region.name}"
             self._find_race(what, who[bad], region.writer[at][bad], at[bad] * region.grain)

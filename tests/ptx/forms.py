@@ -33,7 +33,7 @@ FORMS = {
 
 
 def wanted(s: Statement) -> str:
-    """What stands in a refusal behind the instruction and the reason."""
+    """The end of a refusal, behind the instruction and the reason."""
     if s.kind in FORMS:
         return f"; want {FORMS[s.kind]}"
     rows = [row for row in TABLE if s.opcode.startswith(f"{row.name}.")]

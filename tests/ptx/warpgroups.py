@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .executor import Executor
 
 Run = Callable[[Mask], None]
-Selection = Array  # of the groups of a product, those that are meant
+Selection = Array  # which warpgroups of a product are meant
 # Reads the bits, (groups, rows, 16), when the product is computed; from where, (groups, pieces of 16 bytes).
 Factor = tuple[Callable[[Selection], Array], Array]
 GROUP = 128
