@@ -25,6 +25,11 @@ for layer in ("cli", "config", "trainer"):
 
 def imported_layers(path: Path, text: str) -> Iterator[str]:
     """Names of the layers of rlplus that the module at ``path`` imports, at its top or inside a function."""
+    return (name.partition(".")[0] for name in imported_names(path, text))
+
+
+def imported_names(path: Path, text: str) -> Iterator[str]:
+    """What such a module imports, below rlplus: `common.durable.write_text`."""
     package = ["rlplus", *path.relative_to(PACKAGE).parts[:-1]]
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -37,7 +42,7 @@ def imported_layers(path: Path, text: str) -> Iterator[str]:
         for name in names:
             top, _, rest = name.partition(".")
             if top == "rlplus":
-                yield rest.split(".")[0] or "__init__"
+                yield rest or "__init__"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -46,6 +51,14 @@ def test_imports_only_from_the_left(path: Path) -> None:
     assert layer in ALLOWED, f"{layer} has no place in the order of layers: {' < '.join(LAYERS)}"
     wrong = set(imported_layers(path, path.read_text())) - {layer, *ALLOWED[layer]}
     assert not wrong, f"{layer} imports {sorted(wrong)}; it may import {ALLOWED[layer]}"
+
+
+@pytest.mark.parametrize("layer", ["loss", "bench"])
+def test_where_only_torch_and_triton_are_common_is_two_modules(layer: str) -> None:
+    """Others of `common` import pydantic or rich."""
+    modules = [path for path in MODULES if path.relative_to(PACKAGE).parts[0] == layer]
+    names = {name for path in modules for name in imported_names(path, path.read_text()) if name.startswith("common")}
+    assert {name.split(".")[1] if "." in name else name for name in names} <= {"durable", "textfiles"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
