@@ -29,10 +29,9 @@ class Evaluation:
     A sample on which the grader failed is in `statuses` only, unless reward.on_failure is "zero". `k`: the values asked
     for, at most the samples that were drawn of each problem. `mean_response_length` in tokens, the end token included.
     `truncated_share`: samples that met `max_tokens` without an end. `statuses`: number of scores by status (see
-    rlplus.reward.Score). `mean_reward`: over all graded samples; None where there is none, or in older files. `grader`:
-    names of the reward's graders. `model`: see `model_identity`; empty where unknown, as in older files. `asked`: what
-    determined the samples, see rlplus.evaluation.asked; empty likewise. `seconds`: wall-clock time of sampling and
-    grading.
+    rlplus.reward.Score). `mean_reward`: over all graded samples; None where there is none. `grader`: names of the
+    reward's graders. `model`: see `model_identity`; empty where unknown, as in files of 0.2.0. `asked`: what determined
+    the samples, see rlplus.evaluation.asked; empty likewise. `seconds`: wall-clock time of sampling and grading.
     """
 
     name: str
@@ -45,7 +44,7 @@ class Evaluation:
     mean_response_length: float
     truncated_share: float
     statuses: dict[str, int]
-    mean_reward: float | None = None
+    mean_reward: float | None
     grader: str = ""
     model: str = ""
     asked: dict[str, str] = field(default_factory=dict)

@@ -80,7 +80,7 @@ def start(model: str, data: str, cluster: Cluster, overrides: Sequence[str] = ()
         raise ValueError(f"no settings make {model} fit on {cluster.name}: {what_would_fit(base, fixed, cluster)}")
     columns.check(found.config)
     head = (f"{model} on {cluster.name}: written by rlplus init, checked by its plan.", found.plan.summary())
-    return Start(found.config, commented_yaml(found.values, COMMENTS, head), tuple(_reasons(found, columns, cluster)))
+    return Start(found.config, commented_yaml(found.values, COMMENTS, head), tuple(_reasons(found, columns)))
 
 
 def _base(model: dict[str, Any], columns: Columns, cluster: Cluster) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _base(model: dict[str, Any], columns: Columns, cluster: Cluster) -> dict[str
     }
 
 
-def _reasons(found: Found, columns: Columns, cluster: Cluster) -> list[str]:
+def _reasons(found: Found, columns: Columns) -> list[str]:
     config, plan = found.config, found.plan
     train, steps = config.train, config.train.steps_of(columns.prompts)
     lines = [

@@ -16,7 +16,7 @@ from rlplus.data import Example, Sample
 from rlplus.recipe.plain import Ask, Batch, Recipe
 
 
-class Kept(NamedTuple):
+class Remembered(NamedTuple):
     """A correct rollout: token ids, the engine's logprobs of them when they were sampled, and the grader's reward.
 
     kept: the tokens that each was sampled from, over which author and policy are renormalised; None = all.
@@ -33,16 +33,19 @@ class Kept(NamedTuple):
         return -sum(self.logprob) / len(self.logprob)
 
 
+Kept = Remembered  # under which name checkpoints of 0.3.0 have it, pickled
+
+
 class ReplayRecipe(Recipe):
     """Some of a step's prompts are earlier ones that were solved in part, each with a rollout that solved it then.
 
-    Such a prompt gets one rollout less. The kept rollout joins the group as external tokens. Its author is the earlier
-    policy; those logprobs are its behavior_logprob. How often a prompt was solved when it was last
-    trained on, replayed member included, decides how likely it returns: by a normal distribution around half of the
-    group, with a standard deviation of one rollout. A prompt that all members solved waits no longer.
+    Such a prompt gets one rollout less. The remembered one joins the group as external tokens. Its author is the
+    earlier policy; those logprobs are its behavior_logprob. How often a prompt was solved when it was last trained on,
+    replayed member included, decides how likely it returns: by a normal distribution around half of the group, with a
+    standard deviation of one rollout. A prompt that all members solved waits no longer.
 
-    Differences: the kept rollout is the one with the lowest entropy, which is estimated from the logprobs that it was
-    sampled with; the original keeps all correct ones and computes their entropies under the current policy. Its
+    Differences: the remembered rollout is the one with the lowest entropy, which is estimated from the logprobs that it
+    was sampled with; the original keeps all correct ones and computes their entropies under the current policy. Its
     logprobs are the engine's; there the trainer's. Before `start` the original clips ratios at .2. It takes prompts
     that all rollouts solved out of the data; here the sampler goes on drawing them.
 
@@ -55,9 +58,9 @@ class ReplayRecipe(Recipe):
         super().__init__(config)
         self.steps, self.started = 0, False
         self.solved: dict[int, int] = {}  # members that solved a prompt that waits, by its place among the run's
-        self.kept: dict[int, Kept] = {}  # this rank's part
+        self.remembered: dict[int, Remembered] = {}  # this rank's part
         self._places: list[int] = []  # this step's prompts, on this rank
-        self._replayed: dict[int, Kept] = {}
+        self._replayed: dict[int, Remembered] = {}
 
     def prompts(self, drawn: Sequence[int]) -> list[int]:
         """The first ones of those drawn, and in the place of others prompts that return, shuffled. Collective."""
@@ -71,7 +74,7 @@ class ReplayRecipe(Recipe):
         places = [*drawn[: len(drawn) - len(chosen)], *chosen]
         random.shuffle(places)
         self._replayed = {}
-        for part in agree.gathered({place: self.kept[place] for place in chosen if place in self.kept}):
+        for part in agree.gathered({place: self.remembered[place] for place in chosen if place in self.remembered}):
             self._replayed |= part
         self._places = super().prompts(places)
         return self._places
@@ -79,10 +82,10 @@ class ReplayRecipe(Recipe):
     def ask(self, examples: Sequence[Example]) -> list[Ask]:
         asks = super().ask(examples)
         for i, (place, example) in enumerate(zip(self._places, examples, strict=True)):
-            if (kept := self._replayed.get(place)) is not None:
+            if (rollout := self._replayed.get(place)) is not None:
                 sample = Sample(
-                    example.prompt, kept.response, 0, True, False, None, kept.reward,
-                    behavior_logprob=kept.logprob, scored=True, kept=kept.kept,
+                    example.prompt, rollout.response, 0, True, False, None, rollout.reward,
+                    behavior_logprob=rollout.logprob, scored=True, kept=rollout.kept,
                 )  # fmt: skip
                 asks[i] = Ask(asks[i].rollouts - 1, False, replayed=sample)
         return asks
@@ -106,10 +109,11 @@ class ReplayRecipe(Recipe):
             if right and wrong:
                 self.solved[place] = right
                 if best is not None and place % world == rank:
-                    self.kept[place] = min(best, self.kept.get(place, best), key=lambda kept: kept.entropy)
+                    least = min(best, self.remembered.get(place, best), key=lambda rollout: rollout.entropy)
+                    self.remembered[place] = least
             elif right:
                 self.solved.pop(place, None)
-                self.kept.pop(place, None)
+                self.remembered.pop(place, None)
         return batch
 
     def metrics(self) -> dict[str, tuple[float, float]]:
@@ -117,11 +121,11 @@ class ReplayRecipe(Recipe):
         return {"replay/waiting": (len(self.solved), 1), "replay/share": (replayed, len(self._places))}
 
     def state(self) -> Any:
-        return self.steps, self.started, dict(self.solved), dict(self.kept)
+        return self.steps, self.started, dict(self.solved), dict(self.remembered)
 
     def restore(self, state: Any) -> None:
-        self.steps, self.started, solved, kept = state
-        self.solved, self.kept = dict(solved), dict(kept)
+        self.steps, self.started, solved, remembered = state
+        self.solved, self.remembered = dict(solved), dict(remembered)
 
 
 def _draw(buckets: dict[int, list[int]], group_size: int, random: Random) -> int:
@@ -135,13 +139,13 @@ def _draw(buckets: dict[int, list[int]], group_size: int, random: Random) -> int
     return place
 
 
-def _judged(group: Sequence[Sample]) -> tuple[int, int, Kept | None]:
-    """Number of right and of wrong members, and the right rollout of the lowest entropy, if it is to be kept."""
+def _judged(group: Sequence[Sample]) -> tuple[int, int, Remembered | None]:
+    """Number of right and of wrong members, and the right rollout of the lowest entropy, if it is to be remembered."""
     right = [sample for sample in group if sample.reward >= 1]
     wrong = len(group) - len(right)
     rollouts = [
-        Kept(array("i", sample.response), array("f", sample.engine_logprob), sample.reward, sample.kept)
+        Remembered(array("i", sample.response), array("f", sample.engine_logprob), sample.reward, sample.kept)
         for sample in right
-        if wrong and sample.engine_logprob is not None  # else it is a replayed one, which is kept already
+        if wrong and sample.engine_logprob is not None  # else it is a replayed one, which is remembered already
     ]
-    return len(right), wrong, min(rollouts, key=lambda kept: kept.entropy, default=None)
+    return len(right), wrong, min(rollouts, key=lambda rollout: rollout.entropy, default=None)

@@ -39,7 +39,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     [
         ("{", "got Invalid JSON"),
         ("[]", "got .*object"),
-        ('{"name": "x"}', "got problems: Field required, and 8 further problems"),
+        ('{"name": "x"}', "got problems: Field required, and 9 further problems"),
         ("[" * 100_000, "got Invalid JSON: recursion limit"),
     ],
 )

@@ -184,7 +184,8 @@ def test_base_that_learns_nothing_is_an_error(tmp_path: Path, console: Console) 
 
 def evaluation(correct: list[int], name: str = "") -> Evaluation:
     size = len(correct)
-    return Evaluation(name, tuple(range(size)), (8,) * size, tuple(correct), (1, 8), 1.0, 0, 7.0, 0.0, {"ok": 8 * size})
+    counts = (tuple(range(size)), (8,) * size, tuple(correct))
+    return Evaluation(name, *counts, (1, 8), 1.0, 0, 7.0, 0.0, {"ok": 8 * size}, sum(correct) / (8 * size))
 
 
 def test_tables_split_by_kind_and_compare() -> None:

@@ -1,5 +1,6 @@
 """The replay recipe: which rollouts are kept, which return and how often, their loss, and that a run resumes."""
 
+import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import exp
@@ -15,7 +16,7 @@ from trainer_runs import run_config
 
 from rlplus.data import Example, Sample
 from rlplus.recipe import Ask, Batch, Recipe
-from rlplus.recipe.replay import ReplayRecipe, _draw
+from rlplus.recipe.replay import Remembered, ReplayRecipe, _draw
 from rlplus.reward import Score
 from rlplus.trainer import Run, open_run
 from rlplus.trainer.groups import generate, score
@@ -74,10 +75,12 @@ def test_prompts_that_were_solved_in_part_return_with_what_solved_them(run: Run,
     # 0 was solved by two of four now, and is kept with the likelier of both rollouts, as 1 is; then all solve 1.
     assert isinstance(recipe, ReplayRecipe)
     assert recipe.solved == {0: 2, 1: 3, 4: 2}
-    assert [(place, list(recipe.kept[place].logprob)) for place in (0, 1, 4)] == [(i, [-1.5] * 3) for i in (0, 1, 4)]
+    assert [(place, list(recipe.remembered[place].logprob)) for place in (0, 1, 4)] == [
+        (i, [-1.5] * 3) for i in (0, 1, 4)
+    ]
     step(recipe, [0, 1, 4, 7], {0: 1, 1: 4}, logprob=-9.0)
     assert recipe.solved == {0: 1, 4: 2}, "what none solved stays what it was"
-    assert list(recipe.kept[0].logprob) == [-1.5] * 3
+    assert list(recipe.remembered[0].logprob) == [-1.5] * 3
 
 
 def test_a_rollout_that_was_right_in_part_is_not_kept(run: Run, tmp_path: Path) -> None:
@@ -87,7 +90,7 @@ def test_a_rollout_that_was_right_in_part_is_not_kept(run: Run, tmp_path: Path) 
     recipe.prompts([0])
     samples = [Sample((1,), [9], 0, False, False, [-1.0], reward=reward) for reward in (0.9, 0.0)]
     recipe.collect(lambda: Batch([], samples, 0.0))
-    assert (recipe.solved, recipe.kept) == ({}, {})
+    assert (recipe.solved, recipe.remembered) == ({}, {})
 
 
 def test_nothing_is_kept_before_enough_is_right(run: Run, tmp_path: Path) -> None:
@@ -96,7 +99,16 @@ def test_nothing_is_kept_before_enough_is_right(run: Run, tmp_path: Path) -> Non
     assert isinstance(recipe, ReplayRecipe)
     for right, started, kept in (((3, 4, 0, 0), False, 0), ((3, 5, 0, 0), True, 0), ((1, 0, 0, 0), True, 1)):
         step(recipe, [0, 1, 2, 3], dict(enumerate(right)))
-        assert (recipe.started, len(recipe.kept)) == (started, kept)
+        assert (recipe.started, len(recipe.remembered)) == (started, kept)
+
+
+def test_a_rollout_in_a_checkpoint_of_0_3_0_is_read() -> None:
+    one = Remembered([9, 10], [-0.5, -1.0], 1.0)
+    older = pickle.dumps(one, protocol=0).replace(
+        b"rlplus.recipe.replay\nRemembered\n", b"rlplus.recipe.replay\nKept\n"
+    )
+    assert b"Kept" in older
+    assert pickle.loads(older) == one
 
 
 def test_prompts_are_drawn_by_how_often_they_were_solved() -> None:

@@ -306,5 +306,5 @@ def test_load_run_without_files_or_steps(tmp_path: Path) -> None:
 
 def test_a_tie_is_rounded_as_in_the_terminal() -> None:
     """1,991 of 2,000 is 99.55 %, which 100 * 0.9955 is not."""
-    share = Evaluation("m", tuple(range(20)), (100,) * 20, (100,) * 19 + (91,), (1,), 1.0, 0, 1.0, 0.0, {})
+    share = Evaluation("m", tuple(range(20)), (100,) * 20, (100,) * 19 + (91,), (1,), 1.0, 0, 1.0, 0.0, {}, 0.9955)
     assert "solves 99.5% of 20 problems" in headline({}, {"": {"m": [share]}}, "")

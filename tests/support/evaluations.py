@@ -18,5 +18,6 @@ def evaluation(correct: Sequence[int], n: int = 8, **changes: object) -> Evaluat
         mean_response_length=3.5,
         truncated_share=0.25,
         statuses={"ok": n * len(correct)},
+        mean_reward=sum(correct) / (n * len(correct)),
     )
     return replace(base, **changes)  # type: ignore[arg-type]

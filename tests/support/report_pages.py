@@ -34,6 +34,7 @@ def evaluation(correct: tuple[int, ...], name: str = "m", n: int = 8, **changes:
         "mean_response_length": 12.34,
         "truncated_share": 0.125,
         "statuses": {"ok": n * len(correct) - 3, "timeout": 3},
+        "mean_reward": sum(correct) / (n * len(correct)),
     }
     return Evaluation(**(fields | changes))  # type: ignore[arg-type]
 
