@@ -22,10 +22,13 @@ from rlplus.loss import Objective
 from rlplus.loss.objective import RANGES
 
 FOLDER = Path(__file__).parents[2] / "configs"
-CONFIGS = sorted(FOLDER.glob("*.yaml"))
+CONFIGS = sorted([*FOLDER.glob("*.yaml"), *FOLDER.parent.glob("experiments/*.yaml")])
 COMPARISONS = sorted([*FOLDER.glob("compare/*.yaml"), *FOLDER.parent.glob("experiments/compare/*.yaml")])
-HEADER = "# yaml-language-server: $schema=schema.json\n"
 SCHEMA, COMPARISON = json_schema(), comparison_schema()
+
+
+def header(schema: Path, path: Path) -> str:
+    return f"# yaml-language-server: $schema={os.path.relpath(schema, path.parent)}\n"
 
 
 def problems(values: Any, schema: dict[str, Any] = SCHEMA) -> list[str]:
@@ -42,14 +45,13 @@ def test_the_committed_schema_is_that_of_the_types(folder: str, schema: dict[str
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_shipped_configurations_are_valid_and_name_the_schema(path: Path) -> None:
     assert problems(read_yaml(path)) == []
-    assert path.read_text().startswith(HEADER)
+    assert path.read_text().startswith(header(FOLDER / "schema.json", path))
 
 
 @pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: path.stem)
 def test_shipped_comparisons_are_valid_and_name_their_schema(path: Path) -> None:
     assert problems(read_yaml(path), COMPARISON) == []
-    at = os.path.relpath(FOLDER / "compare/schema.json", path.parent)
-    assert path.read_text().startswith(HEADER.replace("schema.json", at))
+    assert path.read_text().startswith(header(FOLDER / "compare/schema.json", path))
 
 
 def test_every_value_that_a_run_writes_is_valid(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_stage_is_laid_over_the_rest(tmp_path: Path) -> None:
 
 def test_sft_is_followed_by_the_authors_grpo() -> None:
     """Their script's, whose loss the paper does not state (docs/systems.md)."""
-    stages = load_stages(processes.ROOT / "configs/sft+grpo.yaml")
+    stages = load_stages(processes.ROOT / "experiments/sft+grpo.yaml")
     assert [stage.algorithm.preset for stage in stages] == ["sft", "grpo-official"]
 
 

@@ -10,8 +10,6 @@ from plan_cases import CONFIGS, PAPER, PROCESS, QWEN_7B, make_plan, paper
 from rich.console import Console
 from trainer_runs import run_config, write_task
 
-from experiments.toy.base_model import make_model
-from experiments.toy.task import make_tokenizer
 from rlplus.cli import main
 from rlplus.config import load_config, load_stages, with_first_model
 from rlplus.loss.library import implementation
@@ -109,7 +107,6 @@ def test_responses_up_to_16384_tokens_fit_or_the_switch_is_named(overrides, peak
         assert (remedy.gpus, round(remedy.peak / GIB, 1), round(remedy.host / GIB, 1)) == (8, then, host)
 
 
-DEMO = CONFIGS.parent / "experiments/demo.yaml"
 TRAINING = sorted(set(CONFIGS.glob("*.yaml")) - {CONFIGS / "eval.yaml"})  # which trains nothing
 
 
@@ -277,7 +274,7 @@ def test_no_remedy_splits_heads_that_cannot_be_split():
 
 
 def test_shipped_configurations_are_planned_without_a_network(tmp_path, monkeypatch, capsys):
-    """The architecture travels with them: Qwen's own, and the demo's."""
+    """The architecture travels with them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
@@ -285,12 +282,9 @@ def test_shipped_configurations_are_planned_without_a_network(tmp_path, monkeypa
     text = capsys.readouterr().out
     assert "8 x a100-80g, 7.62 billion parameters" in text
     assert "Qwen/Qwen2.5-Math-7B: the architecture that comes with rlplus (no such folder; http://127.0.0.1:9" in text
-    assert main(["plan", str(DEMO), "--gpus", "1", "--gpu", "h100", "--json"]) == 0
-    parameters = sum(p.numel() for p in make_model(make_tokenizer()).parameters())
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["parameters"] == parameters
-    assert "that comes with rlplus" in plan["note"]
-    assert main(["train", str(DEMO), f"data.path={write_task(tmp_path)}", "evaluation.every=0"]) == 2
+    assert main(["plan", str(PAPER), "--gpus", "8", "--gpu", "a100-80g", "--json"]) == 0
+    assert "that comes with rlplus" in json.loads(capsys.readouterr().out)["note"]
+    assert main(["train", str(PAPER), f"data.path={write_task(tmp_path)}", "evaluation.every=0"]) == 2
     assert "want model.path a Hugging Face folder" in capsys.readouterr().err  # planned from it, never trained
     shipped = {path.stem.replace("--", "/") for path in (CONFIGS / "models").glob("*.json")}
     paths = {yaml.safe_load(path.read_text())["model"].get("path") for path in CONFIGS.glob("*.yaml")}
