@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluations import evaluation
+from counted_evaluations import evaluation
 
 from rlplus.compare import BASE, Results, page
 from rlplus.compare.config import Comparison

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluations import evaluation
+from counted_evaluations import evaluation
 from report_pages import step_line
 from trainer_runs import run_config
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import huggingface_hub.constants
 import pytest
-from evaluations import evaluation
+from counted_evaluations import evaluation
 from rich.console import Console
 from torch import Tensor
 from trainer_runs import run_config

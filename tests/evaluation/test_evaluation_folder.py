@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluations import evaluation
+from counted_evaluations import evaluation
 from trainer_runs import run_config, write_task
 
 from rlplus.cli import parse

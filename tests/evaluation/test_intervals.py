@@ -8,7 +8,7 @@ from math import comb
 import numpy as np
 import pytest
 import torch
-from evaluations import evaluation
+from counted_evaluations import evaluation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

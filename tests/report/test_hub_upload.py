@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from evaluations import evaluation
+from counted_evaluations import evaluation
 from hub_stub import running_hub
 from trainer_runs import run_config
 

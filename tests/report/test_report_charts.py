@@ -4,7 +4,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from evaluations import evaluation
+from counted_evaluations import evaluation
 
 from rlplus.report.charts import (
     LEFT,
