@@ -13,7 +13,7 @@ from rlplus.common.section import Count, Fraction, NonNegative, Positive, Sectio
 from rlplus.errors import hint
 from rlplus.lazy import import_function
 
-Head = Literal["language", "value"]
+HeadKind = Literal["language", "value"]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -34,7 +34,7 @@ class RecipeOptions(Section):
     replays: ClassVar[bool] = False
     whole_demonstrations: ClassVar[bool] = True
     extra_updates: ClassVar[int] = 0
-    learners: ClassVar[Mapping[str, Head]] = {}
+    learners: ClassVar[Mapping[str, HeadKind]] = {}
     learner_passes: ClassVar[int] = 0
     references: ClassVar[int] = 0
 
@@ -173,7 +173,7 @@ class Critic(RecipeOptions):
     train.lr_schedule, lr_min_ratio and warmup_ratio do not apply. Its optimizer's other settings are `train`'s.
     """
 
-    learners: ClassVar[Mapping[str, Head]] = {"critic": "value"}
+    learners: ClassVar[Mapping[str, HeadKind]] = {"critic": "value"}
     learner_passes: ClassVar[int] = 1  # values
 
     name: Literal["critic"] = "critic"
@@ -213,7 +213,7 @@ class ProcessReward(RecipeOptions):
     the policy's mini-batches. Its lr is constant after the warm-up; `train` has its other settings.
     """
 
-    learners: ClassVar[Mapping[str, Head]] = {"process": "language"}
+    learners: ClassVar[Mapping[str, HeadKind]] = {"process": "language"}
     learner_passes: ClassVar[int] = 3  # scores, and the reference's logprobs for them and for the updates
     references: ClassVar[int] = 1
 

@@ -10,7 +10,7 @@ import numpy as np
 from rlplus.config import Config
 from rlplus.data import Example, LoadReport, load_tokenizer, read_examples, read_problems, response_text
 from rlplus.evaluation.known import known_benchmarks, refusal
-from rlplus.reward import Scorer, Verdict
+from rlplus.reward import RewardOrStatus, Scorer
 from rlplus.trainer.prompt_pool import Prompts, select_prompts
 from rlplus.trainer.ranks import initialize_distributed
 
@@ -30,7 +30,7 @@ class Rendered:
     answer: str
     demonstration: str | None
     demonstration_tokens: int
-    verdict: Verdict | None
+    verdict: RewardOrStatus | None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rlplus.algorithm import Head
+from rlplus.algorithm import HeadKind
 from rlplus.config import Config
 from rlplus.learner.adapters import add_adapters
 from rlplus.learner.deepspeed_settings import deepspeed_config
@@ -67,7 +67,7 @@ class Model:
     learners: the policy, and its recipe's learners.
     """
 
-    def __init__(self, config: Config, model_config: PretrainedConfig, head: Head | None = None) -> None:
+    def __init__(self, config: Config, model_config: PretrainedConfig, head: HeadKind | None = None) -> None:
         self.head = head
         self.lm = _meta_model(config, model_config, head)
         text: Any = model_config.get_text_config(decoder=True)
@@ -122,7 +122,7 @@ class Model:
         return self._counted[key]
 
 
-def _meta_model(config: Config, model_config: PretrainedConfig, head: Head | None) -> PreTrainedModel:
+def _meta_model(config: Config, model_config: PretrainedConfig, head: HeadKind | None) -> PreTrainedModel:
     part = config.model
     lm = meta_model(model_config, part.dtype, trust_remote_code=part.trust_remote_code)
     if head == "value":

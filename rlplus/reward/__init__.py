@@ -8,17 +8,17 @@ A grader of your own is a function in a module of the folder that the run starts
         return float(words[-1] == answer) if words else None
 """
 
-from rlplus.reward.demonstrations import DemonstrationReport, Verdict, grade_demonstrations, keep_passed
+from rlplus.reward.demonstrations import DemonstrationReport, RewardOrStatus, grade_demonstrations, keep_passed
 from rlplus.reward.scorer import GraderFailed, Scorer
 from rlplus.reward.worker_handle import Score, Status
 
 __all__ = [
     "DemonstrationReport",
     "GraderFailed",
+    "RewardOrStatus",
     "Score",
     "Scorer",
     "Status",
-    "Verdict",
     "grade_demonstrations",
     "keep_passed",
 ]

@@ -10,7 +10,7 @@ from rlplus.common import agree
 from rlplus.data import Example
 from rlplus.reward.scorer import Scorer
 
-Verdict = float | str  # the reward of one that passed, at least 1; else the status under which it is dropped
+RewardOrStatus = float | str  # the reward of one that passed, at least 1; else the status under which it is dropped
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class DemonstrationReport:
 
 def grade_demonstrations(
     examples: Sequence[Example], scorer: Scorer, decode: Callable[[Sequence[int]], str]
-) -> list[Verdict]:
+) -> list[RewardOrStatus]:
     """The verdicts on all demonstrations, in order; every rank grades a share of them. Collective.
 
     `decode` must leave out the special tokens: a demonstration ends with one. ValueError on all ranks where grading
@@ -43,7 +43,7 @@ def grade_demonstrations(
     agree.phase("demonstrations")
     rank, world = dist.get_rank(), dist.get_world_size()
     own = [example for example in examples if example.demonstration is not None][rank::world]
-    verdicts: list[Verdict] = []
+    verdicts: list[RewardOrStatus] = []
     failure: Exception | None = None
     try:
         texts = [decode(e.demonstration or ()) for e in own]
@@ -57,7 +57,9 @@ def grade_demonstrations(
     return [shares[i % world][i // world] for i in range(sum(map(len, shares)))]
 
 
-def keep_passed(examples: Sequence[Example], verdicts: Sequence[Verdict]) -> tuple[list[Example], DemonstrationReport]:
+def keep_passed(
+    examples: Sequence[Example], verdicts: Sequence[RewardOrStatus]
+) -> tuple[list[Example], DemonstrationReport]:
     """Set `demonstration_reward`, and `demonstration` to None if it did not pass: training assumes that it is right."""
     kept, left, dropped = [], iter(verdicts), Counter[str]()
     for example in examples:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rlplus.config import Config
 from rlplus.data import Example, PromptSampler, variants
-from rlplus.reward import DemonstrationReport, Scorer, Verdict, grade_demonstrations, keep_passed
+from rlplus.reward import DemonstrationReport, RewardOrStatus, Scorer, grade_demonstrations, keep_passed
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Prompts:
 
     examples: list[Example]
     variants: list[list[int]]
-    verdicts: list[Verdict]
+    verdicts: list[RewardOrStatus]
     graded: DemonstrationReport | None
 
     def refusals(self, config: Config) -> Iterator[str]:
@@ -37,7 +37,7 @@ def select_prompts(
     examples: Sequence[Example],
     scorer: Scorer,
     decode: Callable[[Sequence[int]], str],
-    verdicts: Sequence[Verdict] = (),
+    verdicts: Sequence[RewardOrStatus] = (),
 ) -> Prompts:
     """The prompts in loaded examples. Collective.
 

@@ -48,7 +48,7 @@ class RunFolder:
         self.state: dict[str, Any] = {}
         self.notes: list[str] = []
         if self.last is not None:
-            self.state, self.notes = read_state(self.last, config, self.surroundings)
+            self.state, self.notes = state_to_resume(self.last, config, self.surroundings)
 
     @property
     def has_result(self) -> bool:
@@ -142,7 +142,7 @@ def fingerprint(examples: Sequence[Example]) -> str:
     return digest.hexdigest()
 
 
-def read_state(last: Path, config: Config, now: dict[str, str]) -> tuple[dict[str, Any], list[str]]:
+def state_to_resume(last: Path, config: Config, now: dict[str, str]) -> tuple[dict[str, Any], list[str]]:
     """The state of the checkpoint `last`, and notes for the user; ValueError if `config` does not fit.
 
     now: this run's `surroundings`. `data.path` and `model.path` are left to `check_inputs`.

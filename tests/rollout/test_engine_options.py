@@ -18,7 +18,7 @@ from rlplus.config import RolloutConfig, load_config
 from rlplus.config.rollout_section import OWNED
 from rlplus.plan import make_cluster, make_plan
 from rlplus.rollout import Sampling, make_engine
-from rlplus.trainer.run_folder import read_state
+from rlplus.trainer.run_folder import state_to_resume
 
 DEFAULTS = {"enable_chunked_prefill", "max_num_batched_tokens", "use_tqdm_on_load"}  # the trainer's; a user may differ
 
@@ -146,9 +146,9 @@ def test_a_run_resumes_with_the_options_that_it_began_with(tmp_path: Path, monke
     config = run_config(tmp_path, rollout={"engine": "vllm", "vllm": {"max_num_seqs": 4}})
     saved = {"config": config.model_dump(mode="json"), "step": 3, "best": None, "surroundings": {}}
     monkeypatch.setattr("rlplus.checkpoint.read_state", lambda folder: saved)
-    read_state(tmp_path, config, {})
+    state_to_resume(tmp_path, config, {})
     with pytest.raises(ValueError, match=r"rollout\.vllm\.max_num_seqs was 4, is 5"):
-        read_state(tmp_path, changed(config, "rollout", vllm={"max_num_seqs": 5}), {})
+        state_to_resume(tmp_path, changed(config, "rollout", vllm={"max_num_seqs": 5}), {})
 
 
 def test_an_option_is_given_on_the_command_line_and_named_by_the_plan(tmp_path: Path) -> None:

@@ -137,10 +137,10 @@ GRADER = Addition(
 from collections.abc import Mapping
 from typing import Any
 
-from .base import Verdict
+from .base import Grade
 
 
-def ending(text: str, answer: str, row: Mapping[str, Any]) -> Verdict:
+def ending(text: str, answer: str, row: Mapping[str, Any]) -> Grade:
     """1 if the text ends with the answer."""
     return float(text.rstrip().endswith(answer)), "ok", ""
 ''',

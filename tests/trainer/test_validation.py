@@ -20,7 +20,7 @@ from rlplus.report import load_run, write_report
 from rlplus.rollout import Completion, Request
 from rlplus.trainer import Run, open_run, train, validator
 from rlplus.trainer.progress import Progress
-from rlplus.trainer.run_folder import read_state
+from rlplus.trainer.run_folder import state_to_resume
 from rlplus.trainer.step import Step
 from rlplus.watch import FollowedRun
 from rlplus.watch.view import card
@@ -152,7 +152,7 @@ def test_another_validation_chooses_anew(tmp_path: Path) -> None:
         ({"samples": 2}, None),
         ({"temperature": 0.5}, None),
     ):
-        state, notes = read_state(last, changed(config, "validation", **fields), surroundings(config))
+        state, notes = state_to_resume(last, changed(config, "validation", **fields), surroundings(config))
         assert state["best"] == expected
         assert ("validation has changed: from here on the best checkpoint is chosen anew" in notes) is (not expected)
 

@@ -136,7 +136,7 @@ def block_logits(head: Head) -> Tensor:
     return raw_logits(head)
 
 
-class RunningStatistics:
+class KernelStatistics:
     """Like `rlplus.loss.head.RunningStatistics`, with one kernel per block."""
 
     def __init__(self, head: Head) -> None:
@@ -166,7 +166,7 @@ class RunningStatistics:
         return Statistics(*known)
 
 
-running_statistics = RunningStatistics
+running_statistics = KernelStatistics
 
 
 def known_rows(head: Head, rows: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> tuple[Tensor, Block]:

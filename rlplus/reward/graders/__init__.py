@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .base import Grader, Verdict
+from .base import Grade, Grader
 
 
 def make_grader(settings: Mapping[str, Any], load: Callable[[str], Any]) -> Grader:
@@ -25,7 +25,7 @@ def make_grader(settings: Mapping[str, Any], load: Callable[[str], Any]) -> Grad
 
 
 def _weighted(graders: Sequence[tuple[Grader, float]]) -> Grader:
-    def grade(text: str, answer: str, row: Mapping[str, Any]) -> Verdict:
+    def grade(text: str, answer: str, row: Mapping[str, Any]) -> Grade:
         """The weighted sum, with the first status that is not "ok"."""
         verdicts = [grader(text, answer, row) for grader, _ in graders]
         # exactly rounded: 0.6 + 0.3 + 0.1 is below 1, which would make a right response wrong
@@ -70,7 +70,7 @@ def _function(reference: str, function: Any, columns: Sequence[str]) -> Grader:
         raise ValueError(f"want {reference} to be callable as f(text, answer), got a {type(function).__name__}")
     taken = _taken_columns(function, reference, columns)
 
-    def grade(text: str, answer: str, row: Mapping[str, Any]) -> Verdict:
+    def grade(text: str, answer: str, row: Mapping[str, Any]) -> Grade:
         value = function(text, answer, **{name: row[name] for name in taken})
         if value is None:
             return 0.0, "unparsed", f"{reference} returned None"

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-Verdict = tuple[float, str, str]  # value, status, detail: see rlplus.reward.Score
-Grader = Callable[[str, str, Mapping[str, Any]], Verdict]  # (text, answer, the row's `data.columns`)
+Grade = tuple[float, str, str]  # value, status, detail: see rlplus.reward.Score
+Grader = Callable[[str, str, Mapping[str, Any]], Grade]  # (text, answer, the row's `data.columns`)
 
 _BOXES = ("\\boxed", "\\fbox")
 

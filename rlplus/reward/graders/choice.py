@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .base import Verdict, boxes
+from .base import Grade, boxes
 
 _OPENING = r"(?:[\s*_$\"'`(\[{]|\\\(|\\\[|\\(?:text|textbf|textit|mathrm|mathbf)\s*\{)*"
 _CLOSED = r"(?=\s*(?:[)\]}*_$\"'`.:,;!<]|\\\)|\\\]|$|\n))"  # follows a letter that could be a word
@@ -46,7 +46,7 @@ _LETTERS = _signs(
 _DIGITS = _signs("[1-9]", "[1-9]", rf"(?P<clear>[1-9]){_CLEAR}(?![.,]\d)(?P<upper>)(?P<lower>)")
 
 
-def choice(text: str, answer: str, row: Mapping[str, Any]) -> Verdict:
+def choice(text: str, answer: str, row: Mapping[str, Any]) -> Grade:
     """Right if the text's letter is the answer's, which may be written as in a response: "C", "(C)", "C) text"."""
     signs = _DIGITS if _item(answer, _DIGITS) else _LETTERS
     gold = _item(answer, signs)

@@ -13,7 +13,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from ...sandbox import Sandbox  # noqa: TID252  the worker loads both folders under other names
-from .base import Grader, Verdict
+from .base import Grade, Grader
 
 _BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)  # the language, and what follows it; the code
 _DEFINED = re.compile(r"^[ \t]*(?:async )?(?:def|class) +(\w+)", re.MULTILINE)
@@ -29,7 +29,7 @@ _IMPORTS = (
 def code_grader(sandbox: Sandbox) -> Grader:
     """Right if the program passes every test within the sandbox's limits."""
 
-    def grade(text: str, answer: str, row: Mapping[str, Any]) -> Verdict:
+    def grade(text: str, answer: str, row: Mapping[str, Any]) -> Grade:
         try:
             tests = json.loads(answer)
             cases = None if "after" in tests else _read_cases(tests)
@@ -59,7 +59,7 @@ def _read_cases(tests: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return cases if tests.get("function") is None else [(given, json.loads(wanted)) for given, wanted in cases]
 
 
-def _judge_cases(sandbox: Sandbox, code: str, cases: list[tuple[str, Any]], function: str | None) -> Verdict:
+def _judge_cases(sandbox: Sandbox, code: str, cases: list[tuple[str, Any]], function: str | None) -> Grade:
     same = _same_text if function is None else _same_value
     results = sandbox.run(code, [given for given, _ in cases], function)
     try:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from .base import Grader, Verdict
+from .base import Grade, Grader
 
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
@@ -16,7 +16,7 @@ def exact_match(pattern: str | None) -> Grader:
     if regex is not None and regex.groups != 1:
         raise ValueError(f"want a reward pattern with exactly one group, got {pattern!r} with {regex.groups}")
 
-    def grade(text: str, answer: str, row: Mapping[str, Any]) -> Verdict:
+    def grade(text: str, answer: str, row: Mapping[str, Any]) -> Grade:
         if regex is not None:
             found = next(iter(deque(regex.finditer(text), maxlen=1)), None)  # the last match is the final answer
             if found is None or found.group(1) is None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import cache, lru_cache, partial
 from typing import Any
 
-from .base import Grader, Verdict, boxes, last_box
+from .base import Grade, Grader, boxes, last_box
 
 _KEPT = 4096  # answers and verdicts
 _WHOLE = re.compile(r"(-?\d{1,9})(?:\.0+)?")
@@ -56,7 +56,7 @@ def math_verify(*, strict: bool) -> Grader:
     values = _Values()
     grade = values.grade_strictly if strict else values.grade
 
-    def verdict(text: str, answer: str, row: Mapping[str, Any]) -> Verdict:
+    def verdict(text: str, answer: str, row: Mapping[str, Any]) -> Grade:
         value, status, detail = grade(text, answer, row)
         if not value and status != "bad_gold" and is_prose(answer):  # equal texts are right all the same
             return (
@@ -90,7 +90,7 @@ class _Values:
         self._read_box, self._read_gold = kept(self._box_read), kept(self._gold_read)
         self._box_verdict, self._strict_verdict = kept(self._judge_box), kept(self._judge_strictly)
 
-    def grade(self, text: str, answer: str, row: Mapping[str, Any]) -> Verdict:
+    def grade(self, text: str, answer: str, row: Mapping[str, Any]) -> Grade:
         """Math-Verify's verdict."""
         answer, content = answer.strip(), _only_box(text)
         verdict = self._box_verdict(content, answer) if content and answer else None
@@ -105,7 +105,7 @@ class _Values:
             return 0.0, "unparsed", "math-verify finds no answer in the text"
         return float(self._verify(self._read_gold(answer), found)), "ok", ""
 
-    def grade_strictly(self, text: str, answer: str, row: Mapping[str, Any]) -> Verdict:
+    def grade_strictly(self, text: str, answer: str, row: Mapping[str, Any]) -> Grade:
         """Math-Verify's verdict on the last box alone; wrong unless that is a plain value."""
         answer, content = answer.strip(), last_box(text)
         if not self._has_value(answer):
@@ -137,7 +137,7 @@ class _Values:
             return None
         return bool(self._verify(self._read_gold(answer), found))
 
-    def _judge_strictly(self, content: str, answer: str) -> Verdict:
+    def _judge_strictly(self, content: str, answer: str) -> Grade:
         gold, found = self._read_gold(answer), self._parse(f"\\boxed{{{content}}}", self._only_boxes)
         if not found:
             return 0.0, "unparsed", "math-verify cannot read the box"

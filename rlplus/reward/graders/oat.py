@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from .base import Verdict, last_box
+from .base import Grade, last_box
 from .math import load_math_verify
 
 _UNITS = (
@@ -31,7 +31,7 @@ _HARD = re.compile(r"\^[{(]|\^[0-9]+\^|\^[0-9][0-9]+")  # powers on which sympy 
 _MOST_LETTERS = 2  # also: no Python names reach sympy, whose parser evaluates what it reads
 
 
-def oat(text: str, answer: str, row: Mapping[str, Any]) -> Verdict:
+def oat(text: str, answer: str, row: Mapping[str, Any]) -> Grade:
     """Right if one of the three graders finds the last box equal to the answer."""
     gold = last_box(answer) if "\\boxed" in answer else answer.strip()
     if not gold:
