@@ -30,9 +30,10 @@ class SequenceGroup:
         }
         for kind, count in counts.items():
             if count % size:
-                raise ValueError(f"train.sequence_parallel={size}: want a divisor of the {count} {kind}")
+                raise ValueError(f"want train.sequence_parallel a divisor of the {count} {kind}; got {size}")
         if "sliding_attention" in getattr(model_config, "layer_types", ()):
-            raise ValueError("train.sequence_parallel: want a model without sliding windows")
+            kind = model_config.model_type
+            raise ValueError(f"train.sequence_parallel: want a model without sliding windows; got {kind} with some")
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
         self.size, self.group = size, groups[dist.get_rank() // size]
         _register(attention)

@@ -242,7 +242,8 @@ def _check_options(
     if weight_grad is not None:
         check_tensor("weight_grad", weight_grad, (head.weight.shape, head.hidden.device), dtype=head.dtype)
         if weight_grad.requires_grad or not weight_grad.is_contiguous():
-            raise ValueError("want weight_grad contiguous and without requires_grad")
+            came = f"strides {weight_grad.stride()}, requires_grad {weight_grad.requires_grad}"
+            raise ValueError(f"want weight_grad contiguous and without requires_grad; got {came}")
 
 
 def _way(memory: str | None, max_scratch_mb: float | None, device: torch.device) -> str:

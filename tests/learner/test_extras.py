@@ -14,13 +14,14 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import nn
 from trainer_runs import metrics, run_config
-from transformers import AttentionInterface, AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, Gemma2Config, Lfm2Config, Lfm2ForCausalLM
 
 from rlplus import checkpoint
 from rlplus.config import Config, ScratchModel
 from rlplus.data import byte_tokenizer
 from rlplus.learner.adapters import add_adapters, merged_weights, without_adapters
 from rlplus.learner.pretrained import _apply_liger, make_scratch_model, weights_fingerprint
+from rlplus.learner.sequence import SequenceGroup
 from rlplus.recipe import set_advantages
 from rlplus.trainer import open_run, run_parts, train
 
@@ -69,8 +70,14 @@ def test_what_cannot_run_here_is_refused_by_name(tmp_path: Path) -> None:
             train(run_config(tmp_path, "a", model={"liger": True}))
         with pytest.raises(ValueError, match="flash_attention_2 needs the package flash-attn"):
             train(run_config(tmp_path, "b", model={"attention": "flash_attention_2", "dtype": "bfloat16"}))
-    with pytest.raises(ValueError, match=r"train\.sequence_parallel=2: want a divisor of the 1 ranks"):
+    with pytest.raises(ValueError, match=r"want train\.sequence_parallel a divisor of the 1 ranks; got 2"):
         train(run_config(tmp_path, "c", train={"sequence_parallel": 2}))
+
+
+def test_sequence_parallelism_of_sliding_windows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match="want a model without sliding windows; got gemma2 with some"):
+        SequenceGroup(2, Gemma2Config(num_attention_heads=4, num_key_value_heads=2), "sdpa")
 
 
 @pytest.mark.parametrize(

@@ -231,8 +231,10 @@ def test_wrong_use_is_refused() -> None:
         call(weight_grad=torch.zeros(7, 23))
     with pytest.raises(ValueError, match=r"want weight_grad a tensor, float32 .* got bfloat16"):
         call(weight_grad=torch.zeros(23, 7, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="want weight_grad contiguous"):
+    with pytest.raises(ValueError, match=r"want weight_grad contiguous .*; got strides \(1, 23\), requires_grad False"):
         call(weight_grad=torch.zeros(7, 23).T)
+    with pytest.raises(ValueError, match=r"want weight_grad contiguous .*; got strides \(7, 1\), requires_grad True"):
+        call(weight_grad=torch.zeros(23, 7, requires_grad=True))
     arena = torch.zeros(40, 7)
     for shared in ({"weight": arena[:23]}, {"weight": arena[17:]}, {"hidden": arena[5:14]}):
         with pytest.raises(ValueError, match="want weight_grad in memory that no input uses"):
