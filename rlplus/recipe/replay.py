@@ -33,7 +33,7 @@ class Remembered(NamedTuple):
         return -sum(self.logprob) / len(self.logprob)
 
 
-Kept = Remembered  # under which name checkpoints of 0.3.0 have it, pickled
+Kept = Remembered  # its name in checkpoints of 0.3.0, which pickle it
 
 
 class ReplayRecipe(Recipe):

@@ -29,7 +29,7 @@ def imported_layers(path: Path, text: str) -> Iterator[str]:
 
 
 def imported_names(path: Path, text: str) -> Iterator[str]:
-    """What such a module imports, below rlplus: `common.durable.write_text`."""
+    """The imported names themselves, without rlplus: `common.durable.write_text`."""
     package = ["rlplus", *path.relative_to(PACKAGE).parts[:-1]]
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
