@@ -164,6 +164,15 @@ def test_fma_rounds_once() -> None:
             assert scalar.nearest32(Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))) == r
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_product_and_a_sum_of_bf16_are_rounded_once(sign: int) -> None:
+    """The product lies in the middle between two numbers, and the sum next to it by less than a double can tell."""
+    numbers = (1 + 2.0**-7, 1.5, sign * 2.0**-100)
+    a, b, c = (rounding.to_bf16(np.array([x], np.float32)) for x in numbers)
+    (got,) = rounding.from_bf16(rounding.fma16("bf16", a, b, c))
+    assert got == 1.5 + (2.0**-6 if sign > 0 else 2.0**-7)
+
+
 # ---- random programs
 
 WIDTHS = {"%h": 16, "%r": 32, "%rd": 64}

@@ -32,9 +32,9 @@ def arithmetic(ex: "Executor", s: Statement) -> Callable[[Mask], None]:
     cut = s.kind == "cvt"
     immediate = [int(str(o), 0) for o, k in zip(operands, wanted, strict=True) if k == "i"]
     gets = [ex.source(o, kinds[k], not cut) for o, k in zip(operands, wanted, strict=True) if k != "i"]
-    pairs = types == ("f32x2",)
-    function = _rounded(ex, row, np.float32 if pairs else kinds[result], options)
-    function = _of_pairs(function) if pairs else _of_three(function) if three else function
+    pairs = types[0] if len(types) == 1 and types[0].endswith("x2") else None
+    function = _rounded(ex, row, DTYPES[pairs.removesuffix("x2")] if pairs else kinds[result], options)
+    function = _of_pairs(function, pairs) if pairs else _of_three(function) if three else function
     out = _written(ex, to, kinds[result], cut)
     sources = registers_in(*operands)
     if row.name == "selp":
@@ -75,11 +75,12 @@ def _rounded(ex: "Executor", row: Opcode, dtype: Any, options: set[str]) -> Call
     return function
 
 
-def _of_pairs(function: Callable[..., Array]) -> Callable[..., Array]:
+def _of_pairs(function: Callable[..., Array], kind: str) -> Callable[..., Array]:
     """The function of both numbers of each register."""
+    one, two = DTYPES[kind.removesuffix("x2")], DTYPES[kind]
 
     def both(*operands: Array) -> Array:
-        return np.asarray(function(*(np.ascontiguousarray(x).view(np.float32) for x in operands))).view(np.uint64)
+        return np.asarray(function(*(np.ascontiguousarray(x).view(one) for x in operands))).view(two)
 
     return both
 

@@ -86,6 +86,16 @@ def integers(out, x, y, N: tl.constexpr):
 
 
 @triton.jit
+def halves(out, floors, x, y, N: tl.constexpr):
+    i = tl.arange(0, N)
+    v, w = tl.load(x + i), tl.load(y + i)
+    tl.store(out + i, v + w)
+    tl.store(out + N + i, v - w)
+    tl.store(out + 2 * N + i, v * w)
+    tl.store(floors + i, tl.floor(v.to(tl.float32) * 100).to(floors.dtype.element_ty))
+
+
+@triton.jit
 def neighbours(out, N: tl.constexpr):
     """Reads back what other blocks write: a race."""
     i = tl.program_id(0) * N + tl.arange(0, N)
@@ -164,6 +174,17 @@ def test_integers_divide_towards_zero_and_wrap(launch: list[Run]) -> None:
     q = torch.div(a, b, rounding_mode="trunc")
     want = [q, a - q * b, (a >> 3) ^ (b << 5) | (a & 0xFF), a * b >> 20]
     assert torch.equal(out, torch.stack([w.to(torch.int32) for w in want]))
+
+
+@ARCHES
+@pytest.mark.parametrize(("dtype", "integer"), [(torch.float16, torch.int32), (torch.bfloat16, torch.int64)], ids=str)
+def test_halves_are_added_and_floors_are_integers(launch: list[Run], dtype: torch.dtype, integer: torch.dtype) -> None:
+    x, y = torch.randn(2, 256).to(dtype)
+    a, b = x.double(), y.double()
+    out, floors = torch.empty(3, 256, dtype=dtype), torch.empty(256, dtype=integer)
+    halves[(1,)](out, floors, x, y, 256)
+    assert torch.equal(out, torch.stack([a + b, a - b, a * b]).to(dtype))
+    assert torch.equal(floors, (x.float() * 100).floor().to(integer))
 
 
 # ---- mistakes

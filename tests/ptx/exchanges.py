@@ -12,13 +12,12 @@ from .checked_memory import WARP, Array
 from .lanes import Mask, registers_in
 from .opcodes import DTYPES
 from .program import Statement, Unsupported
-from .rounding import NAN, from_bf16, from_f16, towards_zero
+from .rounding import FROM_HALF, NAN, towards_zero
 
 if TYPE_CHECKING:
     from .executor import Executor
 
 Run = Callable[[Mask], None]
-FROM_HALF = {"bf16": from_bf16, "f16": from_f16}
 
 
 def shuffle(ex: "Executor", s: Statement) -> Run:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .rounding import fma32, from_bf16, from_f16, to_bf16, to_f16
+from .rounding import fma16, fma32, from_bf16, from_f16, nan_as_integer, to_bf16, to_f16, to_integer
 
 Array = Any
 DTYPES: dict[str, Any] = {
@@ -26,8 +26,8 @@ class Opcode(NamedTuple):
     """A row of the table.
 
     options: modifiers that may stand in the name: "rn" says how the hardware rounds anyway, "ftz" flushes subnormals.
-    types: at the end of the name, "f32.s32" if there are two: of the result and of the operands. "f32x2": two numbers
-    in one register; `run` and `exact` take each.
+    types: at the end of the name, "f32.s32" if there are two: of the result and of the operands. "f32x2" and the like:
+    two numbers in one register; `run` and `exact` take each.
     operands: "result=operands": t the type, d and s the first and second of two, w an integer twice as wide, p a
     predicate, u a 32-bit number, i an immediate.
     bound: the largest error of an approximation, of its exact value and its operands; None: correctly rounded.
@@ -179,6 +179,40 @@ def _exact_bf16(bits: int) -> np.float64:
     return np.float64(np.array(bits << 16, np.uint32).view(np.float32))
 
 
+def _exact_f16(bits: int) -> np.float64:
+    return np.float64(np.array(bits, np.uint16).view(np.float16))
+
+
+def _halves(name: str, operands: str, order: Callable[..., tuple[Any, Any, Any]]) -> list[Opcode]:
+    """Rows of fp16 and bf16: a product and a sum, rounded once, of what `order` makes of the operands and the bits of 1
+    and of -0."""
+    return [
+        Opcode(name, "rn" * ("rn" not in name), f"{dtype} {dtype}x2", operands,
+               lambda *x, dtype=dtype, one=one: fma16(dtype, *order(*x, np.uint16(one), np.uint16(0x8000))),
+               lambda *x, one=one, number=number, digits=digits, bias=bias:
+               half_bits(_fused(*map(number, order(*x, one, 0x8000))), digits, bias))
+        for dtype, one, number, digits, bias in (
+            ("f16", 0x3C00, _exact_f16, 11, 15), ("bf16", 0x3F80, _exact_bf16, 8, 127))
+    ]  # fmt: skip
+
+
+_INTEGRAL: dict[str, tuple[Callable[..., Array], Callable[..., Any]]] = {  # towards 0, down, up, to nearest
+    "rzi": (np.trunc, math.trunc), "rmi": (np.floor, math.floor), "rpi": (np.ceil, math.ceil), "rni": (np.rint, round),
+}  # fmt: skip
+
+
+def _exact_integral(exact: Callable[..., Any], x: Any) -> Any:
+    """The integer as a number, with the sign of x if it is 0."""
+    return np.float64(math.copysign(exact(x), x)) if math.isfinite(x) else x
+
+
+def _exact_integer(exact: Callable[..., Any], dtype: str, source: str, x: Any) -> int:
+    least, limit = (-(1 << int(dtype[1:]) - 1) if dtype[0] == "s" else 0), 1 << int(dtype[1:]) - (dtype[0] == "s")
+    if math.isnan(x):
+        return nan_as_integer(dtype, source)
+    return min(max(exact(x) if math.isfinite(x) else limit if x > 0 else least, least), limit - 1)
+
+
 TABLE = (
     Opcode("add", "", INTEGERS, "t=tt", np.add, lambda a, b: a + b),
     Opcode("sub", "", INTEGERS, "t=tt", np.subtract, lambda a, b: a - b),
@@ -212,6 +246,12 @@ TABLE = (
     Opcode("sub", "rn ftz", "f32 f64 f32x2", "t=tt", np.subtract, lambda a, b: a - b),
     Opcode("mul", "rn ftz", "f32 f64 f32x2", "t=tt", np.multiply, lambda a, b: a * b),
     Opcode("fma", "rn ftz", "f32 f32x2", "t=ttt", fma32, _fused),
+    *_halves("add", "t=tt", lambda a, b, one, zero: (a, one, b)),
+    *_halves("sub", "t=tt", lambda a, b, one, zero: (a, one, b ^ zero)),
+    *_halves("mul", "t=tt", lambda a, b, one, zero: (a, b, zero)),
+    *_halves("fma.rn", "t=ttt", lambda a, b, c, one, zero: (a, b, c)),
+    Opcode("neg", "", "f16 bf16 f16x2 bf16x2", "t=t", lambda a: a ^ np.uint16(0x8000), lambda a: a ^ 0x8000),
+    Opcode("abs", "", "f16 bf16 f16x2 bf16x2", "t=t", lambda a: a & np.uint16(0x7FFF), lambda a: a & 0x7FFF),
     Opcode("div.rn", "ftz", "f32 f64", "t=tt", np.divide, lambda a, b: a / b),
     Opcode("sqrt.rn", "ftz", "f32 f64", "t=t", np.sqrt, np.sqrt),
     Opcode("neg", "ftz", "f32 f64", "t=t", np.negative, lambda a: -a),
@@ -247,10 +287,15 @@ TABLE = (
                                for s in ("s8", "u8", *INTEGERS.split())),
            "d=s", lambda a: a, lambda a: a),
     Opcode("cvt.rn", "", "f32.s32 f32.u32 f32.s64 f32.u64 f64.s32 f64.u32", "d=s", lambda a: a, Fraction),
+    *(Opcode(f"cvt.{mode}", "ftz", "f32.f32 f64.f64", "d=s", run, lambda x, exact=exact: _exact_integral(exact, x))
+      for mode, (run, exact) in _INTEGRAL.items()),
+    *(Opcode(f"cvt.{mode}", "ftz", f"{d}.{s}", "d=s", lambda x, run=run, d=d, s=s: to_integer(d, s, run(x)),
+             lambda x, exact=exact, d=d, s=s: _exact_integer(exact, d, s, x))
+      for mode, (run, exact) in _INTEGRAL.items() for d in INTEGERS.split() for s in ("f32", "f64")),
     Opcode("cvt", "", "f64.f32", "d=s", lambda a: a, lambda a: a),
     Opcode("cvt.rn", "", "f32.f64", "d=s", lambda a: a, lambda a: a),
     Opcode("cvt", "", "f32.bf16", "d=s", from_bf16, _exact_bf16),
-    Opcode("cvt", "", "f32.f16", "d=s", from_f16, lambda a: np.float64(np.array(a, np.uint16).view(np.float16))),
+    Opcode("cvt", "", "f32.f16", "d=s", from_f16, _exact_f16),
     Opcode("cvt.rn", "", "bf16.f32", "d=s", to_bf16, lambda a: half_bits(a, 8, 127)),
     Opcode("cvt.rn", "", "f16.f32", "d=s", to_f16, lambda a: half_bits(a, 11, 15)),
     Opcode("cvt.rn", "", "bf16x2.f32", "d=ss", lambda a, b: _pair(to_bf16(a), to_bf16(b)),
@@ -264,16 +309,19 @@ def _pair(high: Array, low: Array) -> Array:
     return (high.astype(np.uint32) << np.uint32(16)) | low
 
 
-def half_bits(x: float, digits: int, bias: int) -> int:
+def half_bits(x: float | Fraction, digits: int, bias: int) -> int:
     """The 16 bits of a number rounded to so many binary digits, to nearest, ties to even; exponents up to `bias`."""
     if math.isnan(x):
         return 0x7FFF
-    sign, x = (0x8000 if math.copysign(1, x) < 0 else 0), abs(float(x))
-    infinity = (2 * bias + 1) << (digits - 1)
+    sign, infinity = (0x8000 if math.copysign(1, x) < 0 else 0), (2 * bias + 1) << (digits - 1)
     if math.isinf(x):
         return sign | infinity
-    exponent = max(math.frexp(x)[1] - 1 if x else -bias, 1 - bias)
-    steps = round(Fraction(x) / Fraction(2) ** (exponent - digits + 1))  # Python rounds to even
+    exact = abs(x) if isinstance(x, Fraction) else Fraction(abs(float(x)))
+    if not exact:
+        return sign
+    exponent = exact.numerator.bit_length() - exact.denominator.bit_length()  # or one less
+    exponent = max(exponent - (exact < Fraction(2) ** exponent), 1 - bias)
+    steps = round(exact / Fraction(2) ** (exponent - digits + 1))  # Python rounds to even
     # A carry into the exponent comes out right: the bits count up.
     return sign | min(steps + ((exponent + bias - 1) << (digits - 1)), infinity)
 

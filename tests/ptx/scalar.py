@@ -70,9 +70,10 @@ def flush(value: Any) -> Any:
 
 def evaluate(row: Opcode, types: tuple[str, ...], options: set[str], operands: Sequence[int], width: int) -> int:
     """The bits of the result, from those of the operands; an immediate is itself."""
-    if types == ("f32x2",):
-        low, high = (evaluate(row, ("f32",), options, [o >> n & 0xFFFFFFFF for o in operands], 32) for n in (0, 32))
-        return high << 32 | low
+    if len(types) == 1 and types[0].endswith("x2"):
+        one, n = (types[0].removesuffix("x2"),), bits_of(types[0]) // 2
+        low, high = (evaluate(row, one, options, [o >> i & (1 << n) - 1 for o in operands], n) for i in (0, n))
+        return high << n | low
     result, wanted = row.operands.split("=")
     kinds = {"t": types[0], "d": types[0], "s": types[-1], "p": "pred", "u": "u32"}
     kinds["w"] = f"{types[0][0]}{2 * bits_of(types[0])}"

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from .checked_memory import Array
-from .exchanges import FROM_HALF, rounded
+from .exchanges import rounded
 from .lanes import Mask, registers_in
 from .program import Statement, Unsupported
+from .rounding import FROM_HALF
 
 if TYPE_CHECKING:
     from .executor import Executor
