@@ -252,7 +252,7 @@ def test_threads_that_meet_one_who_waited_for_a_tile_may_use_it() -> None:
 
 @pytest.mark.parametrize("grid", [1, 2])
 def test_a_group_of_products_counts_in_its_block_only(grid: int) -> None:
-    """The second block commits one more, behind which its product is awaited; that of the first one is not."""
+    """The second block commits one more, behind which its product is awaited; the first one's is not."""
     more = "setp.eq.u32 %p6, %r91, 0;\n@%p6 bra $one;\nwgmma.commit_group.sync.aligned;\n$one:\n"
     texts = product(PRODUCT.replace(LAST_WAIT, more + LAST_WAIT.replace("0", "1")), grid)
     assert "register %r10 is read before the sum of wgmma is there" in texts
