@@ -8,8 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from closed_form import sample_constants
 from compiled_heads import (
     BF16,
+    F32,
     Transform,
     by_blocks,
     closed,
@@ -17,23 +19,27 @@ from compiled_heads import (
     gemm_inputs,
     given_values,
     make_impossible,
+    new_values,
     rows,
     width,
 )
-from head_rows import DENTROPY, DLOGPROB, LOGPROB, statistics
+from head_rows import DENTROPY, DLOGPROB, ENTROPY, LOGPROB, statistics
 from ptx.executor import Options
 from ptx.launcher import Run, executed, findings_of
 from torch import Tensor
 
-from rlplus.kernels import exponentials
+from rlplus import Objective
+from rlplus.kernels import divergence_rows, exponentials, policy_loss, scale
 from rlplus.kernels.tiling import STATISTICS, TILES, Tiling
-from rlplus.loss import tuning
+from rlplus.loss import TokenConstants, tuning
+from rlplus.loss.backends import token_arguments
 from rlplus.loss.backends import triton as backend
 from rlplus.loss.backends.ways import Way
 from rlplus.loss.head import Head
 
 N, V, H = 20, 4099, 64
 SMALL = 300  # vocabulary of the GEMMs
+HALF = 2051  # vocabulary of a divergence: two blocks
 
 
 @pytest.fixture(autouse=True)
@@ -58,14 +64,16 @@ class Case:
         self.logits[LISTED, self.target[[*LISTED]]] = -140.0
         self.slopes = torch.randn(N, 2)
         self.values = given_values(self.logits[:, :V], self.target, Transform(), *self.slopes.T)
+        self.teacher = rows(N, HALF, width(HALF))
+        self.constants, self.given = token_arguments.columns(TokenConstants(**sample_constants((N,), 0, F32)))
         self.hidden, self.weight = gemm_inputs(N, SMALL, H, BF16)
         self.small = torch.randint(SMALL, (N,))
         make_impossible(self.hidden, self.weight, self.small, [*LISTED])
 
     def take(self, some: Tensor) -> "Case":
         one = Case.__new__(Case)
-        one.arch, one.weight = self.arch, self.weight
-        for name in ("logits", "target", "slopes", "values", "hidden", "small"):
+        one.arch, one.weight, one.given = self.arch, self.weight, self.given
+        for name in ("logits", "teacher", "target", "slopes", "values", "constants", "hidden", "small"):
             setattr(one, name, getattr(self, name)[some].contiguous())
         return one
 
@@ -73,6 +81,7 @@ class Case:
         one = self.take(torch.arange(N))
         others = torch.arange(N) != kept
         one.logits[others], one.hidden[others] = 1e30, float("nan")
+        one.teacher[others] = one.constants[others] = float("nan")
         one.values[others] = one.slopes[others] = 7.0
         one.target[others], one.small[others] = -1, SMALL
         return one
@@ -114,7 +123,37 @@ def gemm_of_exponentials(c: Case) -> Tensor:
     return c.close(values, e, SMALL, c.small, entropy=False)
 
 
-KERNELS = [rows_by_one_program, rows_by_several_programs, rows_by_blocks, gradient, gemm, gemm_of_exponentials]
+def divergence(c: Case) -> Tensor:
+    """The divergence from a teacher, what its gradient needs, and the gradient."""
+    values = torch.empty(len(c.target), divergence_rows.WIDTH.value)
+    rest = (c.logits, c.teacher, HALF, divergence_rows.Transform(), divergence_rows.Transform(), 0.3)
+    divergence_rows.row_divergences(values, *rest)
+    values[:, divergence_rows.WEIGHT.value] = c.slopes[:, 0]
+    out = torch.zeros(len(c.target), width(HALF), dtype=BF16)
+    divergence_rows.row_gradients(out, values, *rest)
+    return torch.cat([values, out[:, :HALF].float()], 1)
+
+
+def objective(c: Case) -> Tensor:
+    """The slopes of tokens in one block, and of seven times as many in two."""
+    o, found = Objective("clip", "mis", entropy_coef=0.01, kl_coef=0.1), []
+    for times in (1, 7):
+        values = new_values(times * len(c.target))
+        values[:, LOGPROB : ENTROPY + 1] = c.values[:, LOGPROB : ENTROPY + 1].repeat(times, 1)
+        numbers, names = token_arguments.coefficients(o), token_arguments.choices(o)
+        policy_loss.token_loss(values, c.constants.repeat(times, 1), numbers, c.given, names)
+        found += values[:, : DENTROPY + 1].split(len(c.target))
+    return torch.cat([x[:, [LOGPROB, DLOGPROB, DENTROPY]] for x in found], 1)
+
+
+def scaled(c: Case) -> Tensor:
+    return scale.scale_(c.logits[:, :V].to(BF16), torch.tensor(0.37))
+
+
+KERNELS = [
+    rows_by_one_program, rows_by_several_programs, rows_by_blocks, gradient, gemm, gemm_of_exponentials, divergence,
+    objective, scaled,
+]  # fmt: skip
 
 
 def every(*quick: Callable[["Case"], Tensor]) -> pytest.MarkDecorator:
@@ -156,7 +195,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(
     assert same(kernel(case.take(torch.arange(13, N))), want[13:])
 
 
-@every()
+@every(divergence, scaled)
 def test_the_order_of_blocks_changes_no_bit(arch: int, kernel: Callable[[Case], Tensor]) -> None:
     case = Case(arch)
     results = []

@@ -10,6 +10,7 @@ from typing import Any
 import processes
 import pytest
 import tritons
+from kernel_names import KERNELS
 from sass import after_mma, bytes_of, counts, flop_of, parse
 
 ROOT = Path(__file__).parents[2]
@@ -34,8 +35,6 @@ def kernels(rows: list[dict[str, Any]]) -> set[str]:
     return {row["kernel"] for row in rows if "kernel" in row}
 
 
-NAMES = ("target", "tile", "finish", "row", "close", "gradient", "divergence", "difference", "token_loss", "scale")
-KERNELS = {f"_{name}_kernel" for name in NAMES}
 USUAL = (  # a bf16 model's: one of every kernel
     "bfloat16, H 128",
     "bfloat16, V 4096, H 128, 128x256x32 w8 s3, stores",

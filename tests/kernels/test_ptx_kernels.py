@@ -6,11 +6,14 @@ Triton's interpreter.
 """
 
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import processes
 import pytest
 import tritons
 from compiled_known import KNOWN
+from compiled_launches import launched
+from kernel_names import KERNELS as NAMES
 from ptx import nested
 
 HERE = Path(__file__).parent
@@ -19,15 +22,28 @@ INTERPRETED = [HERE / f"test_{name}.py" for name in ("kernels", "gemm_kernel", "
 INTERPRETED += [HERE.parent / "loss" / f"test_{name}.py" for name in ("exponentials", "logit_transform")]
 
 
-def run(cache: Path, *arguments: str | Path, triton: str | None = None, plugin: str = "ptx", **more: str) -> int:
-    """How many tests passed; none may fail. triton: one of `tritons.PINNED`; None = the installed one."""
-    first = tritons.folder(triton) if triton else None
-    environment = nested.environment(cache, first, **more)
-    return nested.passed(processes.run(nested.command(*arguments, plugin=plugin), processes.LONG_S, env=environment))
+def start(
+    cache: Path, *arguments: str | Path, triton: str | None = None, plugin: str = "ptx", **more: str
+) -> CompletedProcess[str]:
+    """triton: one of `tritons.PINNED`; None = the installed one."""
+    environment = nested.environment(cache, tritons.folder(triton) if triton else None, **more)
+    return processes.run(nested.command(*arguments, plugin=plugin), processes.LONG_S, env=environment)
+
+
+def run(cache: Path, *arguments: str | Path, **options: str) -> int:
+    """How many tests passed; none may fail."""
+    return nested.passed(start(cache, *arguments, **options))
+
+
+def check_quick(cache: Path, triton: str | None = None) -> None:
+    """The quick tests pass, and launch every kernel for each GPU."""
+    done = start(cache, KERNELS, BITS, PAIRS, "-m", "not slow", "-p", "support.compiled_launches", triton=triton)
+    assert nested.passed(done)
+    assert launched(done.stdout) == {f"{name} sm_{arch}" for name in NAMES for arch in (80, 90)}
 
 
 def test_every_kernel_computes_what_float64_does_and_nothing_is_found(tmp_path: Path) -> None:
-    assert run(tmp_path, KERNELS, BITS, PAIRS, "-m", "not slow") >= 18
+    check_quick(tmp_path)
 
 
 @pytest.mark.slow
@@ -52,7 +68,7 @@ def test_the_kernels_of_blackwell(arch: str, gemms: bool, tmp_path: Path) -> Non
 def test_the_kernels_of_the_tritons_of_every_torch(triton: str, tmp_path: Path) -> None:
     """One shape of each, and every tile and block."""
     assert run(tmp_path, nested.TESTS / "ptx" / "compiled.py", triton=triton) > 25
-    assert run(tmp_path, KERNELS, BITS, PAIRS, "-m", "not slow", triton=triton) >= 18
+    check_quick(tmp_path, triton)
     assert run(tmp_path, KERNELS, "-m", "slow", "-k", "every_tile or every_block", triton=triton) >= 16
 
 

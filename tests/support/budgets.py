@@ -23,6 +23,31 @@ NUMBERS = {
     "kernels": ("registers", "spills", "shared", "loops", "once", "end", "estimate"),
     "operations": ("launches", "operations", "waits", "scratch"),
 }
+# Operations of the table, and the registered ones that each calls.
+_LOSS, _LOGPROB = "linear_policy_loss attach_gradients", "linear_logprob"
+_GRADIENTS, _DIVERGENCE = "linear_logprob linear_logprob_backward", "linear_divergence attach_gradients"
+OPERATIONS = {
+    "logprobs": _LOGPROB,
+    "logprobs, the vendor's GEMM": _LOGPROB,
+    "logprobs, kept tokens": _LOGPROB,
+    "logprobs, split head": _LOGPROB,
+    "logprobs and gradients": _GRADIENTS,
+    "logprobs and gradients, kept tokens": _GRADIENTS,
+    "logprobs and gradients, split head": _GRADIENTS,
+    "loss and gradients": _LOSS,
+    "loss and gradients, the vendor's GEMM": _LOSS,
+    "loss and gradients, entropy bonus": _LOSS,
+    "loss and gradients, chunks": _LOSS,
+    "loss and gradients, chunks, the vendor's GEMM": _LOSS,
+    "loss and gradients, chunks, smallest gradients left out": _LOSS,
+    "loss and gradients, least memory": _LOSS,
+    "loss and gradients, kept tokens": _LOSS,
+    "loss and gradients, split head": _LOSS,
+    "divergence": _DIVERGENCE,
+    "divergence and gradients": _DIVERGENCE,
+    "divergence and gradients, chunks": _DIVERGENCE,
+    "divergence from the teacher's likeliest tokens, and gradients": "linear_topk_divergence attach_gradients",
+}
 LIMITED = ("registers", "spills", "instructions", "end")
 HEAD = f"""# What every kernel and operation takes. Written by `{COMMAND}`; decision 109.
 #

@@ -4,39 +4,57 @@ Counted on the simulated device of tests/ptx, which executes the kernels for tha
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import budgets
 import torch
+import torch.distributed as dist
 from head_cases import on_policy, sample
 from ptx.simulate import simulated
+from thread_ranks import group_of
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from rlplus import Objective, linear_logprob, linear_policy_loss
+from rlplus import Objective, linear_divergence, linear_logprob, linear_policy_loss
 from rlplus.kernels.tiling import Tiling
 from rlplus.loss import tuning
 
 N, V, H = 150, 300, 64
 CHUNKS_MB = 0.05  # several chunks
+KEPT = 3  # tokens of each row that a sampler kept, but of every fourth row none
+
+
+class Called(TorchDispatchMode):
+    """The names of our operations that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "rlplus":
+            self.names.add(func._opname)
+        return func(*args, **(kwargs or {}))
 
 
 def operation_rows(arch: int, only: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """A row for each operation, or each of these, on `N` tokens in bf16."""
-    with simulated(arch) as gpu:
-        head, constants = sample(N, V, 1, torch.bfloat16, H)
-        there = [{k: v.to("cuda") for k, v in part.items()} for part in (on_policy(head), constants)]
-        del there[0]["bias"]
-        for name, tiling, call in operations(*there):
+    with simulated(arch) as gpu, one_rank() as group:
+        calls = Calls(group)
+        for name, tiling, call in calls.every():
             if only is not None and name not in only:
                 continue
-            kind = tuning.kind_of(there[0]["weight"].device, torch.bfloat16, V, H)
+            kind = tuning.kind_of(calls.weight.device, torch.bfloat16, V, H)
             with nullcontext() if tiling is None else tuning.using(kind, tiling):
                 gpu.reset()
                 before = gpu.allocated
-                results = call()
+                with Called() as called:
+                    results = call()
                 kept, scratch = gpu.allocated - before, gpu.peak - gpu.allocated
                 assert results
                 assert kept > 0
+                assert called.names == set(budgets.OPERATIONS[name].split()), (name, called.names)
                 yield {
                     "arch": arch,
                     "operation": name,
@@ -48,39 +66,95 @@ def operation_rows(arch: int, only: list[str] | None = None) -> Iterator[dict[st
                 del results
 
 
-def operations(head: dict[str, Any], constants: dict[str, Any]) -> Iterator[tuple[str, Any, Callable]]:
-    """Name, the tiling that it needs (None: the default), and the call, which returns what it computes."""
-    leaves = {k: v.requires_grad_(v.is_floating_point()) for k, v in head.items()}
-    inputs = [leaves["hidden"], leaves["weight"]]
-    plain, entropy = Objective("clip", "mis"), Objective("clip", "mis", entropy_coef=0.01)
+@contextmanager
+def one_rank() -> Iterator[dist.ProcessGroup]:
+    """A group of one rank, whose collectives the simulated device does not see."""
 
-    def loss(objective: Objective = plain, **options: Any) -> list[Any]:
-        out = linear_policy_loss(**leaves, **constants, objective=objective, backend="triton", **options)
-        return [out, torch.autograd.grad(out.loss, inputs)]
+    def unseen(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            with _disable_current_modes():
+                return collective(*args, **options)
 
-    def logprobs(**options: Any) -> Any:
-        return linear_logprob(**leaves, backend="triton", **options)
+        return call
 
-    def gradients() -> Any:
-        logprob, spread = logprobs()
-        return [logprob, spread, torch.autograd.grad((logprob + spread).sum(), inputs)]
+    collectives = {name: getattr(dist, name) for name in ("all_gather", "all_reduce")}
+    with group_of(0, 1, dist.HashStore()) as group:
+        try:
+            for name, collective in collectives.items():
+                setattr(dist, name, unseen(collective))
+            yield group
+        finally:
+            for name, collective in collectives.items():
+                setattr(dist, name, collective)
 
-    def without_gradients() -> Any:
+
+class Calls:
+    """The operations' inputs on the device, and calls of them."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        head, constants = sample(N, V, 1, torch.bfloat16, H)
+        head = on_policy(head)
+        del head["bias"]
+        self.head = {k: v.to("cuda").requires_grad_(v.is_floating_point()) for k, v in head.items()}
+        self.constants = {k: v.to("cuda") for k, v in constants.items()}
+        self.weight, self.group = self.head["weight"], group
+        self.inputs = [self.head["hidden"], self.weight]
+        teacher, _ = sample(N, V, 2, torch.bfloat16, H)
+        self.teacher = {f"teacher_{k}": teacher[k].to("cuda") for k in ("hidden", "weight")}
+        likeliest = (teacher["hidden"].float() @ teacher["weight"].float().T).log_softmax(1).topk(KEPT)
+        self.topk = (likeliest.indices.to("cuda"), likeliest.values.to("cuda"))
+        counts = torch.where(torch.arange(N) % 4 == 3, 0, KEPT)
+        tokens = (head["target"][:, None] + torch.arange(KEPT)) % V
+        self.kept = (
+            torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to("cuda"),
+            tokens[counts > 0].flatten().to("cuda"),
+        )
+
+    def loss(self, objective: Objective, **options: Any) -> list[Any]:
+        inputs = self.head | self.constants
+        out = linear_policy_loss(**inputs, objective=objective, backend="triton", **options)
+        return [out, torch.autograd.grad(out.loss, self.inputs)]
+
+    def logprobs(self, **options: Any) -> Any:
         with torch.no_grad():
-            return logprobs()
+            return linear_logprob(**self.head, backend="triton", **options)
 
-    vendor = Tiling(forward="vendor", loss="vendor")
-    yield "logprobs", None, without_gradients
-    yield "logprobs, the vendor's GEMM", vendor, without_gradients
-    yield "logprobs and gradients", None, gradients
-    yield "loss and gradients", None, loss
-    yield "loss and gradients, the vendor's GEMM", vendor, loss
-    yield "loss and gradients, entropy bonus", None, partial(loss, entropy)
-    yield "loss and gradients, chunks", None, partial(loss, max_scratch_mb=CHUNKS_MB)
-    yield "loss and gradients, chunks, the vendor's GEMM", vendor, partial(loss, max_scratch_mb=CHUNKS_MB)
-    yield (
-        "loss and gradients, chunks, smallest gradients left out",
-        None,
-        partial(loss, max_scratch_mb=CHUNKS_MB, grad_filter=0.01),
-    )
-    yield "loss and gradients, least memory", None, partial(loss, memory="least", max_scratch_mb=CHUNKS_MB)
+    def gradients(self, **options: Any) -> Any:
+        logprob, spread = linear_logprob(**self.head, backend="triton", **options)
+        return [logprob, spread, torch.autograd.grad((logprob + spread).sum(), self.inputs)]
+
+    def divergence(self, backend: str = "triton", **teacher: Any) -> Any:
+        weights = self.constants["token_weight"]
+        out = linear_divergence(*self.inputs, token_weight=weights, backend=backend, **teacher)
+        return [out, torch.autograd.grad(out.loss, self.inputs)]
+
+    def divergence_alone(self) -> Any:
+        with torch.no_grad():
+            weights = self.constants["token_weight"]
+            return linear_divergence(*self.inputs, token_weight=weights, backend="triton", **self.teacher)
+
+    def every(self) -> Iterator[tuple[str, Tiling | None, Callable[[], Any]]]:
+        """Name, the tiling that it needs (None: the default), and the call, which returns what it computes."""
+        vendor, chunks = Tiling(forward="vendor", loss="vendor"), {"max_scratch_mb": CHUNKS_MB}
+        loss = partial(self.loss, Objective("clip", "mis"))
+        yield "logprobs", None, self.logprobs
+        yield "logprobs, the vendor's GEMM", vendor, self.logprobs
+        yield "logprobs and gradients", None, self.gradients
+        yield "loss and gradients", None, loss
+        yield "loss and gradients, the vendor's GEMM", vendor, loss
+        bonus = Objective("clip", "mis", entropy_coef=0.01)
+        yield "loss and gradients, entropy bonus", None, partial(self.loss, bonus)
+        yield "loss and gradients, chunks", None, partial(loss, **chunks)
+        yield "loss and gradients, chunks, the vendor's GEMM", vendor, partial(loss, **chunks)
+        filtered = partial(loss, **chunks, grad_filter=0.01)
+        yield "loss and gradients, chunks, smallest gradients left out", None, filtered
+        yield "loss and gradients, least memory", None, partial(loss, memory="least", **chunks)
+        for name, form in (("kept tokens", {"kept": self.kept}), ("split head", {"group": self.group})):
+            yield f"logprobs, {name}", None, partial(self.logprobs, **form)
+            yield f"logprobs and gradients, {name}", None, partial(self.gradients, **form)
+            yield f"loss and gradients, {name}", None, partial(loss, **form)
+        yield "divergence", None, self.divergence_alone
+        yield "divergence and gradients", None, partial(self.divergence, **self.teacher)
+        yield "divergence and gradients, chunks", None, partial(self.divergence, **self.teacher, **chunks)
+        topk = partial(self.divergence, "torch", teacher_topk=self.topk)
+        yield "divergence from the teacher's likeliest tokens, and gradients", None, topk

@@ -1,8 +1,9 @@
 """Ranks of a process group that are threads of this process."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -16,23 +17,30 @@ TIMEOUT = timedelta(minutes=2)
 _numbers = count()
 
 
+@contextmanager
+def group_of(rank: int, size: int, store: dist.Store) -> Iterator[dist.ProcessGroup]:
+    """A group of CPU ranks that meet in the store."""
+    group = dist.ProcessGroup(store, rank, size)
+    group._register_backend(
+        torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
+    )
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._set_group_name(name := f"threads {next(_numbers)}, rank {rank}")
+    c10d._register_process_group(name, group)
+    try:
+        yield group
+    finally:
+        c10d._unregister_process_group(name)
+
+
 def together(size: int, work: Callable[[int, dist.ProcessGroup], Any]) -> list[Any]:
     """work(rank, group) of every rank, at the same time; the first exception of any rank is raised."""
-    store, number = dist.HashStore(), next(_numbers)
+    store = dist.HashStore()
 
     def rank_of(rank: int) -> Any:
         torch.set_num_threads(1)
-        group = dist.ProcessGroup(store, rank, size)
-        group._register_backend(
-            torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
-        )
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        group._set_group_name(name := f"threads {number}, rank {rank}")
-        c10d._register_process_group(name, group)
-        try:
+        with group_of(rank, size, store) as group:
             return work(rank, group)
-        finally:
-            c10d._unregister_process_group(name)
 
     with ThreadPoolExecutor(size) as pool:
         return [done.result() for done in [pool.submit(rank_of, rank) for rank in range(size)]]
