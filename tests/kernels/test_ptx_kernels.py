@@ -11,7 +11,6 @@ from subprocess import CompletedProcess
 import processes
 import pytest
 import tritons
-from compiled_known import KNOWN
 from compiled_launches import launched
 from kernel_names import KERNELS as NAMES
 from ptx import nested
@@ -79,4 +78,4 @@ def test_what_holds_in_the_interpreter_holds_of_the_compiled_code(path: Path, ar
     """Without whole runs, which load weights by the meta device: beside the simulated one it cannot be used. Without
     rows 2^31 elements apart: of each element between it is noted whether it was written."""
     words = ("-m", "not slow", "-k", "not (a_run_trains or sdpa or far_apart or lie_apart)")
-    assert run(tmp_path, path, *words, plugin="ptx.everywhere", PTX_ARCH=arch, PTX_TOLERATED=KNOWN) >= 5
+    assert run(tmp_path, path, *words, plugin="ptx.everywhere", PTX_ARCH=arch) >= 5
