@@ -99,7 +99,7 @@ RULES: tuple[Rule, ...] = (
         "train.deepspeed.gradient_clipping takes its place",
     ),
     (
-        "rollout.top_k rollout.top_p rollout.min_p "
+        "rollout.top_k "
         "train.generated_tokens train.overlap algorithm.normalize_std algorithm.advantage algorithm.advantage_k "
         "algorithm.refill algorithm.shaping algorithm.reward_kl_coef "
         "algorithm.objective.internal algorithm.ratio_level algorithm.mismatch_level algorithm.top_entropy "

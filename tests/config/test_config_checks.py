@@ -8,7 +8,7 @@ from run_files import problems, write_minimal
 
 from rlplus.algorithm import ALGORITHMS
 from rlplus.config import load_config
-from rlplus.config.loading import _kinds, _valid_keys
+from rlplus.config.loading import _kinds, valid_keys
 from rlplus.loss.surrogates import EXTERNAL
 
 VALIDATED = ["validation.every=5", "validation.data.path=validation.jsonl"]
@@ -100,7 +100,7 @@ def test_every_wrong_option_of_an_objective_has_its_key(minimal: Path) -> None:
     ]
 
 
-NUMBERS = [key for key in _valid_keys() if _kinds(key.split(".")) & {int, float}]
+NUMBERS = [key for key in valid_keys() if _kinds(key.split(".")) & {int, float}]
 
 
 @pytest.mark.parametrize("key", [key for key in NUMBERS if int in _kinds(key.split("."))])

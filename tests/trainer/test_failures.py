@@ -166,8 +166,8 @@ def test_a_checkpoint_that_somebody_removed_is_not_missed(tmp_path: Path, monkey
     config = run_config(tmp_path, train={"steps": 3}, checkpoint={"every": 1})
     save = checkpoint.save
 
-    def save_and_remove(*arguments: Any) -> Path:
-        saved = save(*arguments)
+    def save_and_remove(*arguments: Any, **options: Any) -> Path:
+        saved = save(*arguments, **options)
         if saved.name == "step-000001":
             os.rename(saved, tmp_path / "elsewhere")
         return saved

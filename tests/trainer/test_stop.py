@@ -153,9 +153,9 @@ def test_a_second_signal_does_not_wait_unless_it_is_the_same_one(tmp_path, monke
     config = run_config(tmp_path)
     save = rlplus.checkpoint.save
 
-    def signalled_again(*args: Any) -> Path:
+    def signalled_again(*args: Any, **options: Any) -> Path:
         os.kill(os.getpid(), signal.SIGINT)
-        return save(*args)
+        return save(*args, **options)
 
     with monkeypatch.context() as patch:
         kill_at(patch, "generate", 2)
