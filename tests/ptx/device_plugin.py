@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import pytest
 
 from .device import Device
-from .launcher import unexpected
 from .plugin import arch, launch
 from .simulate import simulated
 
@@ -26,7 +25,7 @@ def device() -> Iterator[Device]:
     yield _gpu
     _gpu.queue.clear()
     _gpu.failed = None
-    assert not unexpected(_gpu.findings)
+    assert not _gpu.findings
 
 
 def pytest_unconfigure() -> None:

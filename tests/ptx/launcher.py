@@ -9,9 +9,8 @@ Triton must have been imported without TRITON_INTERPRET, or its own functions ar
 
 import contextlib
 import functools
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -47,19 +46,9 @@ class Run(NamedTuple):
         return {place: n for place, n in self.memory.unwritten.items() if place[0] not in allowed}
 
 
-def unexpected(findings: Mapping[tuple[str, str], int]) -> dict[tuple[str, str], int]:
-    """Findings by kernel and text, but for those that PTX_TOLERATED names: "kernel: first words", separated by ";"."""
-    tolerated = [one.strip().split(": ", 1) for one in os.environ.get("PTX_TOLERATED", "").split(";") if one.strip()]
-    return {
-        (kernel, text): n
-        for (kernel, text), n in findings.items()
-        if not any(kernel == name and text.startswith(words) for name, words in tolerated)
-    }
-
-
 def findings_of(runs: Iterable[Run]) -> dict[tuple[str, str], int]:
-    """The unexpected findings of all launches."""
-    return unexpected({(run.name, finding): n for run in runs for finding, n in run.findings.items()})
+    """The findings of all launches, by kernel and text."""
+    return {(run.name, finding): n for run in runs for finding, n in run.findings.items()}
 
 
 class NoDevice:
