@@ -54,7 +54,7 @@ else:
     for name in ("trained", "lengths"):
         result = dict(name=name, problems=list(range(first, first + 4)), n=[32] * 4, k=[1, 32], temperature=1.0, seed=0)
         result |= dict(correct=[right + i for i in range(4)], statuses={"ok": 128})
-        result |= dict(mean_response_length=5.0, truncated_share=0.0)
+        result |= dict(mean_response_length=5.0, truncated_share=0.0, mean_reward=None)
         (output / f"evaluation-{name}.json").write_text(json.dumps(result))
         first += 4
 """
