@@ -143,6 +143,7 @@ def main() -> None:
     supervisor = _Supervisor()
     end_with_parent(signal.SIGTERM, int(sys.argv[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _children()  # OSError where Linux has no such list
     own = os.getpid()
     reading, writing = os.pipe()
     supervisor.pid = os.fork()

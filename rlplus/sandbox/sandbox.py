@@ -130,11 +130,12 @@ class Sandbox:
     def _end(self, process: "subprocess.Popen[bytes]") -> None:
         """End the jail, whose first process adopts orphans and kills all others before it ends.
 
-        A program may have stopped it. bubblewrap's own process stands before it, and may not be allowed to kill it.
+        A program may have stopped it. bubblewrap's own process stands before it: killed, it takes the others with it
+        unless they are another user's, whom it may not kill; it is killed where it has none, or hidepid hides them.
         """
         while process.poll() is None:
             if self.kind == "bubblewrap":
-                for pid in tree(process.pid, processes()).keys() - {process.pid}:
+                for pid in tree(process.pid, processes()).keys() - {process.pid} or [process.pid]:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             else:

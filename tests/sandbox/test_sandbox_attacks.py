@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import has_name
-from sandboxes import MEMORY, SECONDS, linux, make, run
+from processes import has_name, wait_until
+from sandboxes import KINDS, MEMORY, SECONDS, linux, make, run
 
 from rlplus.sandbox import Sandbox
 from rlplus.sandbox.jail.namespaces import free_user
@@ -133,6 +133,21 @@ def test_a_stopped_sandbox_is_ended() -> None:
         below = set(tree(process.pid, processes()))
     assert len(below) > 2
     assert not below & set(processes())
+
+
+@pytest.mark.skipif("bubblewrap" not in KINDS, reason="bubblewrap is not installed")
+def test_hidden_processes_are_ended_with_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain user's, where /proc hides what is not the caller's to look into."""
+    sandbox = make("bubblewrap")
+    monkeypatch.setattr("rlplus.sandbox.sandbox.free_user", lambda: None)
+    with contextlib.ExitStack() as stack:
+        process = sandbox._start(stack, {"code": "import time\ntime.sleep(600)", "inputs": [""], "function": None})
+        assert process.stdout is not None
+        process.stdout.readline()
+        below = set(tree(process.pid, processes()))
+        monkeypatch.setattr("rlplus.sandbox.sandbox.processes", dict)
+    assert len(below) > 2
+    wait_until(lambda: not any(entry.state != "Z" for pid, entry in processes().items() if pid in below))
 
 
 def test_a_program_sees_no_network(closed: Sandbox) -> None:

@@ -61,22 +61,17 @@ def _first_process(settings: dict[str, Any], user: int | None) -> int:
     return _wait_for_all(driver)
 
 
-def _adopted() -> list[int]:
-    """This process's children, the ended ones too. Linux lists at least one as long as a descendant lives: whose parent
-    ends is adopted at once, before the parent is gone."""
-    with open("/proc/thread-self/children") as file:
-        return [int(word) for word in file.read().split()]
-
-
-def _end_all(*_: object) -> None:
+def _end_all(children: int) -> None:
     """Kill all descendants, by process groups where they are not this one's, until none is left; then end.
 
-    A chain of processes, each started by one that ends, has only its group or its speed to be caught by.
+    Linux's file `children` has the ended ones too, and at least one as long as a descendant lives: whose parent ends is
+    adopted at once, before the parent is gone. A chain of processes, each started by one that ends, has only its group
+    or its speed to be caught by.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with contextlib.suppress(ChildProcessError):  # none is left
         while True:
-            for child in _adopted():
+            for child in map(int, os.pread(children, 1 << 16, 0).split()):
                 with contextlib.suppress(ProcessLookupError):
                     group = os.getpgid(child)
                     os.kill(child if group == os.getpgrp() else -group, signal.SIGKILL)
@@ -112,14 +107,18 @@ def main() -> None:
     os.umask(0o022)  # another user reads the folders
     with _reason():
         machine()
+        # OSError where Linux has no such list. The first process hides it from this one when it has a /proc of its own.
+        children = os.open("/proc/thread-self/children", os.O_RDONLY)
         user = enter() if settings["own"] else None
         if settings["user"] is not None:
             give_up_rights(settings["user"])
-        _adopted()  # OSError where Linux has no such list
         _prctl(_SUBREAPER, 1)
         _prctl(_DUMPABLE, 0)  # no program looks into this process, or its forks
+        signal.signal(signal.SIGTERM, lambda *_: _end_all(children))  # how sandbox.py ends all
         child = os.fork()
     if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.close(children)
         os.setpgid(0, 0)
         status = 1
         try:
@@ -127,5 +126,4 @@ def main() -> None:
                 status = _first_process(settings, user)
         finally:
             os._exit(status & 255)
-    signal.signal(signal.SIGTERM, _end_all)
     os._exit(_wait_for_all(child) & 255)  # not only for the child: killed first, it leaves orphans to this process
