@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 YAML = "YAML file, such as configs/gsm8k-tiny.yaml"
+KNOWN_GPUS = (
+    "a100-40g, a100-80g, h100, h200, rtx3090, rtx4090, rtx5090, a10g, l40s, dgx-spark, mi300x, "
+    "or a size of memory such as 24g"
+)
 
 
 def add_configuration(command: argparse.ArgumentParser, what: str = YAML, *, name: str = "config") -> None:

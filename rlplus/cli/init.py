@@ -4,10 +4,10 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlplus.cli.common import quiet_imports
+from rlplus.cli.common import KNOWN_GPUS, quiet_imports
 
 if TYPE_CHECKING:
-    from rlplus.cli.common import Commands
+    from rlplus.cli.common import KNOWN_GPUS, Commands
 
 
 def add(commands: "Commands") -> None:
@@ -15,8 +15,7 @@ def add(commands: "Commands") -> None:
     init = commands.add_parser("init", help="write a first configuration, for your model, data and GPU, that fits")
     init.add_argument("--model", required=True, help="a Hugging Face folder, or a name on the hub")
     init.add_argument("--data", required=True, help="a file of prompts and answers: JSON lines or Parquet")
-    known = "a100-40g, a100-80g, h100, h200, or a size of memory such as 24g"
-    init.add_argument("--gpu", help=f"{known}; default: this machine's, or a100-80g")
+    init.add_argument("--gpu", help=f"{KNOWN_GPUS}; default: this machine's, or a100-80g")
     init.add_argument("--gpus", type=int, help="how many; default: this machine's, or 1 where --gpu is given")
     init.add_argument("--out", default="run.yaml", help="the file to write, run.yaml by default; never overwritten")
     init.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="fixed: rollout.group_size=16")

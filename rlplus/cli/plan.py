@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rlplus.cli.common import add_configuration, naming_stage, quiet_imports
+from rlplus.cli.common import KNOWN_GPUS, add_configuration, naming_stage, quiet_imports
 from rlplus.errors import RunFailed
 
 if TYPE_CHECKING:
-    from rlplus.cli.common import Commands
+    from rlplus.cli.common import KNOWN_GPUS, Commands
     from rlplus.config import Config
     from rlplus.plan import Plan
     from rlplus.plan.data_report import DataPlan
@@ -20,8 +20,7 @@ def add(commands: "Commands") -> None:
     """Add the command's arguments."""
     plan = commands.add_parser("plan", help="memory of each GPU by part, and a rough time, before a run")
     plan.add_argument("--gpus", type=int, help="how many; default: this machine's, or 8")
-    known = "a100-40g, a100-80g, h100, h200, or a size of memory such as 24g"
-    plan.add_argument("--gpu", help=f"{known}; default: this machine's, or a100-80g")
+    plan.add_argument("--gpu", help=f"{KNOWN_GPUS}; default: this machine's, or a100-80g")
     plan.add_argument(
         "--data",
         action="store_true",

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlplus.config import Config, merged
 from rlplus.learner.pretrained import positions
-from rlplus.plan import GPUS, Cluster, Plan, make_cluster, make_plan, read_model, training_part
+from rlplus.plan import Cluster, Plan, make_cluster, make_plan, read_model, training_part
 from rlplus.plan.memory import Model, estimate_memory
 
 LENGTHS = (2048, 1024, 512)  # responses, in tokens
@@ -18,6 +18,7 @@ LORA: dict[str, Any] = {"model": {"lora": {"rank": 16, "alpha": 32.0}}, "train":
 FULL: dict[str, Any] = {"train": {"lr": 1e-6}}
 OFFLOADED = merged(LORA, {"train": {"zero_stage": 3, "offload_params": "cpu"}})
 TUNINGS = (FULL, LORA, OFFLOADED)  # what trains more weights first, what moves weights over the bus in each step last
+SIZES = (24, 32, 40, 48, 80, 140, 192)  # GiB of single GPUs that a refusal may name
 SEQUENCES = 4  # that the engine's cache holds at least, if any share of the GPU gives so many
 FULL_AT = 0.95  # share of a GPU's memory: a plan is an estimate
 
@@ -141,8 +142,7 @@ def what_would_fit(base: dict[str, Any], fixed: dict[str, Any], cluster: Cluster
         if more := find_fitting(_for_ranks(base, gpus), fixed, Cluster(gpus, cluster.gpu), models=models):
             found.append(f"{gpus} such GPUs ({more.tuning}, ZeRO {more.config.train.zero_stage})")
             break
-    sizes = sorted({int(gpu.memory / 2**30) for gpu in GPUS.values()} | {24, 48})
-    for size in (size for size in sizes if size * 2**30 > cluster.gpu.memory):
+    for size in (size for size in SIZES if size * 2**30 > cluster.gpu.memory):
         larger = make_cluster(cluster.gpus, f"{size}g")
         if other := find_fitting(base, fixed, larger, models=models):
             found.append(f"{larger.gpus} x {size} GiB ({other.tuning})")

@@ -1,4 +1,4 @@
-"""The GPUs that a plan is for: their vendor's datasheets, and further assumptions."""
+"""The GPUs that a plan is for: their vendors' datasheets, and further assumptions."""
 
 import os
 import re
@@ -19,7 +19,7 @@ CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 class Gpu:
     """memory in bytes; flops: dense bf16 peak; bandwidth of memory and link (one direction) in bytes per second.
 
-    None: unknown, so no time is estimated.
+    None: unknown, so no time is estimated. driver: a regular expression in the driver's name of the device.
     """
 
     name: str
@@ -27,15 +27,29 @@ class Gpu:
     flops: float | None = None
     bandwidth: float | None = None
     link: float | None = None
+    driver: str = ""
 
 
-# NVIDIA's datasheets of the SXM modules. "80 GB" of these are GiB but for what the driver keeps (`RESERVE` has that);
-# the bf16 peaks are without sparsity; NVLink is quoted there as the sum of both directions: here one.
+# The vendors' datasheets. bf16 peaks are without sparsity and, where the sheet has both, with sums in fp32. Memory is in
+# GiB but for what the driver keeps (`RESERVE` has that). Links are quoted as the sum of both directions: here one.
 GPUS = {
-    "a100-40g": Gpu("a100-40g", 40 * GIB, 312e12, 1555e9, 300e9),
-    "a100-80g": Gpu("a100-80g", 80 * GIB, 312e12, 2039e9, 300e9),
-    "h100": Gpu("h100", 80 * GIB, 989e12, 3350e9, 450e9),
-    "h200": Gpu("h200", 140 * GIB, 989e12, 4800e9, 450e9),
+    # NVIDIA's SXM modules, by NVLink.
+    "a100-40g": Gpu("a100-40g", 40 * GIB, 312e12, 1555e9, 300e9, "a100"),
+    "a100-80g": Gpu("a100-80g", 80 * GIB, 312e12, 2039e9, 300e9, "a100"),
+    "h100": Gpu("h100", 80 * GIB, 989e12, 3350e9, 450e9, "h100"),
+    "h200": Gpu("h200", 140 * GIB, 989e12, 4800e9, 450e9, "h200"),
+    # By PCIe: 32 GB/s in the fourth generation, 64 in the fifth. The peaks of the GeForce cards are in the white papers of
+    # GA102, Ada and RTX Blackwell. ECC, which is on as delivered, takes a sixteenth of the GDDR6 of A10G and L40S.
+    "rtx3090": Gpu("rtx3090", 24 * GIB, 71e12, 936e9, 32e9, "rtx 3090$"),
+    "rtx4090": Gpu("rtx4090", 24 * GIB, 165e12, 1008e9, 32e9, "rtx 4090$"),
+    "rtx5090": Gpu("rtx5090", 32 * GIB, 209e12, 1792e9, 64e9, "rtx 5090$"),
+    "a10g": Gpu("a10g", 22.5 * GIB, 70e12, 600e9, 32e9, "a10g"),
+    "l40s": Gpu("l40s", 45 * GIB, 362e12, 864e9, 32e9, "l40s"),
+    # 128 decimal GB, shared with the system. The sheet has 1 PFLOP/s of sparse FP4 alone; the white paper's other chips of
+    # RTX Blackwell do a sixteenth of theirs in bf16. Between machines ConnectX-7, 200 Gbit/s.
+    "dgx-spark": Gpu("dgx-spark", 128e9, 62e12, 273e9, 25e9, "gb10"),
+    # AMD's Infinity Fabric, seven links.
+    "mi300x": Gpu("mi300x", 192 * GIB, 1307e12, 5300e9, 448e9, "mi300x"),
 }
 
 
@@ -105,7 +119,7 @@ def _this_gpu() -> Gpu:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     words = properties.name.lower()
     alike = [
-        g for n, g in GPUS.items() if n.split("-")[0] in words and abs(g.memory / properties.total_memory - 1) < 0.1
+        g for g in GPUS.values() if re.search(g.driver, words) and abs(g.memory / properties.total_memory - 1) < 0.1
     ]
     known = alike[0] if alike else Gpu("", 0.0)
     return replace(known, name=properties.name, memory=float(properties.total_memory))

@@ -8,7 +8,7 @@ from rlplus.plan.memory import Memory, Model, head_mode
 
 GEMM_EFFICIENCY = 0.45  # share of the bf16 peak: training of dense models reaches 0.4 to 0.5 on A100. Assumed
 MEMORY_EFFICIENCY = 0.6  # share of the memory's bandwidth, in decoding and in the optimizer. Assumed
-LINK_EFFICIENCY = 0.7  # share of NVLink's bandwidth, one direction. Assumed
+LINK_EFFICIENCY = 0.7  # share of the bandwidth between GPUs, one direction. Assumed
 NETWORK = 50e9  # bytes per second of each GPU between nodes, 400 Gbit/s. Assumed
 PCIE = 20e9  # bytes per second to the host. Assumed
 MAX_SEQUENCES = 256  # that vLLM runs at a time: its default
@@ -16,7 +16,7 @@ MAX_SEQUENCES = 256  # that vLLM runs at a time: its default
 ASSUMPTIONS = (
     f"{GEMM_EFFICIENCY:.0%} of the bf16 peak",
     f"{MEMORY_EFFICIENCY:.0%} of the memory bandwidth",
-    f"{LINK_EFFICIENCY:.0%} of NVLink",
+    f"{LINK_EFFICIENCY:.0%} of the bandwidth between GPUs",
     f"{NETWORK / 1e9:.0f} GB/s a GPU between nodes",
     f"{PCIE / 1e9:.0f} GB/s to the host",
     "every prompt and response as long as allowed",
