@@ -30,23 +30,23 @@ class Gpu:
     driver: str = ""
 
 
-# The vendors' datasheets. bf16 peaks are without sparsity and, where the sheet has both, with sums in fp32. Memory is in
-# GiB but for what the driver keeps (`RESERVE` has that). Links are quoted as the sum of both directions: here one.
+# The vendors' datasheets. bf16 peaks are without sparsity and, where the sheet has both, with sums in fp32. Memory is
+# in GiB but for what the driver keeps (`RESERVE` has that). Links are quoted as the sum of both directions: here one.
 GPUS = {
-    # NVIDIA's SXM modules, by NVLink.
+    # NVLink and SXM modules of NVIDIA.
     "a100-40g": Gpu("a100-40g", 40 * GIB, 312e12, 1555e9, 300e9, "a100"),
     "a100-80g": Gpu("a100-80g", 80 * GIB, 312e12, 2039e9, 300e9, "a100"),
     "h100": Gpu("h100", 80 * GIB, 989e12, 3350e9, 450e9, "h100"),
     "h200": Gpu("h200", 140 * GIB, 989e12, 4800e9, 450e9, "h200"),
-    # By PCIe: 32 GB/s in the fourth generation, 64 in the fifth. The peaks of the GeForce cards are in the white papers of
-    # GA102, Ada and RTX Blackwell. ECC, which is on as delivered, takes a sixteenth of the GDDR6 of A10G and L40S.
+    # PCIe: 32 GB/s in the fourth generation, 64 in the fifth. The peaks of the GeForce cards are in the white papers
+    # of GA102, Ada and RTX Blackwell. ECC, which is on as delivered, takes a sixteenth of the GDDR6 of A10G and L40S.
     "rtx3090": Gpu("rtx3090", 24 * GIB, 71e12, 936e9, 32e9, "rtx 3090$"),
     "rtx4090": Gpu("rtx4090", 24 * GIB, 165e12, 1008e9, 32e9, "rtx 4090$"),
     "rtx5090": Gpu("rtx5090", 32 * GIB, 209e12, 1792e9, 64e9, "rtx 5090$"),
     "a10g": Gpu("a10g", 22.5 * GIB, 70e12, 600e9, 32e9, "a10g"),
     "l40s": Gpu("l40s", 45 * GIB, 362e12, 864e9, 32e9, "l40s"),
-    # 128 decimal GB, shared with the system. The sheet has 1 PFLOP/s of sparse FP4 alone; the white paper's other chips of
-    # RTX Blackwell do a sixteenth of theirs in bf16. Between machines ConnectX-7, 200 Gbit/s.
+    # 128 decimal GB, shared with the system. The sheet has 1 PFLOP/s of sparse FP4 alone; the other chips of RTX
+    # Blackwell do a sixteenth of theirs in bf16. Between machines ConnectX-7, 200 Gbit/s.
     "dgx-spark": Gpu("dgx-spark", 128e9, 62e12, 273e9, 25e9, "gb10"),
     # AMD's Infinity Fabric, seven links.
     "mi300x": Gpu("mi300x", 192 * GIB, 1307e12, 5300e9, 448e9, "mi300x"),
