@@ -1,6 +1,7 @@
 """rlplus-bench, python -m bench: measures the head's backends and their peers.
 
-rlplus-bench tune finds the fastest tiling of the triton backend on this machine's GPU; see rlplus-bench tune --help.
+rlplus-bench tune finds the fastest tiling of the triton backend on this machine's GPU; rlplus-bench submit measures
+that GPU for the manual. See rlplus-bench tune --help and rlplus-bench submit --help.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from typing import NoReturn
 
 from rlplus.errors import hint
 
-from . import tune_options
+from . import submit, tune_options
 from .suites import SUITES, on_cuda
 
 # Imports that need torch are in functions: --help and wrong arguments are answered without it.
@@ -72,6 +73,9 @@ def main(arguments: list[str] | None = None) -> None:
         from . import tune  # needs triton
 
         tune.main(*parsed, say)
+        return
+    if arguments[:1] == ["submit"]:
+        submit.main(*submit.parse(arguments[1:]), say)
         return
     parser, options = parse(arguments)
     checked(parser, options)

@@ -42,14 +42,14 @@ sys.exit(not names)
 SELFCHECK = """
 import sys, torch
 from functools import partial
+from rlplus.bench.submit import small_cases
 from rlplus.loss import selfcheck
 from rlplus.loss.verdicts import verdict_on
 if torch.cuda.is_available():
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     found = {str(dtype): verdict_on(torch.device("cuda", 0), dtype) for dtype in dtypes}
 else:
-    small = [case._replace(N=14, V=70, max_scratch_mb=0.005) for case in selfcheck.CASES]
-    selfcheck.check = partial(selfcheck.check, cases=small, H=8)
+    selfcheck.check = partial(selfcheck.check, cases=small_cases(), H=8)
     found = {"torch.float32": selfcheck.judge("cpu", "float32")}
 for name, verdict in found.items():
     print(f"{name}: {verdict.status} {verdict.reason}")

@@ -21,6 +21,7 @@ from torch.distributed.run import get_args_parser
 
 import rlplus
 from bench.__main__ import parse as parse_bench
+from bench.submit import parse as parse_submit
 from bench.tune_options import parse as parse_tune
 from rlplus.algorithm import ALGORITHMS
 from rlplus.cli import parse
@@ -221,7 +222,7 @@ def check_pip(words: Sequence[str], folder: Path) -> None:
 
 def check_python(words: Sequence[str], folder: Path) -> None:
     if words[:2] == ["-m", "bench"]:
-        parse_bench(list(words[2:]))
+        check_bench(list(words[2:]), folder)
     elif words[0] == "-m":
         assert importlib.util.find_spec(words[1].partition(".")[0]) is not None, words[1]
     else:
@@ -231,7 +232,8 @@ def check_python(words: Sequence[str], folder: Path) -> None:
 
 
 def check_bench(words: list[str], folder: Path) -> None:
-    (parse_tune if words[0] == "tune" else parse_bench)(words[words[0] == "tune" :])
+    commands = {"tune": parse_tune, "submit": parse_submit}
+    commands.get(words[0], parse_bench)(words[words[0] in commands :])
 
 
 def check_make(words: Sequence[str], folder: Path) -> None:
