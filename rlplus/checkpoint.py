@@ -179,8 +179,10 @@ def _without_frozen(model: nn.Module) -> Iterator[None]:
     """Leave weights that do not train out of the model's state; DeepSpeed by itself keeps a tied one's second name."""
 
     def drop(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
-        for name in _frozen(model) & state.keys():
-            del state[name]
+        frozen = _frozen(model)
+        for name in [*state]:
+            if name in frozen or any(name.startswith(f"{kept}.") for kept in frozen if kept in name):
+                del state[name]  # also the scales of a quantized weight, which are named after it
 
     hook = model.register_state_dict_post_hook(drop)
     try:

@@ -98,6 +98,7 @@ class Config(Sections):
             )
         if self.train.sequence_parallel > 1 and self.model.attention == "eager":
             problems.append("train.sequence_parallel wants model.attention sdpa or flash_attention_2; got eager")
+        problems += self._quantization_problems()
         problems += self._refill_problems()
         problems += self._option_problems()
         problems += self._learner_problems()
@@ -106,6 +107,17 @@ class Config(Sections):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def _quantization_problems(self) -> Iterator[str]:
+        if self.model.lora is None or self.model.lora.quantization is None:
+            return
+        if self.train.zero_stage == 3:
+            yield (
+                "model.lora.quantization: ZeRO-3 shards the weights while they load, before they can be quantized: "
+                "want train.zero_stage 1 or 2; got 3"
+            )
+        if self.train.compile:
+            yield "model.lora.quantization: train.compile does not know its layers: want train.compile false"
 
     def _evaluation_problems(self) -> Iterator[str]:
         """Contradictions of evaluation and validation with the rest."""

@@ -71,6 +71,9 @@ class LoraConfig(Section):
     """Scale of B A, see above."""
     target_modules: Literal["all-linear"] | list[Text] = "all-linear"
     """Names of linear layers, or "all-linear" for all but the head."""
+    quantization: Literal["nf4"] | None = None
+    """Type of the frozen weights of all linear layers but the head. nf4: about 4.13 bits each (QLoRA, by bitsandbytes),
+    with ZeRO 1 and 2; None = model.dtype."""
 
 
 class ModelConfig(Section):

@@ -17,13 +17,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rlplus.common import activity, agree
 from rlplus.config import Config, TrainConfig
 from rlplus.data import MicroBatch
-from rlplus.learner.adapters import add_adapters
 from rlplus.learner.deepspeed_settings import deepspeed_config
 from rlplus.learner.gradients import in_fp32, take_fp32_gradients, without_bf16_optimizer
 from rlplus.learner.learning_rate import Optimization, learning_rate
 from rlplus.learner.packed_model import PackedModel
 from rlplus.learner.pretrained import in_shards, load_model, restore_buffers
 from rlplus.learner.sequence import SequenceGroup, check_attention
+from rlplus.rollout.adapters import add_adapters
+from rlplus.rollout.quantized import quantize
 
 
 class Learner:
@@ -48,6 +49,8 @@ class Learner:
         if train.zero_stage == 3:
             restore_buffers(lm)
         if config.model.lora is not None:
+            if config.model.lora.quantization is not None:
+                quantize(lm, self.device)
             add_adapters(lm, config.model.lora, train.seed)
         if config.model.gradient_checkpointing:
             lm.gradient_checkpointing_enable({"use_reentrant": False})

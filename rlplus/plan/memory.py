@@ -9,7 +9,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rlplus.algorithm import HeadKind
 from rlplus.config import Config
-from rlplus.learner.adapters import add_adapters
 from rlplus.learner.deepspeed_settings import deepspeed_config
 from rlplus.learner.value_head import add_value_head
 from rlplus.loss import MAX_SCRATCH_MB
@@ -20,6 +19,7 @@ from rlplus.loss.library import implementation
 from rlplus.plan.activations import Activations, count_activations, meta_model
 from rlplus.plan.cluster import GIB, NODE, Cluster
 from rlplus.rollout import DEFAULT_CACHE_MB
+from rlplus.rollout.adapters import add_adapters
 
 RESERVE = 3 * GIB  # on each GPU: driver, CUDA context, cuBLAS, NCCL's buffers, fragmentation. Assumed
 ENGINE_ASLEEP = 1 * GIB  # kept by vLLM while it sleeps: CUDA graphs, its context. Assumed

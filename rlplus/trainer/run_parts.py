@@ -135,8 +135,15 @@ def _load_data(
 ) -> tuple[Prompts, list[str]]:
     """Examples, whose demonstrations the run's own reward accepts, and prompts; and notes of what was dropped."""
     weights = None if config.model.path is None or dist.get_rank() else weights_fingerprint(config.model.path)
+    weights = agree.gathered(weights)[0]
+    lora = config.model.lora
+    if lora is not None and lora.quantization is not None and config.model.path is not None and weights is None:
+        raise ValueError(
+            "model.lora.quantization: want model.path with safetensors, by which a resumed run knows its base; "
+            f"got {config.model.path} without"
+        )
     examples, report = load_examples(config.data, tokenizer, max_demonstration_length=config.max_demonstration_length)
-    folder.set_inputs(agree.gathered(weights)[0], examples)
+    folder.set_inputs(weights, examples)
     selected = select_prompts(config, examples, scorer, decode, folder.state.get("verdicts", []))
     if refusals := [*selected.refusals(config)]:
         raise ValueError("; ".join(refusals))

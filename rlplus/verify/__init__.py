@@ -13,8 +13,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rlplus import checkpoint
 from rlplus.config import Config, check_training_files
-from rlplus.learner.adapters import add_adapters
 from rlplus.learner.pretrained import load_model
+from rlplus.rollout.adapters import add_adapters
 from rlplus.trainer import Interrupted, Run, open_run
 from rlplus.trainer.run_folder import config_in
 from rlplus.trainer.stop import StepGivenUp
@@ -91,6 +91,11 @@ def _checkpoint(folder: Path, step: int | None) -> Path:
 def _copy(last: Path, place: Path) -> Config:
     """Make `place` a copy of the run at that checkpoint, whose files it only refers to; returns its configuration."""
     config = config_in(last, checkpoint.read_state(last))
+    if config.model.lora is not None and config.model.lora.quantization is not None:
+        raise ValueError(
+            "want a run without model.lora.quantization, whose frozen weights have no counterpart in float64; got "
+            f"{config.model.lora.quantization}"
+        )
     (place / "checkpoints").mkdir()
     (place / "checkpoints" / last.name).symlink_to(last.resolve(), target_is_directory=True)
     silent = config.log.model_copy(update={"samples_every": 0, "wandb": None, "trackio": None})

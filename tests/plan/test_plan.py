@@ -136,7 +136,7 @@ DRIVERS = {  # names of devices as the drivers give them, and their memory in Mi
 
 
 def test_the_cards_that_a_desk_has(monkeypatch):
-    """The order of the time of a step is that of the peaks, its parts those of the datasheets, as is the fit."""
+    """The time of a step follows the datasheets, and so does the fit."""
     config = paper("model.lora={}", "train.tokens_per_micro_batch=10240", "rollout.max_response_length=8192")
     model, _ = read_model(config)
     memory = {name: estimate_memory(config, model, make_cluster(1, name)) for name in GPUS}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from rlplus.config import LoraConfig
 from rlplus.errors import install_command
+from rlplus.rollout.quantized import dequantized
 
 
 def add_adapters(lm: PreTrainedModel, config: LoraConfig, seed: int) -> None:
@@ -36,7 +38,9 @@ def add_adapters(lm: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         torch.manual_seed(seed)
         inject_adapter_in_model(peft, lm)
     for name, parameter in lm.named_parameters():
-        parameter.requires_grad_("lora_" in name)
+        if trained := "lora_" in name:
+            parameter.data = parameter.data.to(lm.dtype)  # fp32 beside a base of 4 bits
+        parameter.requires_grad_(trained)
 
 
 @contextmanager
@@ -68,7 +72,7 @@ def merged_weights(lm: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], Cal
             parts = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
             yield f"{module}.weight", [parameter, *parts], _Merged(layer, parameter)
         else:
-            yield name.replace(".base_layer.", "."), [parameter], parameter.detach
+            yield name.replace(".base_layer.", "."), [parameter], partial(dequantized, parameter)
 
 
 class _Merged:
@@ -77,4 +81,5 @@ class _Merged:
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        return self.base.detach() + self.layer.get_delta_weight("default").to(self.base.dtype)
+        base = dequantized(self.base)
+        return base + self.layer.get_delta_weight("default").to(base.dtype)

@@ -1,0 +1,60 @@
+"""Frozen weights of 4 bits, by bitsandbytes: NF4 with quantized scales (Dettmers et al., QLoRA, 2023)."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rlplus.errors import install_command
+
+
+def check_installed() -> None:
+    """ValueError without bitsandbytes."""
+    if find_spec("bitsandbytes") is None:
+        raise ValueError(
+            "model.lora.quantization needs the package bitsandbytes, which is not installed: "
+            f"{install_command('qlora')}"
+        )
+
+
+def quantize(lm: PreTrainedModel, device: torch.device) -> None:
+    """Replace each linear layer but the head by one of NF4 on the device, which computes in its weight's dtype.
+
+    ValueError for weights that are not finite, which NF4 would hide. On the meta device only the sizes are right.
+    """
+    check_installed()
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    head = lm.get_output_embeddings()
+    for name, old in [*lm.named_modules()]:
+        if type(old) is not nn.Linear or old is head:
+            continue
+        if not old.weight.is_meta and not old.weight.isfinite().all():
+            raise ValueError(f"want finite weights to quantize; got NaN or infinity in parameter {name}.weight")
+        new: Any = Linear4bit(
+            old.in_features,
+            old.out_features,
+            bias=False,
+            compute_dtype=old.weight.dtype,
+            quant_type="nf4",
+            device="meta",
+        )
+        data = old.weight.data if old.weight.is_meta else old.weight.data.to(device)
+        new.weight = Params4bit(data, requires_grad=False, quant_type="nf4", module=new).to(data.device)
+        new.bias = old.bias
+        new.support_avx512bf16_for_cpu = False  # else a CPU's forward pass in eval mode rearranges the weight
+        lm.set_submodule(name, new.train(old.training))
+    lm.is_loaded_in_4bit = True  # peft asks for it
+
+
+def dequantized(parameter: Tensor) -> Tensor:
+    """The weight that a parameter stands for: NF4's in the dtype that it computes in, any other as it is."""
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return parameter.detach()
+    from bitsandbytes.functional import dequantize_4bit
+
+    weight: Tensor = dequantize_4bit(parameter.data, state)
+    return weight
