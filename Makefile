@@ -1,12 +1,13 @@
 # `make demo` and `make test` need nothing but Linux, git, make and Python 3.11 or 3.12: they set themselves up.
 # Variables: VENV=folder of the virtual environment, PYTHON=the interpreter to make it with,
-# WRITE="reason" of `make kernels`: write the budgets anew, PYTHON312=the interpreter for prime-rl in `make test-peers`.
+# WRITE="reason" of `make kernels`: write the budgets anew, PYTHON312=the interpreter for prime-rl in `make test-peers`,
+# ONLY="trl torch" of `make compatibility`: these frameworks alone.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-peers mutants lint schema docs kernels bench bench-quick hub clean
+.PHONY: help setup demo test test-slow test-peers compatibility mutants lint schema docs kernels bench bench-quick hub clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -47,6 +48,11 @@ test-peers: .venv-peers/.ready $(if $(PRIME_RL),.venv-prime-rl/.ready)  ## compa
 	if [ -n "$(PRIME_RL)" ]; then
 	    .venv-prime-rl/bin/pytest -o pythonpath=tests/support -m peers tests/peers/test_peers_prime_rl.py
 	fi
+
+compatibility: setup  ## resolve, install and test the wheel beside the newest release of each framework; ONLY="trl torch" for some
+	@rm -rf build
+	RLPLUS_EXT=0 $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	PYTHONPATH=. $(BIN)/python tests/support/compatibility.py build/wheel/*.whl tests/peers/newest.json $(ONLY)
 
 mutants: setup  ## make known mistakes in copies of the tree, one at a time; the tests must notice each
 	@$(BIN)/python tests/mutants.py

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import output
-from docs import community_page, decision_pages, first_step, models_page, paper_figure, what_fits
+from docs import community_page, compatibility_page, decision_pages, first_step, models_page, paper_figure, what_fits
 from experiments.theory import __main__ as theory
 from rlplus.algorithm import ALGORITHMS, RECIPES, Algorithm
 from rlplus.compare import BASE, Results, load_comparison
@@ -360,6 +360,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/evaluation.md": {"benchmarks": benchmarks},
     "docs/decisions/index.md": {"decisions": partial(decision_pages.index, table)},
     "docs/community.md": {"community": partial(community_page.part, table)},
+    "docs/compatibility.md": {"newest": partial(compatibility_page.frameworks, table)},
     "docs/models.md": {"families": partial(models_page.families, table)},
     "docs/paper-study.md": {
         "settings": partial(settings_beside, PAPER),

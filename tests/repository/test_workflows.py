@@ -20,7 +20,9 @@ def commands(job: str) -> list[str]:
     return [line for step in JOBS[job].get("steps", []) for line in step.get("run", "").splitlines()]
 
 
-@pytest.mark.parametrize("command", ["make lint", "make test", "make test-slow", "make test-peers"])
+@pytest.mark.parametrize(
+    "command", ["make lint", "make test", "make test-slow", "make test-peers", "make compatibility"]
+)
 def test_every_kind_of_test_is_run_by_a_workflow(command: str) -> None:
     assert [job for job in JOBS if command in commands(job)]
 
