@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlplus.algorithm import HeadKind
@@ -20,6 +21,7 @@ from rlplus.plan.activations import Activations, count_activations, meta_model
 from rlplus.plan.cluster import GIB, NODE, Cluster
 from rlplus.rollout import DEFAULT_CACHE_MB
 from rlplus.rollout.adapters import add_adapters
+from rlplus.rollout.quantized import BITS
 
 RESERVE = 3 * GIB  # on each GPU: driver, CUDA context, cuBLAS, NCCL's buffers, fragmentation. Assumed
 ENGINE_ASLEEP = 1 * GIB  # kept by vLLM while it sleeps: CUDA graphs, its context. Assumed
@@ -64,7 +66,7 @@ class Model:
     parameters: exact, tied ones once. trainable: how many of these, or the adapters'; largest: the largest one's.
     cache_bytes: keys and values of a token in all layers. heads, key_heads: heads of queries, of keys and values.
     attention_width: query heads times their size. head: a recipe's learner's; None = the policy's.
-    learners: the policy, and its recipe's learners.
+    learners: the policy, and its recipe's. weight_bytes: without adapters. dequantized: bytes of a layer's at most.
     """
 
     def __init__(self, config: Config, model_config: PretrainedConfig, head: HeadKind | None = None) -> None:
@@ -86,6 +88,9 @@ class Model:
         self.learners: tuple[Model, ...] = (self, *(Model(config, model_config, head) for head in heads))
         if config.model.lora is not None:
             self.parameters -= self.trainable
+        quantized = _quantized_sizes(config, self.lm)
+        self.weight_bytes = self.parameters * self.itemsize - int(sum(quantized) * (self.itemsize - BITS / 8))
+        self.dequantized = max(quantized, default=0) * self.itemsize
         # Identical layers need the same memory, which follows from counts for two and three of them.
         self._few: list[PreTrainedModel] = []
         if self.layers > 3 and _layers_alike(self.lm):
@@ -133,6 +138,14 @@ def _meta_model(config: Config, model_config: PretrainedConfig, head: HeadKind |
     return lm
 
 
+def _quantized_sizes(config: Config, lm: PreTrainedModel) -> list[int]:
+    """Weights of each linear layer that `quantize` would replace."""
+    if config.model.lora is None or config.model.lora.quantization is None:
+        return []
+    layers, head = lm.named_modules(), lm.get_output_embeddings()
+    return [m.weight.numel() for n, m in layers if type(m) is nn.Linear and m is not head and ".lora_" not in n]
+
+
 def _layers_alike(lm: PreTrainedModel) -> bool:
     layers = getattr(lm.base_model, "layers", [])
     shapes = {tuple((name, p.shape) for name, p in layer.named_parameters()) for layer in layers}
@@ -175,6 +188,7 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
         activations = learner.activations(config)
         gradients = (staying or states.gradients) + states.reducing
         passes = always | {"gradients": gradients} | at_rest | {"gathered weights": states.gathered}
+        passes |= {"dequantized weights": learner.dequantized}
         return {
             "head": passes | {"activations": activations.head, "head": head_memory(config, learner, cluster)},
             "backward": passes | {"activations": activations.backward},
@@ -233,7 +247,7 @@ def model_states(config: Config, model: Model, cluster: Cluster) -> States:
     """Weights, gradients and AdamW's states; P parameters of b bytes, T of them trained, over R ranks.
 
     ZeRO (Rajbhandari et al., 2020, section 5) as DeepSpeed 0.19 does it:
-    weights           b P; stage 3: b P / R; offloaded: 0
+    weights           b P, less where they are quantized; stage 3: b P / R; offloaded: 0
     optimizer         12 T / R: fp32 weights, a second copy also where the model is fp32, and two moments; offloaded: 0
     gradients         of g bytes, 4 unless train.deepspeed says otherwise. Stage 1: g T, stages 2 and 3: g T / R; and a
                       bucket of g B, B = min(T, reduce_bucket_size), twice that with overlap_comm in stages 1 and 2.
@@ -260,7 +274,7 @@ def model_states(config: Config, model: Model, cluster: Cluster) -> States:
     copied = max(bucket, model.largest) if stage == 2 or bucket < T else 0
     live = _size(zero, "stage3_max_live_parameters", LIVE_PARAMETERS)
     at_once = min(share, _size(zero, "sub_group_size", SUB_GROUP)) if stage == 3 else share
-    weights = b * (-(-P // R) if stage == 3 else P)
+    weights = b * -(-P // R) if stage == 3 else model.weight_bytes
     return States(
         weights=0 if weights_off else weights,
         optimizer=0 if off else 12 * share,

@@ -9,6 +9,8 @@ from transformers import PreTrainedModel
 
 from rlplus.errors import install_command
 
+BITS = 4 + (8 + 32 / 256) / 64  # 64 weights share a scale of one byte, and 256 scales a number in fp32
+
 
 def check_installed() -> None:
     """ValueError without bitsandbytes."""

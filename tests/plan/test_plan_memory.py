@@ -15,6 +15,7 @@ from plan_cases import (
     real_storages,
     thin_model,
 )
+from torch import nn
 from trainer_runs import run_config
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -23,8 +24,10 @@ from rlplus.learner import make_micro_batches
 from rlplus.learner.packed_model import PackedModel
 from rlplus.learner.policy import Policy
 from rlplus.loss import Objective, linear_policy_loss
+from rlplus.plan import GIB, make_cluster
 from rlplus.plan.activations import Meter, count_activations, meta_model
 from rlplus.plan.memory import Model, head_memory, model_states
+from rlplus.rollout.quantized import quantize
 from rlplus.trainer.ranks import initialize_distributed
 
 
@@ -233,3 +236,32 @@ def test_kept_tokens_take_what_is_planned(tmp_path):
     none, some = (head_memory(config, model, CPU) for config in configs)
     assert some - none == 80 * tokens * top_k
     assert peak_of(profile) == pytest.approx(some, rel=0.1)
+
+
+QLORA = (
+    "algorithm.preset=grpo", "model.gradient_checkpointing=true", "data.max_prompt_length=1024",
+    "rollout.max_response_length=2048", "rollout.gpu_memory_utilization=0.6", "train.tokens_per_micro_batch=3072",
+    "train.max_scratch_mb=320", "evaluation.every=0",
+)  # fmt: skip
+
+
+def test_weights_of_4_bits_are_counted():
+    """As bitsandbytes has them, without its tables; the numbers for 7 billion are those of what-fits.md."""
+    pytest.importorskip("bitsandbytes")
+    quantized = paper("model.lora={quantization: nf4}", *QLORA)
+    lm = AutoModelForCausalLM.from_config(thin_model(), dtype=torch.bfloat16)
+    largest = max(m.weight.numel() for m in lm.model.modules() if isinstance(m, nn.Linear))
+    quantize(lm, torch.device("cpu"))
+    sizes = [p.numel() * p.element_size() for p in lm.parameters()]
+    states = [m.weight.quant_state for m in lm.modules() if hasattr(m, "quant_state")]
+    sizes += [s.absmax.numel() + 4 * s.state2.absmax.numel() for s in states]
+    assert len(states) == 4 * 7
+    thin = Model(quantized, thin_model())
+    assert thin.weight_bytes == pytest.approx(sum(sizes), rel=1e-3)
+    assert thin.dequantized == 2 * largest
+    cluster = make_cluster(1, "rtx5090")
+    plans = [make_plan(config, cluster) for config in (quantized, paper("model.lora={}", *QLORA))]
+    assert [plan.fits for plan in plans] == [True, False]
+    assert [round(plan.memory.parts["head"]["weights"] / GIB, 1) for plan in plans] == [5.2, 14.2]
+    assert [round(plan.memory.total("backward") / GIB, 1) for plan in plans] == [11.6, 20.5]
+    assert round(plans[0].memory.peak / GIB, 1) == 27.8
