@@ -81,6 +81,13 @@ def exchanged(parts: Tensor, group: Any) -> Tensor:
     return received
 
 
+def rows(x: Tensor) -> Tensor:
+    """(n, ...) -> (ranks n, ...) on its device: those of all ranks, one after the other. Collective."""
+    every = x.new_empty(dist.get_world_size(), *x.shape)
+    _together(lambda: dist.all_gather(list(every.unbind()), x.contiguous()))
+    return every.flatten(0, 1)
+
+
 def failures(failure: BaseException | None, *, clear: tuple[type[BaseException], ...] = (Exception,)) -> str:
     """All ranks' failures as one text, empty if there are none. Collective; a rank without a failure passes None.
 

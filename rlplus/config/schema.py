@@ -99,6 +99,8 @@ class Config(Sections):
         if self.train.sequence_parallel > 1 and self.model.attention == "eager":
             problems.append("train.sequence_parallel wants model.attention sdpa or flash_attention_2; got eager")
         problems += self._quantization_problems()
+        if self.train.shard_head and self.rollout.top_k:
+            problems.append(f"train.shard_head has the whole vocabulary only; got rollout.top_k {self.rollout.top_k}")
         problems += self._refill_problems()
         problems += self._option_problems()
         problems += self._learner_problems()

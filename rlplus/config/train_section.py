@@ -54,6 +54,9 @@ class TrainConfig(Section):
     """Largest norm of the gradient."""
     zero_stage: Literal[1, 2, 3] = 1
     """Sharding over the ranks: 1 optimizer state, 2 + gradients, 3 + weights."""
+    shard_head: bool = False
+    """With ZeRO 3: leave the policy's head in shards, and gather all ranks' hidden states in its place. Less memory and
+    less to send where all ranks' tokens of a micro-batch are fewer than the vocabulary."""
     offload_optimizer: Literal["none", "cpu"] = "none"
     """Where the optimizer state is kept. cpu: in host memory, by DeepSpeed."""
     offload_params: Literal["none", "cpu"] = "none"
@@ -146,6 +149,11 @@ class TrainConfig(Section):
             raise ValueError("backend reference keeps the full logits: want memory fast; got least")
         if self.offload_params != "none" and self.zero_stage < 3:
             raise ValueError(f"offload_params needs weights in shards: want zero_stage 3; got {self.zero_stage}")
+        if self.shard_head and (self.zero_stage < 3 or self.memory == "least" or self.backend == "reference"):
+            got = f"zero_stage {self.zero_stage}, memory {self.memory}, backend {self.backend}"
+            raise ValueError(
+                f"shard_head: want zero_stage 3, memory fast, and another backend than reference; got {got}"
+            )
         if self.compile and self.zero_stage == 3:
             raise ValueError("compile does not go with the hooks of ZeRO-3: want zero_stage 1 or 2; got 3")
         return self

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from rlplus.config import Config, merged
 
@@ -37,3 +38,18 @@ def deepspeed_config(config: Config, parameters: int, grad_clip: float | None = 
         **IN_FP32,
     }
     return merged(base, train.deepspeed) | ({} if grad_clip is None else {"gradient_clipping": grad_clip})
+
+
+def check_sharded_head(lm: PreTrainedModel, vocabulary: int, ranks: int) -> None:
+    """ValueError for a head (vocabulary, H) that `train.shard_head` cannot leave in ZeRO-3's shards, some rows each."""
+    head: Any = lm.get_output_embeddings()
+    got = f"{vocabulary} tokens and {ranks} ranks" if vocabulary % ranks else ""
+    if head.bias is not None:
+        got = "one with a bias"
+    if head.weight is getattr(lm.get_input_embeddings(), "weight", None):
+        got = "one that is tied to the input embeddings, which are gathered anyway"
+    if got:
+        raise ValueError(
+            "train.shard_head: want a head of its own, without a bias, with a vocabulary that the number of ranks "
+            f"divides; got {got}"
+        )

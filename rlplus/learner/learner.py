@@ -56,7 +56,8 @@ class Learner:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
         if train.compile:
             _compile_layers(lm)
-        model = PackedModel(lm, self.group).train()
+        sharded = train.shard_head and own is None  # the policy's; models beside it gather theirs
+        model = PackedModel(lm, self.group, gathers_head=not sharded).train()
         parameters = [p for p in model.parameters() if p.requires_grad]
         self._optimizer = _adamw(train, parameters, own)
         count = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)

@@ -20,11 +20,13 @@ class PackedModel(nn.Module):
 
     The `forward` of the head is replaced, so that ZeRO-3's hooks on that module gather its weight around the fused op.
     `group`: the ranks that share each micro-batch with this one; it is then called with this rank's shard.
+    gathers_head: False where the op has the head's rows itself (`ShardedHead`): ZeRO-3 gathers a weight that is as much
+    as looked at.
     """
 
-    def __init__(self, lm: PreTrainedModel, group: "SequenceGroup | None") -> None:
+    def __init__(self, lm: PreTrainedModel, group: "SequenceGroup | None", *, gathers_head: bool = True) -> None:
         super().__init__()
-        self.lm, self.group = lm, group
+        self.lm, self.group, self.gathers_head = lm, group, gathers_head
         self.transform = logit_transform(lm)
         lm.get_output_embeddings().forward = MethodType(_fused_head, lm.get_output_embeddings())
 
@@ -37,7 +39,8 @@ class PackedModel(nn.Module):
         body = body_of(self.lm)(**inputs)
         hidden = body.last_hidden_state.flatten(0, 1)[batch.rows]
         scale, softcap = self.transform
-        return self.lm.get_output_embeddings()(hidden, partial(op, logit_scale=scale, logit_softcap=softcap))
+        op = partial(op, logit_scale=scale, logit_softcap=softcap)
+        return self.lm.get_output_embeddings()(hidden, op) if self.gathers_head else op(hidden, None)
 
 
 def _fused_head(head: nn.Linear, hidden: Tensor, op: Callable[..., Any]) -> Any:

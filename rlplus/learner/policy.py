@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import deepspeed
@@ -21,6 +21,7 @@ from rlplus.learner.learning_rate import Optimization
 from rlplus.learner.packed_model import PackedModel
 from rlplus.learner.pretrained import load_model, write_model
 from rlplus.learner.sequence import probe_batch
+from rlplus.learner.sharded_head import ShardedHead
 from rlplus.loss import Objective, PolicyLoss, TokenConstants, linear_logprob, linear_policy_loss, token_loss
 from rlplus.loss.backends.selection import Choice, choose
 from rlplus.rollout.adapters import merged_weights, without_adapters
@@ -56,6 +57,10 @@ class Policy(Learner):
             lm = load_model(config.model, model_path, model_config)
             self.reference = PackedModel(lm, self.group).to(self.device).eval().requires_grad_(False)
 
+    @cached_property
+    def _sharded(self) -> ShardedHead | None:
+        return None if self.engine.module.gathers_head else ShardedHead(self.engine.module.lm)
+
     def nonfinite(self) -> str:
         """The place of NaN or infinity: the first such parameter, else a batch's logprobs; empty if all is finite.
 
@@ -72,43 +77,42 @@ class Policy(Learner):
         """log p (N,) of the batch's targets at the temperature, under the policy or the frozen reference."""
         if not reference:
             return self.statistics(batch)[0]
-        op = partial(linear_logprob, **self._head_options(batch))
-        logprob: Tensor
         if self.reference is not None:
-            logprob = self.reference(batch, op)[0]
+            logprob: Tensor = self.reference(batch, partial(linear_logprob, **self._head_options(batch)))[0]
             return logprob
         assert self.config.model.lora, "want a policy with a reference"
         with without_adapters(self.engine.module):
-            logprob = self.engine(batch, op)[0]
-        return logprob
+            return self.statistics(batch)[0]
 
     @torch.no_grad()
     def statistics(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """log p (N,) of the batch's targets and the entropy (N,), at the temperature."""
-        logprob, entropy = self.engine(batch, partial(linear_logprob, **self._head_options(batch)))
+        op = linear_logprob if self._sharded is None else self._sharded.logprob
+        logprob, entropy = self.engine(batch, partial(op, **self._head_options(batch)))
         return logprob, entropy
 
     def accumulate(
         self, batches: Sequence[MicroBatch], objective: Objective, before_each: Callable[[], None] | None = None
     ) -> list[PolicyLoss]:
         """`backward` of the policy loss."""
-        op = partial(self._loss_op, objective)
-        return [_without_ranks(out) for out in self.backward(batches, op, before_each)]
+        outputs = self.backward(batches, partial(self._loss_op, objective), before_each)
+        if self._sharded is not None:
+            self._sharded.give_gradient()
+        return [_without_ranks(out) for out in outputs]
 
     def _loss_op(self, objective: Objective, batch: MicroBatch) -> Callable[..., PolicyLoss]:
         # DeepSpeed averages gradients over ranks, but the weights' denominators are global already. The factor is in
         # the weights: on the loss it would make the backward pass scale the head's gradient, as large as its weight.
         ranks = dist.get_world_size()
         constants = self._constants(batch, objective)
-        weights = {"token_weight": constants.token_weight, "entropy_weight": constants.entropy_weight}
-        scaled = {name: None if weight is None else weight * ranks for name, weight in weights.items()}
-        op = partial(
-            linear_policy_loss,
-            **(constants._asdict() | scaled),
-            objective=objective,
-            memory=self.config.train.memory,
-            **self._head_options(batch),
+        bonus = constants.entropy_weight
+        constants = constants._replace(
+            token_weight=constants.token_weight * ranks, entropy_weight=None if bonus is None else bonus * ranks
         )
+        options = {"objective": objective, "memory": self.config.train.memory} | self._head_options(batch)
+        if self._sharded is not None:
+            return partial(self._sharded.policy_loss, constants=constants, **options)
+        op = partial(linear_policy_loss, **constants._asdict(), **options)
         if not self.gradients_in_fp32 or self.backend == "reference":  # which takes no weight_grad
             return op
         return with_head_gradient(self.engine, op)

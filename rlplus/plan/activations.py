@@ -80,13 +80,21 @@ def meta_model(config: PretrainedConfig, dtype: str, *, trust_remote_code: bool 
 
 
 def count_activations(
-    lm: PreTrainedModel, *, rows: int, length: int, attention: str, checkpointing: bool, ranks: int = 1
+    lm: PreTrainedModel,
+    *,
+    rows: int,
+    length: int,
+    attention: str,
+    checkpointing: bool,
+    ranks: int = 1,
+    head_in_shards: bool = False,
 ) -> Activations:
     """One micro-batch of rows x length packed tokens, each of which is a response token, through a `meta_model`.
 
     attention: "sdpa", "eager" or "flash_attention_2". Those that need a mask for packed rows are charged with it.
     ranks: so many share the rows (sequence_parallel): a rank has all heads of its columns, in the attention some heads
     of all columns, as many bytes; a mask is of all columns.
+    head_in_shards: without the gradient of its weight.
     """
     if checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -101,7 +109,7 @@ def count_activations(
     def head(hidden: Tensor, weight: Tensor, **_: object) -> Tensor:
         nonlocal at_head
         at_head, meter.peak = meter.live, meter.live
-        return _Head.apply(hidden, weight)
+        return _Head.apply(hidden, weight.detach() if head_in_shards else weight)
 
     batch = _batch(rows, -(-length // ranks))
     with meter:

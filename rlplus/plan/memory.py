@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rlplus.algorithm import HeadKind
 from rlplus.config import Config
-from rlplus.learner.deepspeed_settings import deepspeed_config
+from rlplus.learner.deepspeed_settings import check_sharded_head, deepspeed_config
 from rlplus.learner.value_head import add_value_head
 from rlplus.loss import MAX_SCRATCH_MB
 from rlplus.loss.backends.cpp import CHUNK_ROWS
@@ -97,6 +97,10 @@ class Model:
             self._few = [_meta_model(config, _with_layers(model_config, n), head) for n in (2, 3)]
         self._counted: dict[tuple[Any, ...], Activations] = {}
 
+    def in_shards(self, config: Config) -> bool:
+        """Whether its head is not gathered, which is so of the policy's with train.shard_head."""
+        return config.train.shard_head and self.head is None
+
     def cache_share(self, gpus: int) -> int:
         """`cache_bytes` on each of the GPUs that share an engine; key heads are replicated if they are fewer."""
         return self.cache_bytes // min(gpus, self.key_heads)
@@ -105,7 +109,7 @@ class Model:
         """Activations of the largest micro-batch; counted once per shape."""
         rows, length = packed_shape(config)
         part, ranks = config.model, config.train.sequence_parallel
-        key = (rows, length, part.attention, part.gradient_checkpointing, ranks)
+        key = (rows, length, part.attention, part.gradient_checkpointing, ranks, self.in_shards(config))
         if key not in self._counted:
             counts = [
                 count_activations(
@@ -115,6 +119,7 @@ class Model:
                     attention=part.attention,
                     checkpointing=part.gradient_checkpointing,
                     ranks=ranks,
+                    head_in_shards=self.in_shards(config),
                 )
                 for lm in self._few or [self.lm]
             ]
@@ -165,6 +170,8 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
 
     The states of all learners, and the training memory of the one that needs most: they train one after the other.
     """
+    if config.train.shard_head:
+        check_sharded_head(model.lm, model.vocabulary, cluster.gpus)
     learners = [(learner, model_states(config, learner, cluster)) for learner in model.learners]
     engine, problems = engine_memory(config, model, cluster)
     cache, alone = engine.get("kv cache", 0), {}
@@ -254,7 +261,7 @@ def model_states(config: Config, model: Model, cluster: Cluster) -> States:
                       Stage 3 keeps both between steps. Offloaded: in stage 3, and in stage 2 if g = b, the bucket only
     reducing          if g > b, while the model runs: stage 1 g T / R, the reduced gradient; stages 2 and 3 g max(B, the
                       largest parameter), a copy in the collective; stage 3 only if T > B, else it is done after
-    gathered          stage 3: b min(P, stage3_max_live_parameters) while the model runs
+    gathered          stage 3: b min(P, stage3_max_live_parameters) while the model runs; P without a sharded head
     update            the gradient in fp32, in stages 1 and 2 in place of the one above, and one temporary of AdamW's
                       (on the CPU two): 8 T / R; in stage 3 of at most sub_group_size parameters at a time; offloaded: 0
     host              offloaded: 16 T / R (states and fp32 gradients), in stage 3 and in stage 2 if g = b g T / R more,
@@ -281,7 +288,7 @@ def model_states(config: Config, model: Model, cluster: Cluster) -> States:
         gradients=g * (kept + bucket),
         gradients_stay=stage == 3,
         reducing=0 if g == b else g * (share if stage == 1 else copied),
-        gathered=b * min(P, live) if stage == 3 else 0,
+        gathered=b * min(P - model.in_shards(config) * model.vocabulary * model.hidden, live) if stage == 3 else 0,
         update=0 if off else 4 * (3 if cluster.cpu else 2) * at_once,
         host=min(R, NODE) * ((16 * share if off else 0) + g * share * in_host + (weights if weights_off else 0)),
     )
@@ -315,11 +322,15 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
     half-precision weights are in fp32, the weight's is 4 V H without another accumulator, and in stage 1 it is
     added to the gradients, which `model_states` counts. A value head needs 4 N H for the gradient of its input and, in
     half precision, 4 N H for a copy of the input in fp32. The policy's takes KEPT_PAIR for each of rollout.top_k
-    tokens, the most that a sampler keeps for each token.
+    tokens, the most that a sampler keeps for each token. A head in shards needs hidden states of all R ranks and their
+    gradients, 2 b R N H, and 4 V H / R for the gradient of its rows.
     """
     N, H, V, b = head_tokens(config), model.hidden, model.vocabulary, model.itemsize
     if model.head == "value":
         return 4 * N * H * (1 if b == 4 else 2)
+    if model.in_shards(config):
+        weight = 0 if config.model.lora else 4 * H * V // cluster.gpus
+        return 2 * b * N * H * cluster.gpus + weight + head_scratch(config, model, cluster)
     settings = deepspeed_config(config, model.trainable)
     fp32 = _gradient_bytes(settings, b) > b and config.train.backend != "reference"
     weight = 0 if config.model.lora else b * V * H
@@ -347,7 +358,8 @@ def head_tokens(config: Config) -> int:
 def head_mode(config: Config, model: Model, cluster: Cluster) -> str:
     """The head's memory mode in the largest micro-batch: train.memory, or the choice that None makes."""
     train = config.train
-    if train.memory or train.max_scratch_mb is None or cluster.cpu or train.backend == "reference":
+    only = cluster.cpu or train.backend == "reference" or model.in_shards(config)
+    if train.memory or train.max_scratch_mb is None or only:
         return train.memory or "fast"
     shape = Shape(head_tokens(config), model.hidden, model.vocabulary, model.itemsize)
     return faster_memory(shape, 1e6 * train.max_scratch_mb)
@@ -359,6 +371,8 @@ def head_scratch(config: Config, model: Model, cluster: Cluster) -> int:
     Each backend has its bytes per logit, as for a head without a softcap. `reference` keeps all rows at once.
     """
     tokens, vocabulary, mode = head_tokens(config), model.vocabulary, head_mode(config, model, cluster)
+    if model.in_shards(config):
+        tokens, vocabulary = tokens * cluster.gpus, vocabulary // cluster.gpus
     dtype, device = getattr(torch, config.model.dtype), "cpu" if cluster.cpu else "cuda"
     backend = choose(config.train.backend, torch.device(device), dtype).backend
     logit: int = implementation(backend).scratch_per_logit(dtype, device)

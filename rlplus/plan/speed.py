@@ -4,7 +4,7 @@ from rlplus.config import Config
 from rlplus.learner.deepspeed_settings import deepspeed_config
 from rlplus.learner.statistics import needs_statistics
 from rlplus.plan.cluster import NODE, Cluster
-from rlplus.plan.memory import Memory, Model, head_mode
+from rlplus.plan.memory import Memory, Model, head_mode, head_tokens
 
 GEMM_EFFICIENCY = 0.45  # share of the bf16 peak: training of dense models reaches 0.4 to 0.5 on A100. Assumed
 MEMORY_EFFICIENCY = 0.6  # share of the memory's bandwidth, in decoding and in the optimizer. Assumed
@@ -110,7 +110,12 @@ def _sent_bytes(
     settings = deepspeed_config(config, learner.trainable)
     gradient = 4 if settings["communication_data_type"] == "fp32" else learner.itemsize
     weights = learner.itemsize * (micro_batches * (2 + passes) if stage == 3 else updates)
-    return _ring(learner.parameters * (weights + gradient * (updates if stage == 1 else micro_batches)), ranks)
+    parameters, states = learner.parameters, 0.0
+    if learner.in_shards(config):  # hidden states in every pass, twice their gradient in fp32 in one
+        parameters -= learner.vocabulary * learner.hidden
+        states = learner.itemsize * micro_batches * (1 + passes) + 2 * 4 * micro_batches
+        states *= ranks * head_tokens(config) * learner.hidden
+    return _ring(parameters * (weights + gradient * (updates if stage == 1 else micro_batches)) + states, ranks)
 
 
 def _optimizer_bytes(learner: Model, ranks: int, updates: float) -> float:

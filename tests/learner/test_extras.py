@@ -95,6 +95,13 @@ def test_sequence_parallelism_of_sliding_windows_is_refused(monkeypatch: pytest.
         ),
         ("train", {"deepspeed": {"optimizer": {"type": "Adam"}}}, "deepspeed.optimizer: leave it out"),
         ("train", {"memory": "least", "backend": "reference"}, "want memory fast; got least"),
+        (
+            "train",
+            {"shard_head": True},
+            "shard_head: want zero_stage 3, memory fast, .*; got zero_stage 1, memory None",
+        ),
+        ("train", {"shard_head": True, "zero_stage": 3, "memory": "least"}, "got zero_stage 3, memory least"),
+        ("train", {"shard_head": True, "zero_stage": 3, "backend": "reference"}, "backend reference "),
         ("model", {"lora": {"rank": 0}}, "model.lora.rank"),
     ],
 )

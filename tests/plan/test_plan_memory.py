@@ -39,16 +39,23 @@ def samples_of(n: int, length: int) -> list[Sample]:
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype"),
-    quick.first(2, [(2, "float32"), (3, "bfloat16"), (1, "float32"), (1, "bfloat16"), (2, "bfloat16"), (3, "float32")]),
+    ("stage", "dtype", "shard_head"),
+    quick.first(
+        3,
+        [
+            *((2, "float32", False), (3, "bfloat16", False), (3, "bfloat16", True)),
+            *((1, "float32", False), (1, "bfloat16", False), (2, "bfloat16", False)),
+            *((3, "float32", False), (3, "float32", True)),
+        ],
+    ),
 )
-def test_an_update_takes_what_is_planned(tmp_path, stage, dtype):
+def test_an_update_takes_what_is_planned(tmp_path, stage, dtype, shard_head):
     """One rank, two micro-batches: tensors alive between updates, and the most at any moment of one, within 10%."""
     initialize_distributed()
     config = run_config(
         tmp_path,
         model={"scratch": None, "path": str(tmp_path / "model"), "dtype": dtype},
-        train={"zero_stage": stage, "tokens_per_micro_batch": 48, "backend": "torch"},
+        train={"zero_stage": stage, "tokens_per_micro_batch": 48, "backend": "torch", "shard_head": shard_head},
         rollout={"max_response_length": 40},
     )
     model_config = thin_model(vocab_size=len(byte_tokenizer()), tie_word_embeddings=stage == 2)

@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     for stage in (1, 2, 3)
     for offload in ("", ", offload")
     for untied in ("", ", untied")
-}
+} | {"ZeRO-3, shard_head, untied": {"zero_stage": 3, "shard_head": True}}
 ZERO = {
     "stage3_param_persistence_threshold": 0,  # all weights in shards
     "memory_efficient_linear": False,  # ZeRO-3's rounds a product before it adds the bias

@@ -94,6 +94,10 @@ CASES: dict[str, dict[str, Any]] = {
     "kl, sequences, ZeRO-2": case(preset="grpo", sequence_parallel=2, zero_stage=2),
     "tied, as flash attention does it": case(flash=True),
     "tied, sequences, as flash attention does it": zero3(flash=True, sequence_parallel=2),
+    "untied, shard_head, ZeRO-3": zero3(tied=False, shard_head=True, gradient_checkpointing=True),
+    "untied, shard_head, one rank has nothing": zero3(tied=False, shard_head=True, owners="nothing"),
+    "untied, shard_head, sequences": zero3(tied=False, shard_head=True, sequence_parallel=2, owners="one"),
+    "untied, shard_head, offload": zero3(tied=False, shard_head=True, offload_optimizer="cpu", offload_params="cpu"),
     "lora kl, sequences": case(lora=LORA, preset="grpo", sequence_parallel=2),
 }
 LEARNERS = {
@@ -108,6 +112,7 @@ QUICK = (
     "tied, ZeRO-3, one rank has nothing",
     "untied, sequences, ZeRO-3",
     "lora, ZeRO-3",
+    "untied, shard_head, one rank has nothing",
     "known, sequences",
     "known, one rank has almost all",
 )
