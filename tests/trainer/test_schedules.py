@@ -205,7 +205,7 @@ def test_a_run_of_epochs(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     folder = train(config)
     said = capsys.readouterr().err
     assert "2 epochs of 6 prompts: 3 steps" in said
-    assert "100% step 3  epoch 2.00" in said
+    assert "100% step 3 of 3  epoch 2.00" in said
     rows = metrics(folder)
     assert [row["epoch"] for row in rows] == pytest.approx([2 / 3, 4 / 3, 2])
     assert seen == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
