@@ -82,7 +82,7 @@ def exchanged(parts: Tensor, group: Any) -> Tensor:
 
 
 def rows(x: Tensor) -> Tensor:
-    """(n, ...) -> (ranks n, ...) on its device: those of all ranks, one after the other. Collective."""
+    """(n, ...) -> (ranks n, ...) on its device: all ranks', one after the other. Collective."""
     every = x.new_empty(dist.get_world_size(), *x.shape)
     _together(lambda: dist.all_gather(list(every.unbind()), x.contiguous()))
     return every.flatten(0, 1)

@@ -46,7 +46,7 @@ def test_a_head_that_cannot_stay_in_shards_is_refused(lm: Qwen2ForCausalLM, rank
 
 
 def test_a_run_and_its_plan_say_so(tmp_path: Path) -> None:
-    """Of the scratch model, whose head is tied."""
+    """The scratch model's head is tied."""
     config = run_config(tmp_path, train={"shard_head": True, "zero_stage": 3})
     for refused in (lambda: train(config), lambda: make_plan(config, make_cluster(2, "a100-80g"))):
         with pytest.raises(ValueError, match="got one that is tied to the input embeddings"):
