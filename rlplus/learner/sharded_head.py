@@ -52,7 +52,7 @@ class ShardedHead:
         objective: Objective,
         **options: Any,
     ) -> PolicyLoss:
-        """`linear_policy_loss` of this rank's tokens, whose gradient for the rows counts all ranks' tokens. Collective."""
+        """`linear_policy_loss` of this rank's tokens, with the rows' gradient of all ranks' tokens. Collective."""
         own, rows = _Own(hidden), self.rows(hidden.device)
         if self.weight.requires_grad and torch.is_grad_enabled():
             if self._gradient is None:
