@@ -8,7 +8,8 @@ from typing import Any
 from rlplus.config import Config, merged
 from rlplus.learner.pretrained import positions
 from rlplus.plan import Cluster, Plan, make_cluster, make_plan, read_model, training_part
-from rlplus.plan.memory import Model, estimate_memory
+from rlplus.plan.memory import estimate_memory
+from rlplus.plan.planned_model import Model
 
 LENGTHS = (2048, 1024, 512)  # responses, in tokens
 TOKENS = (16384, 8192, 4096, 2048)  # tokens of a micro-batch

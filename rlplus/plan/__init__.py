@@ -20,7 +20,8 @@ from rlplus.learner.pretrained import (
     with_overrides,
 )
 from rlplus.plan.cluster import GIB, GPUS, Cluster, gpus_a_rank, make_cluster, this_cluster
-from rlplus.plan.memory import MOMENTS, Memory, Model, estimate_memory, packed_shape
+from rlplus.plan.memory import MOMENTS, Memory, estimate_memory
+from rlplus.plan.planned_model import Model, packed_shape
 from rlplus.plan.search import Remedy, find_remedies
 from rlplus.plan.speed import ASSUMPTIONS, estimate_seconds
 

@@ -6,7 +6,8 @@ from rlplus.config import Config
 from rlplus.config.surroundings import MAY_CHANGE
 from rlplus.plan import read_model, show_bytes, training_part
 from rlplus.plan.cluster import Cluster
-from rlplus.plan.memory import MOMENTS, Model, estimate_memory
+from rlplus.plan.memory import MOMENTS, estimate_memory
+from rlplus.plan.planned_model import Model
 from rlplus.plan.search import Changes, all_switches, show_changes, with_changes
 
 PHASES = {  # the plan's moments in a phase; all of them for other phases

@@ -9,7 +9,8 @@ from typing import Any
 from rlplus.config import Config
 from rlplus.loss import MAX_SCRATCH_MB
 from rlplus.plan.cluster import Cluster, gpus_a_rank
-from rlplus.plan.memory import Model, estimate_memory
+from rlplus.plan.memory import estimate_memory
+from rlplus.plan.planned_model import Model
 from rlplus.plan.speed import estimate_seconds
 
 Changes = Mapping[str, Any]

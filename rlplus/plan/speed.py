@@ -4,7 +4,8 @@ from rlplus.config import Config
 from rlplus.learner.deepspeed_settings import deepspeed_config
 from rlplus.learner.statistics import needs_statistics
 from rlplus.plan.cluster import NODE, Cluster
-from rlplus.plan.memory import Memory, Model, head_mode, head_tokens
+from rlplus.plan.memory import Memory, head_mode, head_tokens
+from rlplus.plan.planned_model import Model
 
 GEMM_EFFICIENCY = 0.45  # share of the bf16 peak: training of dense models reaches 0.4 to 0.5 on A100. Assumed
 MEMORY_EFFICIENCY = 0.6  # share of the memory's bandwidth, in decoding and in the optimizer. Assumed

@@ -15,8 +15,9 @@ from rlplus.config import load_config, load_stages, with_first_model
 from rlplus.loss.library import implementation
 from rlplus.plan import GIB, GPUS, MOMENTS, Cluster, make_cluster, read_model, this_cluster
 from rlplus.plan.cluster import Gpu
-from rlplus.plan.memory import estimate_memory, head_scratch, head_tokens, packed_shape
+from rlplus.plan.memory import estimate_memory, head_scratch, head_tokens
 from rlplus.plan.plan_text import show
+from rlplus.plan.planned_model import packed_shape
 from rlplus.plan.speed import estimate_seconds
 
 

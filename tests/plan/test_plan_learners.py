@@ -9,7 +9,8 @@ from rlplus.data import Sample, byte_tokenizer
 from rlplus.learner import ValueModel, mean_batches
 from rlplus.plan import GPUS, MOMENTS, Cluster, make_cluster
 from rlplus.plan.activations import Meter
-from rlplus.plan.memory import Model, estimate_memory, model_states
+from rlplus.plan.memory import estimate_memory, model_states
+from rlplus.plan.planned_model import Model
 from rlplus.trainer.ranks import initialize_distributed
 
 

@@ -11,7 +11,7 @@ from rlplus import plan
 from rlplus.config import Config, load_config
 from rlplus.plan import Cluster, Plan, read_model
 from rlplus.plan.cluster import Gpu
-from rlplus.plan.memory import Model
+from rlplus.plan.planned_model import Model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER = CONFIGS / "qwen2.5-math-7b.yaml"
