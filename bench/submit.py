@@ -43,7 +43,7 @@ def main(parser: argparse.ArgumentParser, options: argparse.Namespace, say: Say)
         os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
     import torch
 
-    if not options.cpu and not torch.cuda.is_available():
+    if not options.cpu and not (torch.cuda.is_available() and torch.version.cuda):
         parser.error(f"want an NVIDIA GPU; torch {torch.__version__} sees none (--cpu rehearses without one)")
     from rlplus.common.durable import write_text
 

@@ -24,5 +24,5 @@ def row(result: dict[str, Any]) -> tuple[str, ...]:
 def outcome(result: dict[str, Any]) -> str:
     """The outcome with the numbers of tests, and the reason."""
     counts = ", ".join(f"{result[name]} {name}" for name in ("passed", "failed", "skipped") if result.get(name))
-    text = f"**{result['outcome']}**" if result["outcome"] not in ("passed", "failed") else f"**{counts}**"
+    text = f"**{counts if counts and result['outcome'] in ('passed', 'failed') else result['outcome']}**"
     return f"{text}: {result['reason']}" if result["reason"] else text

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rlplus.cli.common import KNOWN_GPUS, quiet_imports
 
 if TYPE_CHECKING:
-    from rlplus.cli.common import KNOWN_GPUS, Commands
+    from rlplus.cli.common import Commands
 
 
 def add(commands: "Commands") -> None:

@@ -10,7 +10,7 @@ from rlplus.cli.common import KNOWN_GPUS, add_configuration, naming_stage, quiet
 from rlplus.errors import RunFailed
 
 if TYPE_CHECKING:
-    from rlplus.cli.common import KNOWN_GPUS, Commands
+    from rlplus.cli.common import Commands
     from rlplus.config import Config
     from rlplus.plan import Plan
     from rlplus.plan.data_report import DataPlan

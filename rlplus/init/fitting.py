@@ -56,6 +56,8 @@ def find_fitting(
         values = merged(merged(base, tuning), fixed)
         if (name := _tuning(values)) in refused:  # fixed keys have made it an earlier one
             continue
+        if refused and not _accepted(values):  # it was before this tuning
+            continue
         lora = str(values["model"].get("lora"))
         if lora not in models:
             models[lora], _ = read_model(_config(values))
@@ -84,6 +86,15 @@ def _config(values: dict[str, Any]) -> Config:
     return Config.model_validate(with_room(values))
 
 
+def _accepted(values: dict[str, Any]) -> bool:
+    """Whether the values go together."""
+    try:
+        _config(values)
+    except ValueError:
+        return False
+    return True
+
+
 def _lengths(values: dict[str, Any], model: Model) -> list[int]:
     """Lengths of responses that the model has positions for."""
     if "max_response_length" in values["rollout"]:
@@ -107,7 +118,7 @@ def _settled(values: dict[str, Any], fixed: dict[str, Any], model: Model, cluste
         rollout = {} if engine == 1 else {"tensor_parallel_size": engine}
         train = {"zero_stage": stage, "tokens_per_micro_batch": tokens, **memory}
         changed = merged(merged(values, {"rollout": rollout, "train": train}), fixed)
-        return _with_share(changed, fixed, model, cluster)
+        return _with_share(changed, fixed, model, cluster) if _accepted(changed) else None
 
     for engine, stage in product(engines, stages):
         if smallest := tried(engine, stage, least) or tried(engine, stage, least, memory="least"):

@@ -84,6 +84,8 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
         gradients = (staying or states.gradients) + states.reducing
         passes = always | {"gradients": gradients} | at_rest | {"gathered weights": states.gathered}
         passes |= {"dequantized weights": learner.dequantized}
+        if learner.in_shards(config) and not config.model.lora:  # their sum over micro-batches, beside DeepSpeed's own
+            passes["gradient of the head's rows"] = 4 * learner.vocabulary * learner.hidden // cluster.gpus
         return {
             "head": passes | {"activations": activations.head, "head": head_memory(config, learner, cluster)},
             "backward": passes | {"activations": activations.backward},
@@ -191,14 +193,13 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
     added to the gradients, which `model_states` counts. A value head needs 4 N H for the gradient of its input and, in
     half precision, 4 N H for a copy of the input in fp32. The policy's takes KEPT_PAIR for each of rollout.top_k
     tokens, the most that a sampler keeps for each token. A head in shards needs hidden states of all R ranks and their
-    gradients, 2 b R N H, and 4 V H / R for the gradient of its rows.
+    gradients, 2 b R N H; the gradient of its rows is there in the whole pass.
     """
     N, H, V, b = head_tokens(config), model.hidden, model.vocabulary, model.itemsize
     if model.head == "value":
         return 4 * N * H * (1 if b == 4 else 2)
     if model.in_shards(config):
-        weight = 0 if config.model.lora else 4 * H * V // cluster.gpus
-        return 2 * b * N * H * cluster.gpus + weight + head_scratch(config, model, cluster)
+        return 2 * b * N * H * cluster.gpus + head_scratch(config, model, cluster)
     settings = deepspeed_config(config, model.trainable)
     fp32 = _gradient_bytes(settings, b) > b and config.train.backend != "reference"
     weight = 0 if config.model.lora else b * V * H

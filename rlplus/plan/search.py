@@ -63,13 +63,14 @@ def all_switches(config: Config, model: Model, cluster: Cluster) -> Iterator[lis
     if vllm and rollout.kv_cache_memory_mb is None:
         tenths = (u / 20 for u in range(18, 1, -1))
         yield [{SHARE: u} for u in tenths if u != rollout.gpu_memory_utilization]
-    if train.zero_stage < 3:
-        yield [{"train.zero_stage": stage} for stage in range(train.zero_stage + 1, 4)]
+    most = 2 if config.model.lora and config.model.lora.quantization else 3  # ZeRO-3 refuses weights of 4 bits
+    if train.zero_stage < most:
+        yield [{"train.zero_stage": stage} for stage in range(train.zero_stage + 1, most + 1)]
     tokens, least = train.tokens_per_micro_batch, -(-config.max_sample_length // train.sequence_parallel)
     halves = [t for i in range(1, 8) if (t := tokens >> i) > least]
     if tokens > least:
         yield [{"train.tokens_per_micro_batch": t} for t in (*halves, least)]
-    if train.memory != "least" and train.backend != "reference":
+    if train.memory != "least" and train.backend != "reference" and not train.shard_head:
         yield [{"train.memory": "least"}]
     now = train.max_scratch_mb or MAX_SCRATCH_MB[train.memory or "fast"]
     if scratch := [mb for mb in (640, 320, 160) if mb < now]:
@@ -85,7 +86,7 @@ def all_switches(config: Config, model: Model, cluster: Cluster) -> Iterator[lis
         ]
     if train.offload_optimizer == "none":
         yield [{"train.offload_optimizer": "cpu"}]
-    if train.offload_params == "none":
+    if train.offload_params == "none" and most == 3:
         yield [{"train.zero_stage": 3, "train.offload_params": "cpu"}]
 
 

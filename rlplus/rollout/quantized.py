@@ -24,16 +24,18 @@ def check_installed() -> None:
 def quantize(lm: PreTrainedModel, device: torch.device) -> None:
     """Replace each linear layer but the head by one of NF4 on the device, which computes in its weight's dtype.
 
-    ValueError for weights that are not finite, which NF4 would hide. On the meta device only the sizes are right.
+    ValueError for weights that are not finite, which NF4 would hide, and for a model most of whose weights are in no
+    `nn.Linear`, as the experts of a mixture are.
     """
     check_installed()
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     head = lm.get_output_embeddings()
+    _check_layers(lm)
     for name, old in [*lm.named_modules()]:
         if type(old) is not nn.Linear or old is head:
             continue
-        if not old.weight.is_meta and not old.weight.isfinite().all():
+        if not old.weight.isfinite().all():
             raise ValueError(f"want finite weights to quantize; got NaN or infinity in parameter {name}.weight")
         new: Any = Linear4bit(
             old.in_features,
@@ -43,12 +45,24 @@ def quantize(lm: PreTrainedModel, device: torch.device) -> None:
             quant_type="nf4",
             device="meta",
         )
-        data = old.weight.data if old.weight.is_meta else old.weight.data.to(device)
+        data = old.weight.data.to(device)
         new.weight = Params4bit(data, requires_grad=False, quant_type="nf4", module=new).to(data.device)
         new.bias = old.bias
         new.support_avx512bf16_for_cpu = False  # else a CPU's forward pass in eval mode rearranges the weight
         lm.set_submodule(name, new.train(old.training))
     lm.is_loaded_in_4bit = True  # peft asks for it
+
+
+def _check_layers(lm: PreTrainedModel) -> None:
+    ends = {id(layer.weight) for layer in (lm.get_input_embeddings(), lm.get_output_embeddings())}
+    linear = {id(layer.weight) for layer in lm.modules() if type(layer) is nn.Linear} - ends
+    matrices = {id(p): (name, p) for name, p in lm.named_parameters() if p.ndim > 1 and id(p) not in ends}
+    left = [(p.numel(), name) for key, (name, p) in matrices.items() if key not in linear]
+    if 2 * sum(count for count, _ in left) > sum(p.numel() for _, p in matrices.values()):
+        raise ValueError(
+            "model.lora.quantization: want a model whose weights are mostly in linear layers (torch.nn.Linear); got "
+            f"{type(lm).__name__} with {max(left)[1]}, which would stay as it is"
+        )
 
 
 def dequantized(parameter: Tensor) -> Tensor:

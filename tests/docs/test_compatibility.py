@@ -47,7 +47,7 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_newest_release_is_resolved_beside_the_wheel(index: Any, tmp_path: Path) -> None:
     asked = index().asked
-    row = compatibility.tried(TRL, tmp_path / "w.whl", tmp_path)
+    row = compatibility.tried(TRL, tmp_path / "w.whl", tmp_path, "abc1234")
     assert (row["newest"], row["outcome"], row["passed"]) == ("1.17.0", "passed", 3)
     assert row["beside"] == {"torch": "2.15.0", "transformers": "5.24.0"}
     assert [command for command, _ in asked] == ["newest", "compile", "venv", "install"]
@@ -66,7 +66,7 @@ def test_a_framework_that_cannot_be_tried_says_why(
     index: Any, tmp_path: Path, command: str, outcome: str, reason: str
 ) -> None:
     index(**{command: "words"})
-    row = compatibility.tried(TRL, tmp_path / "w.whl", tmp_path)
+    row = compatibility.tried(TRL, tmp_path / "w.whl", tmp_path, "abc1234")
     assert (row["outcome"], row["reason"]) == (outcome, reason)
     assert compatibility_page.row(row)[4] == f"**{outcome}**: {reason}"
 
@@ -82,7 +82,9 @@ def test_a_conflict_is_told_by_its_first_step() -> None:
 
 def test_a_framework_without_tests_is_resolved_only(index: Any, tmp_path: Path) -> None:
     index()
-    row = compatibility.tried(TRL._replace(untested="needs a GPU", extra="train"), tmp_path / "w.whl", tmp_path)
+    row = compatibility.tried(
+        TRL._replace(untested="needs a GPU", extra="train"), tmp_path / "w.whl", tmp_path, "abc1234"
+    )
     assert (row["outcome"], row["reason"]) == ("resolves", "needs a GPU")
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import nn
 from trainer_runs import metrics, run_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlplus.config import Config, LoraConfig
 from rlplus.rollout.adapters import add_adapters, merged_weights, without_adapters
@@ -106,7 +106,7 @@ def test_what_is_frozen_and_what_is_pushed(tmp_path: Path) -> None:
         torch.testing.assert_close(lm(ids).logits, twin(ids).logits, rtol=1e-5, atol=1e-5)
     large = nn.Module()
     large.layer, large.head = nn.Linear(1024, 1024, bias=False), nn.Linear(1, 1)
-    large.get_output_embeddings = lambda: large.head
+    large.get_output_embeddings = large.get_input_embeddings = lambda: large.head
     quantize(large, CPU)  # type: ignore[arg-type]
     state = large.layer.weight.quant_state
     parts = (large.layer.weight, state.absmax, state.state2.absmax)
@@ -182,3 +182,19 @@ def test_without_bitsandbytes_the_run_says_how_to_install_it(tmp_path: Path, mon
     monkeypatch.setattr("rlplus.rollout.quantized.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs the package bitsandbytes, .*: pip install -e \"\.\[qlora\]\""):
         train(run_config(tmp_path, model={"lora": LORA}))
+
+
+def test_a_mixture_whose_experts_would_stay_whole_is_refused() -> None:
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "intermediate_size": 64}
+    lm = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, **sizes, **experts))
+    with pytest.raises(
+        ValueError, match=r"mostly in linear layers .*; got Qwen3MoeForCausalLM with model\.layers\.0\.mlp\."
+    ):
+        quantize(lm, CPU)

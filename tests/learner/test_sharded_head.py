@@ -63,7 +63,9 @@ def test_the_plan_counts_no_whole_head() -> None:
         make_plan(paper(*options, f"train.shard_head={on}"), cluster).memory.parts for on in ("false", "true")
     )
     N, scratch = head_tokens(paper(*options)), 1.25e9
-    assert shards["head"]["head"] == pytest.approx(2 * 2 * R * N * H + 4 * V * H / R + scratch, rel=0.02)
+    assert shards["head"]["head"] == pytest.approx(2 * 2 * R * N * H + scratch, rel=0.02)
+    assert shards["head"]["gradient of the head's rows"] == shards["backward"]["gradient of the head's rows"]
+    assert shards["backward"]["gradient of the head's rows"] == 4 * V * H // R
     assert whole["head"]["head"] == pytest.approx(2 * N * H + 4 * V * H + scratch, rel=0.02)
 
 

@@ -108,9 +108,10 @@ def tested(environment: Path, arguments: Sequence[str], report: Path) -> Row:
     command += ["-m", "peers or not slow", f"--junitxml={report}", *arguments]
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     status = subprocess.run(command, cwd=ROOT, env=variables).returncode
-    if not report.exists():
-        return {"outcome": FAILED, "reason": f"pytest ended with status {status}"}
-    return counted(report)
+    row = counted(report) if report.exists() else {"outcome": PASSED, "reason": ""}
+    if row["outcome"] == PASSED and status:
+        row |= {"outcome": FAILED, "reason": f"pytest ended with status {status}"}
+    return row
 
 
 def counted(report: Path) -> Row:
@@ -131,9 +132,9 @@ def shortened(text: str) -> str:
     return text if len(text) <= REASON else f"{text[:REASON]} …"
 
 
-def tried(framework: Framework, wheel: Path, folder: Path) -> Row:
+def tried(framework: Framework, wheel: Path, folder: Path, revision: str) -> Row:
     """A framework's row."""
-    row: Row = {"framework": framework.name, "date": datetime.date.today().isoformat(), "revision": revision()}
+    row: Row = {"framework": framework.name, "date": datetime.date.today().isoformat(), "revision": revision}
     row |= {"python": python(), "newest": None, "beside": {}}
     try:
         row["newest"] = version_of(framework.name, resolved([framework.name], "--no-deps"))
@@ -177,10 +178,10 @@ def main(wheel: str, results: str, *names: str) -> int:
     frameworks = {each.name: each for each in FRAMEWORKS}
     for name in names:
         check_name("framework", name, frameworks)
-    file, failed = Path(results), False
+    file, failed, now = Path(results), False, revision()  # writing the results makes it dirty
     for name in names or frameworks:
         with tempfile.TemporaryDirectory(prefix="compatibility-") as folder:
-            row = tried(frameworks[name], Path(wheel), Path(folder))
+            row = tried(frameworks[name], Path(wheel), Path(folder), now)
         rows = json.loads(file.read_text()) if file.exists() else []
         file.write_text(json.dumps(with_row(rows, row), indent=1) + "\n")
         failed |= worse(row, rows)
