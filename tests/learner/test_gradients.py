@@ -50,7 +50,8 @@ def two_ranks(folder: Path) -> dict[str, Accumulated]:
     return {name: Accumulated(*found) for name, found in torch.load(folder / "two.pt").items()}
 
 
-def check(found: Accumulated) -> None:
+def check(found: Accumulated, others: float = 1e-5) -> None:
+    """others: the bound for what is not the head's, which has the head's gradient of hidden states, rounded to bf16."""
     for count, (got, want) in found.gradients.items():
         assert got.keys() == want.keys()
         assert len(got) > 20
@@ -58,7 +59,7 @@ def check(found: Accumulated) -> None:
             error = float((got[name] - gradient).norm() / gradient.norm())
             assert error <= 2**-8, (count, name)
             if "embed" not in name and "lm_head" not in name:  # in the others the plain model rounds the head's part
-                assert error <= 1e-5, (count, name)
+                assert error <= others, (count, name)
         norm = float(torch.stack([gradient.norm() for gradient in got.values()]).norm())
         assert found.norms[count] == pytest.approx(norm, rel=1e-5), "clipping, and updates skipped for their norm"
 
@@ -78,7 +79,7 @@ def test_any_number_of_micro_batches_adds_up(name: str, alone: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_add_up(name: str, two_ranks: dict[str, Accumulated]) -> None:
-    check(two_ranks[name])
+    check(two_ranks[name], others=1e-3 if "shard_head" in name else 1e-5)  # sums over ranks are rounded elsewhere
 
 
 def check_alike(one: Accumulated, other: Accumulated) -> None:
@@ -100,6 +101,8 @@ def test_stages_and_offloading_make_the_same_update(name: str, alone: Any) -> No
 def test_stages_and_offloading_make_the_same_update_on_two_ranks(two_ranks: dict[str, Accumulated]) -> None:
     plain = {name: partial(check_alike, two_ranks[name]) for name in ("ZeRO-1", "ZeRO-1, untied")}
     for name, found in two_ranks.items():
+        if "shard_head" in name:
+            continue
         plain["ZeRO-1, untied" if "untied" in name else "ZeRO-1"](found)
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -85,9 +86,9 @@ def accumulate(
     found, norms = {}, {}
     for count in alike or (len(batches),):
         used = [next(batch for batch in batches if not batch.forward_only)] * count if alike else batches
-        policy.gradients_in_fp32, in_fp32 = False, policy.gradients_in_fp32
-        want = _summed(_gradients(policy, plain, batch, algorithm.objective) for batch in used[: 1 if alike else None])
-        policy.gradients_in_fp32 = in_fp32
+        with mock.patch.multiple(policy, gradients_in_fp32=False, _sharded=None):
+            each = (_gradients(policy, plain, batch, algorithm.objective) for batch in used[: 1 if alike else None])
+            want = _summed(each)
         policy.accumulate(used, algorithm.objective)
         named = list(policy.engine.module.named_parameters())
         got = {name: safe_get_full_grad(p).double().clone() for name, p in named}
