@@ -1,7 +1,7 @@
 """rlplus-bench submit: measures this machine's GPU into one file, for the manual's page of measurements by others.
 
 The kernels are checked against float64 first; one that fails ends the program, and no file is written. Then the suite
-`gpu` is measured, at most six minutes.
+`gpu` is measured.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import tempfile
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -107,4 +108,5 @@ def without_folder(say: Say, folder: str, text: str) -> None:
 
 def file_name(submission: dict[str, Any]) -> str:
     device = re.sub(r"[^a-z0-9]+", "-", submission["result"]["device"].lower()).strip("-")
-    return f"{'rehearsal-' * submission['rehearsal']}{device}-{submission['date']}.json"
+    content = zlib.crc32(json.dumps(submission).encode())  # two machines may have the same GPU on one day
+    return f"{'rehearsal-' * submission['rehearsal']}{device}-{submission['date']}-{content:08x}.json"

@@ -180,9 +180,10 @@ def _without_frozen(model: nn.Module) -> Iterator[None]:
 
     def drop(_: nn.Module, state: dict[str, Any], *__: Any) -> None:
         frozen = _frozen(model)
+        parts = tuple(f"{name}." for name in frozen)  # the scales of a quantized weight, which are named after it
         for name in [*state]:
-            if name in frozen or any(name.startswith(f"{kept}.") for kept in frozen if kept in name):
-                del state[name]  # also the scales of a quantized weight, which are named after it
+            if name in frozen or name.startswith(parts):
+                del state[name]
 
     hook = model.register_state_dict_post_hook(drop)
     try:

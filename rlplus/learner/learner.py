@@ -17,14 +17,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rlplus.common import activity, agree
 from rlplus.config import Config, TrainConfig
 from rlplus.data import MicroBatch
+from rlplus.learner.adapters import add_adapters
 from rlplus.learner.deepspeed_settings import deepspeed_config
 from rlplus.learner.gradients import in_fp32, take_fp32_gradients, without_bf16_optimizer
 from rlplus.learner.learning_rate import Optimization, learning_rate
 from rlplus.learner.packed_model import PackedModel
 from rlplus.learner.pretrained import in_shards, load_model, restore_buffers
+from rlplus.learner.quantized import quantize
 from rlplus.learner.sequence import SequenceGroup, check_attention
-from rlplus.rollout.adapters import add_adapters
-from rlplus.rollout.quantized import quantize
 
 
 class Learner:

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from rlplus.common import agree
 from rlplus.config import Config
 from rlplus.data import MicroBatch
+from rlplus.learner.adapters import merged_weights, without_adapters
 from rlplus.learner.dropout import dropout_of
 from rlplus.learner.gradients import with_head_gradient
 from rlplus.learner.learner import Learner, this_device
@@ -24,7 +25,6 @@ from rlplus.learner.sequence import probe_batch
 from rlplus.learner.sharded_head import ShardedHead
 from rlplus.loss import Objective, PolicyLoss, TokenConstants, linear_logprob, linear_policy_loss, token_loss
 from rlplus.loss.backends.selection import Choice, choose
-from rlplus.rollout.adapters import merged_weights, without_adapters
 
 
 class Policy(Learner):

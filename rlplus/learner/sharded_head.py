@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from rlplus.common import agree
 from rlplus.learner.deepspeed_settings import check_sharded_head
 from rlplus.loss import Objective, PolicyLoss, TokenConstants, linear_logprob, linear_policy_loss, token_loss
-
-IGNORED = -100  # a target whose logprob is not wanted
+from rlplus.loss.library import IGNORED
 
 
 class ShardedHead:

@@ -9,10 +9,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rlplus.algorithm import HeadKind
 from rlplus.config import Config
+from rlplus.learner.adapters import add_adapters
+from rlplus.learner.quantized import BITS
 from rlplus.learner.value_head import add_value_head
 from rlplus.plan.activations import Activations, count_activations, meta_model
-from rlplus.rollout.adapters import add_adapters
-from rlplus.rollout.quantized import BITS
 
 
 class Model:

@@ -70,10 +70,11 @@ def all_switches(config: Config, model: Model, cluster: Cluster) -> Iterator[lis
     halves = [t for i in range(1, 8) if (t := tokens >> i) > least]
     if tokens > least:
         yield [{"train.tokens_per_micro_batch": t} for t in (*halves, least)]
-    if train.memory != "least" and train.backend != "reference" and not train.shard_head:
+    chunked = train.backend != "reference"
+    if chunked and train.memory != "least" and not train.shard_head:
         yield [{"train.memory": "least"}]
     now = train.max_scratch_mb or MAX_SCRATCH_MB[train.memory or "fast"]
-    if scratch := [mb for mb in (640, 320, 160) if mb < now]:
+    if chunked and (scratch := [mb for mb in (640, 320, 160) if mb < now]):
         yield [{"train.max_scratch_mb": mb} for mb in scratch]
     shared = gcd(cluster.gpus, model.heads, model.key_heads)
     if ranks := [s for s in (2, 4, 8) if s > train.sequence_parallel and shared % s == 0]:

@@ -13,8 +13,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rlplus import checkpoint
 from rlplus.config import Config, check_training_files
+from rlplus.learner.adapters import add_adapters
 from rlplus.learner.pretrained import load_model
-from rlplus.rollout.adapters import add_adapters
 from rlplus.trainer import Interrupted, Run, open_run
 from rlplus.trainer.run_folder import config_in
 from rlplus.trainer.stop import StepGivenUp

@@ -102,7 +102,7 @@ def test_on_a_gpu_each_dtype_is_checked_anew(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_rehearsal_is_marked_and_complete(rehearsal: Path) -> None:
     found = json.loads(rehearsal.read_text())
-    assert re.fullmatch(rf"rehearsal-linux-\w+(-\w+)?-{found['date']}\.json", rehearsal.name)
+    assert re.fullmatch(rf"rehearsal-linux-\w+(-\w+)?-{found['date']}-[0-9a-f]{{8}}\.json", rehearsal.name)
     assert (found["format"], found["rehearsal"], found["selfcheck"]) == (submit.FORMAT, True, {"float32": PASSED})
     assert abs((date.today() - date.fromisoformat(found["date"])).days) <= 1
     assert found["result"]["complete"]

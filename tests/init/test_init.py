@@ -110,8 +110,20 @@ def test_an_engine_that_is_too_large_for_one_gpu_has_several(tmp_path: Path) -> 
     assert not fits(alone, 4, "16g")
 
 
-def test_fixed_keys_stay_and_only_the_tunings_asked_for_are_tried(tmp_path: Path) -> None:
-    base = {
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"model": {"lora": {"rank": 4, "quantization": "nf4"}}},  # no ZeRO-3, which the last tuning has
+        {"train": {"zero_stage": 3, "shard_head": True}},  # no memory="least"
+    ],
+    ids=["nf4", "shard_head"],
+)
+def test_what_does_not_go_with_a_fixed_key_is_left_out(fixed: dict[str, Any], tmp_path: Path) -> None:
+    assert find_fitting(sections(tmp_path), fixed, make_cluster(2, "2g")) is None
+
+
+def sections(tmp_path: Path) -> dict[str, Any]:
+    return {
         "output_dir": "out",
         "model": {"path": SEVEN, "gradient_checkpointing": True},
         "data": {"path": questions(tmp_path)},
@@ -120,7 +132,10 @@ def test_fixed_keys_stay_and_only_the_tunings_asked_for_are_tried(tmp_path: Path
         "algorithm": {"preset": "grpo"},
         "train": {"epochs": 1, "prompts_per_step": 64, "prompts_per_update": 32},
     }
-    cluster = make_cluster(1, "80g")
+
+
+def test_fixed_keys_stay_and_only_the_tunings_asked_for_are_tried(tmp_path: Path) -> None:
+    base, cluster = sections(tmp_path), make_cluster(1, "80g")
     assert find_fitting(base, {}, cluster, [FULL]) is None
     fixed = {"rollout": {"max_response_length": 4096 - 1024}, "train": {"lr": 3e-6}, "model": {"lora": {"rank": 4}}}
     found = find_fitting(base, fixed, cluster, [FULL, LORA])

@@ -19,10 +19,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Gemma2Config,
 from rlplus import checkpoint
 from rlplus.config import Config, ScratchModel
 from rlplus.data import byte_tokenizer
+from rlplus.learner.adapters import add_adapters, merged_weights, without_adapters
 from rlplus.learner.pretrained import _apply_liger, make_scratch_model, weights_fingerprint
 from rlplus.learner.sequence import SequenceGroup
 from rlplus.recipe import set_advantages
-from rlplus.rollout.adapters import add_adapters, merged_weights, without_adapters
 from rlplus.trainer import open_run, run_parts, train
 
 LORA = {"rank": 4, "alpha": 8.0}

@@ -51,7 +51,7 @@ def two_ranks(folder: Path) -> dict[str, Accumulated]:
 
 
 def check(found: Accumulated, others: float = 1e-5) -> None:
-    """others: the bound for what is not the head's, which has the head's gradient of hidden states, rounded to bf16."""
+    """others: the bound for what is not the head's."""
     for count, (got, want) in found.gradients.items():
         assert got.keys() == want.keys()
         assert len(got) > 20
@@ -79,7 +79,8 @@ def test_any_number_of_micro_batches_adds_up(name: str, alone: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_add_up(name: str, two_ranks: dict[str, Accumulated]) -> None:
-    check(two_ranks[name], others=1e-3 if "shard_head" in name else 1e-5)  # sums over ranks are rounded elsewhere
+    # A sharded head's dhidden is a sum over ranks that is rounded to bf16; in fp32 it is exact (test_ranks.py).
+    check(two_ranks[name], others=2**-10 if "shard_head" in name else 1e-5)
 
 
 def check_alike(one: Accumulated, other: Accumulated) -> None:
@@ -101,7 +102,7 @@ def test_stages_and_offloading_make_the_same_update(name: str, alone: Any) -> No
 def test_stages_and_offloading_make_the_same_update_on_two_ranks(two_ranks: dict[str, Accumulated]) -> None:
     plain = {name: partial(check_alike, two_ranks[name]) for name in ("ZeRO-1", "ZeRO-1, untied")}
     for name, found in two_ranks.items():
-        if "shard_head" in name:
+        if "shard_head" in name:  # its sums over ranks are rounded differently, see above
             continue
         plain["ZeRO-1, untied" if "untied" in name else "ZeRO-1"](found)
 

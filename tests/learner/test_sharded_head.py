@@ -1,6 +1,7 @@
 """A head that stays in ZeRO-3's shards: refusals, memory, and a run; `test_ranks.py` has the numbers of an update."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,18 @@ def with_bias(lm: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
 
 
 @pytest.mark.parametrize(
-    ("lm", "ranks", "got"),
+    ("make", "ranks", "got"),
     [
-        (model(tie_word_embeddings=True), 2, "one that is tied to the input embeddings, which are gathered anyway"),
-        (with_bias(model()), 2, "one with a bias"),
-        (model(), 5, "258 tokens and 5 ranks"),
+        (lambda: model(tie_word_embeddings=True), 2, "one that is tied to the input embeddings, which are gathered"),
+        (lambda: with_bias(model()), 2, "one with a bias"),
+        (model, 5, "258 tokens and 5 ranks"),
     ],
+    ids=["tied", "bias", "ranks"],
 )
-def test_a_head_that_cannot_stay_in_shards_is_refused(lm: Qwen2ForCausalLM, ranks: int, got: str) -> None:
+def test_a_head_that_cannot_stay_in_shards_is_refused(
+    make: Callable[[], Qwen2ForCausalLM], ranks: int, got: str
+) -> None:
+    lm = make()
     with pytest.raises(ValueError, match=rf"train\.shard_head: want a head of its own, .*; got {got}"):
         check_sharded_head(lm, lm.config.vocab_size, ranks)
     check_sharded_head(model(), 258, 2)

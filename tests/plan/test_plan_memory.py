@@ -23,12 +23,12 @@ from rlplus.data import Sample, byte_tokenizer, pack
 from rlplus.learner import make_micro_batches
 from rlplus.learner.packed_model import PackedModel
 from rlplus.learner.policy import Policy
+from rlplus.learner.quantized import quantize
 from rlplus.loss import Objective, linear_policy_loss
 from rlplus.plan import GIB, make_cluster
 from rlplus.plan.activations import Meter, count_activations, meta_model
 from rlplus.plan.memory import head_memory, model_states
 from rlplus.plan.planned_model import Model
-from rlplus.rollout.quantized import quantize
 from rlplus.trainer.ranks import initialize_distributed
 
 

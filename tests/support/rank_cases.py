@@ -28,6 +28,7 @@ from rlplus.kernels.tiling import PROGRAMS, Tiling
 from rlplus.learner import ValueModel, by_sample, make_micro_batches
 from rlplus.learner import learner as learner_module
 from rlplus.learner import policy as policy_module
+from rlplus.learner.adapters import add_adapters
 from rlplus.learner.policy import Policy
 from rlplus.learner.pretrained import load_model, prepare_model
 from rlplus.loss import library
@@ -35,7 +36,6 @@ from rlplus.loss.backends.selection import Choice
 from rlplus.loss.library import _scale as scale
 from rlplus.loss.tuning import Kind, cached_file, plain, record_of, write
 from rlplus.recipe import Batch, make_recipe
-from rlplus.rollout.adapters import add_adapters
 from rlplus.trainer import train
 from rlplus.trainer.metrics import Tally, tally_outputs, tally_update
 from rlplus.trainer.ranks import initialize_distributed

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from rlplus.config import LoraConfig
 from rlplus.errors import install_command
-from rlplus.rollout.quantized import dequantized
+from rlplus.learner.quantized import dequantized
 
 
 def add_adapters(lm: PreTrainedModel, config: LoraConfig, seed: int) -> None:
