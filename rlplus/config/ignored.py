@@ -109,7 +109,7 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "algorithm.normalize_std algorithm.advantage algorithm.advantage_k",
-        lambda c: bool(c.algorithm.resolve().recipe.learners),
+        lambda c: c.algorithm.resolve().recipe.own_advantages,
         "the preset's recipe has advantages of its own",
     ),
     (

@@ -40,6 +40,8 @@ def check_training_files(config: Config, *, model: bool = True) -> None:
         _check_problems(section, key)
     if model and config.model.path is not None:
         check_model_path(config.model.path)
+    if (teacher := config.algorithm.resolve().recipe.teacher_model) is not None:
+        check_model_path(teacher, "algorithm.recipe.teacher")
     if config.model.chat_template is not None:
         read_chat_template(config.model.chat_template)
     check_output_folder(Path(config.output_dir), "output_dir")

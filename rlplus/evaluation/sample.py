@@ -207,7 +207,7 @@ def _evaluate_model(
     benchmarks = _by_benchmark(config.evaluation, problems)
     asked = {name: asked_of(config, path, name, examples, ranks) for name, examples in benchmarks.items()}
     keep = None if output is None else _keep_in(output, asked, tokenizer, len(problems), overwrite, say, rank, ranks)
-    model_config = existing_model(config.model, str(path))
+    model_config = existing_model(str(path), config.model.trust_remote_code, config.model.overrides)
     check_positions(config, model_config, trains=False)
     own = sum(len(examples[rank::ranks]) for examples in benchmarks.values())
     progress(0, own)

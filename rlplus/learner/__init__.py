@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rlplus.learner.policy import Policy
     from rlplus.learner.pretrained import check_positions, existing_model, prepare_model, weights_fingerprint
     from rlplus.learner.prime_model import ProcessModel
+    from rlplus.learner.teacher import Teacher, accumulate_divergence
     from rlplus.learner.value_model import ValueModel
 
 __all__ = [
@@ -22,7 +23,9 @@ __all__ = [
     "Optimization",
     "Policy",
     "ProcessModel",
+    "Teacher",
     "ValueModel",
+    "accumulate_divergence",
     "by_sample",
     "check_positions",
     "existing_model",
@@ -45,6 +48,7 @@ __getattr__, __dir__ = lazy_names(
         "policy": ("Policy",),
         "pretrained": ("check_positions", "existing_model", "prepare_model", "weights_fingerprint"),
         "prime_model": ("ProcessModel",),
+        "teacher": ("Teacher", "accumulate_divergence"),
         "value_model": ("ValueModel",),
     },
 )

@@ -78,7 +78,7 @@ class Policy(Learner):
         if not reference:
             return self.statistics(batch)[0]
         if self.reference is not None:
-            logprob: Tensor = self.reference(batch, partial(linear_logprob, **self._head_options(batch)))[0]
+            logprob: Tensor = self.reference(batch, partial(linear_logprob, **self.head_options(batch)))[0]
             return logprob
         assert self.config.model.lora, "want a policy with a reference"
         with without_adapters(self.engine.module):
@@ -88,7 +88,7 @@ class Policy(Learner):
     def statistics(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """log p (N,) of the batch's targets and the entropy (N,), at the temperature."""
         op = linear_logprob if self._sharded is None else self._sharded.logprob
-        logprob, entropy = self.engine(batch, partial(op, **self._head_options(batch)))
+        logprob, entropy = self.engine(batch, partial(op, **self.head_options(batch)))
         return logprob, entropy
 
     def accumulate(
@@ -98,18 +98,18 @@ class Policy(Learner):
         outputs = self.backward(batches, partial(self._loss_op, objective), before_each)
         if self._sharded is not None:
             self._sharded.give_gradient()
-        return [_without_ranks(out) for out in outputs]
+        return [without_ranks(out) for out in outputs]
 
     def _loss_op(self, objective: Objective, batch: MicroBatch) -> Callable[..., PolicyLoss]:
         # DeepSpeed averages gradients over ranks, but the weights' denominators are global already. The factor is in
         # the weights: on the loss it would make the backward pass scale the head's gradient, as large as its weight.
         ranks = dist.get_world_size()
-        constants = self._constants(batch, objective)
+        constants = self.constants(batch, objective)
         bonus = constants.entropy_weight
         constants = constants._replace(
             token_weight=constants.token_weight * ranks, entropy_weight=None if bonus is None else bonus * ranks
         )
-        options = {"objective": objective, "memory": self.config.train.memory} | self._head_options(batch)
+        options = {"objective": objective, "memory": self.config.train.memory} | self.head_options(batch)
         if self._sharded is not None:
             return partial(self._sharded.policy_loss, constants=constants, **options)
         op = partial(linear_policy_loss, **constants._asdict(), **options)
@@ -117,7 +117,7 @@ class Policy(Learner):
             return op
         return with_head_gradient(self.engine, op)
 
-    def _constants(self, batch: MicroBatch, objective: Objective) -> TokenConstants:
+    def constants(self, batch: MicroBatch, objective: Objective) -> TokenConstants:
         """The constants that the loss of the batch's tokens depends on besides the policy."""
         return TokenConstants(
             batch.advantage,
@@ -137,13 +137,13 @@ class Policy(Learner):
         plain = replace(objective, external_coef=1.0, kl_coef=0.0, entropy_coef=0.0)
         sums = dict.fromkeys(("internal", "external"), 0.0)
         for batch, out in zip(batches, outputs, strict=True):
-            slope = token_loss(out.logprob, out.entropy, self._constants(batch, plain), plain).dlogprob
+            slope = token_loss(out.logprob, out.entropy, self.constants(batch, plain), plain).dlogprob
             squares = torch.where(slope != 0, slope * torch.expm1(out.logprob), 0.0).square()
             sums["internal"] += float(squares[~batch.external].sum())
             sums["external"] += float(squares[batch.external].sum())
         return sums
 
-    def _head_options(self, batch: MicroBatch) -> dict[str, Any]:
+    def head_options(self, batch: MicroBatch) -> dict[str, Any]:
         """Arguments of the operations on the head that say which distribution the batch's targets have."""
         return {
             "target": batch.target,
@@ -184,8 +184,8 @@ def agreed_backend(name: str, device: torch.device, dtype: torch.dtype) -> Choic
     return Choice("torch", "; ".join(refusals))
 
 
-def _without_ranks(out: PolicyLoss) -> PolicyLoss:
-    """Divide the losses by the number of ranks, a factor that `Policy._loss_op` puts into the weights."""
+def without_ranks(out: PolicyLoss) -> PolicyLoss:
+    """Divide the losses by the number of ranks, a factor that the loss's op puts into the weights."""
     ranks = dist.get_world_size()
     stats = {name: value / ranks if name.startswith("loss_") else value for name, value in out.stats.items()}
     return out._replace(loss=out.loss / ranks, stats=stats)

@@ -48,7 +48,7 @@ def prepare_model(config: ModelConfig, folder: Path, seed: int) -> tuple[str, Pr
     """
     if config.scratch is None:
         assert config.path is not None
-        return config.path, existing_model(config, config.path)
+        return config.path, existing_model(config.path, config.trust_remote_code, config.overrides)
     path = str(folder / "scratch")
     if dist.get_rank() == 0:
         tokenizer = byte_tokenizer()
@@ -56,15 +56,20 @@ def prepare_model(config: ModelConfig, folder: Path, seed: int) -> tuple[str, Pr
         tokenizer.save_pretrained(path)
     agree.barrier()
     if config.overrides:
-        return path, existing_model(config, path)
+        return path, existing_model(path, config.trust_remote_code, config.overrides)
     return path, read_model_config(path, config.trust_remote_code)
 
 
-def existing_model(config: ModelConfig, path: str) -> PretrainedConfig:
-    """The configuration of the model in `path`, with the run's overrides; ValueError for other weights. Collective."""
-    model_config = with_overrides(read_model_config(path, config.trust_remote_code), config.overrides)
+def existing_model(
+    path: str, trust_remote_code: bool, overrides: dict[str, Any] | None = None, *, key: str = "model.path"
+) -> PretrainedConfig:
+    """The configuration of the model in `path`, with the overrides; ValueError for other weights. Collective.
+
+    key: the configuration's, for the error where there is none.
+    """
+    model_config = with_overrides(read_model_config(path, trust_remote_code, key), overrides or {})
     check_packing(model_config)
-    _check_weights(path, model_config, config.trust_remote_code)
+    _check_weights(path, model_config, trust_remote_code)
     return model_config
 
 
@@ -271,13 +276,13 @@ def make_scratch_model(scratch: ScratchModel, tokenizer: PreTrainedTokenizerBase
         )
 
 
-def read_model_config(path: str, trust_remote_code: bool) -> PretrainedConfig:
+def read_model_config(path: str, trust_remote_code: bool, key: str = "model.path") -> PretrainedConfig:
     """The configuration of a Hugging Face folder or hub name; ValueError where there is none."""
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # foreign files can raise anything
         reason = " ".join(str(error).split()) or repr(error)
-        raise ValueError(f"want model.path a Hugging Face folder or hub name; got {path!r}: {reason}") from error
+        raise ValueError(f"want {key} a Hugging Face folder or hub name; got {path!r}: {reason}") from error
     return config
 
 

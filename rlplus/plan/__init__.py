@@ -25,6 +25,8 @@ from rlplus.plan.planned_model import Model, packed_shape
 from rlplus.plan.search import Remedy, find_remedies
 from rlplus.plan.speed import ASSUMPTIONS, estimate_seconds
 
+TEACHER = "algorithm.recipe.teacher"
+
 __all__ = ["GIB", "GPUS", "MOMENTS", "Cluster", "Memory", "Plan", "Remedy", "make_cluster", "make_plan", "this_cluster"]
 
 
@@ -122,8 +124,11 @@ def read_model(config: Config) -> tuple[Model, str]:
     model_config, note = _model_config(config.model)
     model_config = with_overrides(model_config, config.model.overrides)
     check_packing(model_config)
+    teacher = config.algorithm.resolve().recipe.teacher_model
+    taught, more = (None, "") if teacher is None else _architecture(teacher, config.model.trust_remote_code, TEACHER)
+    note = "\n".join(filter(None, (note, more)))
     try:
-        return Model(config, model_config), note
+        return Model(config, model_config, teacher=taught), note
     except Exception as error:  # foreign configurations and code can raise anything
         reason = " ".join(str(error).split()) or repr(error)
         raise RuntimeError(f"the model cannot be built without memory: {reason}") from error
@@ -135,11 +140,15 @@ def _model_config(part: ModelConfig) -> tuple[PretrainedConfig, str]:
         with torch.device("meta"):
             return make_scratch_model(part.scratch, byte_tokenizer(), seed=0).config, ""
     assert part.path is not None
-    shipped = shipped_architecture(part.path)
-    if shipped is not None and (problem := model_problem(part.path)):
-        config = read_model_config(str(shipped), part.trust_remote_code)
-        return config, f"{part.path}: the architecture that comes with rlplus ({problem})"
-    return read_model_config(part.path, part.trust_remote_code), ""
+    return _architecture(part.path, part.trust_remote_code, "model.path")
+
+
+def _architecture(path: str, trust_remote_code: bool, key: str) -> tuple[PretrainedConfig, str]:
+    shipped = shipped_architecture(path)
+    if shipped is not None and (problem := model_problem(path)):
+        config = read_model_config(str(shipped), trust_remote_code)
+        return config, f"{path}: the architecture that comes with rlplus ({problem})"
+    return read_model_config(path, trust_remote_code, key), ""
 
 
 def training_part(config: Config, cluster: Cluster) -> Cluster:

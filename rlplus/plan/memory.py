@@ -76,6 +76,8 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
     references += algorithm.recipe.references
     if references:
         always["references"] = references * model.parameters * model.itemsize
+    if model.teacher is not None:
+        always["teacher"] = model.teacher.parameters * model.teacher.itemsize
     staying = sum(states.gradients for _, states in learners if states.gradients_stay)
     between = always | ({"gradients": staying} if staying else {})
 
@@ -193,15 +195,17 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
     added to the gradients, which `model_states` counts. A value head needs 4 N H for the gradient of its input and, in
     half precision, 4 N H for a copy of the input in fp32. The policy's takes KEPT_PAIR for each of rollout.top_k
     tokens, the most that a sampler keeps for each token. A head in shards needs hidden states of all R ranks and their
-    gradients, 2 b R N H; the gradient of its rows is there in the whole pass.
+    gradients, 2 b R N H; the gradient of its rows is there in the whole pass. With a divergence from a teacher the
+    hidden states of its tokens are beside it, and weights' gradients are summed as those of other layers.
     """
     N, H, V, b = head_tokens(config), model.hidden, model.vocabulary, model.itemsize
+    own_loss = config.algorithm.resolve().recipe.own_loss
     if model.head == "value":
         return 4 * N * H * (1 if b == 4 else 2)
     if model.in_shards(config):
         return 2 * b * N * H * cluster.gpus + head_scratch(config, model, cluster)
     settings = deepspeed_config(config, model.trainable)
-    fp32 = _gradient_bytes(settings, b) > b and config.train.backend != "reference"
+    fp32 = _gradient_bytes(settings, b) > b and config.train.backend != "reference" and not own_loss
     weight = 0 if config.model.lora else b * V * H
     if fp32:
         weight = 0 if config.train.zero_stage == 1 else 2 * weight
@@ -214,8 +218,10 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
         accumulator = 0 if config.model.lora else 4 * V * H
     else:
         accumulator = 0 if weight >= 4 * N * H else 4 * N * H
-    kept = KEPT_PAIR * N * config.rollout.top_k if model.head is None else 0
-    return b * N * H + weight + accumulator + kept + head_scratch(config, model, cluster)
+    beside = KEPT_PAIR * N * config.rollout.top_k if model.head is None else 0
+    if own_loss:
+        beside += b * N * (model if model.teacher is None else model.teacher).hidden
+    return b * N * H + weight + accumulator + beside + head_scratch(config, model, cluster)
 
 
 def head_tokens(config: Config) -> int:
@@ -228,6 +234,7 @@ def head_mode(config: Config, model: Model, cluster: Cluster) -> str:
     """The head's memory mode in the largest micro-batch: train.memory, or the choice that None makes."""
     train = config.train
     only = cluster.cpu or train.backend == "reference" or model.in_shards(config)
+    only = only or bool(config.algorithm.resolve().recipe.own_loss)
     if train.memory or train.max_scratch_mb is None or only:
         return train.memory or "fast"
     shape = Shape(head_tokens(config), model.hidden, model.vocabulary, model.itemsize)
@@ -237,7 +244,8 @@ def head_mode(config: Config, model: Model, cluster: Cluster) -> str:
 def head_scratch(config: Config, model: Model, cluster: Cluster) -> int:
     """Bytes of logits and their gradients: max_scratch_mb, or less for few tokens.
 
-    Each backend has its bytes per logit, as for a head without a softcap. `reference` keeps all rows at once.
+    Each backend has its bytes per logit, as for a head without a softcap. `reference` keeps all rows at once. A
+    divergence takes three times that, of the logits of two heads and what is between (`chunked`); less with `triton`.
     """
     tokens, vocabulary, mode = head_tokens(config), model.vocabulary, head_mode(config, model, cluster)
     if model.in_shards(config):
@@ -245,6 +253,8 @@ def head_scratch(config: Config, model: Model, cluster: Cluster) -> int:
     dtype, device = getattr(torch, config.model.dtype), "cpu" if cluster.cpu else "cuda"
     backend = choose(config.train.backend, torch.device(device), dtype).backend
     logit: int = implementation(backend).scratch_per_logit(dtype, device)
+    if config.algorithm.resolve().recipe.own_loss:
+        logit *= 3
     if backend == "reference":
         return logit * vocabulary * tokens
     scratch = int(1e6 * (config.train.max_scratch_mb or MAX_SCRATCH_MB[mode]))

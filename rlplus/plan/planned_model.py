@@ -21,11 +21,20 @@ class Model:
     parameters: exact, tied ones once. trainable: how many of these, or the adapters'; largest: the largest one's.
     cache_bytes: keys and values of a token in all layers. heads, key_heads: heads of queries, of keys and values.
     attention_width: query heads times their size. head: a recipe's learner's; None = the policy's.
-    learners: the policy, and its recipe's. weight_bytes: without adapters. dequantized: bytes of a layer's at most.
+    learners: the policy, and its recipe's. teacher: a frozen model beside them, of that configuration.
+    weight_bytes: without adapters. dequantized: bytes of a layer's at most.
     """
 
-    def __init__(self, config: Config, model_config: PretrainedConfig, head: HeadKind | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model_config: PretrainedConfig,
+        head: HeadKind | None = None,
+        *,
+        teacher: PretrainedConfig | None = None,
+    ) -> None:
         self.head = head
+        self.teacher = None if teacher is None else Model(config, teacher, "language")
         self.lm = _meta_model(config, model_config, head)
         text: Any = model_config.get_text_config(decoder=True)
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -52,9 +52,7 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     ]
     tokens = groups * sum(count * length for count, length in kinds)
     squares = groups * sum(count * length**2 for count, length in kinds)
-    body = model.parameters - model.vocabulary * model.hidden * (1 if _tied(model) else 2)
-    forward = 2 * body * tokens + 2 * model.layers * model.attention_width * squares
-    head = 2 * tokens * model.hidden * model.vocabulary
+    forward, head = _forward_flop(model, tokens, squares)
     updates = train.prompts_per_step // (train.prompts_per_update or train.prompts_per_step)
 
     seconds = {}
@@ -65,16 +63,18 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     algorithm = config.algorithm.resolve()
     passes = (shown if train.overlap else 1 - 1 / updates) + bool(algorithm.objective.kl_coef)
     passes += 2 * bool(algorithm.reward_kl_coef)  # two more, on samples not yet packed for their updates
+    passes += model.teacher is not None and not algorithm.recipe.own_loss  # for advantages: so is this one
     seconds["old_logprob"] = passes * (forward + head) / flops
     first, later = (needs_statistics(algorithm, on_policy) for on_policy in (not train.overlap, False))
     if statistics := (first + later * (updates - 1)) / updates:
         seconds["statistics"] = statistics * (forward + head) / flops
         passes += statistics
     again = 1 if config.model.gradient_checkpointing else 0
-    gemms = 4 if head_mode(config, model, cluster) == "least" else 3
+    gemms = 4 if head_mode(config, model, cluster) == "least" or algorithm.recipe.own_loss else 3
     seconds["forward and backward"] = ((3 + again) * forward + gemms * head) / flops
-    micro_batches = tokens / train.tokens_per_micro_batch
-    recipe = algorithm.recipe
+    recipe, micro_batches = algorithm.recipe, tokens / train.tokens_per_micro_batch
+    if model.teacher is not None:
+        seconds["teacher"] = sum(_forward_flop(model.teacher, tokens, squares)) / flops
     updates += recipe.extra_updates
     seconds["communication"] = _sent_bytes(config, model, ranks, updates, micro_batches, passes) / link
     slow = PCIE if train.offload_optimizer == "cpu" else bandwidth
@@ -96,6 +96,13 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
         generate, sync = seconds.get("generate", 0.0), seconds["sync"]
         total = sync + max(generate, total - generate - sync)
     return seconds | {"total": total}
+
+
+def _forward_flop(model: Model, tokens: float, squares: float) -> tuple[float, float]:
+    """FLOP of the body's forward pass, and of a GEMM of the head. squares: sum over samples of squared lengths."""
+    body = model.parameters - model.vocabulary * model.hidden * (1 if _tied(model) else 2)
+    forward = 2 * body * tokens + 2 * model.layers * model.attention_width * squares
+    return forward, 2 * tokens * model.hidden * model.vocabulary
 
 
 def _ring(size: float, ranks: int) -> float:

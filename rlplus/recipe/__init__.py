@@ -1,6 +1,6 @@
 """Recipes: the parts of a training step that depend on the algorithm, besides its objective."""
 
-from rlplus.algorithm import Critic, Gate, Interleaved, Plain, Prefix, ProcessReward, RecipeOptions, Replay
+from rlplus.algorithm import Critic, Distill, Gate, Interleaved, Plain, Prefix, ProcessReward, RecipeOptions, Replay
 from rlplus.config import Config
 from rlplus.lazy import import_function
 from rlplus.recipe.critic import CriticRecipe
@@ -11,6 +11,7 @@ from rlplus.recipe.prefix import PrefixRecipe
 from rlplus.recipe.prime import ProcessRewardRecipe
 from rlplus.recipe.refill import refill_batch
 from rlplus.recipe.replay import ReplayRecipe
+from rlplus.recipe.teaching import DistillRecipe
 
 __all__ = ["Ask", "Batch", "Recipe", "Update", "demonstration", "make_recipe", "refill_batch", "set_advantages"]
 
@@ -22,6 +23,7 @@ _RECIPES: dict[type[RecipeOptions], type[Recipe]] = {
     Critic: CriticRecipe,
     ProcessReward: ProcessRewardRecipe,
     Replay: ReplayRecipe,
+    Distill: DistillRecipe,
 }
 
 

@@ -16,8 +16,8 @@ from transformers import PretrainedConfig
 from rlplus.algorithm import Algorithm, RecipeOptions
 from rlplus.common import agree
 from rlplus.config import Config
-from rlplus.data import Example, Sample
-from rlplus.learner import Learner
+from rlplus.data import Example, MicroBatch, Sample
+from rlplus.learner import Learner, Policy
 from rlplus.loss import PolicyLoss, batch_advantages, group_advantages
 
 
@@ -56,6 +56,7 @@ class Recipe:
 
     learners: the models trained alongside the policy, by the names that the options give them; they are saved, restored
     and checked with the run.
+    policy: the model that the run trains; set before `build`.
     fits_first: whether `fit` comes before `credit` instead of after the policy's updates.
     Options: the class of `options`, for a recipe that a configuration names as file.py:Class.
 
@@ -72,6 +73,7 @@ class Recipe:
 
     Options: ClassVar[type[RecipeOptions]] = RecipeOptions
     learners: Mapping[str, Learner] = {}
+    policy: Policy
     fits_first = False
 
     def __init__(self, config: Config) -> None:
@@ -111,6 +113,15 @@ class Recipe:
         for sample in batch.samples:
             parts[sample.group // groups].append(sample)
         return [Update(part, self.algorithm) for part in parts]
+
+    def accumulate(
+        self, update: Update, batches: Sequence[MicroBatch], before_each: Callable[[], None] | None = None
+    ) -> list[PolicyLoss]:
+        """Accumulate the gradient of an update in the policy; returns its micro-batches' losses on this rank.
+
+        before_each: called before each micro-batch; may raise.
+        """
+        return self.policy.accumulate(batches, update.algorithm.objective, before_each)
 
     def saw(self, update: Update, outputs: Sequence[PolicyLoss], grad_norm: float | None) -> None:
         """Observe an update: its micro-batches' losses on this rank, and the gradient's global norm."""

@@ -15,7 +15,7 @@ WORK = {  # phases of a step that compute, by time/<phase>, and the others
     "optimizer": "optimizer",
     "old_logprob": "old logprobs",
     "statistics": "statistics",
-    "learners": "critic or reward model",
+    "learners": "critic, reward model or teacher",
 }
 OVERHEAD = {"sync": "sync", "score": "score", "pack": "pack", "samples": "kept samples"}
 _UNCHANGED = ("output_dir",)  # keys whose difference says nothing

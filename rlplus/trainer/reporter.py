@@ -39,7 +39,7 @@ LABELS = {
     "pack": "packing",
     "old_logprob": "old logprobs",
     "samples": "samples to keep",
-    "learners": "critic or reward model",
+    "learners": "critic, reward model or teacher",
     "statistics": "statistics",
     "forward_backward": "training",
     "evaluate": "evaluation",

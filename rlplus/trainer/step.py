@@ -122,8 +122,9 @@ class Step:
             run.recipe.fit(batch, partial(run.count_nonfinite, model=" and ".join(run.recipe.learners)))
 
     def _learners(self) -> AbstractContextManager[None]:
-        """The phase "learners", if the recipe has any."""
-        return self.tally.time("learners") if self.run.recipe.learners else nullcontext()
+        """The phase "learners", if the recipe has models that the advantages come from."""
+        options = self.run.recipe.options
+        return self.tally.time("learners") if options.own_advantages and not options.own_loss else nullcontext()
 
     def pack(self, update: Update) -> Work:
         """The update, with the step's external_coef, and its micro-batches: none if no rank has a token with a loss."""
@@ -168,7 +169,7 @@ class Step:
                     set_statistics(batches, statistics, algorithm, self.config.train.sequence_parallel)
             with tally.time("forward_backward"):
                 before_each = run.stop.check if run.start.can_redo else None
-                outputs = run.policy.accumulate(batches, algorithm.objective, before_each)
+                outputs = run.recipe.accumulate(update, batches, before_each)
             if on_policy:
                 for engine_logprob, out in zip(engine_logprobs, outputs, strict=True):
                     tally_mismatch(tally, out.logprob, engine_logprob)

@@ -96,6 +96,8 @@ def _copy(last: Path, place: Path) -> Config:
             "want a run without model.lora.quantization, whose frozen weights have no counterpart in float64; got "
             f"{config.model.lora.quantization}"
         )
+    if loss := config.algorithm.resolve().recipe.own_loss:
+        raise ValueError(f"want a run whose loss is its objective's; the loss of this one is its recipe's, {loss}")
     (place / "checkpoints").mkdir()
     (place / "checkpoints" / last.name).symlink_to(last.resolve(), target_is_directory=True)
     silent = config.log.model_copy(update={"samples_every": 0, "wandb": None, "trackio": None})
@@ -120,7 +122,7 @@ def _take(config: Config, name: str, sequences: int) -> _Prepared:
 def _advantages(run: Run, taken: Taken) -> list[float | Sequence[float]]:
     """Advantages of the update's samples by the definition; as given where they do not come from the step's rewards."""
     batch, found = taken.batch.samples, dict[int, float]()
-    if not run.recipe.learners:
+    if not run.recipe.options.own_advantages:
         limit = run.config.rollout.max_response_length
         found = dict(zip(map(id, batch), advantages(batch, taken.update.algorithm, limit), strict=True))
     return [found.get(id(sample), sample.advantage) for sample in taken.update.samples]
@@ -147,6 +149,8 @@ def _notes(run: Run) -> list[str]:
     notes, algorithm = [], run.recipe.algorithm
     if trained := " and ".join(run.recipe.learners):
         notes.append(f"the model that the recipe trains ({trained}), and the advantages, which come from it")
+    elif algorithm.recipe.own_advantages:
+        notes.append("the advantages, which come from the recipe")
     if algorithm.reward_kl_coef:
         notes.append("the KL penalty in the rewards")
     if algorithm.top_entropy < 1:

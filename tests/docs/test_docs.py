@@ -316,7 +316,7 @@ def is_key(name: str) -> bool:
 
 
 SECTION = "model|data|reward|rollout|algorithm|train|checkpoint|log|validation|evaluation|stages"
-METRIC = "actor|batch|reward|mismatch|time|critic|process|sft|gate|prefix|replay|response_length|validation"
+METRIC = "actor|batch|reward|mismatch|time|critic|process|distill|sft|gate|prefix|replay|response_length|validation"
 FOLDER = "rlplus|docs|tests|configs|kernels|bench|csrc|examples|experiments"
 
 

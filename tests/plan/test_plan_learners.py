@@ -120,3 +120,27 @@ def test_the_states_of_all_learners_are_counted_and_one_of_them_trains(stage):
         assert alone[critic].total(moment) < alone[policy].total(moment) or moment == "generate"
         assert both.total(moment) == alone[policy].total(moment) + added
     assert both.host == alone[policy].host + states[critic].host
+
+
+def test_a_teacher_is_counted():
+    """Its weights on every GPU in all moments, its hidden states and the logits of both heads in one, its passes."""
+    cluster, grpo = make_cluster(8, "h200"), "algorithm.preset=grpo"
+    recipe = "algorithm.recipe={name: distill, teacher: Qwen/Qwen2.5-Math-1.5B, loss: %s}"
+    alone = make_plan(paper(grpo), cluster)
+    whole, sampled = (make_plan(paper(grpo, recipe % loss), cluster) for loss in ("reverse_kl", "sampled"))
+    for plan in (whole, sampled):
+        assert {plan.memory.parts[moment]["teacher"] for moment in MOMENTS} == {2 * 1_543_714_304}  # Qwen2.5-1.5B, tied
+        assert "the architecture that comes with rlplus" in plan.note
+    rest = sampled.memory.parts["head"].copy()
+    del rest["teacher"]
+    assert rest == alone.memory.parts["head"]
+    tokens = whole.micro_batch[0] * whole.micro_batch[1]
+    added = whole.memory.parts["head"]["head"] - alone.memory.parts["head"]["head"]
+    hidden, vocabulary = QWEN_7B["hidden_size"], QWEN_7B["vocab_size"]
+    in_bf16 = 2 * vocabulary * hidden  # the weight's gradient, after its sum over tokens in fp32
+    assert added == pytest.approx(2 * tokens * 1536 + in_bf16, rel=0.05)
+    forward = whole.seconds["forward and backward"] / 4  # layers are computed twice, and their gradients cost two
+    assert sampled.seconds["teacher"] == whole.seconds["teacher"] == pytest.approx(forward * 1.54 / 7.6, rel=0.2)
+    asked = sampled.seconds["old_logprob"] - whole.seconds["old_logprob"]  # the policy, for the advantages
+    assert asked == pytest.approx(forward, rel=0.1)
+    assert whole.seconds["forward and backward"] > sampled.seconds["forward and backward"]

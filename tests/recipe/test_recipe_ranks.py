@@ -14,6 +14,8 @@ OWN = {
     "uft": "prefix/share",
     "exgrpo": "replay/share",
     "prime": "process/score",
+    "distill": "distill/divergence",
+    "sampled": "distill/divergence",
 }
 
 

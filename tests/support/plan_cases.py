@@ -56,7 +56,8 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
     """`rlplus.plan.make_plan`, but each model is built once."""
 
     def read_once(config: Config) -> tuple[Model, str]:
-        key = f"{config.model.model_dump_json()} {config.algorithm.resolve().recipe.learners}"
+        recipe = config.algorithm.resolve().recipe
+        key = f"{config.model.model_dump_json()} {recipe.learners} {recipe.teacher_model}"
         if key not in _models:
             _models[key] = read_model(config)
         return _models[key]

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from update_cases import packed
 
 from rlplus.algorithm import Algorithm
+from rlplus.config import Config
 from rlplus.data import Example, MicroBatch, Sample
 from rlplus.recipe import Batch, Recipe, Update, make_recipe
 from rlplus.trainer import Interrupted, Run, train
@@ -92,6 +93,12 @@ def draw_rewards(samples: Sequence[Sample], *_: Any) -> None:
         sample.reward = float(sample.demonstration or sum(sample.response) % 7 == 0)
 
 
+def twenty_step_config(folder: Path, output: str, algorithm: dict[str, Any], steps: int = 20) -> Config:
+    train_section = {"steps": steps, "prompts_per_update": 2, "lr": 1e-4}
+    rollout = {"engine": "transformers", "group_size": 3, "max_response_length": 8}
+    return run_config(folder, output, algorithm=algorithm, train=train_section, rollout=rollout)
+
+
 def twenty_steps(
     folder: Path, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any], kind: type[Recipe]
 ) -> list[dict[str, float]]:
@@ -100,15 +107,10 @@ def twenty_steps(
     SIGTERM comes when the recipe has changed its state and before the policy changes.
     """
     monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
-    sections: dict[str, Any] = {
-        "algorithm": algorithm,
-        "train": {"steps": 20, "prompts_per_update": 2, "lr": 1e-4},
-        "rollout": {"engine": "transformers", "group_size": 3, "max_response_length": 8},
-    }
-    whole = train(run_config(folder, "whole", **sections))
+    whole = train(twenty_step_config(folder, "whole", algorithm))
     rows = metrics(whole)
     assert len(rows) == 20
-    config = run_config(folder, "parts", **sections)
+    config = twenty_step_config(folder, "parts", algorithm)
     updates, calls = kind.updates, [0]
 
     def killing(recipe: Recipe, batch: Batch) -> Any:

@@ -5,6 +5,7 @@
 Each case's run goes to FOLDER/OUTPUT-<case>.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 from recipe_cases import draw_rewards
+from teachers import make_teacher
 from trainer_runs import run_config
 
 from rlplus.rollout import Completion, Request, Sampling
@@ -26,6 +28,8 @@ CASES: dict[str, dict[str, Any]] = {
     "uft": {"preset": "uft", "recipe": {"steps": 4}},
     "exgrpo": {"preset": "exgrpo", "recipe": {"start": 0.0}},
     "prime": {"preset": "prime", "recipe": {"update": "before", "lr": 1e-3}},
+    "distill": {"preset": "grpo", "recipe": {"name": "distill", "loss": "jsd"}},
+    "sampled": {"preset": "grpo", "recipe": {"name": "distill", "loss": "sampled"}},
 }
 
 
@@ -49,6 +53,11 @@ def train_all(folder: Path, output: str) -> None:
         mock.patch("rlplus.trainer.step.score", draw_rewards),
     ):
         for name, algorithm in CASES.items():
+            if algorithm.get("recipe", {}).get("name") == "distill":
+                recipe = algorithm["recipe"] | {
+                    "teacher": str(make_teacher(folder, f"{output}-{os.environ.get('RANK')}"))
+                }
+                algorithm = algorithm | {"recipe": recipe}
             rollout = {"engine": "transformers", "group_size": 4, "max_response_length": 8, "max_logprob_gap": 100.0}
             train(run_config(folder, f"{output}-{name}", algorithm=algorithm, train=changes, rollout=rollout))
 

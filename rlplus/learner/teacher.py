@@ -1,0 +1,111 @@
+"""Distillation: a frozen teacher, and the update of a policy by its divergence from it over the whole vocabulary."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlplus.data import MicroBatch, load_tokenizer
+from rlplus.learner.packed_model import PackedModel
+from rlplus.learner.policy import Policy, without_ranks
+from rlplus.learner.pretrained import existing_model, load_model, positions, weights_fingerprint
+from rlplus.loss import Objective, PolicyLoss, linear_divergence, linear_logprob, token_loss
+
+KEY = "algorithm.recipe.teacher"
+STATISTICS = Objective("reinforce", "none", gamma=0.0)  # whose surrogate clips nothing
+
+Teach = Callable[[MicroBatch], dict[str, Any]]  # the arguments of `linear_divergence` that begin with teacher_
+
+
+class Teacher:
+    """A frozen model with the policy's tokens, of which every rank holds a whole copy; it never samples.
+
+    path: its Hugging Face folder or hub name. model_path: the policy's, for its tokenizer. ValueError for a model that
+    cannot teach the policy. Collective.
+    """
+
+    def __init__(self, path: str, policy: Policy, model_path: str) -> None:
+        part, longest = policy.config.model, policy.config.max_sample_length
+        model_config = existing_model(path, part.trust_remote_code, key=KEY)
+        _check_tokens(path, load_tokenizer(part, model_path).get_vocab(), load_tokenizer(part, path).get_vocab())
+        if (places := positions(model_config)) is not None and longest > places:
+            raise ValueError(
+                f"{KEY}: want a model with {longest} positions, for prompt and response; {path} has {places}"
+            )
+        self.policy, self.rows = policy, policy.model_config.get_text_config(decoder=True).vocab_size
+        lm = load_model(part, path, model_config)
+        if (rows := len(lm.get_output_embeddings().weight)) < self.rows:
+            raise ValueError(f"{KEY}: want a head with at least the policy's {self.rows} rows; {path} has {rows}")
+        self.model = PackedModel(lm, None).to(policy.device).eval().requires_grad_(False)
+        self.fingerprint = weights_fingerprint(path)
+
+    @torch.no_grad()
+    def logprob(self, batch: MicroBatch) -> Tensor:
+        """log p (N,) of the batch's targets at the policy's temperature."""
+        logprob: Tensor = self._ask(batch, partial(linear_logprob, **self.policy.head_options(batch)))[0]
+        return logprob
+
+    @torch.no_grad()
+    def head(self, batch: MicroBatch) -> dict[str, Any]:
+        """A `Teach`: the inputs of the teacher's head for the batch's tokens."""
+        given: dict[str, Any] = self._ask(batch, _teachers)
+        return given
+
+    def _ask(self, batch: MicroBatch, op: Callable[..., Any]) -> Any:
+        """`op` of hidden states and the head's first rows; those behind the policy's are no token of the tokenizer."""
+
+        def on_rows(hidden: Tensor, weight: Tensor, *, bias: Tensor | None, **transform: Any) -> Any:
+            return op(hidden, weight[: self.rows], bias=None if bias is None else bias[: self.rows], **transform)
+
+        return self.model(batch, on_rows)
+
+
+def _teachers(hidden: Tensor, weight: Tensor, **rest: Any) -> dict[str, Any]:
+    return {f"teacher_{name}": value for name, value in {"hidden": hidden, "weight": weight, **rest}.items()}
+
+
+def _check_tokens(path: str, own: dict[str, int], teachers: dict[str, int]) -> None:
+    """ValueError unless both tokenizers have the same tokens."""
+    if differing := own.items() ^ teachers.items():
+        number, token = min((number, token) for token, number in differing)
+        raise ValueError(
+            f"{KEY}: want a teacher whose tokenizer has the policy's tokens; the one of {path} differs in "
+            f"{len({token for token, _ in differing})}, the first is {token!r} ({number})"
+        )
+
+
+def accumulate_divergence(
+    policy: Policy,
+    batches: Sequence[MicroBatch],
+    teach: Teach,
+    kind: dict[str, Any],
+    before_each: Callable[[], None] | None = None,
+) -> list[PolicyLoss]:
+    """`Learner.backward` of the divergence. kind: the arguments of `linear_divergence` that say which.
+
+    Statistics have the sum of the tokens' divergences, too. Five GEMMs of the head: the divergence's four, and one for
+    the logprobs of the tokens, which show whether the engine ran the policy.
+    """
+    outputs = policy.backward(batches, partial(_loss_op, policy, teach, kind), before_each)
+    return [without_ranks(out) for out in outputs]
+
+
+def _loss_op(policy: Policy, teach: Teach, kind: dict[str, Any], batch: MicroBatch) -> Callable[..., PolicyLoss]:
+    options, constants, given = policy.head_options(batch), policy.constants(batch, STATISTICS), teach(batch)
+    common = {name: options[name] for name in ("temperature", "max_scratch_mb")}
+    common["backend"] = "torch" if policy.backend == "cpp" else policy.backend  # which has no divergence
+    weight = batch.token_weight * dist.get_world_size()  # DeepSpeed averages gradients over ranks
+
+    def op(hidden: Tensor, head_weight: Tensor, **head: Any) -> PolicyLoss:
+        with torch.no_grad():
+            logprob, entropy = linear_logprob(hidden, head_weight, **head, **options)
+        out = linear_divergence(hidden, head_weight, **head, **given, token_weight=weight, **kind, **common)
+        total = out.divergence.masked_fill(batch.token_weight == 0, 0.0).sum()
+        stats = token_loss(logprob, entropy, constants, STATISTICS).stats
+        stats |= {"loss_internal": out.loss.detach(), "divergence": total}
+        return PolicyLoss(out.loss, logprob, entropy, stats)
+
+    return op

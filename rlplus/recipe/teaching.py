@@ -1,0 +1,76 @@
+"""On-policy distillation: rollouts of the policy, and a frozen teacher in the place of rewards."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from rlplus.algorithm import Distill
+from rlplus.config import Config
+from rlplus.data import MicroBatch, per_token
+from rlplus.learner import Teacher, accumulate_divergence, by_sample
+from rlplus.loss import PolicyLoss
+from rlplus.recipe.plain import Batch, Recipe, Update
+
+
+class DistillRecipe(Recipe):
+    """A divergence from the teacher is the loss, or the teacher's logprobs give each sampled token its advantage.
+
+    GKD (arXiv 2306.13649) with student data only has the first, Thinking Machines' on-policy distillation the second.
+    """
+
+    options: Distill
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._divergence = [0.0, 0.0]  # sum over the step's tokens on this rank, and their number
+
+    def build(self, model_path: str, model_config: PretrainedConfig, pad_id: int) -> None:
+        assert self.options.teacher is not None, "want a checked configuration"
+        self.teacher = Teacher(self.options.teacher, self.policy, model_path)
+        self.pad_id = pad_id
+
+    def credit(self, batch: Batch) -> None:
+        """Advantages of sampled tokens, log p_teacher - log p; with a divergence every token counts alike, 1."""
+        self._divergence = [0.0, 0.0]
+        if self.options.own_loss:
+            for sample in batch.samples:
+                sample.advantage = 1.0
+            return
+        policy, samples = self.policy, batch.samples
+        own, teachers = (
+            by_sample(samples, ask, self.config, self.pad_id, policy.device)
+            for ask in (policy.logprob, self.teacher.logprob)
+        )
+        for sample, logprob, teacher in zip(samples, own, teachers, strict=True):
+            sample.advantage = (teacher.double() - logprob.double()).tolist()
+            trained = [A for A, on in zip(sample.advantage, per_token(sample.trained, len(logprob)), strict=True) if on]
+            self._add(-sum(trained), len(trained))
+
+    def accumulate(
+        self, update: Update, batches: Sequence[MicroBatch], before_each: Callable[[], None] | None = None
+    ) -> list[PolicyLoss]:
+        if not (kind := self.options.own_loss):
+            return super().accumulate(update, batches, before_each)
+        which = {"kind": kind, "beta": self.options.beta if kind == "jsd" else None}
+        outputs = accumulate_divergence(self.policy, batches, self.teacher.head, which, before_each)
+        for out in outputs:
+            self._add(float(out.stats["divergence"]), float(out.stats["tokens"]))
+        return outputs
+
+    def _add(self, total: float, tokens: float) -> None:
+        self._divergence = [self._divergence[0] + total, self._divergence[1] + tokens]
+
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        total, tokens = self._divergence
+        return {"distill/divergence": (total, tokens)}
+
+    def state(self) -> Any:
+        return self.teacher.fingerprint
+
+    def restore(self, state: Any) -> None:
+        if state != self.teacher.fingerprint:
+            raise ValueError(
+                f"algorithm.recipe.teacher: want the teacher that the run began with; {self.options.teacher} has other "
+                "weights"
+            )
