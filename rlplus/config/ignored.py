@@ -66,6 +66,11 @@ RULES: tuple[Rule, ...] = (
         "a colocated engine takes the weights from the trainer's memory",
     ),
     (
+        "rollout.push_timeout_s",
+        lambda c: c.rollout.share_weights,
+        "with rollout.share_weights nothing is pushed",
+    ),
+    (
         "evaluation.samples evaluation.k evaluation.temperature",
         lambda c: c.evaluation.data is None,
         "there is no evaluation.data",

@@ -71,6 +71,9 @@ class RolloutConfig(Section):
     vllm: dict[str, Any] = {}
     """Further engine arguments of vLLM, by their names there, such as {quantization: fp8}; not those that the trainer
     sets. A server has its own from where you start it."""
+    share_weights: bool = False
+    """Generate with the policy's own weights, of which the transformers engine then has no copy: colocated, with ZeRO 1
+    and 2. Nothing is pushed."""
     sleep: bool = False
     """Let the colocated engine give its GPU memory back while the policy trains (CUDA)."""
     tensor_parallel_size: Count = 1
@@ -113,6 +116,11 @@ class RolloutConfig(Section):
             problems.append("top_k 1 keeps one token, whose probability is 1: nothing is learned; want 0, or 2 or more")
         if self.sleep and (self.mode != "colocated" or self.engine == "transformers"):
             problems.append(f"sleep is for vLLM in mode colocated; got engine {self.engine} in mode {self.mode}")
+        if self.share_weights and (self.engine != "transformers" or self.mode != "colocated"):
+            problems.append(
+                "share_weights: the trainer's weights are in its own process and modules: want engine transformers in "
+                f"mode colocated; got engine {self.engine} in mode {self.mode}"
+            )
         if self.tensor_parallel_size > 1 and self.engine == "transformers":
             problems.append(f"tensor_parallel_size {self.tensor_parallel_size} needs vLLM; got engine transformers")
         problems += [f"vllm.{name}: leave it out, {OWNED[name]}" for name in self.vllm if name in OWNED]

@@ -99,6 +99,10 @@ class Config(Sections):
         if self.train.sequence_parallel > 1 and self.model.attention == "eager":
             problems.append("train.sequence_parallel wants model.attention sdpa or flash_attention_2; got eager")
         problems += self._quantization_problems()
+        if self.rollout.share_weights and self.train.zero_stage == 3:
+            problems.append(
+                "rollout.share_weights: ZeRO-3 leaves no rank the whole weights: want train.zero_stage 1 or 2; got 3"
+            )
         if self.train.shard_head and self.rollout.top_k:
             problems.append(f"train.shard_head has the whole vocabulary only; got rollout.top_k {self.rollout.top_k}")
         problems += self._refill_problems()

@@ -8,7 +8,7 @@ from typing import Any
 from rlplus.config import Config, merged
 from rlplus.learner.pretrained import positions
 from rlplus.plan import Cluster, Plan, make_cluster, make_plan, read_model, training_part
-from rlplus.plan.memory import estimate_memory
+from rlplus.plan.memory import estimate_memory, sequence_bytes
 from rlplus.plan.planned_model import Model
 
 LENGTHS = (2048, 1024, 512)  # responses, in tokens
@@ -138,7 +138,7 @@ def _with_share(values: dict[str, Any], fixed: dict[str, Any], model: Model, clu
         config = Config.model_validate(tried)
         memory = estimate_memory(config, model, trainer)
         full = FULL_AT * memory.capacity
-        one = model.cache_share(config.rollout.tensor_parallel_size) * config.max_generation_length
+        one = sequence_bytes(config, model)
         if memory.fits and memory.peak <= full and memory.cache >= SEQUENCES * one:
             return tried
         if max(map(memory.total, ("head", "backward", "optimizer"))) > full:

@@ -20,7 +20,7 @@ from rlplus.learner.pretrained import (
     with_overrides,
 )
 from rlplus.plan.cluster import GIB, GPUS, Cluster, gpus_a_rank, make_cluster, this_cluster
-from rlplus.plan.memory import MOMENTS, Memory, estimate_memory
+from rlplus.plan.memory import MOMENTS, Memory, estimate_memory, sequence_bytes
 from rlplus.plan.planned_model import Model, packed_shape
 from rlplus.plan.search import Remedy, find_remedies
 from rlplus.plan.speed import ASSUMPTIONS, estimate_seconds
@@ -99,7 +99,6 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
     check_positions(config, model.lm.config)
     _check_heads(config, model)
     memory = estimate_memory(config, model, trainer)
-    one = model.cache_share(config.rollout.tensor_parallel_size) * config.max_generation_length
     return Plan(
         cluster,
         trainer.gpus,
@@ -107,7 +106,7 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
         config.train.overlap > 0,
         model.parameters,
         packed_shape(config),
-        memory.cache // one,
+        memory.cache // sequence_bytes(config, model),
         memory,
         estimate_seconds(config, model, memory, trainer),
         () if memory.fits else tuple(find_remedies(config, model, trainer)),

@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlplus.data import MicroBatch
 from rlplus.learner.packed_model import PackedModel
+from rlplus.loss.causal_lm import body_of
 from rlplus.rollout import whole_model
 
 COUNTED = "rlplus_counted"  # the name under which transformers finds the stand-in for the attention kernel
@@ -120,6 +121,18 @@ def count_activations(
     for hook in hooks:
         hook.remove()
     return Activations(head=at_head, backward=meter.peak)
+
+
+def count_inference(lm: PreTrainedModel, *, rows: int, length: int, attention: str) -> int:
+    """Bytes that a pass over rows x length tokens takes at most, without gradients, beyond kept keys and values."""
+    lm.eval()
+    meter = Meter(known=[*lm.parameters(), *lm.buffers()])
+    ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
+    with torch.no_grad(), meter:
+        mask = _mask(lm, rows, length, attention)
+        with _counted_attention(lm, attention, mask):
+            body_of(lm)(input_ids=ids, position_ids=ids, use_cache=False)
+    return meter.peak
 
 
 def _drop_gradient(parameter: Tensor) -> None:

@@ -14,7 +14,7 @@ from rlplus.loss.cost import Shape, faster_memory, whole_tiles
 from rlplus.loss.library import implementation
 from rlplus.plan.cluster import GIB, NODE, Cluster
 from rlplus.plan.planned_model import Model, packed_shape
-from rlplus.rollout import DEFAULT_CACHE_MB
+from rlplus.rollout import DEFAULT_CACHE_MB, LOGIT_BYTES
 
 RESERVE = 3 * GIB  # on each GPU: driver, CUDA context, cuBLAS, NCCL's buffers, fragmentation. Assumed
 ENGINE_ASLEEP = 1 * GIB  # kept by vLLM while it sleeps: CUDA graphs, its context. Assumed
@@ -66,6 +66,8 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
     if engine and config.rollout.mode == "process" and not cluster.cpu:
         engine, alone = {}, {"reserve": RESERVE} | engine
     at_rest = {"engine rest": ENGINE_ASLEEP} if engine and config.rollout.sleep else engine
+    if config.rollout.share_weights:  # it keeps nothing
+        at_rest = {}
     always = {
         "reserve": 0 if cluster.cpu else RESERVE,
         "weights": sum(states.weights for _, states in learners),
@@ -267,23 +269,34 @@ def head_scratch(config: Config, model: Model, cluster: Cluster) -> int:
     return min(max(limit, row), tokens * row)
 
 
+def sequence_bytes(config: Config, model: Model) -> int:
+    """Keys and values of the longest sequence on each of an engine's GPUs, and with transformers a token's logits."""
+    logits = LOGIT_BYTES * model.vocabulary if config.rollout.engine == "transformers" else 0
+    return model.cache_share(config.rollout.tensor_parallel_size) * config.max_generation_length + logits
+
+
 def engine_memory(config: Config, model: Model, cluster: Cluster) -> tuple[dict[str, int], list[str]]:
     """Parts of a rollout engine on each of its GPUs, and its problems.
 
     vLLM takes gpu_memory_utilization of the GPU in total: weights, working memory, and the rest for keys and values,
-    which with kv_cache_memory_mb have that size. transformers: weights, and a cache of a fixed size. A server's engine
-    is not counted, and a run that samples nothing has no engine.
+    which with kv_cache_memory_mb have that size. transformers: weights, and a cache of a fixed size, or of a sequence;
+    with share_weights no weights, but what the policy's modules take to compute, and a dequantized weight. A
+    server's engine is not counted, and a run that samples nothing has no engine.
     """
     rollout = config.rollout
     if rollout.mode == "server" or not config.needs_engine:
         return {}, []
     weights = model.parameters * model.itemsize // rollout.tensor_parallel_size
     cache = (rollout.kv_cache_memory_mb or 0) * 2**20
+    sequence = sequence_bytes(config, model)
     if rollout.engine == "transformers" or cluster.cpu:
-        return {"engine weights": weights, "kv cache": cache or DEFAULT_CACHE_MB * 2**20}, []
+        cache = max(cache or DEFAULT_CACHE_MB * 2**20, sequence)
+        if not rollout.share_weights:
+            return {"engine weights": weights, "kv cache": cache}, []
+        work = _work(config, model, cache)
+        return {"kv cache": cache, "engine rest": work, "dequantized weights": model.dequantized}, []
     if not cache:
         cache = int(rollout.gpu_memory_utilization * cluster.gpu.memory) - weights - ENGINE_OVERHEAD
-    sequence = model.cache_share(rollout.tensor_parallel_size) * config.max_generation_length
     problems = []
     if cache < sequence:
         problems.append(
@@ -291,3 +304,18 @@ def engine_memory(config: Config, model: Model, cluster: Cluster) -> tuple[dict[
             f"a sequence of {config.max_generation_length} tokens takes {sequence / GIB:.1f} GiB"
         )
     return {"engine weights": weights, "kv cache": max(cache, 0), "engine rest": ENGINE_OVERHEAD}, problems
+
+
+def _work(config: Config, model: Model, cache: int) -> int:
+    """Bytes beyond a cache that the policy's modules take at most to generate as many sequences as the cache holds.
+
+    The cache is filled when the prompts have been read, a group's once; the first and the last group may be there in
+    part. Then a layer's keys are there twice where the next token's are appended.
+    """
+    sequences = cache // sequence_bytes(config, model)
+    n = config.rollout.group_size - config.algorithm.resolve().demonstrates_in_place
+    n = min([n, *(part.samples for part in config.evaluations_read.values())])
+    prompts = min(sequences, -(-sequences // n) + 1)
+    length = config.max_generation_length - config.rollout.max_response_length
+    reading = model.inference(config, prompts, length) + prompts * length * model.cache_bytes - cache
+    return max(reading, model.inference(config, sequences, 1) + cache // (2 * model.layers))

@@ -12,7 +12,7 @@ from rlplus.config import Config
 from rlplus.learner.adapters import add_adapters
 from rlplus.learner.quantized import BITS
 from rlplus.learner.value_head import add_value_head
-from rlplus.plan.activations import Activations, count_activations, meta_model
+from rlplus.plan.activations import Activations, count_activations, count_inference, meta_model
 
 
 class Model:
@@ -60,6 +60,7 @@ class Model:
         if self.layers > 3 and _layers_alike(self.lm):
             self._few = [_meta_model(config, _with_layers(model_config, n), head) for n in (2, 3)]
         self._counted: dict[tuple[Any, ...], Activations] = {}
+        self._inferences: dict[tuple[Any, ...], int] = {}
 
     def in_shards(self, config: Config) -> bool:
         """Whether its head is not gathered, which is so of the policy's with train.shard_head."""
@@ -94,6 +95,14 @@ class Model:
                 backward=first.backward + more * (last.backward - first.backward),
             )
         return self._counted[key]
+
+    def inference(self, config: Config, rows: int, length: int) -> int:
+        """Bytes that a pass over rows x length tokens takes at most without gradients; counted once per shape."""
+        key = (rows, length, config.model.attention)
+        if key not in self._inferences:
+            lm = self._few[0] if self._few else self.lm
+            self._inferences[key] = count_inference(lm, rows=rows, length=length, attention=config.model.attention)
+        return self._inferences[key]
 
 
 def _meta_model(config: Config, model_config: PretrainedConfig, head: HeadKind | None) -> PreTrainedModel:

@@ -17,6 +17,7 @@ from rlplus.errors import RunFailed, install_command
 from rlplus.rollout.custom_engine import Respond, Response, Sampler, Task, make_respond, respond
 from rlplus.rollout.protocol import (
     DEFAULT_CACHE_MB,
+    LOGIT_BYTES,
     Completion,
     Request,
     RolloutEngine,
@@ -30,6 +31,7 @@ from rlplus.rollout.push import checked_weights, ranks_here
 
 __all__ = [
     "DEFAULT_CACHE_MB",
+    "LOGIT_BYTES",
     "Completion",
     "Request",
     "Respond",

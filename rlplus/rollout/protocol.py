@@ -14,6 +14,7 @@ from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
 
 DEFAULT_CACHE_MB = 512  # keys and values, where rollout.kv_cache_memory_mb is not set
+LOGIT_BYTES = 4 * 4  # the transformers engine's, at a token: the model's logit, its fp32 copy, and as `draw` changes it
 
 
 @dataclass(frozen=True)

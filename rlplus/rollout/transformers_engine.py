@@ -20,6 +20,7 @@ from rlplus.rollout.attention import attend_without_copies
 from rlplus.rollout.clock import Clock
 from rlplus.rollout.protocol import (
     DEFAULT_CACHE_MB,
+    LOGIT_BYTES,
     Completion,
     Request,
     Sampling,
@@ -102,27 +103,31 @@ class TransformersEngine:
         trust_remote_code: bool = False,
         config_path: str | None = None,
     ) -> None:
-        cuda = torch.cuda.is_available()
-        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        model_config = AutoConfig.from_pretrained(config_path or model_path, trust_remote_code=trust_remote_code)
+        with _forked_rng(), whole_model(), _no_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(
+                model_path, config=model_config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
+            )
+        model.to("cuda" if torch.cuda.is_available() else "cpu").requires_grad_(False)
+        self._begin(config, model, max_model_len, eos_token_id, pad_token_id)
+
+    def _begin(
+        self, config: RolloutConfig, model: Any, max_model_len: int, eos_token_id: int, pad_token_id: int
+    ) -> None:
+        self._model, self._device = model.eval(), model.device
         self._max_model_len = max_model_len
         self._eos, self._pad = eos_token_id, pad_token_id
         self._push_timeout_s = config.push_timeout_s
         self.clock = Clock("the generation", "rollout.progress_timeout_s", config.progress_timeout_s)
         self._failure: str | None = None
-        model_config = AutoConfig.from_pretrained(config_path or model_path, trust_remote_code=trust_remote_code)
-        with self._forked_rng(), whole_model(), _no_progress_bar():
-            self._model: Any = AutoModelForCausalLM.from_pretrained(
-                model_path, config=model_config, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
-            )
-        self._model.to(self._device).eval().requires_grad_(False)
         attend_without_copies(self._model)
-        if config.head_dtype == "float32" != dtype:
+        if config.head_dtype == "float32" and model.dtype != torch.float32:
             _multiply_in_fp32(self._model.get_output_embeddings())
         # generate() fills every setting left open from here: a penalty of the model's own would change the sampling.
         self._model.generation_config = GenerationConfig()
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
         self._cache_bytes = (config.kv_cache_memory_mb or DEFAULT_CACHE_MB) * 2**20
-        self._bytes_per_token = _cache_bytes_per_token(model_config, self._model.dtype)
+        self._bytes_per_token = _cache_bytes_per_token(model.config, self._model.dtype)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         if self._failure:
@@ -133,12 +138,11 @@ class TransformersEngine:
         owners = [i for i in order for _ in range(requests[i].n)]
         asked = [request for request in requests if request.n]
         longest = max((len(r.prompt) for r in asked), default=0) + max((r.max_tokens for r in asked), default=0)
-        # A sequence's keys and values; each logit as the model's, its fp32 copy, and as `draw` changes it.
-        bytes_per_sequence = longest * self._bytes_per_token + (4 + 4 + 4 + 4) * self._vocabulary
+        bytes_per_sequence = longest * self._bytes_per_token + LOGIT_BYTES * self._vocabulary
         size = max(1, self._cache_bytes // bytes_per_sequence)
         completions: list[list[Completion]] = [[] for _ in requests]
         activity.rollouts.begin(len(owners))
-        with self._forked_rng(), torch.no_grad(), self.clock.running("the first token"):
+        with _forked_rng(), torch.no_grad(), self.clock.running("the first token"):
             torch.manual_seed(sampling.seed)
             for start in range(0, len(owners), size):
                 batch = owners[start : start + size]
@@ -244,8 +248,9 @@ class TransformersEngine:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _forked_rng(self) -> Any:
-        return torch.random.fork_rng([self._device] if self._device.type == "cuda" else [])
+
+def _forked_rng() -> Any:
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
 
 
 def _forward(model: Any, ids: Tensor, last: int | None, inputs: dict[str, Any]) -> Tensor:

@@ -21,6 +21,7 @@ from rlplus.loss.tuning import kind_of, using
 from rlplus.recipe import make_recipe
 from rlplus.reward import Scorer
 from rlplus.rollout import RolloutEngine, make_engine, make_respond
+from rlplus.rollout.shared_engine import SharedEngine
 from rlplus.trainer import run_tuning
 from rlplus.trainer.engine import NoEngine, SyncedEngine
 from rlplus.trainer.metrics import RunLog
@@ -91,7 +92,8 @@ def _made(config: Config, resume: str | None, stack: ExitStack) -> Run:
     _load_learners(learners, folder, stack)
     stop = StopSignal()
     agree.phase("engine")
-    start_engine = _engine_starter(config, model_path, model_config, tokenizer, folder.path / f"model_config/{rank}")
+    place = folder.path / f"model_config/{rank}"
+    start_engine = _engine_starter(config, policy, model_path, model_config, tokenizer, place)
     engine = SyncedEngine(config, policy, data.examples[0].prompt, pad_id, start_engine, stop)
     sampler = PromptSampler(len(data.variants), config.train.prompts_per_step, config.train.seed, data.variants)
     rollouts = Rollouts(config, recipe, policy, data.examples, sampler, pad_id, engine, respond)
@@ -177,20 +179,30 @@ def _load_learners(learners: dict[str, Learner], folder: RunFolder, stack: ExitS
 
 
 def _engine_starter(
-    config: Config, model_path: str, model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, place: Path
+    config: Config,
+    policy: Policy,
+    model_path: str,
+    model_config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    place: Path,
 ) -> Callable[[], RolloutEngine]:
     """A function that starts the engine. The model configuration, which it reads, is written to `place`."""
     model_config.save_pretrained(str(place))
     if not config.needs_engine:
         return NoEngine
+    limits = {
+        "max_model_len": config.max_generation_length,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if config.rollout.share_weights:
+        return partial(SharedEngine, config.rollout, policy.engine.module.lm, **limits)
     return partial(
         make_engine,
         config.rollout,
         model_path,
+        **limits,
         dtype=config.model.dtype,
-        max_model_len=config.max_generation_length,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
         seed=config.train.seed,
         trust_remote_code=config.model.trust_remote_code,
         config_path=str(place),

@@ -7,6 +7,7 @@ import quick
 import torch
 from plan_cases import (
     CPU,
+    QLORA,
     QWEN_7B,
     alive_beyond,
     everything_known,
@@ -246,17 +247,13 @@ def test_kept_tokens_take_what_is_planned(tmp_path):
     assert peak_of(profile) == pytest.approx(some, rel=0.1)
 
 
-QLORA = (
-    "algorithm.preset=grpo", "model.gradient_checkpointing=true", "data.max_prompt_length=1024",
-    "rollout.max_response_length=2048", "rollout.gpu_memory_utilization=0.6", "train.tokens_per_micro_batch=3072",
-    "train.max_scratch_mb=320", "evaluation.every=0",
-)  # fmt: skip
+VLLM = "rollout.gpu_memory_utilization=0.6"
 
 
 def test_weights_of_4_bits_are_counted():
     """As bitsandbytes has them, without its tables; the numbers for 7 billion are those of what-fits.md."""
     pytest.importorskip("bitsandbytes")
-    quantized = paper("model.lora={quantization: nf4}", *QLORA)
+    quantized = paper("model.lora={quantization: nf4}", *QLORA, VLLM)
     lm = AutoModelForCausalLM.from_config(thin_model(), dtype=torch.bfloat16)
     largest = max(m.weight.numel() for m in lm.model.modules() if isinstance(m, nn.Linear))
     quantize(lm, torch.device("cpu"))
@@ -268,7 +265,7 @@ def test_weights_of_4_bits_are_counted():
     assert thin.weight_bytes == pytest.approx(sum(sizes), rel=1e-3)
     assert thin.dequantized == 2 * largest
     cluster = make_cluster(1, "rtx5090")
-    plans = [make_plan(config, cluster) for config in (quantized, paper("model.lora={}", *QLORA))]
+    plans = [make_plan(config, cluster) for config in (quantized, paper("model.lora={}", *QLORA, VLLM))]
     assert [plan.fits for plan in plans] == [True, False]
     assert [round(plan.memory.parts["head"]["weights"] / GIB, 1) for plan in plans] == [5.2, 14.2]
     assert [round(plan.memory.total("backward") / GIB, 1) for plan in plans] == [11.6, 20.5]

@@ -26,6 +26,11 @@ QWEN_7B = {  # Qwen/Qwen2.5-Math-7B's config.json
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
+QLORA = (
+    "algorithm.preset=grpo", "model.gradient_checkpointing=true", "data.max_prompt_length=1024",
+    "rollout.max_response_length=2048", "train.tokens_per_micro_batch=3072",
+    "train.max_scratch_mb=320", "evaluation.every=0",
+)  # fmt: skip
 PROCESS = ("rollout.sleep=false", "rollout.mode=process")
 SERVER = ("rollout.sleep=false", "rollout.mode=server", "rollout.server_url=http://localhost:1")
 

@@ -1,0 +1,67 @@
+"""The plan of runs whose engine has the policy's own weights (`rollout.share_weights`)."""
+
+import pytest
+from plan_cases import CPU, QLORA, everything_known, make_plan, paper, thin_model
+from trainer_runs import run_config
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlplus.data import byte_tokenizer
+from rlplus.learner.policy import Policy
+from rlplus.plan import GIB, make_cluster
+from rlplus.plan.activations import Meter
+from rlplus.rollout import Request, Sampling
+from rlplus.rollout.shared_engine import SharedEngine
+from rlplus.trainer.ranks import initialize_distributed
+
+
+@pytest.mark.parametrize(("prompt", "response"), [(40, 8), (8, 100)])
+def test_generating_takes_what_is_planned(tmp_path, prompt, response):
+    """A cache that is full of sequences of full length: where reading prompts takes most, and where the last token."""
+    initialize_distributed()
+    config = run_config(
+        tmp_path,
+        model={"scratch": None, "path": str(tmp_path / "model"), "lora": {"rank": 4}},
+        data={"max_prompt_length": prompt},
+        rollout={"max_response_length": response, "share_weights": True, "kv_cache_memory_mb": 2},
+        algorithm={"preset": "grpo"},
+        train={"tokens_per_micro_batch": 128},
+    )
+    model_config: Qwen2Config = thin_model(vocab_size=len(byte_tokenizer()))
+    Qwen2ForCausalLM(model_config).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    policy = Policy(config, str(tmp_path / "model"), model_config)
+    limits = {"max_model_len": config.max_generation_length, "eos_token_id": 999, "pad_token_id": 0}
+    engine = SharedEngine(config.rollout, policy.engine.module.lm, **limits)
+    plan = make_plan(config, CPU)
+    planned = plan.memory.parts["generate"]
+    assert "engine weights" not in planned
+    assert plan.sequences > config.rollout.group_size
+    asked = [Request([1 + i] * prompt, 4, response) for i in range(-(-plan.sequences // 4) + 1)]
+    with Meter(known=everything_known()) as meter:
+        engine.generate(asked, Sampling(1.0, 0))
+    assert meter.peak == pytest.approx(planned["kv cache"] + planned["engine rest"], rel=0.15)
+    assert not {"kv cache", "engine rest"} & plan.memory.parts["backward"].keys()
+
+
+def test_seven_billion_weights_train_on_one_gpu_of_24_gb():
+    """With weights of 4 bits which the engine has no copy of; a whole copy beside them does not fit."""
+    cluster = make_cluster(1, "rtx4090")
+    quantized = ("model.lora={quantization: nf4}", *QLORA, "rollout.engine=transformers", "rollout.sleep=false")
+    shared, copied = (
+        make_plan(paper(*quantized, f"rollout.share_weights={share}", "rollout.kv_cache_memory_mb=4096"), cluster)
+        for share in ("true", "false")
+    )
+    assert shared.fits
+    assert not copied.fits
+    parts = shared.memory.parts["generate"]
+    assert parts["weights"] == copied.memory.parts["generate"]["weights"]
+    assert parts["kv cache"] == 4 * GIB
+    assert parts["dequantized weights"] == 2 * 3584 * 18944
+    assert "engine weights" not in parts
+    assert copied.memory.parts["generate"]["engine weights"] == 2 * shared.parameters
+    longest = paper(*quantized).max_generation_length
+    token = 2 * 28 * 4 * 128 * 2  # keys and values of 28 layers and 4 heads, in bf16
+    assert shared.sequences == 4 * GIB // (token * longest + 16 * 152064)
+    one = make_plan(paper(*quantized, "rollout.share_weights=true", "rollout.kv_cache_memory_mb=1"), cluster)
+    assert one.sequences == 1, "a sequence is generated however small the cache"
+    assert one.memory.cache == token * longest + 16 * 152064
