@@ -28,6 +28,9 @@ FAR = 2**53  # the largest value of a key that has no limit of its own
 
 # The publication of each preset. An ablation belongs to the preset that its name begins with.
 SOURCES = {
+    "gkd": "[GKD](https://arxiv.org/abs/2306.13649)",
+    "opd": "[Thinking Machines](https://thinkingmachines.ai/blog/on-policy-distillation/)",
+    "opsd": "[OPSD](https://arxiv.org/abs/2601.18734)",
     "rlplus": "[RL-PLUS](https://arxiv.org/abs/2508.00222)",
     "rlplus-official": "the RL-PLUS authors' scripts",
     "luffy": "[LUFFY](https://arxiv.org/abs/2504.14945)",
@@ -83,7 +86,7 @@ def source(name: str) -> str:
 
 def sampled(algorithm: Algorithm) -> str:
     o = algorithm.objective
-    if not algorithm.generates:
+    if not algorithm.generates or algorithm.recipe.own_loss:
         return ""
     ratio = "r of the sequence" if algorithm.ratio_level == "sequence" else "r"
     high = "" if o.clip_high == o.clip_low else f" and {o.clip_high:g}"
@@ -117,18 +120,17 @@ def demonstrated(algorithm: Algorithm) -> str:
 
 
 def advantage(algorithm: Algorithm) -> str:
-    if not algorithm.generates and not EXTERNAL[algorithm.objective.external].weighted:
+    weighted = algorithm.generates or EXTERNAL[algorithm.objective.external].weighted
+    if algorithm.recipe.own_loss or not weighted:
         return "none"
-    if algorithm.recipe.learners:
+    if algorithm.recipe.own_advantages:
         return "per token, by the recipe"
     return "(R − mean) / std" if algorithm.normalize_std else "R − mean"
 
 
 def divisor(algorithm: Algorithm) -> str:
-    own = DIVISORS[algorithm.reduction]
-    if not algorithm.demonstrations_apart:
-        return own
-    return f"{own}; {DIVISORS[algorithm.external_reduction or algorithm.reduction]} of the demonstrations"
+    own, shown = DIVISORS[algorithm.reduction], DIVISORS[algorithm.external_reduction or algorithm.reduction]
+    return f"{own}; {shown} of the demonstrations" if algorithm.demonstrations_apart else own
 
 
 def extras(algorithm: Algorithm) -> Iterator[str]:
@@ -138,7 +140,7 @@ def extras(algorithm: Algorithm) -> Iterator[str]:
     if o.kl_coef:
         yield f"− {o.kl_coef:g} · KL ({o.kl_estimator})"
     if (name := algorithm.recipe.name) != "plain":
-        yield f"recipe `{name}`"
+        yield f"recipe `{name}`" + (f", whose loss is `{loss}`" if (loss := algorithm.recipe.own_loss) else "")
     if refill is not None:
         rest = f"; other groups after {refill.max_draws} draws" if refill.fill else ""
         yield f"refill, mean reward within {refill.low:g} and {refill.high:g}{rest}"

@@ -6,25 +6,24 @@ first use.
 
 from typing import TYPE_CHECKING
 
+from rlplus.algorithm.distillation_options import Distill, SelfDistill
 from rlplus.algorithm.external_schedule import ExternalSchedule
 from rlplus.algorithm.options import (
     RECIPES,
     AnyRecipe,
     Critic,
-    Distill,
     Gate,
-    HeadKind,
     Interleaved,
     Plain,
     Prefix,
     ProcessReward,
-    RecipeOptions,
     Refill,
     Replay,
     Shaping,
     recipe_options,
 )
 from rlplus.algorithm.presets import ALGORITHMS, Algorithm, algorithm
+from rlplus.algorithm.recipe_base import HeadKind, RecipeOptions
 from rlplus.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -48,6 +47,7 @@ __all__ = [
     "RecipeOptions",
     "Refill",
     "Replay",
+    "SelfDistill",
     "Shaping",
     "algorithm",
     "generalized_advantages",

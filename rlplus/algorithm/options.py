@@ -9,65 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from rlplus.common.section import Count, Fraction, NonNegative, PathText, Positive, Section
+from rlplus.algorithm.distillation_options import Distill, SelfDistill
+from rlplus.algorithm.recipe_base import HeadKind, RecipeOptions
+from rlplus.common.section import Count, Fraction, NonNegative, Positive, Section
 from rlplus.errors import hint
 from rlplus.lazy import import_function
 
-HeadKind = Literal["language", "value"]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-
-
-class RecipeOptions(Section):
-    """Base class of the options, with what a configuration and a plan must know of a recipe without importing it.
-
-    in_place: whether a demonstration of the data replaces a rollout of its group.
-    replays: whether demonstrations are the policy's own rollouts of earlier steps, not the data's.
-    whole_demonstrations: whether they are samples of their own. Otherwise responses begin with parts of them.
-    extra_updates: the policy's updates in a step, at most, besides the ones on rollouts.
-    learners: the models that the recipe trains alongside the policy, by name. Each has the policy's body and the head
-    of the "language" model, or a "value" head of width 1.
-    learner_passes: forward passes over a step's samples, besides the learners' updates.
-    references: copies of the first model that they need.
-    own_advantages: whether advantages do not come from rewards by `algorithm.advantage`.
-    """
-
-    in_place: ClassVar[bool] = True
-    replays: ClassVar[bool] = False
-    whole_demonstrations: ClassVar[bool] = True
-    extra_updates: ClassVar[int] = 0
-    learners: ClassVar[Mapping[str, HeadKind]] = {}
-    learner_passes: ClassVar[int] = 0
-    references: ClassVar[int] = 0
-    own_advantages: ClassVar[bool] = False
-
-    name: str
-
-    @property
-    def own_loss(self) -> str:
-        """The loss of rollouts if it is not the objective's; else empty."""
-        return ""
-
-    @property
-    def teacher_model(self) -> str | None:
-        """The folder or hub name of a frozen model beside the policy."""
-        return None
-
-    @property
-    def unsolved_only(self) -> bool:
-        """Whether only prompts that no rollout solved have demonstrations."""
-        return False
-
-    def problems(self, config: Any) -> Iterator[str]:
-        """Reasons why a run cannot use the recipe with its other settings. config: an `rlplus.config.Config`."""
-        yield from ()
-
-    def largest_update(self, config: Any, samples: int) -> int:
-        """The largest number of samples in an update of any model. samples: in the policy's updates on rollouts."""
-        return samples
-
-    def learner_updates(self, updates: int) -> int:
-        """Updates of each learner in a step with that many of the policy."""
-        return updates
 
 
 class Plain(RecipeOptions):
@@ -254,66 +202,8 @@ class ProcessReward(RecipeOptions):
             yield "it does not support algorithm.reward_kl_coef"
 
 
-class Distill(RecipeOptions):
-    """On-policy distillation: the policy's own responses, with a loss that says how far it is from a frozen teacher.
-
-    Rewards are measured, and not trained on. Both models are taken at rollout.temperature.
-    """
-
-    own_advantages: ClassVar[bool] = True
-
-    name: Literal["distill"] = "distill"
-    teacher: PathText | None = None
-    """Hugging Face folder or hub name of the teacher, with the policy's tokenizer. Every rank holds a whole copy."""
-    loss: Literal["reverse_kl", "forward_kl", "jsd", "sampled"] = "reverse_kl"
-    """Loss of a token: a divergence of the policy from the teacher over the whole vocabulary (see
-    rlplus.linear_divergence), or "sampled": the objective's, with the advantage log p_teacher - log p of the token. On
-    new samples the expected gradient of "sampled" is the gradient of "reverse_kl"."""
-    beta: Fraction = 0.5
-    """Weight of the teacher in the mixture of "jsd"."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.loss != "jsd" and self.beta != Distill.model_fields["beta"].default:
-            raise ValueError(f"beta belongs to loss jsd; got {self.loss}")
-        return self
-
-    @property
-    def own_loss(self) -> str:
-        return "" if self.loss == "sampled" else self.loss
-
-    @property
-    def teacher_model(self) -> str | None:
-        return self.teacher
-
-    def problems(self, config: Any) -> Iterator[str]:
-        if self.teacher is None:
-            yield "want algorithm.recipe.teacher, a Hugging Face folder or hub name; got none"
-        yield from _distillation_problems(self, config)
-
-
-def _distillation_problems(options: RecipeOptions, config: Any) -> Iterator[str]:
-    """Settings that distillation does not support, or does not read."""
-    algorithm, train, rollout = config.algorithm.resolve(), config.train, config.rollout
-    if algorithm.demonstrates:
-        yield f"it does not train on demonstrations: want a preset without; got {config.algorithm.preset}"
-    if train.sequence_parallel > 1:
-        yield f"it does not support train.sequence_parallel > 1; got {train.sequence_parallel}"
-    if rollout.top_k:
-        yield f"both models have the whole vocabulary: want rollout.top_k 0; got {rollout.top_k}"
-    unread = {"algorithm.shaping": algorithm.shaping, "algorithm.reward_kl_coef": algorithm.reward_kl_coef}
-    if options.own_loss:
-        fields = ("kl_coef", "entropy_coef", "mismatch_cap")
-        unread |= {f"algorithm.objective.{name}": getattr(algorithm.objective, name) for name in fields}
-        unread |= {"algorithm.top_entropy": algorithm.top_entropy < 1, "train.memory": train.memory}
-        unread |= {"train.shard_head": train.shard_head, "train.backend cpp": train.backend == "cpp"}
-    for key, value in unread.items():
-        if value:
-            yield f"its loss {options.own_loss or 'sampled'} does not support {key}"
-
-
 PLAIN = Plain()
-AnyRecipe = Plain | Interleaved | Gate | Prefix | Critic | ProcessReward | Replay | Distill
+AnyRecipe = Plain | Interleaved | Gate | Prefix | Critic | ProcessReward | Replay | Distill | SelfDistill
 RECIPES: dict[str, type[RecipeOptions]] = {kind.model_fields["name"].default: kind for kind in get_args(AnyRecipe)}
 
 

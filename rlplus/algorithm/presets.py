@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from rlplus.algorithm.distillation_options import Distill, SelfDistill
 from rlplus.algorithm.external_schedule import ExternalSchedule
 from rlplus.algorithm.options import (
     PLAIN,
@@ -11,11 +12,11 @@ from rlplus.algorithm.options import (
     Interleaved,
     Prefix,
     ProcessReward,
-    RecipeOptions,
     Refill,
     Replay,
     Shaping,
 )
+from rlplus.algorithm.recipe_base import RecipeOptions
 from rlplus.errors import check_name
 from rlplus.loss.objective import OBJECTIVES, RLPLUS, AdvantageEstimator, Objective, Reduction
 
@@ -84,8 +85,8 @@ class Algorithm:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether logprobs under the model that the run starts from are needed."""
-        return bool(self.objective.kl_coef or self.reward_kl_coef)
+        """Whether the model that the run starts from is needed, for its logprobs or as a teacher."""
+        return bool(self.objective.kl_coef or self.reward_kl_coef or self.recipe.initial_teacher)
 
     @property
     def demonstrates(self) -> bool:
@@ -163,6 +164,9 @@ ALGORITHMS: dict[str, Algorithm] = {
     "cispo": _rollouts_only("cispo", "token"),
     "sapo": _rollouts_only("sapo", "sequence"),
     "dppo": _rollouts_only("dppo", "token", normalize_std=False),
+    "gkd": _rollouts_only("gkd", "token", recipe=Distill(loss="jsd")),
+    "opd": _rollouts_only("opd", "token", recipe=Distill(loss="sampled")),
+    "opsd": _rollouts_only("opsd", "token", recipe=SelfDistill(teacher="initial", loss="jsd")),
     "sft": Algorithm(OBJECTIVES["sft"], demonstrations="only"),
     "dft": Algorithm(OBJECTIVES["dft"], demonstrations="only"),
 }

@@ -36,11 +36,18 @@ class Config(Sections):
         return self.data.max_demonstration_length or self.rollout.max_response_length
 
     @property
+    def max_training_prompt(self) -> int:
+        """Longest prompt in training; with a teacher that sees demonstrations its prompt, a token of it for a byte."""
+        template = self.algorithm.resolve().recipe.demonstration_prompt
+        shown = self.max_demonstration_length + len(template.encode()) if template else 0
+        return self.data.max_prompt_length + shown
+
+    @property
     def max_sample_length(self) -> int:
         """Longest prompt and response, or prompt and demonstration, in training."""
         demonstrated = self.max_demonstration_length if self.algorithm.resolve().needs_demonstrations else 0
         longest = max(self.rollout.max_response_length, demonstrated)
-        return self.data.max_prompt_length + longest
+        return self.max_training_prompt + longest
 
     @property
     def max_generation_length(self) -> int:

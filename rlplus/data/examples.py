@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlplus.config import DataConfig
-from rlplus.data.prompts import Prompt, encode_prompts, make_prompt
+from rlplus.data.prompts import Prompt, encode_prompts, make_prompt, with_demonstration
 from rlplus.data.row_files import MissingColumn, Row, get_column, read_rows, row_names
 
 CHUNK = 1000  # rows tokenised together, on all cores
@@ -25,7 +25,7 @@ class Example:
     benchmark: the value of the column `data.benchmark`; empty without one. rows: the number of equal rows that this one
     represents. demonstration_reward: the demonstration's grade by the run's reward; NaN before. behavior_logprob: of
     each of the demonstration's tokens under its author; None if unknown. columns: the values of `data.columns`, by the
-    last part of their names.
+    last part of their names. teacher_prompt: token ids of the prompt in which a teacher sees the demonstration.
     """
 
     index: int
@@ -37,6 +37,7 @@ class Example:
     demonstration_reward: float = nan
     behavior_logprob: Sequence[float] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
+    teacher_prompt: tuple[int, ...] | None = None
 
 
 @dataclass
@@ -126,13 +127,16 @@ class _Parsed:
     benchmark: str
     behavior_logprob: Any
     columns: Mapping[str, Any]
+    teacher_prompt: Prompt | None
 
 
 def load_examples(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, max_demonstration_length: int
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, max_demonstration_length: int, teacher_template: str = ""
 ) -> tuple[list[Example], LoadReport]:
     """`read_examples`, and ValueError where the report refuses them."""
-    examples, report = read_examples(config, tokenizer, max_demonstration_length=max_demonstration_length)
+    examples, report = read_examples(
+        config, tokenizer, max_demonstration_length=max_demonstration_length, teacher_template=teacher_template
+    )
     if refusal := report.refusal(config):
         raise ValueError(refusal)
     return examples, report
@@ -143,12 +147,14 @@ def read_examples(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_demonstration_length: int,
+    teacher_template: str = "",
     layout: Callable[[Row], Row] | None = None,
     wanted: Callable[[str], bool] = lambda benchmark: True,
     section: str = "data",
 ) -> tuple[list[Example], LoadReport]:
     """Read and tokenise the data; a row with several demonstrations gives an example for each, see `variants`.
 
+    teacher_template: for `Example.teacher_prompt`; empty without.
     layout: converts a row of a file, with all of its columns, into one that `config` describes. wanted: whether to read
     the rows of a benchmark; the others count for nothing. section: name of `config` in messages.
     A prompt string is tokenised with the tokenizer's default special tokens, chat messages through its template with
@@ -162,13 +168,16 @@ def read_examples(
     examples: list[Example] = []
     # One int object for each id: long demonstrations of a large data set would fill gigabytes with copies.
     shared: dict[int, int] = {}
-    rows, last = _naming_key(_parse_rows(config, layout, wanted), config, section), -1
+    rows, last = _naming_key(_parse_rows(config, layout, wanted, teacher_template), config, section), -1
     while chunk := list(islice(rows, CHUNK)):
         prompts = encode_prompts([(row.where, row.prompt) for row in chunk], tokenizer, config.response_prefix)
         demonstrations = _encode_demonstrations(chunk, tokenizer)
+        shown = [(row.where, row.teacher_prompt) for row in chunk if row.teacher_prompt is not None]
+        teachers = iter(encode_prompts(shown, tokenizer, config.response_prefix) if shown else [])
         for row, prompt, demonstration in zip(chunk, prompts, demonstrations, strict=True):
             if not prompt:
                 raise ValueError(f"{row.where}: want a prompt of at least one token; got {row.prompt!r}")
+            teacher_prompt = None if row.teacher_prompt is None else next(teachers)
             counted, last = row.index == last, row.index
             if not counted:
                 report.rows += 1
@@ -197,6 +206,7 @@ def read_examples(
                     row.benchmark,
                     behavior_logprob=_behavior_logprob(config, row, demonstration),
                     columns=row.columns,
+                    teacher_prompt=None if demonstration is None or teacher_prompt is None else tuple(teacher_prompt),
                 )
             )
     return examples, report
@@ -212,7 +222,7 @@ def _naming_key(rows: Iterator[_Parsed], config: DataConfig, section: str) -> It
 
 
 def _parse_rows(
-    config: DataConfig, layout: Callable[[Row], Row] | None, wanted: Callable[[str], bool]
+    config: DataConfig, layout: Callable[[Row], Row] | None, wanted: Callable[[str], bool], teacher_template: str
 ) -> Iterator[_Parsed]:
     names = (config.prompt, config.answer, config.demonstration, config.behavior_logprob, config.benchmark)
     columns = [name for name in (*names, *config.columns) if name is not None]
@@ -224,7 +234,8 @@ def _parse_rows(
         benchmark = "" if config.benchmark is None else str(_column(where, row, config.benchmark))
         if not wanted(benchmark):
             continue
-        prompt = make_prompt(config, where, _column(where, row, config.prompt))
+        question = _column(where, row, config.prompt)
+        prompt = make_prompt(config, where, question)
         answer = _match(config.answer_pattern, _answer(where, _column(where, row, config.answer)))
         answer = answer and answer.strip()
         value = None
@@ -238,7 +249,10 @@ def _parse_rows(
         texts = _demonstrations(where, value)
         for text, behavior in zip(texts, _behavior_logprobs(config, where, row, value, len(texts)), strict=True):
             demonstration, noted = _shaped(config, text, answer)
-            yield _Parsed(index, where, prompt, answer, demonstration, noted, benchmark, behavior, further)
+            shown = None
+            if teacher_template and demonstration is not None:
+                shown = make_prompt(config, where, with_demonstration(question, teacher_template, demonstration))
+            yield _Parsed(index, where, prompt, answer, demonstration, noted, benchmark, behavior, further, shown)
     if not demonstration_seen and row:
         assert config.demonstration is not None
         raise MissingColumn(", ".join(config.paths), config.demonstration, row_names(row))

@@ -1,6 +1,6 @@
 """Samples -> packed rows without padding between sequences, grouped into micro-batches under a token budget."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, repeat
 from math import ceil, isnan, nan
@@ -41,6 +41,7 @@ class Sample:
     value, returns  of the state before each response token: a learner's value, and its target; None = unknown
     kept            the tokens that each response token was sampled from (rollout.top_k): its policy is the softmax over
                     these, in every logprob above and in the loss; None = the whole vocabulary
+    teacher_prompt  the prompt under which a teacher sees the response, if it is another one
     """
 
     prompt: Sequence[int]
@@ -61,11 +62,12 @@ class Sample:
     detail: str = ""
     grade: float | None = None
     kept: KeptSets | None = None
+    teacher_prompt: Sequence[int] | None = None
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and response."""
-        return len(self.prompt) + len(self.response)
+        """Tokens of prompt and response, the prompt being the longer one of policy and teacher."""
+        return max(len(self.prompt), len(self.teacher_prompt or ())) + len(self.response)
 
     @property
     def loss_tokens(self) -> tuple[int, int]:
@@ -102,6 +104,7 @@ class MicroBatch:
     kept_counts (N,), kept_tokens int32: the tokens that each was sampled from, see `Sample.kept`; None if none has any
     whole_position_ids: in a shard, the position_ids of the whole micro-batch; else None
     forward_only: no token has a gradient; it counts in the statistics of the update alone
+    teacher: the same response tokens in the same order behind the prompts of a teacher, if samples have any
     """
 
     input_ids: Tensor
@@ -124,6 +127,7 @@ class MicroBatch:
     kept_tokens: Tensor | None = None
     whole_position_ids: Tensor | None = None
     forward_only: bool = False
+    teacher: "MicroBatch | None" = None
 
     @property
     def kept(self) -> tuple[Tensor, Tensor] | None:
@@ -135,7 +139,8 @@ class MicroBatch:
     def to(self, device: torch.device | str) -> Self:
         """A copy with every tensor on the device."""
         tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
+        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
+        return replace(self, **moved, teacher=None if self.teacher is None else self.teacher.to(device))
 
     def as_one_row(self) -> Self:
         """The same tokens as one row (1, R * L)."""
@@ -209,7 +214,7 @@ def pack(
         _check(index, sample, weight, row_length)
     lengths = [sample.length for sample in samples]
     return [
-        _micro_batch(rows, samples, token_weight, lengths, pad_id, multiple)
+        _micro_batch(rows, samples, token_weight, pad_id, multiple)
         for rows in plan_micro_batches(lengths, row_length, tokens_per_micro_batch, multiple)
     ]
 
@@ -261,8 +266,8 @@ def balance(
 
 
 def _check(index: int, sample: Sample, weight: Tensor, row_length: int) -> None:
-    prompt, response = len(sample.prompt), len(sample.response)
-    if not prompt or not response:
+    prompt, response = sample.length - len(sample.response), len(sample.response)
+    if not sample.prompt or not response:
         raise ValueError(f"sample {index}: want a prompt and a response; got {prompt} and {response} tokens")
     if prompt + response > row_length:
         raise ValueError(f"sample {index}: want at most row_length {row_length} tokens; got {prompt} + {response}")
@@ -278,12 +283,12 @@ def _check(index: int, sample: Sample, weight: Tensor, row_length: int) -> None:
 
 def _micro_batch(
     rows: list[list[int]],
-    samples: Sequence[Sample],
+    samples: Sequence[Sample] | Mapping[int, Sample],
     token_weight: Sequence[Tensor],
-    lengths: list[int],
     pad_id: int,
     multiple: int,
 ) -> MicroBatch:
+    lengths = {index: len(samples[index].prompt) + len(samples[index].response) for row in rows for index in row}
     used = [sum(lengths[index] for index in row) for row in rows]
     width = ceil(max(used) / multiple) * multiple
     order = [index for row in rows for index in row]
@@ -306,6 +311,12 @@ def _micro_batch(
     values = {name: [getattr(sample, name) for sample in chosen] for name in ("value", "returns")}
     learned: dict[str, Any] = {n: joined(given, torch.float32) for n, given in values.items() if None not in given}
     learned |= _joined_sets(chosen)
+    if all(sample.teacher_prompt is not None for sample in chosen):
+        asked = {
+            index: replace(sample, prompt=sample.teacher_prompt or (), teacher_prompt=None)
+            for index, sample in zip(order, chosen, strict=True)
+        }
+        learned["teacher"] = _micro_batch(rows, asked, token_weight, pad_id, multiple)
     return MicroBatch(
         input_ids=input_ids.view(len(rows), width),
         position_ids=position_ids.view(len(rows), width),

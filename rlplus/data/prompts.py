@@ -46,6 +46,14 @@ def make_prompt(config: DataConfig, where: str, value: Any) -> Prompt:
     return messages
 
 
+def with_demonstration(value: Any, template: str, demonstration: str) -> Any:
+    """The value of a prompt's column with its text, or its last message's, in the template."""
+    if isinstance(value, str):
+        return template.format(prompt=value, demonstration=demonstration)
+    *before, last = value
+    return [*before, last | {"content": template.format(prompt=last["content"], demonstration=demonstration)}]
+
+
 def _question(where: str, value: Any) -> str:
     """The text, or the only user message's: a template replaces system messages."""
     if isinstance(value, str) and value.strip():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rlplus.learner.policy import Policy
     from rlplus.learner.pretrained import check_positions, existing_model, prepare_model, weights_fingerprint
     from rlplus.learner.prime_model import ProcessModel
-    from rlplus.learner.teacher import Teacher, accumulate_divergence
+    from rlplus.learner.teacher import SelfTeacher, Teacher, accumulate_divergence
     from rlplus.learner.value_model import ValueModel
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Optimization",
     "Policy",
     "ProcessModel",
+    "SelfTeacher",
     "Teacher",
     "ValueModel",
     "accumulate_divergence",
@@ -48,7 +49,7 @@ __getattr__, __dir__ = lazy_names(
         "policy": ("Policy",),
         "pretrained": ("check_positions", "existing_model", "prepare_model", "weights_fingerprint"),
         "prime_model": ("ProcessModel",),
-        "teacher": ("Teacher", "accumulate_divergence"),
+        "teacher": ("SelfTeacher", "Teacher", "accumulate_divergence"),
         "value_model": ("ValueModel",),
     },
 )

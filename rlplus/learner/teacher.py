@@ -1,6 +1,7 @@
 """Distillation: a frozen teacher, and the update of a policy by its divergence from it over the whole vocabulary."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlplus.data import MicroBatch, load_tokenizer
+from rlplus.learner.adapters import without_adapters
 from rlplus.learner.packed_model import PackedModel
 from rlplus.learner.policy import Policy, without_ranks
 from rlplus.learner.pretrained import existing_model, load_model, positions, weights_fingerprint
@@ -17,7 +19,8 @@ from rlplus.loss import Objective, PolicyLoss, linear_divergence, linear_logprob
 KEY = "algorithm.recipe.teacher"
 STATISTICS = Objective("reinforce", "none", gamma=0.0)  # whose surrogate clips nothing
 
-Teach = Callable[[MicroBatch], dict[str, Any]]  # the arguments of `linear_divergence` that begin with teacher_
+# Arguments of `linear_divergence` that begin with teacher_; the head's are the policy's where they are missing.
+Teach = Callable[[MicroBatch], dict[str, Any]]
 
 
 class Teacher:
@@ -63,6 +66,37 @@ class Teacher:
         return self.model(batch, on_rows)
 
 
+class SelfTeacher:
+    """The policy as its own teacher, or with `initial` the model that it began as: it sees the prompts of the teacher.
+
+    A policy with a copy of that model or with adapters has the latter.
+    """
+
+    fingerprint = None
+
+    def __init__(self, policy: Policy, initial: bool) -> None:
+        self.policy, self.initial = policy, initial
+
+    def logprob(self, batch: MicroBatch) -> Tensor:
+        """log p (N,) of the batch's targets at the policy's temperature."""
+        return self.policy.logprob(_seen(batch), reference=self.initial)
+
+    @torch.no_grad()
+    def head(self, batch: MicroBatch) -> dict[str, Any]:
+        """A `Teach`: hidden states, and the head where it is not the policy's."""
+        policy, batch = self.policy, _seen(batch)
+        if self.initial and policy.reference is not None:
+            given: dict[str, Any] = policy.reference(batch, _teachers)
+            return given
+        with without_adapters(policy.engine.module) if self.initial else nullcontext():
+            return {"teacher_hidden": policy.engine(batch, lambda hidden, *_, **__: hidden)}
+
+
+def _seen(batch: MicroBatch) -> MicroBatch:
+    """The micro-batch as the teacher sees it; a rank's dummy, which counts for nothing, is seen as it is."""
+    return batch if batch.teacher is None else batch.teacher
+
+
 def _teachers(hidden: Tensor, weight: Tensor, **rest: Any) -> dict[str, Any]:
     return {f"teacher_{name}": value for name, value in {"hidden": hidden, "weight": weight, **rest}.items()}
 
@@ -102,7 +136,8 @@ def _loss_op(policy: Policy, teach: Teach, kind: dict[str, Any], batch: MicroBat
     def op(hidden: Tensor, head_weight: Tensor, **head: Any) -> PolicyLoss:
         with torch.no_grad():
             logprob, entropy = linear_logprob(hidden, head_weight, **head, **options)
-        out = linear_divergence(hidden, head_weight, **head, **given, token_weight=weight, **kind, **common)
+        teacher = _teachers(hidden, head_weight, **head) | given
+        out = linear_divergence(hidden, head_weight, **head, **teacher, token_weight=weight, **kind, **common)
         total = out.divergence.masked_fill(batch.token_weight == 0, 0.0).sum()
         stats = token_loss(logprob, entropy, constants, STATISTICS).stats
         stats |= {"loss_internal": out.loss.detach(), "divergence": total}

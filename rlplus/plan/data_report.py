@@ -70,7 +70,12 @@ def plan_data(config: Config) -> DataPlan:
     """
     initialize_distributed()
     tokenizer = load_tokenizer(config.model)
-    loaded, report = read_examples(config.data, tokenizer, max_demonstration_length=config.max_demonstration_length)
+    loaded, report = read_examples(
+        config.data,
+        tokenizer,
+        max_demonstration_length=config.max_demonstration_length,
+        teacher_template=config.algorithm.resolve().recipe.demonstration_prompt,
+    )
     reports, reasons = {"data": report}, [report.refusal(config.data)]
     for key, section in config.evaluations_read.items():
         sources = read_problems(section, tokenizer)

@@ -50,8 +50,7 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
         (rollouts, prompt + config.rollout.max_response_length),
         (demonstrations, prompt + config.max_demonstration_length),
     ]
-    tokens = groups * sum(count * length for count, length in kinds)
-    squares = groups * sum(count * length**2 for count, length in kinds)
+    tokens, squares = (groups * sum(count * length**power for count, length in kinds) for power in (1, 2))
     forward, head = _forward_flop(model, tokens, squares)
     updates = train.prompts_per_step // (train.prompts_per_update or train.prompts_per_step)
 
@@ -63,7 +62,8 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     algorithm = config.algorithm.resolve()
     passes = (shown if train.overlap else 1 - 1 / updates) + bool(algorithm.objective.kl_coef)
     passes += 2 * bool(algorithm.reward_kl_coef)  # two more, on samples not yet packed for their updates
-    passes += model.teacher is not None and not algorithm.recipe.own_loss  # for advantages: so is this one
+    teacher = model if algorithm.recipe.demonstration_prompt else model.teacher
+    passes += teacher is not None and not algorithm.recipe.own_loss  # for advantages: so is this one
     seconds["old_logprob"] = passes * (forward + head) / flops
     first, later = (needs_statistics(algorithm, on_policy) for on_policy in (not train.overlap, False))
     if statistics := (first + later * (updates - 1)) / updates:
@@ -73,8 +73,8 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     gemms = 4 if head_mode(config, model, cluster) == "least" or algorithm.recipe.own_loss else 3
     seconds["forward and backward"] = ((3 + again) * forward + gemms * head) / flops
     recipe, micro_batches = algorithm.recipe, tokens / train.tokens_per_micro_batch
-    if model.teacher is not None:
-        seconds["teacher"] = sum(_forward_flop(model.teacher, tokens, squares)) / flops
+    if teacher is not None:
+        seconds["teacher"] = _teacher_flop(config, teacher, groups * rollouts) / flops
     updates += recipe.extra_updates
     seconds["communication"] = _sent_bytes(config, model, ranks, updates, micro_batches, passes) / link
     slow = PCIE if train.offload_optimizer == "cpu" else bandwidth
@@ -103,6 +103,12 @@ def _forward_flop(model: Model, tokens: float, squares: float) -> tuple[float, f
     body = model.parameters - model.vocabulary * model.hidden * (1 if _tied(model) else 2)
     forward = 2 * body * tokens + 2 * model.layers * model.attention_width * squares
     return forward, 2 * tokens * model.hidden * model.vocabulary
+
+
+def _teacher_flop(config: Config, teacher: Model, samples: float) -> float:
+    """FLOP of a teacher's pass over these samples; its prompts may show demonstrations."""
+    longest = config.max_training_prompt + config.rollout.max_response_length
+    return sum(_forward_flop(teacher, samples * longest, samples * longest**2))
 
 
 def _ring(size: float, ranks: int) -> float:

@@ -1,6 +1,17 @@
 """Recipes: the parts of a training step that depend on the algorithm, besides its objective."""
 
-from rlplus.algorithm import Critic, Distill, Gate, Interleaved, Plain, Prefix, ProcessReward, RecipeOptions, Replay
+from rlplus.algorithm import (
+    Critic,
+    Distill,
+    Gate,
+    Interleaved,
+    Plain,
+    Prefix,
+    ProcessReward,
+    RecipeOptions,
+    Replay,
+    SelfDistill,
+)
 from rlplus.config import Config
 from rlplus.lazy import import_function
 from rlplus.recipe.critic import CriticRecipe
@@ -24,6 +35,7 @@ _RECIPES: dict[type[RecipeOptions], type[Recipe]] = {
     ProcessReward: ProcessRewardRecipe,
     Replay: ReplayRecipe,
     Distill: DistillRecipe,
+    SelfDistill: DistillRecipe,
 }
 
 

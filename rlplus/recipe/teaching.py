@@ -1,14 +1,14 @@
-"""On-policy distillation: rollouts of the policy, and a frozen teacher in the place of rewards."""
+"""On-policy distillation: rollouts of the policy, and a teacher in the place of rewards."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from rlplus.algorithm import Distill
+from rlplus.algorithm import Distill, SelfDistill
 from rlplus.config import Config
 from rlplus.data import MicroBatch, per_token
-from rlplus.learner import Teacher, accumulate_divergence, by_sample
+from rlplus.learner import SelfTeacher, Teacher, accumulate_divergence, by_sample
 from rlplus.loss import PolicyLoss
 from rlplus.recipe.plain import Batch, Recipe, Update
 
@@ -17,22 +17,33 @@ class DistillRecipe(Recipe):
     """A divergence from the teacher is the loss, or the teacher's logprobs give each sampled token its advantage.
 
     GKD (arXiv 2306.13649) with student data only has the first, Thinking Machines' on-policy distillation the second.
+    The teacher is a frozen model or, with `SelfDistill`, the policy itself that sees the demonstration (OPSD, arXiv
+    2601.18734; SDFT, arXiv 2601.19897).
     """
 
-    options: Distill
+    options: Distill | SelfDistill
+    teacher: Teacher | SelfTeacher
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._divergence = [0.0, 0.0]  # sum over the step's tokens on this rank, and their number
 
     def build(self, model_path: str, model_config: PretrainedConfig, pad_id: int) -> None:
-        assert self.options.teacher is not None, "want a checked configuration"
-        self.teacher = Teacher(self.options.teacher, self.policy, model_path)
+        self.teacher = self._teacher(model_path)
         self.pad_id = pad_id
+
+    def _teacher(self, model_path: str) -> Teacher | SelfTeacher:
+        if isinstance(self.options, SelfDistill):
+            return SelfTeacher(self.policy, self.options.initial_teacher)
+        assert self.options.teacher is not None, "want a checked configuration"
+        return Teacher(self.options.teacher, self.policy, model_path)
 
     def credit(self, batch: Batch) -> None:
         """Advantages of sampled tokens, log p_teacher - log p; with a divergence every token counts alike, 1."""
         self._divergence = [0.0, 0.0]
+        if self.options.demonstration_prompt:
+            for sample in batch.samples:
+                sample.teacher_prompt = batch.examples[sample.group].teacher_prompt
         if self.options.own_loss:
             for sample in batch.samples:
                 sample.advantage = 1.0

@@ -47,6 +47,6 @@ def select_prompts(
     if algorithm.needs_demonstrations:
         verdicts = verdicts or grade_demonstrations(examples, scorer, decode)
         kept, graded = keep_passed(examples, verdicts)
-    if not algorithm.generates:
+    if not algorithm.generates or algorithm.recipe.demonstration_prompt:
         kept = [example for example in kept if example.demonstration is not None]
     return Prompts(kept, variants(kept, config.data.demonstration_choice), list(verdicts), graded)

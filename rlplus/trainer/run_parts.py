@@ -145,7 +145,12 @@ def _load_data(
             "model.lora.quantization: want model.path with safetensors, by which a resumed run knows its base; "
             f"got {config.model.path} without"
         )
-    examples, report = load_examples(config.data, tokenizer, max_demonstration_length=config.max_demonstration_length)
+    examples, report = load_examples(
+        config.data,
+        tokenizer,
+        max_demonstration_length=config.max_demonstration_length,
+        teacher_template=config.algorithm.resolve().recipe.demonstration_prompt,
+    )
     folder.set_inputs(weights, examples)
     selected = select_prompts(config, examples, scorer, decode, folder.state.get("verdicts", []))
     if refusals := [*selected.refusals(config)]:

@@ -11,6 +11,7 @@ from rlplus import Objective, policy_loss
 from rlplus.algorithm import (
     ALGORITHMS,
     Critic,
+    Distill,
     Gate,
     Interleaved,
     Plain,
@@ -18,6 +19,7 @@ from rlplus.algorithm import (
     ProcessReward,
     Refill,
     Replay,
+    SelfDistill,
     Shaping,
 )
 
@@ -52,6 +54,7 @@ PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "cispo": ({"internal": "cispo", "clip_high": 4.0}, "token", True, "none"),
     "sapo": ({"internal": "sapo"}, "sequence", True, "none"),
     "dppo": ({"internal": "dppo"}, "token", False, "none"),
+    **dict.fromkeys(("gkd", "opd", "opsd"), ({}, "token", True, "none")),
     "sft": ({"external": "nll"}, "token", True, "only"),
     "dft": ({"external": "dft"}, "token", True, "only"),
 }
@@ -87,6 +90,9 @@ RECIPES = {
     "exgrpo": Replay(share=0.5, start=0.35),
     "ppo": Critic(),
     "prime": ProcessReward(),
+    "gkd": Distill(loss="jsd", beta=0.5),
+    "opd": Distill(loss="sampled"),
+    "opsd": SelfDistill(teacher="initial", loss="jsd", beta=0.5),
 }
 
 

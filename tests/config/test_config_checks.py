@@ -377,7 +377,9 @@ def test_contradictions(minimal: Path, overrides: list[str], match: str) -> None
 @pytest.mark.parametrize("preset", ALGORITHMS)
 def test_presets_ask_for_demonstrations_exactly_when_they_use_them(minimal: Path, preset: str) -> None:
     overrides = [f"algorithm.preset={preset}", "data.demonstration=null", "algorithm.refill=null"]
-    if not ALGORITHMS[preset].needs_demonstrations:
+    overrides += ["algorithm.recipe.teacher=a-teacher"] if preset in ("gkd", "opd") else []
+    algorithm = ALGORITHMS[preset]
+    if not (algorithm.needs_demonstrations or algorithm.recipe.demonstration_prompt):
         assert load_config(minimal, [*overrides, "rollout.group_size=1"]).max_sample_length == 1024 + 64
     else:
         assert "want data.demonstration" in problems(minimal, *overrides)[0]

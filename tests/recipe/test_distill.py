@@ -1,21 +1,18 @@
 """On-policy distillation: its laws, a step in float64, what it refuses, and runs with it."""
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import quick
 import torch
-from deepspeed.utils import safe_get_full_grad
 from recipe_cases import twenty_step_config, twenty_steps
-from teachers import divergence, log_probabilities, make_teacher, sampled
+from teachers import divergence, gradients, log_probabilities, make_teacher, rollouts, sampled, trained
 from tokenizers import AddedToken
-from torch import Tensor
 from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM
-from update_cases import batch_of_samples, packed
+from update_cases import packed
 
 from rlplus import linear_divergence, linear_logprob, linear_policy_loss
 from rlplus.config import Config
@@ -42,33 +39,10 @@ def distill(folder: Path, teacher: Path | str, output: str = "run", loss: str = 
     return run_config(folder, output, algorithm=algorithm, **sections)
 
 
-def rollouts() -> list[Sample]:
-    """Samples as an update has them: of different lengths, one with tokens that are not the policy's."""
-    samples = batch_of_samples()
-    for sample in samples:
-        sample.external = False
-    longest = max(samples, key=lambda sample: len(sample.response))
-    longest.trained = [place % 3 != 1 for place in range(len(longest.response))]
-    return samples
-
-
-def trained(sample: Sample) -> Tensor:
-    return torch.tensor(sample.trained).expand(len(sample.response))
-
-
 def credited(run: Run, samples: list[Sample]) -> tuple[Update, list[MicroBatch]]:
     """The update after the recipe's credit, in at least two micro-batches that have a gradient."""
     run.recipe.credit(Batch([], samples, 0.0))
     return Update(samples, run.recipe.algorithm), packed(run, samples)
-
-
-def gradients(run: Run, update: Update, batches: Sequence[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
-    """The loss and the gradient that the recipe leaves in DeepSpeed's engine, which is cleared."""
-    outputs = run.recipe.accumulate(update, batches)
-    parameters = dict(run.policy.engine.module.lm.named_parameters())
-    found = {name: safe_get_full_grad(p).clone() for name, p in parameters.items() if p.requires_grad}
-    run.policy.engine.optimizer.zero_grad()
-    return sum(float(out.loss) for out in outputs), found
 
 
 @pytest.mark.parametrize("loss", quick.only(("reverse", "jsd", "sampled"), LOSSES))

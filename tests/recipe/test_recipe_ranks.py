@@ -16,6 +16,7 @@ OWN = {
     "prime": "process/score",
     "distill": "distill/divergence",
     "sampled": "distill/divergence",
+    "self": "distill/divergence",
 }
 
 

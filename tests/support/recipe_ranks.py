@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "prime": {"preset": "prime", "recipe": {"update": "before", "lr": 1e-3}},
     "distill": {"preset": "grpo", "recipe": {"name": "distill", "loss": "jsd"}},
     "sampled": {"preset": "grpo", "recipe": {"name": "distill", "loss": "sampled"}},
+    "self": {"preset": "grpo", "recipe": {"name": "self-distill", "template": "{prompt}{demonstration}"}},
 }
 
 

@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.utils import safe_get_full_grad
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from update_cases import batch_of_samples
 
-from rlplus.data import Sample, byte_tokenizer
+from rlplus.data import MicroBatch, Sample, byte_tokenizer
+from rlplus.recipe import Update
+from rlplus.trainer import Run
 
 
 def make_teacher(folder: Path, name: str = "teacher", seed: int = 7, **changes: Any) -> Path:
@@ -57,3 +61,26 @@ def divergence(logp: Tensor, logq: Tensor, kind: str, beta: float = 0.5) -> Tens
         return (q * (logq - logp)).sum(-1)
     logm = (beta * q + (1 - beta) * p).log()
     return (beta * q * (logq - logm) + (1 - beta) * p * (logp - logm)).sum(-1)
+
+
+def rollouts() -> list[Sample]:
+    """Samples as an update has them: of different lengths, one with tokens that are not the policy's."""
+    samples = batch_of_samples()
+    for sample in samples:
+        sample.external = False
+    longest = max(samples, key=lambda sample: len(sample.response))
+    longest.trained = [place % 3 != 1 for place in range(len(longest.response))]
+    return samples
+
+
+def trained(sample: Sample) -> Tensor:
+    return torch.tensor(sample.trained).expand(len(sample.response))
+
+
+def gradients(run: Run, update: Update, batches: Sequence[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
+    """The loss and the gradient that the recipe leaves in DeepSpeed's engine, which is cleared."""
+    outputs = run.recipe.accumulate(update, batches)
+    parameters = dict(run.policy.engine.module.lm.named_parameters())
+    found = {name: safe_get_full_grad(p).clone() for name, p in parameters.items() if p.requires_grad}
+    run.policy.engine.optimizer.zero_grad()
+    return sum(float(out.loss) for out in outputs), found

@@ -11,6 +11,7 @@ import pytest
 import quick
 import torch
 from safetensors.torch import load_file
+from teachers import make_teacher
 from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from update_cases import batch_of_samples, naive_gradients, packed
@@ -165,7 +166,11 @@ def test_samples_without_a_gradient_take_a_forward_pass_alone(tiny_run):
 )
 def test_every_preset_trains(tmp_path, preset, monkeypatch):
     monkeypatch.setattr(Refill, "keeps", lambda *_: True)  # an untrained model solves nothing
-    config = run_config(tmp_path, algorithm={"preset": preset}, train={"prompts_per_update": 2})
+    recipe = {"template": "{prompt}{demonstration}"} if preset == "opsd" else {}
+    if preset in ("gkd", "opd"):
+        recipe = {"teacher": str(make_teacher(tmp_path))}
+    algorithm = {"preset": preset, "recipe": recipe}
+    config = run_config(tmp_path, algorithm=algorithm, train={"prompts_per_update": 2})
     folder = train(config)
     rows = metrics(folder)
     assert [row["step"] for row in rows] == [1, 2]

@@ -1,0 +1,116 @@
+"""Options of recipes that distil: a teacher beside the policy, or the policy itself with a demonstration."""
+
+from collections.abc import Iterator
+from string import Formatter
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, model_validator
+
+from rlplus.algorithm.recipe_base import RecipeOptions
+from rlplus.common.section import Fraction, PathText
+
+
+def _demonstration_template(template: str) -> str:
+    try:
+        names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+        template.format(prompt="", demonstration="")
+    except (ValueError, KeyError, IndexError) as error:
+        raise ValueError(f"want a str.format template, braces doubled; got {template!r} ({error!r})") from error
+    if names != {"prompt", "demonstration"}:
+        raise ValueError(f"want the fields {{prompt}} and {{demonstration}}, other braces doubled; got {template!r}")
+    return template
+
+
+class Distillation(RecipeOptions):
+    """The policy's own responses, with a loss that says how far it is from a teacher.
+
+    Rewards are measured, and not trained on. Both models are taken at rollout.temperature.
+    """
+
+    own_advantages: ClassVar[bool] = True
+
+    loss: Literal["reverse_kl", "forward_kl", "jsd", "sampled"] = "reverse_kl"
+    """Loss of a token: a divergence of the policy from the teacher over the whole vocabulary (see
+    rlplus.linear_divergence), or "sampled": the objective's, with the advantage log p_teacher - log p of the token. On
+    new samples the expected gradient of "sampled" is the gradient of "reverse_kl"."""
+    beta: Fraction = 0.5
+    """Weight of the teacher in the mixture of "jsd"."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.loss != "jsd" and self.beta != Distillation.model_fields["beta"].default:
+            raise ValueError(f"beta belongs to loss jsd; got {self.loss}")
+        return self
+
+    @property
+    def own_loss(self) -> str:
+        return "" if self.loss == "sampled" else self.loss
+
+    def problems(self, config: Any) -> Iterator[str]:
+        algorithm, train, rollout = config.algorithm.resolve(), config.train, config.rollout
+        if algorithm.demonstrates:
+            yield f"it does not train on demonstrations: want a preset without; got {config.algorithm.preset}"
+        if train.sequence_parallel > 1:
+            yield f"it does not support train.sequence_parallel > 1; got {train.sequence_parallel}"
+        if rollout.top_k:
+            yield f"both models have the whole vocabulary: want rollout.top_k 0; got {rollout.top_k}"
+        unread = {"algorithm.shaping": algorithm.shaping, "algorithm.reward_kl_coef": algorithm.reward_kl_coef}
+        if self.own_loss:
+            fields = ("kl_coef", "entropy_coef", "mismatch_cap")
+            unread |= {f"algorithm.objective.{name}": getattr(algorithm.objective, name) for name in fields}
+            unread |= {"algorithm.top_entropy": algorithm.top_entropy < 1, "train.memory": train.memory}
+            unread |= {"train.shard_head": train.shard_head, "train.backend cpp": train.backend == "cpp"}
+        for key, value in unread.items():
+            if value:
+                yield f"its loss {self.loss} does not support {key}"
+
+
+class Distill(Distillation):
+    """On-policy distillation: the policy's own responses, with a loss that says how far it is from a frozen teacher.
+
+    Rewards are measured, and not trained on. Both models are taken at rollout.temperature.
+    """
+
+    name: Literal["distill"] = "distill"
+    teacher: PathText | None = None
+    """Hugging Face folder or hub name of the teacher, with the policy's tokenizer. Every rank holds a whole copy."""
+
+    @property
+    def teacher_model(self) -> str | None:
+        return self.teacher
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.teacher is None:
+            yield "want algorithm.recipe.teacher, a Hugging Face folder or hub name; got none"
+        yield from super().problems(config)
+
+
+class SelfDistill(Distillation):
+    """On-policy self-distillation: the teacher is the policy itself, with the demonstration in its prompt (OPSD, SDFT).
+
+    Prompts without a demonstration are left out. Rewards are measured, and not trained on. Demonstrations are not
+    graded.
+    """
+
+    name: Literal["self-distill"] = "self-distill"
+    teacher: Literal["policy", "initial"] = "policy"
+    """Weights of the teacher: "policy", as they are in the update; "initial", as the run began: with model.lora the
+    model without its adapters, else a copy on every rank."""
+    template: Annotated[str, AfterValidator(_demonstration_template)] = (
+        "{prompt}\n\nHere is a solution, for your eyes only:\n\n{demonstration}\n\n"
+        "Understand it first. Then answer in your own words, as if you had found it yourself."
+    )
+    """Text or last message of the teacher's prompt: str.format with {prompt}, the data's own, and {demonstration}."""
+
+    @property
+    def initial_teacher(self) -> bool:
+        return self.teacher == "initial"
+
+    @property
+    def demonstration_prompt(self) -> str:
+        return self.template
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if config.data.demonstration is None:
+            yield "want data.demonstration, which the teacher sees; got none"
+        yield from super().problems(config)
