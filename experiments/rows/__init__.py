@@ -1,0 +1,1 @@
+"""Which rows, blocks and digits of the backward pass matter, on a language model's head and its own samples."""
