@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from .sums import (
     unbiased_author,
     variance,
     without,
+    worst_proxy_bias,
 )
 
 COUNT, OUTCOMES, MISSING = 500, 8, 3  # problems, and outcomes of each; those that the author never writes
@@ -78,6 +80,22 @@ def proxy_iff() -> Finding:
         "every problem has a π_ω of bias 0 that differs from π_old at every outcome, in one by at least "
         f"{least[example]:.3f} (total variation {total[example]:.2f}). If π_θ = π_old, equal mean rewards suffice",
         (not (zero(found) and bool((least > 0).all())),),
+    )
+
+
+def proxy_iff_for_all() -> Finding:
+    """What is true of that statement: a bias of zero for every reward at once, not for the one at hand."""
+    problem = random_problems(COUNT, OUTCOMES)
+    worst = worst_proxy_bias(problem)
+    same = worst_proxy_bias(problem._replace(author=problem.old))
+    rewards = torch.tensor(list(product((0.0, 1.0), repeat=OUTCOMES)), dtype=torch.float64)
+    every = [proxy_bias(problem._replace(reward=reward.expand_as(problem.reward))).abs() for reward in rewards]
+    return Finding(
+        "proof of A.5, all R",
+        "for all rewards at once, that bias is zero only if π_ω = π_old wherever π_θ > 0",
+        f"the largest |bias| over rewards in [0, 1] is at least {worst.min():.2g} and up to {worst.max():.2g}, reached by "
+        f"one of the {len(rewards)} rewards of 0 and 1; it is 0 for π_ω = π_old",
+        (zero(torch.stack(every).amax(0) - worst) and bool((worst > 1e-3).all()), zero(same)),
     )
 
 
@@ -279,6 +297,7 @@ def adaptive_focusing() -> Finding:
 STATEMENTS: tuple[Callable[[], Finding], ...] = (
     proxy_formula,
     proxy_iff,
+    proxy_iff_for_all,
     support_formula,
     support_iff,
     ratio_variance,

@@ -73,6 +73,15 @@ def proxy_bias(problem: Problem) -> Tensor:
     return (problem.policy * problem.reward * (problem.author / problem.old - 1)).sum(-1)
 
 
+def worst_proxy_bias(problem: Problem) -> Tensor:
+    """The largest absolute bias of π_θ / π_θold on demonstrations over all rewards in [0, 1].
+
+    It is reached by a reward of 1 where π_ω is above π_θold and 0 elsewhere, or the reverse.
+    """
+    parts = problem.policy * (problem.author / problem.old - 1)
+    return torch.maximum(parts.clamp(min=0).sum(-1), -parts.clamp(max=0).sum(-1))
+
+
 def support_bias(problem: Problem) -> Tensor:
     """The bias of the weight π_θ / π_ω on demonstrations, as Lemma A.6 gives it: the reward the author cannot reach."""
     return -torch.where(problem.author == 0, problem.policy * problem.reward, 0.0).sum(-1)

@@ -134,6 +134,13 @@ def test_a_different_author_without_bias_exists() -> None:
     near(sums.proxy_bias(tensors(same)), Fraction(0))
 
 
+@pytest.mark.parametrize("outcomes", PROBLEMS)
+def test_the_worst_bias_of_all_rewards(outcomes: Outcomes) -> None:
+    subsets = product((0, 1), repeat=len(outcomes))
+    every = [abs(sum(t * R * (w / o - 1) for R, (t, o, w, _) in zip(s, outcomes, strict=True))) for s in subsets]
+    near(sums.worst_proxy_bias(tensors(outcomes)), max(every))
+
+
 def test_random_problems_are_distributions_at_the_distance_asked_for() -> None:
     exact = sums.random_problems(50, 6, missing=2)
     for policy in exact[:3]:
@@ -153,6 +160,7 @@ def test_random_problems_are_distributions_at_the_distance_asked_for() -> None:
 
 VERDICTS = {
     "Lemma A.5": "holds", "proof of A.5": "does not hold as written",
+    "proof of A.5, all R": "holds",
     "Lemma A.6": "holds", "proof of A.6": "does not hold as written",
     "Lemma A.7": "holds", "Appendix A; Remark A.11": "holds in part",
     "Remark A.8": "holds in part", "Remark A.9": "does not hold as written",
