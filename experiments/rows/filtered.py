@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from rlplus.loss.head import drop_smallest
 
-ROWS, COLUMNS = 128, 256  # of a block
+ROWS, COLUMNS = 128, 256  # a block has these
 CCE = 2.0**-12  # cut cross-entropy drops a block where no |p - 1{target}| reaches this
 
 

@@ -27,7 +27,7 @@ def rounded(x: Tensor, dtype: torch.dtype, summed: int) -> Tensor:
 
 
 def errors(samples: Samples, logprobs: Tensor, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[float, float]:
-    """Of d hidden and d weight, relative to their norms."""
+    """Errors of d hidden and d weight, relative to their norms."""
     hidden, weight = samples.hidden.double(), samples.weight.double()
     slope = (-samples.advantage.double() / len(samples.target))[:, None]
     p = logprobs.exp().scatter(1, samples.target[:, None], 0.0)  # its target's column is patched in full precision
