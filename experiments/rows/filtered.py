@@ -1,4 +1,4 @@
-"""What `grad_filter` and filters of blocks leave of the gradient of the logits, and how far off the gradients are.
+"""Filters of rows and of blocks: the share of the logits' gradient that they leave, and the errors of the gradients.
 
 mass of a part: the L1 norm of the logits' gradient there. Everything in float64, from full logits.
 """
@@ -31,7 +31,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Left:
-    """What a filter leaves. rows, blocks, mass: shares that are kept; errors relative to the whole gradient's norm."""
+    """The rest behind a filter. rows, blocks, mass: shares that are kept; errors relative to the whole gradient's norm."""
 
     rows: float
     blocks: float

@@ -84,7 +84,7 @@ def proxy_iff() -> Finding:
 
 
 def proxy_iff_for_all() -> Finding:
-    """What is true of that statement: a bias of zero for every reward at once, not for the one at hand."""
+    """The statement that is true: a bias of zero for every reward at once, not for the one at hand."""
     problem = random_problems(COUNT, OUTCOMES)
     worst = worst_proxy_bias(problem)
     same = worst_proxy_bias(problem._replace(author=problem.old))
@@ -93,8 +93,8 @@ def proxy_iff_for_all() -> Finding:
     return Finding(
         "proof of A.5, all R",
         "for all rewards at once, that bias is zero only if π_ω = π_old wherever π_θ > 0",
-        f"the largest |bias| over rewards in [0, 1] is at least {worst.min():.2g} and up to {worst.max():.2g}, reached by "
-        f"one of the {len(rewards)} rewards of 0 and 1; it is 0 for π_ω = π_old",
+        f"the largest |bias| over rewards in [0, 1] is at least {worst.min():.2g} and up to {worst.max():.2g}, reached "
+        f"by one of the {len(rewards)} rewards of 0 and 1; it is 0 for π_ω = π_old",
         (zero(torch.stack(every).amax(0) - worst) and bool((worst > 1e-3).all()), zero(same)),
     )
 
