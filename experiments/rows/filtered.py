@@ -31,7 +31,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Left:
-    """The rest behind a filter. rows, blocks, mass: shares that are kept; errors relative to the whole gradient's norm."""
+    """The rest behind a filter. rows, blocks, mass: shares that are kept; errors relative to the gradient's norm."""
 
     rows: float
     blocks: float
