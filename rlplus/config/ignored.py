@@ -25,8 +25,8 @@ def _objective(config: Sections) -> Objective:
 
 def _ratio_is_one(config: Sections) -> bool:
     """Whether the policy that trains is the one that sampled: then clip range and gate do not change the gradient."""
-    train = config.train
-    return train.prompts_per_update in (None, train.prompts_per_step) and not train.overlap
+    train, stale = config.train, config.train.overlap or config.rollout.segment
+    return train.prompts_per_update in (None, train.prompts_per_step) and not stale
 
 
 def _surrogate_reads(config: Sections, field: str) -> bool:
@@ -104,7 +104,7 @@ RULES: tuple[Rule, ...] = (
         "train.deepspeed.gradient_clipping takes its place",
     ),
     (
-        "rollout.top_k "
+        "rollout.top_k rollout.segment "
         "train.generated_tokens train.overlap algorithm.normalize_std algorithm.advantage algorithm.advantage_k "
         "algorithm.refill algorithm.shaping algorithm.reward_kl_coef "
         "algorithm.objective.internal algorithm.ratio_level algorithm.mismatch_level algorithm.top_entropy "
@@ -158,7 +158,8 @@ RULES: tuple[Rule, ...] = (
         " ".join(f"algorithm.objective.{field}" for surrogate in INTERNAL.values() for field in surrogate.reads)
         + " algorithm.ratio_level",
         _ratio_is_one,
-        "with one update a step the ratio is 1: want train.prompts_per_update below prompts_per_step, or train.overlap",
+        "with one update a step the ratio is 1: want train.prompts_per_update below prompts_per_step, train.overlap or "
+        "rollout.segment",
     ),
 )
 

@@ -136,5 +136,5 @@ WITHOUT = {
     "train.seed seeds everything": "train.full_determinism_enable train.seed",
     "the reference is placed by the run": "ref.offload",
     "checkpointing has no further settings": "actor.gradient_checkpointing_reentrant",
-    "a response is generated whole": "train.partial_rollout_enable",
+    "a response pauses after rollout.segment tokens, not at a push": "train.partial_rollout_enable",
 }

@@ -59,6 +59,9 @@ class RolloutConfig(Section):
     """Least probability of a token that is kept, as a share of the likeliest one's."""
     max_response_length: Count
     """Longest response; sampling ends there."""
+    segment: Count | None = None
+    """Tokens that a response gets in a step; one that has not ended then goes on in the next step, with its weights,
+    and a batch trains max_response_length / segment - 1 steps, rounded up, after it began. None = whole responses."""
     head_dtype: Literal["float32", "model"] = "float32"
     """Dtype of the engine's logits. float32: as the trainer's. model: model.dtype, which rounds logits of a bfloat16
     model, and the larger they are, the further its logprobs are from the trainer's."""
@@ -98,9 +101,24 @@ class RolloutConfig(Section):
     """A function, as "module:name" or "file.py:name", that makes the responses with the engine: tools, several turns,
     environments; see rlplus.rollout.custom_engine. In evaluations, too."""
 
+    @property
+    def waiting(self) -> int:
+        """Batches that wait for their last segment, once the first one has been drawn."""
+        return -(-self.max_response_length // self.segment) - 1 if self.segment else 0
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         problems = []
+        if self.segment and self.segment >= self.max_response_length:
+            problems.append(
+                f"segment is a part of a response: want it below max_response_length {self.max_response_length}, or "
+                f"null; got {self.segment}"
+            )
+        if self.segment and self.function:
+            problems.append(
+                "segment leaves responses unfinished, and function finishes them: want one of the two; got "
+                f"{self.segment} and {self.function}"
+            )
         if (self.mode == "server") != (self.server_url is not None):
             problems.append(f"mode server and server_url belong together; got {self.mode}, {self.server_url}")
         if self.mode == "server" and self.engine == "transformers":

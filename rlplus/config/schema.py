@@ -20,6 +20,11 @@ class Config(Sections):
         return self.algorithm.resolve().generates or self.evaluation.every > 0 or self.validation.every > 0
 
     @property
+    def stale(self) -> bool:
+        """Whether a step trains on tokens of policies before its own, whose logprobs are the engine's."""
+        return self.train.overlap > 0 or self.rollout.segment is not None
+
+    @property
     def evaluations_read(self) -> dict[str, EvaluationConfig]:
         """The sections whose problems a training reads, by key."""
         sections = {"evaluation": self.evaluation, "validation": self.validation}
@@ -90,10 +95,9 @@ class Config(Sections):
                 "train.overlap generates while the policy trains: want rollout.mode process or server; got colocated"
             )
         problems += self._evaluation_problems()
-        if self.train.overlap and algorithm.objective.mismatch_cap is not None:
-            problems.append(
-                "algorithm.objective.mismatch_cap: no use with train.overlap, whose old policy is the engine's"
-            )
+        if self.stale and algorithm.objective.mismatch_cap is not None:
+            key = "train.overlap" if self.train.overlap else "rollout.segment"
+            problems.append(f"algorithm.objective.mismatch_cap: no use with {key}, whose old policy is the engine's")
         if algorithm.ratio_level == "sequence" and algorithm.objective.internal not in ("clip", "ratio"):
             problems.append(
                 "algorithm.ratio_level sequence: want algorithm.objective.internal clip or ratio, which are functions "
@@ -241,6 +245,11 @@ class Config(Sections):
         prompts, group = self.train.prompts_per_step, self.rollout.group_size
         if prompts * group > MANY:
             yield f"want train.prompts_per_step times rollout.group_size at most {MANY}; got {prompts} times {group}"
+        elif (responses := (1 + self.rollout.waiting) * prompts * group) > MANY:
+            yield (
+                f"rollout.segment {self.rollout.segment} has {1 + self.rollout.waiting} batches under way at a time: "
+                f"want at most {MANY} responses in them; got {responses}"
+            )
 
     def to_yaml(self) -> str:
         """Every value, defaults included; `load_config` reads it back."""

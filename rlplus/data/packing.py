@@ -42,6 +42,8 @@ class Sample:
     kept            the tokens that each response token was sampled from (rollout.top_k): its policy is the softmax over
                     these, in every logprob above and in the loss; None = the whole vocabulary
     teacher_prompt  the prompt under which a teacher sees the response, if it is another one
+    segments        with rollout.segment the sampled parts of the response, in order: the version of the weights that
+                    sampled it, and its number of tokens
     """
 
     prompt: Sequence[int]
@@ -63,6 +65,7 @@ class Sample:
     grade: float | None = None
     kept: KeptSets | None = None
     teacher_prompt: Sequence[int] | None = None
+    segments: Sequence[tuple[int, int]] = ()
 
     @property
     def length(self) -> int:

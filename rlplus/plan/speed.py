@@ -57,15 +57,14 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     seconds = {}
     if rollouts and config.rollout.mode != "server":
         seconds["generate"] = _generate_seconds(config, model, memory, cluster, flops, bandwidth)
-    # The first update needs no pass. With overlap only demonstrations need one: the engine's logprobs are the old ones.
     shown = groups * demonstrations * kinds[1][1] / tokens
     algorithm = config.algorithm.resolve()
-    passes = (shown if train.overlap else 1 - 1 / updates) + bool(algorithm.objective.kl_coef)
+    passes = _old_passes(config, updates, shown) + bool(algorithm.objective.kl_coef)
     passes += 2 * bool(algorithm.reward_kl_coef)  # two more, on samples not yet packed for their updates
     teacher = model if algorithm.recipe.demonstration_prompt else model.teacher
     passes += teacher is not None and not algorithm.recipe.own_loss  # for advantages: so is this one
     seconds["old_logprob"] = passes * (forward + head) / flops
-    first, later = (needs_statistics(algorithm, on_policy) for on_policy in (not train.overlap, False))
+    first, later = (needs_statistics(algorithm, on_policy) for on_policy in (not config.stale, False))
     if statistics := (first + later * (updates - 1)) / updates:
         seconds["statistics"] = statistics * (forward + head) / flops
         passes += statistics
@@ -111,6 +110,15 @@ def _teacher_flop(config: Config, teacher: Model, samples: float) -> float:
     return sum(_forward_flop(teacher, samples * longest, samples * longest**2))
 
 
+def _old_passes(config: Config, updates: int, shown: float) -> float:
+    """Forward passes for old logprobs, which stale rollouts bring with them. shown: demonstrations' share of tokens."""
+    if config.train.overlap:
+        return shown
+    if config.stale:  # the micro-batches that have demonstrations, which are all
+        return float(config.algorithm.resolve().demonstrates)
+    return 1 - 1 / updates  # the first update's own pass is the old policy's
+
+
 def _ring(size: float, ranks: int) -> float:
     """Bytes that each of R ranks sends in a ring pass over `size` bytes: (R - 1) / R of them."""
     return size * (ranks - 1) / ranks
@@ -140,7 +148,10 @@ def _optimizer_bytes(learner: Model, ranks: int, updates: float) -> float:
 def _generate_seconds(
     config: Config, model: Model, memory: Memory, cluster: Cluster, flops: float, bandwidth: float
 ) -> float:
-    """Seconds to prefill each group's prompt once, then to decode in waves of as many sequences as the cache holds."""
+    """Seconds to prefill each group's prompt once, then to decode in waves of as many sequences as the cache holds.
+
+    With rollout.segment the parts of a response are sampled beside others', and each later part prefills what is there.
+    """
     rollout = config.rollout
     group, _ = _members(config)
     parallel = rollout.tensor_parallel_size
@@ -148,13 +159,18 @@ def _generate_seconds(
     sequences = config.train.prompts_per_step * group * parallel / gpus  # one engine's
     longest = config.data.max_prompt_length + rollout.max_response_length
     capacity = memory.cache // (model.cache_share(parallel) * longest)
-    at_once = max(1.0, min(sequences, capacity, MAX_SEQUENCES))
+    parts = 1 + rollout.waiting
+    at_once = max(1.0, min(sequences * parts, capacity, MAX_SEQUENCES))
     waves = sequences / at_once
     mean_context = config.data.max_prompt_length + rollout.max_response_length / 2
     weights = model.parameters * model.itemsize
     step = (weights + at_once * mean_context * model.cache_bytes) / parallel / bandwidth
     step = max(step, 2 * model.parameters * at_once / parallel / flops)
-    prefill = 2 * model.parameters * config.train.prompts_per_step * config.data.max_prompt_length / gpus / flops
+    read = config.train.prompts_per_step * config.data.max_prompt_length
+    if rollout.segment:
+        before = sum(config.data.max_prompt_length + part * rollout.segment for part in range(1, parts))
+        read += config.train.prompts_per_step * group * before
+    prefill = 2 * model.parameters * read / gpus / flops
     return prefill + waves * rollout.max_response_length * step
 
 

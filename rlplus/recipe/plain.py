@@ -36,11 +36,15 @@ class Ask(NamedTuple):
 
 @dataclass
 class Batch:
-    """This rank's share of a step: examples by `Sample.group`, scored samples, the engine's seconds."""
+    """This rank's share of a step: examples by `Sample.group`, scored samples, the engine's seconds.
+
+    indices: as `Recipe.prompts` returned them, of the examples of one draw.
+    """
 
     examples: list[Example]
     samples: list[Sample]
     seconds: float
+    indices: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

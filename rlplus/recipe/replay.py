@@ -59,8 +59,9 @@ class ReplayRecipe(Recipe):
         self.steps, self.started = 0, False
         self.solved: dict[int, int] = {}  # members that solved a prompt that waits, by its place among the run's
         self.remembered: dict[int, Remembered] = {}  # this rank's part
-        self._places: list[int] = []  # this step's prompts, on this rank
+        self._places: list[int] = []  # the prompts drawn last, on this rank
         self._replayed: dict[int, Remembered] = {}
+        self._share = (0, 0)
 
     def prompts(self, drawn: Sequence[int]) -> list[int]:
         """The first ones of those drawn, and in the place of others prompts that return, shuffled. Collective."""
@@ -94,16 +95,17 @@ class ReplayRecipe(Recipe):
         """Once a step was solved often enough, remember which prompts were solved in part, and how."""
         batch = super().collect(draw)
         self.steps += 1
+        self._share = sum(sample.demonstration for sample in batch.samples), len(batch.indices)
         if not self.started:
             right = sum(sample.reward >= 1 for sample in batch.samples)
             total, members = agree.sums(right, len(batch.samples))
             self.started = total > self.options.start * members
             return batch
-        groups: list[list[Sample]] = [[] for _ in self._places]
+        groups: list[list[Sample]] = [[] for _ in batch.indices]
         for sample in batch.samples:
             groups[sample.group].append(sample)
         rank, world = dist.get_rank(), dist.get_world_size()
-        own = [(group * world + rank, self._places[group], *_judged(members)) for group, members in enumerate(groups)]
+        own = [(group * world + rank, batch.indices[group], *_judged(members)) for group, members in enumerate(groups)]
         everybody = [judged for part in agree.gathered(own) for judged in part]
         for _, place, right, wrong, best in sorted(everybody, key=lambda judged: judged[0]):  # the order of one rank
             if right and wrong:
@@ -117,8 +119,7 @@ class ReplayRecipe(Recipe):
         return batch
 
     def metrics(self) -> dict[str, tuple[float, float]]:
-        replayed = sum(place in self._replayed for place in self._places)
-        return {"replay/waiting": (len(self.solved), 1), "replay/share": (replayed, len(self._places))}
+        return {"replay/waiting": (len(self.solved), 1), "replay/share": self._share}
 
     def state(self) -> Any:
         return self.steps, self.started, dict(self.solved), dict(self.remembered)

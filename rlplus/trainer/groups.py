@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import groupby
 from math import nan
+from typing import NamedTuple
 
 from rlplus.algorithm import Shaping
 from rlplus.common import agree
@@ -16,63 +17,100 @@ from rlplus.reward import Score, Scorer
 from rlplus.rollout import Completion, Request, Respond, RolloutEngine, Sampling, check_kept
 
 
-def generate(
-    engine: RolloutEngine,
-    examples: Sequence[Example],
-    asks: Sequence[Ask],
-    config: Config,
-    respond: Respond,
-    seed: int,
-) -> list[Sample]:
-    """Every group's members, in order: its rollouts, then its demonstration or a replayed rollout if requested."""
-    groups: list[list[Sample]] = [[] for _ in examples]
-    if config.algorithm.resolve().generates:  # all ranks or none: some engines are shared by several
-        asked = [(group, *alike) for group, ask in enumerate(asks) for alike in _alike(ask)]
-        tasks = [_behind(examples[group], prefix) for group, prefix, _ in asked]
-        requests = [
-            Request(task.prompt, count, config.rollout.max_response_length - len(prefix))
-            for task, (_, prefix, count) in zip(tasks, asked, strict=True)
-        ]
-        sampling = Sampling.of_training(config.rollout, seed)
-        answers = check_kept(respond(engine, tasks, requests, sampling), sampling, engine.name)
-        for (group, prefix, _), completions in zip(asked, answers, strict=True):
-            groups[group] += [_rollout(examples[group], group, prefix, c) for c in completions]
+def begin(examples: Sequence[Example], asks: Sequence[Ask]) -> list[Sample]:
+    """Every group's members, in order: its rollouts, then its demonstration or a replayed rollout if requested.
+
+    A rollout has the tokens of its prefix, if it has one, and no others yet. Until it ends it is `truncated`.
+    """
+    samples = []
     for group, (example, ask) in enumerate(zip(examples, asks, strict=True)):
+        prefixes = [*ask.prefixes, *[()] * (ask.rollouts - len(ask.prefixes))]
+        samples += [_rollout(example, group, prefix) for prefix in prefixes]
         if ask.demonstrated:
-            groups[group].append(demonstration(example, group))
+            samples.append(demonstration(example, group))
         if ask.replayed is not None:
-            groups[group].append(replace(ask.replayed, group=group))
-    return [*chain(*groups)]
+            samples.append(replace(ask.replayed, group=group))
+    return samples
 
 
-def _alike(ask: Ask) -> list[tuple[Sequence[int], int]]:
-    """The prefixes of a group's rollouts, in order, each with the number of consecutive rollouts that have it."""
-    prefixes = [*map(tuple, ask.prefixes), *[()] * (ask.rollouts - len(ask.prefixes))]
-    return [(prefix, len(list(same))) for prefix, same in groupby(prefixes)]
+def _rollout(example: Example, group: int, prefix: Sequence[int]) -> Sample:
+    """A response that begins with the prefix; the engine has no logprobs of that."""
+    sample = Sample(example.prompt, [*prefix], group, False, True, [nan] * len(prefix))
+    if prefix:
+        sample.external = [True] * len(prefix)
+        if example.behavior_logprob is not None:
+            sample.behavior_logprob = example.behavior_logprob[: len(prefix)]
+    return sample
 
 
-def _behind(example: Example, prefix: Sequence[int]) -> Example:
-    return replace(example, prompt=(*example.prompt, *prefix)) if prefix else example
+def room(sample: Sample, config: Config) -> int:
+    """The number of tokens that may still be sampled; 0 if the response has ended."""
+    return config.rollout.max_response_length - len(sample.response) if sample.truncated else 0
 
 
-def _rollout(example: Example, group: int, prefix: Sequence[int], c: Completion) -> Sample:
-    """Prefix and completion as one response; the engine has no logprobs of the prefix."""
-    sample = Sample(example.prompt, c.tokens, group, False, c.truncated, c.logprob, kept=c.kept)
+class Going(NamedTuple):
+    """A sample, its example, and the number of tokens to sample for it now, at most."""
+
+    example: Example
+    sample: Sample
+    tokens: int
+
+
+def generate(
+    engine: RolloutEngine, going: Sequence[Going], config: Config, respond: Respond, seed: int, version: int
+) -> list[Sample]:
+    """The samples, continued by one call of the engine; those for which no token is to be sampled as they are.
+
+    Neighbours that are continued alike, such as members of a group that begin, are one request. version: of the
+    engine's weights.
+    """
+    alike = [[*same] for _, same in groupby(going, _alike)]
+    asked = [same for same in alike if same[0].tokens]
+    tasks = [_behind(example, sample.response) for (example, sample, _), *_ in asked]
+    requests = [Request(t.prompt, len(same), same[0].tokens) for t, same in zip(tasks, asked, strict=True)]
+    sampling = Sampling.of_training(config.rollout, seed)
+    answers = iter(check_kept(respond(engine, tasks, requests, sampling), sampling, engine.name))
+    samples = []
+    for same in alike:
+        if same[0].tokens:
+            by = version if config.rollout.segment else None
+            samples += [_continued(each.sample, c, by) for each, c in zip(same, next(answers), strict=True)]
+        else:
+            samples += [each.sample for each in same]
+    return samples
+
+
+def _alike(going: Going) -> tuple[object, ...]:
+    return going.tokens, going.sample.group, going.sample.prompt, going.sample.response
+
+
+def _behind(example: Example, tokens: Sequence[int]) -> Example:
+    return replace(example, prompt=(*example.prompt, *tokens)) if tokens else example
+
+
+def _continued(sample: Sample, c: Completion, version: int | None) -> Sample:
+    """A copy with the completion behind its tokens so far. version: of the weights, if it is to be noted."""
+    before, new = len(sample.response), len(c.tokens)
+    logprob, sample = c.logprob, replace(sample, response=[*sample.response, *c.tokens], truncated=c.truncated)
     if c.reward is not None:
         sample.reward, sample.scored = c.reward, True
     if c.trained is not None:
-        sample.trained = [True] * len(prefix) + c.trained
-        sample.engine_logprob = [p if on else nan for p, on in zip(c.logprob, c.trained, strict=True)]
-    if prefix:
-        sample.response = [*prefix, *c.tokens]
-        sample.external = [True] * len(prefix) + [False] * len(c.tokens)
-        sample.engine_logprob = [*[nan] * len(prefix), *(sample.engine_logprob or ())]
-        if c.kept is not None:
-            sample.kept = KeptSets()
-            sample.kept.skip(len(prefix))
-            sample.kept.extend(c.kept)
-        if example.behavior_logprob is not None:
-            sample.behavior_logprob = [*example.behavior_logprob[: len(prefix)], *[nan] * len(c.tokens)]
+        sample.trained = [True] * before + c.trained
+        logprob = [p if on else nan for p, on in zip(c.logprob, c.trained, strict=True)]
+    sample.engine_logprob = [*(sample.engine_logprob or ()), *logprob]
+    if not isinstance(sample.external, bool):
+        sample.external = [*sample.external, *[False] * new]
+    if sample.behavior_logprob is not None:
+        sample.behavior_logprob = [*sample.behavior_logprob, *[nan] * new]
+    if c.kept is not None:
+        so_far, sample.kept = sample.kept, KeptSets()
+        if so_far is None:
+            sample.kept.skip(before)
+        else:
+            sample.kept.extend(so_far)
+        sample.kept.extend(c.kept)
+    if version is not None:
+        sample.segments = [*sample.segments, (version, new)]
     return sample
 
 

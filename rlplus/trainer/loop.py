@@ -63,7 +63,7 @@ def train_step(run: Run, evaluate: Evaluate | None = None, validate: Evaluate | 
 
     Each rank has different prompts. The engine first gets the weights that are about to be trained, and samples from
     exactly these. With train.overlap the batch exists already, sampled with weights at most so many steps older, and
-    the engine continues with the next ones.
+    the engine continues with the next ones. With rollout.segment the first tokens of long responses are older, too.
     """
     step, recipe = Step(run), run.recipe
     batch = step.collect()  # prompts, rollouts and rewards, until the recipe has enough

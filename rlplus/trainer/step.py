@@ -91,10 +91,12 @@ class Step:
         """Set the token rewards to the KL penalty: -reward_kl_coef (log p - log p_ref) of sampled tokens."""
         run, policy, coefficient = self.run, self.run.policy, self.run.recipe.algorithm.reward_kl_coef
         with self.tally.time("old_logprob"):
-            logprobs, references = (
-                by_sample(samples, ask, self.config, run.pad_id, policy.device)
-                for ask in (policy.logprob, partial(policy.logprob, reference=True))
-            )
+            ask = partial(by_sample, samples, config=self.config, pad_id=run.pad_id, device=policy.device)
+            if self.config.stale:  # sampled by several policies
+                logprobs = [torch.tensor(sample.engine_logprob) for sample in samples]
+            else:
+                logprobs = ask(policy.logprob)
+            references = ask(partial(policy.logprob, reference=True))
         penalty = 0.0
         for sample, logprob, reference in zip(samples, logprobs, references, strict=True):
             trained = torch.tensor([*per_token(sample.trained, len(sample.response))])
@@ -140,13 +142,15 @@ class Step:
 
     def remember(self, work: Sequence[Work]) -> None:
         """Store the logprobs under the policy before the step's first update, and under the reference, if any."""
-        policy, overlap, changed = self.run.policy, self.config.train.overlap, False
+        policy, config, changed = self.run.policy, self.config, False
+        # Demonstrations of train.overlap come with the logprobs of the weights that sampled beside them.
+        shown = config.stale and not config.train.overlap and _shows_any(work)
         with self.tally.time("old_logprob"):
             activity.micro_batches.begin(sum(len(batches) for _, batches in work))
             for update, batches in work:
                 for micro in batches:
-                    if overlap:  # the old policy sampled the batch, and the trainer no longer has it
-                        use_engine_logprob(micro)
+                    if config.stale:  # the old policies sampled the batch, and the trainer no longer has them
+                        use_engine_logprob(micro, policy.logprob(micro) if shown else None)
                     elif changed:  # until the policy changes, an update's own forward pass is the old policy
                         micro.old_logprob = policy.logprob(micro)
                         tally_mismatch(self.tally, micro.old_logprob, micro.engine_logprob)
@@ -160,7 +164,7 @@ class Step:
         if not batches:
             return []
         run, tally, algorithm = self.run, self.tally, update.algorithm
-        on_policy = not self.updated and not self.config.train.overlap
+        on_policy = not self.updated and not self.config.stale
         with tally.time("update"):
             engine_logprobs = [micro.engine_logprob for micro in batches]
             if needs_statistics(algorithm, on_policy):
@@ -257,3 +261,8 @@ class Step:
         run.log.write(progress.step, {"generated_tokens": progress.generated} | metrics)
         if self.failure is not None:
             raise self.failure
+
+
+def _shows_any(work: Sequence[Work]) -> bool:
+    """Whether any rank's micro-batches have demonstrated tokens. Collective."""
+    return agree.largest(any(bool(micro.external.any()) for _, batches in work for micro in batches)) > 0

@@ -162,7 +162,7 @@ def _compare(prepared: _Prepared, place: Path, *, sequences: int, step: int) -> 
     """Recompute what the trainer computed, in float64 and, as the yardstick, by a plain model in the run's dtype."""
     config, computed = prepared.config, prepared.computed
     algorithm = prepared.taken.update.algorithm
-    loss = Loss(algorithm, config.knows_behavior, off_policy=config.train.overlap > 0)
+    loss = Loss(algorithm, config.knows_behavior, off_policy=config.stale)
     indices = [*prepared.constants]
     if algorithm.top_entropy < 1:
         constants = {i: _selected(c, computed.kept.get(i)) for i, c in prepared.constants.items()}

@@ -137,7 +137,10 @@ def _dropped(kept: KeptSets, vocabulary: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of sequences. off_policy: their old_logprob is the engine's, of an older policy (train.overlap)."""
+    """The loss of sequences. off_policy: their old_logprob is the engine's, of older policies (`Config.stale`).
+
+    A demonstrated token without one has the policy's own.
+    """
 
     algorithm: Algorithm
     knows_behavior: bool
@@ -166,7 +169,7 @@ class Loss:
     def _constants(self, logprob: Tensor, c: Constants) -> TokenConstants:
         a, objective = self.algorithm, self.algorithm.objective
         own = c.trained & ~c.external
-        old = c.engine.to(logprob) if self.off_policy else None
+        old = c.engine.to(logprob).where(~c.engine.isnan(), logprob) if self.off_policy else None
         engine = None
         if objective.mismatch_cap is not None:
             start = logprob if old is None else old

@@ -61,7 +61,8 @@ def _of_engine(steps: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) 
     if age is not None and age >= OLD and (moved > MOVED or clipped > CLIPPED):
         yield (
             f"Samples are stale: the policy that drew them is {age:.2g} steps old, and the trained one has moved away "
-            f"from it (KL {moved:.2g}, {clipped:.0%} of ratios clipped). A smaller train.overlap or train.lr helps."
+            f"from it (KL {moved:.2g}, {clipped:.0%} of ratios clipped). A smaller train.overlap or train.lr or a "
+            "larger rollout.segment helps."
         )
 
 

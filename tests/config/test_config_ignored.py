@@ -60,6 +60,7 @@ IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("algorithm.normalize_std=false", ["algorithm.preset=ppo"], ["algorithm.preset=grpo"]),
     ("algorithm.objective.internal=clip", ["algorithm.preset=sft"], []),
     ("rollout.top_k=20", ["algorithm.preset=sft"], []),
+    ("rollout.segment=20", ["algorithm.preset=sft"], []),
     ("algorithm.objective.mismatch_cap=2", ["algorithm.preset=sft"], []),
     ("algorithm.objective.external=shaped", ["algorithm.preset=grpo"], []),
     ("algorithm.objective.gamma=1", ["algorithm.preset=grpo"], ["algorithm.preset=luffy"]),
@@ -90,6 +91,7 @@ IGNORED: list[tuple[str, list[str], list[str] | None]] = [
         ["algorithm.preset=grpo"],
         ["algorithm.preset=grpo", *PROCESS, "train.overlap=true"],
     ),
+    ("algorithm.objective.clip_high=0.1", ["algorithm.preset=grpo"], ["algorithm.preset=grpo", "rollout.segment=32"]),
     ("algorithm.objective.dual_clip=3", ["algorithm.preset=grpo", "train.prompts_per_update=128"], CLIPPED),
 ]  # an override, a run where it has no effect, one where it has (None: there is none)
 

@@ -5,8 +5,9 @@ from plan_cases import PAPER, PROCESS, SERVER, make_plan, paper
 from rich.console import Console
 
 from rlplus.cli import main
-from rlplus.plan import make_cluster
+from rlplus.plan import GPUS, make_cluster
 from rlplus.plan.plan_text import show
+from rlplus.plan.speed import GEMM_EFFICIENCY
 
 
 def test_a_servers_gpus_are_not_counted(capsys):
@@ -52,6 +53,31 @@ def test_generation_on_gpus_of_its_own_takes_the_time_that_it_takes_beside_the_t
     assert overlap["old_logprob"] == pytest.approx(apart["old_logprob"] / 4, rel=0.01)  # one of a group of 8; half
     later = make_plan(paper(*PROCESS, cache, "train.overlap=4"), make_cluster(8, "h200")).seconds
     assert later["sync"] == pytest.approx(overlap["sync"] / 4)  # weights are pushed in every fourth step
+
+
+def test_half_a_response_a_step_decodes_twice_as_many_side_by_side_for_half_as_long():
+    """The second half reads prompt and first half again. Its old logprobs are the engine's."""
+    few = ("algorithm.preset=grpo", "train.prompts_per_step=16", "train.prompts_per_update=8")
+    whole, wide, halves = (
+        make_plan(paper(*few, *more), make_cluster(8, "h200"))
+        for more in ((), ("rollout.group_size=16",), ("rollout.segment=4096",))
+    )
+    flops = GPUS["h200"].flops
+    assert flops is not None
+
+    def read(tokens: int) -> float:
+        return 2 * whole.parameters * tokens / 8 / (flops * GEMM_EFFICIENCY)
+
+    prompts = 16 * 1024
+    twice = wide.seconds["generate"] - read(prompts)
+    assert halves.seconds["generate"] - read(prompts + 16 * 8 * (1024 + 4096)) == pytest.approx(twice / 2)
+    assert halves.seconds["generate"] < whole.seconds["generate"]
+    assert halves.seconds["old_logprob"] == 0 < whole.seconds["old_logprob"]
+    shown, all_tokens = (
+        make_plan(paper(*more, "rollout.segment=4096"), make_cluster(8, "h200")).seconds["old_logprob"]
+        for more in ((), ("algorithm.objective.kl_coef=0.1", "algorithm.preset=grpo"))
+    )
+    assert shown == pytest.approx(all_tokens), "one pass over everything"
 
 
 def test_a_pass_for_sequence_ratios_is_counted_where_one_is_made():

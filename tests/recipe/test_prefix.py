@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_runs import whole_groups
 from recipe_cases import check_gradient, drawn_batch, recipe_of, tokens_of, twenty_steps
 from torch import Tensor
 from trainer_runs import run_config
@@ -19,7 +20,6 @@ from rlplus.recipe import Ask, Recipe
 from rlplus.recipe.prefix import PrefixRecipe
 from rlplus.rollout import Completion, respond
 from rlplus.trainer import Run, open_run
-from rlplus.trainer.groups import generate
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_prefixes_are_prompts_of_the_engine_and_parts_of_responses(run: Run, tmp
     examples = [Example(i, (i + 1,), "", (20, 21, 22, 5), demonstration_reward=1.0) for i in range(3)]
     asks = [Ask(3, False, [(20, 21), (20, 21)]), Ask(2, True), Ask(3, False, [(20,), (), (20, 21, 22)])]
     engine: Any = Echo()
-    samples = generate(engine, examples, asks, config, respond, seed=0)
+    samples = whole_groups(engine, examples, asks, config, respond, seed=0)
     requests = [((1, 20, 21), 2, 6), ((1,), 1, 8), ((2,), 2, 8), ((3, 20), 1, 7), ((3,), 1, 8), ((3, 20, 21, 22), 1, 5)]
     assert engine.asked == requests
     assert [(s.group, list(s.prompt)) for s in samples] == [(g, [g + 1]) for g in (0, 0, 0, 1, 1, 1, 2, 2, 2)]

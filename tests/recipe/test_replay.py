@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_runs import whole_groups
 from recipe_cases import check_gradient, packed_updates, recipe_of, sampled_loss, tokens_of, twenty_steps
 from torch import Tensor
 from trainer_runs import run_config
@@ -19,7 +20,7 @@ from rlplus.recipe import Ask, Batch, Recipe
 from rlplus.recipe.replay import Remembered, ReplayRecipe, _draw
 from rlplus.reward import Score
 from rlplus.trainer import Run, open_run
-from rlplus.trainer.groups import generate, score
+from rlplus.trainer.groups import score
 
 EXGRPO = {"preset": "exgrpo", "recipe": {"start": 0.0}}
 
@@ -50,7 +51,7 @@ def step(
         if ask.replayed is not None:
             samples.append(ask.replayed)
             samples[-1].group = group
-    batch = Batch(examples, samples, 0.0)
+    batch = Batch(examples, samples, 0.0, places)
     assert recipe.collect(lambda: batch) is batch
     return places, dict(zip(places, asks, strict=True)), batch
 
@@ -87,9 +88,8 @@ def test_a_rollout_that_was_right_in_part_is_not_kept(run: Run, tmp_path: Path) 
     recipe = recipe_of(tmp_path, algorithm=EXGRPO)
     assert isinstance(recipe, ReplayRecipe)
     recipe.started = True
-    recipe.prompts([0])
     samples = [Sample((1,), [9], 0, False, False, [-1.0], reward=reward) for reward in (0.9, 0.0)]
-    recipe.collect(lambda: Batch([], samples, 0.0))
+    recipe.collect(lambda: Batch([], samples, 0.0, [0]))
     assert (recipe.solved, recipe.remembered) == ({}, {})
 
 
@@ -178,7 +178,7 @@ def test_what_is_replayed_is_neither_sampled_nor_graded_again(run: Run) -> None:
     example = Example(0, (65, 66), "7", None)
     replayed = Sample((65, 66), [67], 0, True, False, None, 1.0, behavior_logprob=[-0.5], scored=True)
     config = run.config
-    samples = generate(run.engine.engine, [example], [Ask(3, False, replayed=replayed)], config, run.respond, 0)
+    samples = whole_groups(run.engine.engine, [example], [Ask(3, False, replayed=replayed)], config, run.respond, 0)
     assert [sample.demonstration for sample in samples] == [False] * 3 + [True]
     graded: list[str] = []
 

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,11 @@ from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlplus.config import Config
-from rlplus.data import byte_tokenizer
+from rlplus.data import Example, Sample, byte_tokenizer
+from rlplus.recipe import Ask
+from rlplus.rollout import Respond, RolloutEngine
 from rlplus.rollout.transformers_engine import TransformersEngine
+from rlplus.trainer.groups import Going, begin, generate, room
 
 
 def write_start(folder: Path, *, tied: bool) -> Path:
@@ -45,6 +48,19 @@ def same(first: Path, second: Path) -> bool:
 
 def changed(config: Config, section: str, **values: object) -> Config:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
+def whole_groups(
+    engine: RolloutEngine,
+    examples: Sequence[Example],
+    asks: Sequence[Ask],
+    config: Config,
+    respond: Respond,
+    seed: int,
+) -> list[Sample]:
+    """Every group's members, without segments."""
+    going = [Going(examples[s.group], s, room(s, config)) for s in begin(examples, asks)]
+    return generate(engine, going, config, respond, seed, version=0)
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, *calls: int) -> list[int]:

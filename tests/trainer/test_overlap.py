@@ -12,7 +12,7 @@ import processes
 import pytest
 import quick
 import torch
-from engine_runs import changed, fail, model, same, torchrun
+from engine_runs import changed, fail, model, same, torchrun, whole_groups
 from safetensors.torch import load_file
 from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM
@@ -25,7 +25,6 @@ from rlplus.learner import forward_batches
 from rlplus.recipe import Batch, set_advantages
 from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import Run, open_run, train
-from rlplus.trainer.groups import generate
 from rlplus.trainer.rollouts import use_engine_logprob
 from rlplus.trainer.run import OF_RANK, STATE
 
@@ -116,7 +115,7 @@ def simulated(config: Config) -> tuple[dict[str, torch.Tensor], list[list[float]
             sampler = history[version(step, config.train.overlap)]
             run.engine.engine.push_weights(iter(sampler.items()), step)
             examples = [run.examples[i] for i in run.sampler.next()]
-            samples = generate(run.engine.engine, examples, run.recipe.ask(examples), plain, run.respond, step)
+            samples = whole_groups(run.engine.engine, examples, run.recipe.ask(examples), plain, run.respond, step)
             draw_rewards(samples, examples, run.scorer, run.decode)
             rewards.append([s.reward for s in samples])
             set_advantages(samples, run.recipe.algorithm)
