@@ -48,6 +48,8 @@ def responses(engine: Any, requests: Sequence[Request], sampling: Sampling) -> l
 
 def train_all(folder: Path, output: str) -> None:
     changes = {"steps": 6, "prompts_per_update": 2, "lr": 1e-4}
+    # Before the first run: in a process group transformers writes the files of its first rank only.
+    teacher = make_teacher(folder, f"teacher-{output}-{os.environ.get('RANK')}")
     with (
         mock.patch.object(TransformersEngine, "generate", responses),
         mock.patch.object(SyncedEngine, "_probe", return_value=0.0),
@@ -55,10 +57,7 @@ def train_all(folder: Path, output: str) -> None:
     ):
         for name, algorithm in CASES.items():
             if algorithm.get("recipe", {}).get("name") == "distill":
-                recipe = algorithm["recipe"] | {
-                    "teacher": str(make_teacher(folder, f"{output}-{os.environ.get('RANK')}"))
-                }
-                algorithm = algorithm | {"recipe": recipe}
+                algorithm = algorithm | {"recipe": algorithm["recipe"] | {"teacher": str(teacher)}}
             rollout = {"engine": "transformers", "group_size": 4, "max_response_length": 8, "max_logprob_gap": 100.0}
             train(run_config(folder, f"{output}-{name}", algorithm=algorithm, train=changes, rollout=rollout))
 

@@ -113,7 +113,7 @@ def advantage_of_another(policy: Policy, batch: MicroBatch, objective: Any) -> A
     return constants._replace(advantage=constants.advantage.flip(0))
 
 
-MODEL_INPUTS, CONSTANTS = MicroBatch.model_inputs, Policy._constants
+MODEL_INPUTS, CONSTANTS = MicroBatch.model_inputs, Policy.constants
 BACKWARD = deepspeed.DeepSpeedEngine.backward
 MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {  # keys: the first quantity that is wrong
     "tokens in micro-batches": (step, "make_micro_batches", shifted),
@@ -121,7 +121,7 @@ MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {  # keys: the first 
     "advantage": (plain, "group_advantages", without_std),
     "token weight": (batch, "token_weights", half_denominator),
     "logprob": (MicroBatch, "model_inputs", leaking),
-    "loss": (Policy, "_constants", advantage_of_another),
+    "loss": (Policy, "constants", advantage_of_another),
     "gradient of all parameters": (deepspeed.DeepSpeedEngine, "backward", dropping),
 }
 
