@@ -11,7 +11,7 @@ from rlplus.config import Config, DataConfig, ModelConfig, model_problem
 from rlplus.data import byte_tokenizer, load_examples, load_tokenizer, read_examples
 from rlplus.data.row_files import get_column, read_rows, row_names
 
-NAMES = {  # in the order in which they are looked for
+NAMES = {  # they are looked for in this order
     "prompt": ("prompt", "question", "problem", "query", "instruction", "input"),
     "answer": ("answer", "final_answer", "ground_truth", "reward_model.ground_truth", "target", "label", "solution"),
     "demonstration": ("demonstration", "solution", "target_solution", "response"),

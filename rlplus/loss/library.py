@@ -33,7 +33,7 @@ MODULES = {  # in rlplus.loss.backends, `reference` apart: policy_loss, logprob,
 }
 
 
-DIVERGENCES = {"torch": "chunked", "triton": "divergence_chunks"}  # in rlplus.loss.backends: divergence
+DIVERGENCES = {"torch": "chunked", "triton": "divergence_chunks"}  # modules of rlplus.loss.backends: divergence
 
 
 def implementation(backend: str) -> ModuleType:

@@ -27,6 +27,7 @@ IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("rollout.gpu_memory_utilization=0.9", SERVER, [*SERVER, *EVALUATED]),
     ("rollout.enforce_eager=true", SERVER, ["rollout.engine=transformers"]),
     ("rollout.kv_cache_memory_mb=64", SERVER, ["rollout.engine=transformers"]),
+    ("rollout.push_timeout_s=9", ["rollout.engine=transformers", "rollout.share_weights=true"], []),
     ("log.sample_groups=5", ["log.samples_every=0"], []),
     ("rollout.push_folder=/x", [], PROCESS),
     ("evaluation.samples=4", [], EVALUATED),
