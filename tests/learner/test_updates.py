@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from rlplus.data import MicroBatch, PromptSampler, Sample
 from rlplus.recipe import set_advantages
 from rlplus.rollout import RunFailed
 from rlplus.trainer import Run, open_run, train
-from rlplus.trainer import rollouts as rollouts_module
 from rlplus.trainer.rollouts import Rollouts
 
 
@@ -199,17 +197,16 @@ def test_a_checkpoint_holds_the_random_state_of_python_numpy_and_torch(tmp_path:
     assert draws() == first
 
 
-def test_no_two_ranks_and_no_two_draws_sample_with_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_two_ranks_and_no_two_draws_sample_with_the_same_seed() -> None:
     """With the same seed equal prompts would get equal responses."""
     seeds: list[int] = []
-    monkeypatch.setattr(rollouts_module, "generate", lambda *arguments: seeds.append(arguments[-1]))
     for seed in (0, 1):
         for rank in range(2):
-            config = SimpleNamespace(train=SimpleNamespace(seed=seed, overlap=0))
-            here: Any = SimpleNamespace(
-                config=config, world=2, rank=rank, sampler=PromptSampler(3, 2, seed), examples=[None] * 3
-            )
-            here.respond, here.recipe = None, Mock(prompts=lambda drawn: drawn)
+            config = SimpleNamespace(train=SimpleNamespace(seed=seed), rollout=SimpleNamespace(waiting=0))
+            sampler = PromptSampler(3, 2, seed)
+            here: Any = SimpleNamespace(config=config, world=2, rank=rank, sampler=sampler, _ahead=[], _waiting=[])
+            here._begun = sampler.next
+            here._continued = lambda engine, batches, seed, version: seeds.append(seed)
             for _ in range(50):
                 Rollouts._question(here, 0)(here)
     assert len(set(seeds)) == len(seeds) == 200

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from math import isnan, nan
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,14 @@ from reward_graders import decode, example, reward_config
 from trainer_runs import environment, metrics, run_config
 
 import rlplus
-import rlplus.trainer.rollouts
 import rlplus.trainer.run_parts
 from rlplus.checkpoint import read_state
 from rlplus.config import RewardConfig
-from rlplus.data import Example, Sample, byte_tokenizer
+from rlplus.data import byte_tokenizer
 from rlplus.reward import Score, Scorer, grade_demonstrations, keep_passed
 from rlplus.trainer import train
 from rlplus.trainer.ranks import initialize_distributed
+from rlplus.trainer.rollouts import Drawn, Rollouts
 
 
 def test_demonstrations_that_do_not_pass_are_dropped_and_counted() -> None:
@@ -198,15 +199,15 @@ def test_a_masked_sample_is_as_if_it_had_never_been_generated(
     algorithm = {"preset": preset, "objective": {"kl_coef": 0.1, "entropy_coef": 0.01}}
     settings: dict[str, Any] = {"algorithm": algorithm, "train": {"steps": 2, "prompts_per_update": 2}}
     masked = train(run_config(tmp_path, "masked", **settings))
-    generate, left_out = rlplus.trainer.rollouts.generate, []
+    continued, left_out = Rollouts._continued, []
 
-    def without(engine: Any, examples: Sequence[Example], *rest: Any) -> list[Sample]:
-        samples = generate(engine, examples, *rest)
-        failed = [s for s in samples if not s.external and ByLength.failed(run_decode(s.response))]
+    def without(self: Rollouts, *rest: Any) -> list[Drawn]:
+        (batch,) = continued(self, *rest)
+        failed = [s for s in batch.samples if not s.external and ByLength.failed(run_decode(s.response))]
         left_out.extend(failed)
-        return [s for s in samples if s not in failed]
+        return [replace(batch, samples=[s for s in batch.samples if s not in failed])]
 
-    monkeypatch.setattr(rlplus.trainer.rollouts, "generate", without)
+    monkeypatch.setattr(Rollouts, "_continued", without)
     never = train(run_config(tmp_path, "never", **settings))
     assert left_out
     assert same(masked, never)
