@@ -65,8 +65,7 @@ class DistillRecipe(Recipe):
             return super().accumulate(update, batches, before_each)
         which = {"kind": kind, "beta": self.options.beta if kind == "jsd" else None}
         outputs = accumulate_divergence(self.policy, batches, self.teacher.head, which, before_each)
-        for out in outputs:
-            self._add(float(out.stats["divergence"]), float(out.stats["tokens"]))
+        self._add(*(float(sum(out.stats[name] for out in outputs)) for name in ("divergence", "tokens")))
         return outputs
 
     def _add(self, total: float, tokens: float) -> None:
