@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench import output
-from rlplus.init.fitting import FULL, LORA, OFFLOADED, Found, find_fitting
+from rlplus.init.fitting import FULL, LORA, OFFLOADED, QLORA, Found, find_fitting
 from rlplus.plan import make_cluster
 from rlplus.plan.planned_model import Model
 
@@ -30,7 +30,7 @@ MODELS = {
 }
 CARDS = (24, 40, 48, 80)  # GiB
 GPUS = (1, 2, 4, 8)
-TUNINGS = {"full": FULL, "lora": LORA, "offloaded": OFFLOADED}
+TUNINGS = {"full": FULL, "lora": LORA, "qlora": QLORA, "offloaded": OFFLOADED}
 FIXED = {"rollout": {"max_response_length": 2048}}
 
 

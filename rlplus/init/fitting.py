@@ -15,10 +15,19 @@ LENGTHS = (2048, 1024, 512)  # responses, in tokens
 TOKENS = (16384, 8192, 4096, 2048)  # tokens of a micro-batch
 ENGINES = (1, 2, 4, 8)  # GPUs that share an engine
 SHARES = tuple(n / 20 for n in range(18, 1, -1))  # rollout.gpu_memory_utilization
+CACHES = tuple(2**n for n in range(15, 8, -1))  # rollout.kv_cache_memory_mb of the transformers engine
 LORA: dict[str, Any] = {"model": {"lora": {"rank": 16, "alpha": 32.0}}, "train": {"lr": 1e-5}}
 FULL: dict[str, Any] = {"train": {"lr": 1e-6}}
+QLORA = merged(
+    LORA,
+    {
+        "model": {"lora": {"quantization": "nf4"}},
+        "rollout": {"engine": "transformers", "share_weights": True, "sleep": False},
+    },
+)
 OFFLOADED = merged(LORA, {"train": {"zero_stage": 3, "offload_params": "cpu"}})
-TUNINGS = (FULL, LORA, OFFLOADED)  # what trains more weights first, what moves weights over the bus in each step last
+# First what trains more weights, then what has whole ones, last what moves them over the bus in each step.
+TUNINGS = (FULL, LORA, QLORA, OFFLOADED)
 SIZES = (24, 32, 40, 48, 80, 140, 192)  # GiB of single GPUs that a refusal may name
 SEQUENCES = 4  # that the engine's cache holds at least, if any share of the GPU gives so many
 FULL_AT = 0.95  # share of a GPU's memory: a plan is an estimate
@@ -72,8 +81,13 @@ def find_fitting(
 
 
 def _tuning(values: dict[str, Any]) -> str:
-    offloaded = values["train"].get("offload_params", "none") != "none"
-    return f"{'LoRA' if values['model'].get('lora') else 'all weights are trained'}{', offloaded' if offloaded else ''}"
+    lora, offloaded = values["model"].get("lora"), values["train"].get("offload_params", "none") != "none"
+    name = "all weights are trained" if not lora else "LoRA" if not lora.get("quantization") else "QLoRA"
+    return f"{name}{', the engine without a copy' * _shares(values)}{', offloaded' * offloaded}"
+
+
+def _shares(values: dict[str, Any]) -> bool:
+    return bool(values["rollout"].get("share_weights"))
 
 
 def with_room(values: dict[str, Any]) -> dict[str, Any]:
@@ -128,17 +142,20 @@ def _settled(values: dict[str, Any], fixed: dict[str, Any], model: Model, cluste
 
 
 def _with_share(values: dict[str, Any], fixed: dict[str, Any], model: Model, cluster: Cluster) -> dict[str, Any] | None:
-    """The values with the largest share of the GPU for the engine that fits; None if none does.
+    """The values with the largest share of the GPU, or cache, for the engine that fits; None if none does.
 
-    The engine has its share while the policy rests, so a larger one costs nothing.
+    The engine has it while the policy rests, so a larger one costs nothing.
     """
     trainer = training_part(_config(values), cluster)
-    for share in SHARES:
-        tried = merged(merged(values, {"rollout": {"gpu_memory_utilization": share}}), fixed)
+    shares: list[dict[str, Any]] = [{"gpu_memory_utilization": share} for share in SHARES]
+    if _shares(values):
+        shares = [{"kv_cache_memory_mb": size} for size in CACHES]
+    for share in shares:
+        tried = merged(merged(values, {"rollout": share}), fixed)
         config = Config.model_validate(tried)
         memory = estimate_memory(config, model, trainer)
         full = FULL_AT * memory.capacity
-        one = sequence_bytes(config, model)
+        one = sequence_bytes(config, model, config.max_generation_length)
         if memory.fits and memory.peak <= full and memory.cache >= SEQUENCES * one:
             return tried
         if max(map(memory.total, ("head", "backward", "optimizer"))) > full:

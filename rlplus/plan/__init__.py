@@ -106,7 +106,7 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
         config.train.overlap > 0,
         model.parameters,
         packed_shape(config),
-        memory.cache // sequence_bytes(config, model),
+        memory.cache // sequence_bytes(config, model, config.max_generation_length),
         memory,
         estimate_seconds(config, model, memory, trainer),
         () if memory.fits else tuple(find_remedies(config, model, trainer)),

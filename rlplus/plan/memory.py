@@ -269,10 +269,10 @@ def head_scratch(config: Config, model: Model, cluster: Cluster) -> int:
     return min(max(limit, row), tokens * row)
 
 
-def sequence_bytes(config: Config, model: Model) -> int:
-    """Keys and values of the longest sequence on each of an engine's GPUs, and with transformers a token's logits."""
+def sequence_bytes(config: Config, model: Model, length: int) -> int:
+    """Keys and values of a sequence on each of an engine's GPUs, and with transformers the logits of a token."""
     logits = LOGIT_BYTES * model.vocabulary if config.rollout.engine == "transformers" else 0
-    return model.cache_share(config.rollout.tensor_parallel_size) * config.max_generation_length + logits
+    return model.cache_share(config.rollout.tensor_parallel_size) * length + logits
 
 
 def engine_memory(config: Config, model: Model, cluster: Cluster) -> tuple[dict[str, int], list[str]]:
@@ -288,12 +288,12 @@ def engine_memory(config: Config, model: Model, cluster: Cluster) -> tuple[dict[
         return {}, []
     weights = model.parameters * model.itemsize // rollout.tensor_parallel_size
     cache = (rollout.kv_cache_memory_mb or 0) * 2**20
-    sequence = sequence_bytes(config, model)
+    sequence = sequence_bytes(config, model, config.max_generation_length)
     if rollout.engine == "transformers" or cluster.cpu:
         cache = max(cache or DEFAULT_CACHE_MB * 2**20, sequence)
         if not rollout.share_weights:
             return {"engine weights": weights, "kv cache": cache}, []
-        work = _work(config, model, cache)
+        work = _work(config, model, cluster, cache)
         return {"kv cache": cache, "engine rest": work, "dequantized weights": model.dequantized}, []
     if not cache:
         cache = int(rollout.gpu_memory_utilization * cluster.gpu.memory) - weights - ENGINE_OVERHEAD
@@ -306,16 +306,21 @@ def engine_memory(config: Config, model: Model, cluster: Cluster) -> tuple[dict[
     return {"engine weights": weights, "kv cache": max(cache, 0), "engine rest": ENGINE_OVERHEAD}, problems
 
 
-def _work(config: Config, model: Model, cache: int) -> int:
+def _work(config: Config, model: Model, cluster: Cluster, cache: int) -> int:
     """Bytes beyond a cache that the policy's modules take at most to generate as many sequences as the cache holds.
 
     The cache is filled when the prompts have been read, a group's once; the first and the last group may be there in
-    part. Then a layer's keys are there twice where the next token's are appended.
+    part. Then a layer's keys are there twice where the next token's are appended. Without evaluations, whose number of
+    prompts is not known here, a rank generates no more than its share of a step.
     """
-    sequences = cache // sequence_bytes(config, model)
+    one = sequence_bytes(config, model, config.max_generation_length)
+    sequences = cache // one
     n = config.rollout.group_size - config.algorithm.resolve().demonstrates_in_place
-    n = min([n, *(part.samples for part in config.evaluations_read.values())])
+    if evaluations := config.evaluations_read:
+        n = min([n, *(part.samples for part in evaluations.values())])
+    else:
+        sequences = min(sequences, n * config.train.prompts_per_step // cluster.gpus * (1 + config.rollout.waiting))
     prompts = min(sequences, -(-sequences // n) + 1)
     length = config.max_generation_length - config.rollout.max_response_length
     reading = model.inference(config, prompts, length) + prompts * length * model.cache_bytes - cache
-    return max(reading, model.inference(config, sequences, 1) + cache // (2 * model.layers))
+    return max(reading, model.inference(config, sequences, 1) + sequences * one // (2 * model.layers))

@@ -22,7 +22,7 @@ class Model:
     cache_bytes: keys and values of a token in all layers. heads, key_heads: heads of queries, of keys and values.
     attention_width: query heads times their size. head: a recipe's learner's; None = the policy's.
     learners: the policy, and its recipe's. teacher: a frozen model beside them, of that configuration.
-    weight_bytes: without adapters. dequantized: bytes of a layer's at most.
+    weight_bytes: without adapters. quantized: how many of the weights; dequantized: bytes of a layer's at most.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Model:
             self.parameters -= self.trainable
         quantized = _quantized_sizes(config, self.lm)
         self.weight_bytes = self.parameters * self.itemsize - int(sum(quantized) * (self.itemsize - BITS / 8))
+        self.quantized = sum(quantized)
         self.dequantized = max(quantized, default=0) * self.itemsize
         # Identical layers need the same memory, which follows from counts for two and three of them.
         self._few: list[PreTrainedModel] = []

@@ -6,7 +6,7 @@ from itertools import combinations, product
 from math import gcd
 from typing import Any
 
-from rlplus.config import Config
+from rlplus.config import Config, RolloutConfig
 from rlplus.loss import MAX_SCRATCH_MB
 from rlplus.plan.cluster import Cluster, gpus_a_rank
 from rlplus.plan.memory import estimate_memory
@@ -58,6 +58,8 @@ def all_switches(config: Config, model: Model, cluster: Cluster) -> Iterator[lis
     vllm = config.needs_engine and rollout.mode != "server" and rollout.engine != "transformers" and not cluster.cpu
     if vllm and rollout.mode == "colocated" and not rollout.sleep:
         yield [{"rollout.sleep": True}]
+    if config.needs_engine and rollout.mode == "colocated" and train.zero_stage < 3 and not rollout.share_weights:
+        yield [_sharing(rollout)]
     if not config.model.gradient_checkpointing:
         yield [{"model.gradient_checkpointing": True}]
     if vllm and rollout.kv_cache_memory_mb is None:
@@ -89,6 +91,14 @@ def all_switches(config: Config, model: Model, cluster: Cluster) -> Iterator[lis
         yield [{"train.offload_optimizer": "cpu"}]
     if train.offload_params == "none" and most == 3:
         yield [{"train.zero_stage": 3, "train.offload_params": "cpu"}]
+
+
+def _sharing(rollout: RolloutConfig) -> Changes:
+    """The switch to an engine without a copy of the weights, and off what it does not go with."""
+    names = ("sleep", "tensor_parallel_size", "gpu_memory_utilization", "vllm", "push_timeout_s")
+    wanted = {"engine": "transformers", "share_weights": True}
+    wanted |= {name: RolloutConfig.model_fields[name].get_default(call_default_factory=True) for name in names}
+    return {f"rollout.{name}": value for name, value in wanted.items() if getattr(rollout, name) != value}
 
 
 def _try(config: Config, model: Model, cluster: Cluster, settings: tuple[Changes, ...]) -> Remedy | None:

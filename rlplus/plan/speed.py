@@ -4,7 +4,7 @@ from rlplus.config import Config
 from rlplus.learner.deepspeed_settings import deepspeed_config
 from rlplus.learner.statistics import needs_statistics
 from rlplus.plan.cluster import NODE, Cluster
-from rlplus.plan.memory import Memory, head_mode, head_tokens
+from rlplus.plan.memory import Memory, head_mode, head_tokens, sequence_bytes
 from rlplus.plan.planned_model import Model
 
 GEMM_EFFICIENCY = 0.45  # share of the bf16 peak: training of dense models reaches 0.4 to 0.5 on A100. Assumed
@@ -35,7 +35,8 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     FLOP of T tokens, body of B parameters: 2 B T forward; attention 2 layers width length T (half of the square, as
     causal), the head 2 N H V (one GEMM). Backward: twice that, in the head with memory="least" three times.
     Checkpointing: the body's forward once more. Kaplan et al., 2020, section 2.1. Decoding is bound by memory: every
-    step reads the weights, and the keys and values of all running sequences.
+    step reads the weights, and the keys and values of all running sequences; it reads weights of 4 bits to write them
+    dequantized, and reads those.
     """
     gpu, ranks = cluster.gpu, cluster.gpus
     if gpu.flops is None or gpu.bandwidth is None or gpu.link is None:
@@ -87,7 +88,7 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
         seconds["learners"] += _sent_bytes(config, learner, ranks, updates, micro_batches, 1) / link
     # Weights are handed over within a GPU, or through files in the host's memory.
     handed_over = weights / bandwidth if config.rollout.mode == "colocated" else 2 * weights / PCIE
-    if rollouts:  # otherwise there is no engine, or one for evaluations alone
+    if rollouts and not config.rollout.share_weights:  # otherwise there is no engine, or one for evaluations alone
         gathered = _ring(weights, ranks) / link if train.zero_stage == 3 else 0
         seconds["sync"] = (handed_over + gathered) / max(1, train.overlap)  # once in so many steps
     total = sum(seconds.values())
@@ -158,12 +159,14 @@ def _generate_seconds(
     gpus = cluster.gpus * (parallel if rollout.mode == "process" else 1)  # all engines'
     sequences = config.train.prompts_per_step * group * parallel / gpus  # one engine's
     longest = config.data.max_prompt_length + rollout.max_response_length
-    capacity = memory.cache // (model.cache_share(parallel) * longest)
+    capacity = memory.cache // sequence_bytes(config, model, longest)
     parts = 1 + rollout.waiting
     at_once = max(1.0, min(sequences * parts, capacity, MAX_SEQUENCES))
     waves = sequences / at_once
     mean_context = config.data.max_prompt_length + rollout.max_response_length / 2
     weights = model.parameters * model.itemsize
+    if rollout.share_weights:
+        weights = model.weight_bytes + 2 * model.quantized * model.itemsize
     step = (weights + at_once * mean_context * model.cache_bytes) / parallel / bandwidth
     step = max(step, 2 * model.parameters * at_once / parallel / flops)
     read = config.train.prompts_per_step * config.data.max_prompt_length

@@ -172,6 +172,7 @@ def test_the_commands_list_the_cards(command, capsys):
     ("name", "gpus", "gpu", "billions", "peak"),
     [
         ("gsm8k-0.5b", 1, "24g", 0.49, 21.4),
+        ("gsm8k-7b-24gb", 1, "24g", 7.62, 19.4),
         ("qwen2.5-math-1.5b", 8, "a100-80g", 1.54, 48.0),
         ("llama-3.1-8b-instruct", 8, "a100-80g", 8.03, 69.2),
         ("deepseek-math-7b-instruct", 8, "a100-80g", 6.91, 65.5),

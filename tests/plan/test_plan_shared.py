@@ -65,3 +65,19 @@ def test_seven_billion_weights_train_on_one_gpu_of_24_gb():
     one = make_plan(paper(*quantized, "rollout.share_weights=true", "rollout.kv_cache_memory_mb=1"), cluster)
     assert one.sequences == 1, "a sequence is generated however small the cache"
     assert one.memory.cache == token * longest + 16 * 152064
+
+
+def test_no_more_is_generated_at_a_time_than_a_rank_samples_in_a_step():
+    """Two prompts of seven rollouts in a cache for hundreds; with evaluations, as many as it holds."""
+    quantized = ("model.lora={quantization: nf4}", *QLORA, "rollout.engine=transformers", "rollout.sleep=false")
+    quantized = (*quantized, "rollout.share_weights=true", "train.prompts_per_step=4", "train.prompts_per_update=4")
+
+    def work(gpus: int, *options: str) -> int:
+        plan = make_plan(paper(*quantized, *options, "rollout.max_response_length=128"), make_cluster(gpus, "80g"))
+        assert plan.sequences > 100
+        return plan.memory.parts["generate"]["engine rest"]
+
+    small, large = "rollout.kv_cache_memory_mb=16384", "rollout.kv_cache_memory_mb=32768"
+    assert work(2, large) == work(2, small) < work(1, small)
+    read = 'validation={data: {path: v.jsonl, response_prefix: "<think>\\n"}, every: 10, samples: 1}'
+    assert work(2, read, large) > 1.5 * work(2, read, small)

@@ -69,12 +69,17 @@ def prepare_gsm8k(folder: Path, *arguments: str) -> None:
     prepare_data.main(["gsm8k", "--train", files[0], "--test", files[1], "--validation", "1", *arguments])
 
 
-def test_gsm8k_trains_on_prepared_data(tmp_path: Path) -> None:
-    data, path = tmp_path / "gsm8k", ROOT / "configs/gsm8k-0.5b.yaml"
+@pytest.mark.parametrize("name", ["gsm8k-0.5b", "gsm8k-7b-24gb"])
+def test_gsm8k_trains_on_prepared_data(name: str, tmp_path: Path) -> None:
+    data, path = tmp_path / "gsm8k", ROOT / f"configs/{name}.yaml"
+    if load_config(path).model.lora is not None:
+        pytest.importorskip("bitsandbytes", reason="model.lora.quantization needs bitsandbytes, which is not installed")
     prepare_gsm8k(tmp_path, "--output", str(data))
     model = shrunken_model(load_config(path).model.path, tmp_path / "base")
     files = [f"data.path={data / 'train.parquet'}", f"validation.data.path={data / 'validation.parquet'}"]
     changes = [*files, f"model.path={model}", f"output_dir={tmp_path / 'run'}", "train.epochs=2", "validation.every=2"]
+    if load_config(path).rollout.kv_cache_memory_mb:
+        changes.append("rollout.kv_cache_memory_mb=16")
     assert main(["train", str(path), *SMALL, *changes]) == 0
     steps = metrics(tmp_path / "run")
     assert [row["reward/external"] for row in steps] == [1.0, 1.0]
