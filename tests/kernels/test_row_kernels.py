@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from head_cases import huge
-from head_rows import BLOCK_V, DENTROPY, DLOGPROB, ENTROPY, LOGPROB, WAYS, by_blocks, closed, statistics
+from head_rows import BLOCK_V, DENTROPY, DLOGPROB, ENTROPY, LOGPROB, WAYS, begun, by_blocks, closed, statistics
 from torch import Tensor
 
 from rlplus.kernels import exponentials as row_kernels
@@ -32,7 +32,9 @@ def test_a_maximum_that_rises_from_block_to_block(way: Callable[[Tensor, Tensor]
 
 def test_a_target_behind_the_vocabulary_is_no_token_though_there_is_a_column() -> None:
     for V in (5, BLOCK_V, BLOCK_V + 7):
-        values = statistics(torch.zeros(2, V + 1, device=DEVICE), torch.tensor([V - 1, V], device=DEVICE), V)
+        logits, target = torch.zeros(2, V + 1, device=DEVICE), torch.tensor([V - 1, V], device=DEVICE)
+        assert begun(logits, V, target)[:, LOGPROB].isnan().tolist() == [False, True]
+        values = statistics(logits, target, V)
         assert values[:, LOGPROB].isnan().tolist() == [False, True]
 
 
