@@ -61,9 +61,9 @@ RULES: tuple[Rule, ...] = (
     ),
     ("rollout.vllm", lambda c: c.rollout.mode == "server", "a server's engine arguments belong to its `vllm serve`"),
     (
-        "rollout.push_folder",
-        lambda c: c.rollout.mode == "colocated",
-        "a colocated engine takes the weights from the trainer's memory",
+        "rollout.transfer",
+        lambda c: c.rollout.mode != "server",
+        "it is the way of the weights to a server; other engines are on the trainer's machine",
     ),
     (
         "rollout.push_timeout_s",

@@ -4,11 +4,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlplus.common.section import Count, PathText, Positive, Reference, Seconds, Section, Temperature
+from rlplus.common.section import Count, Positive, Reference, Seconds, Section, Temperature
 
 MAX_LOGPROB_GAPS = {"float32": 1e-4, "bfloat16": 5e-2}  # the default of max_logprob_gap, by model.dtype
 MOST_KEPT = 1024  # top_k: 4 kB a token, which holds the bulk of any distribution that top_p or min_p is used on
 SAMPLED = "responses are drawn as rollout.temperature, top_k, top_p and min_p say"
+TAKEN = "the engine takes the policy's weights with a class of ours"
 # vLLM's engine arguments that the trainer sets, or that it could not work with, each with the reason.
 OWNED: dict[str, str] = {
     "model": "the engine loads model.path, and gets the policy's weights before it generates",
@@ -33,6 +34,8 @@ OWNED: dict[str, str] = {
     "tensor_parallel_size": "it is rollout.tensor_parallel_size",
     "pipeline_parallel_size": "an engine's GPUs are rollout.tensor_parallel_size; want rollout.mode server for more",
     "data_parallel_size": "an engine's GPUs are rollout.tensor_parallel_size; want rollout.mode server for more",
+    "weight_transfer_config": TAKEN,
+    "worker_extension_cls": TAKEN,
     "distributed_executor_backend": "it follows from rollout.mode and the launcher",
 }
 
@@ -85,16 +88,16 @@ class RolloutConfig(Section):
     """The run stops when the tokens' logprobs in the engine and in the trainer differ by more, in the mean over a step
     or over the probe after a push; None = 1e-4 in float32, 5e-2 in bfloat16."""
     push_bucket_mb: Count = 64
-    """ZeRO-3 weights are gathered, and files of weights written, in pieces of at most this size; a larger parameter is
-    a piece of its own."""
+    """ZeRO-3 weights are gathered, and sent to a server, in pieces of at most this size; a larger parameter is a piece
+    of its own."""
     push_timeout_s: Seconds = 300.0
     """The run stops when a push stays at one parameter for longer."""
     progress_timeout_s: Seconds = 300.0
     """A generation without a new token for longer hangs: an engine's process is then started again, as one that dies;
     in the other modes the run stops."""
-    push_folder: PathText | None = None
-    """Folder for weights on their way to an engine in another process; None = /dev/shm, or the temporary folder. Holds
-    the whole model. A server must see it under the same name."""
+    transfer: Literal["memory", "nccl", "ipc"] = "memory"
+    """Way of the weights to a server. memory: on the trainer's machine, checksummed. nccl: from GPU to GPU, on any
+    machine. ipc: on the ranks' own GPUs. The last two are vLLM's, and have not run."""
     server_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
     """Address of the server, such as http://localhost:8000."""
     function: Reference | None = None

@@ -17,7 +17,7 @@ MAY_CHANGE = {
     "output_dir", "checkpoint", "evaluation", "validation", "log",
     "train.steps", "train.epochs", "train.generated_tokens", "train.max_nonfinite", "train.collective_timeout_s",
     "reward.workers", "reward.timeout_s", "reward.memory_mb", "reward.on_failure",
-    "rollout.push_bucket_mb", "rollout.push_timeout_s", "rollout.push_folder", "rollout.progress_timeout_s",
+    "rollout.push_bucket_mb", "rollout.push_timeout_s", "rollout.transfer", "rollout.progress_timeout_s",
     "rollout.server_url", "rollout.max_logprob_gap", "rollout.sleep", "rollout.gpu_memory_utilization",
     "rollout.kv_cache_memory_mb", "rollout.enforce_eager",
     # Help for a run that was out of memory: these change a step's results by rounding only.

@@ -22,6 +22,7 @@ COMMON = {
     "model_name": "model.path",
     "num_epochs": "train.epochs",
     "bf16": "model.dtype",
+    "push_folder": "rollout.transfer",
 }
 
 # Sizes that others count in sequences or steps.

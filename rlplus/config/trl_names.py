@@ -112,7 +112,7 @@ WITHOUT = {
     "the engine takes its length from data.max_prompt_length and rollout.max_response_length": (
         "vllm_max_model_length"
     ),
-    "weights reach a server through rollout.push_folder": "vllm_group_port vllm_server_timeout",
+    "weights reach a server as rollout.transfer says": "vllm_group_port vllm_server_timeout",
     "engine arguments go under rollout.vllm": (
         "vllm_model_impl cache_implementation use_transformers_continuous_batching "
         "transformers_continuous_batching_config use_transformers_paged"

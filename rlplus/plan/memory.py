@@ -104,9 +104,9 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
         if (total := sum(sizes.values())) > capacity:
             problems.append(f"{moment}: needs {total / GIB:.1f} GiB of {capacity / GIB:.1f} GiB")
     *shown, alone = ({k: v for k, v in p.items() if v} for p in (*parts.values(), alone))
-    in_memory = config.rollout.mode != "colocated" and config.rollout.push_folder is None  # files in /dev/shm
     host = sum(states.host for _, states in learners)
-    host += model.parameters * model.itemsize if config.needs_engine and in_memory else 0
+    if config.needs_engine and config.rollout.mode == "process":  # kept for an engine that is started again
+        host += model.parameters * model.itemsize
     return Memory(dict(zip(parts, shown, strict=True)), alone, capacity, cache, host, tuple(problems))
 
 

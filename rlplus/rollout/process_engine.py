@@ -1,6 +1,6 @@
 """A rollout engine in a separate process; if it dies or hangs, it is restarted and the request repeated.
 
-Weights pass through files in memory (`WeightFiles`), which stay until the next push: a new process loads them, and with
+Weights pass through shared memory (`NodeWeights`), which stays until the next push: a new process loads it, and with
 the same weights, prompts and seeds it gives the same answers.
 """
 
@@ -28,8 +28,9 @@ from rlplus.common import activity
 from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
 from rlplus.rollout.clock import GRACE_S, rank
+from rlplus.rollout.parcels import NodeWeights, Parcel
 from rlplus.rollout.protocol import Completion, Request, Sampling
-from rlplus.rollout.push import WeightFiles, parameter_shapes, ranks_here, watched
+from rlplus.rollout.push import parameter_shapes, ranks_here, watched
 
 WORKER = "rlplus.rollout.engine_worker"
 ATTEMPTS = 3  # tries per request, in case the request itself crashes the engine
@@ -59,20 +60,16 @@ class ProcessEngine:
         inside = config.model_copy(update={"mode": "colocated"})
         self._settings = {"config": inside, "model_path": model_path, **settings}
         self._environment = _environment(config.tensor_parallel_size)
-        self._version: int | None = None  # the files' version
+        self._held: tuple[Parcel, int] | None = None  # the last push and its version
         self._failure: str | None = None
         self._closed = self._busy = False  # busy: a question is unanswered, and `close` does not wait
-        self._files = WeightFiles(config.push_folder, config.push_bucket_mb, per_node=True)
+        self._weights = NodeWeights()
         self.name = f"{config.engine} (process)"
         self.restarts = 0
         try:
             self._start()
         except _EngineDied as error:
-            self._files.close()
             raise RunFailed(f"{self.name}: {error}") from error
-        except BaseException:
-            self._files.close()
-            raise
 
     @property
     def pid(self) -> int:
@@ -85,12 +82,12 @@ class ProcessEngine:
         return answer
 
     def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self._version = None
+        self._held = None
         self._failure = f"the push of version {version} failed half-way: push a whole model before generating"
         with watched(weights, self._shapes, version=version, timeout_s=self._timeout_s) as checked:
-            self._files.write(checked)
-        self._version = version
-        self._ask("push_weights", self._files, version)
+            parcel = self._weights.replace(checked)
+        self._held = parcel, version
+        self._ask("push_weights", *self._held)
         self._failure = None
 
     def sleep(self) -> None:
@@ -107,7 +104,7 @@ class ProcessEngine:
                 break
             time.sleep(0.05)
         self._kill()
-        self._files.close()
+        self._weights.close()
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         if self._closed:
@@ -132,8 +129,8 @@ class ProcessEngine:
         self._kill()  # it may hang, or live with a broken engine
         self.restarts += 1
         self._start()
-        if loading and self._version is not None:
-            self._exchange(("push_weights", (self._files, self._version)), self._limit_s("push_weights"))
+        if loading and self._held is not None:
+            self._exchange(("push_weights", self._held), self._limit_s("push_weights"))
 
     def _limit_s(self, method: str) -> float:
         return self._timeout_s + GRACE_S if method == "push_weights" else self._progress_s

@@ -1,27 +1,21 @@
-"""The transfer of weights from the trainer to an engine: checked, with a timeout, in memory or through files."""
+"""The transfer of weights from the trainer to an engine: checked, with a timeout."""
 
-import fcntl
 import os
-import shutil
-import socket
-import stat
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlplus.common import agree
-from rlplus.rollout.clock import Clock, rank
+from rlplus.rollout.clock import Clock
 from rlplus.rollout.protocol import whole_model
 
-LOCK = ".lock"  # a file in a folder of weights
+# Arguments that vLLM is started with, so that its workers have the engine that takes our weights.
+BACKEND, EXTENSION = "rlplus", "rlplus.rollout.receiver.Extension"
+RECEIVER: dict[str, Any] = {"worker_extension_cls": EXTENSION, "weight_transfer_config": {"backend": BACKEND}}
 
 
 def parameter_shapes(path: str, *, trust_remote_code: bool) -> tuple[dict[str, torch.Size], int]:
@@ -33,25 +27,37 @@ def parameter_shapes(path: str, *, trust_remote_code: bool) -> tuple[dict[str, t
     return shapes, model.get_input_embeddings().num_embeddings
 
 
+class Expected:
+    """The parameters of a push that have not come yet. ValueError at one that does not fit."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        self._shapes, self._missing = shapes, set(shapes)
+
+    def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield weights, detached, while they fit. Lazy: under ZeRO-3 the iterator gathers a few at a time."""
+        for name, weight in weights:
+            if name not in self._shapes:
+                raise ValueError(f"want the model's parameter names; got {name!r}, which it does not have")
+            if name not in self._missing:
+                raise ValueError(f"want every parameter once; {name!r} came twice")
+            if weight.shape != self._shapes[name]:
+                raise ValueError(f"want {name} of shape {tuple(self._shapes[name])}; got {tuple(weight.shape)}")
+            self._missing.remove(name)
+            yield name, weight.detach()
+
+    def finish(self) -> None:
+        """ValueError where one did not come."""
+        if left := sorted(self._missing):
+            raise ValueError(f"want every parameter; {len(left)} did not come: {', '.join(left[:5])}")
+
+
 def checked_weights(
     weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, torch.Size]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights, detached, while they fit shapes; ValueError at a misfit, and at the end for a missing one.
-
-    Lazy: under ZeRO-3 the iterator gathers a few parameters at a time.
-    """
-    missing = set(shapes)
-    for name, weight in weights:
-        if name not in shapes:
-            raise ValueError(f"want the model's parameter names; got {name!r}, which it does not have")
-        if name not in missing:
-            raise ValueError(f"want every parameter once; {name!r} came twice")
-        if weight.shape != shapes[name]:
-            raise ValueError(f"want {name} of shape {tuple(shapes[name])}; got {tuple(weight.shape)}")
-        missing.remove(name)
-        yield name, weight.detach()
-    if missing:
-        raise ValueError(f"want every parameter; {len(missing)} did not come: {', '.join(sorted(missing)[:5])}")
+    """Yield weights, detached, while they fit shapes; ValueError at a misfit, and at the end for a missing one."""
+    expected = Expected(shapes)
+    yield from expected.checked(weights)
+    expected.finish()
 
 
 @contextmanager
@@ -87,119 +93,3 @@ def ranks_here() -> int:
     """Ranks on this machine: torchrun and the DeepSpeed launcher have different names for it."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world)
-
-
-class WeightFiles:
-    """One version's weights as safetensors files of about bucket_bytes, for engines in other processes.
-
-    Iterating reads them: (name, tensor). Ranks that share the folder share the files: `leader` says who writes them,
-    the others only exhaust their iterator, which under ZeRO-3 gathers for all.
-    """
-
-    def __init__(self, parent: str | None, bucket_mb: int, *, per_node: bool) -> None:
-        shared = Path("/dev/shm")
-        base = Path(parent) if parent else shared if shared.is_dir() else Path(tempfile.gettempdir())
-        base.mkdir(parents=True, exist_ok=True)
-        self._bucket_bytes = bucket_mb * 2**20
-        leader = rank() - int(os.environ.get("LOCAL_RANK", "0")) if per_node else 0
-        folder = ""
-        if leader == rank() or not dist.is_initialized():
-            _remove_abandoned(base)
-            folder = str(_new_folder(base))
-        self.leader = bool(folder)
-        if dist.is_initialized():
-            folder = agree.gathered(folder)[leader]
-        self.folder = Path(folder)
-
-    def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the files; all ranks call it and return when the files are there."""
-        self._wait()  # until no engine reads the old ones any more
-        if self.leader:
-            for old in self.folder.glob("*.safetensors"):
-                old.unlink()  # first: two versions at a time may not fit
-        bucket: dict[str, Tensor] = {}
-        size = count = 0
-        for name, weight in weights:
-            nbytes = weight.numel() * weight.element_size()
-            if bucket and size + nbytes > self._bucket_bytes:
-                self._save(bucket, count)
-                bucket, size, count = {}, 0, count + 1
-            if self.leader:
-                bucket[name] = weight.detach().to("cpu", copy=True).contiguous()
-            size += nbytes
-        if bucket:
-            self._save(bucket, count)
-        self._wait()
-
-    def _save(self, bucket: dict[str, Tensor], number: int) -> None:
-        try:
-            save_file(bucket, self.folder / f"weights-{number:05d}.safetensors")
-        except Exception as error:
-            raise OSError(f"could not write weights into {self.folder} (rollout.push_folder): {error}") from error
-
-    def _wait(self) -> None:
-        if dist.is_initialized():
-            agree.barrier()
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for path in sorted(self.folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  # it is no dict
-                    yield name, file.get_tensor(name)
-
-    def close(self) -> None:
-        if self.leader:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            os.close(_locks.pop(str(self.folder)))
-
-
-_locks: dict[str, int] = {}
-"""Descriptors of this process's locks by folder, held as long as it lives; not in `WeightFiles`, which is sent to
-engines."""
-
-
-def _prefix() -> str:
-    """Per user and per machine: locks do not reach over every network file system."""
-    return f"rlplus-weights-{os.geteuid()}-{socket.gethostname()}-"
-
-
-def _new_folder(base: Path) -> Path:
-    """A folder for this user alone, with a lock that shows that it is in use."""
-    folder = Path(tempfile.mkdtemp(prefix=_prefix(), dir=base))
-    lock = os.open(folder / "lock", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    os.rename(folder / "lock", folder / LOCK)  # a lock under this name that is not held belongs to a dead process
-    _locks[str(folder)] = lock
-    return folder
-
-
-def _remove_abandoned(base: Path) -> None:
-    """Remove the folders of this user's processes that were killed: their locks are not held any more.
-
-    Others can create any name in a folder such as /dev/shm. Anything but a folder with a regular lock file of this user
-    is left alone, no open waits (as a FIFO's would), and only what was checked is removed, whatever its name
-    points to by then.
-    """
-    for left in base.glob(f"{_prefix()}*"):
-        with ExitStack() as stack:
-            try:
-                folder = _open_own(left, os.O_RDONLY | os.O_DIRECTORY, stat.S_ISDIR, stack)
-                lock = _open_own(LOCK, os.O_RDWR, stat.S_ISREG, stack, inside=folder)
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for name in os.listdir(folder):
-                    os.unlink(name, dir_fd=folder)
-                left.rmdir()
-            except OSError:  # not this user's, in use, or just being made
-                continue
-
-
-def _open_own(
-    path: Path | str, flags: int, kind: Callable[[int], bool], stack: ExitStack, inside: int | None = None
-) -> int:
-    """A descriptor of what this user owns at `path`, closed with the stack; OSError where it is something else."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=inside)
-    stack.callback(os.close, descriptor)
-    found = os.fstat(descriptor)
-    if not kind(found.st_mode) or found.st_uid != os.geteuid():
-        raise PermissionError(f"{path} is not this user's")
-    return descriptor

@@ -1,22 +1,15 @@
-"""Rollouts by a vLLM server that the user started: token ids over HTTP, weights through a folder both can see.
+"""Rollouts by a vLLM server that the user started: token ids over HTTP, weights as rollout.transfer says.
 
 What the server must be started with stands in SERVE. The key of VLLM_API_KEY, where it is set, is sent along, but vLLM
 does not ask for it on the development endpoints: anyone who can reach the port can replace the weights, so the server
 listens on this machine alone unless it is told otherwise.
 """
 
-import http.client
-import json
 import math
-import os
-import socket
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,8 +18,11 @@ from rlplus.common import activity, agree
 from rlplus.common.kept_sets import KeptSets
 from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
+from rlplus.rollout.clock import rank
 from rlplus.rollout.protocol import Completion, Request, Sampling, check_logprobs, check_requests
-from rlplus.rollout.push import WeightFiles, parameter_shapes, watched
+from rlplus.rollout.push import BACKEND, EXTENSION, parameter_shapes, watched
+from rlplus.rollout.server_http import PATIENCE_S, Refused, Requests, parsed, split
+from rlplus.rollout.server_push import Control, LibraryPush, MemoryPush
 from rlplus.rollout.vllm_engine import check_sampling, no_masks, prompt_seeds
 
 SERVE = (
@@ -34,10 +30,10 @@ SERVE = (
     "--generation-config vllm --logprobs-mode processed_logprobs --dtype {dtype} --max-model-len {length}"
 )
 FP32_HEAD = """ --hf-overrides '{"head_dtype": "float32"}'"""
+WEIGHTS = ' --weight-transfer-config \'{"backend": "%s"}\''
+PICKLED = "VLLM_ALLOW_INSECURE_SERIALIZATION=1 "  # vLLM asks for it where descriptions of GPU memory come by HTTP
 GENERATE = "/inference/v1/generate"
 CONNECTIONS = 64  # prompts at a time from each rank; the server batches what it has
-KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))  # a dead host shows in 30 s
-PATIENCE_S = 60.0  # limit for a connection and for /metrics; /metrics is asked after such a time without answers
 TOKENS = "vllm:generation_tokens_total"  # a name in /metrics: grows with every token of every request
 RESTART = "Start it again, and the run with --resume"
 NO_LOGPROB = -9999.0  # the server writes it for NaN and for -inf
@@ -58,7 +54,7 @@ class ServerEngine:
         config_path: str | None = None,
     ) -> None:
         assert config.server_url is not None
-        self._http = _Requests(_split(config.server_url))
+        self._http = Requests(split(config.server_url))
         self._url = self._http.url.geturl()
         self._shapes, self._vocabulary = parameter_shapes(
             config_path or model_path, trust_remote_code=trust_remote_code
@@ -67,23 +63,44 @@ class ServerEngine:
         self._timeout_s, self._progress_s = config.push_timeout_s, config.progress_timeout_s
         self._version: int | None = None
         self._failure: str | None = "the server may hold any weights: push before generating"
-        self._generating: _Requests | None = None
+        self._closed = self._broken = False
+        self._generating: Requests | None = None
         self.name = f"vllm at {self._url}"
         self._most_kept = config.top_k
-        serve = SERVE.format(model=model_path, dtype=dtype, length=max_model_len)
+        self._backend = BACKEND if config.transfer == "memory" else config.transfer
+        serve = SERVE.format(model=model_path, dtype=dtype, length=max_model_len) + WEIGHTS % self._backend
+        ways = {"memory": f"{serve} --worker-extension-cls {EXTENSION}", "ipc": PICKLED + serve}
+        serve = ways.get(config.transfer, serve)
         self._fp32_head = config.head_dtype == "float32" != dtype
         if self._fp32_head:
             serve += FP32_HEAD
         self._check_server(dtype, f"{serve} --return-sampling-mask" if config.top_k else serve)
+        self._connect(config, dtype, serve)
+
+    def _connect(self, config: RolloutConfig, dtype: str, serve: str) -> None:
+        """Agree with the server on how weights come; ValueError where it refuses, on all ranks."""
+        # Half the time of the push's clock: the server's silence is then a failure that all ranks hear of.
+        self._control = Control(self._http, config.push_timeout_s / 2)
+        self._push: MemoryPush | LibraryPush | None = None
+        bucket, failed = config.push_bucket_mb * 2**20, ""
         try:
-            self._files: WeightFiles | None = WeightFiles(config.push_folder, config.push_bucket_mb, per_node=False)
+            if config.transfer != "memory":
+                if self._control.paused():
+                    raise OSError(f"it is paused, as after a push that failed half-way. {RESTART}")
+                self._push = LibraryPush(config.transfer, self._control, self._shapes, dtype, bucket)
+            elif rank() == 0:
+                self._push = MemoryPush(self._control, self._shapes, bucket)
         except OSError as error:
-            raise ValueError(f"want rollout.push_folder a folder to write to: {error}") from error
+            failed = str(error)
+        if dist.is_initialized():
+            failed = max(agree.gathered(failed))
+        if failed:
+            raise ValueError(f"want at {self._url} a server for this run's weights, started with: {serve}; {failed}")
 
     def _check_server(self, dtype: str, serve: str) -> None:
         want = f"want at {self._url} a server started with: {serve}"
         try:
-            info = _parsed(self._http.send("GET", "/server_info?config_format=json", timeout_s=PATIENCE_S))
+            info = parsed(self._http.send("GET", "/server_info?config_format=json", timeout_s=PATIENCE_S))
             self._tokens()
         except OSError as error:
             raise ValueError(f"{want}; {error}") from error
@@ -111,17 +128,18 @@ class ServerEngine:
             problems.append(no_masks(self._most_kept, "a server without --return-sampling-mask"))
         if masks and not self._most_kept:
             problems.append("with --return-sampling-mask it refuses the whole vocabulary (rollout.top_k 0)")
+        if (takes := (info.get("weight_transfer_config") or {}).get("backend")) != self._backend:
+            problems.append(f"its way of taking weights is {takes}; want {self._backend}, for rollout.transfer")
+        if self._backend == BACKEND and info["parallel_config"]["worker_extension_cls"] != EXTENSION:
+            problems.append(f"its workers do not know {EXTENSION}")
         if model["max_model_len"] < self._max_model_len:
             problems.append(f"its sequences have at most {model['max_model_len']} tokens")
-        if info["device_config"]["device"] == "cpu":
-            if scheduler["enable_chunked_prefill"]:
-                problems.append("on the CPU vLLM fails on a seeded prompt in two parts: --no-enable-chunked-prefill")
-            if "lm_head.weight" not in self._shapes:
-                problems.append("on the CPU a server cannot renew a tied head: untie it, or want rollout.mode process")
+        if info["device_config"]["device"] == "cpu" and scheduler["enable_chunked_prefill"]:
+            problems.append("on the CPU vLLM fails on a seeded prompt in two parts: --no-enable-chunked-prefill")
         return problems, int(scheduler["max_num_seqs"])
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
-        http = self._generating = _Requests(self._http.url)  # set first, so that no `close` misses it
+        http = self._generating = Requests(self._http.url)  # set first, so that no `close` misses it
         if self._failure:
             raise RuntimeError(self._failure)
         check_requests(requests, sampling, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
@@ -151,9 +169,9 @@ class ServerEngine:
             self._await(asked)
             answers = iter([future.result() for future in asked])
         except OSError as error:
-            if self._files is None:
+            if self._closed:
                 raise RuntimeError(self._failure) from error
-            if isinstance(error, _Refused) and error.status < 500:  # the request's fault: it would be refused again
+            if isinstance(error, Refused) and error.status < 500:  # the request's fault: it would be refused again
                 raise RunFailed(f"{self.name} refused: {error}") from error
             raise RunFailed(f"{self.name} did not answer: {error}. {RESTART}") from error
         finally:
@@ -190,8 +208,8 @@ class ServerEngine:
             raise OSError(f"want {TOKENS} in GET /metrics, which --disable-log-stats leaves out; got none")
         return sum(map(float, counts))
 
-    def _ask(self, http: "_Requests", prompt: Sequence[int], params: dict[str, Any]) -> list[Completion]:
-        answer = _parsed(http.send("POST", GENERATE, {"token_ids": list(prompt), "sampling_params": params}))
+    def _ask(self, http: "Requests", prompt: Sequence[int], params: dict[str, Any]) -> list[Completion]:
+        answer = parsed(http.send("POST", GENERATE, {"token_ids": list(prompt), "sampling_params": params}))
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             if len(choices) != params["n"]:
@@ -218,145 +236,43 @@ class ServerEngine:
         return Completion(choice["token_ids"], finite, choice["finish_reason"] == "length", kept=kept)
 
     def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        if self._files is None:
+        if self._closed:
             raise RuntimeError(self._failure)
+        if self._broken:
+            raise RunFailed(f"{self.name} holds a mixture of two models after a push that failed. {RESTART}")
         self._failure = f"the push of version {version} failed half-way: push a whole model before generating"
+        self._control.version = str(version)
+        self._broken = self._backend != BACKEND  # vLLM's own engines do not repair a model
+        failed = ""
         with watched(weights, self._shapes, version=version, timeout_s=self._timeout_s) as checked:
-            self._files.write(checked)
-        failed: list[str | None] = [None]
-        if self._files.leader:
             try:
-                self._load(version)
-            except (_Refused, RunFailed) as error:
-                failed = [str(error)]
+                if self._push is not None:
+                    self._push.send(checked)
+            except (RunFailed, ValueError):  # the clock's, and the trainer's own mistakes
+                raise
+            except Refused as error:
+                failed = f"{error}. Its log says more"
             except OSError as error:
-                failed = [f"{error}. {RESTART}"]
+                failed = f"{error}. {RESTART}"
             except Exception as error:  # whatever it is: the other ranks wait for word of it
-                failed = [repr(error)]
+                failed = repr(error)
+            for _ in checked:  # the other ranks gather with this one
+                pass
         if dist.is_initialized():
-            failed = agree.gathered(failed)[0]  # which also keeps the others from generating too early
-        if failed[0]:
-            raise RunFailed(f"{self.name} did not take the weights of version {version}: {failed[0]}")
-        self._version, self._failure = version, None
-
-    def _load(self, version: int) -> None:
-        assert self._files is not None
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(self._files.folder)}}
-        try:
-            self._http.send("POST", "/collective_rpc", reload, timeout_s=self._timeout_s)
-        except _Refused as error:
-            # vLLM does not recover from a misfit: it then refuses what does fit, too.
-            raise RunFailed(
-                f"{error}. Does it see {self._files.folder} (rollout.push_folder), and was it started with the model "
-                "of this run? Its log says more; start it again before the next run"
-            ) from error
-        reset = _parsed(self._http.send("POST", "/reset_prefix_cache", timeout_s=self._timeout_s))
-        if reset != {"success": True}:
-            raise RunFailed(f"it did not reset its prefix cache ({reset}); does somebody else use it?")
-        self._http.send("POST", "/update_weight_version", {"new_version": str(version)}, timeout_s=self._timeout_s)
+            failed = max(agree.gathered(failed))  # which also keeps the others from generating too early
+        if failed:
+            raise RunFailed(f"{self.name} did not take the weights of version {version}: {failed}")
+        self._version, self._failure, self._broken = version, None, False
 
     def sleep(self) -> None:
         """Stays awake: it has its GPUs to itself."""
 
     def close(self) -> None:
         """The server stays, with the last weights; what another thread asks of it ends."""
-        self._failure = "the engine is closed"
-        files, self._files = self._files, None
+        if self._closed:
+            return
+        self._closed, self._failure = True, "the engine is closed"
         if self._generating is not None:
             self._generating.hang_up()
-        if files is not None:
-            files.close()
-
-
-class _Refused(OSError):
-    """The server answered, but not with 200."""
-
-    def __init__(self, request: str, status: int, text: bytes) -> None:
-        hint = ". Is VLLM_API_KEY that of the server?" if status == 401 else ""
-        super().__init__(f"{request} was answered with {status}: {_reason(text)}{hint}")
-        self.status = status
-
-
-class _Requests:
-    """HTTP to one server from several threads, until `hang_up` ends what is under way and whatever comes after."""
-
-    def __init__(self, url: SplitResult) -> None:
-        self.url = url
-        self._headers = {"Content-Type": "application/json"} | _authorization()
-        self._lock = threading.Lock()
-        self._under_way: set[socket.socket] = set()
-        self._over = False
-
-    def send(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> bytes:
-        """The answer's body; OSError where none comes, or another status than 200."""
-        kind = http.client.HTTPSConnection if self.url.scheme == "https" else http.client.HTTPConnection
-        connection = kind(self.url.netloc, timeout=PATIENCE_S)
-        connected = None
-        try:
-            connection.connect()
-            connected = connection.sock  # which the connection may forget
-            self._begin(connected, timeout_s)
-            text = None if body is None else json.dumps(body)
-            connection.request(method, self.url.path + path, text, self._headers)
-            response = connection.getresponse()
-            answer = response.read()
-        except (http.client.HTTPException, OSError) as error:
-            raise OSError(f"{method} {path}: {type(error).__name__} {error}") from error
-        finally:
-            with self._lock:
-                self._under_way.discard(connected)
-            connection.close()
-        if response.status != 200:
-            raise _Refused(f"{method} {path}", response.status, answer)
-        return answer
-
-    def _begin(self, connected: socket.socket, timeout_s: float | None) -> None:
-        connected.settimeout(timeout_s)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE:
-            connected.setsockopt(socket.IPPROTO_TCP, option, value)
-        with self._lock:
-            if self._over:
-                raise ConnectionAbortedError("the engine hung up")
-            self._under_way.add(connected)
-
-    def hang_up(self) -> None:
-        with self._lock:
-            self._over = True
-            for connected in self._under_way:
-                with suppress(OSError):  # the server was first
-                    # Not a TLS socket's own, which is not for use while another thread reads.
-                    socket.socket.shutdown(connected, socket.SHUT_RDWR)
-
-
-def _split(url: str) -> SplitResult:
-    try:
-        parts = urlsplit(url)
-        good = bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
-    except ValueError:  # the port
-        good = False
-    if not good or parts.query or parts.fragment:
-        raise ValueError(f"want rollout.server_url such as http://localhost:8000; got {url}")
-    return parts._replace(path=parts.path.rstrip("/"))
-
-
-def _authorization() -> dict[str, str]:
-    """The header with the server's key. ValueError where VLLM_API_KEY cannot be in one."""
-    key = os.environ.get("VLLM_API_KEY", "")
-    if not (key.isascii() and key.isprintable()):
-        raise ValueError("want VLLM_API_KEY of printable ASCII; got other characters, such as the end of a line")
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _parsed(text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise OSError(f"want JSON; got {text.decode(errors='replace')[:200]!r}") from error
-
-
-def _reason(text: bytes) -> str:
-    """vLLM's message in an answer of its own, else the answer."""
-    with suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(text)["error"]["message"])[:500]
-    return text.decode(errors="replace")[:500]
+        if rank() == 0:
+            self._control.shutdown()

@@ -7,20 +7,21 @@ import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import asdict, fields
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlplus.common import activity, agree
 from rlplus.common.kept_sets import KeptSets
 from rlplus.config import RolloutConfig
 from rlplus.errors import hint
 from rlplus.rollout.clock import Clock
+from rlplus.rollout.parcels import Parcel
 from rlplus.rollout.protocol import (
     DEFAULT_CACHE_MB,
     Completion,
@@ -30,7 +31,7 @@ from rlplus.rollout.protocol import (
     check_requests,
     whole_model,
 )
-from rlplus.rollout.push import WeightFiles, parameter_shapes, watched
+from rlplus.rollout.push import RECEIVER, parameter_shapes, watched
 
 REPLAY = "sampling distribution replay"  # the words of vLLM's messages about the tokens it kept
 CPU_BATCHED_TOKENS = 4096  # vLLM's own default there, of which a whole prompt must not be more
@@ -84,8 +85,7 @@ class VLLMEngine:
         self.clock = Clock("the generation", "rollout.progress_timeout_s", config.progress_timeout_s)
         self._tp = config.tensor_parallel_size
         self._shared = dist.is_initialized() and self._tp > 1  # neighbouring ranks share it
-        self._eos = eos_token_id
-        self._max_model_len = max_model_len
+        self._eos, self._max_model_len = eos_token_id, max_model_len
         self._failure: str | None = None
         self._foreign_group = dist.is_initialized()
         cache_mb = config.kv_cache_memory_mb or (DEFAULT_CACHE_MB if self._cpu else None)
@@ -115,10 +115,11 @@ class VLLMEngine:
                 "enable_sleep_mode": config.sleep,
                 # More than one rank: take rank and device from the launcher, else all engines would use the first GPU.
                 "distributed_executor_backend": "external_launcher" if _world_size() > 1 else None,
+                **RECEIVER,
             }
             self._llm: Any = self._start(settings | config.vllm)
         self._watch_tokens(self._llm.llm_engine.engine_core)
-        self._repack_head = self._cpu and "lm_head.weight" not in self._shapes
+        self._llm.init_weight_transfer_engine({"init_info": {"shapes": {n: list(s) for n, s in self._shapes.items()}}})
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         if self._failure:
@@ -239,19 +240,19 @@ class VLLMEngine:
         self._failure = None
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        if isinstance(weights, WeightFiles) and self._tp > 1:
-            # vLLM's workers are processes of their own: they read the files that the trainer's side has checked.
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(weights.folder)})
+        with _process_state_kept(), self._update(weights, version) as update:
+            self._llm.start_weight_update()
+            self._llm.update_weights({"update_info": update})
+            self._llm.finish_weight_update()
+
+    @contextmanager
+    def _update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[dict[str, Any]]:
+        """The fields that `Receiver` takes. vLLM's workers may be processes of their own, which read parcels themselves."""
+        if isinstance(weights, Parcel):
+            yield {"parcel": asdict(weights)}
             return
-        with (
-            _process_state_kept(),
-            watched(weights, self._shapes, version=version, timeout_s=self._push_timeout_s) as checked,
-        ):
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked})
-            if (left := next(checked, None)) is not None:
-                raise RuntimeError(f"vLLM stopped loading at {left[0]}")
-            if self._repack_head:
-                self._llm.apply_model(_repack_tied_head)
+        with watched(weights, self._shapes, version=version, timeout_s=self._push_timeout_s) as checked:
+            yield {"weights": checked}
 
     def sleep(self) -> None:
         if self._sleeps and not self._asleep and self._failure is None:
@@ -301,18 +302,6 @@ def _completion(sample: Any) -> Completion:
     kept = None if mask is None else KeptSets.of(mask.token_ids)
     tokens, logprob = list(sample.token_ids), list(sample.logprobs.logprobs)
     return Completion(tokens, logprob, sample.finish_reason == "length", kept=kept)
-
-
-def _repack_tied_head(model: nn.Module) -> None:
-    """Renew the packed copy of a tied head's weight, with which the head multiplies on the CPU; a reload does not.
-
-    The head is `lm_head`, or in classes without one (Gemma 2, Cohere) the embeddings themselves.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-    for module in model.modules():
-        if isinstance(module, VocabParallelEmbedding):
-            module.quant_method.process_weights_after_loading(module)
 
 
 def _on_cpu() -> bool:

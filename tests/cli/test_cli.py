@@ -340,8 +340,8 @@ def test_the_value_of_resume_may_follow_it(config_file, tmp_path, capsys, option
 
 
 def test_a_key_without_effect_is_one_message(config_file, capsys):
-    assert main(["train", str(config_file), "rollout.push_folder=/x"]) == 2
-    assert "rollout.push_folder would have no effect, leave it out: a colocated engine" in capsys.readouterr().err
+    assert main(["train", str(config_file), "rollout.transfer=ipc"]) == 2
+    assert "rollout.transfer would have no effect, leave it out: it is the way of" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_is_one_message(config_file, capsys):

@@ -19,6 +19,7 @@ from rlplus.config import (
     ScratchModel,
     TrainConfig,
     load_config,
+    recorded_config,
 )
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -293,3 +294,14 @@ def test_aliases_are_fine_in_reason(minimal: Path) -> None:
     deep = "[" * 3000
     with pytest.raises(ValueError, match="the value is not valid YAML"):
         load_config(minimal, [f"evaluation.k={deep}"])
+
+
+def test_what_an_earlier_version_wrote_down_is_read(minimal: Path) -> None:
+    """Up to 0.3.0 there was a folder for weights, which changes no sample; other keys that are gone are refused."""
+    now = load_config(minimal)
+    written = now.model_dump(mode="json")
+    written["rollout"]["push_folder"] = "/dev/shm"
+    assert recorded_config(written) == now
+    written["rollout"]["pushed_folder"] = "/dev/shm"
+    with pytest.raises(ValueError, match=r"rollout\.pushed_folder: unknown key"):
+        recorded_config(written)

@@ -29,7 +29,7 @@ IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("rollout.kv_cache_memory_mb=64", SERVER, ["rollout.engine=transformers"]),
     ("rollout.push_timeout_s=9", ["rollout.engine=transformers", "rollout.share_weights=true"], []),
     ("log.sample_groups=5", ["log.samples_every=0"], []),
-    ("rollout.push_folder=/x", [], PROCESS),
+    ("rollout.transfer=nccl", PROCESS, SERVER),
     ("evaluation.samples=4", [], EVALUATED),
     ("evaluation.k=[1, 2]", [], EVALUATED),
     ("evaluation.temperature=0.5", [], EVALUATED),

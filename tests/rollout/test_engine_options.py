@@ -32,7 +32,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def make(**settings: Any) -> SimpleNamespace:
         arguments.clear()
         arguments.update(settings)
-        return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
+        return SimpleNamespace(
+            llm_engine=SimpleNamespace(engine_core=core), init_weight_transfer_engine=lambda request: None
+        )
 
     names = [*OWNED, *DEFAULTS, "max_num_seqs", "speculative_config"]
     module = SimpleNamespace(LLM=make, EngineArgs=make_dataclass("EngineArgs", names), __version__="9.9")

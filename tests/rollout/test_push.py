@@ -21,7 +21,7 @@ import rlplus.rollout.clock
 import rlplus.rollout.vllm_engine
 from rlplus.config import RolloutConfig
 from rlplus.rollout import RolloutEngine, RunFailed, Sampling, make_engine
-from rlplus.rollout.push import watched
+from rlplus.rollout.push import RECEIVER, watched
 
 SHAPES = {"first": torch.Size([2]), "second": torch.Size([3])}
 
@@ -236,21 +236,29 @@ class OrderedLLM:
             assert not self.cache
             self.weights = True
         else:
-            assert self.calls[-1] == "reload_weights", "the cache comes back after the weights are loaded"
+            assert self.calls[-1] == "finish", "the cache comes back after the weights are loaded"
             self.cache = True
         self.calls.append(f"wake_up {tags[0]}")
         return self.weights and self.cache
 
-    def collective_rpc(self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[None]:
-        assert method == "reload_weights"
-        assert self.weights, "loading into weights that are asleep"
-        for _ in kwargs["weights_iterator"]:
-            pass
-        self.calls.append(method)
-        return [None]
+    def init_weight_transfer_engine(self, request: Any) -> None:
+        assert set(request) == {"init_info"}
+        self.shapes = request["init_info"]["shapes"]
 
-    def apply_model(self, func: Any) -> list[Any]:
-        raise AssertionError("only on the CPU, with a tied head")
+    def start_weight_update(self) -> None:
+        assert self.weights, "loading into weights that are asleep"
+        self.calls.append("start")
+
+    def update_weights(self, request: Any) -> None:
+        assert self.calls[-1] == "start"
+        came = {name: list(weight.shape) for name, weight in request["update_info"]["weights"]}
+        assert came == self.shapes
+        self.calls.append("update")
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        assert self.calls[-1] == "update"
+        assert weight_version is None, "the version says that the cache of keys is new, too"
+        self.calls.append("finish")
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         assert self.cache, "resetting a cache that is asleep"
@@ -289,8 +297,9 @@ def generate(engine: RolloutEngine) -> Any:
 def test_sleep_and_wake_in_order(recorded: tuple[RolloutEngine, OrderedLLM, Any]) -> None:
     engine, llm, weights = recorded
     assert llm.settings["enable_sleep_mode"]
-    loading = ["reload_weights", "reset_prefix_cache"]
-    waking = ["wake_up weights", "reload_weights", "wake_up kv_cache", "reset_prefix_cache"]
+    load = ["start", "update", "finish"]
+    loading = [*load, "reset_prefix_cache"]
+    waking = ["wake_up weights", *load, "wake_up kv_cache", "reset_prefix_cache"]
     engine.push_weights(weights, 0)  # awake from the start
     generate(engine)
     generate(engine)
@@ -302,7 +311,7 @@ def test_sleep_and_wake_in_order(recorded: tuple[RolloutEngine, OrderedLLM, Any]
     engine.push_weights(weights, 1)
     generate(engine)
     engine.push_weights(weights, 2)  # an evaluation comes without sleep in between
-    assert llm.calls[5:] == [*waking, "generate", *loading]
+    assert llm.calls[len(loading) + 3 :] == [*waking, "generate", *loading]
     engine.sleep()
     with pytest.raises(ValueError, match="did not come"):
         engine.push_weights(weights[1:], 3)
@@ -311,10 +320,10 @@ def test_sleep_and_wake_in_order(recorded: tuple[RolloutEngine, OrderedLLM, Any]
 
 
 def test_the_recording_can_fail(recorded: tuple[RolloutEngine, OrderedLLM, Any]) -> None:
-    _, llm, weights = recorded
+    _, llm, _ = recorded
     llm.sleep(level=2)
     with pytest.raises(AssertionError, match="asleep"):
-        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        llm.start_weight_update()
     llm.wake_up(["weights"])
     with pytest.raises(AssertionError, match="after the weights"):
         llm.wake_up(["kv_cache"])
@@ -325,7 +334,6 @@ def test_the_recorded_methods_are_vllms() -> None:
     """Every call that the recording takes fits the installed vLLM's own signatures."""
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     for name, method in vars(OrderedLLM).items():
         if name.startswith("__") or name in ("generate",):
@@ -336,9 +344,9 @@ def test_the_recorded_methods_are_vllms() -> None:
         assert [p.default for p in ours] == [p.default for p in theirs], name
     assert list(inspect.signature(LLM.generate).parameters)[1:3] == ["prompts", "sampling_params"]
     assert "use_tqdm" in inspect.signature(LLM.generate).parameters
-    assert {"weights_iterator", "weights_path"} <= set(inspect.signature(GPUModelRunner.reload_weights).parameters)
     names = set(inspect.signature(EngineArgs).parameters)
     assert {"enable_sleep_mode", "tensor_parallel_size", "distributed_executor_backend", "logprobs_mode"} <= names
+    assert RECEIVER.keys() <= names
     with pytest.raises(ValueError, match="CUDA only"):
         rlplus.rollout.vllm_engine.VLLMEngine(
             RolloutConfig(engine="vllm", max_response_length=8, sleep=True),

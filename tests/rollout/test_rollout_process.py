@@ -18,8 +18,8 @@ from transformers import Qwen2ForCausalLM
 import rlplus.rollout.process_engine
 from rlplus.config import RolloutConfig
 from rlplus.rollout import RolloutEngine, RunFailed, Sampling, make_engine
+from rlplus.rollout.parcels import shared_memory
 from rlplus.rollout.process_engine import ProcessEngine, _EngineDied, _limit
-from rlplus.rollout.push import WeightFiles
 
 KINDS = ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])]
 
@@ -56,7 +56,7 @@ def test_a_killed_engine_answers_as_if_nothing_had_been(tmp_path: Path, kind: st
     inside.push_weights(pushed.named_parameters(), 1)
     want = ask(inside, n=256)
     inside.close()
-    engine = start_process(kind, tmp_path, push_bucket_mb=1)
+    engine = start_process(kind, tmp_path)
     try:
         first = engine.pid
         engine.push_weights(pushed.named_parameters(), 1)
@@ -72,7 +72,6 @@ def test_a_killed_engine_answers_as_if_nothing_had_been(tmp_path: Path, kind: st
     finally:
         engine.close()
     wait_until_gone(engine.pid)
-    assert list((tmp_path / "push").iterdir()) == []
     with pytest.raises(RuntimeError, match="closed"):
         ask(engine)
 
@@ -154,7 +153,7 @@ def test_an_engine_that_dies_of_the_question_is_given_up(
 
 @pytest.mark.slow
 def test_a_process_that_cannot_start_says_why(shared: tuple[Path, Qwen2ForCausalLM], tmp_path: Path) -> None:
-    config = RolloutConfig(engine="transformers", mode="process", max_response_length=8, push_folder=str(tmp_path))
+    config = RolloutConfig(engine="transformers", mode="process", max_response_length=8)
     (tmp_path / "model").mkdir()
     (shared[0] / "config.json").read_text()
     (tmp_path / "model/config.json").write_text((shared[0] / "config.json").read_text())
@@ -162,7 +161,6 @@ def test_a_process_that_cannot_start_says_why(shared: tuple[Path, Qwen2ForCausal
         make_engine(
             config, str(tmp_path / "model"), dtype="float32", max_model_len=32, eos_token_id=1, pad_token_id=0, seed=0
         )
-    assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.fixture
@@ -226,11 +224,12 @@ TRAINER = """
 import sys, time
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from rollout_models import start_process
+from rollout_models import start_process, tiny_model
 import rlplus.rollout.process_engine
 rlplus.rollout.process_engine.WORKER = "hanging_worker"
 engine = start_process("transformers", Path(sys.argv[1]))
-print(engine.pid, flush=True)
+engine.push_weights(tiny_model(tied=False).named_parameters(), 1)
+print(engine.pid, engine._held[0].fd, flush=True)
 time.sleep(600)
 """
 
@@ -242,7 +241,9 @@ def test_a_killed_trainer_leaves_no_engine_and_no_weights(tmp_path: Path, hangin
     command = [sys.executable, "-c", TRAINER, str(tmp_path), str(processes.SUPPORT)]
     with processes.started(command, stdout=subprocess.PIPE) as trainer:
         assert trainer.stdout is not None
-        pid, child = int(trainer.stdout.readline()), int((hanging / "child").read_text())
+        pid, memory = map(int, trainer.stdout.readline().split())
+        child = int((hanging / "child").read_text())
+        assert len(shared_memory(trainer.pid, memory)) > 0
         (hanging / "now").touch()
         processes.wait_until((hanging / "hangs").exists)
         for process in (pid, child):
@@ -251,11 +252,8 @@ def test_a_killed_trainer_leaves_no_engine_and_no_weights(tmp_path: Path, hangin
         trainer.wait()
         wait_until_gone(pid)
         wait_until_gone(child)
-    left = list((tmp_path / "push").iterdir())
-    assert len(left) == 1
-    files = WeightFiles(str(tmp_path / "push"), 1, per_node=True)
-    assert list((tmp_path / "push").iterdir()) == [files.folder], "the next run removes what a killed one left"
-    files.close()
+    with pytest.raises(ValueError, match="want the trainer's memory at /proc/"):
+        shared_memory(trainer.pid, memory)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import processes
 import pytest
 import torch
 from rollout_models import EOS, PROMPTS, requests, save, tiny_model
-from servers import FakeServer, ask, connect
+from servers import FINISHING, PUSH, STARTING, FakeServer, ask, connect
 
 import rlplus.rollout.server_engine
 from rlplus.common import activity
@@ -40,6 +40,7 @@ def test_what_is_asked_and_what_is_pushed(fake: FakeServer, tmp_path: Path) -> N
     assert fake.version == "3"
     assert fake.loaded.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(fake.loaded[name], p) for name, p in model.named_parameters())
+    assert fake.calls == ["/init_weight_transfer_engine", *STARTING, "/update_weights", *FINISHING]
     groups = ask(engine)
     assert [len(group) for group in groups] == [4, 0, 2]
     assert activity.rollouts.state()[:3] == (6, 6, sum(len(c.tokens) for group in groups for c in group))
@@ -57,7 +58,6 @@ def test_what_is_asked_and_what_is_pushed(fake: FakeServer, tmp_path: Path) -> N
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         ask(engine)
-    assert list((tmp_path / "push").iterdir()) == []
 
 
 def test_a_server_returns_the_tokens_that_it_kept(fake: FakeServer, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_answers_that_are_not_the_policys_are_refused(fake: FakeServer, tmp_path
     with pytest.raises(RunFailed, match=r"did not answer: POST /inference/v1/generate was answered with 500"):
         ask(engine)
     for fail, message in [
-        ("/collective_rpc", "not take the weights of version 4: POST /collective_rpc was answered with 500"),
+        ("/update_weights", "not take the weights of version 4: POST /update_weights was answered with 500"),
         ("/update_weight_version", "POST /update_weight_version was answered with 500"),
     ]:
         fake.fail = fail
@@ -131,10 +131,13 @@ def test_a_server_that_would_not_be_exact_is_refused(fake: FakeServer, tmp_path:
     model = fake.info["model_config"]
     model |= {"logprobs_mode": "raw_logprobs", "skip_tokenizer_init": False, "dtype": "torch.bfloat16"}
     model["max_model_len"] = 100
+    fake.info["weight_transfer_config"] = None
+    fake.info["parallel_config"]["worker_extension_cls"] = ""
     fake.info["scheduler_config"]["enable_chunked_prefill"] = True
     with pytest.raises(ValueError, match=r"want at http://.* a server started with: VLLM_SERVER_DEV_MODE=1") as refusal:
         connect(fake.url, tmp_path)
-    for part in ("raw_logprobs", "a tokenizer", "torch.bfloat16", "at most 100", "--no-enable-chunked", "a tied head"):
+    parts = ("its way of taking weights is None; want rlplus", "its workers do not know rlplus.rollout.receiver")
+    for part in (*parts, "raw_logprobs", "a tokenizer", "torch.bfloat16", "at most 100", "--no-enable-chunked"):
         assert part in str(refusal.value), part
     with pytest.raises(
         ValueError, match=r"started with: .*its logits are bfloat16, which the trainer's are not"
@@ -181,10 +184,8 @@ def test_what_is_no_such_server_is_refused(fake: FakeServer, tmp_path: Path) -> 
     fake.odd = {"/server_info": b"<html>"}
     with pytest.raises(ValueError, match=r"started with: .*; want JSON; got '<html>'"):
         connect(fake.url, tmp_path)
-    fake.odd = {}
-    (tmp_path / "push").rmdir()
-    (tmp_path / "push").write_text("")
-    with pytest.raises(ValueError, match=r"want rollout.push_folder a folder to write to: .*push"):
+    fake.odd, fake.fail = {}, "/init_weight_transfer_engine"
+    with pytest.raises(ValueError, match=r"a server for this run's weights, started with: .* was answered with 500"):
         connect(fake.url, tmp_path)
 
 
@@ -317,7 +318,7 @@ def test_the_servers_key_is_sent(fake: FakeServer, tmp_path: Path, monkeypatch: 
     engine.push_weights(model.named_parameters(), 4)
     assert [len(group) for group in ask(engine)] == [4, 0, 2]
     engine.close()
-    assert len(fake.keys) == 6
+    assert set(fake.keys) == {"/server_info", "/metrics", "/inference/v1/generate", *PUSH}
     assert set(fake.keys.values()) == {"Bearer secret"}, "on what vLLM does not guard, too: a proxy before it may"
     for key in ("secret\n", "schlüssel"):
         monkeypatch.setenv("VLLM_API_KEY", key)
@@ -326,7 +327,42 @@ def test_the_servers_key_is_sent(fake: FakeServer, tmp_path: Path, monkeypatch: 
         assert key.strip() not in str(refusal.value)
 
 
-PUSH = """
+def test_a_push_comes_in_buckets_and_repairs_one_that_was_cut_off(fake: FakeServer, tmp_path: Path) -> None:
+    """A bucket holds as much as rollout.push_bucket_mb, or one parameter; the server is paused until all have come."""
+    model = tiny_model(tied=False)
+    save(model, tmp_path)
+    engine: Any = connect(fake.url, tmp_path)
+    engine._push._bucket_bytes = 20_000
+    paused: list[bool] = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, p in model.named_parameters():
+            paused.append(fake.paused)
+            yield name, p
+
+    fake.updating = True  # by a run that was killed in a push
+    engine.push_weights(weights(), 1)
+    assert fake.calls[1:6] == [*STARTING, "/update_weights", *STARTING]
+    assert [set(paused), fake.paused, len(fake.sizes) > 5] == [{True}, False, True]
+    assert max(fake.sizes) <= max(20_000, *(p.nbytes for p in model.parameters()))
+    assert sum(fake.sizes) >= sum(p.nbytes for p in model.parameters())
+    assert all(torch.equal(fake.loaded[name], p) for name, p in model.named_parameters())
+    fake.fail = "/update_weights"
+    left = weights()
+    with pytest.raises(RunFailed, match=r"version 2: POST /update_weights was answered with 500: .*Its log says more"):
+        engine.push_weights(left, 2)
+    assert next(left, None) is None, "other ranks gather all of them, too"
+    assert fake.paused, "nobody samples from a mixture of two models"
+    fake.fail = ""
+    with pytest.raises(ValueError, match=r"1 did not come: model\.embed_tokens\.weight"):
+        engine.push_weights(list(weights())[1:], 3)
+    assert fake.paused
+    engine.push_weights(weights(), 4)
+    engine.close()
+    assert fake.calls[-1] == "/shutdown_weight_transfer_engine"
+
+
+PUSHES = """
 import sys
 from pathlib import Path
 import torch.distributed as dist
@@ -340,7 +376,7 @@ for version in (4, 5):
         engine.push_weights(tiny_model(tied=False).named_parameters(), version)
     except RunFailed as error:
         print(error)
-    engine._load = lambda version: {}["no message"]
+    engine._control.start_weight_update = lambda: {}["no message"]
 dist.destroy_process_group()
 """
 
@@ -352,7 +388,7 @@ def test_all_ranks_hear_of_a_push_that_failed_on_one(fake: FakeServer, tmp_path:
     fake.odd = {"/reset_prefix_cache": ["unexpected"]}
     port = str(processes.free_port())
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", PUSH, fake.url, str(tmp_path)]
+    command = [sys.executable, "-c", PUSHES, fake.url, str(tmp_path)]
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(processes.started(command, os.environ | here | {"RANK": str(rank)}, stdout=-1))

@@ -23,6 +23,7 @@ from rlplus import checkpoint
 from rlplus.config import Config
 from rlplus.rollout import RunFailed
 from rlplus.rollout.server_engine import ServerEngine
+from rlplus.rollout.server_push import Control
 from rlplus.trainer import Interrupted, train
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -48,7 +49,7 @@ def run_of(folder: Path, start: Path, output: str, steps: int, server: Server | 
     if server is None:
         rollout |= {"kv_cache_memory_mb": 16}
     else:
-        rollout |= {"mode": "server", "server_url": server.url, "push_folder": str(folder / "push")}
+        rollout |= {"mode": "server", "server_url": server.url}
     train_section = {"steps": steps, "lr": 3e-3} | changes.pop("train", {})
     start_from = {"scratch": None, "path": str(start)}
     return run_config(folder, output, model=start_from, rollout=rollout, train=train_section, **changes)
@@ -75,7 +76,6 @@ def test_a_server_trains_as_an_engine_of_ones_own(tmp_path: Path, start: Path, s
     train(config)
     train(changed(config, "train", steps=4), resume="newest")
     check(colocated, Path(config.output_dir), 4)
-    assert list((tmp_path / "push").iterdir()) == []
 
 
 def test_a_server_generates_ahead(tmp_path: Path, start: Path, server: Server) -> None:
@@ -188,14 +188,14 @@ def test_a_server_that_hangs_ends_the_run(
         with pytest.raises(RunFailed, match=r"did not answer: GET /metrics: TimeoutError timed out"):
             train(config)
     own_server.signal(signal.SIGCONT)
-    load = ServerEngine._load
+    finish = Control.finish_weight_update
 
-    def kill_and_load(engine: Any, version: int) -> None:
-        if version == 2:
+    def kill_and_finish(control: Any, weight_version: str | None = None) -> None:
+        if control.version == "2":
             own_server.signal(signal.SIGKILL)
-        load(engine, version)
+        finish(control, weight_version)
 
-    monkeypatch.setattr(ServerEngine, "_load", kill_and_load)
+    monkeypatch.setattr(Control, "finish_weight_update", kill_and_finish)
     with pytest.raises(RunFailed, match=r"not take the weights of version 2: .*Start it again, and the run with --res"):
         train(config, resume="newest")
     assert [row["step"] for row in metrics(Path(config.output_dir))] == [1, 2]

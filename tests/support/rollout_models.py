@@ -106,7 +106,6 @@ def start_process(kind: str, path: Path, **changes: object) -> ProcessEngine:
         mode="process",
         max_response_length=16,
         kv_cache_memory_mb=16,
-        push_folder=str(path / "push"),
         **changes,  # type: ignore[arg-type]
     )
     engine = make_engine(

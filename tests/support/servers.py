@@ -15,10 +15,15 @@ from typing import Any
 
 from processes import PATIENCE_S, free_port, started, wait_until
 from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, requests
-from safetensors.torch import load_file
 
 from rlplus.config import RolloutConfig
 from rlplus.rollout import RolloutEngine, Sampling, make_engine
+from rlplus.rollout.parcels import Parcel, shared_memory
+from rlplus.rollout.push import EXTENSION
+
+STARTING, FINISHING = ["/pause", "/start_weight_update"], ["/finish_weight_update", "/reset_prefix_cache"]
+FINISHING += ["/update_weight_version", "/resume"]
+PUSH = [*STARTING, "/update_weights", *FINISHING, "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"]
 
 
 class FakeServer:
@@ -39,8 +44,12 @@ class FakeServer:
             },
             "scheduler_config": {"enable_chunked_prefill": False, "max_num_seqs": 4},
             "device_config": {"device": "cpu"},
+            "weight_transfer_config": {"backend": "rlplus"},
+            "parallel_config": {"worker_extension_cls": EXTENSION},
         }
-        self.version, self.fail, self.loaded = "none", "", {}
+        self.version, self.fail, self.loaded, self.paused, self.sizes = "none", "", {}, False, []
+        self.calls: list[str] = []  # a push's
+        self.updating, self.init, self.update = False, {}, {}
         self.choice: dict[str, Any] = {}
         self.asked: list[Any] = []
         self.odd: dict[str, Any] = {}
@@ -98,17 +107,12 @@ class FakeServer:
             return self.odd[path]
         if path == "/server_info":
             return {"vllm_config": self.info}
-        if path == "/collective_rpc":
-            assert body["method"] == "reload_weights"
-            self.loaded = {}
-            for file in sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors")):
-                self.loaded |= load_file(file)
-            return {"results": [None]}
-        if path == "/reset_prefix_cache":
-            return {"success": True}
-        if path == "/update_weight_version":
-            self.version = body["new_version"]
-            return {}
+        if path == "/is_paused":
+            return {"is_paused": self.paused}
+        if path == "/get_world_size":
+            return {"world_size": 2}
+        if path in PUSH:
+            return self.push(path, body)
         if path == "/metrics":
             return (
                 f'# HELP vllm:generation_tokens_total N\nvllm:generation_tokens_total{{e="0"}} {self.tokens}'.encode()
@@ -130,6 +134,32 @@ class FakeServer:
         ]
         return {"choices": choices}
 
+    def push(self, path: str, body: Any) -> Any:
+        self.calls.append(path)
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
+        if path == "/init_weight_transfer_engine":
+            self.init = body["init_info"]
+        if path == "/start_weight_update":
+            if self.updating:
+                return None
+            self.updating, self.loaded = True, {}
+        if path == "/update_weights":
+            self.update, self.updating = body["update_info"], bool(body["update_info"])
+            if not self.updating:
+                return None
+            if "run" not in self.init:  # vLLM's own way: the weights come by another one
+                return {}
+            parcel = Parcel(**self.update["parcel"])
+            assert parcel.run == self.init["run"]
+            self.sizes.append(len(shared_memory(parcel.pid, parcel.fd)))
+            self.loaded |= {name: weight.clone() for name, weight in parcel}
+        if path == "/finish_weight_update":
+            self.updating = False
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+        return {"success": True} if path == "/reset_prefix_cache" else {}
+
 
 class Server:
     """A context manager. `options` replace those in `exact` or are added; None removes an option."""
@@ -143,6 +173,8 @@ class Server:
             "dtype": "float32",
             "max-model-len": str(length),
             "no-enable-chunked-prefill": "",
+            "weight-transfer-config": '{"backend": "rlplus"}',
+            "worker-extension-cls": EXTENSION,
             # No matter of exactness: to start sooner and to take less.
             "enforce-eager": "",
             "kv-cache-memory-bytes": str(16 * 2**20),
@@ -197,9 +229,7 @@ def metric(server: Server, name: str) -> float:
 
 
 def connect(url: str, path: Path, dtype: str = "float32", **changes: Any) -> RolloutEngine:
-    config = RolloutConfig(
-        mode="server", server_url=url, max_response_length=16, push_folder=str(path / "push"), **changes
-    )
+    config = RolloutConfig(mode="server", server_url=url, max_response_length=16, **changes)
     return make_engine(
         config,
         str(path),

@@ -35,7 +35,7 @@ def rewards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(folder: Path, output: str, algorithm: Any, overlap: int, steps: int) -> Config:
-    rollout = SAMPLED | ({"mode": "process", "push_folder": str(folder / "push")} if overlap else {})
+    rollout = SAMPLED | ({"mode": "process"} if overlap else {})
     return run_config(
         folder,
         output,

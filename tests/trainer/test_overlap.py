@@ -53,7 +53,7 @@ def in_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def overlapping(folder: Path, output: str, steps: int, **sections: Any) -> Config:
     train_section = {"steps": steps, "overlap": True, "prompts_per_update": 2} | sections.pop("train", {})
-    rollout = {"mode": "process", "push_folder": str(folder / "push")} | sections.pop("rollout", {})
+    rollout = {"mode": "process"} | sections.pop("rollout", {})
     return run_config(folder, output, train=train_section, rollout=rollout, **sections)
 
 

@@ -1,0 +1,99 @@
+"""Pushes to the real vLLM server on the CPU: what it refuses, what it repairs, who else may push to it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+from rollout_models import MAX_MODEL_LEN, PROMPTS, gap, save, tiny_model
+from servers import Server, ask, connect
+
+from rlplus.rollout import RolloutEngine, RunFailed
+from rlplus.rollout.server_push import Control
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+OTHER = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from rollout_models import tiny_model
+from servers import connect
+try:
+    engine = connect(sys.argv[1], Path(sys.argv[2]))
+except ValueError as error:
+    print(str(error).replace("\\n", " "), flush=True)
+    sys.exit()
+def weights():
+    for i, item in enumerate(tiny_model(True, seed=2).named_parameters()):
+        if i == 9:
+            print("half-way", flush=True)
+            time.sleep(600)
+        yield item
+engine._push._bucket_bytes = 1
+engine.push_weights(weights(), 1)
+"""
+
+
+def check(engine: RolloutEngine, model: Any, version: int) -> None:
+    engine.push_weights(model.named_parameters(), version)
+    assert gap(model, ask(engine), PROMPTS, 0.7) <= 1e-5
+
+
+def test_pushes_to_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tied head, too, which vLLM packs on the CPU."""
+    first, second = tiny_model(tied=True), tiny_model(tied=True, seed=1)
+    save(first, tmp_path)
+    command = [sys.executable, "-c", OTHER, "", str(tmp_path), str(processes.SUPPORT)]
+    with Server(tmp_path, tmp_path / "server.log", MAX_MODEL_LEN) as server:
+        command[3] = server.url
+        with processes.started(command, stdout=subprocess.PIPE) as killed:
+            assert killed.stdout is not None
+            assert killed.stdout.readline() == "half-way\n"
+            with pytest.raises(ValueError, match=rf"want one run at a time; process {killed.pid} pushes its weights h"):
+                connect(server.url, tmp_path)
+            os.kill(killed.pid, signal.SIGKILL)
+            killed.wait()
+        engine: Any = connect(server.url, tmp_path)
+        engine._push._bucket_bytes = 30_000
+        for version, model in enumerate([second, first], start=1):
+            check(engine, model, version)
+        assert "want one run at a time; process" in processes.run(command).stdout
+        check_what_is_refused(engine, first, monkeypatch)
+        check(engine, second, 9)
+        save(tiny_model(tied=False), tmp_path / "other")
+        with pytest.raises(ValueError, match=r"want the model of the run, with lm_head.weight of shape \[48, 64\]"):
+            connect(server.url, tmp_path / "other")
+        check(engine, first, 10)
+        engine.close()
+
+
+def check_what_is_refused(engine: Any, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is wrong with one parameter of a bucket, none of that bucket is loaded, and the parameter is named."""
+    update = Control.update_weights
+    for place, value, message in [
+        (4, 7, "want model.norm.weight with the trainer's checksum 7; got "),
+        (2, [4, 16], r"want model.norm.weight of shape \(64,\); got \(4, 16\)"),
+    ]:
+
+        def spoil(control: Any, info: Any, place: int = place, value: object = value) -> None:
+            for entry in info["parcel"]["entries"]:
+                if entry[0] == "model.norm.weight":
+                    entry[place] = value
+            update(control, info)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Control, "update_weights", spoil)
+            with pytest.raises(RunFailed, match=message):
+                engine.push_weights(model.named_parameters(), 5)
+        with pytest.raises(RuntimeError, match="version 5 failed half-way"):
+            ask(engine)
+    stranger = {"parcel": {"run": "another", "pid": os.getpid(), "fd": 0, "entries": []}}
+    engine._control.abandon()
+    engine._control.start_weight_update()
+    with pytest.raises(OSError, match=r"want a parcel of run .*, which took this server over; got another's"):
+        engine._control.update_weights(stranger)
