@@ -103,7 +103,7 @@ def recorded_config(values: Any) -> Config:
     """The configuration that a version of rlplus wrote down; ValueError, one line, for what this one does not read."""
     if not isinstance(values, dict):
         raise ValueError(f"want sections of keys and values; got {str(values)[:80]!r}")
-    if isinstance(values.get("rollout"), dict):  # up to 0.3.0 weights were on their way in a folder; no sample differs
+    if isinstance(values.get("rollout"), dict):  # weights had a folder in 0.3.0; no sample differs
         values = values | {"rollout": {k: v for k, v in values["rollout"].items() if k != "push_folder"}}
     problems = [f"{key}: unknown key" for key in _unknown_keys(values, Config)]
     try:

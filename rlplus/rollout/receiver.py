@@ -57,7 +57,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._shapes: dict[str, torch.Size] = {}
-        self._expected: Expected | None = None  # while an update has not been finished
+        self._expected: Expected | None = None  # set while an update has not been finished
         self._run, self._pid, self._alive = "", 0, -1
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:

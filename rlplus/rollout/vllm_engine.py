@@ -247,7 +247,7 @@ class VLLMEngine:
 
     @contextmanager
     def _update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[dict[str, Any]]:
-        """The fields that `Receiver` takes. vLLM's workers may be processes of their own, which read parcels themselves."""
+        """The fields that `Receiver` takes. vLLM's workers may be other processes, which read parcels themselves."""
         if isinstance(weights, Parcel):
             yield {"parcel": asdict(weights)}
             return
