@@ -41,7 +41,6 @@ def minimal(tmp_path: Path) -> Path:
             "algorithm.objective.beta=0.1",
             "algorithm.objective.beta: unknown key; TRL's beta is algorithm.objective.kl_coef here",
         ),
-        ("rollout.push_folder=/x", "rollout.push_folder: unknown key; here it is rollout.transfer"),
         ("gamma=1", "gamma: unknown key; nearest: algorithm.objective.gamma"),
         ("algorithm.gamma=1", "algorithm.gamma: unknown key; nearest: algorithm.objective.gamma"),
         ("clip_low=.3", "clip_low: unknown key; nearest: algorithm.objective.clip_low"),
