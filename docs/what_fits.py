@@ -54,7 +54,7 @@ def _base(folder: str) -> dict[str, Any]:
         "model": {"path": folder, "gradient_checkpointing": True},
         "data": {"path": "train.jsonl"},
         "reward": {"kind": "math_verify"},
-        "rollout": {"engine": "vllm", "group_size": 8, "sleep": True},
+        "rollout": {"group_size": 8},
         "algorithm": {"preset": "grpo"},
         "train": {"epochs": 1, "prompts_per_step": 64, "prompts_per_update": 32},
     }

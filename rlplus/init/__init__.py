@@ -35,10 +35,11 @@ COMMENTS = {
     "data.demonstration": "a worked solution, which takes the place of one rollout of its group",
     "data.max_prompt_length": "1% of the prompts, at most, are longer, and dropped",
     "reward.kind": "docs/data.md has the other graders, and functions of your own",
+    "rollout.engine": "vllm is the faster one, and has a copy of the weights; transformers is the other one",
     "rollout.sleep": "the engine gives its memory back while the policy trains",
     "rollout.group_size": "responses to a prompt",
     "rollout.gpu_memory_utilization": "share of a GPU that the engine takes while it generates",
-    "rollout.share_weights": "the engine has no copy of the weights",
+    "rollout.share_weights": "the engine generates with the trainer's weights",
     "rollout.kv_cache_memory_mb": "keys and values, while the engine generates",
     "rollout.tensor_parallel_size": "GPUs that share an engine",
     "algorithm.preset": "docs/systems.md has the others",
@@ -99,7 +100,7 @@ def _base(model: dict[str, Any], columns: Columns, cluster: Cluster) -> dict[str
         "model": model,
         "data": columns.values | ({"system_prompt": BOXED} if columns.boxed else {}),
         "reward": {"kind": columns.reward},
-        "rollout": {"engine": "vllm", "group_size": 8, "sleep": True},
+        "rollout": {"group_size": 8},
         "algorithm": {"preset": "rlplus" if columns.demonstration else "grpo"},
         "train": {"epochs": 1, **prompts},
     }
@@ -113,8 +114,14 @@ def _reasons(found: Found, columns: Columns) -> list[str]:
         f"{found.tuning}; ZeRO {train.zero_stage}, micro-batches of {train.tokens_per_micro_batch:,} tokens, "
         f"responses of up to {config.rollout.max_response_length:,} tokens; {steps:,} steps",
     ]
+    shared = config.rollout.share_weights
     if found.refused:
-        lines.append(f"not chosen, since they do not fit: {', '.join(found.refused)}")
+        beside = " beside vLLM's copy of the weights" * shared
+        lines.append(f"not chosen, since they do not fit{beside}: {', '.join(found.refused)}")
+    if shared:
+        lines.append("transformers generates with the trainer's weights: no copy, but slower than vLLM")
+    if config.model.lora and config.model.lora.quantization:
+        lines.append('weights of 4 bits need bitsandbytes: pip install -e ".[qlora]"')
     if plan.memory.host:
         lines.append(f"wants {plan.memory.host / 2**30:.0f} GiB of each node's memory, which the plan cannot check")
     return [*lines, plan.summary(), *filter(None, [plan.note])]

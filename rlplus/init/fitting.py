@@ -16,15 +16,12 @@ TOKENS = (16384, 8192, 4096, 2048)  # tokens of a micro-batch
 ENGINES = (1, 2, 4, 8)  # GPUs that share an engine
 SHARES = tuple(n / 20 for n in range(18, 1, -1))  # rollout.gpu_memory_utilization
 CACHES = tuple(2**n for n in range(15, 8, -1))  # rollout.kv_cache_memory_mb of the transformers engine
-LORA: dict[str, Any] = {"model": {"lora": {"rank": 16, "alpha": 32.0}}, "train": {"lr": 1e-5}}
-FULL: dict[str, Any] = {"train": {"lr": 1e-6}}
-QLORA = merged(
-    LORA,
-    {
-        "model": {"lora": {"quantization": "nf4"}},
-        "rollout": {"engine": "transformers", "share_weights": True, "sleep": False},
-    },
-)
+VLLM = {"engine": "vllm", "sleep": True}
+ADAPTERS: dict[str, Any] = {"model": {"lora": {"rank": 16, "alpha": 32.0}}, "train": {"lr": 1e-5}}
+FULL: dict[str, Any] = {"rollout": VLLM, "train": {"lr": 1e-6}}
+LORA = merged(ADAPTERS, {"rollout": VLLM})
+SHARED = {"engine": "transformers", "share_weights": True}
+QLORA = merged(ADAPTERS, {"model": {"lora": {"quantization": "nf4"}}, "rollout": SHARED})
 OFFLOADED = merged(LORA, {"train": {"zero_stage": 3, "offload_params": "cpu"}})
 # First what trains more weights, then what has whole ones, last what moves them over the bus in each step.
 TUNINGS = (FULL, LORA, QLORA, OFFLOADED)

@@ -12,9 +12,11 @@ from rlplus.plan.cluster import Cluster, gpus_a_rank
 from rlplus.plan.memory import estimate_memory
 from rlplus.plan.planned_model import Model
 from rlplus.plan.speed import estimate_seconds
+from rlplus.rollout import DEFAULT_CACHE_MB
 
 Changes = Mapping[str, Any]
 SHOWN = 4  # remedies
+LEAST_CACHE_MB = 256
 SHARE = "rollout.gpu_memory_utilization"
 
 
@@ -65,6 +67,10 @@ def all_switches(config: Config, model: Model, cluster: Cluster) -> Iterator[lis
     if vllm and rollout.kv_cache_memory_mb is None:
         tenths = (u / 20 for u in range(18, 1, -1))
         yield [{SHARE: u} for u in tenths if u != rollout.gpu_memory_utilization]
+    cache = rollout.kv_cache_memory_mb or DEFAULT_CACHE_MB
+    smaller = [mb for i in range(1, 8) if (mb := cache >> i) >= LEAST_CACHE_MB]
+    if config.needs_engine and rollout.engine == "transformers" and smaller:
+        yield [{"rollout.kv_cache_memory_mb": mb} for mb in smaller]
     most = 2 if config.model.lora and config.model.lora.quantization else 3  # ZeRO-3 refuses weights of 4 bits
     if train.zero_stage < most:
         yield [{"train.zero_stage": stage} for stage in range(train.zero_stage + 1, most + 1)]

@@ -114,8 +114,12 @@ def test_seven_billion_weights_fit_24_gb_by_the_trainers_own_engine(tmp_path: Pa
     assert fits(values, 1, "24g")
     assert not fits(merged(values, {"rollout": {"kv_cache_memory_mb": 2 * cache}}), 1, "24g")
     assert not fits(merged(values, {"rollout": {"share_weights": False}}), 1, "24g")
-    assert "not chosen, since they do not fit: all weights are trained, LoRA" in " ".join(begun.reasons)
-    assert "share_weights: true  # the engine has no copy of the weights" in begun.text
+    reasons = " ".join(begun.reasons)
+    assert "they do not fit beside vLLM's copy of the weights: all weights are trained, LoRA" in reasons
+    assert "slower than vLLM" in reasons
+    assert 'pip install -e ".[qlora]"' in reasons
+    assert "share_weights: true  # the engine generates with the trainer's weights" in begun.text
+    assert "sleep" not in begun.text
 
 
 def test_an_engine_that_is_too_large_for_one_gpu_has_several(tmp_path: Path) -> None:

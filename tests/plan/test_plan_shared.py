@@ -81,3 +81,12 @@ def test_no_more_is_generated_at_a_time_than_a_rank_samples_in_a_step():
     assert work(2, large) == work(2, small) < work(1, small)
     read = 'validation={data: {path: v.jsonl, response_prefix: "<think>\\n"}, every: 10, samples: 1}'
     assert work(2, read, large) > 1.5 * work(2, read, small)
+
+
+def test_a_smaller_cache_is_a_remedy_of_a_run_whose_cache_is_too_large():
+    """A cache of 20 GB beside weights of 4 bits: half of it fits, and no other switch makes the whole fit."""
+    quantized = ("model.lora={quantization: nf4}", *QLORA, "rollout.engine=transformers", "rollout.sleep=false")
+    plan = make_plan(
+        paper(*quantized, "rollout.share_weights=true", "rollout.kv_cache_memory_mb=20000"), make_cluster(1, "24g")
+    )
+    assert [remedy.overrides for remedy in plan.remedies] == [("rollout.kv_cache_memory_mb=10000",)]
