@@ -182,10 +182,12 @@ def main() -> int:
     if faults or not chosen:
         print("\n".join(faults) or f"want --only words of an entry; got {options.only!r}", file=sys.stderr)
         return 1
-    os.environ.update(OMP_NUM_THREADS="1", TRITON_INTERPRET="1")
+    os.environ.update(OMP_NUM_THREADS="1", TRITON_INTERPRET="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     sys.dont_write_bytecode = True  # its age would not show a change within a second
+    import deepspeed  # noqa: F401
     import hypothesis  # noqa: F401
     import triton.language  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
