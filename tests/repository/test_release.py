@@ -2,6 +2,7 @@
 
 import pkgutil
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def test_the_version_is_the_newest_of_the_changelog() -> None:
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "rlplus.__version__"}
 
 
-def test_a_tag_publishes_what_was_built_and_tried_without_a_token() -> None:
+def test_a_tag_publishes_what_was_built_and_tried_without_a_token(tmp_path: Path) -> None:
     workflow, text = WORKFLOWS["release"], (ROOT / ".github/workflows/release.yml").read_text()
     assert workflow[True] == {"push": {"tags": ["v*"]}}, "YAML reads the key on as true"
     assert [name for name, other in WORKFLOWS.items() if "tags" in str(other[True])] == ["release"]
@@ -45,14 +46,19 @@ def test_a_tag_publishes_what_was_built_and_tried_without_a_token() -> None:
     assert publish["needs"] == "dist"
     assert publish["environment"]["name"] == "pypi"
     assert workflow["permissions"] == {"contents": "read"}
-    assert publish["permissions"] == {"id-token": "write"}
+    assert publish["permissions"] == {"contents": "read", "id-token": "write"}
     assert not re.search("password|secrets", text)
-    download, check, upload = publish["steps"]
+    checkout, download, check, unreleased, upload = publish["steps"]
+    assert checkout["uses"].startswith("actions/checkout@"), "first, as it empties the folder"
     sent = WORKFLOWS["wheels"]["jobs"]["wheels"]["steps"][-1]
     assert sent["uses"].startswith("actions/upload-artifact@")
     assert (download["with"]["name"], download["with"]["path"]) == (sent["with"]["name"], sent["with"]["path"])
     assert check["run"] == 'test -e "dist/rlplus-${GITHUB_REF_NAME#v}.tar.gz"'
     assert upload == {"uses": "pypa/gh-action-pypi-publish@release/v1"}
+    released, waiting = "## 0.3.0 — 2026-01-01\n\n- a\n", "## Unreleased\n\n### Fixed\n\n- b\n\n"
+    for text, status in (("## Unreleased\n\n" + released, 0), (waiting + released, 1)):
+        (tmp_path / "CHANGELOG.md").write_text(text)
+        assert subprocess.run(["bash", "-c", unreleased["run"]], cwd=tmp_path).returncode == status
 
 
 def test_actions_are_pinned_to_a_version() -> None:
