@@ -19,6 +19,7 @@ from rlplus.convert.verl_overrides import from_verl
 
 __all__ = ["Converted", "convert"]
 
+SHELL = ("", ".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".txt")
 NO_EFFECT = re.compile(r"(\S+) would have no effect, leave it out: (.*)")
 
 
@@ -41,6 +42,8 @@ def convert(path: Path, gpus: int = 1, overrides: Sequence[str] = ()) -> Convert
     if not path.is_file():
         what = "it is a folder" if path.is_dir() else f"no such file (current directory: {Path.cwd()})"
         raise ValueError(f"want a Python file with a GRPOConfig, or a shell script of verl; got {path}: {what}")
+    if path.suffix not in (".py", *SHELL):
+        raise ValueError(f"want a Python file (.py) or a shell script (.sh); got {path}, which ends in {path.suffix}")
     text = read_text(path)
     draft = from_trl(read_python(text, str(path)), gpus) if path.suffix == ".py" else from_verl(read_shell(text, path))
     for override in overrides:

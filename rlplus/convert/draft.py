@@ -1,5 +1,6 @@
 """A configuration in the making: values, where each comes from, and what is lost."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,9 @@ from rlplus.config.synonyms import WITHOUT, ending
 
 @dataclass
 class Script:
-    """The settings in a script. settings, places: values by name, and the line of each. unread: names by line.
+    """The settings in a script. settings, places: values by name, and the line of each.
+
+    unread: lines by name, also where a later line replaces a value that was read.
 
     model, rewards, data, lora: what surrounds TRL's GRPOConfig; rewards are names of functions.
     """
@@ -43,6 +46,30 @@ class Draft:
         value = self.script.settings.get(name)
         return self._defaults.get(name) if value is None else value
 
+    def count(self, name: str, least: int = 1) -> int:
+        """`get` of an integer. ValueError for another value, or one below `least`."""
+        value = whole(self.get(name))
+        self._check(name, value is not None and value >= least, f"an integer of at least {least}")
+        assert value is not None
+        return value
+
+    def number(self, name: str, above: float = -math.inf) -> float:
+        """`get` of a finite number. ValueError for another value, or one that is not greater than `above`."""
+        value = self.get(name)
+        good = isinstance(value, int | float) and not isinstance(value, bool) and above < value < math.inf
+        self._check(name, good, "a number" if above == -math.inf else f"a number greater than {above:g}")
+        return float(value)
+
+    def table(self, name: str) -> dict[str, Any]:
+        """`get` of a dictionary, which is empty if it is not given. ValueError for another value."""
+        value = self.get(name)
+        self._check(name, value is None or isinstance(value, dict), "a dictionary")
+        return value or {}
+
+    def _check(self, name: str, good: bool, wanted: str) -> None:
+        if not good:
+            raise ValueError(f"want {self.trainer}'s {name} {wanted}; got {self.get(name)!r} ({self._place(name)})")
+
     def given(self, name: str) -> bool:
         return self.script.settings.get(name) is not None
 
@@ -51,10 +78,9 @@ class Draft:
         return ", ".join(f"{name} ({self._place(name)})" for name in names)
 
     def _place(self, name: str) -> str:
-        if self.given(name):
-            return f"line {self.script.places[name]}"
+        place = f"line {self.script.places[name]}" if self.given(name) else "default"
         line = self.script.unread.get(name)
-        return "default" if line is None else f"default: line {line} could not be read"
+        return place if line is None else f"{place}: line {line} could not be read"
 
     def set(self, key: str, value: Any, *names: str, note: str = "") -> None:
         """Set a key of ours. names: the settings that it comes from. note: what else its comment says."""
@@ -66,9 +92,8 @@ class Draft:
         comment = "; ".join(filter(None, [self.origin(*names), note]))
         for unread in set(names) & self.script.unread.keys():
             line = self.script.unread.pop(unread)
-            self.missing.append(
-                f"{key}: {unread} could not be read, line {line}; {value} is by {self.trainer}'s default"
-            )
+            by = f"line {self.script.places[unread]}" if self.given(unread) else f"{self.trainer}'s default"
+            self.missing.append(f"{key}: {unread} could not be read, line {line}; {value} is by {by}")
         self.comments[key] = comment
 
     def take(self, key: str, name: str) -> Any:
@@ -79,7 +104,7 @@ class Draft:
         return value
 
     def fill_in(self, key: str, value: Any, note: str) -> None:
-        """Set a key to a text that no run accepts, since the script does not say it."""
+        """Set a key, which the script does not say, to a guess or a text that no run accepts."""
         self.set(key, value, note=f"FILL IN: {note}")
         self.missing.append(f"{key}: {note}")
 
@@ -112,4 +137,5 @@ class Draft:
 
 def whole(value: Any) -> int | None:
     """The number as an integer; None if it is none."""
-    return int(value) if isinstance(value, int | float) and value == int(value) else None
+    integer = isinstance(value, int) and not isinstance(value, bool)
+    return int(value) if integer or (isinstance(value, float) and value.is_integer()) else None

@@ -14,6 +14,7 @@ ARITHMETIC: dict[type[ast.operator], Any] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
 }
+PARSERS = ("TrlParser", "HfArgumentParser", "parse_args_into_dataclasses")
 
 
 class NotLiteral(ValueError):
@@ -24,17 +25,26 @@ def read_python(text: str, name: str) -> Script:
     """The keywords of the only call of GRPOConfig; ValueError for another number of them, and for invalid Python."""
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError) as error:
+    except SyntaxError as error:
+        raise ValueError(f"{name}, line {error.lineno or 1}: not valid Python: {error.msg}") from error
+    except ValueError as error:
         raise ValueError(f"{name}: not valid Python: {error}") from error
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     configs = [call for call in calls if _name(call) == "GRPOConfig"]
     if len(configs) != 1:
         lines = ", ".join(str(call.lineno) for call in configs)
         came = f"{len(configs)}, in lines {lines}" if configs else "none"
+        parsers = [call for call in calls if _name(call) in PARSERS]
+        if parsers and not configs:
+            came += (
+                f": {_name(parsers[0])} (line {parsers[0].lineno}) takes the arguments from a command line, which "
+                "cannot be read; write them into the script, as GRPOConfig(learning_rate=1e-6, ...)"
+            )
         raise ValueError(f"{name}: want one call of TRL's GRPOConfig; got {came}")
     names = dict(_constants(tree))
     script = Script()
     _read_call(configs[0], names, script)
+    script.unread |= _later(tree, configs[0])
     for call in calls:
         if _name(call) == "GRPOTrainer":
             _read_trainer(call, names, script)
@@ -77,6 +87,21 @@ def _literal(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
         return ast.literal_eval(node)
     except (ValueError, TypeError, MemoryError, RecursionError) as error:
         raise NotLiteral from error
+
+
+def _later(tree: ast.AST, config: ast.Call) -> dict[str, int]:
+    """The config's attributes that are assigned to behind its call, with the line of each."""
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign)]
+    pairs = [
+        (target, node) for node in assigned for target in getattr(node, "targets", [getattr(node, "target", None)])
+    ]
+    called = {target.id for target, node in pairs if node.value is config and isinstance(target, ast.Name)}
+    return {
+        target.attr: node.lineno
+        for target, node in pairs
+        if isinstance(target, ast.Attribute)
+        and (getattr(target.value, "id", "") in called or getattr(target.value, "attr", "") == "args")
+    }
 
 
 def _value(node: ast.expr | None, names: dict[str, ast.expr], otherwise: Any) -> Any:

@@ -44,7 +44,7 @@ def from_trl(script: Script, gpus: int) -> Draft:
 
 
 def _model(draft: Draft) -> None:
-    script, extra = draft.script, draft.get("model_init_kwargs") or {}
+    script, extra = draft.script, draft.table("model_init_kwargs")
     if script.model:
         draft.set("model.path", script.model, note="GRPOTrainer's model")
     else:
@@ -63,7 +63,8 @@ def _model(draft: Draft) -> None:
     if draft.get("use_liger_kernel"):
         draft.set("model.liger", True, "use_liger_kernel")
     if script.lora is not None:
-        lora = {"rank": script.lora.get("r") or 8, "alpha": float(script.lora.get("lora_alpha") or 8)}
+        alpha = script.lora.get("lora_alpha") or 8
+        lora = {"rank": script.lora.get("r") or 8, "alpha": float(alpha) if isinstance(alpha, int) else alpha}
         modules = script.lora.get("target_modules")
         draft.set("model.lora", lora | ({"target_modules": modules} if modules else {}), note="LoraConfig")
         if not modules:
@@ -78,11 +79,16 @@ def _data_and_reward(draft: Draft) -> None:
         draft.set("data.path", script.data, note="load_dataset")
     else:
         draft.fill_in("data.path", "FILL-IN.jsonl", "a file of prompts and answers, or hf://owner/name/split")
-    draft.set("data.prompt", "prompt", note="TRL's column")
-    draft.set("data.answer", "solution", note="the column of TRL's accuracy_reward; yours may have another name")
-    note = "" if draft.given("max_prompt_length") else "TRL has no limit; rows with longer prompts are dropped here"
-    draft.set("data.max_prompt_length", draft.get("max_prompt_length") or 1024, "max_prompt_length", note=note)
+    guess = "a guess; want the column's name in the file, which the script does not say"
+    draft.fill_in("data.prompt", "prompt", f"prompt, TRL's name, is {guess}")
+    draft.fill_in("data.answer", "solution", f"solution, by TRL's accuracy_reward, is {guess}")
+    given = draft.given("max_prompt_length")
+    note = "" if given else "TRL has no limit; rows with longer prompts are dropped here"
+    longest = draft.count("max_prompt_length") if given else 1024
+    draft.set("data.max_prompt_length", longest, "max_prompt_length", note=note)
     weights = draft.get("reward_weights")
+    if weights is not None and not (isinstance(weights, list) and all(isinstance(w, int | float) for w in weights)):
+        raise ValueError(f"want TRL's reward_weights a list of numbers; got {weights!r}")
     for name in script.rewards:
         if not name.isidentifier():
             draft.lost.append(f"reward_funcs: {name}: models that give rewards are functions of your own here")
@@ -104,9 +110,9 @@ def _data_and_reward(draft: Draft) -> None:
 def _rollout(draft: Draft) -> None:
     vllm = draft.get("use_vllm")
     draft.set("rollout.engine", "vllm" if vllm else "transformers", "use_vllm")
-    draft.take("rollout.group_size", "num_generations")
+    draft.set("rollout.group_size", draft.count("num_generations"), "num_generations")
     draft.take("rollout.temperature", "temperature")
-    draft.take("rollout.max_response_length", "max_completion_length")
+    draft.set("rollout.max_response_length", draft.count("max_completion_length"), "max_completion_length")
     if not vllm:
         return
     if draft.get("vllm_mode") == "server":
@@ -128,7 +134,8 @@ def _algorithm(draft: Draft) -> None:
     draft.set("algorithm.preset", preset, "loss_type")
     note = "TRL's mean is over a micro-batch, here over an update" if loss == "bnpo" else ""
     draft.set("algorithm.reduction", reduction, "loss_type", note=note)
-    scale = {True: "group", False: "none"}.get(draft.get("scale_rewards"), draft.get("scale_rewards"))
+    scale = draft.get("scale_rewards")
+    scale = {True: "group", False: "none"}[scale] if isinstance(scale, bool) else scale
     check_name("TRL's scale_rewards", scale, ("group", "batch", "none"))
     if scale == "batch":
         draft.set("algorithm.advantage", "batch-std", "scale_rewards")
@@ -139,7 +146,7 @@ def _algorithm(draft: Draft) -> None:
     if (share := draft.get("top_entropy_quantile")) not in (None, 1, 1.0):
         draft.set("algorithm.top_entropy", share, "top_entropy_quantile")
     _clipping(draft, loss)
-    beta = draft.get("beta")
+    beta = draft.number("beta")
     draft.set("algorithm.objective.kl_coef", float(beta), "beta")
     unbiased = draft.get("use_bias_correction_kl")
     if beta:
@@ -151,9 +158,9 @@ def _algorithm(draft: Draft) -> None:
 
 
 def _clipping(draft: Draft, loss: str) -> None:
-    low, high = draft.get("epsilon"), draft.get("epsilon_high")
-    both = ("epsilon_high",) if high is not None else ("epsilon_high", "epsilon")
-    high = low if high is None else high
+    low = draft.number("epsilon")
+    both = ("epsilon_high",) if draft.given("epsilon_high") else ("epsilon_high", "epsilon")
+    high = draft.number(both[-1])
     if loss == "sapo":
         draft.set("algorithm.objective.tau_pos", draft.get("sapo_temperature_pos"), "sapo_temperature_pos")
         draft.set("algorithm.objective.tau_neg", draft.get("sapo_temperature_neg"), "sapo_temperature_neg")
@@ -188,20 +195,19 @@ def _mismatch(draft: Draft) -> None:
 
 def _sizes(draft: Draft, gpus: int) -> float:
     """Prompts of a step and of an update, and the micro-batch; -> updates of a step."""
-    each, accumulated, group = (
-        draft.get(n) for n in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
-    )
-    steps, generated = draft.get("steps_per_generation"), draft.get("generation_batch_size")
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
+    each, accumulated, group = map(draft.count, names)
+    given = [n for n in ("steps_per_generation", "generation_batch_size") if draft.given(n)]
+    sizes = {name: draft.count(name) for name in given}
     update = each * gpus * accumulated
-    generated = generated or (each * gpus * steps if steps else update)
+    generated = sizes.get("generation_batch_size", each * gpus * sizes.get("steps_per_generation", accumulated))
+    processes = f"{gpus} process{'es' if gpus > 1 else ''}"
     if generated % group:
         raise ValueError(
             f"want TRL's generation batch a multiple of num_generations {group}; got {generated} completions, which is "
-            f"per_device_train_batch_size {each} on {gpus} processes: name their number by --gpus"
+            f"per_device_train_batch_size {each} on {processes}: name their number by --gpus"
         )
-    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
-    given = [n for n in ("steps_per_generation", "generation_batch_size") if draft.given(n)]
-    note = f"of {gpus} process{'es' if gpus > 1 else ''}"
+    note = f"of {processes}"
     step = max(generated, update) // group
     draft.set("train.prompts_per_step", step, *names, *given, note=note)
     part = whole(update / group)
@@ -216,10 +222,10 @@ def _sizes(draft: Draft, gpus: int) -> float:
     draft.set(
         "train.tokens_per_micro_batch", each * length, "per_device_train_batch_size", note="times the longest sample"
     )
-    if draft.get("max_steps") > 0:
-        draft.set("train.steps", ceil(draft.get("max_steps") * part / step), "max_steps", note="TRL counts updates")
+    if (steps := draft.count("max_steps", least=-1)) > 0:
+        draft.set("train.steps", ceil(steps * part / step), "max_steps", note="TRL counts updates")
     else:
-        epochs = draft.get("num_train_epochs")
+        epochs = draft.number("num_train_epochs", above=0)
         draft.set("train.epochs", max(1, ceil(epochs)), "num_train_epochs")
         if whole(epochs) is None:
             draft.lose("num_train_epochs", f"{epochs} are rounded up: want train.steps in place of train.epochs")
@@ -231,11 +237,15 @@ def _optimizer(draft: Draft) -> None:
     schedule = str(draft.get("lr_scheduler_type"))
     check_name("TRL's lr_scheduler_type", schedule, SCHEDULES)
     draft.set("train.lr_schedule", SCHEDULES[schedule], "lr_scheduler_type")
-    extra = draft.get("lr_scheduler_kwargs") or {}
-    ratio = extra.get("min_lr_rate", extra.get("min_lr", 0) / draft.get("learning_rate"))
+    extra = draft.table("lr_scheduler_kwargs")
+    ratio = extra.get("min_lr_rate")
+    if ratio is None and (least := extra.get("min_lr")):
+        if not isinstance(least, int | float):
+            raise ValueError(f"want lr_scheduler_kwargs' min_lr a number; got {least!r}")
+        ratio = least / draft.number("learning_rate", above=0)
     if ratio:
         draft.set("train.lr_min_ratio", ratio, "lr_scheduler_kwargs")
-    warmup, share = draft.get("warmup_steps"), draft.get("warmup_ratio")
+    warmup, share = draft.number("warmup_steps"), draft.get("warmup_ratio")
     if share or 0 < warmup < 1:
         draft.set("train.warmup_ratio", share or warmup, "warmup_ratio" if share else "warmup_steps")
     elif warmup:
@@ -255,15 +265,15 @@ def _optimizer(draft: Draft) -> None:
 
 
 def _checkpoints(draft: Draft, per_step: float) -> None:
-    strategy, every = draft.get("save_strategy"), draft.get("save_steps")
+    strategy = draft.get("save_strategy")
+    every = 0 if strategy == "no" else draft.number("save_steps", above=0)
     if strategy == "epoch":
         draft.lose("save_strategy", "checkpoints are counted in steps: checkpoint.every")
     else:
-        steps = 0 if strategy == "no" else ceil(every / per_step)
-        draft.set("checkpoint.every", steps, "save_strategy", "save_steps", note="TRL counts updates")
+        draft.set("checkpoint.every", ceil(every / per_step), "save_strategy", "save_steps", note="TRL counts updates")
     if draft.given("save_total_limit"):
         draft.take("checkpoint.keep", "save_total_limit")
     reports = draft.get("report_to") or []
     for tracker in ("wandb", "trackio"):
-        if tracker in ([reports] if isinstance(reports, str) else reports):
+        if tracker in (reports if isinstance(reports, list) else [reports]):
             draft.set(f"log.{tracker}", draft.get("project") or "huggingface", "report_to")

@@ -10,8 +10,9 @@ DEFAULTS: dict[str, Any] = {
     f"{A}optim.lr": 1e-6, f"{A}optim.lr_warmup_steps": -1, f"{A}optim.lr_warmup_steps_ratio": 0.0,
     f"{A}optim.lr_scheduler_type": "constant", f"{A}optim.min_lr_ratio": 0.0, f"{A}optim.weight_decay": 0.01,
     f"{A}grad_clip": 1.0, f"{A}ppo_mini_batch_size": 256, f"{A}use_dynamic_bsz": False,
-    f"{A}ppo_max_token_len_per_gpu": 16384, f"{A}clip_ratio_low": 0.2, f"{A}clip_ratio_high": 0.2,
-    f"{A}clip_ratio_c": 3.0, f"{A}loss_agg_mode": "token-mean", f"{A}entropy_coeff": 0, f"{A}use_kl_loss": False,
+    f"{A}ppo_max_token_len_per_gpu": 16384, f"{A}ppo_micro_batch_size_per_gpu": 1, f"{A}clip_ratio_low": 0.2,
+    f"{A}clip_ratio_high": 0.2, f"{A}clip_ratio_c": 3.0, f"{A}loss_agg_mode": "token-mean",
+    f"{A}entropy_coeff": 0, f"{A}use_kl_loss": False,
     f"{A}kl_loss_coef": 0.001, f"{A}kl_loss_type": "low_var_kl", f"{A}ulysses_sequence_parallel_size": 1,
     f"{A}policy_loss.loss_mode": "vanilla", f"{A}tau_pos": 1.0, f"{A}tau_neg": 1.05,
     f"{R}n": 1, f"{R}temperature": 1.0, f"{R}gpu_memory_utilization": 0.5, f"{R}tensor_model_parallel_size": 2,
@@ -25,7 +26,8 @@ DEFAULTS: dict[str, Any] = {
     "algorithm.adv_estimator": "gae", "algorithm.norm_adv_by_std_in_grpo": True, "algorithm.gamma": 1.0,
     "algorithm.lam": 1.0, "algorithm.use_kl_in_reward": False, "algorithm.kl_penalty": "kl",
     "algorithm.kl_ctrl.kl_coef": 0.001, "algorithm.rollout_correction.rollout_is_threshold": 2.0,
-    "critic.optim.lr": 1e-5, "critic.cliprange_value": 0.5, "custom_reward_function.name": "compute_score",
+    "critic.optim.lr": 1e-5, "critic.optim.lr_warmup_steps": -1, "critic.cliprange_value": 0.5,
+    "custom_reward_function.name": "compute_score",
     "reward_model.overlong_buffer.penalty_factor": 1.0,
 }  # fmt: skip
 ADVANTAGES = {
@@ -67,7 +69,7 @@ def _model(draft: Draft) -> None:
         draft.take("model.trust_remote_code", f"{M}trust_remote_code")
     if draft.get(f"{M}lora_rank"):
         draft.take("model.lora.rank", f"{M}lora_rank")
-        draft.set("model.lora.alpha", float(draft.get(f"{M}lora_alpha")), f"{M}lora_alpha")
+        draft.set("model.lora.alpha", draft.number(f"{M}lora_alpha"), f"{M}lora_alpha")
         draft.take("model.lora.target_modules", f"{M}target_modules")
     for name in [name for name in draft.script.settings if name.startswith(f"{M}override_config.")]:
         field = name.rpartition(".")[2]
@@ -135,7 +137,7 @@ def _algorithm(draft: Draft) -> None:
     else:
         draft.set("algorithm.reduction", REDUCTIONS[reduction], f"{A}loss_agg_mode")
     _clipping(draft, mode)
-    draft.set("algorithm.objective.entropy_coef", float(draft.get(f"{A}entropy_coeff")), f"{A}entropy_coeff")
+    draft.set("algorithm.objective.entropy_coef", draft.number(f"{A}entropy_coeff"), f"{A}entropy_coeff")
     _divergence(draft)
     _mismatch(draft)
     _filters(draft)
@@ -144,19 +146,19 @@ def _algorithm(draft: Draft) -> None:
 def _critic(draft: Draft, mode: str) -> None:
     if mode != "vanilla":
         raise ValueError(f"want policy_loss.loss_mode vanilla with adv_estimator gae; got {mode}")
-    draft.set("algorithm.recipe.gamma", float(draft.get("algorithm.gamma")), "algorithm.gamma")
-    draft.set("algorithm.recipe.gae_lambda", float(draft.get("algorithm.lam")), "algorithm.lam")
+    draft.set("algorithm.recipe.gamma", draft.number("algorithm.gamma"), "algorithm.gamma")
+    draft.set("algorithm.recipe.gae_lambda", draft.number("algorithm.lam"), "algorithm.lam")
     draft.set("algorithm.recipe.stopped_only", False, note="verl rewards cut responses, too")
     draft.take("algorithm.recipe.lr", "critic.optim.lr")
-    draft.set("algorithm.recipe.warmup_steps", max(0, draft.get("critic.optim.lr_warmup_steps") or 0),
+    draft.set("algorithm.recipe.warmup_steps", max(0, draft.count("critic.optim.lr_warmup_steps", -1)),
               "critic.optim.lr_warmup_steps")  # fmt: skip
     draft.take("algorithm.recipe.value_clip", "critic.cliprange_value")
-    updates = max(1, draft.get("data.train_batch_size") // draft.get(f"{A}ppo_mini_batch_size"))
+    updates = max(1, draft.count("data.train_batch_size") // draft.count(f"{A}ppo_mini_batch_size"))
     draft.set("algorithm.recipe.critic_updates", updates, "data.train_batch_size", f"{A}ppo_mini_batch_size")
 
 
 def _clipping(draft: Draft, mode: str) -> None:
-    low, high = (draft.get(f"{A}clip_ratio_{end}") for end in ("low", "high"))
+    low, high = (draft.number(f"{A}clip_ratio_{end}") for end in ("low", "high"))
     if draft.given(f"{A}clip_ratio"):
         draft.lose(f"{A}clip_ratio", "verl itself takes clip_ratio_low and clip_ratio_high, which have defaults")
     if mode == "sapo":
@@ -174,14 +176,14 @@ def _clipping(draft: Draft, mode: str) -> None:
 
 
 def _divergence(draft: Draft) -> None:
-    coefficient, kind = draft.get(f"{A}kl_loss_coef"), str(draft.get(f"{A}kl_loss_type"))
+    coefficient, kind = draft.number(f"{A}kl_loss_coef"), str(draft.get(f"{A}kl_loss_type"))
     if draft.get(f"{A}use_kl_loss"):
         check_name("verl's kl_loss_type (the gradient of kl is 0 in expectation)", kind, ESTIMATORS)
         draft.set("algorithm.objective.kl_coef", float(coefficient), f"{A}use_kl_loss", f"{A}kl_loss_coef")
         draft.set("algorithm.objective.kl_estimator", ESTIMATORS[kind], f"{A}kl_loss_type")
     else:
         draft.set("algorithm.objective.kl_coef", 0.0, f"{A}use_kl_loss")
-    coefficient, kind = draft.get("algorithm.kl_ctrl.kl_coef"), draft.get("algorithm.kl_penalty")
+    coefficient, kind = draft.number("algorithm.kl_ctrl.kl_coef"), draft.get("algorithm.kl_penalty")
     if draft.get("algorithm.use_kl_in_reward"):
         names = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef")
         draft.set("algorithm.reward_kl_coef", float(coefficient), *names)
@@ -191,7 +193,7 @@ def _divergence(draft: Draft) -> None:
 
 def _mismatch(draft: Draft) -> None:
     part = "algorithm.rollout_correction."
-    level, cap = draft.get(f"{part}rollout_is"), draft.get(f"{part}rollout_is_threshold")
+    level, cap = draft.get(f"{part}rollout_is"), draft.number(f"{part}rollout_is_threshold")
     if level in ("token", "sequence"):
         draft.set("algorithm.mismatch_level", level, f"{part}rollout_is")
         draft.set("algorithm.objective.mismatch_cap", float(cap), f"{part}rollout_is_threshold")
@@ -205,10 +207,10 @@ def _filters(draft: Draft) -> None:
         if draft.given("data.gen_batch_size"):
             draft.lose("data.gen_batch_size", "a draw has as many prompts as groups are missing")
     for part in ("reward_model.overlong_buffer.", "reward.reward_kwargs.overlong_buffer_cfg."):
-        on, length, factor = (draft.get(f"{part}{name}") for name in ("enable", "len", "penalty_factor"))
+        on, factor = (draft.get(f"{part}{name}") for name in ("enable", "penalty_factor"))
         if not on:
             continue
-        share = length / draft.get("data.max_response_length")
+        share = draft.count(f"{part}len") / draft.count("data.max_response_length")
         draft.set("algorithm.shaping.overlong", share, f"{part}len", "data.max_response_length")
         if factor not in (None, 1, 1.0):
             draft.lose(f"{part}penalty_factor", f"{factor}: here the penalty falls to -1")
@@ -222,13 +224,13 @@ def _train(draft: Draft) -> None:
     else:
         draft.take("train.epochs", "trainer.total_epochs")
     draft.take("train.prompts_per_step", "data.train_batch_size")
-    if draft.get(f"{A}ppo_mini_batch_size") < draft.get("data.train_batch_size"):
+    if draft.count(f"{A}ppo_mini_batch_size") < draft.count("data.train_batch_size"):
         draft.take("train.prompts_per_update", f"{A}ppo_mini_batch_size")
-    parallel = draft.get(f"{A}ulysses_sequence_parallel_size")
+    parallel = draft.count(f"{A}ulysses_sequence_parallel_size")
     if parallel > 1:
         draft.take("train.sequence_parallel", f"{A}ulysses_sequence_parallel_size")
-    longest = draft.get("data.max_prompt_length") + draft.get("data.max_response_length")
-    tokens, rows = draft.get(f"{A}ppo_max_token_len_per_gpu"), draft.get(f"{A}ppo_micro_batch_size_per_gpu") or 1
+    longest = draft.count("data.max_prompt_length") + draft.count("data.max_response_length")
+    tokens, rows = (draft.count(f"{A}{name}") for name in ("ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"))
     if draft.get(f"{A}use_dynamic_bsz"):
         draft.set("train.tokens_per_micro_batch", tokens, f"{A}ppo_max_token_len_per_gpu")
     else:
@@ -240,23 +242,23 @@ def _train(draft: Draft) -> None:
     check_name("verl's lr_scheduler_type", schedule, ("constant", "cosine"))
     draft.set("train.lr_schedule", schedule, f"{optim}lr_scheduler_type")
     if schedule == "cosine":
-        draft.set("train.lr_min_ratio", float(draft.get(f"{optim}min_lr_ratio") or 0), f"{optim}min_lr_ratio")
-    warmup, share = draft.get(f"{optim}lr_warmup_steps"), draft.get(f"{optim}lr_warmup_steps_ratio")
+        draft.set("train.lr_min_ratio", draft.number(f"{optim}min_lr_ratio"), f"{optim}min_lr_ratio")
+    warmup, share = draft.count(f"{optim}lr_warmup_steps", -1), draft.get(f"{optim}lr_warmup_steps_ratio")
     if warmup > 0:
         draft.take("train.warmup_steps", f"{optim}lr_warmup_steps")
     elif share:
         draft.take("train.warmup_ratio", f"{optim}lr_warmup_steps_ratio")
-    draft.set("train.weight_decay", float(draft.get(f"{optim}weight_decay")), f"{optim}weight_decay")
-    draft.set("train.grad_clip", float(draft.get(f"{A}grad_clip")), f"{A}grad_clip")
+    draft.set("train.weight_decay", draft.number(f"{optim}weight_decay"), f"{optim}weight_decay")
+    draft.set("train.grad_clip", draft.number(f"{A}grad_clip"), f"{A}grad_clip")
     draft.set("train.zero_stage", 3, note="verl's FSDP shards the weights")
     if draft.given("data.seed"):
         draft.take("train.seed", "data.seed")
-    gpus = draft.get("trainer.n_gpus_per_node") * draft.get("trainer.nnodes")
+    gpus = draft.count("trainer.n_gpus_per_node") * draft.count("trainer.nnodes")
     draft.comments["train"] = f"for torchrun on {gpus} GPUs in all"
 
 
 def _evaluation(draft: Draft) -> None:
-    every, samples = draft.get("trainer.test_freq"), draft.get(f"{R}val_kwargs.n")
+    every, samples = draft.count("trainer.test_freq", -1), draft.get(f"{R}val_kwargs.n")
     greedy = not draft.get(f"{R}val_kwargs.do_sample") or draft.get(f"{R}val_kwargs.temperature") == 0
     if draft.given("data.val_files"):
         draft.take("evaluation.data.path", "data.val_files")
@@ -267,9 +269,9 @@ def _evaluation(draft: Draft) -> None:
         elif every > 0:
             draft.lose("trainer.test_freq", "engines that share GPUs do not evaluate in training: use rlplus eval")
         draft.set("evaluation.samples", 1 if greedy else samples, f"{R}val_kwargs.n")
-        temperature = 0.0 if greedy else float(draft.get(f"{R}val_kwargs.temperature"))
+        temperature = 0.0 if greedy else draft.number(f"{R}val_kwargs.temperature")
         draft.set("evaluation.temperature", temperature, f"{R}val_kwargs.temperature", f"{R}val_kwargs.do_sample")
-    draft.set("checkpoint.every", max(0, draft.get("trainer.save_freq")), "trainer.save_freq")
+    draft.set("checkpoint.every", max(0, draft.count("trainer.save_freq", -1)), "trainer.save_freq")
     if draft.given("trainer.max_actor_ckpt_to_keep"):
         draft.take("checkpoint.keep", "trainer.max_actor_ckpt_to_keep")
     if draft.given("trainer.logger") and "wandb" in str(draft.get("trainer.logger")):

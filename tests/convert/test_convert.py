@@ -1,5 +1,7 @@
 """`rlplus convert`: what scripts of TRL and verl become. The expected values are computed by hand."""
 
+import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -187,11 +189,12 @@ def at(values: Any, key: str) -> Any:
 @pytest.mark.parametrize("script", CASES)
 def test_a_script_becomes(script: str, tmp_path: Path) -> None:
     expected, lost, missing = CASES[script]
+    guessed = {"data.prompt", "data.answer"} if script.startswith("trl") else set()
     converted = convert(SCRIPTS / script, gpus=4 if script == "trl_accumulation.py" else 1)
     values = yaml.safe_load(converted.text)
     assert {key: at(values, key) for key in expected} == expected
     assert {line.partition(" (" if " (" in line.partition(":")[0] else ":")[0] for line in converted.lost} == lost
-    assert {line.partition(":")[0] for line in converted.missing} == missing
+    assert {line.partition(":")[0] for line in converted.missing} == missing | guessed
     (path := tmp_path / "run.yaml").write_text(converted.text)
     assert load_config(path) == converted.config
     assert all(line in converted.text for line in (*converted.lost, *converted.missing))
@@ -237,7 +240,28 @@ def test_a_script_is_not_run(tmp_path: Path) -> None:
     [
         ("a.py", "print(1)", "want one call of TRL's GRPOConfig; got none"),
         ("a.py", "GRPOConfig()\nGRPOConfig()", "want one call of TRL's GRPOConfig; got 2, in lines 1, 2"),
-        ("a.py", "GRPOConfig(", "a.py: not valid Python"),
+        ("a.py", "x = 1\nGRPOConfig(", r"a\.py, line 2: not valid Python: '\(' was never closed"),
+        (
+            "a.py",
+            "\nTrlParser((ScriptArguments, GRPOConfig))",
+            r"got none: TrlParser \(line 2\) takes the arguments from a command line, which cannot be read",
+        ),
+        ("rows.jsonl", '{"prompt": "1"}', r"a shell script \(.sh\); got .*rows\.jsonl, which ends in \.jsonl"),
+        (
+            "a.py",
+            "GRPOConfig(\n    num_generations=0,\n)",
+            r"^want TRL's num_generations an integer of at least 1; got 0 \(line 2\)$",
+        ),
+        ("a.py", 'GRPOConfig(num_generations="eight")', r"an integer of at least 1; got 'eight' \(line 1\)$"),
+        ("a.py", "GRPOConfig(gradient_accumulation_steps=0)", r"gradient_accumulation_steps an integer .*; got 0 \("),
+        ("a.py", 'GRPOConfig(beta="small")', r"^want TRL's beta a number; got 'small' \(line 1\)$"),
+        ("a.py", "GRPOConfig(num_train_epochs=0)", r"^want TRL's num_train_epochs a number greater than 0; got 0 \("),
+        ("a.py", "GRPOConfig(model_init_kwargs=3)", r"^want TRL's model_init_kwargs a dictionary; got 3 \(line 1\)$"),
+        (
+            "a.py",
+            "GRPOConfig(num_generations=3)",
+            "per_device_train_batch_size 8 on 1 process: name their number by --gpus$",
+        ),
         ("a.py", 'GRPOConfig(loss_type="vespo")', "want TRL's loss_type one of grpo, dapo, .*; got 'vespo'"),
         (
             "a.py",
@@ -267,6 +291,41 @@ def test_what_cannot_be_converted_is_refused(name: str, text: str, message: str,
 def test_no_script(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"want a Python file with a GRPOConfig, or a shell script of verl; got .*: "):
         convert(tmp_path / "none.py")
+
+
+def test_an_attribute_that_is_assigned_later_is_listed(tmp_path: Path) -> None:
+    text = (
+        "a = GRPOConfig(learning_rate=1e-5)\na.learning_rate = 3e-5\na.logging_steps = 7\nb.beta = 1.0\na.seed += 1\n"
+    )
+    converted = converted_text(text, tmp_path)
+    missing = dict(line.split(": ", 1) for line in converted.missing)
+    assert missing["train.lr"] == "learning_rate could not be read, line 2; 1e-05 is by line 1"
+    assert missing["train.seed"] == "seed could not be read, line 5; 42 is by TRL's default"
+    assert "logging_steps: could not be read, line 3" in converted.lost
+    assert "algorithm.objective.kl_coef" not in missing
+    assert "lr: 1.0e-05  # learning_rate (line 1: line 2 could not be read)" in converted.text
+    trainer = converted_text("t = GRPOTrainer(args=GRPOConfig())\nt.args.learning_rate = 1\n", tmp_path)
+    assert any(line.startswith("train.lr: learning_rate could not be read, line 2") for line in trainer.missing)
+
+
+def test_guessed_columns_are_to_be_filled_in(tmp_path: Path) -> None:
+    (path := tmp_path / "a.py").write_text("GRPOConfig()")
+    before = {line.partition(":")[0] for line in convert(path).missing}
+    after = convert(path, overrides=["data.answer=final"])
+    assert {"data.prompt", "data.answer"} <= before
+    assert {line.partition(":")[0] for line in after.missing} == before - {"data.answer"}
+    assert "solution" not in after.text
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, 1e999, "eight", [], {"a": "b"}], ids=repr)
+def test_nonsense_is_refused_in_words(value: Any, tmp_path: Path) -> None:
+    for name in (*TRL, *TRL_DEFAULTS):
+        with contextlib.suppress(ValueError):  # any other error would be a traceback
+            converted_text(f"GRPOConfig(**{{{name!r}: {value!r}}})".replace("inf", "1e999"), tmp_path)
+    for name in VERL_DEFAULTS:
+        with contextlib.suppress(ValueError):
+            verl = f"python -m verl.trainer.main_ppo '{name}={json.dumps(value)}'"
+            converted_text(verl, tmp_path, "script.sh")
 
 
 def test_every_argument_of_the_trainers_has_a_name_here_or_a_reason() -> None:
