@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 YAML = "YAML file, such as configs/gsm8k-tiny.yaml"
+GPU_NAMES = (
+    "a100-40g", "a100-80g", "h100", "h200", "rtx3090", "rtx4090", "rtx5090", "a10g", "l40s", "dgx-spark", "mi300x",
+)  # fmt: skip
 KNOWN_GPUS = (
-    "a100-40g, a100-80g, h100, h200, rtx3090, rtx4090, rtx5090, a10g, l40s, dgx-spark, mi300x, "
-    "or a size of memory such as 24g"
+    f"{', '.join(GPU_NAMES)}, or a size of memory such as 24g; default: this machine's, or, where it has none, "
+    "a100-80g is assumed"
 )
 
 

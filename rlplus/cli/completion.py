@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from rlplus.cli.common import GPU_NAMES
+
 if TYPE_CHECKING:
     from rlplus.cli.common import Commands
 
@@ -86,7 +88,7 @@ def _bash(parsers: Parsers, keys: Sequence[str]) -> str:
     values, options = [], []
     for name, parser in parsers.items():
         for action in _actions(parser):
-            chosen = f"COMPREPLY=($(compgen -W '{_words(action)}' -- \"$word\")); " if action.choices else ""
+            chosen = f"COMPREPLY=($(compgen -W '{words}' -- \"$word\")); " if (words := _words(action)) else ""
             if action.option_strings and action.nargs is None:  # one that wants a value, a name of a file or a choice
                 patterns = "|".join(f"'{name} {each}'" for each in action.option_strings)
                 values.append(f"    {patterns}) {chosen}return ;;")
@@ -109,7 +111,7 @@ def _zsh_arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
     """Specifications for zsh's _arguments."""
     for action in _actions(parser):
         text = (action.help or "").replace("[", r"\[").replace("]", r"\]").replace("%%", "%")
-        values = f"({_words(action)})" if action.choices else "_files"
+        values = f"({words})" if (words := _words(action)) else "_files"
         value = "" if action.nargs == 0 else f"::value:{values}" if action.nargs == "?" else f":value:{values}"
         equals = "=-" if action.nargs == "?" else ""
         yield from (f"{each}{equals}[{text}]{value}" for each in action.option_strings)
@@ -129,7 +131,8 @@ def _has_overrides(parser: argparse.ArgumentParser) -> bool:
 
 
 def _words(action: argparse.Action) -> str:
-    return " ".join(map(str, action.choices or ()))
+    """The values that are offered, between spaces."""
+    return " ".join(map(str, action.choices or (GPU_NAMES if action.dest == "gpu" else ())))
 
 
 def _quoted(text: str) -> str:

@@ -15,8 +15,8 @@ def add(commands: "Commands") -> None:
     init = commands.add_parser("init", help="write a first configuration, for your model, data and GPU, that fits")
     init.add_argument("--model", required=True, help="a Hugging Face folder, or a name on the hub")
     init.add_argument("--data", required=True, help="a file of prompts and answers: JSON lines or Parquet")
-    init.add_argument("--gpu", help=f"{KNOWN_GPUS}; default: this machine's, or a100-80g")
-    init.add_argument("--gpus", type=int, help="how many; default: this machine's, or 1 where --gpu is given")
+    init.add_argument("--gpu", help=KNOWN_GPUS)
+    init.add_argument("--gpus", type=int, help="how many; default: 1 where --gpu is given, else this machine's, or 8")
     init.add_argument("--out", default="run.yaml", help="the file to write, run.yaml by default; never overwritten")
     init.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="fixed: rollout.group_size=16")
     init.set_defaults(run=run)
@@ -29,19 +29,26 @@ def run(args: argparse.Namespace) -> None:
     out = Path(args.out)
     if out.exists():
         raise ValueError(f"want --out a new file; got {out}, which exists")
+    if not out.parent.is_dir():
+        raise ValueError(f"want --out a file in a folder that exists; got {out}")
     quiet_imports()
+    import torch
+
     from rlplus.common.terminal import Terminal
     from rlplus.init import start
     from rlplus.plan import make_cluster
 
-    cluster = make_cluster(args.gpus or (1 if args.gpu else None), args.gpu)
+    cluster = make_cluster(1 if args.gpus is None and args.gpu else args.gpus, args.gpu)
     begun = start(args.model, args.data, cluster, args.overrides)
     write_new(out, begun.text)
     assert load_config(out) == begun.config, "a written configuration is the chosen one"
     console = Terminal()
     console.print(f"{out}: {args.model} on {cluster.name}")
+    if args.gpu is None and not torch.cuda.is_available():
+        console.print(f"- {cluster.name} is assumed, since this machine has no GPU: name yours by --gpu and --gpus")
     for reason in begun.reasons:
         console.print(f"- {reason}")
     launch = "rlplus" if cluster.gpus == 1 else f"torchrun --nproc_per_node {cluster.gpus} -m rlplus"
-    given = f" --gpus {cluster.gpus} --gpu {args.gpu}" if args.gpu else ""
+    given = f" --gpus {cluster.gpus}" if args.gpus or args.gpu else ""
+    given += f" --gpu {args.gpu}" if args.gpu else ""
     console.print(f"Next: rlplus plan {out} --data{given}, then {launch} train {out}")

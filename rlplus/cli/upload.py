@@ -1,6 +1,7 @@
 """`rlplus push`."""
 
 import argparse
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ def run(args: argparse.Namespace) -> None:
     """Upload, or print what would be."""
     from rlplus.config import check_run_folder
 
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", args.repository):
+        raise ValueError(f"want the repository as OWNER/NAME; got {args.repository!r}")
     folder = Path(args.folder)
     check_run_folder(folder)
     quiet_imports()

@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from rlplus.algorithm import ALGORITHMS
 from rlplus.common.section import Fraction, PathText, Positive, Section, Text
 from rlplus.config import problem_lines, read_yaml
-from rlplus.errors import hint
+from rlplus.errors import check_name, hint
 
 BASE = "Base"  # the model before training, a row of every table
 FIRST_SEARCHED = 1000  # the least seed of a search, which no study reports
@@ -216,6 +216,8 @@ def load_comparison(
     if "run" not in data:
         if not presets:
             raise ValueError(f"{path} is a training configuration: want --presets, the methods to compare")
+        for name in presets:
+            check_name("--presets", name, ALGORITHMS)
         data = {"run": path.name, "studies": {"Methods": {"settings": [""], "methods": list(presets)}}}
         data["methods"] = {name: {"preset": name} for name in presets}
     try:

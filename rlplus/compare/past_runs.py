@@ -10,6 +10,7 @@ import yaml
 from rlplus.compare.config import BASE, Comparison
 from rlplus.compare.outcomes import Results, outcome_of
 from rlplus.config import check_report_folder, is_run, recorded_config
+from rlplus.errors import check_name
 from rlplus.evaluation import Evaluation, load_results
 from rlplus.report import RunData, load_run
 
@@ -65,6 +66,8 @@ def results_of(arguments: Sequence[str], reference: str | None, provenance: Mapp
         raise ValueError(f"want the results of one base model at most; got {folders}")
     _check_tests(past)
     methods = _methods(runs)
+    if reference is not None:
+        check_name("--reference", reference, (*methods, BASE))
     seeds = _seeds(methods)
     outcomes = [
         outcome_of(one.folder, "", number, name, float(one.settings["train.lr"]), one.results)

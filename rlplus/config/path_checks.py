@@ -29,7 +29,7 @@ _HUB_DATA = re.compile(rf"{HUB_PREFIX}([\w-][\w.-]*/[\w-][\w.-]*)/([\w-][\w./-]*
 
 
 def check_training_files(config: Config, *, model: bool = True) -> None:
-    """ValueError for data, a model or an output folder that `train` could not read or make, or a missing package.
+    """ValueError for data, a model or an output folder that `train` could not read or make.
 
     model: whether there is one to start from already, which a stage makes for the next one.
     """
@@ -45,7 +45,6 @@ def check_training_files(config: Config, *, model: bool = True) -> None:
     if config.model.chat_template is not None:
         read_chat_template(config.model.chat_template)
     check_output_folder(Path(config.output_dir), "output_dir")
-    check_trackers(config)
 
 
 def check_trackers(config: Config) -> None:

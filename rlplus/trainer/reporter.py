@@ -219,8 +219,14 @@ class Reporter:
         left = _left(state["seconds_left"])
         if not left and phase_left is not None:
             left = f"about {duration(phase_left)} left in this phase"
-        place = f"{self._title} start" if begins else self._place(f"step {state['step'] + 1}")
+        place = f"{self._title} start" if begins else self._place(f"step {self._step_at_work()}")
         return "  ".join(filter(None, (place, ", ".join(what), left)))
+
+    def _step_at_work(self) -> int:
+        """The number of the step that the phase belongs to: behind the last step, its own."""
+        assert self._progress is not None
+        over = self._progress.share_done >= 1 or bool(self._progress.early_end)
+        return self._progress.step + (0 if over else 1)
 
     def _place(self, step: str) -> str:
         assert self._progress is not None

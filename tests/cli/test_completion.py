@@ -22,6 +22,8 @@ LINES = {  # what is typed, with Tab, and the arguments that the command then ge
     "rlplus train my_r\ttrain.weight_d\t0.5\n": "train|my_run.yaml|train.weight_decay=0.5",
     "rlplus plan my_r\t--js\talgorithm.objective.clip_l\t1\n": "plan|my_run.yaml|--json|algorithm.objective.clip_low=1",
     "rlplus report runs/fi\tres\t-o pa\t\n": "report|runs/first/results.json|-o|page.html",
+    "rlplus init --gpu mi\t--gpus 2\n": "init|--gpu|mi300x|--gpus|2",
+    "rlplus plan my_r\t--gpu rtx5\t\n": "plan|my_run.yaml|--gpu|rtx5090",
     "rlplus completion z\t\n": "completion|zsh",
 }
 

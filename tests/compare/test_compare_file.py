@@ -50,7 +50,7 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, change: dict[str, objec
         load_comparison(written(tmp_path, data))
 
 
-def test_settings_and_presets_choose() -> None:
+def test_settings_and_presets_choose(tmp_path: Path) -> None:
     shipped = load_comparison(EXPERIMENTS / "compare" / "paper.yaml", ["GRPO", "RL-PLUS", "cispo"], 2, ["noisy"])
     methods = shipped.studies["Methods"]
     assert (methods.settings, methods.methods, methods.seeds) == (["noisy"], ["cispo", "GRPO", "RL-PLUS"], 2)
@@ -63,6 +63,9 @@ def test_settings_and_presets_choose() -> None:
         load_comparison(EXPERIMENTS / "compare" / "paper.yaml", settings=["nosy"])
     with pytest.raises(ValueError, match="no such name in methods and presets: 'GRPPO'; nearest: "):
         load_comparison(EXPERIMENTS / "compare" / "paper.yaml", presets=["GRPPO"])
+    (training := tmp_path / "run.yaml").write_text("model: {path: x}\n")
+    with pytest.raises(ValueError, match=r"^want --presets one of rlplus, .*; got 'grppo'; nearest: grpo$"):
+        load_comparison(training, presets=["grpo", "grppo"])
 
 
 def test_empty_names_between_commas_are_left_out() -> None:

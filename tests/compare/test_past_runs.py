@@ -96,7 +96,7 @@ def test_without_a_base_model_there_is_no_row_of_it(runs: list[str]) -> None:
         ("benchmark", "want runs evaluated on the same benchmarks; .*rlplus-7 has test; .*grpo-7 has more, test"),
         ("base", "want the results of one base model at most; got .*base, .*base"),
         ("alone", "want runs that were trained; .*base has only results of an evaluation"),
-        ("reference", "studies.Runs.reference: want one of its methods, or Base; got 'ppo'"),
+        ("reference", "^want --reference one of rlplus, grpo, Base; got 'grppo'; nearest: grpo$"),
         ("mistyped", "want folders of runs, as FOLDER or NAME=FOLDER; got no/such, which is no folder"),
     ],
 )
@@ -120,7 +120,7 @@ def test_runs_that_cannot_be_compared_are_refused(runs: list[str], fault: str, m
         "mistyped": [*runs, "no/such"],
     }.get(fault, runs)
     with pytest.raises(ValueError, match=message):
-        results_of(given, "ppo" if fault == "reference" else None, {})
+        results_of(given, "grppo" if fault == "reference" else None, {})
 
 
 def test_options_of_training_are_refused(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,3 +202,37 @@ def test_wrong_files_and_models_get_the_words_of_train(
         assert init(name, file, out, *(rest or ["--gpu", "24g"])) == 2, message
         assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_an_assumed_machine_is_said(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    data, out = questions(tmp_path), tmp_path / "run.yaml"
+    assert init(model, data, out, "--gpus", "2") == 0
+    said = capsys.readouterr().out
+    assert "2 x a100-80g is assumed, since this machine has no GPU: name yours by --gpu and --gpus" in said
+    assert f"rlplus plan {out} --data --gpus 2, then" in said
+    assert init(model, data, tmp_path / "named.yaml", "--gpu", "24g") == 0
+    assert "is assumed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpus", "0"], "want --gpus of at least 1; got 0"),
+        (["--gpus", "0", "--gpu", "h100"], "want --gpus of at least 1; got 0"),
+        (["--out", "no/such/run.yaml"], "want --out a file in a folder that exists; got no/such/run.yaml"),
+    ],
+)
+def test_wrong_options_are_refused_before_the_search(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def searched(*arguments: object) -> None:
+        raise AssertionError("the search began")
+
+    monkeypatch.setattr("rlplus.init.start", searched)
+    assert init("no-model", "no-data.jsonl", tmp_path / "run.yaml", *options) == 2
+    assert message in capsys.readouterr().err

@@ -185,3 +185,9 @@ def test_stages_are_planned_with_their_data(tmp_path: Path, capsys: pytest.Captu
     path.write_text(config.to_yaml() + "stages:\n- train: {steps: 1}\n- data: {path: nowhere.jsonl}\n")
     assert main(["plan", str(path), "--gpus", "1", "--data"]) == 2
     assert "stage 2: want a data file; got data.path nowhere.jsonl" in capsys.readouterr().err
+
+
+def test_a_plan_needs_no_package_for_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training does: tests/trainer/test_trackers.py."""
+    monkeypatch.setattr("rlplus.config.path_checks.find_spec", lambda name: None)
+    assert plan(run_config(tmp_path, log={"wandb": "project"}), tmp_path) == 0

@@ -96,7 +96,7 @@ def test_a_hub_that_refuses_is_one_message_without_the_token(
         ("resumed", "want a finished run, with the weights in its model/; .* has none"),
         ("another model", "the results of test in .* are another model's: run `rlplus eval` again"),
         ("no run", "want the folder of a run, with config.yaml and metrics.jsonl"),
-        ("name", "owner//name"),
+        ("name", "want the repository as OWNER/NAME; got 'owner//name'"),
     ],
 )
 def test_what_is_no_finished_run_is_refused(
@@ -118,3 +118,12 @@ def test_what_is_no_finished_run_is_refused(
         assert main(["push", str(copy), "owner//name" if fault == "name" else "owner/name"]) == 2
         assert hub.asked == []
     assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]], ids=" ".join)
+@pytest.mark.parametrize("repository", ["notaname", "a/b/c", "/name", "owner/", "an owner/name"])
+def test_the_repository_is_looked_at_first(
+    repository: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(tmp_path / "no run"), repository, *options]) == 2
+    assert f"want the repository as OWNER/NAME; got {repository!r}" in capsys.readouterr().err

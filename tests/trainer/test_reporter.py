@@ -103,6 +103,21 @@ def test_after_a_resume_percentage_and_time_left_are_the_whole_runs(
     assert (state["step"], state["steps"], state["share_done"], state["resumed_at"]) == (150, 200, 0.75, 150)
 
 
+@pytest.mark.parametrize(
+    ("train", "step", "generated"), [({"steps": 6}, 6, 0), ({"steps": 9, "generated_tokens": 100}, 6, 100)]
+)
+def test_behind_the_last_step_none_begins(
+    train: dict[str, int], step: int, generated: int, tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = reporter(tmp_path / "run", clock)
+    report.follow(at_step(run_config(tmp_path, train=train), step, generated), [])
+    activity.current.begin("export")
+    clock.now += SETTLED_S
+    report.look()
+    want = f"rlplus 100% step {step} of {train['steps']}  writing the model, {SETTLED_S:.0f} s"
+    assert capsys.readouterr().err.startswith(want)
+
+
 def test_the_line_of_a_step_has_its_seconds_and_the_time_left(
     tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
