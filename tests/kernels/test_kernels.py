@@ -8,7 +8,7 @@ import torch
 from closed_form import FEATURES, all_objectives
 from head_cases import EVERYTHING, Head, check_precision, on_device, sample, tensors
 from head_rows import BLOCK_V, statistics
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -171,6 +171,7 @@ def test_rows_without_a_gradient_cost_a_forward_pass_alone(monkeypatch: pytest.M
     check_precision(got, head, constants, objective)
 
 
+@example(n=5000, V=1000, H=1, scratch=1e6, gradient=True, own=False, bonus=False, copies=2, dtype=torch.bfloat16)
 @given(
     n=st.integers(0, 5000), V=st.integers(1, 200_000), H=st.integers(1, 5000), scratch=st.floats(1.0, 1e10),
     gradient=st.booleans(), own=st.booleans(), bonus=st.booleans(), copies=st.integers(1, 2),
