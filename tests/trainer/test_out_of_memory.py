@@ -146,7 +146,7 @@ def test_what_the_advice_says_a_switch_saves_is_what_the_plan_says(tmp_path: Pat
 
 
 RESUMABLE = {"train.memory", "train.max_scratch_mb", "train.tokens_per_micro_batch", "model.gradient_checkpointing"}
-RESUMABLE |= {"rollout.sleep", "rollout.gpu_memory_utilization"}
+RESUMABLE |= {"rollout.sleep", "rollout.gpu_memory_utilization", "rollout.kv_cache_memory_mb", "rollout.share_weights"}
 
 
 def test_a_resume_may_take_less_memory(tmp_path: Path) -> None:
