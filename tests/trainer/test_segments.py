@@ -1,5 +1,7 @@
 """Responses in segments: mixed versions and their logprobs, the same responses, resuming, and what waits."""
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from rlplus.config import Config
 from rlplus.data import Sample
 from rlplus.recipe import Batch
 from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import open_run, train
+from rlplus.trainer import Interrupted, open_run, train
 from rlplus.trainer.loop import train_step
 from rlplus.trainer.step import Step
 from rlplus.verify import verify_run
@@ -206,8 +208,8 @@ def test_a_run_killed_in_every_step_ends_bit_for_bit_as_one_that_was_not(tmp_pat
 
 
 def test_a_step_that_is_lost_takes_nothing_with_it_that_waits(tmp_path, monkeypatch):
-    """An engine that fails once is asked again; one that fails twice ends the run, whose checkpoint has all that
-    waited."""
+    """An engine that fails once is asked again; one that fails twice ends the run, as does a signal after the draw:
+    their checkpoints have all that waited."""
     whole = train(segmented(tmp_path, "whole", 4))
     with monkeypatch.context() as patch:
         fail(patch, 3)
@@ -218,7 +220,20 @@ def test_a_step_that_is_lost_takes_nothing_with_it_that_waits(tmp_path, monkeypa
         with pytest.raises(RuntimeError, match="illegal memory access"):
             train(config)
     lost = train(config, resume="newest")
-    for folder in (again, lost):
+    config, credit, batches = segmented(tmp_path, "given up", 4), Step.credit, []
+
+    def credit_and_stop(step: Step, batch: Batch) -> None:
+        batches.append(batch)
+        if len(batches) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        credit(step, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Step, "credit", credit_and_stop)
+        with pytest.raises(Interrupted):
+            train(config)
+    given_up = train(config, resume="newest")
+    for folder in (again, lost, given_up):
         assert same(whole, folder)
         assert metrics(whole) == metrics(folder)
 
