@@ -139,7 +139,10 @@ def failure(tree: Path, status: int) -> str | None:
         return f"the process ended by {signal.Signals(os.WTERMSIG(status)).name}"
     # An ERROR in a test is its fixture's; one in a file is a mistake that cannot be compiled or imported.
     failed = re.search(r"^(?:FAILED|ERROR) (?:\S*/)?(\S+::.*?)(?: - |$)", output, re.MULTILINE)
-    assert (failed is None) == (os.waitstatus_to_exitcode(status) == 0), output  # no test at all is no success
+    code = os.waitstatus_to_exitcode(status)
+    if failed is None and code == 2:
+        return "the tests were interrupted, as by a signal"
+    assert (failed is None) == (code == 0), output  # no test at all is no success
     return failed and failed[1]
 
 
