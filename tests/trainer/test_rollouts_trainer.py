@@ -68,7 +68,7 @@ def test_no_weight_learns_from_an_engine_with_other_weights(tmp_path, monkeypatc
 
 def test_the_probe_sees_a_wrong_first_push_before_anything_is_generated(tmp_path, monkeypatch, stale):
     stale(0)
-    monkeypatch.setattr(rlplus.trainer.rollouts, "generate", None)
+    monkeypatch.setattr(rlplus.trainer.rollouts, "generate", lambda *_: pytest.fail("it was generated"))
     with pytest.raises(RunFailed, match=r"mean gap between .* trainer is .* after the push of version 0; want at most"):
         train(run_config(tmp_path))
 
