@@ -1,6 +1,7 @@
 """Resuming: nothing to resume, finished runs, damage, other inputs, other software."""
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -109,6 +110,11 @@ def test_a_flipped_bit_is_found_or_has_no_effect(tmp_path):
         file.write_bytes(whole)
     assert not checkpoint._damage([file])
     assert found >= 20 * 8 + 3 * 4  # the bytes of the numbers at least
+    for entry in re.finditer(rb"PK\x01\x02", whole):
+        for place in range(entry.start() + 20, entry.start() + 28):  # both sizes, found before torch raises
+            damaged(file, place)
+            assert checkpoint._damage([file]), place
+            file.write_bytes(whole)
 
 
 @pytest.mark.parametrize(
