@@ -143,6 +143,7 @@ def test_later_steps_and_unfinished_files_are_dropped(tmp_path: Path) -> None:
         "step-000001",
         "step-000002",
         "step-000002-amc-1-000000",
+        "step-000003",
         "step-000010",
         "step-000011-amc-0-000000",
         "evaluation-amc-0-000000",
