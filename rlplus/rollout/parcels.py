@@ -45,7 +45,7 @@ class Parcel:
                 raise ValueError(f"want {name} of a dtype among {', '.join(FLOATS)}; got {kind}")
             dtype = FLOATS[kind]
             end = begin + math.prod(shape) * dtype.itemsize
-            if begin % ALIGNMENT or end > memory.numel():
+            if begin % ALIGNMENT or begin < 0 or min(shape, default=0) < 0 or end > memory.numel():
                 raise ValueError(f"want {name} at bytes {begin} to {end} of a parcel; it has {memory.numel()}")
             data = memory[begin:end]
             if (got := checksum(data)) != want:
@@ -55,7 +55,7 @@ class Parcel:
 
 def shared_memory(pid: int, fd: int) -> Tensor:
     """The bytes under a descriptor of a process on this machine, mapped; ValueError if they may still change."""
-    path = f"/proc/{pid}/fd/{fd}"
+    path = f"/proc/{int(pid)}/fd/{int(fd)}"  # numbers: a request may hold anything
     try:
         ours = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -75,16 +75,17 @@ def shared_memory(pid: int, fd: int) -> Tensor:
 
 
 def checksum(data: Tensor) -> int:
-    """A checksum of bytes that are aligned to 8: sums of pages, each times the page's number, modulo 2**64.
+    """A checksum of bytes that are aligned to 8: sums of pages, each times an odd number of its own, modulo 2**64.
 
-    It notices a page that is missing, torn, stale or in another's place and any single change of a word; not two words
-    of one page that are exchanged. It reads memory once, at about its speed.
+    An even one would lose the words' upper bits. It notices a page that is missing, torn, stale or in another's place
+    and any single change of a word; not two words of one page that are exchanged. It reads memory once, at about its
+    speed.
     """
     whole = data.numel() // PAGE * PAGE
     rest = torch.zeros(PAGE, dtype=torch.uint8)
     rest[: data.numel() - whole] = data[whole:]
     sums = torch.cat([data[:whole].view(torch.int64).view(-1, PAGE // 8).sum(1), rest.view(torch.int64).sum()[None]])
-    return int((sums * torch.arange(1, len(sums) + 1)).sum())
+    return int((sums * torch.arange(1, 2 * len(sums), 2)).sum())
 
 
 class Memory:
