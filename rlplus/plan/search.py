@@ -16,7 +16,7 @@ from rlplus.rollout import DEFAULT_CACHE_MB
 
 Changes = Mapping[str, Any]
 SHOWN = 4  # remedies
-LEAST_CACHE_MB = 256
+LEAST_CACHE_MB = 256  # the smallest rollout.kv_cache_memory_mb that is tried
 SHARE = "rollout.gpu_memory_utilization"
 
 

@@ -17,14 +17,6 @@ from rlplus.rollout import RunFailed
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture
-def fake() -> Iterator[FakeServer]:
-    server = FakeServer()
-    yield server
-    server.http.shutdown()
-    server.http.server_close()
-
-
 def test_nccl(fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The broadcast runs while the server's call does, from a source that declares what it gives, in its order."""
     from vllm.distributed.weight_transfer import nccl_engine

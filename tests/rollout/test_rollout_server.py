@@ -22,14 +22,6 @@ from rlplus.common.kept_sets import KeptSets
 from rlplus.rollout import RolloutEngine, RunFailed, Sampling, check_kept
 
 
-@pytest.fixture
-def fake() -> Iterator[FakeServer]:
-    server = FakeServer()
-    yield server
-    server.http.shutdown()
-    server.http.server_close()
-
-
 def test_what_is_asked_and_what_is_pushed(fake: FakeServer, tmp_path: Path) -> None:
     model = tiny_model(tied=False)
     save(model, tmp_path)
