@@ -71,7 +71,7 @@ class Control:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._post("/finish_weight_update")
-        reset = parsed(self._post("/reset_prefix_cache"))
+        reset = parsed(self._post("/reset_prefix_cache?reset_external=true"))  # other caches of keys and values, too
         if reset != {"success": True}:
             raise OSError(f"it did not reset its prefix cache ({reset}); does somebody else use it?")
         self._post("/update_weight_version", {"new_version": weight_version or self.version})

@@ -232,7 +232,7 @@ class VLLMEngine:
         self._load(weights, version)
         if asleep:
             self._llm.wake_up(["kv_cache"])
-        if not self._llm.reset_prefix_cache():
+        if not self._llm.reset_prefix_cache(reset_connector=True):  # other caches of keys and values, too
             raise RuntimeError("vLLM did not reset its prefix cache: keys and values of the old weights would be used")
         self._llm.update_weight_version(str(version))
         if (tag := self._llm.get_weight_version()) != str(version):

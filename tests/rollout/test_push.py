@@ -261,6 +261,7 @@ class OrderedLLM:
         self.calls.append("finish")
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        assert reset_connector, "older keys outside of the GPU"
         assert self.cache, "resetting a cache that is asleep"
         self.dirty = False
         self.calls.append("reset_prefix_cache")
