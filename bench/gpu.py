@@ -1,13 +1,14 @@
-"""Everything to do on a GPU that is lent for half an hour: bench/gpu.sh [--cpu] [FOLDER] [STEP...]
+"""Everything to do on a GPU that is lent for a quarter of an hour: bench/gpu.sh [--cpu] [FOLDER] [STEP...]
 
-Steps, in this order: selfcheck bench tune tuned tests sanitize. A call ends within ten minutes, all calls together take
-at most 27 of running time; a call goes on where the last one with this FOLDER (default: gpu-results) stopped. Exit
-status: 0 all passed, 1 something failed, 75 not finished: run the same command again. A refused self-check stops
-everything. STEPs that are named run again, whatever earlier calls found.
+Steps, in this order: selfcheck bench training distill tests tune tuned kernels sanitize. A call ends within ten
+minutes, all calls together take at most 13 of running time; a call goes on where the last one with this FOLDER
+(default: gpu-results) stopped. Exit status: 0 all passed, 1 something failed, 75 not finished: run the same command
+again. A refused self-check stops everything. STEPs that are named run again, whatever earlier calls found.
 
-FOLDER gets summary.txt, log.txt, state.json, the results of bench (gpu.json), of tune (tuning.json) and of bench with
-that tuning (tuned.json), and plots: at most 8 files, which are copied to the folder OUT if the environment names one.
---cpu: the same order on small numbers, in Triton's interpreter; what needs a GPU is skipped and says so.
+FOLDER gets summary.txt, log.txt, state.json, the results of bench (gpu.json), training (training.json), tune
+(tuning.json) and bench with that tuning (tuned.json), and plots. All but the plots, which can be drawn from the
+results, are copied to the folder OUT if the environment names one. --cpu: the same order on small numbers, in Triton's
+interpreter; what needs a GPU is skipped and says so.
 """
 
 import json
@@ -24,11 +25,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CALL_S = 570.0  # limit of a call, which may take 600 with the start of Python and the copies of the results
-TOTAL_S = 1620.0  # limit of all calls; the rest of half an hour goes into starting the machine and carrying files
+TOTAL_S = (
+    780.0  # limit of all calls; the rest of a quarter of an hour goes into starting the machine and carrying files
+)
 LEAST_S = 20.0  # no part begins with less left
 GRACE_S = 10.0  # a process that is asked to end has this long before it is killed
 UNFINISHED = 75
-STEPS = ("selfcheck", "bench", "tune", "tuned", "tests", "sanitize")
+STEPS = ("selfcheck", "bench", "training", "distill", "tests", "tune", "tuned", "kernels", "sanitize")
 LOG, STATE = "log.txt", "state.json"
 
 ENVIRONMENT = """
@@ -77,31 +80,50 @@ def parts(folder: Path, cpu: bool) -> list[Part]:
     """The parts in order. No call's end cuts one short, since each starts only where it fits."""
     python, tuning, out = sys.executable, str(folder / "tuning.json"), str(folder)
     bench, tiny = [python, "-m", "bench", "--output", out], ["--tiny"] if cpu else []
-    head = ["--head", "151936", "3584", "--seconds", "270"]  # Qwen2.5-7B's, as in the main case of bench
+    head = ["--head", "151936", "3584", "--seconds", "150"]  # Qwen2.5-7B's, as in the main case of bench
+    distill = [
+        "--device",
+        "cuda",
+        "--dtype",
+        "bfloat16",
+        "--tokens",
+        "8192",
+        "--hidden",
+        "4096",
+        "--vocabulary",
+        "151936",
+    ]
     if cpu:
         head = ["--head", "300", "32", "--tokens", "16", "--max-scratch-mb", "1", "--seconds", "20"]
+        distill = ["--tokens", "16", "--hidden", "32", "--vocabulary", "300", "--rounds", "1"]
+    trainer = "" if find_spec("deepspeed") else "deepspeed is not installed"
+    training = [python, "-m", "bench.training", str(folder / "training.json"), *tiny]
+    test_gpu, kernels = tests(cpu)
     return [
-        Part("selfcheck", "selfcheck", 180, [python, "-c", SELFCHECK]),
-        Part("bench", "bench", 380, [*bench, "--suite", "gpu", *tiny]),
-        Part("tune", "tune", 310, [python, "-m", "bench", "tune", *head, "--output", tuning]),
-        Part("tuned", "tuned", 100, [*bench, "--suite", "tuned", "--tuning", tuning, *tiny], needs="tune"),
-        *tests(cpu),
+        Part("selfcheck", "selfcheck", 120, [python, "-c", SELFCHECK]),
+        Part("bench", "bench", 300, [*bench, "--suite", "gpu", *tiny]),
+        Part("training", "training", 120, training, skip=trainer),
+        Part("distill", "distill", 60, [python, "-m", "bench.distill", *distill]),
+        test_gpu,
+        Part("tune", "tune", 180, [python, "-m", "bench", "tune", *head, "--output", tuning]),
+        Part("tuned", "tuned", 70, [*bench, "--suite", "tuned", "--tuning", tuning, *tiny], needs="tune"),
+        kernels,
         *sanitizers(cpu),
     ]
 
 
-def tests(cpu: bool) -> list[Part]:
+def tests(cpu: bool) -> tuple[Part, Part]:
     pytest = [sys.executable, "-m", "pytest", "-q", "--durations=10", "-p", "no:cacheprovider"]
     if not cpu:
-        pytest += ["-n", "6"] if find_spec("xdist") else []
+        pytest += ["-n", "10"] if find_spec("xdist") else []
     files = ("test_gemm_kernel", "test_kernels", "test_row_kernels", "test_token_kernel", "test_scale_kernel")
     kernels = [*(f"tests/kernels/{name}.py" for name in files), "tests/loss/test_exponentials.py"]
     # The rehearsal imports all of them, including the GPU tests.
     chosen = ["tests/kernels/test_gpu.py", *kernels, "-k", "test_gemm_kernel and same_inputs"] if cpu else kernels
-    return [
-        Part("test_gpu", "tests", 155, [*pytest, "tests/kernels/test_gpu.py"], skip="needs a GPU" if cpu else ""),
-        Part("kernels", "tests", 240, [*pytest, *chosen]),
-    ]
+    return (
+        Part("test_gpu", "tests", 150, [*pytest, "tests/kernels/test_gpu.py"], skip="needs a GPU" if cpu else ""),
+        Part("kernels", "kernels", 150, [*pytest, *chosen]),
+    )
 
 
 def sanitizers(cpu: bool) -> list[Part]:
@@ -265,7 +287,7 @@ def main(arguments: list[str]) -> int:
         return session.go_on()
     finally:
         if (copies := os.environ.get("OUT")) and Path(copies).resolve() != folder:
-            for file in filter(Path.is_file, folder.iterdir()):
+            for file in (path for path in folder.iterdir() if path.is_file() and path.suffix != ".png"):
                 shutil.copy2(file, copies)
 
 
