@@ -92,8 +92,9 @@ def linear_exponentials(
     hidden (n, H), weight (V, H): bf16, fp16 or fp32, contiguous in H; slow, but right, where their rows are not a
     multiple of 16 bytes apart. values as `target_logits` left them; the others as there.
 
-    listed (n,) int64: the numbers of the rows to compute, then -1. Without exponentials each of their tiles has its own
-    reference, its largest logit; with them it is their REFERENCE, which `finish_rows` updated.
+    listed (n,) int64: the numbers of the rows to compute, then -1. Each program takes a tile of the vocabulary for all
+    of them, and ends at once if there is none. Without exponentials each of their tiles has its own reference, its
+    largest logit; with them it is their REFERENCE, which `finish_rows` updated.
     """
     (n, H), V = hidden.shape, len(weight)
     check(values, target, row_temperature)
@@ -113,7 +114,9 @@ def linear_exponentials(
         shapes = ((tile.BLOCK_M, tile.BLOCK_H), (tile.BLOCK_V, tile.BLOCK_H))
         sides = tuple(TensorDescriptor.from_tensor(x, list(s)) for x, s in zip(sides, shapes, strict=True))
         strides = (0, 0)  # the descriptors know
-    _tile_kernel[(triton.cdiv(n, tile.BLOCK_M) * columns,)](
+    # Listed rows are nearly always none: then a program is not worth its start, which takes a processor a microsecond.
+    programs = columns if listed is not None else triton.cdiv(n, tile.BLOCK_M) * columns
+    _tile_kernel[(programs,)](
         partial, exponentials, values, *sides, target, bias, listed,
         (n, V, H, V if exponentials is None else exponentials.shape[1]),
         (*strides, 0 if exponentials is None else exponentials.stride(0)), 1 / temperature, softcap, row_temperature,
@@ -192,19 +195,42 @@ def _tile_kernel(
     inv_temperature, softcap, row_temperature,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
+    n, V = sizes[0], sizes[1]
+    tiles_m, tiles_v = tl.cdiv(n, BLOCK_M), tl.cdiv(V, BLOCK_V)
+    if listed is None:
+        group, within = tl.program_id(0) // (GROUP_M * tiles_v), tl.program_id(0) % (GROUP_M * tiles_v)
+        size = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+        _tile(
+            partial, exponentials, values, hidden, weight, target, bias, listed, sizes, strides,
+            inv_temperature, softcap, row_temperature, group * GROUP_M + within % size, within // size,
+            BLOCK_M, BLOCK_V, BLOCK_H, TMA,
+        )  # fmt: skip
+    else:
+        tile_m = 0
+        first = tl.load(listed)
+        while first >= 0:
+            _tile(
+                partial, exponentials, values, hidden, weight, target, bias, listed, sizes, strides,
+                inv_temperature, softcap, row_temperature, tile_m, tl.program_id(0),
+                BLOCK_M, BLOCK_V, BLOCK_H, TMA,
+            )  # fmt: skip
+            tile_m += 1
+            first = tl.load(listed + tile_m * BLOCK_M, tile_m < tiles_m, -1)
+
+
+@triton.jit
+def _tile(
+    partial, exponentials, values, hidden, weight, target, bias, listed, sizes, strides,
+    inv_temperature, softcap, row_temperature, tile_m, tile_v,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     n, V, H, W = sizes
     stride_hidden, stride_weight, stride_e = strides
-    tiles_m, tiles_v = tl.cdiv(n, BLOCK_M), tl.cdiv(V, BLOCK_V)
-    group, within = tl.program_id(0) // (GROUP_M * tiles_v), tl.program_id(0) % (GROUP_M * tiles_v)
-    size = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
-    tile_m, tile_v = group * GROUP_M + within % size, within // size
     m, v = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
     here = m < n
     if listed is not None:
         m = tl.load(listed + m, here, -1).to(tl.int32)
         here = m >= 0
-        if tl.max(m, 0) < 0:
-            return
 
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     if TMA:
