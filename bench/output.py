@@ -70,8 +70,9 @@ def ratio(row: Row) -> str:
 
 
 def cell(row: Row) -> str:
-    """`ratio` with the reason shortened to two words."""
-    return ratio(row).partition(": a ")[0].partition(": no ")[0]
+    """`ratio` with the reason shortened to a few words."""
+    text = ratio(row).partition(": a ")[0].partition(": no ")[0]
+    return ":".join(text.split(":")[:2]) if text.startswith("failed: ") else text
 
 
 def lines(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -267,27 +268,30 @@ def side_table(result: Result) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-SHORT = (
-    "cpp", "torch", "CCE none", "torch linear CE none", "verl torch", "TRL", "Liger GRPO tuned", "naive torch",
+ON_GPU = (
+    "triton", "triton into", "Liger linear CE", "naive torch", "TRL", "verl triton", "torch", "verl torch", "CCE none",
+    "Liger GRPO tuned",
 )  # fmt: skip
 
 
-def short_table(result: Result) -> str:
-    """Some methods side by side: speed, in bf16 only where the processor can multiply in it; memory and accuracy."""
-    cases = cases_of(result, "main")
-    half = cases["bfloat16"]
-    timed = ("float32", "bfloat16") if result["hardware"].get("bf16_instructions", True) else ("float32",)
+def gpu_table(result: Result) -> str:
+    """Some methods side by side on a GPU: speed, memory and accuracy in bf16."""
+    case = cases_of(result, "main")["bfloat16"]
+    case = case | {"rows": [row for found in result["cases"] if same_sizes(found, case) for row in found["rows"]]}
     rows = []
-    for name in SHORT:
-        row = row_of(half, name) or {"status": ""}
+    for name in ON_GPU:
+        row = row_of(case, name) or {"status": ""}
         method = f"rlplus, `{name}`" if METHODS[name].package == "rlplus" else name
-        times = (ratio(found) if (found := row_of(cases[dtype], name)) else "" for dtype in timed)
-        numbers = number(row.get("extra_mb"), ".0f"), number(row.get("logprob_error"), ".0e")
-        rows.append([method, LOSSES[METHODS[name].kind], *times, *numbers])
-    short = {"float32": "fp32", "bfloat16": "bf16"}
-    speeds = (f"{short[dtype]}, ×bare" for dtype in timed)
-    header = ("method", "loss", *speeds, "bf16, MB", "bf16, error of a logprob")
-    return f"{lines(header, rows)}\n\n{machine(result)}, N={half['N']}, H={half['H']}, V={half['V']}.\n"
+        errors = number(row.get("logprob_error"), ".0e"), number(row.get("dweight_error"), ".1e")
+        rows.append([method, LOSSES[METHODS[name].kind], cell(row), number(row.get("extra_mb"), ".0f"), *errors])
+    header = ("method", "loss", "×bare", "MB", "error of a logprob", "error of dW")
+    versions = f"torch {result['versions']['torch']}, Triton {result['versions']['triton']}"
+    sizes = f"N={case['N']}, H={case['H']}, V={case['V']}, bf16"
+    return f"{lines(header, rows)}\n\n{result['device']}, {versions}, {sizes}.\n"
+
+
+def same_sizes(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return not one["forward"] and all(one[name] == other[name] for name in (*SIZES, "dtype"))
 
 
 def manual_part(results: dict[str, Result]) -> str:

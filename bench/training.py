@@ -133,7 +133,8 @@ def measure(folder: Path, model: str, tiny: bool, file: Path) -> None:
     plan = make_plan(config, this_cluster(config))
     memory = run(settings)
     steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    found = {"revision": revision(), "versions": versions(), "model": model, "settings": settings.read_text()}
+    found: dict[str, Any] = {"revision": revision(), "versions": versions(), "model": model}
+    found |= {"settings": settings.read_text()}
     found |= {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
     found |= {"plan": plan.to_json(), "memory": memory, "steps": steps}
     file.write_text(json.dumps(found, indent=1) + "\n")

@@ -249,8 +249,8 @@ def measurements() -> str:
 
 
 def peers() -> str:
-    """The README's table: a few methods of the first processor's results."""
-    return output.short_table(output.load(ROOT / "bench/results")["cpu-1"]).strip()
+    """The README's table: a few methods on a GPU."""
+    return output.gpu_table(output.load(ROOT / "bench/results")["gpu"]).strip()
 
 
 def compared(files: str) -> dict[tuple[str, int], tuple[Results, dict[str, Study]]]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlplus.loss.objective import Objective
+from rlplus.loss.objective import OBJECTIVES, Objective
 from rlplus.loss.tokens import TokenConstants
 
 
@@ -53,7 +53,7 @@ def _number(name: str, value: object, dtype: torch.dtype) -> object:
 def objective_of(given: object) -> Objective:
     """The objective; a name's is its preset's, None's the default. ValueError for anything else."""
     if given is None:
-        return Objective()
+        return OBJECTIVES["rlplus"]
     if isinstance(given, str):
         return Objective.preset(given)
     if not isinstance(given, Objective):

@@ -1,16 +1,14 @@
 """The fused operations as torch sees them: custom ops with fake versions and gradients.
 
 The policy loss computes its gradients in the forward pass; `attach_gradients` returns them, scaled, in the backward
-pass. The arguments of an op are the fields of `Head` and of similar classes, and its schema is derived from their
-annotations: a new field is a new argument.
+pass. The arguments of an op are those of `op_arguments.py`.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib import import_module
-from itertools import islice
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +20,7 @@ from rlplus.loss.divergence import check_topk
 from rlplus.loss.faults import advising
 from rlplus.loss.head import Head
 from rlplus.loss.inputs import check_apart, check_constant_values, check_differentiated_once, check_values
+from rlplus.loss.op_arguments import Options, schema, unpack
 from rlplus.loss.precision import full_precision
 
 PIECE = 2048  # rows of a gradient that are scaled at a time
@@ -39,43 +38,6 @@ DIVERGENCES = {"torch": "chunked", "triton": "divergence_chunks"}  # modules of 
 def implementation(backend: str) -> ModuleType:
     """The module that computes; a backend is imported when it is first used."""
     return import_module(f".backends.{MODULES.get(backend, backend)}", __package__)
-
-
-class Options(NamedTuple):
-    """Options of the policy loss. memory: "fast", "least", or "faster", the one that takes less time by `cost`."""
-
-    grad_filter: float
-    scratch_bytes: float
-    backend: str
-    memory: str
-
-
-FIELDS = {kind: tuple(kind.__annotations__) for kind in (Head, TokenConstants, Objective, Options)}
-TYPES = {  # names in a schema
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    float: "float",
-    float | None: "float?",
-    str: "str",
-}
-
-
-def _schema(*kinds: type) -> str:
-    """The schema of an op that takes these classes."""
-    return ", ".join(
-        f"{TYPES[type_]} {kind.__name__}_{name}" for kind in kinds for name, type_ in kind.__annotations__.items()
-    )
-
-
-def pack(*parts: Any) -> list[Any]:
-    """Instances of classes in FIELDS -> the arguments of an op."""
-    return [getattr(part, name) for part in parts for name in FIELDS[type(part)]]
-
-
-def _unpack(arguments: Sequence[Any], *kinds: Any) -> list[Any]:
-    """The inverse of `pack`: the instances, then the remaining arguments."""
-    rest = iter(arguments)
-    return [*(kind(*islice(rest, len(FIELDS[kind]))) for kind in kinds), *rest]
 
 
 def check_policy_rows(head: Head, constants: TokenConstants, objective: Objective) -> tuple[Tensor, Tensor]:
@@ -134,18 +96,29 @@ def _shards(head: Head, backend: str, scratch_bytes: float, *rest: Any) -> Any:
     return sharded().meet(head, implementation(backend), scratch_bytes, *rest) if head.group else None
 
 
-@torch.library.custom_op(
-    "rlplus::linear_policy_loss",
-    mutates_args=("weight_grad",),
-    schema=f"(Tensor(a!)? weight_grad, bool[] needs, {_schema(Head, TokenConstants, Objective, Options)}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def linear_policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
+_POLICY = f"bool[] needs, {schema(Head, TokenConstants, Objective, Options)}) -> ({', '.join(['Tensor'] * 7)})"
+
+
+@torch.library.custom_op("rlplus::linear_policy_loss", mutates_args=(), schema=f"({_POLICY}")
+def linear_policy_loss(needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
     """-> loss, logprob, entropy, stats, dhidden, dweight, dbias (without elements where not needed).
 
-    With weight_grad the gradient of weight is added there. Not differentiable, see `attach_gradients`.
+    Not differentiable, see `attach_gradients`.
     """
-    head, constants, objective, options = _unpack(arguments, Head, TokenConstants, Objective, Options)
+    return _policy_loss(None, needs, *arguments)
+
+
+# An op of its own: torch spends half a millisecond on the arguments of an op that may write to one of them.
+@torch.library.custom_op(
+    "rlplus::linear_policy_loss_into", mutates_args=("weight_grad",), schema=f"(Tensor(a!) weight_grad, {_POLICY}"
+)
+def linear_policy_loss_into(weight_grad: Tensor, needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
+    """As `linear_policy_loss`; the gradient of weight is added to weight_grad."""
+    return _policy_loss(weight_grad, needs, *arguments)
+
+
+def _policy_loss(weight_grad: Tensor | None, needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
+    head, constants, objective, options = unpack(arguments, Head, TokenConstants, Objective, Options)
     memory, blocks = options.memory, implementation(options.backend)
     with _telling(head):
         if weight_grad is not None:
@@ -193,13 +166,16 @@ def _in_one_dtype(
     return *rest, dhidden, dweight, dbias.to((head.weight if head.bias is None else head.bias).dtype)
 
 
-@linear_policy_loss.register_fake
-def _(weight_grad, needs, *arguments):  # type: ignore[no-untyped-def]
-    head, constants, *_ = _unpack(arguments, Head, TokenConstants)
+def _empty_policy_loss(needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
+    head, constants, *_ = unpack(arguments, Head, TokenConstants)
     stats = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
     rows = (head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
     loss, sums = (head.hidden.new_empty(shape, dtype=head.dtype) for shape in ((), len(stats)))
     return loss, *rows, sums, *_empty_gradients(head, needs)
+
+
+linear_policy_loss.register_fake(_empty_policy_loss)
+linear_policy_loss_into.register_fake(lambda weight_grad, *rest: _empty_policy_loss(*rest))
 
 
 def _empty_gradients(head: Head, needs: Sequence[bool]) -> tuple[Tensor, ...]:
@@ -210,12 +186,12 @@ def _empty_gradients(head: Head, needs: Sequence[bool]) -> tuple[Tensor, ...]:
 @torch.library.custom_op(
     "rlplus::linear_divergence",
     mutates_args=(),
-    schema=f"(bool[] needs, {_schema(Head)}, {_schema(Head).replace('Head_', 'Teacher_')}, Tensor token_weight, "
+    schema=f"(bool[] needs, {schema(Head)}, {schema(Head).replace('Head_', 'Teacher_')}, Tensor token_weight, "
     "float beta, float scratch_bytes, str backend) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def linear_divergence(needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
     """-> loss, divergence (N,), dhidden, dweight, dbias (without elements where not needed); see `attach_gradients`."""
-    head, teacher, weights, beta, scratch_bytes, backend = _unpack(arguments, Head, Head)
+    head, teacher, weights, beta, scratch_bytes, backend = unpack(arguments, Head, Head)
     check_weighted_rows(weights, head, teacher)
 
     def compute(head: Head, *where: Any) -> Any:
@@ -231,12 +207,12 @@ def linear_divergence(needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, .
 @torch.library.custom_op(
     "rlplus::linear_topk_divergence",
     mutates_args=(),
-    schema=f"(bool[] needs, {_schema(Head)}, Tensor tokens, Tensor logprobs, Tensor token_weight, float beta, "
+    schema=f"(bool[] needs, {schema(Head)}, Tensor tokens, Tensor logprobs, Tensor token_weight, float beta, "
     "float scratch_bytes) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def linear_topk_divergence(needs: Sequence[bool], *arguments: Any) -> tuple[Tensor, ...]:
     """As `linear_divergence`, from the teacher's tokens and logprobs (N, k); by the `torch` backend."""
-    head, tokens, logprobs, weights, *rest = _unpack(arguments, Head)
+    head, tokens, logprobs, weights, *rest = unpack(arguments, Head)
     check_weighted_rows(weights, head)
     check_topk(tokens, logprobs, len(head.weight), weights != 0)
 
@@ -251,7 +227,7 @@ def linear_topk_divergence(needs: Sequence[bool], *arguments: Any) -> tuple[Tens
 @linear_topk_divergence.register_fake
 @linear_divergence.register_fake
 def _(needs, *arguments):  # type: ignore[no-untyped-def]
-    head, *_ = _unpack(arguments, Head)
+    head, *_ = unpack(arguments, Head)
     loss, rows = (head.hidden.new_empty(shape, dtype=head.dtype) for shape in ((), len(head.target)))
     return loss, rows, *_empty_gradients(head, needs)
 
@@ -316,11 +292,11 @@ attach_gradients.register_autograd(_scale_gradients, setup_context=_keep_gradien
 @torch.library.custom_op(
     "rlplus::linear_logprob",
     mutates_args=(),
-    schema=f"({_schema(Head)}, float scratch_bytes, str backend) -> (Tensor, Tensor)",
+    schema=f"({schema(Head)}, float scratch_bytes, str backend) -> (Tensor, Tensor)",
 )
 def linear_logprob(*arguments: Any) -> tuple[Tensor, Tensor]:
     """-> logprob (N,), NaN where the target is IGNORED, and entropy (N,)."""
-    head, scratch_bytes, backend = _unpack(arguments, Head)
+    head, scratch_bytes, backend = unpack(arguments, Head)
     with _telling(head):
         on = check_logprob_rows(head)
     shards = _shards(head, backend, scratch_bytes, on, ("logprob",), {})
@@ -337,19 +313,19 @@ def linear_logprob(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 @linear_logprob.register_fake
 def _(*arguments):  # type: ignore[no-untyped-def]
-    head, *_ = _unpack(arguments, Head)
+    head, *_ = unpack(arguments, Head)
     return tuple(head.hidden.new_empty(len(head.target), dtype=head.dtype) for _ in range(2))
 
 
 @torch.library.custom_op(
     "rlplus::linear_logprob_backward",
     mutates_args=(),
-    schema=f"(Tensor dlogprob, Tensor dentropy, {_schema(Head)}, float scratch_bytes, str backend, bool[] needs) "
+    schema=f"(Tensor dlogprob, Tensor dentropy, {schema(Head)}, float scratch_bytes, str backend, bool[] needs) "
     "-> (Tensor, Tensor, Tensor)",
 )
 def linear_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """-> dhidden, dweight, dbias, without elements where not needed."""
-    head, scratch_bytes, backend, needs = _unpack(arguments, Head)
+    head, scratch_bytes, backend, needs = unpack(arguments, Head)
 
     blocks, call = implementation(backend), ("logprob, backward", needs[0])
     slopes = {"dlogprob": dlogprob, "dentropy": dentropy}
@@ -372,7 +348,7 @@ def linear_logprob_backward(dlogprob: Tensor, dentropy: Tensor, *arguments: Any)
 
 @linear_logprob_backward.register_fake
 def _(dlogprob, dentropy, *arguments):  # type: ignore[no-untyped-def]
-    head, *_, needs = _unpack(arguments, Head)
+    head, *_, needs = unpack(arguments, Head)
     return _empty_gradients(head, needs)
 
 

@@ -14,6 +14,7 @@ from rlplus.loss.backends.selection import BACKENDS, backend_for
 from rlplus.loss.causal_lm import head_of
 from rlplus.loss.head import Head
 from rlplus.loss.inputs import check_constants, check_tensor, describe, objective_of
+from rlplus.loss.op_arguments import Options, pack
 from rlplus.loss.tuning import use_tuning
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def linear_policy_loss(
         library.check_targets(head, len(head.weight), weighted)
         loss, logprob, entropy, stats = reference.linear_policy_loss(head, constants, objective, grad_filter)
     else:
-        options = library.Options(float(grad_filter), scratch, backend, way)
+        options = Options(float(grad_filter), scratch, backend, way)
         loss, logprob, entropy, stats = _fused_policy_loss(head, constants, objective, options, weight_grad)
     return PolicyLoss(loss, logprob.detach().view(target.shape), entropy.detach().view(target.shape), stats)
 
@@ -211,16 +212,19 @@ def _fused_policy_loss(
     head: Head,
     constants: TokenConstants,
     objective: Objective,
-    options: library.Options,
+    options: Options,
     weight_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """-> loss, logprob (N,), entropy (N,), stats, through the registered ops."""
     weight = head.weight if weight_grad is None else head.weight.detach()
     differentiable = (head.hidden, weight, head.bias)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in differentiable]
-    arguments = library.pack(head, constants, objective, options)
+    arguments = pack(head, constants, objective, options)
     with torch.no_grad():
-        loss, logprob, entropy, sums, *gradients = library.linear_policy_loss(weight_grad, needs, *arguments)
+        if weight_grad is None:
+            loss, logprob, entropy, sums, *gradients = library.linear_policy_loss(needs, *arguments)
+        else:
+            loss, logprob, entropy, sums, *gradients = library.linear_policy_loss_into(weight_grad, needs, *arguments)
     loss = library.attach_gradients(loss, *differentiable, *gradients, options.backend == "triton")
     names = STATS if constants.engine_logprob is None else STATS + MISMATCH_STATS
     return loss, logprob, entropy, dict(zip(names, sums.unbind(), strict=True))

@@ -333,11 +333,18 @@ def test_the_committed_results_are_complete() -> None:
     assert not [row for row in rows for value in row.values() if str(value).startswith("left out")]
 
 
-def test_the_short_table_times_bf16_only_where_the_processor_can() -> None:
-    result = output.load(ROOT / "bench/results")["cpu-1"]
-    half, single = (output.ratio(row) for case in result["cases"] for row in case["rows"] if row["method"] == "TRL")
-    able, unable = (output.short_table(result | {"hardware": {"bf16_instructions": can}}) for can in (True, False))
-    assert (f"| {single} | {half} |" in able, f"| {single} |" in unable, half in unable) == (True, True, False)
+def test_the_gpu_table_takes_methods_from_all_cases_of_the_main_one() -> None:
+    """verl's kernel is measured apart. A method without a number has the reason in its place."""
+    result = output.load(ROOT / "bench/results")["gpu"]
+    main, apart = result["cases"][0], result["cases"][-1]
+    for row in main["rows"]:
+        row |= {"status": "failed: X: y"} if row["method"] == "TRL" else {}
+    table = output.gpu_table(result)
+    for case, name, shown in ((apart, "verl triton", "verl triton"), (main, "triton", "rlplus, `triton`")):
+        row = output.row_of(case, name)
+        assert row is not None
+        assert f"| {shown} | RL-PLUS | {output.ratio(row)} |" in table
+    assert "| TRL | RL-PLUS | failed: X |" in table
 
 
 def test_the_main_table_holds_every_method_with_its_number_or_its_reason() -> None:

@@ -16,6 +16,7 @@ from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
 from rlplus.loss import TokenConstants, library
 from rlplus.loss.backends import chunked, cpp
 from rlplus.loss.head import Head
+from rlplus.loss.op_arguments import Options, pack
 
 N, H, V = 12, 4, 9
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))
@@ -102,8 +103,8 @@ def test_policy_loss_is_a_well_formed_torch_op(needs: list[bool], engine: bool, 
     each = 0.5 + inputs["token_weight"] if engine else None
     head = Head(**head_of(inputs), temperature=0.7, row_temperature=each)
     parts = head, TokenConstants(**{k: inputs[k] for k in names})
-    objective, options = EVERYTHING if engine else Objective(), library.Options(0.0, 400.0, backend, "fast")
-    torch.library.opcheck(library.linear_policy_loss, (None, needs, *library.pack(*parts, objective, options)))
+    objective, options = EVERYTHING if engine else Objective(), Options(0.0, 400.0, backend, "fast")
+    torch.library.opcheck(library.linear_policy_loss, (needs, *pack(*parts, objective, options)))
 
 
 @pytest.mark.parametrize("needs", [[True, True, True], [False, True, False]])

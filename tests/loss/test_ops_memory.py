@@ -11,6 +11,7 @@ from head_cases import EVERYTHING, H, check_precision, closed, run, sample, tens
 from rlplus import Objective, linear_policy_loss
 from rlplus.loss import TokenConstants, library, operations
 from rlplus.loss.backends import cpp, least
+from rlplus.loss.op_arguments import Options, pack
 
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))
 EVERY = pytest.mark.parametrize("backend", ["torch", CPP, "triton"])
@@ -214,9 +215,9 @@ def test_is_a_well_formed_torch_op(backend: str, memory: str) -> None:
     head, constants = sample(9, dtype=torch.float32)
     names = ["advantage", "token_weight", "external", "old_logprob", "ref_logprob", "entropy_weight", "engine_logprob"]
     parts = library.Head(**head, temperature=0.7), TokenConstants(**{k: constants[k] for k in names})
-    arguments = library.pack(*parts, EVERYTHING, library.Options(0.0, 400.0, backend, memory))
-    torch.library.opcheck(library.linear_policy_loss, (None, [True, True, True], *arguments))
-    torch.library.opcheck(library.linear_policy_loss, (torch.zeros(23, H), [True, False, True], *arguments))
+    arguments = pack(*parts, EVERYTHING, Options(0.0, 400.0, backend, memory))
+    torch.library.opcheck(library.linear_policy_loss, ([True, True, True], *arguments))
+    torch.library.opcheck(library.linear_policy_loss_into, (torch.zeros(23, H), [True, False, True], *arguments))
 
 
 def test_wrong_use_is_refused() -> None:

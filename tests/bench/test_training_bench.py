@@ -1,0 +1,33 @@
+"""`python -m bench.training`: a run beside its plan, on small numbers."""
+
+import json
+import sys
+from pathlib import Path
+
+import processes
+import pytest
+
+from rlplus.bench.training import make_data
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_demonstrations_have_the_length_and_the_answer(tmp_path: Path) -> None:
+    make_data(tmp_path / "data.jsonl", 5, 300)
+    rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
+    assert [row["answer"] for row in rows] == ["0", "3", "6", "9", "12"]
+    assert all(300 <= len(row["demonstration"]) < 340 for row in rows)
+    assert rows[2]["demonstration"].startswith("0 + 2 = 2\n1 + 3 = 4\n")
+
+
+@pytest.mark.slow
+def test_a_run_is_measured_and_resumed(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    done = processes.run([sys.executable, "-m", "bench.training", file, "--tiny"], cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_text())
+    assert [step["step"] for step in found["steps"]] == [1, 2, 3]
+    assert found["resumed_same_bits"] is True
+    assert found["memory"]["resident"] > 10**8
+    assert found["plan"]["fits"]
+    assert "forward and backward, s" in done.stdout
