@@ -97,7 +97,7 @@ def parts(folder: Path, cpu: bool) -> list[Part]:
         head = ["--head", "300", "32", "--tokens", "16", "--max-scratch-mb", "1", "--seconds", "20"]
         distill = ["--tokens", "16", "--hidden", "32", "--vocabulary", "300", "--rounds", "1"]
     trainer = "" if find_spec("deepspeed") else "deepspeed is not installed"
-    training = [python, "-m", "bench.training", str(folder / "training.json"), *tiny]
+    training = [python, "-m", "experiments.measured_run", str(folder / "training.json"), *tiny]
     test_gpu, kernels = tests(cpu)
     return [
         Part("selfcheck", "selfcheck", 120, [python, "-c", SELFCHECK]),

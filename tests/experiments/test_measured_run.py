@@ -1,4 +1,4 @@
-"""`python -m bench.training`: a run beside its plan, on small numbers."""
+"""`python -m experiments.measured_run`: a run beside its plan, on small numbers."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import processes
 import pytest
 
-from rlplus.bench.training import make_data
+from experiments.measured_run import make_data
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ def test_demonstrations_have_the_length_and_the_answer(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_is_measured_and_resumed(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    done = processes.run([sys.executable, "-m", "bench.training", file, "--tiny"], cwd=ROOT)
+    done = processes.run([sys.executable, "-m", "experiments.measured_run", file, "--tiny"], cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())
     assert [step["step"] for step in found["steps"]] == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""python -m bench.training FILE: a short training run on one GPU, beside what `rlplus plan` says of it, and resumed.
+"""python -m experiments.measured_run FILE: a short training run on one GPU beside its plan, and resumed.
 
 The model has the sizes of Qwen2.5-0.5B (--model) and random weights, the rollouts are transformers'. FILE gets the
 plan, the run's peak memory and the metrics of its steps. Stopped after two of three steps and resumed, the run is
@@ -20,14 +20,13 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlplus.bench.__main__ import say
+from rlplus.bench.machine import package_root, revision
 from rlplus.cli import main as train
 from rlplus.config import load_config
 from rlplus.data import byte_tokenizer
 from rlplus.loss.verdicts import versions
 from rlplus.plan import MOMENTS, Plan, make_plan, this_cluster
-
-from .__main__ import say
-from .machine import package_root, revision
 
 STEPS = 3
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -89,7 +88,7 @@ def write_settings(folder: Path, tiny: bool) -> Path:
 def run(file: Path, *options: str) -> dict[str, Any]:
     """Train in a process of its own. -> the seconds that it took, and its peak memory in bytes."""
     began = time.monotonic()
-    command = [sys.executable, "-m", "bench.training", "--run", str(file), *options]
+    command = [sys.executable, "-m", "experiments.measured_run", "--run", str(file), *options]
     if status := subprocess.run(command).returncode:
         raise SystemExit(f"the run ended with status {status}")
     memory: dict[str, Any] = json.loads(file.with_name("memory.json").read_text())
@@ -151,7 +150,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--run"]:
         run_here(*sys.argv[2:])
         return
-    parser = argparse.ArgumentParser(prog="python -m bench.training", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.measured_run", description=__doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="of the results, JSON")
     parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="sizes; default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="a model of a few numbers")
