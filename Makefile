@@ -7,6 +7,8 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DEFAULT_GOAL := help
+# Each process that imports torch would compile thousands of files anew where the environment has no bytecode.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup demo test test-slow test-peers compatibility mutants lint schema docs kernels bench bench-quick hub clean
 
 VENV ?= .venv

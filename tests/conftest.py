@@ -1,5 +1,6 @@
 """Set-up for all tests: one thread, no network, no launcher's variables, and poisoned uninitialised memory."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -31,9 +32,13 @@ def end(number: int, _: object) -> None:
 
 
 signal.signal(signal.SIGTERM, end)
+thaw = gc.unfreeze
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # decides at the import of a kernel's module how the kernel will run
+    from quick_interpreter import list_builtins_once
+
+    list_builtins_once()
 
 with torch.device("meta"):
     torch.empty(0)  # fills torch's list of constructors that heed the line above, before any of them is replaced
@@ -58,6 +63,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(no_gpu)
         if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
             item.add_marker(no_vllm)
+
+
+def pytest_collection_finish() -> None:
+    """Every run begins and ends with a full collection of garbage: spare it all modules and tests, which stay.
+
+    A run freezes what it has built, and thaws everything at its end: here it does neither.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+
+
+def pytest_sessionfinish() -> None:
+    """Libraries report what an interpreter that ends does not free."""
+    thaw()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,9 +9,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from quick_interpreter import list_builtins_once
+
 from rlplus.kernels import exponentials
 from rlplus.loss import selfcheck
 
+list_builtins_once()
 kernel = exponentials._gradient_kernel
 
 
