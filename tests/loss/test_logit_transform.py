@@ -7,6 +7,7 @@ import pytest
 import torch
 from head_cases import EVERYTHING, check_fp64, check_precision, closed, run, sample, tensors
 from head_rows import REFERENCE, begun
+from quick import pairs
 from torch import Tensor
 from trainer_runs import run_config
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
@@ -21,14 +22,16 @@ from rlplus.loss.head import Head
 from rlplus.recipe import set_advantages
 from rlplus.trainer import open_run
 
-TRANSFORMS = pytest.mark.parametrize(
-    "transform",
-    [{"logit_scale": 0.25}, {"logit_softcap": 2.0}, {"logit_scale": 3.0, "logit_softcap": 4.0}],
-    ids=["scale", "softcap", "both"],
-)
+EACH = [
+    pytest.param({"logit_scale": 0.25}, id="scale"),
+    pytest.param({"logit_softcap": 2.0}, id="softcap"),
+    pytest.param({"logit_scale": 3.0, "logit_softcap": 4.0}, id="both"),
+]
+TRANSFORMS = pytest.mark.parametrize("transform", EACH)
 NATIVE = pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built")
 CUDA = torch.cuda.is_available()
-FAST = pytest.mark.parametrize("backend", ["torch", pytest.param("cpp", marks=NATIVE), "triton"])
+BACKENDS = ["torch", pytest.param("cpp", marks=NATIVE), "triton"]
+FAST = pytest.mark.parametrize("backend", BACKENDS)
 MEMORY = pytest.mark.parametrize("memory", ["fast", "least"])
 
 
@@ -56,10 +59,11 @@ def test_matches_the_closed_form_in_fp64(backend: str, options: dict[str, Any], 
     check_fp64(got, head, constants, EVERYTHING, 0.7, **transform)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@TRANSFORMS
-@MEMORY
-@FAST
+@pytest.mark.parametrize(
+    ("backend", "memory", "transform", "dtype"),
+    pairs(BACKENDS, ["fast", "least"], EACH, [torch.float32, torch.bfloat16, torch.float16]),
+    ids=str,
+)
 def test_low_precision_inputs_keep_the_errors_of_fp32(
     backend: str, memory: str, transform: dict[str, float], dtype: torch.dtype
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 from head_bounds import CPP, DEVICE, EVERY
 from head_cases import EVERYTHING, Head, check_fp64, check_precision, own_gemm, run, sample, tensors, to
 from head_rows import DENTROPY, DLOGPROB, WIDTH, closed, statistics
+from quick import pairs
 from torch import Tensor
 
 from rlplus import Objective, RLPlusLoss, linear_logprob, linear_policy_loss
@@ -22,8 +23,7 @@ from rlplus.loss.head import Head as OpHead
 
 N, V = 15, 41
 FEW_ROWS = 6 * V * 12e-6  # MB
-FAST = pytest.mark.parametrize("backend", ["torch", CPP, "triton"])
-MEMORY = pytest.mark.parametrize("memory", ["fast", "least"])
+BACKENDS = ["torch", CPP, "triton"]
 WAYS = pytest.mark.parametrize(
     ("backend", "memory"),
     [
@@ -70,16 +70,13 @@ def test_matches_the_closed_form_in_fp64(backend: str, options: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    ("dtype", "transform"),
-    [(torch.float32, {}), (torch.bfloat16, CAPPED), (torch.float16, CAPPED)],
-    ids=["fp32", "bf16, softcap", "fp16, softcap"],
+    ("dtype", "memory", "backend"),
+    pairs([torch.float32, torch.bfloat16, torch.float16], ["fast", "least"], BACKENDS),
+    ids=str,
 )
-@MEMORY
-@FAST
-def test_low_precision_inputs_keep_the_errors_of_fp32(
-    backend: str, memory: str, dtype: torch.dtype, transform: dict[str, float]
-) -> None:
+def test_low_precision_inputs_keep_the_errors_of_fp32(backend: str, memory: str, dtype: torch.dtype) -> None:
     head, constants = sample(N, V, dtype=dtype)
+    transform = {} if dtype == torch.float32 else CAPPED
     T = temperatures(dtype=torch.float32)
     got = fused(backend, head, constants, T, memory=memory, max_scratch_mb=FEW_ROWS, **transform)
     rounds = (backend == "cpp" and dtype == torch.bfloat16) or DEVICE.get(backend) == "cuda"

@@ -1,9 +1,11 @@
 """Which cases of a parametrised test are quick: the others take the same way through the code with other values."""
 
 from collections.abc import Iterable
+from itertools import combinations, product
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 
 def first(n: int, cases: Iterable[Any]) -> list[Any]:
@@ -18,6 +20,27 @@ def only(quick: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
     if unknown := [case for case in quick if case not in listed]:
         raise ValueError(f"want quick cases among {listed}; got {unknown}")
     return [case if case in quick else _slow(case) for case in listed]
+
+
+def pairs(*axes: Iterable[Any]) -> list[Any]:
+    """The product of the axes: quick are so many cases that each two values of two axes meet, the others are slow."""
+    listed = [tuple(axis) for axis in axes]
+    cases = list(product(*map(range, map(len, listed))))
+    met = {case: {*combinations(enumerate(case), 2)} for case in cases}
+    missing, quick = set().union(*met.values()), set()
+    while missing:
+        best = max(cases, key=lambda case: len(met[case] & missing))
+        quick.add(best)
+        missing -= met[best]
+    return [_joined([axis[i] for axis, i in zip(listed, case, strict=True)], case in quick) for case in cases]
+
+
+def _joined(parts: list[Any], quick: bool) -> Any:
+    """One case of values that may have marks of their own."""
+    marked = [part for part in parts if isinstance(part, ParameterSet)]
+    values = [part.values[0] if isinstance(part, ParameterSet) else part for part in parts]
+    marks = [mark for part in marked for mark in part.marks]
+    return pytest.param(*values, marks=marks if quick else [*marks, pytest.mark.slow])
 
 
 def _slow(case: Any) -> Any:
