@@ -1,4 +1,7 @@
-"""Install lines of the drop-ins' pages, and releases of torch, resolved by uv; skipped where no index answers."""
+"""Install lines of the drop-ins' pages, and releases of torch, resolved by uv; skipped where no index answers.
+
+Slow: releases of other projects change the result, and hardly a change here.
+"""
 
 import re
 import subprocess
@@ -10,6 +13,7 @@ import pytest
 import tritons
 
 pytest.importorskip("uv", reason="its resolver")
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

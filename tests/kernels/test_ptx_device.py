@@ -17,6 +17,7 @@ def run(cache: Path, *arguments: str | Path, **more: str) -> int:
     return nested.passed(processes.run(command, processes.LONG_S, env=nested.environment(cache, **more)))
 
 
+@pytest.mark.slow
 def test_the_device_behaves_as_one_and_its_misuse_is_found(tmp_path: Path) -> None:
     assert run(tmp_path, nested.TESTS / "ptx" / "simulated_device.py") >= 20
 

@@ -16,6 +16,7 @@ def run(cache: Path, words: str, first: Path | None = None) -> int:
     return nested.passed(processes.run(command, env=nested.environment(cache, first)))
 
 
+@pytest.mark.slow
 def test_the_kernels_of_tritons_tutorials_are_right(tmp_path: Path) -> None:
     assert run(tmp_path, "not liger and not trl and not asked") == 8
 

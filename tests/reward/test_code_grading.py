@@ -91,7 +91,7 @@ def test_the_tests_say_which_block_counts(closed: Sandbox) -> None:
 
 
 def test_the_scorer_says_which_sandbox_it_has() -> None:
-    with Scorer(reward_config(kind="code", sandbox="namespaces", workers=1, memory_mb=1024)) as scorer:
+    with Scorer(reward_config(kind="code", sandbox="namespaces", workers=1, memory_mb=1024, timeout_s=4.0)) as scorer:
         answer = json.dumps({"cases": [["1", "2"]]})
         scores = scorer([block(DOUBLE), block("while True: pass"), "none"], [answer] * 3)
         assert scorer.note == "namespaces"
