@@ -10,6 +10,7 @@ import pytest
 import torch
 from closed_form import FEATURES, all_objectives
 from head_cases import EVERYTHING, check_precision, on_device, sample, tensors
+from quick import pairs
 from torch import Tensor
 
 from rlplus import Objective, linear_logprob, linear_policy_loss
@@ -26,15 +27,17 @@ from rlplus.loss.head import Head
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 KEPT = BF16 if DEVICE == "cuda" else F32  # the dtype of exponentials for bf16 inputs
-EVERY_SCRATCH = pytest.mark.parametrize(
-    "max_scratch_mb",
-    [pytest.param(1e-9, marks=pytest.mark.slow), 8e-3, None],  # 23 chunks take the interpreter seconds
-    ids=["one row", "few rows", "all rows"],
-)
+SCRATCH = [
+    pytest.param(1e-9, marks=pytest.mark.slow, id="one row"),  # 23 chunks take the interpreter seconds
+    pytest.param(8e-3, id="few rows"),
+    pytest.param(None, id="all rows"),
+]
+EVERY_SCRATCH = pytest.mark.parametrize("max_scratch_mb", SCRATCH)
 TILE = TILES[0][1]
 PLAIN = Objective("clip", "mis", **(FEATURES["all"] | {"entropy_coef": 0.0}))
 OURS, VENDORS = Tiling(forward=TILE, loss=TILE), Tiling(forward="vendor", loss="vendor")
-EVERY_GEMM = pytest.mark.parametrize("tiling", [OURS, VENDORS], ids=["ours", "vendor's"])
+GEMMS = [pytest.param(OURS, id="ours"), pytest.param(VENDORS, id="vendor's")]
+EVERY_GEMM = pytest.mark.parametrize("tiling", GEMMS)
 
 
 @pytest.fixture
@@ -47,13 +50,12 @@ def chosen(tiling: Tiling, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "tiling_of", lambda head: tiling)
 
 
-@pytest.mark.parametrize(("internal", "external", "features"), all_objectives(["all"])[::3])
-@EVERY_SCRATCH
-@EVERY_GEMM
-def test_the_loss_matches_the_closed_form(
-    internal: str, external: str, features: str, max_scratch_mb: float | None
-) -> None:
-    objective = Objective(internal, external, **FEATURES[features])
+@pytest.mark.parametrize(
+    ("names", "max_scratch_mb", "tiling"),
+    pairs([(internal, external) for internal, external, _ in all_objectives(["all"])[::3]], SCRATCH, GEMMS),
+)
+def test_the_loss_matches_the_closed_form(names: tuple[str, str], max_scratch_mb: float | None) -> None:
+    objective = Objective(*names, **FEATURES["all"])
     head, constants = sample(17, V=70, H=16, dtype=BF16)
     got = on_device(DEVICE, head, constants, objective, max_scratch_mb=max_scratch_mb, temperature=0.7)
     check_precision(got, head, constants, objective, 0.7, gemm_dtype=KEPT)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from closed_form import FEATURES, all_objectives
 from head_cases import EVERYTHING, H, check_precision, closed, run, sample, tensors, to
+from quick import pairs
 
 from rlplus import Objective, linear_policy_loss
 from rlplus.loss import TokenConstants, library, operations
@@ -14,8 +15,10 @@ from rlplus.loss.backends import cpp, least
 from rlplus.loss.op_arguments import Options, pack
 
 CPP = pytest.param("cpp", marks=pytest.mark.skipif(cpp.load() is None, reason="rlplus/_C.so is not built"))
-EVERY = pytest.mark.parametrize("backend", ["torch", CPP, "triton"])
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+BACKENDS = ["torch", CPP, "triton"]
+EVERY = pytest.mark.parametrize("backend", BACKENDS)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = [(23, 61), (3, 300), (40, 61)]  # n, V
 DEVICE = {name: "cuda" if torch.cuda.is_available() else "cpu" for name in ("torch", "triton")} | {"cpp": "cpu"}
 
 
@@ -53,10 +56,12 @@ def test_least_matches_the_closed_form_in_fp64(internal: str, external: str, fea
 
 
 @pytest.mark.parametrize("objective", [EVERYTHING, pytest.param(Objective.preset("dapo"), marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("n", "V"), [(23, 61), (3, 300), (40, 61)], ids=["lent", "few rows lent", "not lent"])
-@EVERY
-@DTYPES
-def test_least_is_as_exact_as_one_pass(backend: str, dtype: torch.dtype, n: int, V: int, objective: Objective) -> None:
+@pytest.mark.parametrize(("backend", "dtype", "size"), pairs(BACKENDS, DTYPES, SIZES), ids=str)
+def test_least_is_as_exact_as_one_pass(
+    backend: str, dtype: torch.dtype, size: tuple[int, int], objective: Objective
+) -> None:
+    """Where dhidden lies in the memory lent by dweight, with few rows, too, and where it does not."""
+    n, V = size
     head, constants = sample(n, V=V, dtype=dtype)
     for columns in (16 if backend == "triton" else 7, 64):  # the interpreter takes its time for a block
         got = least_run(head, constants, objective, backend=backend, max_scratch_mb=megabytes(n, columns))
@@ -167,9 +172,7 @@ def test_least_grad_filter_drops_as_much_as_it_may(backend: str) -> None:
 # ---- the caller's gradient buffer
 
 
-@pytest.mark.parametrize("memory", ["fast", "least"])
-@EVERY
-@DTYPES
+@pytest.mark.parametrize(("backend", "dtype", "memory"), pairs(BACKENDS, DTYPES, ["fast", "least"]), ids=str)
 def test_weight_grad_accumulates_over_calls(backend: str, dtype: torch.dtype, memory: str) -> None:
     head, constants = ({k: v.to(DEVICE[backend]) for k, v in x.items()} for x in sample(23, V=61, dtype=dtype))
     leaf = {k: v.clone().requires_grad_() if v.is_floating_point() else v for k, v in head.items()}
