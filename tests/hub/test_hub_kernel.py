@@ -18,7 +18,8 @@ KERNELS = ("kernels", "0.17.2")
 
 
 def python(*command: object, path: str = "", **variables: str) -> str:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, **variables}
+    built = {"PYTHONDONTWRITEBYTECODE": "1"}  # a folder stays as it was built
+    environment = {**os.environ, **built, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path, **variables}
     done = processes.run([sys.executable, *map(str, command)], env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
