@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlplus.bench.__main__ import say
 from rlplus.bench.machine import package_root, revision
 from rlplus.cli import main as train
+from rlplus.common.durable import write_text
 from rlplus.config import load_config
 from rlplus.data import byte_tokenizer
 from rlplus.loss.verdicts import versions
@@ -53,15 +54,14 @@ def make_model(folder: Path, name: str, tiny: bool) -> None:
 
 def make_data(file: Path, rows: int, length: int) -> None:
     """Sums with demonstrations of `length` bytes: additions of small numbers, one a line."""
-    with file.open("w") as lines:
-        for i in range(rows):
-            steps = (f"{k} + {k + i} = {2 * k + i}\n" for k in range(length))
-            text = ""
-            while len(text) < length:
-                text += next(steps)
-            answer = str(3 * i)
-            row = {"prompt": f"{i} + {2 * i} = ", "answer": answer, "demonstration": f"{text}\\boxed{{{answer}}}"}
-            lines.write(json.dumps(row) + "\n")
+    lines = []
+    for i in range(rows):
+        steps, text = (f"{k} + {k + i} = {2 * k + i}\n" for k in range(length)), ""
+        while len(text) < length:
+            text += next(steps)
+        row = {"prompt": f"{i} + {2 * i} = ", "answer": str(3 * i), "demonstration": f"{text}\\boxed{{{3 * i}}}"}
+        lines.append(json.dumps(row) + "\n")
+    write_text(file, "".join(lines))
 
 
 def write_settings(folder: Path, tiny: bool) -> Path:
@@ -81,7 +81,7 @@ def write_settings(folder: Path, tiny: bool) -> Path:
         "train": {"steps": STEPS, "prompts_per_step": prompts, "tokens_per_micro_batch": micro, "lr": 1e-5},
         "checkpoint": {"every": 2},
     }
-    file.write_text(yaml.safe_dump(sections))
+    write_text(file, yaml.safe_dump(sections))
     return file
 
 
@@ -102,7 +102,7 @@ def run_here(file: str, *options: str) -> None:
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         peak |= {"allocated": torch.cuda.max_memory_allocated(), "in_use_at_the_end": total - free}
-    Path(file).with_name("memory.json").write_text(json.dumps(peak))
+    write_text(Path(file).with_name("memory.json"), json.dumps(peak))
 
 
 def same_weights(first: Path, second: Path) -> bool:
@@ -136,13 +136,13 @@ def measure(folder: Path, model: str, tiny: bool, file: Path) -> None:
     found |= {"settings": settings.read_text()}
     found |= {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
     found |= {"plan": plan.to_json(), "memory": memory, "steps": steps}
-    file.write_text(json.dumps(found, indent=1) + "\n")
+    write_text(file, json.dumps(found, indent=1) + "\n")
     say(table(plan, memory, steps[-1]))
     again = f"output_dir={folder / 'again'}"
     run(settings, again, f"train.steps={STEPS - 1}")
     run(settings, again, "--resume")
     found["resumed_same_bits"] = same_weights(folder / "run", folder / "again")
-    file.write_text(json.dumps(found, indent=1) + "\n")
+    write_text(file, json.dumps(found, indent=1) + "\n")
     say(f"resumed after {STEPS - 1} of {STEPS} steps: {'the same' if found['resumed_same_bits'] else 'other'} bits")
 
 

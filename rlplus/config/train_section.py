@@ -34,6 +34,9 @@ class TrainConfig(Section):
     """Groups per optimizer step; None = all of the step's."""
     tokens_per_micro_batch: Count = 32768
     """Most tokens of one forward pass on a rank, padding included."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """AdamW, with its moments in fp32, or in 8 bits each by bitsandbytes (Dettmers et al., 2022), which is another
+    optimizer: it rounds them in blocks of 256."""
     lr: Positive = 1e-6
     """Learning rate of AdamW."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)
@@ -149,6 +152,8 @@ class TrainConfig(Section):
             raise ValueError("backend reference keeps the full logits: want memory fast; got least")
         if self.offload_params != "none" and self.zero_stage < 3:
             raise ValueError(f"offload_params needs weights in shards: want zero_stage 3; got {self.zero_stage}")
+        if self.optimizer == "adamw8bit" and self.offload_optimizer == "cpu":
+            raise ValueError("optimizer adamw8bit stays on the GPU: want offload_optimizer none; got cpu")
         if self.shard_head and (self.zero_stage < 3 or self.memory == "least" or self.backend == "reference"):
             got = f"zero_stage {self.zero_stage}, memory {self.memory}, backend {self.backend}"
             raise ValueError(

@@ -23,7 +23,7 @@ from rlplus.learner.gradients import in_fp32, take_fp32_gradients, without_bf16_
 from rlplus.learner.learning_rate import Optimization, learning_rate
 from rlplus.learner.packed_model import PackedModel
 from rlplus.learner.pretrained import in_shards, load_model, restore_buffers
-from rlplus.learner.quantized import quantize
+from rlplus.learner.quantized import check_installed, quantize
 from rlplus.learner.sequence import SequenceGroup, check_attention
 
 
@@ -208,8 +208,13 @@ def _first_nonfinite(lm: nn.Module, device: torch.device) -> str:
 
 
 def _adamw(config: TrainConfig, parameters: list[nn.Parameter], own: Optimization | None) -> torch.optim.Optimizer:
-    """torch's AdamW, or DeepSpeed's, compiled on first use, if its state is offloaded from a GPU."""
+    """torch's AdamW, or bitsandbytes', or if its state is offloaded from a GPU DeepSpeed's, compiled on first use."""
     kind: Any = torch.optim.AdamW
+    if config.optimizer == "adamw8bit":
+        check_installed("train.optimizer adamw8bit")
+        from bitsandbytes.optim import AdamW8bit
+
+        kind = AdamW8bit
     if config.offload_optimizer == "cpu" and torch.cuda.is_available():
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 

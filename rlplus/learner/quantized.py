@@ -12,13 +12,10 @@ from rlplus.errors import install_command
 BITS = 4 + (8 + 32 / 256) / 64  # 64 weights share a scale of one byte, and 256 scales a number in fp32
 
 
-def check_installed() -> None:
-    """ValueError without bitsandbytes."""
+def check_installed(key: str) -> None:
+    """ValueError without bitsandbytes, which a key of the configuration needs."""
     if find_spec("bitsandbytes") is None:
-        raise ValueError(
-            "model.lora.quantization needs the package bitsandbytes, which is not installed: "
-            f"{install_command('qlora')}"
-        )
+        raise ValueError(f"{key} needs the package bitsandbytes, which is not installed: {install_command('qlora')}")
 
 
 def quantize(lm: PreTrainedModel, device: torch.device) -> None:
@@ -27,7 +24,7 @@ def quantize(lm: PreTrainedModel, device: torch.device) -> None:
     ValueError for weights that are not finite, which NF4 would hide, and for a model most of whose weights are in no
     `nn.Linear`, as the experts of a mixture are.
     """
-    check_installed()
+    check_installed("model.lora.quantization")
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     head = lm.get_output_embeddings()

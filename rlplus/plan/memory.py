@@ -16,6 +16,7 @@ from rlplus.plan.cluster import GIB, NODE, Cluster
 from rlplus.plan.planned_model import Model, packed_shape
 from rlplus.rollout import DEFAULT_CACHE_MB, LOGIT_BYTES
 
+ADAM_BYTES = {"adamw": 8.0, "adamw8bit": 2 * (1 + 4 / 256)}  # bytes of both for a parameter; of 8 bits with scales
 RESERVE = 3 * GIB  # on each GPU: driver, CUDA context, cuBLAS, NCCL's buffers, fragmentation. Assumed
 ENGINE_ASLEEP = 1 * GIB  # kept by vLLM while it sleeps: CUDA graphs, its context. Assumed
 ENGINE_OVERHEAD = 2 * GIB  # vLLM's memory beyond weights and cache: activations, logits, CUDA graphs. Assumed
@@ -129,7 +130,8 @@ def model_states(config: Config, model: Model, cluster: Cluster) -> States:
 
     ZeRO (Rajbhandari et al., 2020, section 5) as DeepSpeed 0.19 does it:
     weights           b P, less where they are quantized; stage 3: b P / R; offloaded: 0
-    optimizer         12 T / R: fp32 weights, a second copy also where the model is fp32, and two moments; offloaded: 0
+    optimizer         12 T / R: fp32 weights, a second copy also where the model is fp32, and two moments (of 8 bits:
+                      6.03 T / R); offloaded: 0
     gradients         of g bytes, 4 unless train.deepspeed says otherwise. Stage 1: g T, stages 2 and 3: g T / R; and a
                       bucket of g B, B = min(T, reduce_bucket_size), twice that with overlap_comm in stages 1 and 2.
                       Stage 3 keeps both between steps. Offloaded: in stage 3, and in stage 2 if g = b, the bucket only
@@ -158,7 +160,7 @@ def model_states(config: Config, model: Model, cluster: Cluster) -> States:
     weights = b * -(-P // R) if stage == 3 else model.weight_bytes
     return States(
         weights=0 if weights_off else weights,
-        optimizer=0 if off else 12 * share,
+        optimizer=0 if off else int((4 + ADAM_BYTES[config.train.optimizer]) * share),
         gradients=g * (kept + bucket),
         gradients_stay=stage == 3,
         reducing=0 if g == b else g * (share if stage == 1 else copied),

@@ -4,7 +4,7 @@ from rlplus.config import Config
 from rlplus.learner.deepspeed_settings import deepspeed_config
 from rlplus.learner.statistics import needs_statistics
 from rlplus.plan.cluster import NODE, Cluster
-from rlplus.plan.memory import Memory, head_mode, head_tokens, sequence_bytes
+from rlplus.plan.memory import ADAM_BYTES, Memory, head_mode, head_tokens, sequence_bytes
 from rlplus.plan.planned_model import Model
 
 GEMM_EFFICIENCY = 0.45  # share of the bf16 peak: training of dense models reaches 0.4 to 0.5 on A100. Assumed
@@ -78,13 +78,13 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     updates += recipe.extra_updates
     seconds["communication"] = _sent_bytes(config, model, ranks, updates, micro_batches, passes) / link
     slow = PCIE if train.offload_optimizer == "cpu" else bandwidth
-    seconds["optimizer"] = _optimizer_bytes(model, ranks, updates) / slow
+    seconds["optimizer"] = _optimizer_bytes(config, model, ranks, updates) / slow
     for learner in model.learners[1:]:
         work = (3 + again + recipe.learner_passes) * forward
         if learner.head == "language":  # one of width 1 takes no time
             work += (gemms + recipe.learner_passes) * head
         updates = recipe.learner_updates(updates)
-        seconds["learners"] = work / flops + _optimizer_bytes(learner, ranks, updates) / slow
+        seconds["learners"] = work / flops + _optimizer_bytes(config, learner, ranks, updates) / slow
         seconds["learners"] += _sent_bytes(config, learner, ranks, updates, micro_batches, 1) / link
     # Weights are handed over within a GPU, or through files in the host's memory.
     handed_over = weights / bandwidth if config.rollout.mode == "colocated" else 2 * weights / PCIE
@@ -141,9 +141,9 @@ def _sent_bytes(
     return _ring(parameters * (weights + gradient * (updates if stage == 1 else micro_batches)) + states, ranks)
 
 
-def _optimizer_bytes(learner: Model, ranks: int, updates: float) -> float:
-    """AdamW reads weight, gradient and two moments, and writes three of them, in fp32."""
-    return updates * 28 * learner.trainable / ranks
+def _optimizer_bytes(config: Config, learner: Model, ranks: int, updates: float) -> float:
+    """AdamW reads weight, gradient and two moments, and writes three of them; all but 8-bit moments in fp32."""
+    return updates * (12 + 2 * ADAM_BYTES[config.train.optimizer]) * learner.trainable / ranks
 
 
 def _generate_seconds(

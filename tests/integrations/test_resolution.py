@@ -1,7 +1,4 @@
-"""Install lines of the drop-ins' pages, and releases of torch, resolved by uv; skipped where no index answers.
-
-Slow: releases of other projects change the result, and hardly a change here.
-"""
+"""Install lines of the drop-ins' pages, and releases of torch, resolved by uv; skipped where no index answers."""
 
 import re
 import subprocess
@@ -13,7 +10,6 @@ import pytest
 import tritons
 
 pytest.importorskip("uv", reason="its resolver")
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
