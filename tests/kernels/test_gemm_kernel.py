@@ -151,6 +151,23 @@ def test_rows_whose_token_is_next_to_impossible_are_computed_again(gap: float, t
 
 
 @EVERY_TILE
+def test_rows_of_several_tiles_are_computed_again(tile: kernels.Tile) -> None:
+    """All but the last, which are more than a tile has."""
+    n, V = 3 * tile.BLOCK_M + 1, 150
+    hidden, weight, target, _ = inputs(n, V, 8)
+    target[:-1], hidden[:-1, 0], hidden[-1, 0], weight[:, 0] = 7, 100.0, 0.0, 0.0
+    weight[7, 0] = -1.0
+    head = Head(hidden, weight, None, target, 1.0)
+    values, e = evaluated(head, tile, torch.float32)
+    z, logprob, entropy = expected(head, torch.float64)
+    torch.testing.assert_close(values[:, LOGPROB].double(), logprob, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(values[:, ENTROPY].double(), entropy, rtol=1e-5, atol=1e-5)
+    values[:, DLOGPROB], values[:, DENTROPY] = 0.5, 0.0
+    want = 0.5 * (torch.nn.functional.one_hot(target, V) - z.softmax(1))
+    torch.testing.assert_close(closed(values, e, V, target, 1.0).double(), want, rtol=1e-4, atol=1e-7)
+
+
+@EVERY_TILE
 def test_a_nearly_sure_token_keeps_all_its_digits(tile: kernels.Tile) -> None:
     hidden, weight = torch.ones(1, 1, device=DEVICE), torch.zeros(300, 1, device=DEVICE)
     weight[7], weight[208] = 100, 86  # one rival, in another tile: 1 - p and the entropy are about e^-14
