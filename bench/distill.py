@@ -114,6 +114,7 @@ ON_CUDA: dict[str, Callable[[Heads], Step]] = METHODS | {
     "Liger": lambda x: x.liger,
 }
 del ON_CUDA["torch 40 MB"]
+PEERS = ("TRL", "Liger")
 
 
 def liger_mb(N: int, H: int, V: int) -> float:
@@ -146,7 +147,7 @@ def gradient_mb(heads: Heads) -> float:
 
 
 def take_turns(steps: dict[str, Step], heads: Heads, rounds: int, cuda: bool) -> dict[str, list[float]]:
-    """ms of each step in each round; a step that cannot be imported or fails on a GPU is left out, with its reason."""
+    """ms of each step in each round; a peer that cannot be imported or fails is left out, with its reason."""
     times: dict[str, list[float]] = {}
     for turn in range(rounds + 1):
         if turn == 1:  # the first round loads what is loaded once
@@ -156,8 +157,11 @@ def take_turns(steps: dict[str, Step], heads: Heads, rounds: int, cuda: bool) ->
             try:
                 times.setdefault(name, []).append(elapsed(step, cuda))
             except (ImportError, RuntimeError, AttributeError) as error:
+                if name not in PEERS:
+                    raise
                 say(f"{name}: not measured: {one_line(error)}")
                 del steps[name]
+                times.pop(name, None)
     return times
 
 

@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 CALL_S = 570.0  # limit of a call, which may take 600 with the start of Python and the copies of the results
-TOTAL_S = (
-    780.0  # limit of all calls; the rest of a quarter of an hour goes into starting the machine and carrying files
-)
+# Limit of all calls; the rest of a quarter of an hour goes into starting the machine and carrying files.
+TOTAL_S = 780.0
 LEAST_S = 20.0  # no part begins with less left
 GRACE_S = 10.0  # a process that is asked to end has this long before it is killed
 UNFINISHED = 75
@@ -102,7 +101,7 @@ def parts(folder: Path, cpu: bool) -> list[Part]:
     return [
         Part("selfcheck", "selfcheck", 120, [python, "-c", SELFCHECK]),
         Part("bench", "bench", 300, [*bench, "--suite", "gpu", *tiny]),
-        Part("training", "training", 120, training, skip=trainer),
+        Part("training", "training", 240, training, skip=trainer),
         Part("distill", "distill", 60, [python, "-m", "bench.distill", *distill]),
         test_gpu,
         Part("tune", "tune", 180, [python, "-m", "bench", "tune", *head, "--output", tuning]),

@@ -285,9 +285,31 @@ def gpu_table(result: Result) -> str:
         errors = number(row.get("logprob_error"), ".0e"), number(row.get("dweight_error"), ".1e")
         rows.append([method, LOSSES[METHODS[name].kind], cell(row), number(row.get("extra_mb"), ".0f"), *errors])
     header = ("method", "loss", "×bare", "MB", "error of a logprob", "error of dW")
-    versions = f"torch {result['versions']['torch']}, Triton {result['versions']['triton']}"
+    used = result["versions"]
+    versions = f"revision {result['revision']}, torch {used['torch']}, Triton {used['triton']}"
     sizes = f"N={case['N']}, H={case['H']}, V={case['V']}, bf16"
     return f"{lines(header, rows)}\n\n{result['device']}, {versions}, {sizes}.\n"
+
+
+def other_sizes_table(result: Result) -> str:
+    """`triton` and the fastest other method at every size but the main case's, forward and backward."""
+    rows, seen = [], set()
+    for case in result["cases"]:
+        sizes = (case["dtype"], *(case[size] for size in SIZES))
+        own = row_of(case, "triton")
+        if case["name"] not in ("sweep", "small") or own is None or sizes in seen:
+            continue
+        seen.add(sizes)
+        measured = [row for row in case["rows"] if row["status"] == "ok" and row["method"] not in NOT_PEERS]
+        peer = min(measured, key=lambda row: row["ratio"]["median"], default=None)
+        beside = f"{peer['method']} {peer['ratio']['median']:.2f}" if peer else ""
+        rows.append([*map(str, sizes), ratio(own), beside, number(own.get("extra_mb"), ".0f")])
+    if not rows:
+        return ""
+    return "Other sizes:\n\n" + lines(("dtype", *SIZES, "`triton`, ×bare", "fastest other method", "MB"), rows) + "\n"
+
+
+NOT_PEERS = {name for name, method in METHODS.items() if method.kind == "bare" or method.package == "rlplus"}
 
 
 def same_sizes(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -301,7 +323,7 @@ def manual_part(results: dict[str, Result]) -> str:
     if processors:
         parts += [main_table(next(iter(processors.values()))), faults_note(processors), bf16_note(processors)]
     if "gpu" in results:
-        parts += [main_table(results["gpu"]), side_table(results["gpu"])]
+        parts += [main_table(results["gpu"]), side_table(results["gpu"]), other_sizes_table(results["gpu"])]
         if "tuned" in results:
             parts += [main_table(results["tuned"]), side_table(results["tuned"])]
     else:

@@ -97,17 +97,21 @@ def run(file: Path, *options: str) -> dict[str, Any]:
 
 def run_here(file: str, *options: str) -> None:
     """Train, and write this process's peak memory beside the configuration."""
-    train(["train", file, *options])
+    if status := train(["train", file, *options]):
+        sys.exit(status)
     peak = {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
-        peak |= {"allocated": torch.cuda.max_memory_allocated(), "in_use_at_the_end": total - free}
+        others = total - free - torch.cuda.memory_reserved()  # the context's, the libraries'
+        peak |= {"allocated": torch.cuda.max_memory_allocated(), "used": others + torch.cuda.max_memory_reserved()}
     write_text(Path(file).with_name("memory.json"), json.dumps(peak))
 
 
 def same_weights(first: Path, second: Path) -> bool:
     """Whether the exported models have the same bits."""
     files = [sorted((folder / "model").glob("*.safetensors")) for folder in (first, second)]
+    if not files[0]:
+        raise ValueError(f"want a model's safetensors in {first / 'model'}; got none")
     return all(a.read_bytes() == b.read_bytes() for a, b in zip(*files, strict=True))
 
 
@@ -118,7 +122,7 @@ def table(plan: Plan, memory: dict[str, Any], step: dict[str, float]) -> str:
         parts = plan.memory.parts[max(MOMENTS, key=plan.memory.total)]
         tensors = sum(size for name, size in parts.items() if name not in ("reserve", "engine rest"))
         lines.append(f"{'tensors at most, GB':24}{tensors / 1e9:8.2f}{memory['allocated'] / 1e9:8.2f}")
-        lines.append(f"{'GPU in use, GB':24}{plan.memory.peak / 1e9:8.2f}{memory['in_use_at_the_end'] / 1e9:8.2f}")
+        lines.append(f"{'GPU in use, GB':24}{plan.memory.peak / 1e9:8.2f}{memory['used'] / 1e9:8.2f}")
     for phase in ("generate", "forward and backward", "optimizer"):
         measured = step[f"time/{phase.replace(' and ', '_')}"]
         lines.append(f"{phase + ', s':24}{plan.seconds.get(phase, nan):8.3f}{measured:8.3f}")

@@ -32,7 +32,7 @@ def end(number: int, _: object) -> None:
 
 
 signal.signal(signal.SIGTERM, end)
-thaw = gc.unfreeze
+freeze, thaw = gc.freeze, gc.unfreeze
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # decides at the import of a kernel's module how the kernel will run
@@ -73,6 +73,15 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
+
+
+@pytest.fixture
+def thawing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A run does both."""
+    monkeypatch.setattr(gc, "freeze", freeze)
+    monkeypatch.setattr(gc, "unfreeze", thaw)
+    yield
+    freeze()
 
 
 def pytest_sessionfinish() -> None:

@@ -35,8 +35,8 @@ class TrainConfig(Section):
     tokens_per_micro_batch: Count = 32768
     """Most tokens of one forward pass on a rank, padding included."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
-    """AdamW, with its moments in fp32, or in 8 bits each by bitsandbytes (Dettmers et al., 2022), which is another
-    optimizer: it rounds them in blocks of 256."""
+    """AdamW. adamw8bit: its moments have 8 bits each, rounded in blocks of 256 by bitsandbytes (Dettmers et al., 2022);
+    results differ from adamw's."""
     lr: Positive = 1e-6
     """Learning rate of AdamW."""
     betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.999)

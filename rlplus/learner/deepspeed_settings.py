@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rlplus.config import Config, merged
+from rlplus.config import Config, TrainConfig, merged
 
 IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
 
@@ -52,4 +52,14 @@ def check_sharded_head(lm: PreTrainedModel, vocabulary: int, ranks: int) -> None
         raise ValueError(
             "train.shard_head: want a head of its own, without a bias, with a vocabulary that the number of ranks "
             f"divides; got {got}"
+        )
+
+
+def check_eight_bit(train: TrainConfig, parameters: int, ranks: int) -> None:
+    """ValueError for AdamW of 8 bits on a shard of numbers that its kernels, which count them in int32, cannot take."""
+    shard = -(-parameters // ranks)
+    if train.optimizer == "adamw8bit" and train.zero_stage < 3 and shard >= 2**31:
+        raise ValueError(
+            "train.optimizer adamw8bit: want fewer than 2^31 trained parameters a rank, by more ranks or zero_stage 3; "
+            f"got {shard:,} with zero_stage {train.zero_stage} and ranks {ranks}"
         )

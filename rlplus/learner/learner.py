@@ -18,7 +18,7 @@ from rlplus.common import activity, agree
 from rlplus.config import Config, TrainConfig
 from rlplus.data import MicroBatch
 from rlplus.learner.adapters import add_adapters
-from rlplus.learner.deepspeed_settings import deepspeed_config
+from rlplus.learner.deepspeed_settings import check_eight_bit, deepspeed_config
 from rlplus.learner.gradients import in_fp32, take_fp32_gradients, without_bf16_optimizer
 from rlplus.learner.learning_rate import Optimization, learning_rate
 from rlplus.learner.packed_model import PackedModel
@@ -59,8 +59,9 @@ class Learner:
         sharded = train.shard_head and own is None  # the policy's; models beside it gather theirs
         model = PackedModel(lm, self.group, gathers_head=not sharded).train()
         parameters = [p for p in model.parameters() if p.requires_grad]
-        self._optimizer = _adamw(train, parameters, own)
         count = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+        check_eight_bit(train, count, dist.get_world_size())
+        self._optimizer = _adamw(train, parameters, own)
         with without_bf16_optimizer():
             self.engine, *_ = deepspeed.initialize(
                 model=model,
@@ -208,7 +209,7 @@ def _first_nonfinite(lm: nn.Module, device: torch.device) -> str:
 
 
 def _adamw(config: TrainConfig, parameters: list[nn.Parameter], own: Optimization | None) -> torch.optim.Optimizer:
-    """torch's AdamW, or bitsandbytes', or if its state is offloaded from a GPU DeepSpeed's, compiled on first use."""
+    """torch's AdamW; bitsandbytes' of 8 bits; DeepSpeed's, compiled on first use, if it is offloaded from a GPU."""
     kind: Any = torch.optim.AdamW
     if config.optimizer == "adamw8bit":
         check_installed("train.optimizer adamw8bit")

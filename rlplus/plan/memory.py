@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from rlplus.config import Config
-from rlplus.learner.deepspeed_settings import check_sharded_head, deepspeed_config
+from rlplus.learner.deepspeed_settings import check_eight_bit, check_sharded_head, deepspeed_config
 from rlplus.loss import MAX_SCRATCH_MB
 from rlplus.loss.backends.cpp import CHUNK_ROWS
 from rlplus.loss.backends.selection import choose
@@ -144,6 +144,7 @@ def model_states(config: Config, model: Model, cluster: Cluster) -> States:
                       b P / R, of each rank of a node
     """
     P, T, b, R = model.parameters, model.trainable, model.itemsize, cluster.gpus
+    check_eight_bit(config.train, T, R)
     settings = deepspeed_config(config, T)
     zero, g = settings["zero_optimization"], _gradient_bytes(settings, b)
     stage = int(zero["stage"])

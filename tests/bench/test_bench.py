@@ -347,6 +347,14 @@ def test_the_gpu_table_takes_methods_from_all_cases_of_the_main_one() -> None:
     assert "| TRL | RL-PLUS | failed: X |" in table
 
 
+def test_the_manual_has_every_size_that_was_measured_on_a_gpu() -> None:
+    result = output.load(ROOT / "bench/results")["gpu"]
+    table = output.other_sizes_table(result)
+    shapes = {(c["dtype"], c["N"], c["H"], c["V"]) for c in result["cases"] if c["name"] in ("sweep", "small")}
+    assert len(table.splitlines()) == 4 + len(shapes)
+    assert "| float32 | 4096 | 896 | 32000 | 1.24 (1.17–1.24) | naive torch 1.11 |" in table
+
+
 def test_the_main_table_holds_every_method_with_its_number_or_its_reason() -> None:
     case = measured(replace(SMALL, methods=("torch", "naive torch", "QuACK"), repeats=1))
     result = {"suite": "cpu", "device": "x", "hardware": {}, "threads": 1, "versions": {"torch": "2"}, "cases": [case]}

@@ -204,6 +204,7 @@ def test_a_kill_in_the_second_stage_resumes_there(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("thawing")
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_no_model_outlives_its_run(tmp_path: Path, zero: int) -> None:
     config = run_config(tmp_path, train={"steps": 1, "zero_stage": zero})

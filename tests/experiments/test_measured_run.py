@@ -7,7 +7,7 @@ from pathlib import Path
 import processes
 import pytest
 
-from experiments.measured_run import make_data
+from experiments.measured_run import make_data, run_here, same_weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,6 +18,15 @@ def test_demonstrations_have_the_length_and_the_answer(tmp_path: Path) -> None:
     assert [row["answer"] for row in rows] == ["0", "3", "6", "9", "12"]
     assert all(300 <= len(row["demonstration"]) < 340 for row in rows)
     assert rows[2]["demonstration"].startswith("0 + 2 = 2\n1 + 3 = 4\n")
+
+
+def test_a_run_that_fails_and_a_model_that_is_not_there_are_errors(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("train: {stpes: 1}\n")
+    with pytest.raises(SystemExit, match="2"):
+        run_here(str(tmp_path / "run.yaml"))
+    assert not (tmp_path / "memory.json").exists()
+    with pytest.raises(ValueError, match="want a model's safetensors in"):
+        same_weights(tmp_path, tmp_path)
 
 
 @pytest.mark.slow

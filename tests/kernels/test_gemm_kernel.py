@@ -1,6 +1,7 @@
 """Our first GEMM, with exponentials and their sums in its epilogue; without CUDA in Triton's interpreter."""
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -151,11 +152,13 @@ def test_rows_whose_token_is_next_to_impossible_are_computed_again(gap: float, t
 
 
 @EVERY_TILE
-def test_rows_of_several_tiles_are_computed_again(tile: kernels.Tile) -> None:
-    """All but the last, which are more than a tile has."""
-    n, V = 3 * tile.BLOCK_M + 1, 150
+@pytest.mark.parametrize(("tiles", "good"), [(3, 1), (2, 0)])
+def test_rows_of_several_tiles_are_computed_again(tiles: int, good: int, tile: kernels.Tile) -> None:
+    """Whole tiles of them; with and without a row behind that is not."""
+    bad, V = tiles * tile.BLOCK_M, 150
+    n = bad + good
     hidden, weight, target, _ = inputs(n, V, 8)
-    target[:-1], hidden[:-1, 0], hidden[-1, 0], weight[:, 0] = 7, 100.0, 0.0, 0.0
+    target[:bad], hidden[:bad, 0], hidden[bad:, 0], weight[:, 0] = 7, 100.0, 0.0, 0.0
     weight[7, 0] = -1.0
     head = Head(hidden, weight, None, target, 1.0)
     values, e = evaluated(head, tile, torch.float32)
@@ -201,9 +204,13 @@ def test_rows_far_apart(tile: kernels.Tile) -> None:
     assert torch.equal(evaluated(head._replace(hidden=odd), tile)[0][:, :DLOGPROB], want)
 
 
+SCRATCH = (1e-9, 8e-3, None)  # MB: one row, few rows, all rows
+OBJECTIVES = [names[:2] for names in all_objectives(["all"])[::3]]
+
+
 @pytest.mark.parametrize(
-    ("names", "max_scratch_mb"),  # one row, few rows, all rows
-    [(names[:2], (1e-9, 8e-3, None)[i % 3]) for i, names in enumerate(all_objectives(["all"])[::3])],
+    ("names", "max_scratch_mb"),
+    only([(names, SCRATCH[i % 3]) for i, names in enumerate(OBJECTIVES)], product(OBJECTIVES, SCRATCH)),
 )
 def test_the_loss_matches_the_closed_form(names: tuple[str, str], max_scratch_mb: float | None) -> None:
     objective = Objective(*names, **FEATURES["all"])

@@ -23,16 +23,24 @@ def only(quick: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
 
 
 def pairs(*axes: Iterable[Any]) -> list[Any]:
-    """The product of the axes: quick are so many cases that each two values of two axes meet, the others are slow."""
+    """The product of the axes: quick are so many cases that each two values of two axes meet, the others are slow.
+
+    A value that is marked slow is so in every case.
+    """
     listed = [tuple(axis) for axis in axes]
     cases = list(product(*map(range, map(len, listed))))
-    met = {case: {*combinations(enumerate(case), 2)} for case in cases}
+    able = [case for case in cases if not any(_is_slow(axis[i]) for axis, i in zip(listed, case, strict=True))]
+    met = {case: {*combinations(enumerate(case), 2)} for case in able}
     missing, quick = set().union(*met.values()), set()
     while missing:
-        best = max(cases, key=lambda case: len(met[case] & missing))
+        best = max(able, key=lambda case: len(met[case] & missing))
         quick.add(best)
         missing -= met[best]
     return [_joined([axis[i] for axis, i in zip(listed, case, strict=True)], case in quick) for case in cases]
+
+
+def _is_slow(part: Any) -> bool:
+    return isinstance(part, ParameterSet) and any(getattr(mark, "name", "") == "slow" for mark in part.marks)
 
 
 def _joined(parts: list[Any], quick: bool) -> Any:
