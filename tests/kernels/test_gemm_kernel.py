@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlplus import Objective, linear_logprob
 from rlplus.kernels import linear_logprob as kernels
+from rlplus.kernels.row_values import WIDTH
 from rlplus.loss import tuning
 from rlplus.loss.backends import triton as backend
 from rlplus.loss.backends.ways import Way
@@ -74,6 +75,19 @@ def test_every_shape_with_and_without_storing(n: int, shape: tuple[int, int], ti
     assert none is None
     # Not the same bits: a product of one term may be fused with the bias.
     torch.testing.assert_close(alone[:, :DLOGPROB], got[:, :DLOGPROB], rtol=0, atol=8 * EPS * size.item())
+
+
+@EVERY_TILE
+def test_every_tile_is_computed_at_once(tile: kernels.Tile) -> None:
+    """Also in the last group, which has fewer tiles: sums that are NaN would be computed again, and be right."""
+    n, V = (2 * tile.GROUP_M + 1) * tile.BLOCK_M - 3, 3 * tile.BLOCK_V + 1
+    hidden, weight, target, bias = inputs(n, V, 8)
+    values, e = torch.empty(n, WIDTH.value, device=DEVICE), torch.full((n, V), torch.nan, device=DEVICE)
+    kernels.target_logits(values, hidden, weight, target, bias, 1.0)
+    partial = torch.full((4, kernels.PARTIALS.value, n), torch.nan, device=DEVICE)
+    kernels.linear_exponentials(partial, e, values, hidden, weight, target, bias, 1.0, tile=tile)
+    assert partial.isfinite().all()
+    assert e.isfinite().all()
 
 
 @EVERY_TILE
