@@ -44,9 +44,8 @@ class Heads:
         self.hidden, self.weight = (x.to(DTYPES[dtype]).requires_grad_() for x in (hidden, weight))
         self.teacher = (near[0].to(DTYPES[dtype]), near[1].to(DTYPES[dtype]))
         self.token_weight, self.kind = torch.full((N,), 1 / N, device=device), kind
-        few = self.teacher[0].split(
-            16 if device == "cpu" else 512
-        )  # all at once would leave memory for a method to find
+        # All rows at once would leave memory for a method to find.
+        few = self.teacher[0].split(16 if device == "cpu" else 512)
         found = [(h @ self.teacher[1].T).float().log_softmax(1).topk(KNOWN, dim=1) for h in few]
         self.topk = (torch.cat([x.indices for x in found]), torch.cat([x.values for x in found]))
 

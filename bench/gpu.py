@@ -80,18 +80,8 @@ def parts(folder: Path, cpu: bool) -> list[Part]:
     python, tuning, out = sys.executable, str(folder / "tuning.json"), str(folder)
     bench, tiny = [python, "-m", "bench", "--output", out], ["--tiny"] if cpu else []
     head = ["--head", "151936", "3584", "--seconds", "150"]  # Qwen2.5-7B's, as in the main case of bench
-    distill = [
-        "--device",
-        "cuda",
-        "--dtype",
-        "bfloat16",
-        "--tokens",
-        "8192",
-        "--hidden",
-        "4096",
-        "--vocabulary",
-        "151936",
-    ]
+    distill = ["--device", "cuda", "--dtype", "bfloat16"]
+    distill += ["--tokens", "8192", "--hidden", "4096", "--vocabulary", "151936"]
     if cpu:
         head = ["--head", "300", "32", "--tokens", "16", "--max-scratch-mb", "1", "--seconds", "20"]
         distill = ["--tokens", "16", "--hidden", "32", "--vocabulary", "300", "--rounds", "1"]

@@ -93,7 +93,7 @@ def all_switches(config: Config, model: Model, cluster: Cluster) -> Iterator[lis
             }
             for s in ranks
         ]
-    if train.offload_optimizer == "none":
+    if train.offload_optimizer == "none" and train.optimizer == "adamw":  # the other one cannot be
         yield [{"train.offload_optimizer": "cpu"}]
     if train.offload_params == "none" and most == 3:
         yield [{"train.zero_stage": 3, "train.offload_params": "cpu"}]

@@ -6,11 +6,13 @@ import pytest
 import torch
 from trainer_runs import run_config
 
-from rlplus.config import TrainConfig
+from rlplus.config import TrainConfig, load_config
 from rlplus.learner import learner, quantized
 from rlplus.learner.deepspeed_settings import check_eight_bit
 from rlplus.plan import make_cluster, make_plan
 from rlplus.trainer import train
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -50,6 +52,15 @@ def test_the_plan_counts_two_bytes_and_their_scales(tmp_path: Path) -> None:
     assert states[0] == 12 * plans[0].parameters
     assert states[1] == int((4 + 2 + 2 * 4 / 256) * plans[1].parameters)
     assert plans[1].seconds["optimizer"] < plans[0].seconds["optimizer"]
+
+
+def test_a_plan_proposes_what_goes_with_it() -> None:
+    """Switches are also tried all together: one that is refused would spoil them."""
+    config = load_config(ROOT / "configs/qwen2.5-math-7b.yaml", ["train.optimizer=adamw8bit"])
+    plan = make_plan(config, make_cluster(4, "40g"))
+    assert not plan.fits
+    assert plan.remedies
+    assert "offload_optimizer" not in str(plan.remedies)
 
 
 def test_a_missing_package_and_offloading_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
