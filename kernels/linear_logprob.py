@@ -17,6 +17,8 @@ the GEMM by tiles, `finish_rows` adds them up. Where s overflows, or nearly so, 
 are `marked`, listed, and computed again relative to their largest logits.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -44,6 +46,7 @@ PARTIALS = tl.constexpr(3)  # numbers per part of a row: its reference, s and t
 LARGEST = tl.constexpr(2.0**57)  # s at most, about e^40: a gradient by 1 / (1 + s) is far from underflow
 NOTHING = tl.constexpr(-1000.0)  # log E of what does not count: E is 0, and so is its product with this
 DOT = {"BLOCK_H": 1024, "num_warps": 4, **FUSION}
+ACCUMULATORS = 128 * 256  # fp32 numbers that the programs on one processor sum at the same time: half of its registers
 COMBINE = {"BLOCK_N": 16, "BLOCK_T": 64, "num_warps": 4, **FUSION}
 
 
@@ -83,7 +86,7 @@ def default_tile(hidden: Tensor, transformed: bool) -> Tile:
 def linear_exponentials(
     partial: Tensor, exponentials: Tensor | None, values: Tensor, hidden: Tensor, weight: Tensor, target: Tensor,
     bias: Tensor | None, temperature: float, softcap: float | None = None, row_temperature: Tensor | None = None,
-    tile: Tile | None = None, listed: Tensor | None = None,
+    tile: Tile | None = None, listed: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
     """Fill partial (ceil(V / BLOCK_V), PARTIALS, n) fp32, and exponentials (n, W) unless they are None.
 
@@ -92,9 +95,9 @@ def linear_exponentials(
     hidden (n, H), weight (V, H): bf16, fp16 or fp32, contiguous in H; slow, but right, where their rows are not a
     multiple of 16 bytes apart. values as `target_logits` left them; the others as there.
 
-    listed (n,) int64: the numbers of the rows to compute, then -1. Each program takes a tile of the vocabulary for all
-    of them, and ends at once if there is none. Without exponentials each of their tiles has its own reference, its
-    largest logit; with them it is their REFERENCE, which `finish_rows` updated.
+    listed: (n,) int64 and () int64, the numbers of the rows to compute and how many of them count. Without exponentials
+    each of their tiles has its own reference, its largest logit; with them it is their REFERENCE, which `finish_rows`
+    updated.
     """
     (n, H), V = hidden.shape, len(weight)
     check(values, target, row_temperature)
@@ -109,20 +112,30 @@ def linear_exponentials(
         raise ValueError(f"want partial ({columns}, {PARTIALS.value}, {n}), contiguous; got {tuple(partial.shape)}")
     if not n:
         return
-    sides, strides = (hidden, weight), (hidden.stride(0), weight.stride(0))
-    if tile.tma and listed is None and all(map(_tma_reads, sides)):
-        shapes = ((tile.BLOCK_M, tile.BLOCK_H), (tile.BLOCK_V, tile.BLOCK_H))
-        sides = tuple(TensorDescriptor.from_tensor(x, list(s)) for x, s in zip(sides, shapes, strict=True))
-        strides = (0, 0)  # the descriptors know
-    # Listed rows are nearly always none: then a program is not worth its start, which takes a processor a microsecond.
-    programs = columns if listed is not None else triton.cdiv(n, tile.BLOCK_M) * columns
+    matrices: list[Any] = [hidden, weight, exponentials]
+    strides = [0 if x is None else x.stride(0) for x in matrices]
+    W = V if exponentials is None else exponentials.shape[1]
+    tma = tile.tma and listed is None and all(x is None or _tma_reaches(x) for x in matrices)
+    if tma:
+        boxes = ((tile.BLOCK_M, tile.BLOCK_H), (tile.BLOCK_V, tile.BLOCK_H), (tile.BLOCK_M, tile.BLOCK_V))
+        for i, box in enumerate(boxes[: 2 + (exponentials is not None)]):
+            matrices[i], strides[i] = TensorDescriptor.from_tensor(matrices[i], list(box)), 0  # it knows its stride
+    programs = min(triton.cdiv(n, tile.BLOCK_M) * columns, at_once(hidden, tile))
+    hidden, weight, exponentials = matrices
     _tile_kernel[(programs,)](
-        partial, exponentials, values, *sides, target, bias, listed,
-        (n, V, H, V if exponentials is None else exponentials.shape[1]),
-        (*strides, 0 if exponentials is None else exponentials.stride(0)), 1 / temperature, softcap, row_temperature,
-        tile.BLOCK_M, tile.BLOCK_V, tile.BLOCK_H, tile.GROUP_M, sides[0] is not hidden,
+        partial, exponentials, values, hidden, weight, target, bias, *(listed or (None, None)),
+        (n, V, H, W), tuple(strides), 1 / temperature, softcap, row_temperature,
+        tile.BLOCK_M, tile.BLOCK_V, tile.BLOCK_H, tile.GROUP_M, tma,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **FUSION,
     )  # fmt: skip
+
+
+def at_once(hidden: Tensor, tile: Tile) -> int:
+    """Programs of our GEMM: as many as a GPU runs at the same time. Each takes one tile after the other."""
+    if not hidden.is_cuda:
+        return 8  # the interpreter's are one after the other
+    processors = torch.cuda.get_device_properties(hidden.device).multi_processor_count
+    return processors * max(1, ACCUMULATORS // (tile.BLOCK_M * tile.BLOCK_V))
 
 
 def finish_rows(
@@ -141,7 +154,7 @@ def finish_rows(
         _finish_kernel[grid](values, partial, target, marked, n, V, len(partial), again, **COMBINE)
 
 
-def _tma_reads(x: Tensor) -> bool:
+def _tma_reaches(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
@@ -191,46 +204,36 @@ def _target_kernel(
 
 @triton.jit
 def _tile_kernel(
-    partial, exponentials, values, hidden, weight, target, bias, listed, sizes, strides,
+    partial, exponentials, values, hidden, weight, target, bias, listed, count, sizes, strides,
     inv_temperature, softcap, row_temperature,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    n, V = sizes[0], sizes[1]
-    tiles_m, tiles_v = tl.cdiv(n, BLOCK_M), tl.cdiv(V, BLOCK_V)
-    if listed is None:
-        group, within = tl.program_id(0) // (GROUP_M * tiles_v), tl.program_id(0) % (GROUP_M * tiles_v)
+    rows, V = sizes[0], sizes[1]
+    if listed is not None:
+        rows = tl.load(count).to(tl.int32)
+    tiles_m, tiles_v = tl.cdiv(rows, BLOCK_M), tl.cdiv(V, BLOCK_V)
+    for tile in range(tl.program_id(0), tiles_m * tiles_v, tl.num_programs(0)):
+        group, within = tile // (GROUP_M * tiles_v), tile % (GROUP_M * tiles_v)
         size = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
         _tile(
-            partial, exponentials, values, hidden, weight, target, bias, listed, sizes, strides,
+            partial, exponentials, values, hidden, weight, target, bias, listed, rows, sizes, strides,
             inv_temperature, softcap, row_temperature, group * GROUP_M + within % size, within // size,
             BLOCK_M, BLOCK_V, BLOCK_H, TMA,
         )  # fmt: skip
-    else:
-        tile_m = 0
-        first = tl.load(listed)
-        while first >= 0:
-            _tile(
-                partial, exponentials, values, hidden, weight, target, bias, listed, sizes, strides,
-                inv_temperature, softcap, row_temperature, tile_m, tl.program_id(0),
-                BLOCK_M, BLOCK_V, BLOCK_H, TMA,
-            )  # fmt: skip
-            tile_m += 1
-            first = tl.load(listed + tile_m * BLOCK_M, tile_m < tiles_m, -1)
 
 
 @triton.jit
 def _tile(
-    partial, exponentials, values, hidden, weight, target, bias, listed, sizes, strides,
+    partial, exponentials, values, hidden, weight, target, bias, listed, rows, sizes, strides,
     inv_temperature, softcap, row_temperature, tile_m, tile_v,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     n, V, H, W = sizes
     stride_hidden, stride_weight, stride_e = strides
     m, v = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
-    here = m < n
+    here = m < rows
     if listed is not None:
-        m = tl.load(listed + m, here, -1).to(tl.int32)
-        here = m >= 0
+        m = tl.load(listed + m, here, 0).to(tl.int32)
 
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     if TMA:
@@ -261,9 +264,8 @@ def _tile(
     y = tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)  # cheaper to compare with
     # Few blocks hold targets of their own rows: the others need no comparison of every column.
     if ((tile_v + 1) * BLOCK_V > V) | (tl.max((y // BLOCK_V == tile_v).to(tl.int32), 0) > 0):
-        e, s, t = _sums(tl.where((v[None, :] == y[:, None]) | (v >= V)[None, :], NOTHING, d))
-    else:
-        e, s, t = _sums(d)
+        d = tl.where((v[None, :] == y[:, None]) | (v >= V)[None, :], NOTHING, d)
+    e, s, t = _sums(d)
     out = partial + (tile_v * PARTIALS).to(tl.int64) * n + m
     tl.store(out, reference, here)
     tl.store(out + n, s, here)
@@ -271,8 +273,11 @@ def _tile(
     if exponentials is not None:
         if softcap is not None:
             e *= _softcap_slope(_x(acc, v[None, :], (v < V)[None, :], bias, inv_temperature), softcap)
-        to = exponentials + m.to(tl.int64)[:, None] * stride_e + v[None, :]
-        tl.store(to, e.to(exponentials.dtype.element_ty), here[:, None] & (v < W)[None, :])
+        if TMA:  # what is outside is left out
+            exponentials.store([tile_m * BLOCK_M, tile_v * BLOCK_V], e.to(exponentials.dtype))
+        else:
+            to = exponentials + m.to(tl.int64)[:, None] * stride_e + v[None, :]
+            tl.store(to, e.to(exponentials.dtype.element_ty), here[:, None] & (v < W)[None, :])
 
 
 @triton.jit

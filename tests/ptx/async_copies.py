@@ -1,7 +1,7 @@
 """Asynchronous copies of single threads from global to shared memory: cp.async.
 
 What is copied arrives when the thread waits for its group, as late as is allowed. Until then the bytes are pending: to
-read them is reported. `cp.async.bulk` is in hopper.py.
+read them is reported. `cp.async.bulk` is in hopper.py and tile_stores.py.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import hopper
+from . import hopper, tile_stores
 from .checked_memory import PENDING, UNSIGNED, Array
 from .lanes import Mask
 from .program import Statement, Unsupported
@@ -46,7 +46,8 @@ class Copies:
 def copy(ex: "Executor", s: Statement) -> Callable[[Mask], None]:
     mods = s.opcode.split(".")[1:]
     if mods[:2] == ["async", "bulk"]:
-        return hopper.copy_tile(ex, s)
+        to_shared = mods[4:5] != ["global"] and "tensor" in mods
+        return hopper.copy_tile(ex, s) if to_shared else tile_stores.store_tile(ex, s)
     if mods == ["async", "commit_group"]:
         return lambda m: _commit(ex, m)
     if mods == ["async", "wait_group"]:
@@ -87,7 +88,7 @@ def _read(ex: "Executor", lanes: Array, source: Array, n: Array, width: int) -> 
 
 
 def _begin(ex: "Executor", lanes: Array, at: Array, value: Array, width: int) -> None:
-    if ex.shared.region.any_pending(at, width):
+    if ex.shared.region.any(at, width, PENDING):
         ex.find("cp.async to where a copy is under way")
     ex.shared.overwritten(at, lanes, "cp.async")
     memory, region = ex.shared.memory, ex.shared.region

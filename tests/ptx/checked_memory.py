@@ -1,8 +1,8 @@
 """Memory whose every access is checked: bounds, alignment, reads of what was never written, races.
 
 The addresses are those of this process. Of each byte is known whether it belongs to a tensor, whether it was written,
-and whether an asynchronous copy to it is under way; of each two or four bytes, which thread wrote and read it last, and
-between which barriers.
+whether an asynchronous copy to it is under way, and in shared memory whether its writer has told TMA of it; of each two
+or four bytes, which thread wrote and read it last, and between which barriers.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ import numpy as np
 WARP = 32
 POISON = 0xFFA5  # halves of memory that was never written: a NaN in fp32, fp16 and bf16
 UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-VALID, WRITTEN, PENDING = 1, 2, 4  # bits of a byte's state
+VALID, WRITTEN, PENDING, UNFENCED = 1, 2, 4, 8  # bits of a byte's state
 TRACKED = 8 << 20  # bytes of the largest tensor whose races are looked for
 Array = Any  # numpy's types of arrays say too little to be worth their length
 
@@ -37,7 +37,7 @@ class Region:
     def __init__(self, base: int, data: Array, name: str, grain: int, tracked: bool) -> None:
         self.base, self.data, self.name, self.grain = base, data, name, grain
         self.state = np.zeros(len(data), np.uint8)
-        self.tracked = tracked
+        self.tracked, self.on_store = tracked, 0  # bits of what is stored
         n = len(data) // grain + 1 if tracked else 0
         self.writer, self.w_epoch, self.w_warp = (np.full(n, -1, np.int32) for _ in range(3))
         self.reader, self.r_epoch, self.r_warp, self.readers = (np.full(n, -1, np.int32) for _ in range(4))
@@ -63,8 +63,14 @@ class Region:
         found = self.view(self.state, width)[at // width] & mask == mask
         return found.all(1) if width == 16 else found
 
-    def any_pending(self, at: Array, width: int) -> bool:
-        return bool((self.view(self.state, width)[at // width] & every_byte(PENDING, width)).any())
+    def any(self, at: Array, width: int, bit: int) -> bool:
+        """Whether any byte of the accesses has the bit."""
+        return bool((self.view(self.state, width)[at // width] & every_byte(bit, width)).any())
+
+    def fenced(self, threads: Array) -> None:
+        """These threads tell TMA of what they have written."""
+        at = np.flatnonzero(self.state & UNFENCED)
+        self.state[at[np.isin(self.writer[at // self.grain], threads)]] &= ~np.uint8(UNFENCED)
 
     def grains(self, at: Array, width: int) -> Array:
         return (at // self.grain)[:, None] + np.arange(max(1, width // self.grain))
@@ -148,7 +154,11 @@ class Memory:
             words[at // width] = value[some]
             if (words[at // width] != value[some]).any():
                 self.find(f"two lanes store different values at one address of {region.name}")
-            region.mark(at, width, on=WRITTEN)
+            region.mark(at, width, on=WRITTEN | region.on_store)
+
+    def reading(self, region: Region, at: Array, width: int, threads: Array, epoch: int, block: int) -> None:
+        """An asynchronous copy from these offsets begins: a load, whose data are not taken yet."""
+        self._race(region, at, width, threads, epoch, block, False)
 
     def copying(self, region: Region, at: Array, width: int, threads: Array, epoch: int, block: int) -> None:
         """An asynchronous copy to these offsets begins: a store, whose data are not there yet."""

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import accesses, async_copies, exchanges, hopper
+from . import accesses, async_copies, exchanges, hopper, tile_stores
 from .arithmetic import arithmetic
-from .checked_memory import UNSIGNED, VALID, WARP, Array, Memory, Region
+from .checked_memory import PENDING, UNFENCED, UNSIGNED, VALID, WARP, Array, Memory, Region
 from .forms import wanted
 from .lanes import Lanes, Mask
 from .opcodes import DTYPES
@@ -49,6 +49,7 @@ class Shared:
         stride = -(-size // 1024) * 1024
         data = np.zeros(max(16, stride * blocks), np.uint8)
         self.size, self.region = size, Region(0, data, "shared memory", 2, True)
+        self.region.on_store = UNFENCED
         if size:
             self.region.state.reshape(blocks, stride)[:, :size] = VALID
         self.memory = Memory()
@@ -60,11 +61,12 @@ class Shared:
         self.barriers: dict[tuple[int, int], hopper.Barrier] = {}  # by block of the batch and address
         self.arrivals = hopper.Arrivals(len(data), blocks, threads)
         self.products = Products(blocks * threads)
+        self.stores = tile_stores.Stores(blocks * threads)
 
     def require_delivered(self, at: Array, width: int, who: Array, what: str, size: int = 1) -> None:
         """Report if a copy has not brought what is about to be read at these places by lanes, or by groups of `size`
         lanes, or if they do not know that it has."""
-        if self.region.any_pending(at, width):
+        if self.region.any(at, width, PENDING):
             self.memory.find(f"{what} of what a copy has not delivered")
         self._require_tiles(at, who, f"{what} of", size)
 
@@ -76,6 +78,8 @@ class Shared:
         """Lanes are about to write at these places: no tile lies there any more."""
         if self.products.read(at):
             self.memory.find(f"{what} to what wgmma still reads")
+        if self.stores.reads(at):
+            self.memory.find(f"{what} to what TMA still stores")
         if self.arrivals.rows:
             self._require_tiles(at, lanes, f"{what} over", 1)
             self.arrivals.row[at // 16] = -1
@@ -155,6 +159,7 @@ class Executor(Lanes):
             self.find("an asynchronous copy in flight at exit")
         if self.shared.products.flying:
             self.find("wgmma in flight at exit")
+        self.shared.stores.finish(self)
 
     def _run_blocks(self, starts: list[int]) -> None:
         while self.pending or self.waiting:

@@ -15,7 +15,8 @@ FORMS = {
     "st": f"st{_MEMORY}",
     "cp": "cp.async.{ca, cg}.shared.global [to], [from], bytes[, bytes to read: all or 0], cp.async.commit_group, "
           "cp.async.wait_group n, or cp.async.bulk.tensor.2d.shared.global.mbarrier::complete_tx::bytes "
-          "[to], [map, {column, row}], [mbarrier]",
+          "[to], [map, {column, row}], [mbarrier], cp.async.bulk.tensor.2d.global.shared::cta.bulk_group "
+          "[map, {column, row}], [from], cp.async.bulk.commit_group or cp.async.bulk.wait_group[.read] n",
     "shfl": "shfl.sync.{bfly, up, down, idx}.b32 to, from, by, clamp, -1",
     "redux": "redux.sync.{min, max}[.NaN].f32 or redux.sync.{min, max}.{s32, u32}",
     "elect": "elect.sync to|predicate, -1",

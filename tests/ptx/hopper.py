@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .checked_memory import PENDING, VALID, WRITTEN, Array
+from .checked_memory import PENDING, UNFENCED, VALID, WRITTEN, Array
 from .lanes import Mask, registers_in
 from .program import Statement, Unsupported
 from .warpgroups import warpgroup
@@ -179,7 +179,7 @@ def _deliver(ex: "Executor", one: Barrier, row: int, block: int) -> None:
     region, arrivals = ex.shared.region, ex.shared.arrivals
     for at, value, size in one.copies:
         region.view(region.data, 16)[at // 16] = value
-        region.mark(at, 16, on=VALID | WRITTEN, off=PENDING)
+        region.mark(at, 16, on=VALID | WRITTEN, off=PENDING | UNFENCED)
         region.writer[region.grains(at, 16)] = -1
         arrivals.row[at // 16], arrivals.phase[at // 16] = row, arrivals.phases[row, block] + 1
         one.bytes -= size
@@ -206,13 +206,11 @@ def copy_tile(ex: "Executor", s: Statement) -> Run:
     if mods != ["async", "bulk", "tensor", "2d", "shared::cta", "global", "mbarrier::complete_tx::bytes"]:
         raise Unsupported("of another form")
     to, bar = ex.pointer(s.operands[0], np.uint32), ex.pointer(s.operands[2], np.uint32)
-    match = re.match(r"^\[\s*(%\w+)\s*,\s*\{\s*(\S+)\s*,\s*(\S+)\s*\}\s*\]$", str(s.operands[1]))
-    if not match:
-        raise Unsupported("of another form")
-    handle, x, y = ex.source(match[1], np.uint64), ex.source(match[2], np.int32), ex.source(match[3], np.int32)
+    names = coordinates(str(s.operands[1]))
+    handle, x, y = (ex.source(r, t) for r, t in zip(names, (np.uint64, np.int32, np.int32), strict=True))
 
     def run(m: Mask) -> None:
-        ex.require((match[1], *registers_in(match[2], match[3])), m)
+        ex.require(registers_in(*names), m)
         for block, lane, place, at_barrier, which, column, row in each(ex, m, to, bar, handle, x, y):
             tile = _tile(ex, ex.tensor_maps[which], lane, place, row, column)
             _barrier_at(ex, block, at_barrier).copies.append(tile)
@@ -220,29 +218,43 @@ def copy_tile(ex: "Executor", s: Statement) -> Run:
     return run
 
 
-def _tile(ex: "Executor", of: dict, lane: int, place: int, row: int, column: int) -> Tile:
+def coordinates(operand: str) -> tuple[str, str, str]:
+    """[map, {column, row}]"""
+    match = re.match(r"^\[\s*(%\w+)\s*,\s*\{\s*(\S+)\s*,\s*(\S+)\s*\}\s*\]$", operand)
+    if not match:
+        raise Unsupported("of another form")
+    return match[1], match[2], match[3]
+
+
+def place_of_tile(ex: "Executor", of: dict, lane: int, place: int) -> Array:
+    """Where the pieces of 16 bytes of a tile lie, (rows, pieces)."""
     rows, columns = of["box"]
-    pitch, size = columns * of["size"], of["size"]
+    pitch = columns * of["size"]
     wrong = place % 128 or place + rows * pitch > ex.shared.size or pitch != of["span"]
     if wrong or (of["span"] > 16 and place % (8 * of["span"])):
         raise Unsupported(
             f"want a tile within the {ex.shared.size} bytes of shared memory, at a multiple of 128 and of 8 spans of "
             f"the swizzle, rows as long as a span; got {rows} rows of {pitch} bytes at {place}, spans of {of['span']}"
         )
+    at = place + np.arange(rows)[:, None] * pitch + np.arange(0, pitch, 16)
+    return swizzled(at, of["span"]) + ex.shared.window[lane]
+
+
+def _tile(ex: "Executor", of: dict, lane: int, place: int, row: int, column: int) -> Tile:
+    (rows, columns), size = of["box"], of["size"]
+    at, pitch = place_of_tile(ex, of, lane, place).ravel(), columns * size
     value = np.zeros((rows, pitch), np.uint8)
     r0, r1 = max(row, 0), min(row + rows, of["shape"][0])
     c0, c1 = max(column, 0), min(column + columns, of["shape"][1])
     if r1 > r0 and c1 > c0:
         n = (c1 - c0) * size
-        at = of["base"] + np.arange(r0, r1)[:, None] * of["stride"] + c0 * size + np.arange(0, n, 2)
-        who = np.full(at.size, ex.thread[lane], np.int32)
-        got = ex.memory.load(at.ravel(), 2, who, ex.epoch, ex.program.threads)
+        source = of["base"] + np.arange(r0, r1)[:, None] * of["stride"] + c0 * size + np.arange(0, n, 2)
+        who = np.full(source.size, ex.thread[lane], np.int32)
+        got = ex.memory.load(source.ravel(), 2, who, ex.epoch, ex.program.threads)
         first = (c0 - column) * size
         value[r0 - row : r1 - row, first : first + n] = got.view(np.uint8).reshape(r1 - r0, n)
-    at = swizzled(place + np.arange(rows)[:, None] * pitch + np.arange(0, pitch, 16), of["span"]).ravel()
-    at = at + ex.shared.window[lane]
     region, who = ex.shared.region, np.full(len(at), ex.thread[lane], np.int32)
-    if region.any_pending(at, 16):
+    if region.any(at, 16, PENDING):
         ex.find("TMA to where a copy is under way")
     ex.shared.overwritten(at, np.full(len(at), lane), "TMA")
     ex.shared.memory.copying(region, at, 16, who, ex.epoch, ex.program.threads)
@@ -253,9 +265,10 @@ def _tile(ex: "Executor", of: dict, lane: int, place: int, row: int, column: int
 
 
 def fence(ex: "Executor", s: Statement) -> Run:
+    """TMA sees what these threads have written."""
     if s.opcode not in ("fence.proxy.async.shared::cta", "fence.proxy.async"):
         raise Unsupported("of another form")
-    return lambda m: None
+    return lambda m: ex.shared.region.fenced(ex.thread[ex.lanes_of(m)])
 
 
 def address_of_parameter(ex: "Executor", s: Statement) -> Run:

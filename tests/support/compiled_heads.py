@@ -242,8 +242,9 @@ def from_hidden(
     kernels.target_logits(*rest)
     kernels.linear_exponentials(partial, e, *rest, tile=tile)
     kernels.finish_rows(values, partial, V, target, marked)
-    listed = torch.full((n,), -1)
+    listed = torch.full((n,), -1)  # what is behind the count must not be read
     listed[: int(marked.sum())] = marked.nonzero()[:, 0]
+    listed = listed, marked.sum()
     kernels.linear_exponentials(partial, None, *rest, tile=tile, listed=listed)
     kernels.finish_rows(values, partial, V, target, marked, again=True)
     if e is not None:

@@ -173,7 +173,7 @@ def tile_launch(
     (V, H), (bias, softcap, own) = size, transform
     hidden, weight = torch.empty(200, H, dtype=dtype), torch.empty(V, H, dtype=dtype)
     stored = torch.empty(200, -(-V // 64) * 64, dtype=dtype) if stores else None
-    listed = torch.empty(200, dtype=torch.int64) if which else None
+    listed = (torch.empty(200, dtype=torch.int64), torch.zeros((), dtype=torch.int64)) if which else None
     shape = f"{tile.BLOCK_M}x{tile.BLOCK_V}x{tile.BLOCK_H} w{tile.num_warps} s{tile.num_stages}{', TMA' * tile.tma}"
     where = f"{name(dtype)}, V {V}, H {H}, {shape}{transforms(softcap, own, bias)}"
     rest = (torch.empty(V, dtype=dtype) if bias else None, 1.0, softcap, own, tile, listed)

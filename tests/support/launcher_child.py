@@ -112,7 +112,8 @@ def launch_gemm() -> None:
     hidden, weight = torch.empty(n, H, dtype=torch.bfloat16), torch.empty(V, 2 * H, dtype=torch.bfloat16)[:, :H]
     values, target = torch.empty(n, 7), torch.zeros(n, dtype=torch.int64)
     partial, e = torch.empty(33, 3, n), torch.empty(n, 4160, dtype=torch.bfloat16)
-    marked, listed = torch.empty(n, dtype=torch.int32), torch.empty(n, dtype=torch.int64)
+    marked = torch.empty(n, dtype=torch.int32)
+    listed = torch.empty(n, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
     rest = (values, hidden, weight, target, None, 0.8)
     linear_logprob.linear_exponentials(partial, e, *rest, tile=tile)
     linear_logprob.finish_rows(values, partial, V, target, marked)

@@ -241,8 +241,7 @@ class _Work:
         linear_kernels.linear_exponentials(partial, kept, *product, tile=tile)
         linear_kernels.finish_rows(values, partial, V, rest[0], marked)
         # Nearly always there is none, and these launches end at once.
-        order = marked.argsort(descending=True, stable=True)
-        listed = order.where(marked[order] != 0, -1)
+        listed = marked.argsort(descending=True, stable=True), marked.sum()
         linear_kernels.linear_exponentials(partial, None, *product, tile=tile, listed=listed)
         linear_kernels.finish_rows(values, partial, V, rest[0], marked, again=True)
         if kept is not None:
