@@ -1,13 +1,14 @@
 """python -m experiments.measured_run FILE: a short training run on one GPU beside its plan, and resumed.
 
 The model has the sizes of Qwen2.5-0.5B (--model) and random weights, the rollouts are transformers'. FILE gets the
-plan, the run's peak memory and the metrics of its steps. Stopped after two of three steps and resumed, the run is
-compared with one that was not. --tiny: small numbers, also without a GPU.
+plan, the run's peak memory and the metrics of its steps. Then the run is resumed from its checkpoint after two of three
+steps, and the weights are compared. --tiny: small numbers, also without a GPU.
 """
 
 import argparse
 import json
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -137,14 +138,14 @@ def measure(folder: Path, model: str, tiny: bool, file: Path) -> None:
     memory = run(settings)
     steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     found: dict[str, Any] = {"revision": revision(), "versions": versions(), "model": model}
-    found |= {"settings": settings.read_text()}
+    found |= {"settings": settings.read_text().replace(str(folder), "FOLDER")}
     found |= {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
     found |= {"plan": plan.to_json(), "memory": memory, "steps": steps}
     write_text(file, json.dumps(found, indent=1) + "\n")
     say(table(plan, memory, steps[-1]))
-    again = f"output_dir={folder / 'again'}"
-    run(settings, again, f"train.steps={STEPS - 1}")
-    run(settings, again, "--resume")
+    again = shutil.copytree(folder / "run", folder / "again")
+    shutil.rmtree(again / "model")
+    run(settings, f"output_dir={again}", f"--resume=step-{STEPS - 1:06}")  # and do the last step once more
     found["resumed_same_bits"] = same_weights(folder / "run", folder / "again")
     write_text(file, json.dumps(found, indent=1) + "\n")
     say(f"resumed after {STEPS - 1} of {STEPS} steps: {'the same' if found['resumed_same_bits'] else 'other'} bits")

@@ -67,8 +67,8 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
     if engine and config.rollout.mode == "process" and not cluster.cpu:
         engine, alone = {}, {"reserve": RESERVE} | engine
     at_rest = {"engine rest": ENGINE_ASLEEP} if engine and config.rollout.sleep else engine
-    if config.rollout.share_weights:  # it keeps nothing
-        at_rest = {}
+    if config.rollout.engine == "transformers":  # its cache ends with the last response
+        at_rest = {name: size for name, size in engine.items() if name == "engine weights"}
     always = {
         "reserve": 0 if cluster.cpu else RESERVE,
         "weights": sum(states.weights for _, states in learners),
@@ -282,9 +282,9 @@ def engine_memory(config: Config, model: Model, cluster: Cluster) -> tuple[dict[
     """Parts of a rollout engine on each of its GPUs, and its problems.
 
     vLLM takes gpu_memory_utilization of the GPU in total: weights, working memory, and the rest for keys and values,
-    which with kv_cache_memory_mb have that size. transformers: weights, and a cache of a fixed size, or of a sequence;
-    with share_weights no weights, but what the policy's modules take to compute, and a dequantized weight. A
-    server's engine is not counted, and a run that samples nothing has no engine.
+    which with kv_cache_memory_mb have that size. transformers: weights, and while it generates a cache of at most that
+    size, or of a sequence; with share_weights no weights, but what the policy's modules take to compute, and a
+    dequantized weight. A server's engine is not counted, and a run that samples nothing has no engine.
     """
     rollout = config.rollout
     if rollout.mode == "server" or not config.needs_engine:

@@ -204,6 +204,13 @@ def test_what_does_not_fit_into_the_time_is_left_out_and_says_so(monkeypatch: py
     assert {row["status"] for row in late.rows} == {"left out: no time left for its first call"}
 
 
+@pytest.mark.parametrize(("cost", "calls"), [(1e-4, 50), (0.03, 3), (0.2, 0)])
+def test_a_gpu_settles_before_a_call_is_timed(cost: float, calls: int) -> None:
+    inputs, made = Inputs(Head(SMALL, "cpu"), 1.0), []
+    measure.settle(METHODS["torch"], inputs, lambda: made.append(torch.is_grad_enabled()), cost)
+    assert made == calls * [True]
+
+
 def test_a_package_is_read_without_what_its_parents_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = tmp_path / "outer_of_test/inner"
     inner.mkdir(parents=True)

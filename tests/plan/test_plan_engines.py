@@ -93,6 +93,13 @@ def test_a_pass_for_sequence_ratios_is_counted_where_one_is_made():
     assert seconds[2]["total"] > seconds[1]["total"] > seconds[0]["total"]
 
 
+def test_the_cache_of_transformers_ends_with_the_responses():
+    plan = make_plan(paper("rollout.engine=transformers", "rollout.sleep=false"), make_cluster(8, "h200"))
+    with_cache = {moment for moment, parts in plan.memory.parts.items() if "kv cache" in parts}
+    assert with_cache == {"generate"}
+    assert all(parts["engine weights"] == 2 * plan.parameters for parts in plan.memory.parts.values())
+
+
 @pytest.mark.parametrize("sleep", [False, True])
 def test_ranks_that_share_an_engine_share_its_weights(sleep):
     """With 7.6 billion bf16 weights and a fixed share of the GPU, the cache gets what the weights leave."""
