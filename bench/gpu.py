@@ -43,13 +43,16 @@ sys.exit(not names)
 """
 SELFCHECK = """
 import sys, torch
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from rlplus.bench.submit import small_cases
 from rlplus.loss import selfcheck
 from rlplus.loss.verdicts import verdict_on
 if torch.cuda.is_available():
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    found = {str(dtype): verdict_on(torch.device("cuda", 0), dtype) for dtype in dtypes}
+    with ThreadPoolExecutor() as pool:  # each is a process, which compiles for half a minute
+        verdicts = pool.map(partial(verdict_on, torch.device("cuda", 0)), dtypes)
+        found = {str(dtype): verdict for dtype, verdict in zip(dtypes, verdicts)}
 else:
     selfcheck.check = partial(selfcheck.check, cases=small_cases(), H=8)
     found = {"torch.float32": selfcheck.judge("cpu", "float32")}

@@ -51,6 +51,7 @@ MISTAKES = [  # what, old text, new text, words of what is found
     ("a fence of one warp alone", FENCE, "setp.lt.u32 %p2, %r90, 32;\n@!%p2 bra $a;\n" + FENCE + "$a:\n",
      "TMA store of what was written without fence"),
     ("no barrier before the store", FENCE + BAR, FENCE, "race between warps: load after store in shared memory"),
+    ("the barrier behind the store", FENCE + BAR + FIRST, FENCE + FIRST + BAR, "race between warps: load after store"),
     ("no wait before the next write", READ + BAR, BAR, "store to what TMA still stores"),
     ("a wait for one group too few", READ, READ.replace("0", "1"), "store to what TMA still stores"),
     ("a group that is not committed", FIRST + COMMIT, FIRST, "store to what TMA still stores"),
