@@ -5,6 +5,7 @@ does not ask for it on the development endpoints: anyone who can reach the port 
 listens on this machine alone unless it is told otherwise.
 """
 
+import logging
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -19,10 +20,11 @@ from rlplus.common.kept_sets import KeptSets
 from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
 from rlplus.rollout.clock import rank
+from rlplus.rollout.library_push import LibraryPush
 from rlplus.rollout.protocol import Completion, Request, Sampling, check_logprobs, check_requests
 from rlplus.rollout.push import BACKEND, EXTENSION, parameter_shapes, watched
-from rlplus.rollout.server_http import PATIENCE_S, Refused, Requests, parsed, split
-from rlplus.rollout.server_push import Control, LibraryPush, MemoryPush
+from rlplus.rollout.server_http import PATIENCE_S, RESTART, Refused, Requests, parsed, split
+from rlplus.rollout.server_push import Control, MemoryPush
 from rlplus.rollout.vllm_engine import check_sampling, no_masks, prompt_seeds
 
 SERVE = (
@@ -35,8 +37,9 @@ PICKLED = "VLLM_ALLOW_INSECURE_SERIALIZATION=1 "  # vLLM asks for it where descr
 GENERATE = "/inference/v1/generate"
 CONNECTIONS = 64  # prompts at a time from each rank; the server batches what it has
 TOKENS = "vllm:generation_tokens_total"  # a name in /metrics: grows with every token of every request
-RESTART = "Start it again, and the run with --resume"
 NO_LOGPROB = -9999.0  # the server writes it for NaN and for -inf
+
+logger = logging.getLogger(__name__)
 
 
 class ServerEngine:
@@ -90,11 +93,13 @@ class ServerEngine:
                 self._push = LibraryPush(config.transfer, self._control, self._shapes, dtype, bucket)
             elif rank() == 0:
                 self._push = MemoryPush(self._control, self._shapes, bucket)
-        except OSError as error:
-            failed = str(error)
+        except Exception as error:  # whatever it is: the other ranks wait for word of it
+            failed = str(error) if isinstance(error, OSError) else repr(error)
         if dist.is_initialized():
             failed = max(agree.gathered(failed))
         if failed:
+            if self._push is not None:
+                self._push.close()
             raise ValueError(f"want at {self._url} a server for this run's weights, started with: {serve}; {failed}")
 
     def _check_server(self, dtype: str, serve: str) -> None:
@@ -173,7 +178,7 @@ class ServerEngine:
                 raise RuntimeError(self._failure) from error
             if isinstance(error, Refused) and error.status < 500:  # the request's fault: it would be refused again
                 raise RunFailed(f"{self.name} refused: {error}") from error
-            raise RunFailed(f"{self.name} did not answer: {error}. {RESTART}") from error
+            raise RunFailed(f"{self.name} did not answer: {error}") from error
         finally:
             http.hang_up()  # the server drops what it still works on, where we would wait for it in the next line
             pool.shutdown(cancel_futures=True)
@@ -197,7 +202,8 @@ class ServerEngine:
                 since = time.monotonic()
             elif time.monotonic() - since >= self._progress_s:
                 raise OSError(
-                    f"no answer and no token for {self._progress_s:g} s (rollout.progress_timeout_s): it hangs"
+                    f"no answer and no token for {self._progress_s:g} s (rollout.progress_timeout_s): it hangs. "
+                    f"{RESTART}"
                 )
 
     def _tokens(self) -> float:
@@ -241,19 +247,16 @@ class ServerEngine:
         if self._broken:
             raise RunFailed(f"{self.name} holds a mixture of two models after a push that failed. {RESTART}")
         self._failure = f"the push of version {version} failed half-way: push a whole model before generating"
-        self._control.version = str(version)
         self._broken = self._backend != BACKEND  # vLLM's own engines do not repair a model
         failed = ""
         with watched(weights, self._shapes, version=version, timeout_s=self._timeout_s) as checked:
             try:
                 if self._push is not None:
-                    self._push.send(checked)
+                    self._push.send(checked, version)
             except (RunFailed, ValueError):  # the clock's, and the trainer's own mistakes
                 raise
-            except Refused as error:
-                failed = f"{error}. Its log says more"
             except OSError as error:
-                failed = f"{error}. {RESTART}"
+                failed = str(error)
             except Exception as error:  # whatever it is: the other ranks wait for word of it
                 failed = repr(error)
             for _ in checked:  # the other ranks gather with this one
@@ -274,5 +277,6 @@ class ServerEngine:
         self._closed, self._failure = True, "the engine is closed"
         if self._generating is not None:
             self._generating.hang_up()
-        if rank() == 0:
-            self._control.shutdown()
+        if self._push is not None:
+            self._push.close()
+            logger.info("%s goes on, with the weights of version %s: this run pushes no more", self.name, self._version)

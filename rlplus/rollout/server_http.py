@@ -1,9 +1,12 @@
 """HTTP to a vLLM server."""
 
+import errno
 import http.client
 import json
+import math
 import os
 import socket
+import ssl
 import threading
 from contextlib import suppress
 from typing import Any
@@ -13,12 +16,20 @@ KEEPALIVE = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_K
 PATIENCE_S = 60.0  # limit for a connection and for what a server always answers
 
 
+RESTART = "Start it again, and the run with --resume"
+HINTS = {
+    401: "Is VLLM_API_KEY that of the server?",
+    403: "Does a proxy before the server want something else?",
+    404: "Was it started with VLLM_SERVER_DEV_MODE=1?",
+}
+
+
 class Refused(OSError):
     """The server answered, but not with 200."""
 
     def __init__(self, request: str, status: int, text: bytes) -> None:
-        hint = ". Is VLLM_API_KEY that of the server?" if status == 401 else ""
-        super().__init__(f"{request} was answered with {status}: {_reason(text)}{hint}")
+        hint = HINTS.get(status, f"Its log says more. {RESTART}, if it has died" if status >= 500 else "")
+        super().__init__(f"{request} was answered with {status}: {_reason(text)}{hint and '. '}{hint}")
         self.status = status
 
 
@@ -32,8 +43,10 @@ class Requests:
         self._under_way: set[socket.socket] = set()
         self._over = False
 
-    def send(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> bytes:
-        """The answer's body; OSError where none comes, or another status than 200."""
+    def send(
+        self, method: str, path: str, body: Any = None, timeout_s: float | None = None, setting: str = ""
+    ) -> bytes:
+        """The answer's body; OSError where none comes, or another status than 200. setting: the key of timeout_s."""
         kind = http.client.HTTPSConnection if self.url.scheme == "https" else http.client.HTTPConnection
         connection = kind(self.url.netloc, timeout=PATIENCE_S)
         connected = None
@@ -46,7 +59,8 @@ class Requests:
             response = connection.getresponse()
             answer = response.read()
         except (http.client.HTTPException, OSError) as error:
-            raise OSError(f"{method} {path}: {type(error).__name__} {error}") from error
+            limit = f"{timeout_s or math.inf:g} s{setting and ', '}{setting}" if connected else f"{PATIENCE_S:g} s"
+            raise OSError(f"{method} {path}: {type(error).__name__} {error}. {_advice(error, limit)}") from error
         finally:
             with self._lock:
                 self._under_way.discard(connected)
@@ -67,7 +81,8 @@ class Requests:
 
     def own_address(self) -> str:
         """This machine's address, as the server sees it."""
-        with socket.create_connection((self.url.hostname or "", self.url.port or 80), PATIENCE_S) as connected:
+        port = self.url.port or (443 if self.url.scheme == "https" else 80)
+        with socket.create_connection((self.url.hostname or "", port), PATIENCE_S) as connected:
             return str(connected.getsockname()[0])
 
     def hang_up(self) -> None:
@@ -96,6 +111,23 @@ def _authorization() -> dict[str, str]:
     if not (key.isascii() and key.isprintable()):
         raise ValueError("want VLLM_API_KEY of printable ASCII; got other characters, such as the end of a line")
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _advice(error: OSError | http.client.HTTPException, limit: str) -> str:
+    """What a user can do about a request without an answer, by its cause."""
+    if isinstance(error, socket.gaierror):
+        return "Is the host in rollout.server_url right?"
+    if isinstance(error, ssl.SSLError):
+        return "Does it speak https, with a certificate that this machine trusts (SSL_CERT_FILE)?"
+    if isinstance(error, TimeoutError):
+        return f"It hangs, or takes longer than {limit}. {RESTART}"
+    if isinstance(error, (ConnectionError, http.client.IncompleteRead)):
+        return f"It has ended, or nothing listens there. {RESTART}"
+    if isinstance(error, http.client.HTTPException):
+        return "Is it a vLLM server, and http rather than https?"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "That is this machine's limit of open files (ulimit -n)"
+    return "Can this machine reach the host in rollout.server_url (its network, a firewall)?"
 
 
 def parsed(text: bytes) -> Any:

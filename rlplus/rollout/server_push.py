@@ -1,53 +1,57 @@
 """Ways of the weights to a vLLM server: `rollout.transfer`. All of them are vLLM's weight transfer (vLLM 0.32).
 
-`memory` is the trainer's twin of `rlplus.rollout.receiver`, for any device. `nccl` and `ipc` are vLLM's own, for GPUs;
-of these only the arguments and the order of the calls are tested, they have never run.
+`memory`, here, is the trainer's twin of `rlplus.rollout.receiver`, for any device; `library_push` has vLLM's own.
 """
 
 import base64
 import json
 import pickle
 import secrets
-import socket
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlplus.rollout.clock import rank
+from rlplus import __version__
 from rlplus.rollout.parcels import Memory, parcels
-from rlplus.rollout.server_http import Refused, Requests, parsed
+from rlplus.rollout.server_http import Requests, parsed
+from rlplus.rollout.worker_answers import Answers
 
-CLOSE_S = 2.0  # limit for telling the server that this run has ended, which it also sees by itself
+TIMEOUT = "half of rollout.push_timeout_s"
+CLOSE_S = 2.0  # limit for telling the server that this run has ended, which is no reason to wait
 
 
 class Control:
     """The calls of a push to a server, vLLM's VLLMWeightSyncClient. OSError where one fails.
 
-    The server is paused from the first to the last call of a push, also for others' requests; one whose push failed
-    stays paused, as it then holds a mixture of two models.
+    The server is paused from the first call of a push to `resume`, also for others' requests, which then go on with the
+    new weights; one whose push failed stays paused, as it then holds a mixture of two models.
     """
 
-    version = ""  # the next push's
-
     def __init__(self, http: Requests, timeout_s: float) -> None:
-        self._http, self._timeout_s = http, timeout_s
+        self._http, self.timeout_s = http, timeout_s
 
     def workers(self) -> int:
         """Number of the server's GPUs."""
-        return int(parsed(self._http.send("GET", "/get_world_size", timeout_s=self._timeout_s))["world_size"])
+        return int(self._get("/get_world_size")["world_size"])
 
     def paused(self) -> bool:
-        return bool(parsed(self._http.send("GET", "/is_paused", timeout_s=self._timeout_s))["is_paused"])
+        return bool(self._get("/is_paused")["is_paused"])
+
+    def library_version(self) -> str:
+        return str(self._get("/version")["version"])
 
     def own_address(self) -> str:
         return self._http.own_address()
 
+    def _get(self, path: str) -> Any:
+        return parsed(self._http.send("GET", path, timeout_s=self.timeout_s, setting=TIMEOUT))
+
     def _post(self, path: str, body: Any = None, timeout_s: float | None = None) -> bytes:
-        return self._http.send("POST", path, body, timeout_s=timeout_s or self._timeout_s)
+        setting = "" if timeout_s else TIMEOUT
+        return self._http.send("POST", path, body, timeout_s=timeout_s or self.timeout_s, setting=setting)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._post("/init_weight_transfer_engine", {"init_info": init_info})
@@ -55,11 +59,6 @@ class Control:
     def start_weight_update(self) -> None:
         self._post("/pause?mode=keep")
         self._post("/start_weight_update")
-
-    def abandon(self) -> None:
-        """End an update whose trainer was killed: vLLM ends one at a call that fails, and knows no other way."""
-        with suppress(Refused):
-            self._post("/update_weights", {"update_info": {}})
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         handles = update_info.get("ipc_handles")
@@ -70,86 +69,72 @@ class Control:
         self._post("/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """The version is `resume`'s."""
         self._post("/finish_weight_update")
+
+    def resume(self, version: int) -> None:
+        """Let the server generate again, without keys and values of older weights."""
         reset = parsed(self._post("/reset_prefix_cache?reset_external=true"))  # other caches of keys and values, too
         if reset != {"success": True}:
-            raise OSError(f"it did not reset its prefix cache ({reset}); does somebody else use it?")
-        self._post("/update_weight_version", {"new_version": weight_version or self.version})
+            raise OSError(f"it did not reset its prefix cache ({reset}); does it still send keys and values elsewhere?")
+        self._post("/update_weight_version", {"new_version": str(version)})
         self._post("/resume")
 
+    def abandon(self) -> None:
+        """End an update that nobody goes on with."""
+        self._post("/pause?mode=keep")
+        self._post("/finish_weight_update")
+
     def shutdown(self) -> None:
-        with suppress(OSError):
-            self._post("/shutdown_weight_transfer_engine", timeout_s=CLOSE_S)
+        """End the transfer of vLLM's own engines, of which the server has one, whoever began it."""
+        self._post("/shutdown_weight_transfer_engine", timeout_s=CLOSE_S)
 
 
 class MemoryPush:
     """Pushes through memory of this process, a bucket at a time. The server must run on this machine, as this user."""
 
     def __init__(self, control: Control, shapes: Mapping[str, torch.Size], bucket_bytes: int) -> None:
-        self._control, self._bucket_bytes, self._run = control, bucket_bytes, secrets.token_hex(8)
-        memory = Memory()
-        said = {"run": self._run, "shapes": {name: list(shape) for name, shape in shapes.items()}}
-        memory.write(json.dumps(said).encode())
-        parcel = memory.seal()
+        self._control, self._bucket_bytes = control, bucket_bytes
+        self._shapes = {name: list(shape) for name, shape in shapes.items()}
+        self._workers = control.workers()
+        self._answers: Answers | None = self._greeted()
+
+    def _greeted(self) -> Answers:
+        """Introduce this process to the server, under a new name; OSError if it is refused."""
+        self._run = secrets.token_hex(8)
+        answers, memory = Answers(self._workers), Memory()
         try:
-            control.init_weight_transfer_engine({"run": self._run, "pid": parcel.pid, "fd": parcel.fd})
+            said = {"run": self._run, "rlplus": __version__, "answers": answers.fd, "shapes": self._shapes}
+            memory.write(json.dumps(said).encode())
+            parcel = memory.seal()
+            self._control.init_weight_transfer_engine({"run": self._run, "pid": parcel.pid, "fd": parcel.fd})
+            if any(each["open"] for each in answers.check("init_weight_transfer_engine")):
+                self._control.abandon()  # a push of before, which failed or whose trainer was killed
+                answers.take("finish_weight_update")  # that parameters are missing
+        except BaseException:
+            answers.close()
+            raise
         finally:
             memory.close()
+        return answers
 
-    def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        answers = self._answers = self._answers or self._greeted()
         try:
             self._control.start_weight_update()
-        except Refused:
-            self._control.abandon()
-            self._control.start_weight_update()
-        for parcel in parcels(weights, self._bucket_bytes, self._run):
-            self._control.update_weights({"parcel": asdict(parcel)})
-        self._control.finish_weight_update()
+            answers.check("start_weight_update")
+            for parcel in parcels(weights, self._bucket_bytes, self._run):
+                self._control.update_weights({"parcel": asdict(parcel)})
+                answers.check("update_weights")
+            self._control.finish_weight_update()
+            answers.check("finish_weight_update")
+            self._control.resume(version)
+        except BaseException:
+            self.close()  # what is answered late is for nobody: the next push greets the server again
+            raise
 
-
-class LibraryPush:
-    """Pushes by vLLM's own engine `nccl` or `ipc`, which all ranks call; it gets weights in the engine's dtype."""
-
-    def __init__(
-        self, kind: str, control: Control, shapes: Mapping[str, torch.Size], dtype: str, bucket_bytes: int
-    ) -> None:
-        from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
-        wanted: torch.dtype = getattr(torch, dtype)
-
-        class Source(WeightSource):
-            weights: Iterable[tuple[str, Tensor]] = ()
-
-            def metadata(self) -> list[Any]:
-                return [ParamMeta(name, wanted, tuple(shape)) for name, shape in shapes.items()]
-
-            def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-                for want, (name, weight) in zip(shapes, self.weights, strict=True):
-                    if name != want:  # the server takes names from `metadata`
-                        raise ValueError(f"want parameters in the model's order, {want} next; got {name}")
-                    yield name, weight.to(wanted)
-
-        largest = max(shape.numel() for shape in shapes.values()) * wanted.itemsize
-        buffer = max(bucket_bytes, largest)  # a buffer that is too small for a parameter is an error
-        self._source = Source()
-        info: Any
-        if kind == "ipc":
-            info = IPCTrainerInitInfo(rank=rank(), packed=True, packed_buffer_size_bytes=buffer)
-        else:
-            with socket.socket() as free:
-                free.bind(("", 0))
-                port = free.getsockname()[1]
-            info = NCCLTrainerInitInfo(
-                rank=rank(),
-                master_address=control.own_address(),
-                master_port=port,
-                world_size=1 + control.workers(),
-                packed_buffer_size_bytes=buffer,
-            )
-        self._engine = WeightTransferTrainerFactory.trainer_init(info, client=control, source=self._source)
-
-    def send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._source.weights = weights
-        self._engine.send_weights()
+    def close(self) -> None:
+        """Let another run push, as the workers see by the pipe."""
+        if self._answers is not None:
+            self._answers.close()
+        self._answers = None

@@ -119,7 +119,7 @@ class VLLMEngine:
             }
             self._llm: Any = self._start(settings | config.vllm)
         self._watch_tokens(self._llm.llm_engine.engine_core)
-        self._llm.init_weight_transfer_engine({"init_info": {"shapes": {n: list(s) for n, s in self._shapes.items()}}})
+        self._llm.init_weight_transfer_engine({"init_info": {"shapes": self._shapes}})
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         if self._failure:

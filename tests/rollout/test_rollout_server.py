@@ -1,12 +1,10 @@
 """A vLLM server: what is asked of it and what is refused, against a stub that looks like it."""
 
-import os
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import processes
 import pytest
 import torch
 from rollout_models import EOS, PROMPTS, requests, save, tiny_model
-from servers import FINISHING, PUSH, STARTING, FakeServer, ask, connect
+from servers import FINISHING, INIT, PUSH, STARTING, FakeServer, ask, connect
 
 import rlplus.rollout.server_engine
 from rlplus.common import activity
@@ -32,7 +30,7 @@ def test_what_is_asked_and_what_is_pushed(fake: FakeServer, tmp_path: Path) -> N
     assert fake.version == "3"
     assert fake.loaded.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(fake.loaded[name], p) for name, p in model.named_parameters())
-    assert fake.calls == ["/init_weight_transfer_engine", *STARTING, "/update_weights", *FINISHING]
+    assert fake.calls == [INIT, *STARTING, "/update_weights", *FINISHING]
     groups = ask(engine)
     assert [len(group) for group in groups] == [4, 0, 2]
     assert activity.rollouts.state()[:3] == (6, 6, sum(len(c.tokens) for group in groups for c in group))
@@ -176,7 +174,7 @@ def test_what_is_no_such_server_is_refused(fake: FakeServer, tmp_path: Path) -> 
     fake.odd = {"/server_info": b"<html>"}
     with pytest.raises(ValueError, match=r"started with: .*; want JSON; got '<html>'"):
         connect(fake.url, tmp_path)
-    fake.odd, fake.fail = {}, "/init_weight_transfer_engine"
+    fake.odd, fake.fail = {}, INIT
     with pytest.raises(ValueError, match=r"a server for this run's weights, started with: .* was answered with 500"):
         connect(fake.url, tmp_path)
 
@@ -271,7 +269,7 @@ def test_a_server_that_hangs_and_one_that_is_slow(
     with monkeypatch.context() as patch:
         patch.setattr(rlplus.rollout.server_engine, "PATIENCE_S", 0.2)
         fake.silent = True
-        with pytest.raises(RunFailed, match=r"did not answer: GET /metrics: TimeoutError timed out. Start it again"):
+        with pytest.raises(RunFailed, match=r"did not answer: GET /metrics: TimeoutError .* longer than 0.2 s. Start"):
             ask(engine)
     fake.silent = False
     engine._progress_s = 0.2  # type: ignore[attr-defined]
@@ -310,7 +308,7 @@ def test_the_servers_key_is_sent(fake: FakeServer, tmp_path: Path, monkeypatch: 
     engine.push_weights(model.named_parameters(), 4)
     assert [len(group) for group in ask(engine)] == [4, 0, 2]
     engine.close()
-    assert set(fake.keys) == {"/server_info", "/metrics", "/inference/v1/generate", *PUSH}
+    assert set(fake.keys) == {"/server_info", "/metrics", "/get_world_size", "/inference/v1/generate", *PUSH}
     assert set(fake.keys.values()) == {"Bearer secret"}, "on what vLLM does not guard, too: a proxy before it may"
     for key in ("secret\n", "schlüssel"):
         monkeypatch.setenv("VLLM_API_KEY", key)
@@ -323,7 +321,9 @@ def test_a_push_comes_in_buckets_and_repairs_one_that_was_cut_off(fake: FakeServ
     """A bucket holds as much as rollout.push_bucket_mb, or one parameter; the server is paused until all have come."""
     model = tiny_model(tied=False)
     save(model, tmp_path)
+    fake.updating = True  # by a run that was killed in a push
     engine: Any = connect(fake.url, tmp_path)
+    assert fake.calls == [INIT, "/pause", "/finish_weight_update"]
     engine._push._bucket_bytes = 20_000
     paused: list[bool] = []
 
@@ -332,9 +332,8 @@ def test_a_push_comes_in_buckets_and_repairs_one_that_was_cut_off(fake: FakeServ
             paused.append(fake.paused)
             yield name, p
 
-    fake.updating = True  # by a run that was killed in a push
     engine.push_weights(weights(), 1)
-    assert fake.calls[1:6] == [*STARTING, "/update_weights", *STARTING]
+    assert fake.calls[3:6] == [*STARTING, "/update_weights"]
     assert [set(paused), fake.paused, len(fake.sizes) > 5] == [{True}, False, True]
     assert max(fake.sizes) <= max(20_000, *(p.nbytes for p in model.parameters()))
     assert sum(fake.sizes) >= sum(p.nbytes for p in model.parameters())
@@ -351,7 +350,6 @@ def test_a_push_comes_in_buckets_and_repairs_one_that_was_cut_off(fake: FakeServ
     assert fake.paused
     engine.push_weights(weights(), 4)
     engine.close()
-    assert fake.calls[-1] == "/shutdown_weight_transfer_engine"
 
 
 PUSHES = """
@@ -378,15 +376,7 @@ def test_all_ranks_hear_of_a_push_that_failed_on_one(fake: FakeServer, tmp_path:
     """Only rank 0 talks to the server; here it does not even expect what happens to it."""
     save(tiny_model(tied=False), tmp_path)
     fake.odd = {"/reset_prefix_cache": ["unexpected"]}
-    port = str(processes.free_port())
-    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", PUSHES, fake.url, str(tmp_path)]
-    with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(processes.started(command, os.environ | here | {"RANK": str(rank)}, stdout=-1))
-            for rank in range(2)
-        ]
-        said = [process.communicate(timeout=processes.PATIENCE_S)[0] for process in ranks]
+    said = processes.ranks([sys.executable, "-c", PUSHES, fake.url, str(tmp_path)], 2)
     assert said[0] == said[1]
     assert "did not take the weights of version 4: it did not reset its prefix cache (['unexpected'])" in said[0]
     assert "did not take the weights of version 5: KeyError('no message')" in said[0]

@@ -10,33 +10,12 @@ from typing import Any
 import processes
 import pytest
 from rollout_models import MAX_MODEL_LEN, PROMPTS, gap, save, tiny_model
-from servers import Server, ask, connect
+from servers import OTHER_RUN, Server, ask, connect
 
 from rlplus.rollout import RolloutEngine, RunFailed
 from rlplus.rollout.server_push import Control
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-OTHER = """
-import os, sys, time
-from pathlib import Path
-sys.path.insert(0, sys.argv[3])
-from rollout_models import tiny_model
-from servers import connect
-try:
-    engine = connect(sys.argv[1], Path(sys.argv[2]))
-except ValueError as error:
-    print(str(error).replace("\\n", " "), flush=True)
-    sys.exit()
-def weights():
-    for i, item in enumerate(tiny_model(True, seed=2).named_parameters()):
-        if i == 9:
-            print("half-way", flush=True)
-            time.sleep(600)
-        yield item
-engine._push._bucket_bytes = 1
-engine.push_weights(weights(), 1)
-"""
 
 
 def check(engine: RolloutEngine, model: Any, version: int) -> None:
@@ -48,7 +27,7 @@ def test_pushes_to_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """A tied head, too, which vLLM packs on the CPU."""
     first, second = tiny_model(tied=True), tiny_model(tied=True, seed=1)
     save(first, tmp_path)
-    command = [sys.executable, "-c", OTHER, "", str(tmp_path), str(processes.SUPPORT)]
+    command = [sys.executable, "-c", OTHER_RUN, "", str(tmp_path), str(processes.SUPPORT)]
     with Server(tmp_path, tmp_path / "server.log", MAX_MODEL_LEN) as server:
         command[3] = server.url
         with processes.started(command, stdout=subprocess.PIPE) as killed:
@@ -92,8 +71,12 @@ def check_what_is_refused(engine: Any, model: Any, monkeypatch: pytest.MonkeyPat
                 engine.push_weights(model.named_parameters(), 5)
         with pytest.raises(RuntimeError, match="version 5 failed half-way"):
             ask(engine)
-    stranger = {"parcel": {"run": "another", "pid": os.getpid(), "fd": 0, "entries": []}}
-    engine._control.abandon()
+    answers = engine._push._answers = engine._push._greeted()
     engine._control.start_weight_update()
+    answers.check("start_weight_update")
+    engine._control.update_weights({"parcel": {"run": "another", "pid": os.getpid(), "fd": 0, "entries": []}})
     with pytest.raises(OSError, match=r"want a parcel of run .*, which took this server over; got another's"):
-        engine._control.update_weights(stranger)
+        answers.check("update_weights")
+    engine._push.close()
+    with pytest.raises(OSError, match="500: .*Cannot release a trainer connection during a weight update"):
+        engine._control.shutdown()

@@ -188,14 +188,14 @@ def test_a_server_that_hangs_ends_the_run(
         with pytest.raises(RunFailed, match=r"did not answer: GET /metrics: TimeoutError timed out"):
             train(config)
     own_server.signal(signal.SIGCONT)
-    finish = Control.finish_weight_update
+    resume = Control.resume
 
-    def kill_and_finish(control: Any, weight_version: str | None = None) -> None:
-        if control.version == "2":
+    def kill_and_resume(control: Control, version: int) -> None:
+        if version == 2:
             own_server.signal(signal.SIGKILL)
-        finish(control, weight_version)
+        resume(control, version)
 
-    monkeypatch.setattr(Control, "finish_weight_update", kill_and_finish)
+    monkeypatch.setattr(Control, "resume", kill_and_resume)
     with pytest.raises(RunFailed, match=r"not take the weights of version 2: .*Start it again, and the run with --res"):
         train(config, resume="newest")
     assert [row["step"] for row in metrics(Path(config.output_dir))] == [1, 2]

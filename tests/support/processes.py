@@ -6,9 +6,10 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,18 @@ def run(command: Sequence[str], patience_s: float = PATIENCE_S, **options: Any) 
     with started(command, **pipes) as process:
         out, error = process.communicate(timeout=patience_s)
     return subprocess.CompletedProcess(command, process.returncode, out, error)
+
+
+def ranks(command: Sequence[str], count: int) -> list[str]:
+    """What each of so many processes of one torch.distributed group printed."""
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+    here |= {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with ExitStack() as stack:
+        group = [
+            stack.enter_context(started(command, os.environ | here | {"RANK": str(rank)}, stdout=subprocess.PIPE))
+            for rank in range(count)
+        ]
+        return [process.communicate(timeout=PATIENCE_S)[0] for process in group]
 
 
 def wait_until(

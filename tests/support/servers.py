@@ -20,10 +20,34 @@ from rlplus.config import RolloutConfig
 from rlplus.rollout import RolloutEngine, Sampling, make_engine
 from rlplus.rollout.parcels import Parcel, shared_memory
 from rlplus.rollout.push import EXTENSION
+from rlplus.rollout.worker_answers import Trainer
 
 STARTING, FINISHING = ["/pause", "/start_weight_update"], ["/finish_weight_update", "/reset_prefix_cache"]
 FINISHING += ["/update_weight_version", "/resume"]
-PUSH = [*STARTING, "/update_weights", *FINISHING, "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"]
+INIT, SHUTDOWN = "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine"
+PUSH = [INIT, *STARTING, "/update_weights", *FINISHING]
+
+
+OTHER_RUN = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from rollout_models import tiny_model
+from servers import connect
+try:
+    engine = connect(sys.argv[1], Path(sys.argv[2]))
+except ValueError as error:
+    print(str(error).replace("\\n", " "), flush=True)
+    sys.exit()
+def weights():
+    for i, item in enumerate(tiny_model(True, seed=2).named_parameters()):
+        if i == 9:
+            print("half-way", flush=True)
+            time.sleep(600)
+        yield item
+engine._push._bucket_bytes = 1
+engine.push_weights(weights(), 1)
+"""
 
 
 class FakeServer:
@@ -31,7 +55,8 @@ class FakeServer:
 
     `hold`: lengths of prompts that are not answered; the other prompts are, once all of these are here. `held` and
     `gone` count such requests, and how many of their callers hung up. `silent`: neither is /metrics answered.
-    `tokens`: generated so far. `key`: without it, what vLLM guards is answered with 401.
+    `failures`: what the second of two workers says to its trainer, by the call that fails. `tokens`: generated so far.
+    `key`: without it, what vLLM guards is answered with 401.
     """
 
     def __init__(self) -> None:
@@ -50,6 +75,8 @@ class FakeServer:
         self.version, self.fail, self.loaded, self.paused, self.sizes = "none", "", {}, False, []
         self.calls: list[str] = []  # a push's
         self.updating, self.init, self.update = False, {}, {}
+        self.failures: dict[str, str] = {}
+        self.trainer: Trainer | None = None
         self.choice: dict[str, Any] = {}
         self.asked: list[Any] = []
         self.odd: dict[str, Any] = {}
@@ -112,7 +139,9 @@ class FakeServer:
             return {"is_paused": self.paused}
         if path == "/get_world_size":
             return {"world_size": 2}
-        if path in PUSH:
+        if path == "/version":
+            return {"version": "0.32.0"}
+        if path in (*PUSH, SHUTDOWN):
             return self.push(path, body)
         if path == "/metrics":
             return (
@@ -141,25 +170,37 @@ class FakeServer:
             self.paused = path == "/pause"
         if path == "/init_weight_transfer_engine":
             self.init = body["init_info"]
+            if "run" in self.init:
+                said = json.loads(bytes(shared_memory(self.init["pid"], self.init["fd"]).numpy()))
+                if self.trainer:
+                    self.trainer.close()
+                self.trainer = Trainer(said["run"], self.init["pid"], said["answers"])
+                self.tell(path, open=self.updating)
         if path == "/start_weight_update":
             if self.updating:
                 return None
             self.updating, self.loaded = True, {}
+            self.tell(path)
         if path == "/update_weights":
-            self.update, self.updating = body["update_info"], bool(body["update_info"])
-            if not self.updating:
-                return None
-            if "run" not in self.init:  # vLLM's own way: the weights come by another one
-                return {}
-            parcel = Parcel(**self.update["parcel"])
-            assert parcel.run == self.init["run"]
-            self.sizes.append(len(shared_memory(parcel.pid, parcel.fd)))
-            self.loaded |= {name: weight.clone() for name, weight in parcel}
+            self.update = body["update_info"]
+            if self.trainer:  # else vLLM's own way: the weights come by another one
+                parcel = Parcel(**self.update["parcel"])
+                assert parcel.run == self.init["run"]
+                self.sizes.append(len(shared_memory(parcel.pid, parcel.fd)))
+                self.loaded |= {name: weight.clone() for name, weight in parcel}
+                self.tell(path)
         if path == "/finish_weight_update":
             self.updating = False
+            self.tell(path)
         if path == "/update_weight_version":
             self.version = body["new_version"]
         return {"success": True} if path == "/reset_prefix_cache" else {}
+
+    def tell(self, path: str, **more: Any) -> None:
+        """The answers of two workers, of which the second one fails."""
+        if self.trainer is not None:
+            self.trainer.tell(path[1:], **more)
+            self.trainer.tell(path[1:], self.failures.get(path, ""), **more)
 
 
 class Server:
