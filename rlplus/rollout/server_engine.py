@@ -233,7 +233,7 @@ class ServerEngine:
         if versions != {str(self._version)}:
             raise RunFailed(
                 f"{self.name} generated with the weights of {sorted(versions)}; want those of {self._version}. "
-                "Does another run push to this server?"
+                "Does another run push to this server, or was it started again?"
             )
         logprob = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         finite = [-math.inf if value <= NO_LOGPROB else value for value in logprob]

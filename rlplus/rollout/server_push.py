@@ -56,8 +56,12 @@ class Control:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._post("/init_weight_transfer_engine", {"init_info": init_info})
 
-    def start_weight_update(self) -> None:
+    def pause(self) -> None:
+        """Keep requests that are under way, without their keys and values, until `resume`."""
         self._post("/pause?mode=keep")
+
+    def start_weight_update(self) -> None:
+        self.pause()
         self._post("/start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -82,7 +86,7 @@ class Control:
 
     def abandon(self) -> None:
         """End an update that nobody goes on with."""
-        self._post("/pause?mode=keep")
+        self.pause()
         self._post("/finish_weight_update")
 
     def shutdown(self) -> None:

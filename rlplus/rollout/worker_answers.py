@@ -33,8 +33,8 @@ class Answers:
         while len(answers) < self._workers:
             if not select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 raise OSError(
-                    f"want {self._workers} workers' answers to {call}; got {len(answers)} in {ANSWERS_S:g} s. Was the "
-                    "server started again, or taken over? Its log says more"
+                    f"want {self._workers} workers' answers to {call}; got {len(answers)} in {ANSWERS_S:g} s. Are "
+                    "they all on this machine? Was the server started again? Its log says more"
                 )
             *lines, self._text = (self._text + os.read(self._read, 2**16)).split(b"\n")
             answers += map(json.loads, lines)

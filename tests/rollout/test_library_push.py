@@ -4,6 +4,7 @@ import base64
 import pickle
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,16 +106,21 @@ def test_vllms_engines_send_what_was_declared(fake: FakeServer, tmp_path: Path, 
 
 
 def test_a_server_that_does_not_join(fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own wait for its workers, at a real address, would last five minutes; a refusal ends it at once."""
+    """vLLM's own wait for its workers, at a real address, here of 20 s, ends with other words; a refusal ends it."""
+    from vllm.distributed import utils as distributed
+
     fake.info["weight_transfer_config"] = {"backend": "nccl"}
     save(tiny_model(tied=False), tmp_path)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    create = distributed.create_tcp_store
+    limit = {"timeout": timedelta(seconds=20)}
+    monkeypatch.setattr(distributed, "create_tcp_store", lambda *where, **how: create(*where, **how | limit))
     join = r"want its 2 workers to join this process by nccl at 127.0.0.1:\d+ within 1 s \(half of rollout"
     with pytest.raises(ValueError, match=rf"{join}.push_timeout_s\); got: they have not, .* Does its machine reach"):
         connect(fake.url, tmp_path, transfer="nccl", push_timeout_s=2.0)
     fake.fail = INIT
     with pytest.raises(ValueError, match=r"started with: .*nccl.*; POST /init_weight.* was answered with 500"):
-        connect(fake.url, tmp_path, transfer="nccl", push_timeout_s=600.0)
+        connect(fake.url, tmp_path, transfer="nccl", push_timeout_s=120.0)
     fake.fail, fake.odd = "", {"/version": {"version": "0.31.2"}}
     with pytest.raises(ValueError, match=r"trainer's vLLM 0.32.\d at both ends, for .*transfer nccl; it has 0.31.2"):
         connect(fake.url, tmp_path, transfer="nccl")

@@ -1,18 +1,22 @@
 """Pushes to the real vLLM server on the CPU: what it refuses, what it repairs, who else may push to it."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import processes
 import pytest
 from rollout_models import MAX_MODEL_LEN, PROMPTS, gap, save, tiny_model
-from servers import OTHER_RUN, Server, ask, connect
+from servers import OTHER_RUN, Server, ask, connect, metric
 
 from rlplus.rollout import RolloutEngine, RunFailed
+from rlplus.rollout.server_engine import GENERATE, TOKENS
+from rlplus.rollout.server_http import Requests, split
 from rlplus.rollout.server_push import Control
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -48,6 +52,7 @@ def test_pushes_to_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(ValueError, match=r"want the model of the run, with lm_head.weight of shape \[48, 64\]"):
             connect(server.url, tmp_path / "other")
         check(engine, first, 10)
+        check_a_strangers_request(server, engine, second)
         engine.close()
 
 
@@ -78,5 +83,22 @@ def check_what_is_refused(engine: Any, model: Any, monkeypatch: pytest.MonkeyPat
     with pytest.raises(OSError, match=r"want a parcel of run .*, which took this server over; got another's"):
         answers.check("update_weights")
     engine._push.close()
-    with pytest.raises(OSError, match="500: .*Cannot release a trainer connection during a weight update"):
+    with pytest.raises(OSError, match=r"500: .*Cannot release a trainer connection during"):
         engine._control.shutdown()
+
+
+def check_a_strangers_request(server: Server, engine: Any, model: Any) -> None:
+    """One that is under way when a push begins goes on after it, with the new weights, and says where they changed."""
+    asked = {"temperature": 1.0, "max_tokens": 300, "ignore_eos": True, "detokenize": False}
+    stranger = Requests(split(server.url))
+    before = metric(server, TOKENS)
+    with ThreadPoolExecutor(1) as pool:
+        body = {"token_ids": PROMPTS[0], "sampling_params": asked}
+        answer = pool.submit(stranger.send, "POST", GENERATE, body)
+        processes.wait_until(lambda: metric(server, TOKENS) != before)
+        check(engine, model, 11)
+        (choice,) = json.loads(answer.result())["choices"]
+    old, new = choice["weight_versions"]
+    assert (old["version"], new["version"]) == ("10", "11")
+    assert 0 == old["start"] < old["end"] == new["start"] < new["end"] == 300
+    assert choice["finish_reason"] == "length"

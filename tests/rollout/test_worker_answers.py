@@ -32,7 +32,7 @@ def test_every_worker_is_heard() -> None:
         answers.check("update")
     for worker in workers[:2]:
         worker.tell("finish")
-    with pytest.raises(OSError, match=r"want 3 workers' answers to finish; got 2 in 0.1 s. Was the server"):
+    with pytest.raises(OSError, match=r"want 3 workers' answers to finish; got 2 in 0.1 s. Are they all"):
         answers.take("finish")
     for worker in (*workers[:2], workers[0]):
         worker.tell("start" if worker is workers[1] else "finish")

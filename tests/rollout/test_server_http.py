@@ -1,0 +1,90 @@
+"""Requests to a server that are not answered: what the user can do about it, by the cause."""
+
+import errno
+import http.client
+import socket
+import ssl
+from typing import Any
+
+import pytest
+
+from rlplus.rollout import server_http
+from rlplus.rollout.server_http import RESTART, Refused, Requests, split
+
+CAUSES = [
+    (socket.gaierror(-2, "Name or service not known"), "Is the host in rollout.server_url right?"),
+    (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), f"It has ended, or nothing listens there. {RESTART}"),
+    (http.client.RemoteDisconnected("closed"), f"It has ended, or nothing listens there. {RESTART}"),
+    (http.client.IncompleteRead(b""), f"It has ended, or nothing listens there. {RESTART}"),
+    (http.client.BadStatusLine("\x15"), "Is it a vLLM server, and http rather than https?"),
+    (ssl.SSLCertVerificationError(1, "self-signed"), "with a certificate that this machine trusts (SSL_CERT_FILE)?"),
+    (PermissionError(errno.EACCES, "denied"), "Can this machine reach the host in rollout.server_url"),
+    (OSError(errno.EHOSTUNREACH, "No route"), "Can this machine reach the host in rollout.server_url"),
+    (OSError(errno.EMFILE, "Too many open files"), "That is this machine's limit of open files (ulimit -n)"),
+    (TimeoutError("timed out"), f"It hangs, or takes longer than 60 s. {RESTART}"),
+]
+
+
+@pytest.mark.parametrize(("cause", "advice"), CAUSES)
+def test_an_error_says_what_to_do_by_its_cause(monkeypatch: pytest.MonkeyPatch, cause: Exception, advice: str) -> None:
+    """None of them ends with the advice for another one."""
+
+    def fail(_: Any) -> None:
+        raise cause
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", fail)
+    with pytest.raises(OSError, match=rf"^GET /metrics: {type(cause).__name__} ") as error:
+        Requests(split("http://host")).send("GET", "/metrics", timeout_s=1.0)
+    assert advice in str(error.value)
+    assert (RESTART in str(error.value)) == (RESTART in advice)
+
+
+def test_a_limit_names_its_setting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        requests = Requests(split(f"http://127.0.0.1:{silent.getsockname()[1]}"))
+        with pytest.raises(OSError, match=r"takes longer than 0.1 s, half of rollout.push_timeout_s. Start it again"):
+            requests.send("POST", "/pause", timeout_s=0.1, setting="half of rollout.push_timeout_s")
+
+
+@pytest.mark.parametrize(
+    ("status", "advice"),
+    [
+        (400, ""),
+        (401, ". Is VLLM_API_KEY that of the server?"),
+        (403, ". Does a proxy before the server want something else?"),
+        (404, ". Was it started with VLLM_SERVER_DEV_MODE=1?"),
+        (500, f". Its log says more. {RESTART}, if it has died"),
+    ],
+)
+def test_a_refusal_says_what_to_do_by_its_status(status: int, advice: str) -> None:
+    assert str(Refused("POST /pause", status, b"no")) == f"POST /pause was answered with {status}: no{advice}"
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("http://server", ("server", 80)),
+        ("https://server", ("server", 443)),
+        ("https://server:80", ("server", 80)),
+        ("http://[::1]:8000", ("::1", 8000)),
+    ],
+)
+def test_the_own_address_is_the_one_towards_the_servers_port(
+    monkeypatch: pytest.MonkeyPatch, url: str, address: tuple[str, int]
+) -> None:
+    class Connected:
+        def __enter__(self) -> "Connected":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def getsockname(self) -> tuple[str, int]:
+            return ("10.0.0.7", 5)
+
+    def connect(to: tuple[str, int], timeout_s: float) -> Connected:
+        assert to == address
+        assert timeout_s == server_http.PATIENCE_S
+        return Connected()
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    assert Requests(split(url)).own_address() == "10.0.0.7"
