@@ -161,7 +161,7 @@ class _Client:
             raise self._failure
 
     def joined(self, join: Callable[[], Any], want: str) -> Any:
-        """What `join` returns, the engine; OSError at the server's refusal, or when the control's limit has passed.
+        """The engine, which `join` makes; OSError at the server's refusal, or when the control's limit has passed.
 
         `join` has no limit that we could set and cannot be interrupted: a thread of it is left behind then.
         """

@@ -112,7 +112,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def _said(info: InitInfo) -> dict[str, Any]:
-        """What a trainer that is another process says of itself."""
+        """The greeting of a trainer that is another process; ValueError if it is not meant for this server."""
         said: dict[str, Any] = json.loads(bytes(shared_memory(info.pid, info.fd).numpy()))
         if said["rlplus"] != __version__:
             raise ValueError(f"want rlplus {said['rlplus']}, the trainer's, beside vLLM; got {__version__}")

@@ -114,7 +114,7 @@ def _authorization() -> dict[str, str]:
 
 
 def _advice(error: OSError | http.client.HTTPException, limit: str) -> str:
-    """What a user can do about a request without an answer, by its cause."""
+    """Advice to the user about a request without an answer, by its cause."""
     if isinstance(error, socket.gaierror):
         return "Is the host in rollout.server_url right?"
     if isinstance(error, ssl.SSLError):

@@ -85,7 +85,7 @@ class Control:
         self._post("/resume")
 
     def abandon(self) -> None:
-        """End an update that nobody goes on with."""
+        """End an update whose trainer does not go on."""
         self.pause()
         self._post("/finish_weight_update")
 
@@ -134,7 +134,7 @@ class MemoryPush:
             answers.check("finish_weight_update")
             self._control.resume(version)
         except BaseException:
-            self.close()  # what is answered late is for nobody: the next push greets the server again
+            self.close()  # late answers reach no reader: the next push greets the server again
             raise
 
     def close(self) -> None:

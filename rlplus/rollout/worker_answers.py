@@ -39,7 +39,7 @@ class Answers:
             *lines, self._text = (self._text + os.read(self._read, 2**16)).split(b"\n")
             answers += map(json.loads, lines)
         if others := {answer["call"] for answer in answers} - {call}:
-            raise OSError(f"want its workers' answers to {call}; got one to {others.pop()}: does somebody else push?")
+            raise OSError(f"want its workers' answers to {call}; got one to {others.pop()}: does another program push?")
         return answers
 
     def check(self, call: str) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ class Trainer:
     def alive(self) -> bool:
         """Whether the process lives and has not closed its end, which a child of it may hold for longer."""
         poll = select.poll()
-        poll.register(self._pipe, 0)  # an error is always told: nobody reads
+        poll.register(self._pipe, 0)  # an error, that there is no reader, is always told
         poll.register(self._process, select.POLLIN)
         return not poll.poll(0)
 

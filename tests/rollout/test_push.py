@@ -251,7 +251,7 @@ class OrderedLLM:
 
     def update_weights(self, request: Any) -> None:
         assert self.calls[-1] == "start"
-        came = {name: list(weight.shape) for name, weight in request["update_info"]["weights"]}
+        came = {name: weight.shape for name, weight in request["update_info"]["weights"]}
         assert came == self.shapes
         self.calls.append("update")
 

@@ -205,14 +205,14 @@ def test_one_trainer_at_a_time(receiver: Any, caplog: pytest.LogCaptureFixture) 
     weights = list(tiny_model(tied=False).named_parameters())
     with pytest.raises(OSError, match="want a parcel of run run, which took this server over; got other's"):
         push(receiver, first, iter(weights), "other")
-    second = greet(receiver, "other")  # the same process, which has made another engine
+    second = greet(receiver, "other", left_open=True)  # the same process, which has made another engine
     push(receiver, second, iter(weights), "other")
     first.close()
     assert receiver._trainer.alive()
     receiver._trainer.pid = os.getppid()
     with pytest.raises(OSError, match=rf"want one run at a time; process {os.getppid()} pushes its weights here"):
         greet(receiver, "third")
-    receiver.shutdown()  # somebody asks for it, and vLLM does not say who
+    receiver.shutdown()  # a stranger asks for it, and vLLM does not say who
     assert f"process {os.getppid()} pushes its weights here until it ends: not shut down" in caplog.text
     push(receiver, second, iter(weights), "other")
     second.close()
@@ -239,7 +239,7 @@ def test_a_trainer_that_cannot_be_answered_is_refused_by_the_last_worker(
         ({"answers": 10**6}, "want the trainer's pipe at /proc/"),
     ]
     for changes, message in spoilt:
-        expected = ValueError if raises else OSError  # here: nobody answers
+        expected = ValueError if raises else OSError  # here: no answer comes
         with pytest.raises(expected, match=message if raises else "want 1 workers' answers"):
             greet(receiver, changes=changes)
     info = receiver.parse_init_info({"run": "run", "pid": os.getpid(), "fd": 10**6})

@@ -1,4 +1,4 @@
-"""What a server's workers say to their trainer: every failure, also a late one, and who is still there."""
+"""Answers of a server's workers to their trainer: every failure, also a late one, and who still listens."""
 
 import os
 import subprocess
@@ -36,11 +36,11 @@ def test_every_worker_is_heard() -> None:
         answers.take("finish")
     for worker in (*workers[:2], workers[0]):
         worker.tell("start" if worker is workers[1] else "finish")
-    with pytest.raises(OSError, match=r"want its workers' answers to finish; got one to start: does somebody"):
+    with pytest.raises(OSError, match=r"want its workers' answers to finish; got one to start: does another"):
         answers.take("finish")
     answers.close()
     answers.close()
-    workers[0].tell("nobody listens")
+    workers[0].tell("no reader")
     for worker in workers:
         worker.close()
 
@@ -109,7 +109,7 @@ def test_a_failure_of_any_worker_fails_the_push(fake: FakeServer, tmp_path: Path
     engine.close()
 
 
-def test_an_answer_that_comes_late_is_for_nobody(fake: FakeServer, tmp_path: Path) -> None:
+def test_an_answer_that_comes_late_has_no_reader(fake: FakeServer, tmp_path: Path) -> None:
     model = tiny_model(tied=False)
     save(model, tmp_path)
     engine: Any = connect(fake.url, tmp_path)

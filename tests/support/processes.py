@@ -54,7 +54,7 @@ def run(command: Sequence[str], patience_s: float = PATIENCE_S, **options: Any) 
 
 
 def ranks(command: Sequence[str], count: int) -> list[str]:
-    """What each of so many processes of one torch.distributed group printed."""
+    """The output of each of so many processes of one torch.distributed group."""
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
     here |= {"PYTHONPATH": os.pathsep.join(sys.path)}
     with ExitStack() as stack:
