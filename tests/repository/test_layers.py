@@ -19,7 +19,7 @@ ALLOWED["__init__"] = ["lazy", "loss"]  # importing rlplus stays cheap
 ALLOWED["bench"] = ["errors", "common", "kernels", "loss"]  # runs where only torch and triton are
 ALLOWED["bench"].append("config")  # `tune` reads one
 ALLOWED["integrations"] = ["errors", "loss"]  # and nothing imports it
-for layer in ("cli", "config", "trainer"):
+for layer in ("cli", "config", "rollout", "trainer"):
     ALLOWED[layer].append("__version__")
 
 
