@@ -3,28 +3,24 @@
 Each part stands between two comments, <!-- begin NAME --> and <!-- end NAME -->; a test compares them with the code.
 """
 
-import json
-import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from bench import output
 from docs import community_page, compatibility_page, decision_pages, first_step, models_page, paper_figure, what_fits
+from docs.configuration_keys import keys, table
 from experiments.theory import __main__ as theory
-from rlplus.algorithm import ALGORITHMS, RECIPES, Algorithm
+from rlplus.algorithm import ALGORITHMS, Algorithm
 from rlplus.compare import BASE, Results, load_comparison
 from rlplus.compare.config import Study
 from rlplus.compare.page import Tested, tested_in
 from rlplus.config.benchmarks import BENCHMARKS
-from rlplus.config.json_schema import json_schema
 from rlplus.loss.surrogates import EXTERNAL
 from rlplus.report.tables import interval, percent
 
 ROOT = Path(__file__).parent.parent
-FAR = 2**53  # the largest value of a key that has no limit of its own
 
 # The publication of each preset. An ablation belongs to the preset that its name begins with.
 SOURCES = {
@@ -42,6 +38,8 @@ SOURCES = {
     "hpt": "[HPT](https://arxiv.org/abs/2509.04419)",
     "superrl": "[SuperRL](https://arxiv.org/abs/2506.01096)",
     "uft": "[UFT](https://arxiv.org/abs/2505.16984)",
+    "prefix-rft": "[Prefix-RFT](https://arxiv.org/abs/2507.01679)",
+    "srft": "[SRFT](https://arxiv.org/abs/2506.19767)",
     "chord": "[CHORD](https://arxiv.org/abs/2508.11408)",
     "dr-grpo": "[Dr.GRPO](https://arxiv.org/abs/2503.20783), Oat-Zero",
     "dapo": "[DAPO](https://arxiv.org/abs/2503.14476); the dual clip is in the code only",
@@ -57,11 +55,6 @@ SOURCES = {
 }
 PAPER = "paper-*.json"  # results of experiments/compare/paper.yaml
 DIVISORS = {"token": "tokens", "sequence": "S · own length", "constant": "S · L", "official": "8 · L"}
-
-
-def table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
-    """A Markdown table."""
-    return output.lines(header, ([cell.replace("|", "\\|") for cell in row] for row in rows))
 
 
 # ---- presets
@@ -93,6 +86,7 @@ def sampled(algorithm: Algorithm) -> str:
     dual = "" if o.dual_clip is None else f", dual clip {o.dual_clip:g}"
     return {
         "ratio": ratio,
+        "reinforce": "log p",
         "clip": f"{ratio}, clipped at {o.clip_low:g}{high}{dual}",
         "cispo": f"sg(min(r, {1 + o.clip_high:g})) · log p",
         "sapo": f"soft gate, τ {o.tau_pos:g} and {o.tau_neg:g}",
@@ -116,7 +110,8 @@ def demonstrated(algorithm: Algorithm) -> str:
     factor = "" if o.external_coef == 1 else f"{o.external_coef:g} · "
     weight = f" · (1 − p)^{o.gamma:g}" if o.gamma else ""
     place = {"group": "", "apart": ", outside the group's statistics", "only": ""}[algorithm.demonstrations]
-    return f"{factor}{surrogate}{weight}{place}"
+    beside = ", and log p" if algorithm.recipe.weighs_tokens else ""
+    return f"{factor}{surrogate}{weight}{place}{beside}"
 
 
 def advantage(algorithm: Algorithm) -> str:
@@ -125,7 +120,8 @@ def advantage(algorithm: Algorithm) -> str:
         return "none"
     if algorithm.recipe.own_advantages:
         return "per token, by the recipe"
-    return "(R − mean) / std" if algorithm.normalize_std else "R − mean"
+    own = "(R − mean) / std" if algorithm.normalize_std else "R − mean"
+    return f"±1; {own} of demonstrations" if algorithm.recipe.weighs_tokens else own
 
 
 def divisor(algorithm: Algorithm) -> str:
@@ -141,6 +137,8 @@ def extras(algorithm: Algorithm) -> Iterator[str]:
         yield f"− {o.kl_coef:g} · KL ({o.kl_estimator})"
     if (name := algorithm.recipe.name) != "plain":
         yield f"recipe `{name}`" + (f", whose loss is `{loss}`" if (loss := algorithm.recipe.own_loss) else "")
+    if algorithm.external_top_entropy < 1:
+        yield f"the {algorithm.external_top_entropy:.0%} of demonstrated tokens with the highest entropy"
     if refill is not None:
         rest = f"; other groups after {refill.max_draws} draws" if refill.fill else ""
         yield f"refill, mean reward within {refill.low:g} and {refill.high:g}{rest}"
@@ -148,91 +146,6 @@ def extras(algorithm: Algorithm) -> Iterator[str]:
         yield f"a wrong answer is worth {shaping.wrong:g}, penalty on the last {shaping.overlong:.0%} of L"
     if algorithm.skip_grad_norm:
         yield f"skips updates of gradient norm > {algorithm.skip_grad_norm:g}"
-
-
-# ---- keys
-
-
-def keys() -> str:
-    """Every section of a configuration, with its keys."""
-    schema = json_schema()
-    kinds, parts = schema["$defs"], ["## Top level", section_table(schema["properties"], schema["$defs"], "")]
-    for name, key in schema["properties"].items():
-        if "$ref" in key:
-            parts += list(section(name, kinds[named(key)], kinds))
-    return "\n\n".join(parts)
-
-
-def section(name: str, kind: dict[str, Any], kinds: dict[str, Any]) -> Iterator[str]:
-    yield f"## {name}"
-    yield markdown(kind["description"])
-    yield section_table(kind["properties"], kinds, f"{name}.")
-    for key, value in kind["properties"].items():
-        if (inner := named(value)) == "DataConfig" or not inner:
-            continue
-        yield f"### {name}.{key}"
-        for each in (options.__name__ for options in RECIPES.values()) if key == "recipe" else [inner]:
-            keys = dict(kinds[each]["properties"])
-            if own := keys.pop("name", {}).get("const") if key == "recipe" else None:
-                yield f"#### {own}"
-            yield markdown(kinds[each]["description"])
-            if keys:
-                yield section_table(keys, kinds, f"{name}.{key}.")
-
-
-def section_table(properties: dict[str, Any], kinds: dict[str, Any], prefix: str) -> str:
-    rows = (
-        (f"`{prefix}{name}`", kind(key), default(key), markdown(described(key, kinds)))
-        for name, key in properties.items()
-    )
-    return table(("key", "type", "default", "meaning"), rows)
-
-
-def named(key: dict[str, Any]) -> str | None:
-    """The section that a key holds; None for a value."""
-    for choice in (key, *key.get("anyOf", ())):
-        if "$ref" in choice:
-            return str(choice["$ref"].rpartition("/")[2])
-    return None
-
-
-def described(key: dict[str, Any], kinds: dict[str, Any]) -> str:
-    inner = named(key)
-    return str(key.get("description") or (kinds[inner]["description"] if inner else ""))
-
-
-def markdown(text: str) -> str:
-    """A documentation's text, with what is markup in Markdown escaped."""
-    return re.sub(r"(?<!`)<(?=[/\w])", "&lt;", text).replace("*", "\\*")
-
-
-def kind(key: dict[str, Any]) -> str:
-    """The type of a value, in words."""
-    if (inner := named(key)) is not None:
-        return "keys of `data`" if inner == "DataConfig" else "section"
-    if "enum" in key:
-        return ", ".join(f"`{value}`" for value in key["enum"])
-    if "anyOf" in key:
-        return " or ".join(dict.fromkeys(kind(choice) for choice in key["anyOf"] if choice.get("type") != "null"))
-    if key.get("type") == "array":
-        return f"list of {kind(key['items'])}" if "items" in key else "list"
-    words = {"object": "mapping", "string": "text", "boolean": "true or false"}
-    return f"{words.get(key['type'], key['type'])} {' and '.join(limits(key))}".rstrip()
-
-
-def limits(key: dict[str, Any]) -> Iterator[str]:
-    """The range of a number; a limit that no run comes near is left out."""
-    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    return (f"{sign} {key[name]:,.15g}" for name, sign in signs.items() if abs(key.get(name, FAR)) < FAR)
-
-
-def default(key: dict[str, Any]) -> str:
-    return f"`{show(key['default'])}`" if "default" in key else ""
-
-
-def show(value: object) -> str:
-    """A value as YAML has it."""
-    return json.dumps(value, ensure_ascii=False)
 
 
 # ---- benchmarks and measurements

@@ -59,6 +59,7 @@ BASE: dict[str, dict[str, Any]] = {
     "checkpoint": {"every": BEFORE},
     "log": {"samples_every": 1},
 }  # fmt: skip
+CRITIC = {"gae_lambda": 0.9, "critic_updates": 2, "lr": 1e-3, "warmup_steps": 2}
 OTHER_DATA = {"path": "other.jsonl", "max_prompt_length": 8}
 
 # Sections of a configuration as they differ from BASE.
@@ -73,13 +74,10 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "interleaved pairs": {"algorithm": {"preset": "relift", "recipe": {"batch": 3}}, "rollout": {"group_size": 2}},
     "gate hpt": {"algorithm": {"preset": "hpt", "recipe": {"solved": 1, "keep": True}}},
     "prefix uft": {"algorithm": {"preset": "uft", "recipe": {"steps": 6, "segments": 3, "members": 3}}},
+    "prefix prefix-rft": {"algorithm": {"preset": "prefix-rft", "recipe": {"steps": 6, "members": 2}}},
+    "entropy-weights srft": {"algorithm": {"preset": "srft", "recipe": {"level": "token"}}},
     "replay exgrpo": {"algorithm": {"preset": "exgrpo", "recipe": {"start": 0.0, "share": 0.8}}},
-    "critic ppo": {
-        "algorithm": {
-            "preset": "ppo",
-            "recipe": {"gae_lambda": 0.9, "critic_updates": 2, "lr": 1e-3, "warmup_steps": 2},
-        }
-    },
+    "critic ppo": {"algorithm": {"preset": "ppo", "recipe": CRITIC}},
     "process-reward prime": {"algorithm": {"preset": "prime", "recipe": {"update": "before", "lr": 1e-3}}},
     "options with demonstrations": {
         "algorithm": {

@@ -16,6 +16,8 @@ from rlplus.errors import hint
 from rlplus.lazy import import_function
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Exponent = Annotated[float, Field(ge=-4, le=4)]  # the entropy of 2^18 tokens is 12.5, of which e^50 fits fp32
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Plain(RecipeOptions):
@@ -61,34 +63,37 @@ class Gate(RecipeOptions):
 class Prefix(RecipeOptions):
     """Responses that begin with the first tokens of the prompt's demonstration; the rest is sampled (UFT, Prefix-RFT).
 
-    In step t, from 1 on, p(t) falls from `high` to `low` over `steps` steps; later there is no prefix.
+    In step t, from 1 on, p(t) falls from `high` to `low` over `steps` steps; later only "window" has prefixes.
     """
 
     in_place: ClassVar[bool] = False
     whole_demonstrations: ClassVar[bool] = False
 
     name: Literal["prefix"] = "prefix"
-    schedule: Literal["binomial", "random", "linear", "cosine", "fixed"] = "binomial"
+    schedule: Literal["binomial", "random", "window", "linear", "cosine", "fixed"] = "binomial"
     """The share of a demonstration that begins a response. "linear", "cosine": p(t). "binomial": k of `segments` equal
-    parts, k ~ Binomial(segments, p(t)), p by cosine. "random": uniform between `low` and `high`, in all steps. "fixed":
-    in all steps, evenly spaced from `high` to `low` over the members; `high` for a single member. "binomial" and
-    "random" draw once for all members."""
+    parts, k ~ Binomial(segments, p(t)), p by cosine. "random": uniform between `low` and `high`, in all steps.
+    "window": uniform between p(t), by cosine, and `high`; after `steps` steps as "random". "fixed": in all steps,
+    evenly spaced from `high` to `low` over the members; `high` for a single member. "binomial", "random" and "window"
+    draw once for all members."""
     low: Fraction = 0.05
     """Least share."""
     high: Fraction = 0.95
     """Largest share."""
     steps: Count = 300
-    """Steps until the share has fallen to `low`; there is no prefix after them."""
+    """Steps until p(t) has fallen to `low`."""
     segments: Count = 5
     """Parts of a demonstration, for "binomial"."""
     members: Count | None = None
     """Rollouts of a group that have a prefix; null = all."""
+    trained: bool = True
+    """Whether a prefix has the loss of demonstrated tokens; false: it is context only, as a prompt."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.low > self.high:
             raise ValueError(f"want low <= high; got {self.low:g} and {self.high:g}")
-        for name, readers in (("steps", ("binomial", "linear", "cosine")), ("segments", ("binomial",))):
+        for name, readers in (("steps", ("binomial", "window", "linear", "cosine")), ("segments", ("binomial",))):
             if self.schedule not in readers and getattr(self, name) != Prefix.model_fields[name].default:
                 raise ValueError(f"{name} belongs to schedule {' or '.join(readers)}; got {self.schedule}")
         return self
@@ -102,6 +107,40 @@ class Prefix(RecipeOptions):
             )
         if self.members is not None and self.members > group:
             yield f"want members at most rollout.group_size {group}; got {self.members}"
+
+
+class EntropyWeights(RecipeOptions):
+    """Demonstrations are reinforced and imitated at once; entropies H of the policy weigh success and imitation (SRFT).
+
+    Sampled tokens with a positive advantage have the weight positive * exp(positive_exponent * H). Demonstrated tokens
+    have, besides the objective's loss, the loss -log p with the weight supervised * exp(supervised_exponent * H), as a
+    mean over the update's demonstrated tokens. No gradient goes through weights.
+    """
+
+    weighs_tokens: ClassVar[bool] = True
+
+    name: Literal["entropy-weights"] = "entropy-weights"
+    signs: bool = True
+    """The advantage of a rollout is 1 with a reward above 0, else -1; false: as the group's, like a demonstration's."""
+    level: Literal["token", "sequence"] = "sequence"
+    """H: the policy's entropy at the "token", or its mean over the response, the "sequence"."""
+    positive: Positive = 0.1
+    """Factor of the weight of positive advantages."""
+    positive_exponent: Exponent = 1.0
+    """Factor of H in that weight; 0 = the same weight for all."""
+    supervised: Weight = 0.5
+    """Factor of the weight of -log p; 0 = no such loss."""
+    supervised_exponent: Exponent = -1.0
+    """Factor of H in that weight; 0 = the same weight for all."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        algorithm = config.algorithm.resolve()
+        if not (algorithm.generates and algorithm.demonstrates):
+            yield f"want a preset with rollouts and demonstrations; got {config.algorithm.preset}"
+        if algorithm.external_schedule is not None:
+            yield "it does not support algorithm.external_schedule"
+        if config.train.overlap:
+            yield "it does not support train.overlap"
 
 
 class Replay(RecipeOptions):
@@ -191,7 +230,7 @@ class ProcessReward(RecipeOptions):
     """Its steps of linear warm-up."""
     grad_clip: Positive = 10.0
     """Its gradient's largest norm; a larger one is scaled down."""
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    weight_decay: Weight = 0.0
     """AdamW's weight decay for it."""
 
     def problems(self, config: Any) -> Iterator[str]:
@@ -203,7 +242,9 @@ class ProcessReward(RecipeOptions):
 
 
 PLAIN = Plain()
-AnyRecipe = Plain | Interleaved | Gate | Prefix | Critic | ProcessReward | Replay | Distill | SelfDistill
+AnyRecipe = (
+    Plain | Interleaved | Gate | Prefix | EntropyWeights | Critic | ProcessReward | Replay | Distill | SelfDistill
+)
 RECIPES: dict[str, type[RecipeOptions]] = {kind.model_fields["name"].default: kind for kind in get_args(AnyRecipe)}
 
 

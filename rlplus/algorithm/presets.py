@@ -8,6 +8,7 @@ from rlplus.algorithm.external_schedule import ExternalSchedule
 from rlplus.algorithm.options import (
     PLAIN,
     Critic,
+    EntropyWeights,
     Gate,
     Interleaved,
     Prefix,
@@ -41,6 +42,7 @@ class Algorithm:
     ratio_level      "token", or "sequence" (GSPO, arXiv 2507.18071): the geometric mean of the sequence's ratios
     mismatch_level   the mismatch weight of a "token", the product over its "sequence", or their "geometric" mean
     top_entropy      the share of sampled tokens that has a surrogate: those with the highest entropy
+    external_top_entropy   the same of demonstrated tokens, whose surrogate is one of an advantage
     external_schedule  how the objective's external_coef changes from step to step; None = constant
     recipe           options of one of `RECIPES`: what a step does around the objective
     refill           which groups are dropped and replaced by new draws; None = each step trains on one draw
@@ -49,8 +51,9 @@ class Algorithm:
     reward_kl_coef   factor of a KL penalty: this times k1 = log p - log p_ref, under the policy that sampled, is
                      subtracted from the reward of each sampled token, or, in recipes without token rewards, its sum
                      from the response's reward; 0 = off
-    Any of ratio_level, mismatch_level and top_entropy adds one forward pass before an update, several of them together
-    also one; ratio_level adds none before the first update on samples of the current policy, where every ratio is 1.
+    Any of ratio_level, mismatch_level and the top entropies adds one forward pass before an update, several of them
+    together also one; ratio_level adds none before the first update on samples of the current policy, where every ratio
+    is 1.
     """
 
     objective: Objective
@@ -61,6 +64,7 @@ class Algorithm:
     ratio_level: RatioLevel = "token"
     mismatch_level: MismatchLevel = "token"
     top_entropy: float = 1.0
+    external_top_entropy: float = 1.0
     advantage: AdvantageEstimator = "group"
     advantage_k: int = 4
     external_schedule: ExternalSchedule | None = None
@@ -77,6 +81,11 @@ class Algorithm:
         coefficient = self.external_schedule.coefficient(self.objective.external_coef, step, external_share)
         changes: dict[str, Any] = {"external_coef": coefficient} if coefficient else {"external": "none"}
         return replace(self, objective=replace(self.objective, **changes))
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether only the tokens of the highest entropy have a surrogate."""
+        return self.top_entropy < 1 or self.external_top_entropy < 1
 
     @property
     def generates(self) -> bool:
@@ -145,6 +154,15 @@ ALGORITHMS: dict[str, Algorithm] = {
     "hpt": _official_sft("hpt", recipe=Gate(), skip_grad_norm=80.0),
     "superrl": Algorithm(OBJECTIVES["superrl"], "sequence", demonstrations="apart", recipe=Gate()),
     "uft": Algorithm(OBJECTIVES["uft"], demonstrations="apart", recipe=Prefix()),
+    "prefix-rft": _group(
+        "prefix-rft",
+        reduction="constant",
+        normalize_std=False,
+        external_top_entropy=0.2,
+        recipe=Prefix(schedule="window", steps=500, members=1),
+    ),
+    # The std is in its paper's eq. 7; the normaliser, which the paper leaves open, is LUFFY's, on whose code it builds.
+    "srft": _group("srft", reduction="official", recipe=EntropyWeights()),
     "chord": Algorithm(OBJECTIVES["chord"], demonstrations="apart"),
     "dr-grpo": _rollouts_only("dr-grpo", "constant", normalize_std=False),
     "dapo": _rollouts_only(

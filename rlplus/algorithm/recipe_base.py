@@ -20,6 +20,8 @@ class RecipeOptions(Section):
     learner_passes: forward passes over a step's samples, besides the learners' updates.
     references: copies of the first model that they need.
     own_advantages: whether advantages do not come from rewards by `algorithm.advantage`.
+    weighs_tokens: whether the loss of each token is weighed by what the policy says of it before the update: one more
+    forward pass.
     """
 
     in_place: ClassVar[bool] = True
@@ -30,6 +32,7 @@ class RecipeOptions(Section):
     learner_passes: ClassVar[int] = 0
     references: ClassVar[int] = 0
     own_advantages: ClassVar[bool] = False
+    weighs_tokens: ClassVar[bool] = False
 
     name: str
 

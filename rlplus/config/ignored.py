@@ -119,7 +119,7 @@ RULES: tuple[Rule, ...] = (
     ),
     (
         "algorithm.objective.external algorithm.objective.external_coef algorithm.objective.gamma "
-        "algorithm.external_schedule",
+        "algorithm.external_schedule algorithm.external_top_entropy",
         lambda c: not c.algorithm.resolve().demonstrates,
         "the preset takes no demonstrations",
     ),

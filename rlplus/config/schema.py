@@ -9,6 +9,7 @@ from pydantic import model_validator
 from rlplus.common.section import MANY
 from rlplus.config.ignored import ignored_keys
 from rlplus.config.sections import EvaluationConfig, Sections
+from rlplus.loss.surrogates import EXTERNAL
 
 
 class Config(Sections):
@@ -194,6 +195,13 @@ class Config(Sections):
             yield (
                 f"algorithm.advantage {algorithm.advantage} is for rewards from 0 on, 1 for a right answer: "
                 "want algorithm.shaping null and algorithm.reward_kl_coef 0"
+            )
+        external = EXTERNAL[algorithm.objective.external]
+        selects = algorithm.demonstrates and algorithm.external_top_entropy < 1
+        if selects and (external.terms is None or not external.weighted):
+            yield (
+                "algorithm.external_top_entropy takes the advantage off tokens: want an algorithm.objective.external "
+                f"that has one; got {algorithm.objective.external}"
             )
         if algorithm.reward_kl_coef and algorithm.generates:
             refusal = "algorithm.reward_kl_coef does not support"

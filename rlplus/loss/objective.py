@@ -172,6 +172,9 @@ OBJECTIVES: dict[str, Objective] = {
     "hpt": replace(_NLL, entropy_coef=_SCRIPTS),
     "superrl": replace(_NLL, internal="clip"),
     "uft": replace(_NLL, internal="clip", external_coef=1e-3, kl_coef=1e-3),
+    # The clip of prefixes is a switch of the authors' code (enable_clip); the dual clip is in the code only.
+    "prefix-rft": Objective("clip", "proxy", gamma=0.0, dual_clip=3.0),
+    "srft": Objective("reinforce", "shaped", gamma=0.0, entropy_coef=_SCRIPTS),
     # Its loss is (1 - mu) times the rollouts' plus mu times the demonstrations', with mu = .1.
     "chord": Objective("clip", "dft", external_coef=1 / 9, gamma=1.0),
     "dr-grpo": _rollouts("clip"),

@@ -66,7 +66,7 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     passes += teacher is not None and not algorithm.recipe.own_loss  # for advantages: so is this one
     seconds["old_logprob"] = passes * (forward + head) / flops
     first, later = (needs_statistics(algorithm, on_policy) for on_policy in (not config.stale, False))
-    if statistics := (first + later * (updates - 1)) / updates:
+    if statistics := (first + later * (updates - 1)) / updates + algorithm.recipe.weighs_tokens:
         seconds["statistics"] = statistics * (forward + head) / flops
         passes += statistics
     again = 1 if config.model.gradient_checkpointing else 0

@@ -3,6 +3,7 @@
 from rlplus.algorithm import (
     Critic,
     Distill,
+    EntropyWeights,
     Gate,
     Interleaved,
     Plain,
@@ -15,6 +16,7 @@ from rlplus.algorithm import (
 from rlplus.config import Config
 from rlplus.lazy import import_function
 from rlplus.recipe.critic import CriticRecipe
+from rlplus.recipe.entropy_weights import EntropyWeightsRecipe
 from rlplus.recipe.gate import GateRecipe
 from rlplus.recipe.interleaved import InterleavedRecipe
 from rlplus.recipe.plain import Ask, Batch, Recipe, Update, demonstration, set_advantages
@@ -31,6 +33,7 @@ _RECIPES: dict[type[RecipeOptions], type[Recipe]] = {
     Interleaved: InterleavedRecipe,
     Gate: GateRecipe,
     Prefix: PrefixRecipe,
+    EntropyWeights: EntropyWeightsRecipe,
     Critic: CriticRecipe,
     ProcessReward: ProcessRewardRecipe,
     Replay: ReplayRecipe,

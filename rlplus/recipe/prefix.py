@@ -7,7 +7,7 @@ from typing import Any
 
 from rlplus.algorithm import Prefix
 from rlplus.config import Config
-from rlplus.data import Example
+from rlplus.data import Example, per_token
 from rlplus.recipe.plain import Ask, Batch, Recipe
 
 
@@ -18,9 +18,9 @@ class PrefixRecipe(Recipe):
     something is sampled. Random draws depend on seed, step and prompt alone; a step of this recipe is one draw.
 
     UFT (arXiv 2505.16984) is the preset `uft`. It splits a demonstration between sentences, this recipe between
-    tokens; its KL term does not cover the prefix, ours does. Prefix-RFT (arXiv 2507.01679) has `schedule`
-    cosine and `members` 1. The official RL-PLUS code has linear, random and fixed too, and two more that are not
-    implemented here: a random share per member, and shares in windows of steps.
+    tokens; its KL term does not cover the prefix, ours does. Prefix-RFT (arXiv 2507.01679, appendix A.2) is the preset
+    `prefix-rft`. The official RL-PLUS code has linear, random and fixed too, and two more that are not implemented
+    here: a random share per member, and shares in windows of steps.
     """
 
     options: Prefix
@@ -61,11 +61,20 @@ class PrefixRecipe(Recipe):
             return [random.uniform(o.low, o.high)] * members
         if o.schedule == "linear":
             return [o.high - (o.high - o.low) * t / o.steps] * members
-        p = o.low + (o.high - o.low) * (1 + cos(pi * t / o.steps)) / 2
+        p = o.low + (o.high - o.low) * (1 + cos(pi * min(t, o.steps) / o.steps)) / 2
+        if o.schedule == "window":
+            return [random.uniform(p, o.high)] * members
         if o.schedule == "cosine":
             return [p] * members
         segments = min(o.segments, tokens) or 1
         return [sum(random.random() < p for _ in range(segments)) / segments] * members
+
+    def credit(self, batch: Batch) -> None:
+        for sample in () if self.options.trained else batch.samples:
+            tokens = len(sample.response)
+            kinds = zip(per_token(sample.trained, tokens), per_token(sample.external, tokens), strict=True)
+            sample.trained = [on and not shown for on, shown in kinds]
+        super().credit(batch)
 
     def metrics(self) -> dict[str, tuple[float, float]]:
         return {"prefix/share": self._share}

@@ -96,8 +96,11 @@ def _copy(last: Path, place: Path) -> Config:
             "want a run without model.lora.quantization, whose frozen weights have no counterpart in float64; got "
             f"{config.model.lora.quantization}"
         )
-    if loss := config.algorithm.resolve().recipe.own_loss:
+    recipe = config.algorithm.resolve().recipe
+    if loss := recipe.own_loss:
         raise ValueError(f"want a run whose loss is its objective's; the loss of this one is its recipe's, {loss}")
+    if recipe.weighs_tokens:
+        raise ValueError(f"want a run whose tokens its objective alone weighs; this one's recipe does, {recipe.name}")
     (place / "checkpoints").mkdir()
     (place / "checkpoints" / last.name).symlink_to(last.resolve(), target_is_directory=True)
     silent = config.log.model_copy(update={"samples_every": 0, "wandb": None, "trackio": None})
@@ -153,7 +156,7 @@ def _notes(run: Run) -> list[str]:
         notes.append("the advantages, which come from the recipe")
     if algorithm.reward_kl_coef:
         notes.append("the KL penalty in the rewards")
-    if algorithm.top_entropy < 1:
+    if algorithm.selects_tokens:
         notes.append("which tokens have the highest entropies")
     return notes
 
@@ -164,7 +167,7 @@ def _compare(prepared: _Prepared, place: Path, *, sequences: int, step: int) -> 
     algorithm = prepared.taken.update.algorithm
     loss = Loss(algorithm, config.knows_behavior, off_policy=config.stale)
     indices = [*prepared.constants]
-    if algorithm.top_entropy < 1:
+    if algorithm.selects_tokens:
         constants = {i: _selected(c, computed.kept.get(i)) for i, c in prepared.constants.items()}
     else:
         constants = prepared.constants
@@ -184,10 +187,11 @@ def _compare(prepared: _Prepared, place: Path, *, sequences: int, step: int) -> 
 
 
 def _selected(c: Constants, kept: Tensor | None) -> Constants:
-    """Without the surrogate and the bonus of the tokens that the trainer left out."""
+    """Without the surrogate of the tokens that the trainer left out, and the bonus of those that were sampled."""
     if kept is None:
         return c
-    return replace(c, advantage=c.advantage.where(kept, 0.0), entropy_weight=c.entropy_weight.where(kept, 0.0))
+    bonus = c.entropy_weight.where(kept | c.external, 0.0)
+    return replace(c, advantage=c.advantage.where(kept, 0.0), entropy_weight=bonus)
 
 
 def _load(prepared: _Prepared, place: Path, dtype: str) -> PreTrainedModel:

@@ -48,7 +48,8 @@ class Accumulated:
     """The trainer's results for some samples.
 
     logprobs, references, kept (T,) by index of the sample: under the policy, under the frozen reference if there is
-    one, and whether `top_entropy` left a token its surrogate. gradients: by parameter. weights: the policy's.
+    one, and whether `top_entropy` or `external_top_entropy` left a token its surrogate. gradients: by parameter.
+    weights: the policy's.
     """
 
     logprobs: dict[int, Tensor]
@@ -133,8 +134,9 @@ def accumulate(run: Run, taken: Taken, chosen: Sequence[int]) -> Accumulated:
         given = ((index, values[p.batch], p.entries) for index, p in places.items() if p.batch < len(values))
         return {index: value[entries].detach().cpu() for index, value, entries in given if value is not None}
 
-    top = taken.update.algorithm.top_entropy < 1
-    kept = [(batch.advantage != 0) | batch.external if top else torch.ones_like(batch.external) for batch in seen]
+    a = taken.update.algorithm
+    whole = {kind for kind, share in ((False, a.top_entropy), (True, a.external_top_entropy)) if share == 1}
+    kept = [(b.advantage != 0) | torch.tensor([*map(whole.__contains__, b.external.tolist())]) for b in seen]
     parameters = dict(run.policy.engine.module.lm.named_parameters())
     with deepspeed.zero.GatheredParameters([*parameters.values()]):
         weights = {name: p.detach().cpu().clone() for name, p in parameters.items()}

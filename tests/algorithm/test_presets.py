@@ -12,6 +12,7 @@ from rlplus.algorithm import (
     ALGORITHMS,
     Critic,
     Distill,
+    EntropyWeights,
     Gate,
     Interleaved,
     Plain,
@@ -44,6 +45,8 @@ PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "hpt": (SCRIPT | {"external": "nll"}, "official", False, "apart"),
     "superrl": ({"internal": "clip", "external": "nll"}, "sequence", True, "apart"),
     "uft": ({"internal": "clip", "external": "nll", "external_coef": 1e-3, "kl_coef": 1e-3}, "token", True, "apart"),
+    "prefix-rft": ({"internal": "clip", "external": "proxy", "dual_clip": 3.0}, "constant", False, "group"),
+    "srft": (SCRIPT | {"internal": "reinforce", "external": "shaped"}, "official", True, "group"),
     "chord": ({"internal": "clip", "external": "dft", "external_coef": 1 / 9, "gamma": 1.0}, "token", True, "apart"),
     "dr-grpo": ({"internal": "clip"}, "constant", False, "none"),
     "dapo": ({"internal": "clip", "clip_high": 0.28, "dual_clip": 10.0}, "token", True, "none"),
@@ -76,6 +79,7 @@ def test_presets_say_what_the_papers_say(name: str) -> None:
     assert algorithm.refill == {"dapo": Refill(low=0.0, high=1.0, max_draws=10), "prime": prime}.get(name)
     assert algorithm.shaping == (Shaping(wrong=-1.0, overlong=0.2) if name == "dapo" else None)
     assert algorithm.skip_grad_norm == {"hpt": 80.0, "exgrpo": 500.0}.get(name, 0.0)
+    assert (algorithm.top_entropy, algorithm.external_top_entropy) == (1.0, 0.2 if name == "prefix-rft" else 1.0)
     assert algorithm.ratio_level == ("sequence" if name == "gspo" else "token")
     assert algorithm.demonstrations == demonstrations
     if demonstrations != "only":  # there is a group
@@ -86,7 +90,11 @@ RECIPES = {
     "relift": Interleaved(batch=128),
     "hpt": Gate(solved=0, keep=False),
     "superrl": Gate(solved=0, keep=False),
-    "uft": Prefix(schedule="binomial", low=0.05, high=0.95, steps=300, segments=5, members=None),
+    "uft": Prefix(schedule="binomial", low=0.05, high=0.95, steps=300, segments=5, members=None, trained=True),
+    "prefix-rft": Prefix(schedule="window", low=0.05, high=0.95, steps=500, members=1),
+    "srft": EntropyWeights(
+        signs=True, level="sequence", positive=0.1, positive_exponent=1.0, supervised=0.5, supervised_exponent=-1.0
+    ),
     "exgrpo": Replay(share=0.5, start=0.35),
     "ppo": Critic(),
     "prime": ProcessReward(),
@@ -101,7 +109,8 @@ def test_presets_have_the_recipes_of_the_papers(name: str) -> None:
     algorithm = ALGORITHMS[name]
     assert algorithm.recipe == RECIPES.get(name, Plain())
     assert algorithm.external_reduction == ("token" if name in ("grpo-sft", "relift", "hpt") else None)
-    assert algorithm.demonstrates_in_place == (algorithm.demonstrates and name not in RECIPES)
+    in_place = name == "srft" or name not in RECIPES
+    assert algorithm.demonstrates_in_place == (algorithm.demonstrates and in_place)
 
 
 def test_chord_weighs_the_likelihood_of_demonstrations_by_p_times_one_less_p() -> None:

@@ -220,7 +220,7 @@ def test_every_problem_gets_its_line(minimal: Path) -> None:
         ),
         (
             ["algorithm.preset=uft", "algorithm.recipe={schedule: random, steps: 4}"],
-            "recipe: steps belongs to schedule binomial or linear or cosine; got random",
+            "recipe: steps belongs to schedule binomial or window or linear or cosine; got random",
         ),
         (
             ["algorithm.preset=uft", "data.max_demonstration_length=65"],

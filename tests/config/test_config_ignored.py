@@ -71,6 +71,7 @@ IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("algorithm.objective.external_coef=2", ["algorithm.preset=grpo"], []),
     ("algorithm.objective.external_coef=2", ["algorithm.objective.external=none"], []),
     ("algorithm.external_schedule={shape: gradient-norm}", ["algorithm.preset=grpo"], []),
+    ("algorithm.external_top_entropy=0.2", ["algorithm.preset=grpo"], []),
     ("algorithm.external_schedule={shape: gradient-norm}", ["algorithm.objective.external=none"], []),
     ("algorithm.objective.kl_estimator=k2", [], ["algorithm.objective.kl_coef=0.1"]),
     ("algorithm.objective.mismatch_low=0.5", [], ["algorithm.objective.mismatch_cap=5"]),

@@ -136,6 +136,26 @@ def test_only_the_tokens_of_the_highest_entropy_have_a_surrogate(share: float, m
     assert 0 < (kept & rollouts).sum() <= share * rollouts.sum() + 1
 
 
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_demonstrated_tokens_of_the_highest_entropy_have_a_surrogate(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over two micro-batches, one with higher entropies. Sampled tokens and the entropy bonus are as before."""
+    monkeypatch.setattr("rlplus.common.agree.gathered", lambda value: [value])
+    a = Algorithm(Objective(), external_top_entropy=share)
+    (one, logprob, entropy), (two, _, _) = micro_batch(), micro_batch()
+    advantages = one.advantage, two.advantage
+    set_statistics([one, two], [(logprob, entropy), (logprob, entropy + 1.0)], a, 1)
+    shown = torch.cat([entropy[one.external], entropy[one.external] + 1.0])
+    kept = shown >= shown.sort().values[int(len(shown) * (1 - share))]
+    assert 0 < kept.sum() <= share * len(shown) + 1
+    got = torch.cat([one.advantage[one.external], two.advantage[two.external]])
+    want = torch.cat([advantages[0][one.external], advantages[1][two.external]])
+    assert torch.equal(got, want.where(kept, torch.zeros(())))
+    assert torch.equal(one.advantage[~one.external], advantages[0][~one.external])
+    assert one.entropy_weight is None
+
+
 def test_a_pass_is_made_only_where_something_changes() -> None:
     capped = Objective("clip", mismatch_cap=2.0)
     for a, on_policy, off_policy in (
@@ -144,6 +164,7 @@ def test_a_pass_is_made_only_where_something_changes() -> None:
         (Algorithm(capped, mismatch_level="token"), False, False),
         (Algorithm(capped, mismatch_level="geometric"), True, True),
         (Algorithm(Objective(), top_entropy=0.2), True, True),
+        (Algorithm(Objective(), external_top_entropy=0.2), True, True),
     ):
         assert (needs_statistics(a, True), needs_statistics(a, False)) == (on_policy, off_policy)
 

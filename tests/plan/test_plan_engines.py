@@ -81,7 +81,7 @@ def test_half_a_response_a_step_decodes_twice_as_many_side_by_side_for_half_as_l
 
 
 def test_a_pass_for_sequence_ratios_is_counted_where_one_is_made():
-    """One before each update but the first; with tokens of high entropy before every one."""
+    """One before each update but the first; with tokens of high entropy, or their weights, before every one."""
     run = ("algorithm.preset=grpo", "train.prompts_per_update=32")
     seconds = [
         make_plan(paper(*run, *more), make_cluster(8, "h200")).seconds
@@ -91,6 +91,11 @@ def test_a_pass_for_sequence_ratios_is_counted_where_one_is_made():
     assert seconds[1]["statistics"] == pytest.approx(seconds[0]["old_logprob"])
     assert seconds[2]["statistics"] == pytest.approx(seconds[0]["old_logprob"] / (1 - 32 / 128))
     assert seconds[2]["total"] > seconds[1]["total"] > seconds[0]["total"]
+    plain, weighed = (
+        make_plan(paper(f"algorithm.preset={preset}", run[1]), make_cluster(8, "h200")) for preset in ("luffy", "srft")
+    )
+    assert weighed.seconds["statistics"] == pytest.approx(plain.seconds["old_logprob"] / (1 - 32 / 128))
+    assert weighed.memory.parts == plain.memory.parts
 
 
 def test_the_cache_of_transformers_ends_with_the_responses():

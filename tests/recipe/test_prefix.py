@@ -15,7 +15,8 @@ from torch import Tensor
 from trainer_runs import run_config
 from update_cases import packed
 
-from rlplus.data import Example
+from rlplus.data import Example, per_token
+from rlplus.learner.statistics import set_statistics
 from rlplus.recipe import Ask, Recipe
 from rlplus.recipe.prefix import PrefixRecipe
 from rlplus.rollout import Completion, respond
@@ -68,6 +69,20 @@ def test_shares_of_a_demonstration_follow_their_schedule(run: Run, tmp_path: Pat
     assert all(len(set(members)) == 1 for members in drawn)
     assert (min(drawn)[0], max(drawn)[0]) == (8, 24)
     assert sum(members[0] for members in drawn) / 200 == pytest.approx(16, abs=1)
+
+
+def test_a_window_of_shares_opens_downwards_and_stays_open(run: Run, tmp_path: Path) -> None:
+    """Uniform between low(t), by cosine from high to low, and high, one draw for a prompt's members."""
+    recipe = prefix_recipe(tmp_path, schedule="window", low=0.1, high=0.9, steps=4, members=2)
+    examples = [replace(LONG, index=i) for i in range(400)]
+    for t in (1, 2, 3, 4, 5, 50):
+        recipe.restore(t - 1)
+        asks = step(recipe, examples)
+        assert all(len(ask.prefixes) == 2 and len(ask.prefixes[0]) == len(ask.prefixes[1]) for ask in asks)
+        drawn = [len(ask.prefixes[0]) / 40 for ask in asks]
+        low = 0.1 + 0.4 * (1 + math.cos(math.pi * min(t, 4) / 4))
+        assert (min(drawn), max(drawn)) == pytest.approx((low, 0.9), abs=0.025)
+        assert sum(drawn) / 400 == pytest.approx((low + 0.9) / 2, abs=4 * (0.9 - low) / math.sqrt(12 * 400) + 0.01)
 
 
 def test_hints_are_as_many_segments_as_a_binomial_variable(run: Run, tmp_path: Path) -> None:
@@ -189,6 +204,92 @@ def test_uft_is_grpo_with_the_likelihood_of_the_hint(run: Run, tmp_path: Path) -
         return (1e-3 * kl - surrogate)[~hint].mean() + 1e-3 * (kl - logp)[hint].mean()
 
     check_gradient(run, [(micros, recipe.algorithm)], loss)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_prefix_rft_is_dr_grpo_with_the_likeliest_forks_of_a_prefix(run: Run, tmp_path: Path, moved: bool) -> None:
+    """arXiv 2507.01679, appendix A.2: a response has one advantage, in its prefix the fifth with the highest entropy.
+
+    Sampled tokens have PPO's clip, with the code's lower bound of 3 A, a prefix has none.
+    """
+    recipe = recipe_of(tmp_path, algorithm={"preset": "prefix-rft"})
+    drawn = drawn_batch([[0, 1, 0], [0, 0, 0], [1, 1, 0]])
+    for group in range(3):
+        sample = drawn.samples[3 * group]
+        sample.response = [7, 8, 9, 10, 11, *sample.response]
+        sample.external = [True] * 5 + [False] * 2
+    recipe.credit(drawn)
+    micros = packed(run, drawn.samples, algorithm=recipe.algorithm)
+    statistics = [run.policy.statistics(micro) for micro in micros]
+    for micro, (logprob, _) in zip(micros, statistics, strict=True):
+        if moved:
+            micro.old_logprob = logprob + drift(micro.target)
+    set_statistics(micros, statistics, recipe.algorithm, 1)
+
+    def loss(lm: Any) -> Tensor:
+        terms, entropies, total = [], [], torch.zeros((), dtype=torch.float64)
+        for sample in drawn.samples:
+            logp, entropy = tokens_of(lm, sample)
+            A = sample.reward - sum(s.reward for s in drawn.samples if s.group == sample.group) / 3
+            r = (logp - logp.detach() - moved * drift(torch.tensor(sample.response))).exp()
+            shown = 5 if sample.external else 0
+            gain = torch.minimum(r[shown:] * A, r[shown:].clamp(0.8, 1.2) * A)
+            total = total - (gain if A >= 0 else gain.clamp(min=3 * A)).sum()
+            terms.append(-A * r[:shown])
+            entropies.append(entropy[:shown].detach())
+        chosen = torch.cat(entropies).topk(3).indices
+        assert len(torch.cat(entropies)) == 15
+        responses, longest = 9, 8
+        return (total + torch.cat(terms)[chosen].sum()) / (responses * longest)
+
+    check_gradient(run, [(micros, recipe.algorithm)], loss)
+
+
+def drift(tokens: Tensor) -> Tensor:
+    """How far the policy's logprobs of these tokens have fallen."""
+    return 1.5 * tokens.sin()
+
+
+def test_tokens_without_an_advantage_cannot_lose_it(tmp_path: Path) -> None:
+    for external in ("nll", "none"):
+        algorithm = {"preset": "prefix-rft", "objective": {"external": external}}
+        with pytest.raises(ValueError, match=f"want an algorithm.objective.external that has one; got {external}"):
+            run_config(tmp_path, algorithm=algorithm)
+
+
+def test_a_prefix_that_is_not_trained_is_as_a_prompt(run: Run, tmp_path: Path) -> None:
+    """The same update as if it stood in the prompt; what the rollout itself leaves out stays out."""
+    found = []
+    for prompted in (False, True):
+        recipe = {"name": "prefix", "trained": False}
+        algorithm = {"preset": "rlplus", "objective": {"entropy_coef": 0.01}, "recipe": recipe}
+        own = recipe_of(tmp_path, algorithm=algorithm)
+        drawn = drawn_batch([[0, 1, 0], [1, 0, 0]])
+        drawn.samples[1].trained = [True, False]
+        for i, sample in enumerate(drawn.samples):
+            prefix, rest = [7, 8, 9][: i % 4], sample.response
+            if prompted:
+                sample.prompt = (*sample.prompt, *prefix)
+            elif prefix:
+                sample.response = [*prefix, *rest]
+                sample.external = [True] * len(prefix) + [False, False]
+                sample.trained = [True] * len(prefix) + list(per_token(sample.trained, 2))
+        own.credit(drawn)
+        found.append([packed(run, [sample], algorithm=own.algorithm)[0] for sample in drawn.samples])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.input_ids, other.input_ids)
+        tokens = one.token_weight != 0
+        assert torch.equal(one.rows[tokens], other.rows[other.token_weight != 0])
+        assert torch.equal(one.token_weight[tokens], other.token_weight[other.token_weight != 0])
+        assert not one.external[tokens].any()
+
+
+def test_a_run_of_prefix_rft_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = {"preset": "prefix-rft", "recipe": {"steps": 12}}
+    rows = twenty_steps(tmp_path, monkeypatch, algorithm, PrefixRecipe)
+    shares = [row["prefix/share"] for row in rows]
+    assert sum(shares[:4]) / 4 > 0.8 > sum(shares[8:]) / 12 > 0.2
+    assert all(row["actor/prob_external"] > 0 for row in rows)
 
 
 def test_a_run_samples_behind_prefixes_and_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ OWN = {
     "relift": "sft/updates",
     "hpt": "gate/demonstrated",
     "uft": "prefix/share",
+    "prefix-rft": "prefix/share",
+    "srft": "weights/supervised",
     "exgrpo": "replay/share",
     "prime": "process/score",
     "distill": "distill/divergence",

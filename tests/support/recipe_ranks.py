@@ -26,6 +26,8 @@ CASES: dict[str, dict[str, Any]] = {
     "relift": {"preset": "relift", "recipe": {"batch": 5}},
     "hpt": {"preset": "hpt"},
     "uft": {"preset": "uft", "recipe": {"steps": 4}},
+    "prefix-rft": {"preset": "prefix-rft", "recipe": {"steps": 4}},
+    "srft": {"preset": "srft"},
     "exgrpo": {"preset": "exgrpo", "recipe": {"start": 0.0}},
     "prime": {"preset": "prime", "recipe": {"update": "before", "lr": 1e-3}},
     "distill": {"preset": "grpo", "recipe": {"name": "distill", "loss": "jsd"}},

@@ -195,6 +195,10 @@ SLOW: dict[str, dict[str, Any]] = {
 GIVEN: dict[str, tuple[dict[str, Any], str]] = {
     "critic": ({"preset": "ppo"}, "the model that the recipe trains (critic), and the advantages, which come from it"),
     "top": ({"preset": "grpo", "top_entropy": 0.3}, "which tokens have the highest entropies"),
+    "forks of prefixes": (
+        {"preset": "prefix-rft", "recipe": {"members": 3}},
+        "which tokens have the highest entropies",
+    ),
     "penalty": ({"preset": "grpo", "reward_kl_coef": 0.1}, "the KL penalty in the rewards"),
 }
 
