@@ -276,9 +276,10 @@ def test_a_prefix_that_is_not_trained_is_as_a_prompt(run: Run, tmp_path: Path) -
                 sample.trained = [True] * len(prefix) + list(per_token(sample.trained, 2))
         own.credit(drawn)
         found.append([packed(run, [sample], algorithm=own.algorithm)[0] for sample in drawn.samples])
-    for one, other in zip(*found, strict=True):
+    for i, (one, other) in enumerate(zip(*found, strict=True)):
         assert torch.equal(one.input_ids, other.input_ids)
         tokens = one.token_weight != 0
+        assert tokens.sum() == (1 if i == 1 else 2)
         assert torch.equal(one.rows[tokens], other.rows[other.token_weight != 0])
         assert torch.equal(one.token_weight[tokens], other.token_weight[other.token_weight != 0])
         assert not one.external[tokens].any()
