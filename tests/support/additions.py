@@ -87,7 +87,7 @@ class Extremes(RecipeOptions):
 
 class Gate(RecipeOptions):''',
             ),
-            ("AnyRecipe = Plain", "AnyRecipe = Extremes | Plain"),
+            ("AnyRecipe = (\n    Plain", "AnyRecipe = (\n    Extremes\n    | Plain"),
         ),
     },
     """
