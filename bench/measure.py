@@ -29,7 +29,7 @@ from .peers import METHODS, Method, Step, Unavailable
 
 Row = dict[str, Any]
 ERRORS = ("dhidden_error", "dweight_error")
-SETTLE_S, SETTLE_CALLS = 0.1, 50  # of untimed calls before a timed one: a GPU's clock follows the power it draws
+SETTLE_S, SETTLE_CALLS = 0.1, 50  # time and number of untimed calls: the clock follows the power that a method draws
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # parameters of glibc's mallopt
 
 

@@ -25,7 +25,7 @@ add.u32 %r12, %r12, 33554944; add.u32 %r13, %r13, 33554944;
 
 
 def stored(body: str, blocks: int = 1) -> str:
-    """What is found. The last two rows and 8 columns of the tiles are outside."""
+    """The findings. The last two rows and 8 columns of the tiles are outside."""
     out, memory = torch.full((16, 64), -1, dtype=torch.int16), Memory()
     memory.add(out, "out")
     tensor_map = {"base": out.data_ptr(), "shape": (14, 56), "stride": 128, "box": (8, 64), "size": 2, "span": 128}
