@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,8 +53,11 @@ def milliseconds(method: Method, inputs: Inputs, step: Step) -> float:
 
 
 def settle(method: Method, inputs: Inputs, step: Step, cost: float) -> None:
-    """Call a method that takes `cost` seconds until the GPU's clock is the one that its own power allows."""
-    for _ in range(min(int(SETTLE_S / cost), SETTLE_CALLS)):
+    """Call a method that takes `cost` seconds until the GPU's clock is the one that its own power allows.
+
+    A call of more than a second has most of its time at that clock anyway.
+    """
+    for _ in range(min(ceil(SETTLE_S / cost), SETTLE_CALLS) if cost < 1 else 0):
         clear(inputs)
         call(method, inputs, step)
 

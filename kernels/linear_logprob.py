@@ -90,10 +90,11 @@ def linear_exponentials(
 ) -> None:  # fmt: skip
     """Fill partial (ceil(V / BLOCK_V), PARTIALS, n) fp32, and exponentials (n, W) unless they are None.
 
-    exponentials, of any floating dtype, W >= V, contiguous in W, get E times the derivative of z by x, 0 for the
-    target, in whose place `exponentials.close_rows` puts what its gradient needs; the columns past V anything.
-    hidden (n, H), weight (V, H): bf16, fp16 or fp32, contiguous in H; slow, but right, where their rows are not a
-    multiple of 16 bytes apart. values as `target_logits` left them; the others as there.
+    exponentials, of any floating dtype (with TMA a tile of them must fit into shared memory), W >= V, contiguous in W,
+    get E times the derivative of z by x, 0 for the target, in whose place `exponentials.close_rows` puts what its
+    gradient needs; the columns past V anything. hidden (n, H), weight (V, H): bf16, fp16 or fp32, contiguous in H;
+    slow, but right, where their rows are not a multiple of 16 bytes apart. values as `target_logits` left them; the
+    others as there.
 
     listed: (n,) int64 and () int64, the numbers of the rows to compute and how many of them count. Without exponentials
     each of their tiles has its own reference, its largest logit; with them it is their REFERENCE, which `finish_rows`
@@ -131,7 +132,7 @@ def linear_exponentials(
 
 
 def at_once(hidden: Tensor, tile: Tile) -> int:
-    """Programs of our GEMM: as many as a GPU runs at the same time. Each takes one tile after the other."""
+    """Programs of our GEMM: at least as many as a GPU runs at the same time. Each takes one tile after the other."""
     if not hidden.is_cuda:
         return 8  # the interpreter's are one after the other
     processors = torch.cuda.get_device_properties(hidden.device).multi_processor_count

@@ -63,7 +63,7 @@ class Gate(RecipeOptions):
 class Prefix(RecipeOptions):
     """Responses that begin with the first tokens of the prompt's demonstration; the rest is sampled (UFT, Prefix-RFT).
 
-    In step t, from 1 on, p(t) falls from `high` to `low` over `steps` steps; later only "window" has prefixes.
+    In step t, from 1 on, p(t) falls from `high` to `low` over `steps` steps; later only "window" still has prefixes.
     """
 
     in_place: ClassVar[bool] = False
@@ -88,6 +88,10 @@ class Prefix(RecipeOptions):
     """Rollouts of a group that have a prefix; null = all."""
     trained: bool = True
     """Whether a prefix has the loss of demonstrated tokens; false: it is context only, as a prompt."""
+
+    @property
+    def trains_demonstrations(self) -> bool:
+        return self.trained
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -133,12 +137,20 @@ class EntropyWeights(RecipeOptions):
     supervised_exponent: Exponent = -1.0
     """Factor of H in that weight; 0 = the same weight for all."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.supervised and self.supervised_exponent != type(self).model_fields["supervised_exponent"].default:
+            raise ValueError("supervised_exponent has no effect with supervised 0")
+        return self
+
     def problems(self, config: Any) -> Iterator[str]:
         algorithm = config.algorithm.resolve()
         if not (algorithm.generates and algorithm.demonstrates):
             yield f"want a preset with rollouts and demonstrations; got {config.algorithm.preset}"
         if algorithm.external_schedule is not None:
             yield "it does not support algorithm.external_schedule"
+        if algorithm.external_top_entropy < 1:
+            yield "it weighs every demonstrated token by an entropy: want algorithm.external_top_entropy 1"
         if config.train.overlap:
             yield "it does not support train.overlap"
 

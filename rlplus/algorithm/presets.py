@@ -85,7 +85,7 @@ class Algorithm:
     @property
     def selects_tokens(self) -> bool:
         """Whether only the tokens of the highest entropy have a surrogate."""
-        return self.top_entropy < 1 or self.external_top_entropy < 1
+        return self.top_entropy < 1 or (self.external_top_entropy < 1 and self.recipe.trains_demonstrations)
 
     @property
     def generates(self) -> bool:

@@ -57,6 +57,11 @@ class RecipeOptions(Section):
         return ""
 
     @property
+    def trains_demonstrations(self) -> bool:
+        """Whether what is demonstrated has a loss."""
+        return True
+
+    @property
     def unsolved_only(self) -> bool:
         """Whether only prompts that no rollout solved have demonstrations."""
         return False

@@ -96,7 +96,7 @@ class AlgorithmConfig(Section):
     top_entropy: Annotated[float, Field(gt=0, le=1)] | None = None
     """Share of sampled tokens with a loss, highest entropy first, see rlplus.Algorithm."""
     external_top_entropy: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of demonstrated tokens with a loss, highest entropy first; for losses that have an advantage."""
+    """Share of demonstrated tokens whose advantage has a loss, highest entropy first; KL and entropy bonus: all."""
     skip_grad_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Skip an update whose gradient norm is above this, see rlplus.Algorithm; 0 = never."""
     reward_kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None

@@ -124,6 +124,12 @@ RULES: tuple[Rule, ...] = (
         "the preset takes no demonstrations",
     ),
     (
+        "algorithm.objective.external algorithm.objective.external_coef algorithm.objective.gamma "
+        "algorithm.external_schedule algorithm.external_top_entropy algorithm.external_reduction",
+        lambda c: not c.algorithm.resolve().recipe.trains_demonstrations,
+        "algorithm.recipe.trained is false: what is demonstrated is context",
+    ),
+    (
         "algorithm.external_reduction",
         lambda c: not (c.algorithm.resolve().demonstrates and c.algorithm.resolve().generates),
         "it is the normaliser of demonstrations beside rollouts, and the preset has none or nothing else",

@@ -98,13 +98,13 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             trainer.close()
         else:
             self._forget()
-            self._trainer = trainer
+            self._trainer, self._raises = trainer, False
             self._shapes = {name: torch.Size(shape) for name, shape in said["shapes"].items()}
             trainer.tell("init_weight_transfer_engine", open=self._open)
 
     def _take_over_here(self, shapes: dict[str, torch.Size]) -> None:
         """By an engine of this process. JSON has no torch.Size: a request to a server does not pass for one."""
-        if not all(isinstance(shape, torch.Size) for shape in shapes.values()):
+        if not shapes or not all(isinstance(shape, torch.Size) for shape in shapes.values()):
             raise ValueError(
                 "want run, pid and fd of a trainer; shapes alone are for an engine in the trainer's process"
             )

@@ -3,7 +3,6 @@
 import errno
 import http.client
 import json
-import math
 import os
 import socket
 import ssl
@@ -59,7 +58,8 @@ class Requests:
             response = connection.getresponse()
             answer = response.read()
         except (http.client.HTTPException, OSError) as error:
-            limit = f"{timeout_s or math.inf:g} s{setting and ', '}{setting}" if connected else f"{PATIENCE_S:g} s"
+            limit = f"{timeout_s:g} s{setting and ', '}{setting}" if timeout_s else ""
+            limit = limit if connected else f"{PATIENCE_S:g} s"
             raise OSError(f"{method} {path}: {type(error).__name__} {error}. {_advice(error, limit)}") from error
         finally:
             with self._lock:
@@ -120,7 +120,7 @@ def _advice(error: OSError | http.client.HTTPException, limit: str) -> str:
     if isinstance(error, ssl.SSLError):
         return "Does it speak https, with a certificate that this machine trusts (SSL_CERT_FILE)?"
     if isinstance(error, TimeoutError):
-        return f"It hangs, or takes longer than {limit}. {RESTART}"
+        return f"It hangs, or takes longer than {limit}. {RESTART}" if limit else f"Its machine is gone. {RESTART}"
     if isinstance(error, (ConnectionError, http.client.IncompleteRead)):
         return f"It has ended, or nothing listens there. {RESTART}"
     if isinstance(error, http.client.HTTPException):

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 ANSWERS_S = 30.0  # limit for all workers' answers, which are written before the server says that a call has ended
-MOST = 500  # characters of a failure: a write of at most 4096 bytes is not mixed with another worker's
+MOST = 300  # characters of a failure, of 12 bytes at most: a write of up to 4096 is not mixed with another worker's
 
 
 class Answers:
@@ -74,9 +74,11 @@ class Trainer:
             if not stat.S_ISFIFO(os.fstat(self._pipe).st_mode):
                 raise ValueError(f"want a pipe at {path}; got something else")
             self._process = os.pidfd_open(self.pid)
-        except BaseException:
+        except BaseException as error:
             self.close()
-            raise
+            if not isinstance(error, OSError):
+                raise
+            raise ValueError(f"want to watch process {self.pid} (pidfd_open); got {error.strerror}") from error
 
     def alive(self) -> bool:
         """Whether the process lives and has not closed its end, which a child of it may hold for longer."""

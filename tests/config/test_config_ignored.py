@@ -10,6 +10,7 @@ from rlplus.config.ignored import RULES
 
 EVALUATED = ["evaluation.data.path=test.jsonl"]
 VALIDATED = ["validation.every=5", "validation.data.path=validation.jsonl"]
+CONTEXT = ["algorithm.preset=prefix-rft", "algorithm.recipe={name: prefix, trained: false}"]
 CLIPPED = ["algorithm.preset=grpo", "train.prompts_per_update=64"]
 SERVER = ["rollout.mode=server", "rollout.server_url=http://localhost:1"]
 PROCESS = ["rollout.mode=process"]
@@ -72,6 +73,8 @@ IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("algorithm.objective.external_coef=2", ["algorithm.objective.external=none"], []),
     ("algorithm.external_schedule={shape: gradient-norm}", ["algorithm.preset=grpo"], []),
     ("algorithm.external_top_entropy=0.2", ["algorithm.preset=grpo"], []),
+    ("algorithm.external_top_entropy=0.2", CONTEXT, ["algorithm.preset=prefix-rft"]),
+    ("algorithm.objective.external_coef=2", CONTEXT, ["algorithm.preset=prefix-rft"]),
     ("algorithm.external_schedule={shape: gradient-norm}", ["algorithm.objective.external=none"], []),
     ("algorithm.objective.kl_estimator=k2", [], ["algorithm.objective.kl_coef=0.1"]),
     ("algorithm.objective.mismatch_low=0.5", [], ["algorithm.objective.mismatch_cap=5"]),

@@ -12,6 +12,7 @@ from trainer_runs import metrics, run_config
 
 from rlplus import Objective, policy_loss
 from rlplus.algorithm import Algorithm, algorithm
+from rlplus.algorithm.options import Prefix
 from rlplus.common import agree
 from rlplus.data import MicroBatch, Sample, pack
 from rlplus.learner.statistics import needs_statistics, set_statistics
@@ -165,6 +166,7 @@ def test_a_pass_is_made_only_where_something_changes() -> None:
         (Algorithm(capped, mismatch_level="geometric"), True, True),
         (Algorithm(Objective(), top_entropy=0.2), True, True),
         (Algorithm(Objective(), external_top_entropy=0.2), True, True),
+        (Algorithm(Objective(), external_top_entropy=0.2, recipe=Prefix(trained=False)), False, False),
     ):
         assert (needs_statistics(a, True), needs_statistics(a, False)) == (on_policy, off_policy)
 

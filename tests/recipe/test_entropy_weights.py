@@ -165,6 +165,7 @@ def test_a_demonstration_is_imitated_though_all_rollouts_were_right(tmp_path: Pa
         ({"preset": "grpo"}, {}, "want a preset with rollouts and demonstrations; got grpo"),
         ({"preset": "sft"}, {}, "want a preset with rollouts and demonstrations; got sft"),
         ({"external_schedule": {"shape": "gradient-norm"}}, {}, "it does not support algorithm.external_schedule"),
+        ({"external_top_entropy": 0.5}, {}, "it weighs every demonstrated token by an entropy"),
         ({}, {"overlap": 1}, "it does not support train.overlap"),
     ],
 )
@@ -173,6 +174,12 @@ def test_what_it_cannot_be_used_with(tmp_path: Path, algorithm: Any, train: Any,
     rollout = {"engine": "transformers", "mode": "process"} if train else {"engine": "transformers"}
     with pytest.raises(ValueError, match=f"algorithm.recipe entropy-weights: {problem}"):
         run_config(tmp_path, algorithm=algorithm, train=train, rollout=rollout)
+
+
+def test_an_exponent_of_nothing_is_refused(tmp_path: Path) -> None:
+    recipe = {"name": "entropy-weights", "supervised": 0, "supervised_exponent": 1}
+    with pytest.raises(ValueError, match="supervised_exponent has no effect with supervised 0"):
+        run_config(tmp_path, algorithm={"preset": "srft", "recipe": recipe})
 
 
 def test_a_step_is_not_verified_with_other_weights(tmp_path: Path) -> None:

@@ -39,6 +39,12 @@ def test_an_error_says_what_to_do_by_its_cause(monkeypatch: pytest.MonkeyPatch, 
     assert (RESTART in str(error.value)) == (RESTART in advice)
 
 
+def test_a_request_without_a_limit_ends_where_its_machine_is_gone() -> None:
+    """By keep-alive: with ETIMEDOUT, which is a TimeoutError, too."""
+    gone = OSError(errno.ETIMEDOUT, "Connection timed out")
+    assert server_http._advice(gone, "") == f"Its machine is gone. {RESTART}"
+
+
 def test_a_limit_names_its_setting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         requests = Requests(split(f"http://127.0.0.1:{silent.getsockname()[1]}"))
