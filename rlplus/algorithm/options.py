@@ -63,8 +63,8 @@ class Gate(RecipeOptions):
 class Prefix(RecipeOptions):
     """Responses that begin with the first tokens of the prompt's demonstration; the rest is sampled (UFT, Prefix-RFT).
 
-    In step t, from 1 on, p(t) falls from `high` to `low` over `steps` steps. Of the schedules that have it only "window"
-    goes on with prefixes then.
+    In step t, from 1 on, p(t) falls from `high` to `low` over `steps` steps. Of the schedules that have it only
+    "window" goes on with prefixes then.
     """
 
     in_place: ClassVar[bool] = False

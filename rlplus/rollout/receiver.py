@@ -108,6 +108,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ValueError(
                 "want run, pid and fd of a trainer; shapes alone are for an engine in the trainer's process"
             )
+        self._forget()
         self._shapes, self._raises = shapes, True
 
     @staticmethod
@@ -154,9 +155,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         weights = update_info.weights
         if weights is None:
             parcel = Parcel(**(update_info.parcel or {}))
-            run = self._trainer and self._trainer.run
+            run = self._trainer.run if self._trainer is not None else ""  # an engine's own parcels have no name
             if parcel.run != run:
-                raise ValueError(f"want a parcel of run {run}, which took this server over; got {parcel.run}'s")
+                raise ValueError(f"want a parcel of {run!r}, the run that pushes here; got one of {parcel.run!r}")
             weights = list(self._expected.checked(parcel))
         else:
             weights = self._expected.checked(weights)

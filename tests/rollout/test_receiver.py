@@ -134,8 +134,16 @@ def test_weights_are_loaded_bit_for_bit_into_the_same_tensors(receiver: Any) -> 
     receiver.update_weights({"weights": model.named_parameters()})
     receiver.finish_weight_update()
     check(receiver, model)
+    receiver.start_weight_update()
+    model = tiny_model(tied=False, seed=3)
+    for parcel in parcels.parcels(model.named_parameters(), 20_000, ""):  # an engine in a process of its own
+        receiver.update_weights({"parcel": asdict(parcel)})
+    receiver.finish_weight_update()
+    check(receiver, model)
     assert places == {name: p.data_ptr() for name, p in receiver.model.named_parameters()}
     receiver.start_weight_update()
+    with pytest.raises(ValueError, match="want a parcel of '', the run that pushes here; got one of 'other'"):
+        receiver.update_weights({"parcel": asdict(next(parcels.parcels(model.named_parameters(), 20_000, "other")))})
     with pytest.raises(ValueError, match="did not come"):
         receiver.finish_weight_update()
 
@@ -204,7 +212,7 @@ def test_one_trainer_at_a_time(receiver: Any, caplog: pytest.LogCaptureFixture) 
         greet(receiver, **{"model.norm.bias": [64]})
     first = greet(receiver)
     weights = list(tiny_model(tied=False).named_parameters())
-    with pytest.raises(OSError, match="want a parcel of run run, which took this server over; got other's"):
+    with pytest.raises(OSError, match="want a parcel of 'run', the run that pushes here; got one of 'other'"):
         push(receiver, first, iter(weights), "other")
     second = greet(receiver, "other", left_open=True)  # the same process, which has made another engine
     push(receiver, second, iter(weights), "other")
