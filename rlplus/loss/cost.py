@@ -14,7 +14,7 @@ TILE = (128, 256)  # the part of a GEMM's result that one processor computes at 
 LAUNCH = 2e-6  # seconds
 CHUNK = 22  # launches for a chunk in one pass, copies and the repair of rows included
 BLOCK, BETWEEN = 10, 60  # launches for a block of the vocabulary in both of two passes, and between these
-OWN_GEMM = 1.1  # time of our first GEMM over the vendor's: on an H200 1.03 alone and 1.2 within a call (decision 139)
+OWN_GEMM = 1.1  # an assumption; on an H200 1.03 alone and 1.2 within a call, the epilogue included (decision 139)
 
 
 class Machine(NamedTuple):

@@ -2,9 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,7 @@ from typing import Any
 import processes
 import pytest
 from rollout_models import MAX_MODEL_LEN, PROMPTS, gap, save, tiny_model
-from servers import OTHER_RUN, Server, ask, connect, metric
+from servers import Server, ask, connect, connect_behind_a_killed_run, metric
 
 from rlplus.rollout import RolloutEngine, RunFailed
 from rlplus.rollout.server_engine import GENERATE, TOKENS
@@ -31,17 +28,9 @@ def test_pushes_to_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """A tied head, too, which vLLM packs on the CPU."""
     first, second = tiny_model(tied=True), tiny_model(tied=True, seed=1)
     save(first, tmp_path)
-    command = [sys.executable, "-c", OTHER_RUN, "", str(tmp_path), str(processes.SUPPORT)]
     with Server(tmp_path, tmp_path / "server.log", MAX_MODEL_LEN) as server:
-        command[3] = server.url
-        with processes.started(command, stdout=subprocess.PIPE) as killed:
-            assert killed.stdout is not None
-            assert killed.stdout.readline() == "half-way\n"
-            with pytest.raises(ValueError, match=rf"want one run at a time; process {killed.pid} pushes its weights h"):
-                connect(server.url, tmp_path)
-            os.kill(killed.pid, signal.SIGKILL)
-            killed.wait()
-        engine: Any = connect(server.url, tmp_path)
+        engine: Any
+        engine, command = connect_behind_a_killed_run(server.url, tmp_path)
         engine._push._bucket_bytes = 30_000
         for version, model in enumerate([second, first], start=1):
             check(engine, model, version)

@@ -1,16 +1,12 @@
 """Pushes to the real vLLM server with two workers on the CPU: tensor parallel, or two engines (data parallel)."""
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import processes
 import pytest
 from rollout_models import MAX_MODEL_LEN, PROMPTS, gap, save, tiny_model
-from servers import OTHER_RUN, Server, ask, connect
+from servers import Server, ask, connect, connect_behind_a_killed_run
 
 from rlplus.rollout import RunFailed
 from rlplus.rollout.server_push import Control
@@ -44,15 +40,8 @@ def test_no_failure_is_taken_for_an_answer_to_a_later_call(
 
     options: dict[str, Any] = {f"{kind}_parallel_size": "2"}
     with Server(tmp_path, tmp_path / "server.log", MAX_MODEL_LEN, **options) as server:
-        command = [sys.executable, "-c", OTHER_RUN, server.url, str(tmp_path), str(processes.SUPPORT)]
-        with processes.started(command, stdout=subprocess.PIPE) as killed:
-            assert killed.stdout is not None
-            assert killed.stdout.readline() == "half-way\n"
-            with pytest.raises(ValueError, match=rf"want one run at a time; process {killed.pid} pushes its weights"):
-                connect(server.url, tmp_path)
-            os.kill(killed.pid, signal.SIGKILL)
-            killed.wait()
-        engine: Any = connect(server.url, tmp_path)
+        engine: Any
+        engine, command = connect_behind_a_killed_run(server.url, tmp_path)
         check(engine)
         assert "want one run at a time; process" in processes.run(command).stdout
         check(engine)

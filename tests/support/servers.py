@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
 from processes import PATIENCE_S, free_port, started, wait_until
 from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, requests
 
@@ -268,6 +269,19 @@ def metric(server: Server, name: str) -> float:
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=PATIENCE_S) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+
+
+def connect_behind_a_killed_run(url: str, path: Path) -> tuple[RolloutEngine, list[str]]:
+    """Another run is killed half-way through a push; until then this one is refused. Also the other run's command."""
+    command = [sys.executable, "-c", OTHER_RUN, url, str(path), str(Path(__file__).parent)]
+    with started(command, stdout=subprocess.PIPE) as killed:
+        assert killed.stdout is not None
+        assert killed.stdout.readline() == "half-way\n"
+        with pytest.raises(ValueError, match=rf"want one run at a time; process {killed.pid} pushes its weights here"):
+            connect(url, path)
+        os.kill(killed.pid, signal.SIGKILL)
+        killed.wait()
+    return connect(url, path), command
 
 
 def connect(url: str, path: Path, dtype: str = "float32", **changes: Any) -> RolloutEngine:
