@@ -58,15 +58,26 @@ class ToyBase:
                 raise ValueError(f"want {name} above 0; got {getattr(self, name)}")
 
 
-def make_base(folder: Path, base: ToyBase, seed: int, held_out: Collection[Problem], console: Console) -> bool:
+def make_base(
+    folder: Path,
+    base: ToyBase,
+    seed: int,
+    held_out: Collection[Problem],
+    console: Console,
+    others: Sequence[Path] = (),
+) -> bool:
     """Create the model and its tokenizer in `folder` (Hugging Face format), without training on `held_out` problems.
 
-    Returns False if `folder` already has this base, which is then kept. Raises RunFailed if the skill was not learned
-    within `max_clean_steps`.
+    others: folders of models with the same `held_out`, to copy if one is the same base. Returns False if `folder` or
+    one of them already has it. Raises RunFailed if the skill was not learned within `max_clean_steps`.
     """
     note = json.dumps({"seed": seed} | asdict(base), indent=1) + "\n"
-    if (folder / NOTE).is_file() and read_text(folder / NOTE) == note:
-        return False
+    for made in (folder, *others):
+        if (made / NOTE).is_file() and read_text(made / NOTE) == note:
+            if made != folder:
+                shutil.rmtree(folder, ignore_errors=True)
+                shutil.copytree(made, folder)
+            return False
     tokenizer = make_tokenizer(base.task)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

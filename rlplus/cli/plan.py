@@ -4,9 +4,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlplus.cli.common import KNOWN_GPUS, add_configuration, naming_stage, quiet_imports
+from rlplus.cli.common import KNOWN_GPUS, YAML, add_configuration, naming_stage, quiet_imports
 from rlplus.errors import RunFailed
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def add(commands: "Commands") -> None:
     )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON, in bytes and seconds")
     plan.set_defaults(run=run)
-    add_configuration(plan)
+    add_configuration(plan, f"{YAML}, or a comparison, such as configs/compare/gsm8k.yaml")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,10 +38,13 @@ def run(args: argparse.Namespace) -> int:
         check_model_path,
         check_training_files,
         load_stages,
+        read_yaml,
         shipped_architecture,
         with_first_model,
     )
 
+    if "run" in read_yaml(Path(args.config)):
+        return _plan_comparison(args)
     stages = load_stages(args.config, args.overrides)
     path = stages[0].model.path
     if args.data:
@@ -69,6 +73,30 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show_plans(plans)
     return 0 if all(plan.fits and (data is None or not data.refusals) for plan, data in plans) else 1
+
+
+def _plan_comparison(args: argparse.Namespace) -> int:
+    """Print what all runs of a comparison take; exit status 1 if one does not fit."""
+    if args.data:
+        raise ValueError(f"--data is for a training configuration; {args.config} is a comparison")
+    quiet_imports()
+    from rlplus.common.terminal import Terminal
+    from rlplus.compare import Runner, load_comparison
+    from rlplus.compare.planned_runs import lines, plan_comparison
+    from rlplus.plan import make_cluster
+
+    path = Path(args.config)
+    comparison = load_comparison(path)
+    runner = Runner(comparison, path.parent / comparison.run, path.parent, overrides=args.overrides)
+    try:
+        planned = plan_comparison(comparison, runner, make_cluster(args.gpus, args.gpu))
+    except RuntimeError as error:
+        raise RunFailed(f"no plan of the memory: {error}") from error
+    if args.json:
+        sys.stdout.write(json.dumps([each.to_json() for each in planned], indent=2) + "\n")
+    else:
+        Terminal().print(*lines(planned), sep="\n")
+    return 0 if all(each.plan.fits for each in planned) else 1
 
 
 def _plan_data(config: "Config") -> "DataPlan":

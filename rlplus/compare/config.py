@@ -87,12 +87,17 @@ class Study(Section):
 
 
 class Search(Section):
-    """The learning rate of each method in each setting: the best of `rates` on one seed."""
+    """The learning rate of each method in each setting: the best by mean pass@1 over the problems of all seeds."""
 
     rates: Annotated[list[Positive], Field(min_length=2)]
     """The learning rates to try, all different."""
+    further: Annotated[int, Field(ge=0)] = 0
+    """Number of further rates at most: as long as the best is the least or the greatest that was tried, one beyond it,
+    as far away as its neighbour."""
     seed: Annotated[int, Field(ge=FIRST_SEARCHED)] = FIRST_SEARCHED
-    """No study reports it."""
+    """The first seed. No study reports it."""
+    seeds: Annotated[int, Field(ge=1)] = 1
+    """Number of seeds that each rate is tried on."""
     share: Annotated[Fraction, Field(gt=0)] = 1 / 3
     """Share of the steps, and of the generated tokens, that a search trains."""
     overrides: Overrides = {}
@@ -104,6 +109,23 @@ class Search(Section):
         if len(set(self.rates)) < len(self.rates):
             raise ValueError(f"want rates that differ; got {self.rates}")
         return self
+
+    @property
+    def seed_numbers(self) -> range:
+        return range(self.seed, self.seed + self.seeds)
+
+    def next_rate(self, scores: Mapping[float, float]) -> float | None:
+        """The rate to try after these, which have scores: beyond the best one; None if the search ends."""
+        rates, chosen = sorted(scores), best_rate(scores)
+        if len(rates) - len(self.rates) == self.further or chosen not in (rates[0], rates[-1]):
+            return None
+        neighbour = rates[1] if chosen == rates[0] else rates[-2]
+        return float(f"{chosen * chosen / neighbour:.2g}")
+
+
+def best_rate(scores: Mapping[float, float]) -> float:
+    """The rate with the highest score, of several the least."""
+    return max(sorted(scores), key=lambda rate: scores[rate])
 
 
 class Comparison(Section):

@@ -17,19 +17,18 @@ from statistics import fmean
 from threading import Lock
 from typing import Any
 
-from pydantic import ValidationError
-
 from rlplus.common.commands import ending_with_this_process
-from rlplus.common.durable import UNSEALED, is_sealed, write_text
-from rlplus.common.textfiles import file_name, read_text
-from rlplus.compare.config import BASE, Comparison, Overrides
+from rlplus.common.durable import UNSEALED, write_text
+from rlplus.common.textfiles import file_name
+from rlplus.compare.config import BASE, Comparison, Overrides, best_rate
 from rlplus.compare.prepared import MODEL, TEST, TRAIN, VALIDATION, Preparation, checked_options, find_function
-from rlplus.config import CheckpointConfig, Config, EvaluationConfig, LogConfig, load_config
+from rlplus.compare.run_identity import ASKED, read_asked, trained_part, without_own
+from rlplus.config import Config, load_config
 from rlplus.errors import RunFailed, ending
 from rlplus.evaluation import Evaluation, load_results
 from rlplus.reward.supervisor import end_with_parent
 
-ASKED, FINISHED = "asked.json", "finished"  # written into a run's folder at its start and at its end
+FINISHED = "finished"  # written into a run's folder at its end
 TAIL = 20  # lines of a failed command's log that are shown
 Say = Callable[[str], None]
 
@@ -140,6 +139,13 @@ class Runner:
         self._search(reported, self._make_all)
         self._make_all(reported)
 
+    def searches(self) -> dict[tuple[str, str], list[Run]]:
+        """The runs with which a search begins, by setting and method; empty without a search."""
+        if (search := self.comparison.search) is None:
+            return {}
+        found = self._searches(self.all())
+        return {each: [run for run in self._tries(*each, search.rates) if run.method == each[1]] for each in found}
+
     def finished(self) -> dict[Run, dict[str, Evaluation]]:
         """The evaluations, by the name of the test set, of the reported runs that are finished."""
         reported = self.all()
@@ -156,15 +162,34 @@ class Runner:
             for setting, part in self._searches(reported)
         }
         for level in sorted(set(depth.values())):
-            now = [each for each in depth if depth[each] == level]
-            runs = {each: self.chain(each[0], search.seed, each[1], search.rates) for each in now}
-            make(list(dict.fromkeys(run for each in runs.values() for run in each)))
-            for (setting, method), each in runs.items():
-                tried = {run.rate: self.path(run) for run in each if run.method == method and self._is_finished(run)}
-                if len(tried) == len(search.rates):
-                    scores = {rate: solved(load_results(tried[rate])) for rate in sorted(search.rates)}
+            going = {each: search.rates for each in depth if depth[each] == level}
+            while going:
+                make(list(dict.fromkeys(run for each, rates in going.items() for run in self._tries(*each, rates))))
+                tried = {each: self._scores(*each, rates) for each, rates in going.items()}
+                going = {}
+                for (setting, method), scores in tried.items():
+                    if not scores:
+                        continue  # some of its runs are not finished
                     self.searched.setdefault(setting, {})[method] = {f"{rate:g}": each for rate, each in scores.items()}
-                    self._rates[setting, method] = max(scores, key=lambda rate: scores[rate])  # the least of the best
+                    self._rates[setting, method] = best_rate(scores)
+                    if (further := search.next_rate(scores)) is not None:
+                        going[setting, method] = [*scores, further]
+
+    def _tries(self, setting: str, method: str, rates: Sequence[float]) -> list[Run]:
+        """The runs of a search for the method's rate, each after the run that it starts from."""
+        assert self.comparison.search is not None
+        seeds = self.comparison.search.seed_numbers
+        return [run for seed in seeds for run in self.chain(setting, seed, method, rates)]
+
+    def _scores(self, setting: str, method: str, rates: Sequence[float]) -> dict[float, float]:
+        """Mean pass@1 over the seeds of a search by rate, ascending; empty if a run is not finished."""
+        runs = [run for run in self._tries(setting, method, rates) if run.method == method]
+        if not all(map(self._is_finished, runs)):
+            return {}
+        return {
+            rate: fmean(solved(load_results(self.path(run))) for run in runs if run.rate == rate)
+            for rate in sorted(rates)
+        }
 
     def _searches(self, reported: Sequence[Run]) -> list[tuple[str, str]]:
         """The setting and method of what the search trains: methods with a rate of their own after their chains."""
@@ -219,7 +244,7 @@ class Runner:
         if self._is_finished(run):
             return False
         folder, asked = self.path(run), self._asked(run)
-        if folder.exists() and ((was := _read_asked(folder)) is None or _trained(was) != _trained(asked)):
+        if folder.exists() and ((was := read_asked(folder)) is None or trained_part(was) != trained_part(asked)):
             self.say(f"{run.title}: made again, since its configuration has changed")
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -236,7 +261,7 @@ class Runner:
 
     def _is_finished(self, run: Run) -> bool:
         folder = self.path(run)
-        return (folder / FINISHED).is_file() and _read_asked(folder) == self._asked(run)
+        return (folder / FINISHED).is_file() and read_asked(folder) == self._asked(run)
 
     def config_of(self, run: Run) -> Config:
         """The run's training configuration. ValueError, with the run's name, if it is none."""
@@ -248,7 +273,7 @@ class Runner:
     def _asked(self, run: Run) -> dict[str, Any]:
         """The run's identity: its configuration, preset, data and predecessors, wherever the folder is."""
         setting = self.comparison.settings[run.setting]
-        config = _without_own(load_config(self.config, self.overrides(run, Path("comparison"))))
+        config = without_own(load_config(self.config, self.overrides(run, Path("comparison"))))
         return {
             "config": config,
             "algorithm": repr(config.algorithm.resolve()),  # another version's preset may have other values
@@ -334,45 +359,6 @@ def _settings(values: Overrides) -> list[str]:
     return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
 
 
-def _read_asked(folder: Path) -> dict[str, Any] | None:
-    """The identity of the run in a folder, as `Runner._asked` gives it; None where there is none of this version.
-
-    ValueError for a damaged file, so that no run is deleted for it.
-    """
-    path = folder / ASKED
-    if not path.is_file():
-        return None
-    try:
-        sealed, asked = is_sealed(path.read_bytes(), path), json.loads(read_text(path))
-        if "checksum" in asked and not sealed:
-            raise ValueError("its checksum cannot be read")
-        return _validated({key: value for key, value in asked.items() if key != "checksum"})
-    except ValidationError:
-        return None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        what = str(error).removeprefix(f"{path} is damaged: ")
-        raise ValueError(f"{path} is damaged: {what}. Remove {folder}, and this run is made again") from error
-
-
-def _validated(asked: dict[str, Any]) -> dict[str, Any]:
-    """The file's values with a validated configuration, in which keys newer than the file have their defaults."""
-    before = None if asked["before"] is None else _validated(asked["before"])
-    return asked | {"config": Config.model_validate(asked["config"]), "before": before}
-
-
-def _trained(asked: dict[str, Any]) -> dict[str, Any]:
-    """The identity of a run's model."""
-    config = asked["config"].model_copy(update={"evaluation": EvaluationConfig()})
-    return asked | {"config": config, "before": asked["before"] and _trained(asked["before"])}
-
-
-def _without_own(config: Config) -> Config:
-    """The configuration without what changes no result: logs, checkpoints and the number of reward workers."""
-    plain = {"log": LogConfig(), "checkpoint": CheckpointConfig()}
-    reward = config.reward.model_copy(update={"workers": 1})
-    return config.model_copy(update=plain | {"reward": reward})
-
-
 def solved(results: Mapping[str, Evaluation]) -> float:
-    """Mean pass@1 over the test sets."""
-    return fmean(one.pass_at(1).mean for one in results.values())
+    """Mean pass@1 over the problems of all test sets."""
+    return fmean(value for one in results.values() for value in one.values(1).tolist())

@@ -107,7 +107,7 @@ def collect(comparison: Comparison, runner: Runner, provenance: dict[str, str]) 
 
 
 def _length(runner: Runner, setting: str, method: str, rate: str) -> tuple[int, int]:
-    """Steps and generated tokens of a run of the search."""
+    """Steps and generated tokens of a run of the search, on its first seed."""
     assert runner.comparison.search is not None
     run = Run(setting, runner.comparison.search.seed, method, float(rate))
     last = load_run(runner.path(run)).metrics[-1]

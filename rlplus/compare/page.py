@@ -8,7 +8,7 @@ from statistics import fmean
 from rich.table import Table as TerminalTable
 from rich.text import Text
 
-from rlplus.compare.config import BASE, Study
+from rlplus.compare.config import BASE, Study, best_rate
 from rlplus.compare.outcomes import CURVES, Results
 from rlplus.evaluation import Estimate, Evaluation, join, paired_difference, pooled_pass_at
 from rlplus.report import render
@@ -249,11 +249,12 @@ def _search_tables(results: Results) -> list[Table]:
         table = Table(["method", *rates, "steps", "generated tokens"], title=setting)
         at_an_end = []
         for method, each in methods.items():
-            best = max(each.values())
-            chosen = next(rate for rate in rates if each[rate] == best)
-            if chosen in (rates[0], rates[-1]):
+            tried = {float(rate): score for rate, score in each.items()}
+            chosen = best_rate(tried)
+            if chosen in (min(tried), max(tried)):
                 at_an_end.append(method)
-            cells = (Cell(percent(each[rate]), strong=rate == chosen) for rate in rates)
+            scores = ((float(rate), each.get(rate)) for rate in rates)
+            cells = ("" if score is None else Cell(percent(score), strong=rate == chosen) for rate, score in scores)
             table.add(method, *cells, *map(_span, zip(*results.search_runs[setting][method].values(), strict=True)))
         if at_an_end:
             table.note = f"At an end of the range, beyond which another may be better: {', '.join(at_an_end)}."

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +19,13 @@ from rlplus.cli import main
 from rlplus.common.commands import ending_with_this_process
 from rlplus.common.textfiles import file_name
 from rlplus.compare import BASE, MARK, Results, Runner, load_comparison, run_comparison
+from rlplus.compare.config import Search
+from rlplus.compare.launches import solved
 from rlplus.compare.page import terminal_tables
 from rlplus.compare.prepared import VALIDATION
 from rlplus.config import check_report_folder
 from rlplus.errors import RunFailed
+from rlplus.evaluation import Evaluation
 from rlplus.evaluation.estimates import bootstrap
 
 # A stand-in for `python -m rlplus`: writes what a run writes. A model's quality is in a file, and rises by the learning
@@ -132,6 +136,35 @@ def test_runs_searches_resumes_and_reports(tmp_path: Path, path: Path, output: P
         patch.setitem(ALGORITHMS, "grpo-official", replace(ALGORITHMS["grpo-official"], normalize_std=True))
         run_comparison(tmp_path / "compare.yaml", output, jobs=2, launcher=launcher)
     assert len(calls(tmp_path)) == 46 + 2 * (3 + 2 + 3 + 2 + 2), "GRPO, SFT+GRPO and GRPO long, but not SFT"
+
+
+def test_a_search_goes_beyond_its_rates_until_the_best_is_inside(tmp_path: Path, output: Path, launcher: str) -> None:
+    data = json.loads(json.dumps(FILE))
+    data["search"] |= {"rates": [1.2e-2, 6e-3], "further": 5, "seeds": 2}
+    run_comparison(written(tmp_path, data), output, presets=["GRPO"], seeds=1, launcher=launcher)
+    results = Results.load(output / "results.json")
+    # All rates but 3e-3 are worth the same, and of equals the least is taken: 6e-3, the end; so 3e-3; 1.5e-3 is worse.
+    assert list(results.rates["one"]["GRPO"]) == ["0.0015", "0.003", "0.006", "0.012"]
+    assert sorted(calls(tmp_path)) == ["eval"] * (4 * 2 + 2) + ["train"] * (4 * 2 + 1)
+    assert {one.rate for one in results.outcomes if one.method == "GRPO"} == {3e-3}
+    data["search"]["further"] = 1
+    run_comparison(written(tmp_path, data), output, presets=["GRPO"], seeds=1, launcher=launcher, only_report=True)
+    assert list(Results.load(output / "results.json").rates["one"]["GRPO"]) == ["0.003", "0.006", "0.012"]
+
+
+def test_the_rate_of_a_search_is_the_best_over_all_its_seeds_and_problems() -> None:
+    search = Search.model_validate({"rates": [1e-4, 3e-4, 1e-3], "further": 2, "seeds": 3, "seed": 1010})
+    assert list(search.seed_numbers) == [1010, 1011, 1012]
+    assert search.next_rate({1e-4: 0.1, 3e-4: 0.3, 1e-3: 0.2}) is None
+    assert search.next_rate({1e-4: 0.3, 3e-4: 0.3, 1e-3: 0.2}) == 3.3e-5
+    assert search.next_rate({1e-4: 0.1, 3e-4: 0.3, 1e-3: 0.4}) == 3.3e-3
+    assert search.next_rate({1e-4: 0.1, 3e-4: 0.3, 1e-3: 0.4, 3.3e-3: 0.5, 1.1e-2: 0.6}) is None, "two were allowed"
+    common: dict[str, Any] = dict(
+        k=(1,), temperature=1.0, seed=0, mean_response_length=5.0, truncated_share=0.0, mean_reward=None
+    )
+    few = Evaluation("few", problems=(0,), n=(4,), correct=(4,), statuses={"ok": 4}, **common)
+    many = Evaluation("many", problems=(1, 2, 3), n=(4, 4, 4), correct=(0, 0, 2), statuses={"ok": 12}, **common)
+    assert solved({"few": few, "many": many}) == pytest.approx((1 + 0 + 0 + 0.5) / 4)
 
 
 def test_an_interrupted_comparison_keeps_what_is_finished(tmp_path: Path, output: Path, launcher: str) -> None:

@@ -2,8 +2,10 @@
 
 import json
 import random
+from dataclasses import replace
 from math import log
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +32,29 @@ def test_settings_with_one_base_have_the_same_model_and_problems(tmp_path: Path)
     prompts = [row["prompt"] for each in rows.values() for row in each]
     assert len(set(prompts)) == len(prompts)
     assert [row[SET] for row in rows[TEST]] == ["trained"] * 100 + ["lengths"] * 50 + ["subtraction"] * 50
+
+
+def test_a_base_model_is_trained_once_for_all_settings_that_hold_out_the_same_problems(tmp_path: Path) -> None:
+    base = ToyBase(Task(transfer=True), batch=1, learnt_loss=100.0, sloppy_steps=1)
+
+    def prepared(setting: str, **options: Any) -> Path:
+        prepare(tmp_path / setting / "seed-3", 3, base, **options)
+        return tmp_path / setting / "seed-3"
+
+    few = prepared("few", problems=64, validation="all")
+    (few / "model/mark").touch()
+    many = prepared("many", problems=128, validation="all", demonstrator=Demonstrator(noise=0.5))
+    others = [prepared("other problems"), tmp_path / "other base" / "seed-3"]
+    prepare(others[1], 3, replace(base, hidden=32), problems=64, validation="all")
+    assert (many / "model/mark").exists()
+    assert not any((each / "model/mark").exists() for each in others)
+    rows = {each: [json.loads(line) for line in (each / TRAIN).read_text().splitlines()] for each in (few, many)}
+    assert [row["prompt"] for row in rows[few]] == [row["prompt"] for row in rows[many]][:64]
+    assert (len(rows[few]), len(rows[many])) == (64, 128)
+    tuning = [json.loads(line) for line in (few / VALIDATION).read_text().splitlines()]
+    assert [row[SET] for row in tuning] == ["trained"] * 64 + ["lengths"] * 32 + ["subtraction"] * 32
+    held_out = [*tuning, *map(json.loads, (few / TEST).read_text().splitlines())]
+    assert len({row["prompt"] for row in (*held_out, *rows[many])}) == len(held_out) + 128
 
 
 @pytest.mark.parametrize("order", ["forward", "backward"])

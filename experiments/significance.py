@@ -1,0 +1,116 @@
+"""What a comparison on the toy task shows, and how surely: `python -m experiments.significance RESULTS`.
+
+For each setting the methods' mean pass@1, the share of seeds that find the skill, and the difference from the reference
+with a permutation test over the seeds, corrected by Holm for all differences of the study.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from rlplus.compare import BASE, Outcome, Results
+from rlplus.compare.config import Study
+
+TRAINED = "trained"  # the test set of problems like those trained on; every second one is hard
+FOUND = 0.5  # a run whose pass@1 on its hard problems is at least this has found the skill
+MOST_SEEDS = 20  # of which all patterns of signs are counted
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method in a setting, over the seeds. pass_at_1 and found: shares. p: by Holm; None where not tested."""
+
+    setting: str
+    method: str
+    pass_at_1: float
+    found: float
+    difference: float
+    p: float | None
+
+
+def rows_of(results: Results, title: str) -> list[Row]:
+    """The methods of a study in each setting, after the base. ValueError if one has not finished on all seeds."""
+    study = results.comparison.studies[title]
+    rows: list[Row] = []
+    raw: list[float | None] = []
+    for setting in study.settings:
+        runs = {method: _finished(results, study, setting, method) for method in dict.fromkeys((BASE, *study.methods))}
+        against = np.array([right_samples(one) for one in runs[study.compared_with]])
+        for method, outcomes in runs.items():
+            right = np.array([right_samples(one) for one in outcomes])
+            samples = sum(sum(one.n) for one in outcomes[0].results.values())
+            found = float(np.mean([finds_the_skill(one) for one in outcomes]))
+            mean, difference = right.mean() / samples, (right - against).mean() / samples
+            rows.append(Row(setting, method, mean, found, difference, None))
+            raw.append(None if method in (BASE, study.compared_with) else permutation_p(right - against))
+    corrected = iter(holm([p for p in raw if p is not None]))
+    return [
+        row if p is None else Row(row.setting, row.method, row.pass_at_1, row.found, row.difference, next(corrected))
+        for row, p in zip(rows, raw, strict=True)
+    ]
+
+
+def _finished(results: Results, study: Study, setting: str, method: str) -> list[Outcome]:
+    """The method's runs, one per seed of the study."""
+    outcomes = results.of(setting, method, study.seed_numbers)
+    if missing := [seed for seed in study.seed_numbers if seed not in outcomes]:
+        raise ValueError(f"want all seeds of {method} in {setting}; there are none of {missing}")
+    return [outcomes[seed] for seed in study.seed_numbers]
+
+
+def right_samples(outcome: Outcome) -> int:
+    """The number of right samples over all test sets."""
+    return sum(sum(one.correct) for one in outcome.results.values())
+
+
+def finds_the_skill(outcome: Outcome) -> bool:
+    """Whether the run solves the hard problems that are like those trained on."""
+    trained = outcome.results[TRAINED]
+    return sum(trained.correct[1::2]) >= FOUND * sum(trained.n[1::2])
+
+
+def permutation_p(differences: Sequence[int] | np.ndarray) -> float:
+    """Two-sided p of paired differences, (seeds,): the share of all patterns of signs whose sum is as far from 0."""
+    if len(differences) > MOST_SEEDS:
+        raise ValueError(f"want at most {MOST_SEEDS} seeds; got {len(differences)}")
+    sums = np.zeros(1, dtype=np.int64)
+    for each in differences:
+        sums = np.concatenate((sums + each, sums - each))
+    return float(np.mean(np.abs(sums) >= abs(int(np.sum(differences)))))
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """p values corrected for their number, in the given order (Holm 1979, the step-down method)."""
+    order = np.argsort(p, kind="stable")
+    scaled = accumulate(((len(p) - place) * p[i] for place, i in enumerate(order)), max)
+    corrected = dict(zip(order.tolist(), scaled, strict=True))
+    return [min(1.0, corrected[i]) for i in range(len(p))]
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """The rows as lines of a Markdown table, in percent and points."""
+    lines = ["| setting | method | pass@1 | finds the skill | difference | p |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        difference = f"{100 * row.difference:+.1f}".replace("-", "−")
+        p = "" if row.p is None else f"{row.p:.4f}"
+        cells = (row.setting, row.method, f"{100 * row.pass_at_1:.1f}", f"{100 * row.found:.0f} %", difference, p)
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    """Print the table of each study."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="results.json of `rlplus compare`")
+    results = Results.load(parser.parse_args().results)
+    for title, study in results.comparison.studies.items():
+        print(f"{title}, compared with {study.compared_with}, {study.seeds} seeds:\n")
+        print("\n".join(table(rows_of(results, title))))
+
+
+if __name__ == "__main__":
+    main()

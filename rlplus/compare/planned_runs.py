@@ -1,0 +1,111 @@
+"""What a comparison will take, before its first run: how many runs each method has, how much memory and time."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from rlplus.compare.config import BASE, Comparison
+from rlplus.compare.launches import Run, Runner
+from rlplus.config import Config, with_first_model
+from rlplus.plan import Cluster, Plan, make_plan, show_bytes
+from rlplus.plan.speed import ASSUMPTIONS
+
+
+@dataclass(frozen=True)
+class PlannedRuns:
+    """The runs of a method in a setting. tries: of the search, each of `tried_steps`, without further rates.
+
+    Steps are None where epochs or the data decide them, and hours where they or the speed of the GPU are unknown.
+    """
+
+    setting: str
+    method: str
+    runs: int
+    tries: int
+    tried_steps: int | None
+    plan: Plan
+
+    @property
+    def hours(self) -> float | None:
+        """Of all runs one after the other, without evaluations."""
+        steps, tried = self.plan.steps, self.tried_steps if self.tries else 0
+        if not self.plan.seconds or steps is None or tried is None:
+            return None
+        return (self.runs * steps + self.tries * tried) * self.plan.seconds["total"] / 3600
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "setting": self.setting,
+            "method": self.method,
+            "runs": self.runs,
+            "tries": self.tries,
+            "tried_steps": self.tried_steps,
+            "steps": self.plan.steps,
+            "hours": self.hours,
+            "plan": self.plan.to_json(),
+        }
+
+
+def plan_comparison(comparison: Comparison, runner: Runner, cluster: Cluster) -> list[PlannedRuns]:
+    """The runs of each method and setting on `cluster`, which trains one at a time.
+
+    Errors as in `Runner.check` and `make_plan`; ValueError also for a setting whose model is made by a function.
+    """
+    runner.check()
+    for name, each in comparison.settings.items():
+        if each.prepare is not None:
+            raise ValueError(f"settings.{name}: {each.prepare} makes its model, which is not known before: no plan")
+    reported = Counter((run.setting, run.method) for run in runner.all() if run.method != BASE)
+    tried = runner.searches()
+    found = []
+    for setting, method in dict.fromkeys((*tried, *reported)):
+        *_, run = runner.chain(setting, 0, method)
+        tries = tried.get((setting, method), [])
+        steps = runner.config_of(tries[0]).train.steps if tries else None
+        plan = make_plan(_config(runner, run), cluster)
+        found.append(PlannedRuns(setting, method, reported[setting, method], len(tries), steps, plan))
+    return found
+
+
+def _config(runner: Runner, run: Run) -> Config:
+    """The run's configuration with the model that its chain begins with, which has the same shape."""
+    first = run
+    while first.before is not None:
+        first = first.before
+    return with_first_model([runner.config_of(first), runner.config_of(run)])[-1]
+
+
+def lines(planned: list[PlannedRuns]) -> Iterator[RenderableType]:
+    """A table of all methods, what does not fit, and what is not in the hours."""
+    several = len({each.setting for each in planned}) > 1
+    first = planned[0].plan
+    yield first.cluster.name
+    yield from dict.fromkeys(each.plan.note for each in planned if each.plan.note)
+    columns = ["method", "runs", "tries", "steps of a run", "memory of a GPU", "seconds a step", "hours"]
+    table = Table(*(["setting"] if several else []), *columns)
+    for column in table.columns[-6:]:
+        column.justify = "right"
+    for each in planned:
+        seconds = each.plan.seconds.get("total")
+        cells = [
+            each.method,
+            str(each.runs),
+            str(each.tries),
+            "?" if each.plan.steps is None else f"{each.plan.steps:,}",
+            show_bytes(each.plan.memory.peak) + ("" if each.plan.fits else ", too much"),
+            "?" if seconds is None else f"{seconds:.1f}",
+            "?" if each.hours is None else f"{each.hours:.1f}",
+        ]
+        table.add_row(*([each.setting] if several else []), *cells)
+    yield table
+    hours = [each.hours for each in planned]
+    known = sum(each for each in hours if each is not None)
+    more = "" if None not in hours else ", and what is unknown"
+    yield f"Together {sum(e.runs + e.tries for e in planned)} runs, {known:.0f} hours{more}: one run at a time."
+    yield f"Not in it: evaluations, validations, and further rates of a search. Assumed: {', '.join(ASSUMPTIONS)}."
+    for each in planned:
+        yield from (f"{each.method} does not fit: {problem}" for problem in each.plan.memory.problems)
