@@ -131,10 +131,13 @@ class Demonstrator:
     order   "forward" writes running sums as the base model learned to; "backward" starts from the last number, which
             the base model never saw
     noise   probability that a digit of the running sums, not of the answer, is drawn anew
+    copies  whether it begins with the first number, as the base model learned to; else with the sum of two, a form that
+            the base model never saw and has the parts of
     """
 
     order: Literal["forward", "backward"] = "forward"
     noise: float = 0.0
+    copies: bool = True
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -146,7 +149,8 @@ class Demonstrator:
         """A response to a problem of addition."""
         shown = replace(problem, numbers=problem.numbers[::-1]) if self.order == "backward" else problem
         *sums, answer = shown.running_sums()
-        return scratchpad([*(blur(each, rng, self.noise) for each in sums), answer])
+        kept = sums if self.copies else sums[1:]
+        return scratchpad([*(blur(each, rng, self.noise) for each in kept), answer])
 
     def logprobs(self, problem: Problem, response: str) -> list[float]:
         """Exact logprob of each character of its response to a problem, and of the end behind it.

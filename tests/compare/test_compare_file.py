@@ -187,6 +187,32 @@ def test_the_comparison_at_one_rate_has_the_settings_and_methods_of_the_other(tm
     assert {runner.config_of(run).train.lr for run in runner.all()} == {1e-3}
 
 
+def test_the_comparison_of_demonstrations_is_as_it_was_fixed(tmp_path: Path) -> None:
+    """By docs/decisions/144, written before its runs."""
+    path = EXPERIMENTS / "compare/demonstrations.yaml"
+    comparison = load_comparison(path)
+    runner = Runner(comparison, path.parent / comparison.run, tmp_path)
+    runner.check()
+    (study,), search = comparison.studies.values(), comparison.search
+    assert search is not None
+    assert (study.seed_numbers, search.seed_numbers, search.share) == (range(100, 120), range(1000, 1003), 1.0)
+    assert study.compared_with == "RL-PLUS"
+    dials = [setting.options for setting in comparison.settings.values()]
+    demonstrators: list[dict[str, object]] = [each["demonstrator"] for each in dials]  # type: ignore[misc]
+    assert [
+        (each.get("problems", 4096), author.get("noise", 0.0))
+        for each, author in zip(dials, demonstrators, strict=True)
+    ] == [
+        (64, 0.0),
+        (64, 0.2),
+        (4096, 0.0),
+        (4096, 0.2),
+    ]
+    for method in study.methods:
+        train = runner.config_of(runner.chain("few exact", 100, method)[-1]).train
+        assert (train.prompts_per_step, train.prompts_per_update, train.generated_tokens) == (32, 16, 200_000)
+
+
 def test_every_search_of_the_comparison_for_a_gpu_has_a_configuration(tmp_path: Path) -> None:
     comparison = load_comparison(GSM8K)
     runner, search = Runner(comparison, GSM8K.parent / comparison.run, tmp_path), comparison.search

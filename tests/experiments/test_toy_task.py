@@ -57,11 +57,11 @@ def test_a_base_model_is_trained_once_for_all_settings_that_hold_out_the_same_pr
     assert len({row["prompt"] for row in (*held_out, *rows[many])}) == len(held_out) + 128
 
 
-@pytest.mark.parametrize("order", ["forward", "backward"])
-def test_demonstrations_end_in_the_right_answer(order: str) -> None:
+@pytest.mark.parametrize(("order", "copies"), [("forward", True), ("backward", True), ("forward", False)])
+def test_demonstrations_end_in_the_right_answer(order: str, copies: bool) -> None:
     task, rng = Task(hard=6, transfer=True), random.Random(0)
-    author = Demonstrator(order, noise=0.4)  # type: ignore[arg-type]  # of the parametrization
-    wrong, total = 0, 0
+    author = Demonstrator(order, noise=0.4, copies=copies)  # type: ignore[arg-type]  # of the parametrization
+    wrong, total, sums_on_the_way = 0, 0, 5 if copies else 4
     for _ in range(200):
         problem = task.draw(rng, task.sets["trained"][1])
         response = author.response(problem, rng)
@@ -70,13 +70,15 @@ def test_demonstrations_end_in_the_right_answer(order: str) -> None:
         exact = ["".join(str(sum(int(n[i]) for n in numbers[: k + 1]) % 4) for i in range(5)) for k in range(6)]
         assert answer == exact[-1] == problem.answer
         slips = 0
-        for shown, right in zip(sums.split(","), exact[:-1], strict=True):
+        for shown, right in zip(sums.split(","), exact[-1 - sums_on_the_way : -1], strict=True):
             slips += sum(a != b for a, b in zip(shown, right, strict=True))
             total += 5
         wrong += slips
         logprobs = author.logprobs(problem, response)
-        assert len(logprobs) == len(make_tokenizer(task)(response).input_ids) + 1 == 6 * 6 + 1
-        assert sum(logprobs) == pytest.approx(slips * log(0.4 / 4) + (25 - slips) * log(1 - 0.4 * 3 / 4))
+        assert len(logprobs) == len(make_tokenizer(task)(response).input_ids) + 1 == 6 * (sums_on_the_way + 1) + 1
+        assert sum(logprobs) == pytest.approx(
+            slips * log(0.4 / 4) + (5 * sums_on_the_way - slips) * log(1 - 0.4 * 3 / 4)
+        )
     assert wrong / total == pytest.approx(0.4 * 3 / 4, abs=0.03)  # a digit drawn anew is right by chance
 
 
