@@ -106,6 +106,7 @@ class MicroBatch:
     old_logprob, ref_logprob, entropy_weight (N,) float32: set by the trainer where the objective needs them
     kept_counts (N,), kept_tokens int32: the tokens that each was sampled from, see `Sample.kept`; None if none has any
     whole_position_ids: in a shard, the position_ids of the whole micro-batch; else None
+    lengths: of the sequences in each row, and of the padding at its end; empty in a shard
     forward_only: no token has a gradient; it counts in the statistics of the update alone
     teacher: the same response tokens in the same order behind the prompts of a teacher, if samples have any
     """
@@ -129,6 +130,7 @@ class MicroBatch:
     kept_counts: Tensor | None = None
     kept_tokens: Tensor | None = None
     whole_position_ids: Tensor | None = None
+    lengths: tuple[tuple[int, ...], ...] = ()
     forward_only: bool = False
     teacher: "MicroBatch | None" = None
 
@@ -147,7 +149,8 @@ class MicroBatch:
 
     def as_one_row(self) -> Self:
         """The same tokens as one row (1, R * L)."""
-        return replace(self, input_ids=self.input_ids.reshape(1, -1), position_ids=self.position_ids.reshape(1, -1))
+        one = {name: getattr(self, name).reshape(1, -1) for name in ("input_ids", "position_ids")}
+        return replace(self, **one, lengths=(tuple(chain(*self.lengths)),) if self.lengths else ())
 
     def shard(self, index: int, count: int) -> Self:
         """Columns `index` of `count` equal parts: their tokens, and the response tokens that they predict.
@@ -175,6 +178,7 @@ class MicroBatch:
             input_ids=self.input_ids[:, part],
             position_ids=self.position_ids[:, part],
             whole_position_ids=self.position_ids,
+            lengths=(),
             tokens=rows * width,
             **per_token,
         )
@@ -305,6 +309,7 @@ def _micro_batch(
     # First as if rows were padding after their last token; then every sequence from 0 on.
     position_ids = (torch.arange(width) - torch.tensor(used)[:, None]).flatten()
     position_ids[places] = places - start.repeat_interleave(length)
+    ends = [(width - taken,) if taken < width else () for taken in used]
     predictors = _ranges(start + length - count - 1, count)  # the prompt's last token predicts the first response token
 
     def joined(values: list[Any], dtype: torch.dtype) -> Tensor:
@@ -323,6 +328,7 @@ def _micro_batch(
     return MicroBatch(
         input_ids=input_ids.view(len(rows), width),
         position_ids=position_ids.view(len(rows), width),
+        lengths=tuple((*(lengths[index] for index in row), *end) for row, end in zip(rows, ends, strict=True)),
         rows=predictors,
         target=input_ids[predictors + 1],
         advantage=joined([sample.advantage for sample in chosen], torch.float32),

@@ -57,7 +57,7 @@ class Learner:
         if train.compile:
             _compile_layers(lm)
         sharded = train.shard_head and own is None  # the policy's; models beside it gather theirs
-        model = PackedModel(lm, self.group, gathers_head=not sharded).train()
+        model = PackedModel(lm, self.group, gathers_head=not sharded, masks=train.compile or None).train()
         parameters = [p for p in model.parameters() if p.requires_grad]
         count = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
         check_eight_bit(train, count, dist.get_world_size())
@@ -80,13 +80,16 @@ class Learner:
 
     def check_attention(self) -> None:
         """ValueError if packed sequences attend to each other, or not to their own past. Collective."""
+        model, masks = self.engine.module, self.engine.module.masks
         self.engine.eval()
-        check_attention(
-            lambda batch: self.engine(batch.to(self.device), lambda hidden, *_, **__: hidden),
-            self.model_config.vocab_size,
-            self.config.train.sequence_parallel,
-            self.config.model.attention,
-        )
+        for model.masks in (True, False) if masks is None else (masks,):  # each way that micro-batches may take
+            check_attention(
+                lambda batch: self.engine(batch.to(self.device), lambda hidden, *_, **__: hidden),
+                self.model_config.vocab_size,
+                self.config.train.sequence_parallel,
+                self.config.model.attention,
+            )
+        model.masks = masks
         self.engine.train()
 
     def nonfinite(self) -> str:

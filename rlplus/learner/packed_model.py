@@ -5,10 +5,12 @@ from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlplus.data import MicroBatch
+from rlplus.learner.packed_attention import LONG_ROW, Spans, register, takes_spans
 from rlplus.loss.causal_lm import body_of, logit_transform
 
 if TYPE_CHECKING:
@@ -21,26 +23,53 @@ class PackedModel(nn.Module):
     The `forward` of the head is replaced, so that ZeRO-3's hooks on that module gather its weight around the fused op.
     `group`: the ranks that share each micro-batch with this one; it is then called with this rank's shard.
     gathers_head: False where the op has the head's rows itself (`ShardedHead`): ZeRO-3 gathers a weight that is as much
-    as looked at.
+    as looked at. masks: whether sequences of a row are kept apart by a mask, or, where the model allows it, by an
+    attention for each; None = by the length of the rows.
     """
 
-    def __init__(self, lm: PreTrainedModel, group: "SequenceGroup | None", *, gathers_head: bool = True) -> None:
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        group: "SequenceGroup | None",
+        *,
+        gathers_head: bool = True,
+        masks: bool | None = None,
+    ) -> None:
         super().__init__()
-        self.lm, self.group, self.gathers_head = lm, group, gathers_head
+        self.lm, self.group, self.gathers_head, self.masks = lm, group, gathers_head, masks
+        register()
         self.transform = logit_transform(lm)
         lm.get_output_embeddings().forward = MethodType(_fused_head, lm.get_output_embeddings())
 
     def forward(self, batch: MicroBatch, op: Callable[..., Any]) -> Any:
         config = self.lm.config
-        if self.group is None:
-            inputs = batch.model_inputs(config._attn_implementation)
-        else:
+        spans = None
+        if self.group is not None:
             inputs = self.group.inputs(batch, config, self.lm.dtype)
+        else:
+            inputs = batch.model_inputs(config._attn_implementation)
+            spans = self._spans(batch)
+        if spans is not None:
+            # With a mask transformers looks for no restarts in the positions, and of one without holes it makes none of
+            # its own, but for sliding windows.
+            inputs |= {"attention_mask": torch.ones_like(batch.input_ids), "spans": spans}
         body = body_of(self.lm)(**inputs)
+        if spans is not None and not spans.taken:
+            raise ValueError(
+                f"want a model that hands on its arguments to transformers' sdpa, or model.attention eager; "
+                f"{type(self.lm).__name__} does not, and packed sequences would see each other"
+            )
         hidden = body.last_hidden_state.flatten(0, 1)[batch.rows]
         scale, softcap = self.transform
         op = partial(op, logit_scale=scale, logit_softcap=softcap)
         return self.lm.get_output_embeddings()(hidden, op) if self.gathers_head else op(hidden, None)
+
+    def _spans(self, batch: MicroBatch) -> Spans | None:
+        """The sequences of a micro-batch, if their attentions are to be computed one by one."""
+        if not takes_spans(self.lm) or all(len(row) == 1 for row in batch.lengths):
+            return None
+        masks = batch.input_ids.shape[1] < LONG_ROW if self.masks is None else self.masks
+        return None if masks else Spans(batch.lengths)
 
 
 def _fused_head(head: nn.Linear, hidden: Tensor, op: Callable[..., Any]) -> Any:

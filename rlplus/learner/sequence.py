@@ -5,6 +5,7 @@ and only there, all-to-all exchanges turn "all heads of some columns" into "some
 """
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ def _register(attention: str) -> None:
         out = core(module, query, key, value, *qkv[3:], **kwargs)[0]  # (R, columns, heads, D)
         return _swap(out, 1, 2, sequence_group), None
 
+    @wraps(core)
     def attend(*args: Any, sequence_group: Any = None, **kwargs: Any) -> tuple[Tensor, Any]:
         if sequence_group is None:
             result: tuple[Tensor, Any] = core(*args, **kwargs)

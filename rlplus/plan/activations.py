@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rlplus.data import MicroBatch
+from rlplus.learner.packed_attention import LONG_ROW
 from rlplus.learner.packed_model import PackedModel
 from rlplus.loss.causal_lm import body_of
 from rlplus.rollout import whole_model
@@ -89,10 +90,12 @@ def count_activations(
     checkpointing: bool,
     ranks: int = 1,
     head_in_shards: bool = False,
+    compiled: bool = False,
 ) -> Activations:
     """One micro-batch of rows x length packed tokens, each of which is a response token, through a `meta_model`.
 
-    attention: "sdpa", "eager" or "flash_attention_2". Those that need a mask for packed rows are charged with it.
+    attention: "sdpa", "eager" or "flash_attention_2". Those that need a mask for packed rows are charged with it: sdpa
+    in short rows, between ranks, if compiled, and in models with sliding windows.
     ranks: so many share the rows (sequence_parallel): a rank has all heads of its columns, in the attention some heads
     of all columns, as many bytes; a mask is of all columns.
     head_in_shards: without the gradient of its weight.
@@ -113,6 +116,8 @@ def count_activations(
         return _Head.apply(hidden, weight.detach() if head_in_shards else weight)
 
     batch = _batch(rows, -(-length // ranks))
+    if attention == "sdpa" and length >= LONG_ROW and ranks == 1 and not compiled and _without_windows(lm):
+        attention = "flash_attention_2"  # the same tensors
     with meter:
         mask = _mask(lm, rows, length, attention)  # alive from the first layer's forward to its backward
         with _counted_attention(lm, attention, mask):
@@ -121,6 +126,11 @@ def count_activations(
     for hook in hooks:
         hook.remove()
     return Activations(head=at_head, backward=meter.peak)
+
+
+def _without_windows(lm: PreTrainedModel) -> bool:
+    """Whether the model can attend to packed sequences one by one, and needs no mask for that."""
+    return bool(lm._supports_attention_backend) and "sliding_attention" not in getattr(lm.config, "layer_types", ())
 
 
 def count_inference(lm: PreTrainedModel, *, rows: int, length: int, attention: str) -> int:

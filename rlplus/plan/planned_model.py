@@ -75,7 +75,8 @@ class Model:
         """Activations of the largest micro-batch; counted once per shape."""
         rows, length = packed_shape(config)
         part, ranks = config.model, config.train.sequence_parallel
-        key = (rows, length, part.attention, part.gradient_checkpointing, ranks, self.in_shards(config))
+        compiled = config.train.compile
+        key = (rows, length, part.attention, part.gradient_checkpointing, ranks, self.in_shards(config), compiled)
         if key not in self._counted:
             counts = [
                 count_activations(
@@ -86,6 +87,7 @@ class Model:
                     checkpointing=part.gradient_checkpointing,
                     ranks=ranks,
                     head_in_shards=self.in_shards(config),
+                    compiled=compiled,
                 )
                 for lm in self._few or [self.lm]
             ]

@@ -41,14 +41,13 @@ def step(folder: Path, kind: str, tokens: int, sequences: int, preset: str, rank
 def test_sixteen_thousand_tokens_take_a_fraction_of_their_logits(folder, sequences):
     """The step's addition to RSS, optimizer included; the (N, V) logits alone would be 9.96 GB.
 
-    Rows of several sequences need masks in sdpa, (L, L) of bool and, a layer at a time, of fp32.
+    A mask for rows of several sequences would be 0.27 GB of bool and, a layer at a time, 1.07 of fp32.
     """
     (result,) = step(folder, "fused", TOKENS, sequences, "rlplus", 1)
     assert result["tokens"] == TOKENS
     assert result["grad_norm"] > 0
-    masks = (1 + 4) * TOKENS**2 if sequences > 1 else 0
     sys.stderr.write(f"16,384 tokens, {sequences} sequences: the step took {result['step_bytes'] / 1e9:.2f} GB\n")
-    assert result["step_bytes"] - masks < CHUNK + REST
+    assert result["step_bytes"] < CHUNK + REST
 
 
 @pytest.mark.slow
