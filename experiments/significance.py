@@ -1,4 +1,4 @@
-"""What a comparison on the toy task shows, and how surely: `python -m experiments.significance RESULTS`.
+"""Which differences of a comparison on the toy task are more than chance: `python -m experiments.significance RESULTS`.
 
 For each setting the methods' mean pass@1, the share of seeds that find the skill, and the difference from the reference
 with a permutation test over the seeds, corrected by Holm for all differences of the study.
@@ -17,7 +17,7 @@ from rlplus.compare.config import Study
 
 TRAINED = "trained"  # the test set of problems like those trained on; every second one is hard
 FOUND = 0.5  # a run whose pass@1 on its hard problems is at least this has found the skill
-MOST_SEEDS = 20  # of which all patterns of signs are counted
+MOST_SEEDS = 20  # all patterns of their signs are counted
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a comparison will take, before its first run: how many runs each method has, how much memory and time."""
+"""Runs, memory and time of a comparison, before the first of its runs."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class PlannedRuns:
 
     @property
     def hours(self) -> float | None:
-        """Of all runs one after the other, without evaluations."""
+        """All runs one after the other, without evaluations."""
         steps, tried = self.plan.steps, self.tried_steps if self.tries else 0
         if not self.plan.seconds or steps is None or tried is None:
             return None

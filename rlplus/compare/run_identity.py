@@ -1,4 +1,4 @@
-"""What makes a run of a comparison another run: its configuration, preset, data and predecessors, in a sealed file."""
+"""The identity of a comparison's run, in a sealed file: its configuration, preset, data and predecessors."""
 
 import json
 from pathlib import Path

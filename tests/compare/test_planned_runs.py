@@ -1,4 +1,4 @@
-"""What a comparison will take, and the shipped one for a GPU, shrunken to a CPU."""
+"""Runs, memory and time that a comparison will take, and the shipped one for a GPU, shrunken to a CPU."""
 
 import json
 import re

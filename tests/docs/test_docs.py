@@ -185,6 +185,9 @@ def check_rlplus(words: Sequence[str], folder: Path) -> None:
         named = [text.split(",") if text else [] for text in (args.presets, args.settings)]
         load_comparison(write_minimal(folder) if path.name == "run.yaml" else ROOT / path, named[0], settings=named[1])
         return
+    if args.command == "plan" and path.parent.name == "compare":
+        load_comparison(ROOT / path)
+        return
     if args.command == "eval":
         path, overrides = evaluated(args)
     if path.name == "run.yaml":

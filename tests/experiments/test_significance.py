@@ -20,7 +20,7 @@ COMPARISON = {
 
 
 def outcome(setting: str, method: str, seed: int, easy: int, hard: int, subtraction: int = 0) -> Outcome:
-    """Of 10 samples each: two easy and two hard problems of the set that is trained on, and one of another."""
+    """Ten samples each of two easy and two hard problems of the set that is trained on, and of one of another set."""
 
     def evaluation(name: str, right: tuple[int, ...]) -> Evaluation:
         common: dict[str, Any] = dict(k=(1,), temperature=1.0, seed=seed, mean_response_length=5.0, truncated_share=0.0)

@@ -116,7 +116,7 @@ def test_other_attentions_keep_their_masks() -> None:
 
 
 def test_masks_of_the_whole_are_cut_for_each_sequence() -> None:
-    """Of every row its own, also where one mask is for all rows and where it is additive."""
+    """Each row has its own, also where one mask is for all rows and where it is additive."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 2, 2, 7, 8, generator=generator, dtype=torch.float64).unbind()
     spans = packed_attention.Spans(((3, 4), (5, 2)))
