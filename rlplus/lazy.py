@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -30,6 +31,16 @@ def lazy_names(
     return lookup, lambda: sorted({*vars(module), *homes, *home_of})
 
 
+@contextmanager
+def importing_from(folder: str) -> Iterator[None]:
+    """Import modules of the folder first."""
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
 def import_function(reference: str) -> Any:
     """Import "module:name", also from the current folder, or "folder/file.py:name". ImportError or AttributeError."""
     module, _, name = reference.rpartition(":")
@@ -39,11 +50,8 @@ def import_function(reference: str) -> Any:
         if not os.path.isfile(file):
             raise ImportError(f"there is no file {file}")
         folder, module = os.path.dirname(file), os.path.basename(file).removesuffix(".py")
-    sys.path.insert(0, folder)
-    try:
+    with importing_from(folder):
         found = import_module(module)
-    finally:
-        sys.path.remove(folder)
     if file and getattr(found, "__file__", None) != file:
         raise ImportError(f"{file} has the name of another module: {found}")
     return getattr(found, name)

@@ -174,8 +174,9 @@ class Replay(RecipeOptions):
             yield "want a loss of what is replayed, algorithm.objective.external; got none"
         if algorithm.refill is not None:
             yield "it chooses the prompts of a step once: want algorithm.refill null"
-        if config.rollout.function is not None:
-            yield "it does not support rollout.function"
+        for key in ("function", "environment"):
+            if getattr(config.rollout, key) is not None:
+                yield f"it does not support rollout.{key}"
 
 
 class Critic(RecipeOptions):

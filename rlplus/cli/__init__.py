@@ -17,6 +17,7 @@ from rlplus.cli import (
     evaluate,
     init,
     plan,
+    problems,
     report,
     samples,
     train,
@@ -112,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     # The `deepspeed` launcher puts it in front of the command, and sets LOCAL_RANK, which is what counts, too.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    further = (upload, env, completion)
+    further = (problems, upload, env, completion)
     for command in (init, convert, train, watch, evaluate, plan, verify, report, samples, compare, *further):
         command.add(commands)
     return parser

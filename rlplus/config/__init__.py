@@ -41,6 +41,7 @@ from rlplus.config.path_checks import (
     shipped_architecture,
     split_hub_path,
 )
+from rlplus.config.environment_section import ROW, EnvironmentConfig
 from rlplus.config.rollout_section import MAX_LOGPROB_GAPS, RolloutConfig
 from rlplus.config.schema import Config
 from rlplus.config.sections import (
@@ -76,6 +77,8 @@ __all__ = [
     "LoraConfig",
     "ModelConfig",
     "RewardConfig",
+    "ROW",
+    "EnvironmentConfig",
     "RolloutConfig",
     "ScratchModel",
     "TrainConfig",

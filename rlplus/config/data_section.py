@@ -62,6 +62,8 @@ class DataConfig(Section):
     message."""
     columns: list[Text] = []
     """Further columns, passed to reward functions that have a parameter of that name."""
+    tools: Text | None = None
+    """Column of the definitions of tools, a list in OpenAI's format or its JSON, which the chat template is given."""
     chat: bool = False
     """Make a string prompt a user message, and apply the chat template."""
     response_prefix: Text | None = None
@@ -100,6 +102,8 @@ class DataConfig(Section):
             raise ValueError("demonstration_choice likeliest goes by behavior_logprob: name the column that holds them")
         if self.template != "own" and (self.chat or self.system_prompt is not None):
             raise ValueError(f"template {self.template} is the whole prompt: leave chat and system_prompt out")
+        if self.template != "own" and self.tools is not None:
+            raise ValueError(f"tools are for the chat template, and template {self.template} takes its place")
         last = [name.rpartition(".")[2] for name in self.columns]
         if len(set(last)) < len(last) or {"text", "answer"} & set(last):
             raise ValueError(f"want columns whose last parts differ, and none text or answer; got {self.columns}")

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from rlplus.common.section import Count, Positive, Reference, Seconds, Section, Temperature
+from rlplus.config.environment_section import EnvironmentConfig
 
 MAX_LOGPROB_GAPS = {"float32": 1e-4, "bfloat16": 5e-2}  # the default of max_logprob_gap, by model.dtype
 MOST_KEPT = 1024  # top_k: 4 kB a token, which holds the bulk of any distribution that top_p or min_p is used on
@@ -103,6 +104,8 @@ class RolloutConfig(Section):
     function: Reference | None = None
     """A function, as "module:name" or "file.py:name", that makes the responses with the engine: tools, several turns,
     environments; see rlplus.rollout.custom_engine. In evaluations, too."""
+    environment: EnvironmentConfig | None = None
+    """An environment of verifiers or OpenEnv in the place of a function, with data by `rlplus problems`."""
 
     @property
     def waiting(self) -> int:
@@ -112,15 +115,22 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         problems = []
+        if self.function and self.environment:
+            problems.append(
+                "function and environment both make the responses: want one of the two; got "
+                f"{self.function} and {self.environment.name}"
+            )
+        made = self.function or (self.environment and self.environment.name)
+        by = "environment" if self.environment else "function"
         if self.segment and self.segment >= self.max_response_length:
             problems.append(
                 f"segment is a part of a response: want it below max_response_length {self.max_response_length}, or "
                 f"null; got {self.segment}"
             )
-        if self.segment and self.function:
+        if self.segment and made:
             problems.append(
-                "segment leaves responses unfinished, and function finishes them: want one of the two; got "
-                f"{self.segment} and {self.function}"
+                f"segment leaves responses unfinished, and {by} finishes them: want one of the two; got "
+                f"{self.segment} and {made}"
             )
         if (self.mode == "server") != (self.server_url is not None):
             problems.append(f"mode server and server_url belong together; got {self.mode}, {self.server_url}")
@@ -145,9 +155,9 @@ class RolloutConfig(Section):
         if self.tensor_parallel_size > 1 and self.engine == "transformers":
             problems.append(f"tensor_parallel_size {self.tensor_parallel_size} needs vLLM; got engine transformers")
         problems += [f"vllm.{name}: leave it out, {OWNED[name]}" for name in self.vllm if name in OWNED]
-        if self.function and self.mode == "colocated" and self.tensor_parallel_size > 1:
+        if made and self.mode == "colocated" and self.tensor_parallel_size > 1:
             problems.append(
-                f"function asks a colocated engine at each rank's own pace: want tensor_parallel_size 1, or mode "
+                f"{by} asks a colocated engine at each rank's own pace: want tensor_parallel_size 1, or mode "
                 f"process; got {self.tensor_parallel_size}"
             )
         if problems:

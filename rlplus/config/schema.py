@@ -7,6 +7,7 @@ import yaml
 from pydantic import model_validator
 
 from rlplus.common.section import MANY
+from rlplus.config.environment_section import ROW
 from rlplus.config.ignored import ignored_keys
 from rlplus.config.sections import EvaluationConfig, Sections
 from rlplus.loss.surrogates import EXTERNAL
@@ -120,6 +121,7 @@ class Config(Sections):
         problems += self._refill_problems()
         problems += self._option_problems()
         problems += self._learner_problems()
+        problems += self._environment_problems()
         problems += self._size_problems()
         problems += ignored_keys(self)
         if problems:
@@ -229,10 +231,26 @@ class Config(Sections):
             yield f"{recipe} does not support model.lora: its models train all weights"
         if train.overlap:
             yield f"{recipe} does not support train.overlap"
-        if self.rollout.function is not None:
-            yield f"{recipe} does not support rollout.function"
+        for key in ("function", "environment"):
+            if getattr(self.rollout, key) is not None:
+                yield f"{recipe} does not support rollout.{key}"
         if algorithm.demonstrates:
             yield f"{recipe} does not support demonstrations: want a preset without; got {self.algorithm.preset}"
+
+    def _environment_problems(self) -> Iterator[str]:
+        """Data whose prompts an environment's messages would not begin with, or that lack its rows."""
+        if self.rollout.environment is None:
+            return
+        data = {"data": self.data, "evaluation.data": self.evaluation.data, "validation.data": self.validation.data}
+        for name, part in data.items():
+            if part is None:
+                continue
+            if ROW not in part.columns:
+                yield f"rollout.environment: want {ROW} in {name}.columns, as `rlplus problems` writes it"
+            set_ = [key for key in ("system_prompt", "response_prefix") if getattr(part, key) is not None]
+            if set_ or part.template != "own":
+                key = set_[0] if set_ else "template"
+                yield f"{name}.{key}: prompts are the environment's own with rollout.environment; leave it out"
 
     def _size_problems(self) -> Iterator[str]:
         """Samples that are too long for a micro-batch or the model, or too many for a step."""

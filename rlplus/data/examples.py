@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlplus.config import DataConfig
-from rlplus.data.prompts import Prompt, encode_prompts, make_prompt, with_demonstration
+from rlplus.data.prompts import Prompt, Tools, encode_prompts, make_prompt, make_tools, with_demonstration
 from rlplus.data.row_files import MissingColumn, Row, get_column, read_rows, row_names
 
 CHUNK = 1000  # rows tokenised together, on all cores
@@ -121,6 +121,7 @@ class _Parsed:
     index: int
     where: str
     prompt: Prompt
+    tools: Tools | None
     answer: str | None
     demonstration: str | None
     noted: str | None  # why there is no demonstration, or a note about it: the counter in LoadReport
@@ -170,9 +171,9 @@ def read_examples(
     shared: dict[int, int] = {}
     rows, last = _naming_key(_parse_rows(config, layout, wanted, teacher_template), config, section), -1
     while chunk := list(islice(rows, CHUNK)):
-        prompts = encode_prompts([(row.where, row.prompt) for row in chunk], tokenizer, config.response_prefix)
+        prompts = encode_prompts([(r.where, r.prompt, r.tools) for r in chunk], tokenizer, config.response_prefix)
         demonstrations = _encode_demonstrations(chunk, tokenizer)
-        shown = [(row.where, row.teacher_prompt) for row in chunk if row.teacher_prompt is not None]
+        shown = [(r.where, r.teacher_prompt, r.tools) for r in chunk if r.teacher_prompt is not None]
         teachers = iter(encode_prompts(shown, tokenizer, config.response_prefix) if shown else [])
         for row, prompt, demonstration in zip(chunk, prompts, demonstrations, strict=True):
             if not prompt:
@@ -224,7 +225,7 @@ def _naming_key(rows: Iterator[_Parsed], config: DataConfig, section: str) -> It
 def _parse_rows(
     config: DataConfig, layout: Callable[[Row], Row] | None, wanted: Callable[[str], bool], teacher_template: str
 ) -> Iterator[_Parsed]:
-    names = (config.prompt, config.answer, config.demonstration, config.behavior_logprob, config.benchmark)
+    names = (config.prompt, config.answer, config.demonstration, config.behavior_logprob, config.benchmark, config.tools)
     columns = [name for name in (*names, *config.columns) if name is not None]
     row: Row = {}
     demonstration_seen = config.demonstration is None
@@ -236,6 +237,7 @@ def _parse_rows(
             continue
         question = _column(where, row, config.prompt)
         prompt = make_prompt(config, where, question)
+        tools = None if config.tools is None else make_tools(where, _column(where, row, config.tools), prompt)
         answer = _match(config.answer_pattern, _answer(where, _column(where, row, config.answer)))
         answer = answer and answer.strip()
         value = None
@@ -252,7 +254,7 @@ def _parse_rows(
             shown = None
             if teacher_template and demonstration is not None:
                 shown = make_prompt(config, where, with_demonstration(question, teacher_template, demonstration))
-            yield _Parsed(index, where, prompt, answer, demonstration, noted, benchmark, behavior, further, shown)
+            yield _Parsed(index, where, prompt, tools, answer, demonstration, noted, benchmark, behavior, further, shown)
     if not demonstration_seen and row:
         assert config.demonstration is not None
         raise MissingColumn(", ".join(config.paths), config.demonstration, row_names(row))

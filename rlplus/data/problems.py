@@ -1,12 +1,13 @@
 """The problems of an evaluation, from its data or from the benchmarks that it names."""
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from rlplus.config import BENCHMARKS, DataConfig, EvaluationConfig, ValidationConfig, benchmark_name
+from rlplus.config import BENCHMARKS, ROW, DataConfig, EvaluationConfig, ValidationConfig, benchmark_name
 from rlplus.data.examples import Example, LoadReport, read_examples
 from rlplus.data.row_files import Row, get_column, read_rows, row_names
 
@@ -119,9 +120,10 @@ def distinct(examples: Sequence[Example]) -> list[Example]:
     Public benchmark files repeat their problems (AIME 2024 eight times, AMC four times). Counted as separate problems,
     such rows would make an interval too narrow by the square root of that.
     """
+    # Beside an environment's row prompt and answer are not the whole problem.
     merged: dict[tuple[object, ...], Example] = {}
     for example in examples:
-        key = (example.benchmark, example.prompt, example.answer)
+        key = (example.benchmark, example.prompt, example.answer, json.dumps(example.columns.get(ROW)))
         first = merged.get(key)
         merged[key] = example if first is None else replace(first, rows=first.rows + example.rows)
     return list(merged.values())

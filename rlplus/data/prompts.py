@@ -1,5 +1,6 @@
 """Prompts: chat messages or text in, token ids out; and the templates with which base models are evaluated."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from rlplus.config import DataConfig
 
 Prompt = str | list[dict[str, str]]
+Tools = list[dict[str, Any]]
 
 # Copies of eval_scripts/generate_vllm.py of github.com/ElliottYan/LUFFY, to the letter: simplerl's braces too.
 TEMPLATES = {
@@ -46,6 +48,21 @@ def make_prompt(config: DataConfig, where: str, value: Any) -> Prompt:
     return messages
 
 
+def make_tools(where: str, value: Any, prompt: Prompt) -> Tools | None:
+    """A row's tools from its column's value, None if it has none. ValueError, with the place, if they are no tools."""
+    tools = value
+    if isinstance(value, str):
+        try:
+            tools = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"{where}: want the tools as a list or its JSON; got {value!r} ({error})") from error
+    if not (tools is None or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))):
+        raise ValueError(f"{where}: want the tools as a list of definitions; got {value!r}")
+    if tools and isinstance(prompt, str):
+        raise ValueError(f"{where}: tools want chat messages, or data.chat true; got plain text")
+    return tools or None
+
+
 def with_demonstration(value: Any, template: str, demonstration: str) -> Any:
     """The value of a prompt's column with its text, or its last message's, in the template."""
     if isinstance(value, str):
@@ -69,13 +86,14 @@ def _is_message(value: Any) -> bool:
 
 
 def encode_prompts(
-    prompts: Sequence[tuple[str, Prompt]], tokenizer: PreTrainedTokenizerBase, prefix: str | None
+    prompts: Sequence[tuple[str, Prompt, Tools | None]], tokenizer: PreTrainedTokenizerBase, prefix: str | None
 ) -> list[list[int]]:
-    """Token ids of (place, prompt), ending in the prefix. ValueError, with the place, for messages that do not fit."""
-    plain = [prompt for _, prompt in prompts if isinstance(prompt, str)]
+    """Token ids of (place, prompt, tools), ending in the prefix. ValueError, with the place, for what does not fit."""
+    plain = [prompt for _, prompt, _ in prompts if isinstance(prompt, str)]
     texts = iter(tokenizer(plain).input_ids if plain else [])
     encoded = [
-        next(texts) if isinstance(prompt, str) else _encode_chat(where, prompt, tokenizer) for where, prompt in prompts
+        next(texts) if isinstance(prompt, str) else _encode_chat(where, prompt, tools, tokenizer)
+        for where, prompt, tools in prompts
     ]
     if prefix is None:
         return encoded
@@ -87,12 +105,16 @@ def encode_prompts(
     return [ids if not ids or tokenizer.decode(ids[-longest:]).endswith(prefix) else [*ids, *end] for ids in encoded]
 
 
-def _encode_chat(where: str, messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _encode_chat(
+    where: str, messages: list[dict[str, str]], tools: Tools | None, tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{where}: chat messages need a chat template, and the tokenizer of {tokenizer.name_or_path!r} has none"
         )
     try:
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        return list(
+            tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
+        )
     except TemplateError as error:
         raise ValueError(f"{where}: the chat template refuses these messages: {error}") from error

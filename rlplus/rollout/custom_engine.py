@@ -11,25 +11,31 @@ The function gets a `Sampler` and the responses, which are empty; inserted token
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from rlplus.common.kept_sets import KeptSets
+from rlplus.config import EnvironmentConfig
 from rlplus.errors import RunFailed
 from rlplus.lazy import import_function
 from rlplus.rollout.protocol import Completion, Request, RolloutEngine, Sampling
 
 
 class Task(Protocol):
-    """The problem of a response, such as an Example of rlplus.data: token ids of the prompt, and the data's answer."""
+    """The problem of a response, such as an Example of rlplus.data: token ids of the prompt, and the data's answer.
+
+    columns: the values of `data.columns`.
+    """
 
     @property
     def prompt(self) -> Sequence[int]: ...
     @property
     def answer(self) -> str: ...
+    @property
+    def columns(self) -> Mapping[str, Any]: ...
 
 
 @dataclass
@@ -126,12 +132,21 @@ def respond(
     return engine.generate(requests, sampling)
 
 
-def make_respond(reference: str | None, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Respond:
-    """`respond`, or the rollout function "module:name" in this form. ValueError if there is no such function.
+def make_respond(
+    reference: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    vocabulary: int,
+    environment: EnvironmentConfig | None = None,
+) -> Respond:
+    """`respond`, or the rollout function "module:name", or the environment, in this form. ValueError if it is missing.
 
-    The latter raises RunFailed where the function raises, or leaves a response that cannot be trained on.
+    The latter raise RunFailed where the function raises, or leaves a response that cannot be trained on.
     vocabulary: the model's, which may be larger than the tokenizer's.
     """
+    if environment is not None:
+        from rlplus.rollout.environments import load_environment
+
+        return _by_function(load_environment(environment), f"environment {environment.name}", tokenizer, vocabulary)
     if reference is None:
         return respond
     try:
@@ -140,6 +155,13 @@ def make_respond(reference: str | None, tokenizer: PreTrainedTokenizerBase, voca
         raise ValueError(f"rollout.function: want module:name of a function; got {reference} ({error})") from error
     if not callable(function):
         raise ValueError(f"rollout.function: want a function of (sampler, responses); {reference} is {function!r}")
+    return _by_function(function, f"function {reference}", tokenizer, vocabulary)
+
+
+def _by_function(
+    function: RolloutFunction, name: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int
+) -> Respond:
+    """The function as a `Respond`; messages call it rollout.NAME."""
 
     def respond_by_function(
         engine: RolloutEngine, tasks: Sequence[Task], requests: Sequence[Request], sampling: Sampling
@@ -153,10 +175,12 @@ def make_respond(reference: str | None, tokenizer: PreTrainedTokenizerBase, voca
         except Exception as error:
             if error is sampler.failure:
                 raise
-            raise RunFailed(f"rollout.function {reference} raised {type(error).__name__}: {error}") from error
+            if isinstance(error, RunFailed):
+                raise RunFailed(f"rollout.{name}: {error}") from error
+            raise RunFailed(f"rollout.{name} raised {type(error).__name__}: {error}") from error
         for index, response in enumerate(responses):
             if what := _fault(response, vocabulary):
-                raise RunFailed(f"rollout.function {reference}, response {index}: {what}")
+                raise RunFailed(f"rollout.{name}, response {index}: {what}")
         return [[_completion(r, sampling) for r in group] for group in groups]
 
     return respond_by_function
