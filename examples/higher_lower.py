@@ -17,14 +17,12 @@ class HigherLower(verifiers.MultiTurnEnv):
     ) -> verifiers.Messages:
         """The answer to the last guess; the last message of the dialogue if the guess is right."""
         guess = last_digit(messages[-1]["content"])
-        if guess is None:
-            text = "a digit?"
-        else:
-            text = "higher" if guess < int(state["answer"]) else "lower"
-        answer = [{"role": "user", "content": text}]
         if guess == int(state["answer"]):
-            state["final_env_response"] = answer = [{"role": "user", "content": "right"}]
-        return answer
+            state["final_env_response"] = answer = [verifiers.UserMessage(content="right")]
+            return answer
+        if guess is None:
+            return [verifiers.UserMessage(content="a digit?")]
+        return [verifiers.UserMessage(content="higher" if guess < int(state["answer"]) else "lower")]
 
 
 def last_digit(text: str) -> int | None:

@@ -17,13 +17,13 @@ from rlplus.cli import (
     evaluate,
     init,
     plan,
-    problems,
     report,
     samples,
     train,
     upload,
     verify,
     watch,
+    write_problems,
 )
 from rlplus.errors import RunFailed, install_command, log_to_stderr, printable
 
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     # The `deepspeed` launcher puts it in front of the command, and sets LOCAL_RANK, which is what counts, too.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    further = (problems, upload, env, completion)
-    for command in (init, convert, train, watch, evaluate, plan, verify, report, samples, compare, *further):
+    first, further = (init, convert, write_problems, train), (upload, env, completion)
+    for command in (*first, watch, evaluate, plan, verify, report, samples, compare, *further):
         command.add(commands)
     return parser

@@ -4,6 +4,7 @@ from rlplus.config.algorithm_section import AlgorithmConfig
 from rlplus.config.benchmarks import BENCHMARKS, Benchmark, benchmark_name, is_test_benchmark
 from rlplus.config.commented_yaml import commented_yaml, write_new
 from rlplus.config.data_section import DataConfig
+from rlplus.config.environment_section import ROW, EnvironmentConfig
 from rlplus.config.folders import (
     PROGRESS,
     RESULTS,
@@ -41,7 +42,6 @@ from rlplus.config.path_checks import (
     shipped_architecture,
     split_hub_path,
 )
-from rlplus.config.environment_section import ROW, EnvironmentConfig
 from rlplus.config.rollout_section import MAX_LOGPROB_GAPS, RolloutConfig
 from rlplus.config.schema import Config
 from rlplus.config.sections import (
@@ -63,6 +63,7 @@ __all__ = [
     "MAX_LOGPROB_GAPS",
     "PROGRESS",
     "RESULTS",
+    "ROW",
     "RUN",
     "SAMPLES",
     "STARTS",
@@ -72,13 +73,12 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "EnvironmentConfig",
     "EvaluationConfig",
     "LogConfig",
     "LoraConfig",
     "ModelConfig",
     "RewardConfig",
-    "ROW",
-    "EnvironmentConfig",
     "RolloutConfig",
     "ScratchModel",
     "TrainConfig",

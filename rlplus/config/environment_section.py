@@ -26,7 +26,7 @@ class EnvironmentConfig(Section):
     max_turns: Count = 10
     """openenv: actions that a response may take; one that took as many ends, whatever the environment says."""
     max_turn_tokens: Count | None = None
-    """Tokens of a turn; one that has as many is cut there, and its end token is inserted. None = the response's room."""
+    """Tokens of a turn; a longer one is cut there, and its end token is inserted. None = the response's room."""
     timeout_s: Seconds = 300.0
     """The run stops when the environment takes longer, for a turn of all responses or for their rewards."""
 

@@ -225,7 +225,14 @@ def _naming_key(rows: Iterator[_Parsed], config: DataConfig, section: str) -> It
 def _parse_rows(
     config: DataConfig, layout: Callable[[Row], Row] | None, wanted: Callable[[str], bool], teacher_template: str
 ) -> Iterator[_Parsed]:
-    names = (config.prompt, config.answer, config.demonstration, config.behavior_logprob, config.benchmark, config.tools)
+    names = (
+        config.prompt,
+        config.answer,
+        config.demonstration,
+        config.behavior_logprob,
+        config.benchmark,
+        config.tools,
+    )
     columns = [name for name in (*names, *config.columns) if name is not None]
     row: Row = {}
     demonstration_seen = config.demonstration is None
@@ -254,7 +261,9 @@ def _parse_rows(
             shown = None
             if teacher_template and demonstration is not None:
                 shown = make_prompt(config, where, with_demonstration(question, teacher_template, demonstration))
-            yield _Parsed(index, where, prompt, tools, answer, demonstration, noted, benchmark, behavior, further, shown)
+            yield _Parsed(
+                index, where, prompt, tools, answer, demonstration, noted, benchmark, behavior, further, shown
+            )
     if not demonstration_seen and row:
         assert config.demonstration is not None
         raise MissingColumn(", ".join(config.paths), config.demonstration, row_names(row))

@@ -113,8 +113,6 @@ def _encode_chat(
             f"{where}: chat messages need a chat template, and the tokenizer of {tokenizer.name_or_path!r} has none"
         )
     try:
-        return list(
-            tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
-        )
+        return list(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False))
     except TemplateError as error:
         raise ValueError(f"{where}: the chat template refuses these messages: {error}") from error

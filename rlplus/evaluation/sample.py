@@ -211,9 +211,7 @@ def _evaluate_model(
     check_positions(config, model_config, trains=False)
     own = sum(len(examples[rank::ranks]) for examples in benchmarks.values())
     progress(0, own)
-    respond = make_respond(
-        config.rollout.function, tokenizer, model_config.vocab_size, config.rollout.environment
-    )
+    respond = make_respond(config.rollout.function, tokenizer, model_config.vocab_size, config.rollout.environment)
     with TemporaryDirectory() as folder, Scorers(config, config.evaluation) as scorers:
         model_config.save_pretrained(folder)
         # Nothing trains beside it, so it is always in this process and awake; and samples from the whole vocabulary.

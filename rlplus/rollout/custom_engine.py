@@ -158,9 +158,7 @@ def make_respond(
     return _by_function(function, f"function {reference}", tokenizer, vocabulary)
 
 
-def _by_function(
-    function: RolloutFunction, name: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int
-) -> Respond:
+def _by_function(function: RolloutFunction, name: str, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Respond:
     """The function as a `Respond`; messages call it rollout.NAME."""
 
     def respond_by_function(

@@ -74,9 +74,7 @@ def _made(config: Config, resume: str | None, stack: ExitStack) -> Run:
     check_positions(config, model_config)
     tokenizer = load_tokenizer(config.model, model_path)
     pad_id: int = tokenizer.pad_token_id
-    respond = make_respond(
-        config.rollout.function, tokenizer, model_config.vocab_size, config.rollout.environment
-    )
+    respond = make_respond(config.rollout.function, tokenizer, model_config.vocab_size, config.rollout.environment)
     scorer = stack.enter_context(Scorer(config.reward, config.data.columns))
     agree.phase("data")
     decode = partial(response_text, tokenizer, prefix=config.data.response_prefix)

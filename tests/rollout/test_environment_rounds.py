@@ -34,7 +34,9 @@ def rounds_of(delays: random.Random) -> tuple[list[dict[int, str]], list[str]]:
 def test_rounds_are_the_same_however_long_environments_take() -> None:
     rounds, results = rounds_of(random.Random(0))
     assert [list(asked) for asked in rounds] == [[*range(8)], [1, 2, 3, 5, 6, 7], [2, 3, 6, 7], [3, 7]]
-    assert [list(asked.items()) for asked in rounds] == [list(asked.items()) for asked in rounds_of(random.Random(1))[0]]
+    assert [list(asked.items()) for asked in rounds] == [
+        list(asked.items()) for asked in rounds_of(random.Random(1))[0]
+    ]
     assert results == ["".join(f"[{i}.{turn}]" for turn in range(1 + i % 4)) for i in range(8)]
 
 

@@ -1,4 +1,4 @@
-"""Turns as tokens: what was sampled stays, what the chat template adds is not trained on, and nothing else is accepted."""
+"""Turns as tokens: what was sampled stays, what the template adds is not trained on, nothing else is accepted."""
 
 import random
 from collections.abc import Sequence
@@ -63,7 +63,9 @@ def test_prompt_and_response_are_the_rendered_dialogue_whatever_was_sampled(make
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert tokenizer.decode([*turns.response.task.prompt, *turns.response.tokens]) == whole
     response = turns.response
-    assert [t for t, on in zip(response.tokens, response.trained, strict=True) if on] == sum(sampled, [])
+    assert [t for t, on in zip(response.tokens, response.trained, strict=True) if on] == [
+        token for turn_ in sampled for token in turn_
+    ]
     assert len(inserted(response)) == 4
 
 
@@ -76,7 +78,9 @@ def test_what_is_inserted_has_the_tokens_that_it_has_in_a_rendering_of_the_whole
     turns.open(messages, None)
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert [*turns.response.task.prompt, *turns.response.tokens] == whole
-    assert inserted(turns.response) == [tokenizer.encode("\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n")]
+    assert inserted(turns.response) == [
+        tokenizer.encode("\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n")
+    ]
 
 
 def test_a_turn_that_was_cut_gets_an_end_token_that_is_not_trained_on() -> None:
@@ -121,7 +125,7 @@ def test_calls_of_tools_become_messages_with_calls() -> None:
         ("<tool_call>{oops}</tool_call>", "<tool_call>{oops}</tool_call>", []),
         ('<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
         ('<tool_call>["f"]</tool_call>', '<tool_call>["f"]</tool_call>', []),
-        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', '<tool_call>{"name": 3, "arguments": {}}</tool_call>', []),
+        ('<tool_call>{"name": 3, "arguments": {}}', '<tool_call>{"name": 3, "arguments": {}}', []),
         (
             '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>no</tool_call>',
             '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>no</tool_call>',

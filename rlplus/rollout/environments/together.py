@@ -1,7 +1,7 @@
 """Rollouts that run side by side and ask the policy together, so that a call of the engine samples for all of them.
 
-A round waits until every rollout that has not returned asks, however long each one's environment takes, and answers them
-in the rollouts' order. So what is sampled does not depend on time.
+A round waits until every rollout that has not returned asks, however long each one's environment takes, and answers
+them in the rollouts' order. So what is sampled does not depend on time.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ Ask = Callable[[Asked], Awaitable[Answer]]
 
 
 class Round(Generic[Asked, Answer]):
-    """The rollouts of a call, and what those ask that have not returned. All methods run in the event loop."""
+    """The rollouts of a call, and the requests of those that have not returned. All methods run in the event loop."""
 
     def __init__(self, rollouts: Sequence[Callable[[Ask[Asked, Answer]], Awaitable[Any]]]) -> None:
         self._waiting: dict[int, tuple[Asked, asyncio.Future[Answer]]] = {}
@@ -46,7 +46,7 @@ class Round(Generic[Asked, Answer]):
             self._changed.set()
 
     async def asked(self) -> dict[int, Asked]:
-        """What all rollouts ask that have not returned, in their order; empty when all have. Raises what one raised."""
+        """The requests of all rollouts that have not returned, in their order, or what one of them raised, raised."""
         while True:
             for task in self.tasks:
                 if task.done():

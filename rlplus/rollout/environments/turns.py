@@ -1,8 +1,8 @@
 """A response of several turns: sampled tokens as they were sampled, and between them what the chat template adds.
 
-An environment speaks in chat messages, and the trainer wants the tokens that were sampled. So a turn is never tokenised
-again: its tokens stay, and behind its end token come the tokens of the text by which the template's rendering of all
-messages is longer. That is possible only where the template changes nothing that was rendered before, and it is checked:
+An environment speaks in chat messages, and the trainer wants the tokens that were sampled. So a turn is never
+tokenised again: its tokens stay, and behind its end token come the tokens of the text by which the template's rendering
+of all messages is longer. That works only where the template changes nothing that was rendered before; it is checked:
 
     rendered for the last turn | what the policy said | end token | inserted: next message, "<|im_start|>assistant\\n"
 """
@@ -26,7 +26,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy said: its text without calls, the calls, the number of its tokens, whether it was cut."""
+    """A turn of the policy: its text without calls, the calls, the number of its tokens, whether it was cut."""
 
     content: str
     calls: list[Call]
@@ -40,7 +40,7 @@ class Turns:
     def __init__(self, response: Response, tokenizer: PreTrainedTokenizerBase) -> None:
         self.response, self.tokenizer = response, tokenizer
         self._rendered: str | None = None  # everything before the last turn
-        self._start = 0  # of the last turn, in the response's tokens
+        self._start = 0  # the last turn's place in the response's tokens
         self._turn: Turn | None = None
 
     def open(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> bool:

@@ -26,9 +26,7 @@ FIRST, BEYOND = (0, 1, 14), (0, 4)
 try:
     found = version("verifiers")
 except PackageNotFoundError as error:
-    raise ValueError(
-        f"rollout.environment: verifiers is not installed: {install_command('environments')}"
-    ) from error
+    raise ValueError(f"rollout.environment: verifiers is not installed: {install_command('environments')}") from error
 if not FIRST <= tuple(int(part) for part in found.split(".")[:3] if part.isdecimal()) < BEYOND:
     raise ValueError(
         f"rollout.environment: want verifiers from {'.'.join(map(str, FIRST))} to below "
@@ -77,7 +75,11 @@ class VerifiersEnvironment:
                 json.dumps(row)
             except TypeError as error:
                 raise ValueError(f"{self.name}, problem {index}: want what JSON can hold; got {error}") from error
-            problem = {"prompt": [_message(m) for m in row["prompt"]], "answer": str(row.get("answer") or "-"), ROW: row}
+            problem = {
+                "prompt": [_message(m) for m in row["prompt"]],
+                "answer": str(row.get("answer") or "-"),
+                ROW: row,
+            }
             if tools := self._tools(row):
                 problem["tools"] = tools
             yield problem
@@ -85,8 +87,7 @@ class VerifiersEnvironment:
     def _tools(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         info = row.get("info") or {}
         info = json.loads(info) if isinstance(info, str) else info
-        tools = info["tool_defs"] if "tool_defs" in info else self.environment.tool_defs
-        return [_tool(tool) for tool in tools or ()]
+        return [_tool(tool) for tool in info.get("tool_defs", self.environment.tool_defs) or ()]
 
     def __call__(self, sampler: Sampler, responses: list[Response]) -> None:
         turns = [Turns(response, sampler.tokenizer) for response in responses]
@@ -94,7 +95,8 @@ class VerifiersEnvironment:
 
         def answer(asked: dict[int, Request]) -> dict[int, Turn | None]:
             going = [i for i, request in asked.items() if turns[i].open(request.messages, request.tools)]
-            sampler([responses[i] for i in going], max_tokens=self.max_turn_tokens)
+            if going:
+                sampler([responses[i] for i in going], max_tokens=self.max_turn_tokens)
             return {i: turns[i].close(tools=bool(asked[i].tools)) if i in going else None for i in asked}
 
         outputs = self._together.run([partial(self._rollout, response) for response in responses], answer)
@@ -165,7 +167,12 @@ class SamplerClient(Client):  # type: ignore[misc, unused-ignore]
             "finish_reason": "length" if turn.truncated else "tool_calls" if calls else "stop",
             "is_truncated": turn.truncated,
         }
-        usage = {"prompt_tokens": 0, "reasoning_tokens": 0, "completion_tokens": turn.tokens, "total_tokens": turn.tokens}
+        usage = {
+            "prompt_tokens": 0,
+            "reasoning_tokens": 0,
+            "completion_tokens": turn.tokens,
+            "total_tokens": turn.tokens,
+        }
         return VerifiersResponse.model_validate(
             {"id": f"turn-{self.turns}", "created": 0, "model": model, "usage": usage, "message": message}
         )

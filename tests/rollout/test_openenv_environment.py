@@ -1,0 +1,119 @@
+"""Environments behind OpenEnv's protocol: episodes as turns, their rewards, and what a server may do wrong."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import byte_turns
+from openenv_server import Answer, countdown, observation, serving
+from said_texts import END, Saying
+
+from rlplus.cli import main
+from rlplus.config import DataConfig, EnvironmentConfig
+from rlplus.data import Example, load_examples
+from rlplus.rollout import Completion, Request, RunFailed, Sampling, make_respond
+from rlplus.rollout.environments import load_environment
+
+ROOM = 160
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with serving() as address:
+        yield address
+
+
+def configured(address: str, **changes: Any) -> EnvironmentConfig:
+    values = {"library": "openenv", "name": address, "action": "text", "observation": "text"}
+    return EnvironmentConfig.model_validate(values | changes)
+
+
+def example(seed: int = 0, text: str | None = None) -> Example:
+    prompt = f"<|user|>\n{text or f'go {seed}'}\n<|assistant|>\n".encode()
+    return Example(seed, tuple(prompt), "-", None, columns={"row": {"seed": seed}})
+
+
+def rolled(config: EnvironmentConfig, texts: list[list[str]], examples: Sequence[Example]) -> list[Completion]:
+    respond = make_respond(None, byte_turns(), 258, config)
+    engine: Any = Saying(texts)
+    asked = [Request(e.prompt, 1, ROOM) for e in examples]
+    return [completion for (completion,) in respond(engine, examples, asked, Sampling(1.0, 0))]
+
+
+def turn(text: str) -> bytes:
+    return f"\n<|user|>\n{text}\n<|assistant|>\n".encode()
+
+
+def test_an_episode_is_a_response(address: str) -> None:
+    texts = [["a", "bb"], ["cc", "x"], ["ddd"]]
+    one, two = rolled(configured(address), texts, [example(0), example(7)])
+    assert one.tokens == [*b"a", END, *turn("2 for 0"), *b"cc", END, *turn("1 for 0"), *b"ddd", END]
+    assert two.tokens == [*b"bb", END, *turn("2 for 7"), *b"x", END]
+    for completion in (one, two):
+        assert completion.trained is not None
+        said = [t for t, on in zip(completion.tokens, completion.trained, strict=True) if on]
+        assert bytes(t for t in said if t != END) in (b"accddd", b"bbx")
+    assert (one.reward, two.reward) == (pytest.approx(0.6), pytest.approx(0.3)), "the sum over the episode"
+
+
+def test_max_turns_and_the_room_end_an_episode(address: str) -> None:
+    (short,) = rolled(configured(address, max_turns=1), [["abc"]], [example()])
+    assert (bytes(short.tokens[:-1]), short.reward) == (b"abc", pytest.approx(0.3))
+    (long,) = rolled(configured(address), [["a" * (ROOM - 10)]], [example()])
+    assert (long.truncated, long.reward) == (True, pytest.approx((ROOM - 10) / 10))
+
+
+def test_problems_are_first_observations_of_seeds(address: str, tmp_path: Path) -> None:
+    run = {
+        "output_dir": "x",
+        "data": {"path": str(tmp_path / "rows.jsonl"), "columns": ["row"], "max_prompt_length": 64},
+        "rollout": {"environment": configured(address).model_dump(), "max_response_length": ROOM},
+        "reward": {"kind": "exact_match"},
+        "model": {"scratch": {"max_position_embeddings": 512}},
+        "algorithm": {"preset": "grpo"},
+        "train": {"tokens_per_micro_batch": 4096, "steps": 1},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(run))
+    assert main(["problems", str(tmp_path / "run.yaml")]) == 2, "there is no end of seeds"
+    assert main(["problems", str(tmp_path / "run.yaml"), "-n", "3"]) == 0
+    assert main(["problems", str(tmp_path / "run.yaml"), "-n", "3"]) == 2, "the file is not overwritten"
+    examples, _ = load_examples(
+        DataConfig(path=str(tmp_path / "rows.jsonl"), columns=["row"]), byte_turns(), max_demonstration_length=1
+    )
+    assert [(e.prompt, e.columns) for e in examples] == [(example(i).prompt, {"row": {"seed": i}}) for i in range(3)]
+    held_out = load_environment(configured(address)).problems(held_out=True, count=2)
+    assert [row["row"]["seed"] for row in held_out] == [2**30, 2**30 + 1]
+
+
+def full(memory: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "error", "data": {"message": "1 of 1 sessions", "code": "CAPACITY_REACHED"}}
+
+
+def without_reward(memory: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
+    return countdown(memory, message) | {"data": countdown(memory, message)["data"] | {"reward": None, "done": True}}
+
+
+FAULTS: dict[str, tuple[Answer, str]] = {
+    "full": (full, r"refused reset \{'seed': 0\}: 1 of 1 sessions \(CAPACITY_REACHED\); want .* max_concurrent_envs"),
+    "other text": (lambda memory, message: observation("other"), "want the environment's first messages as the data's"),
+    "no text": (lambda memory, message: {"type": "observation", "data": {"observation": {"board": 3}}},
+                r"want text in the field 'text' .*of an observation; got \{'board': 3\}"),
+    "no reward": (without_reward, r"want at least one finite reward in an episode; got \[None\]"),
+    "closes": (lambda memory, message: None, "the server at ws://127.0.0.1:.*/ws failed: ConnectionClosed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_failures_of_a_server_fail_the_run(name: str) -> None:
+    answer, message = FAULTS[name]
+    with serving(answer) as address, pytest.raises(RunFailed, match=f"^rollout.environment http://127.*: .*{message}"):
+        rolled(configured(address), [["a"], ["b"], ["c"]], [example()])
+
+
+def test_a_server_that_does_not_answer_is_refused_at_the_start() -> None:
+    with serving() as address:
+        pass
+    with pytest.raises(ValueError, match=f"^rollout.environment {address}: the server at ws.* failed: .*Error"):
+        load_environment(configured(address))

@@ -1,0 +1,23 @@
+"""An engine that says given texts, for the tests of environments."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlplus.rollout import Completion, Request, Sampling
+
+END = 257  # the end token of the byte tokenizer
+
+
+@dataclass
+class Saying:
+    """Says the next list of `texts` at each call, in bytes; then its turn ends."""
+
+    texts: list[list[str]]
+    name: str = "saying"
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
+        groups = []
+        for text, request in zip(self.texts.pop(0), requests, strict=True):
+            tokens = [*text.encode(), END][: request.max_tokens]
+            groups.append([Completion(tokens, [-0.5] * len(tokens), truncated=tokens[-1] != END)])
+        return groups
