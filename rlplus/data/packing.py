@@ -1,7 +1,7 @@
 """Samples -> packed rows without padding between sequences, grouped into micro-batches under a token budget."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, repeat
 from math import ceil, isnan, nan
 from typing import Any, Self, TypeVar
@@ -37,6 +37,7 @@ class Sample:
     advantage       one value for the response, or one per token
     trained         whether a token has a loss: one value, or one per token; the others, such as a tool's answer, are
                     context only
+    metrics         further numbers of a rollout function, by name, which are logged
     scored          the reward came with the response, which is not graded
     value, returns  of the state before each response token: a learner's value, and its target; None = unknown
     kept            the tokens that each response token was sampled from (rollout.top_k): its policy is the softmax over
@@ -66,6 +67,7 @@ class Sample:
     kept: KeptSets | None = None
     teacher_prompt: Sequence[int] | None = None
     segments: Sequence[tuple[int, int]] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def length(self) -> int:

@@ -48,6 +48,7 @@ class Response:
     ended      the policy drew the end token, or there is no room left
     truncated  it ended for want of room
     reward     None: the run's reward grades the text
+    metrics    further numbers about it by name, whose means a step logs as environment/NAME
     kept       with rollout.top_k the tokens that were kept for each token that is trained on; else none
     """
 
@@ -59,6 +60,7 @@ class Response:
     ended: bool = False
     truncated: bool = False
     reward: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
     kept: KeptSets = field(default_factory=KeptSets)
 
     @property
@@ -185,7 +187,8 @@ def _by_function(function: RolloutFunction, name: str, tokenizer: PreTrainedToke
 
 
 def _completion(r: Response, sampling: Sampling) -> Completion:
-    return Completion(r.tokens, r.logprob, r.truncated, r.trained, r.reward, r.kept if sampling.top_k else None)
+    kept = r.kept if sampling.top_k else None
+    return Completion(r.tokens, r.logprob, r.truncated, r.trained, r.reward, kept, r.metrics)
 
 
 def _fault(response: Response, vocabulary: int) -> str | None:
@@ -202,4 +205,6 @@ def _fault(response: Response, vocabulary: int) -> str | None:
         return "want finite logprobs of all tokens that are trained on"
     if response.reward is not None and not math.isfinite(response.reward):
         return f"want a finite reward or None; got {response.reward}"
+    if not all(map(math.isfinite, response.metrics.values())):
+        return f"want finite metrics; got {response.metrics}"
     return None

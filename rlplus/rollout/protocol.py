@@ -1,9 +1,9 @@
 """The protocol of rollout engines, and the checks that all of them share."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -58,6 +58,7 @@ class Completion:
     truncated: max_tokens ended it and no stop token.
     trained, reward: a rollout function's (`rollout.function`). Whether each token was sampled: only these are trained
     on, and the others' logprobs are not read; None = all were. The reward; None = the run's reward grades the text.
+    metrics: further numbers of the function, by name.
     """
 
     tokens: list[int]
@@ -66,6 +67,7 @@ class Completion:
     trained: list[bool] | None = None
     reward: float | None = None
     kept: KeptSets | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class RolloutEngine(Protocol):

@@ -94,6 +94,7 @@ def _continued(sample: Sample, c: Completion, version: int | None) -> Sample:
     logprob, sample = c.logprob, replace(sample, response=[*sample.response, *c.tokens], truncated=c.truncated)
     if c.reward is not None:
         sample.reward, sample.scored = c.reward, True
+    sample.metrics = c.metrics
     if c.trained is not None:
         sample.trained = [True] * before + c.trained
         logprob = [p if on else nan for p, on in zip(c.logprob, c.trained, strict=True)]

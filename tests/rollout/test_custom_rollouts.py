@@ -242,6 +242,7 @@ FAULTS = {
     "forgets_logprobs": "response 0: want 2 values in logprob, one per token; got 0",
     "has_no_logprob": "response 0: want finite logprobs of all tokens that are trained on",
     "has_no_reward": "response 0: want a finite reward or None; got nan",
+    "measures_nothing": "response 0: want finite metrics; got {'turns': inf}",
     "leaves_the_vocabulary": "response 0: want token ids from 0 to 13; got 1 to 100000",
 }
 

@@ -161,6 +161,10 @@ def dialogue(example: Example, completion: Completion) -> list[dict[str, str]]:
     return messages
 
 
+def _turns(messages: list[dict[str, str]]) -> int:
+    return sum(message["role"] == "assistant" for message in messages)
+
+
 @pytest.mark.parametrize("kind", ["single", "echo"])
 def test_rewards_are_the_rubrics(kind: str, engine: RolloutEngine, tmp_path: Path) -> None:
     config = configured(kind)
@@ -170,6 +174,8 @@ def test_rewards_are_the_rubrics(kind: str, engine: RolloutEngine, tmp_path: Pat
             messages = dialogue(example, completion)
             want = games.digits(messages, str(i), {"level": i}) + 0.5 * len(messages)
             assert completion.reward == pytest.approx(want, rel=1e-12)
+            measured = {"digits": want - 0.5 * len(messages), "length": len(messages), "num_turns": _turns(messages)}
+            assert dict(completion.metrics) == pytest.approx(measured, rel=1e-12)
 
 
 def test_tokens_do_not_depend_on_the_environments_times(engine: RolloutEngine, tmp_path: Path) -> None:
@@ -357,6 +363,10 @@ def test_a_run_trains_on_what_the_policy_said(tmp_path: Path, monkeypatch: pytes
     Kept.kept.clear()
     rows = example(tmp_path, steps=2)
     assert all(row["mismatch/mean"] < 1e-5 for row in rows)
+    half = len(Kept.kept) // 2
+    for row, samples in zip(rows, (Kept.kept[:half], Kept.kept[half:]), strict=True):
+        turns = [sum(a and not b for a, b in zip(s.trained, [*s.trained[1:], 0], strict=True)) for s in samples]  # type: ignore[misc,arg-type]
+        assert row["environment/num_turns"] == pytest.approx(sum(turns) / half)
     assert rows[-1]["generated_tokens"] == sum(sum(s.trained) for s in Kept.kept)  # type: ignore[arg-type]
     for sample in Kept.kept:
         assert isinstance(sample.trained, list)

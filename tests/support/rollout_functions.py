@@ -47,6 +47,11 @@ def has_no_reward(sampler: Sampler, responses: list[Response]) -> None:
     responses[0].reward = math.nan
 
 
+def measures_nothing(sampler: Sampler, responses: list[Response]) -> None:
+    sampler(responses)
+    responses[0].metrics["turns"] = math.inf
+
+
 def leaves_the_vocabulary(sampler: Sampler, responses: list[Response]) -> None:
     for response in responses:
         response.insert([100_000])

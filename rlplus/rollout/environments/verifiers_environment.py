@@ -102,6 +102,7 @@ class VerifiersEnvironment:
         outputs = self._together.run([partial(self._rollout, response) for response in responses], answer)
         for response, output in zip(responses, outputs, strict=True):
             response.reward = self._reward(output)
+            response.metrics = {name: float(value) for name, value in output["metrics"].items()}
 
     async def _rollout(self, response: Response, ask: Ask[Request, Turn | None]) -> Mapping[str, Any]:
         client = SamplerClient(ask)
