@@ -19,7 +19,7 @@ MAY_CHANGE = {
     "reward.workers", "reward.timeout_s", "reward.memory_mb", "reward.on_failure",
     "rollout.push_bucket_mb", "rollout.push_timeout_s", "rollout.transfer", "rollout.progress_timeout_s",
     "rollout.server_url", "rollout.max_logprob_gap", "rollout.sleep", "rollout.gpu_memory_utilization",
-    "rollout.kv_cache_memory_mb", "rollout.enforce_eager",
+    "rollout.kv_cache_memory_mb", "rollout.enforce_eager", "rollout.environment.timeout_s",
     # Help for a run that was out of memory: these change a step's results by rounding only.
     "train.memory", "train.max_scratch_mb", "train.tokens_per_micro_batch", "model.gradient_checkpointing",
     "rollout.share_weights",
@@ -31,7 +31,9 @@ def surroundings(config: Config) -> dict[str, str]:
     """Versions of the packages, and hashes of the user's files and of the preset: they are not in the configuration."""
     algorithm = hashlib.sha256(repr(config.algorithm.resolve()).encode()).hexdigest()[:12]
     found = {f"algorithm.preset {config.algorithm.preset}": algorithm, "rlplus": __version__}
-    for package in PACKAGES:
+    environment = config.rollout.environment
+    own_packages = [environment.library] if environment and environment.library == "verifiers" else []
+    for package in (*PACKAGES, *own_packages):
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     own = {

@@ -65,8 +65,7 @@ class Turns:
     def close(self, *, tools: bool) -> Turn:
         """The turn that was sampled since `open`. tools: whether its calls are to be read."""
         tokens, cut = self.response.tokens[self._start :], self.response.truncated or not self.response.ended
-        said = tokens if cut else tokens[:-1]  # without the end token
-        text: str = self.tokenizer.decode(said, skip_special_tokens=True)
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
         content, calls = parse_calls(text) if tools else (text, [])
         self._turn = Turn(content, calls, len(tokens), cut)
         return self._turn
