@@ -1,8 +1,10 @@
 """The example's OpenEnv server, by its package, in front of our client."""
 
 import random
+import runpy
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +23,8 @@ uvicorn = pytest.importorskip("uvicorn")
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """The server in a thread, on a port that it chooses."""
-    from examples.higher_lower_server import app
-
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    made = runpy.run_path(str(Path(__file__).parents[2] / "examples/higher_lower_server.py"))
+    server = uvicorn.Server(uvicorn.Config(made["app"], host="127.0.0.1", port=0, log_level="error"))
     up = threading.Event()
     started = server.startup
 
