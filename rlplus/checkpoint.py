@@ -296,9 +296,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def read_rank_state(checkpoint: Path) -> Any:
-    """This rank's `rank_state`; None if there was none."""
-    file = checkpoint / f"rank-{dist.get_rank()}.pt"
+def read_rank_state(checkpoint: Path, rank: int) -> Any:
+    """A rank's `rank_state`; None if there was none."""
+    file = checkpoint / f"rank-{rank}.pt"
     if not read_state(checkpoint)["rank_state"]:
         return None
     try:
@@ -307,20 +307,22 @@ def read_rank_state(checkpoint: Path) -> Any:
         raise ValueError(f"{checkpoint} is damaged, {file.name} cannot be read: {error!r}") from error
 
 
-def load(engines: Mapping[str, Any], checkpoint: Path) -> None:
-    """Restore DeepSpeed engines and this rank's random state; ValueError for another number of ranks, or damage."""
-    saved = read_state(checkpoint)["world_size"]
-    if saved != dist.get_world_size():
-        raise ValueError(
-            f"{checkpoint} was written by {saved} ranks: want as many to resume; got {dist.get_world_size()}"
-        )
+def load(engines: Mapping[str, Any], checkpoint: Path, reshard: Callable[[Any, Path, int], None]) -> None:
+    """Restore DeepSpeed engines and this rank's random state; ValueError for damage. Collective.
+
+    reshard: restores an engine from the folder of another number of ranks. Such ranks take the random states in turn.
+    """
+    ranks = read_state(checkpoint)["world_size"]
     try:
         for name, engine in engines.items():
             place = checkpoint / name
-            path, _ = engine.load_checkpoint(str(place.parent), tag=place.name, custom_load_fn=_load_weights)
+            if ranks != dist.get_world_size():
+                reshard(engine, place, ranks)
+                continue
+            path, _ = engine.load_checkpoint(str(place.parent), tag=place.name, custom_load_fn=load_weights)
             if path is None:
                 raise ValueError(f"DeepSpeed found nothing in {place}")
-        generators = torch.load(checkpoint / f"rng-{dist.get_rank()}.pt", weights_only=False)
+        generators = torch.load(checkpoint / f"rng-{dist.get_rank() % ranks}.pt", weights_only=False)
     except torch.OutOfMemoryError:  # not the file's fault
         raise
     except Exception as error:
@@ -328,7 +330,7 @@ def load(engines: Mapping[str, Any], checkpoint: Path) -> None:
     set_random_state(generators)
 
 
-def _load_weights(src: Mapping[str, Any], dst: nn.Module) -> None:
+def load_weights(src: Mapping[str, Any], dst: nn.Module) -> None:
     """Weights that do not train may be missing, see `save`; ValueError for any other difference."""
     found = dst.load_state_dict(src, strict=False)
     if wrong := sorted({*found.missing_keys} - _frozen(dst)) + sorted(found.unexpected_keys):

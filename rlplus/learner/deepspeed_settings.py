@@ -55,6 +55,21 @@ def check_sharded_head(lm: PreTrainedModel, vocabulary: int, ranks: int) -> None
         )
 
 
+def check_resharding(train: TrainConfig, saved: int, now: int) -> None:
+    """ValueError if `now` ranks cannot take over what `saved` ranks have written."""
+    zero = train.deepspeed.get("zero_optimization", {})
+    found = [name for name in ("elastic_checkpoint", "mics_shard_size", "parameter_alignment") if zero.get(name)]
+    found += [name for name in ("offload_optimizer", "offload_param") if (zero.get(name) or {}).get("device") == "nvme"]
+    got = f"train.deepspeed.zero_optimization.{found[0]}" if found else ""
+    if train.optimizer == "adamw8bit":
+        got = "train.optimizer adamw8bit, whose moments share scales across the bounds of other shards"
+    if got:
+        raise ValueError(
+            f"it was written by {saved} ranks with {got}, which {now} cannot divide anew. Resume with {saved} ranks; "
+            "with train.steps at the checkpoint's step they write its model, from which a new run can start"
+        )
+
+
 def check_eight_bit(train: TrainConfig, parameters: int, ranks: int) -> None:
     """ValueError for AdamW of 8 bits on a shard of numbers that its kernels, which count them in int32, cannot take."""
     shard = -(-parameters // ranks)

@@ -1,6 +1,6 @@
 """The interleaved recipe: supervised updates between updates on rollouts (ReLIFT, arXiv 2506.07527)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -70,3 +70,10 @@ class InterleavedRecipe(Recipe):
     def restore(self, state: Any) -> None:
         self.steps, waiting = state
         self.waiting = list(waiting)
+
+    def redistributed(self, states: Sequence[Any]) -> Any:
+        """Every demonstration waits where its prompt would have been drawn, in the order of the draws."""
+        everybody = [each for _, waiting in states for each in waiting]
+        everybody.sort(key=lambda each: (-each[0][0], each[0][1]))
+        rank, world = dist.get_rank(), dist.get_world_size()
+        return states[0][0], [(place, example) for place, example in everybody if place[1] % world == rank]

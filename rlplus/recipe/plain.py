@@ -147,6 +147,18 @@ class Recipe:
     def restore(self, state: Any) -> None:
         """Restore a value of `state`."""
 
+    def redistributed(self, states: Sequence[Any]) -> Any:
+        """This rank's state on other ranks than those that wrote these states, in their order; nothing may be lost.
+
+        A recipe that keeps a state says how they share it. ValueError otherwise.
+        """
+        if any(state is not None for state in states):
+            raise ValueError(
+                f"the recipe {type(self).__name__} does not say how other ranks share the states of {len(states)}: "
+                f"want {len(states)} ranks, or a method redistributed(states); got {dist.get_world_size()} ranks"
+            )
+        return None
+
 
 def set_advantages(samples: Sequence[Sample], algorithm: Algorithm) -> None:
     """Set advantages by the algorithm's estimator; demonstrations "apart" do not enter the statistics.

@@ -128,6 +128,12 @@ class ReplayRecipe(Recipe):
         self.steps, self.started, solved, remembered = state
         self.solved, self.remembered = dict(solved), dict(remembered)
 
+    def redistributed(self, states: Sequence[Any]) -> Any:
+        steps, started, solved, _ = states[0]  # which all ranks know
+        everybody = {place: rollout for *_, remembered in states for place, rollout in remembered.items()}
+        rank, world = dist.get_rank(), dist.get_world_size()
+        return steps, started, solved, {place: each for place, each in everybody.items() if place % world == rank}
+
 
 def _draw(buckets: dict[int, list[int]], group_size: int, random: Random) -> int:
     """Remove a random prompt: choose a bucket (prompts solved equally often), then a prompt in it."""

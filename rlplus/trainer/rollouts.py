@@ -205,6 +205,11 @@ class Rollouts:
         waiting = ahead[-1][1:] if ahead else self._waiting
         return [vars(batch) for batch in (*(whole for whole, *_ in ahead), *waiting)] or None
 
+    def redistributed(self, states: Sequence[Any]) -> Any:
+        """This rank's state, of those that another number of ranks wrote: the same batches, divided anew."""
+        every = [[Drawn(**batch) for batch in state or []] for state in states]
+        return [vars(_share(parts, self.rank, self.world)) for parts in zip(*every, strict=True)] or None
+
     def restore(self, state: Any) -> None:
         batches = [Drawn(**batch) for batch in state or []]
         self._waiting = [batch for batch in batches if batch.version is None]
@@ -218,6 +223,30 @@ class Rollouts:
     def close(self) -> None:
         self.engine.close()
         self._thread.shutdown(cancel_futures=True)
+
+
+def _share(parts: Sequence[Drawn], rank: int, world: int) -> Drawn:
+    """A rank's share of a batch of which each of `parts` is another rank's: its prompts are dealt out in turn."""
+    if len(counts := {len(part.indices) for part in parts}) > 1:
+        raise ValueError(
+            f"want {len(parts)} ranks, as the checkpoint's: its ranks have unequal shares of a batch that waits, "
+            f"{min(counts)} to {max(counts)} prompts, which others cannot put in order; got {world}"
+        )
+    groups: list[tuple[int, list[Sample]]] = []
+    for part in parts:
+        members: list[list[Sample]] = [[] for _ in part.indices]
+        for sample in part.samples:
+            members[sample.group].append(sample)
+        groups += zip(part.indices, members, strict=True)
+    count = len(parts[0].indices)
+    mine = [groups[i % len(parts) * count + i // len(parts)] for i in range(rank, len(groups), world)]
+    return replace(
+        parts[0],
+        indices=[index for index, _ in mine],
+        samples=[replace(sample, group=group) for group, (_, members) in enumerate(mine) for sample in members],
+        seconds=max(part.seconds for part in parts),
+        unfinished=0 if rank else sum(part.unfinished for part in parts),  # only the sum over ranks is used
+    )
 
 
 def use_engine_logprob(batch: MicroBatch, demonstrated: Tensor | None = None) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rlplus import checkpoint
@@ -151,7 +152,12 @@ def restore(parts: Mapping[str, Any], folder: RunFolder) -> None:
     """Restore the parts of STATE from the checkpoint that the run resumes from, if there is one."""
     if folder.last is None:
         return
-    states = dict.fromkeys(OF_RANK) | (checkpoint.read_rank_state(folder.last) or {})
+    ranks = folder.state["world_size"]
+    states = dict.fromkeys(OF_RANK)
+    if ranks == dist.get_world_size():
+        states |= checkpoint.read_rank_state(folder.last, dist.get_rank()) or {}
+    elif found := [each for rank in range(ranks) if (each := checkpoint.read_rank_state(folder.last, rank))]:
+        states |= {name: parts[name].redistributed([each[name] for each in found]) for name in OF_RANK}
     states |= {"progress": folder.state, "sampler": folder.state["sampler"]}
     for name in STATE:
         parts[name].restore(states[name])

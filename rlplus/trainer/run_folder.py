@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from rlplus import __version__, checkpoint
 from rlplus.common import agree
 from rlplus.common.durable import write_text
@@ -15,6 +17,7 @@ from rlplus.common.textfiles import read_text
 from rlplus.config import STARTS, Config, recorded_config
 from rlplus.config.surroundings import MAY_CHANGE, surroundings
 from rlplus.data import SAMPLES, Example, drop_kept
+from rlplus.learner.deepspeed_settings import check_resharding
 from rlplus.trainer.provenance import note_start
 
 # Keys that may differ if their contents are the same, with the name of the fingerprint that tells.
@@ -49,6 +52,7 @@ class RunFolder:
         self.notes: list[str] = []
         if self.last is not None:
             self.state, self.notes = state_to_resume(self.last, config, self.surroundings)
+            self.notes += _check_ranks(config, self.last, self.state["world_size"])
 
     @property
     def has_result(self) -> bool:
@@ -127,6 +131,20 @@ def _check_shared(folder: Path, names: Sequence[str | None]) -> None:
     if len(set(names)) > 1:
         seen = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
         raise ValueError(f"want {folder} on a file system that all ranks share; its newest checkpoint is {seen}")
+
+
+def _check_ranks(config: Config, last: Path, saved: int) -> list[str]:
+    """Notes for the user about another number of ranks; ValueError if they cannot go on from the checkpoint."""
+    if saved == (now := dist.get_world_size()):
+        return []
+    try:
+        check_resharding(config.train, saved, now)
+    except ValueError as error:
+        raise ValueError(f"{last}: {error}") from error
+    return [
+        f"the number of ranks has changed: {saved} -> {now}. Weights, moments and all that waits are divided anew; new "
+        f"responses are drawn as in a run of {now}"
+    ]
 
 
 def fingerprint(examples: Sequence[Example]) -> str:

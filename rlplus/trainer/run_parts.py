@@ -17,6 +17,7 @@ from rlplus.config import Config, check_trackers
 from rlplus.data import PromptSampler, load_examples, load_tokenizer, response_text
 from rlplus.learner import Learner, Policy, check_positions, prepare_model, say_dropout, weights_fingerprint
 from rlplus.learner.learner import this_device
+from rlplus.learner.resharding import load_resharded
 from rlplus.loss.tuning import kind_of, using
 from rlplus.recipe import make_recipe
 from rlplus.reward import Scorer
@@ -178,7 +179,7 @@ def _load_learners(learners: dict[str, Learner], folder: RunFolder, stack: ExitS
     for learner in learners.values():
         stack.callback(learner.close)
     if folder.last is not None:
-        checkpoint.load(engines(learners), folder.last)
+        checkpoint.load(engines(learners), folder.last, load_resharded)
         if what := where_nonfinite(learners):
             raise ValueError(f"{folder.last} has NaN or infinity in {what}: want a checkpoint with finite weights")
 

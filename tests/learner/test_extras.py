@@ -231,7 +231,7 @@ def test_only_what_trains_must_be_in_a_checkpoint(lost: str | None, message: str
     )
     before = frozen.weight.clone()
     with nullcontext() if message is None else pytest.raises(ValueError, match=f"want the weights of .*; {message}"):
-        checkpoint._load_weights(saved, model)
+        checkpoint.load_weights(saved, model)
         assert torch.equal(model["adapter"].weight, saved["adapter.weight"])
     assert torch.equal(frozen.weight, before)
 

@@ -20,6 +20,7 @@ from rlplus.config import Config, load_config
 from rlplus.data import Example, Sample
 from rlplus.lazy import import_function
 from rlplus.learner import Policy
+from rlplus.learner.resharding import load_resharded
 from rlplus.loss import PolicyLoss
 from rlplus.recipe import Ask, Batch, Recipe, Update, make_recipe, set_advantages
 from rlplus.trainer import Interrupted, Run, open_run, train
@@ -249,7 +250,7 @@ def test_every_learner_is_saved_and_restored(run: Run, tmp_path: Path) -> None:
     checkpoint.verify(saved)
     want = {name: update(name, 2) for name in learners}
     assert not all(torch.equal(want["policy"][key], want["critic"][key]) for key in want["policy"])
-    checkpoint.load(engines, saved)
+    checkpoint.load(engines, saved, load_resharded)
     for name, weights in want.items():
         again = update(name, 2)
         assert all(torch.equal(again[key], weight) for key, weight in weights.items())
