@@ -38,8 +38,8 @@ class Piece(NamedTuple):
     length: int
 
 
-Layout = Mapping[str, Piece]  # by the parameters' names: where one rank's flat tensors, one per group, have them
-Shapes = Sequence[Mapping[str, torch.Size]]  # of each group's parameters, in their order
+Layout = Mapping[str, Piece]  # places of parameters, by name, in one rank's flat tensors
+Shapes = Sequence[Mapping[str, torch.Size]]  # a group's parameters in their order, for each group
 
 
 def load_resharded(engine: Any, place: Path, ranks: int) -> None:
@@ -60,7 +60,7 @@ def load_resharded(engine: Any, place: Path, ranks: int) -> None:
     for count in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, count, model[count])
     state = _stage3_state(engine, model, shards) if stage3 else _state(engine, model, shards)
-    every = [state] * dist.get_world_size()  # of which it takes this rank's
+    every = [state] * dist.get_world_size()  # DeepSpeed takes this rank's
     engine.optimizer.load_state_dict(every, load_from_fp32_weights=True)
     if stage3:
         engine.optimizer.checkpoint_event_epilogue()
@@ -119,7 +119,7 @@ def _in_a_row(groups: Shapes, sizes: Sequence[int], rank: int) -> Layout:
     """A rank's layout: so many of the numbers of each group, of which earlier ranks have the first ones."""
     layout = {}
     for group, (shapes, size) in enumerate(zip(groups, sizes, strict=True)):
-        start = -rank * size  # of the parameter, in this rank's tensor
+        start = -rank * size  # where the parameter begins; earlier ranks may have that place
         for name, shape in shapes.items():
             low, high = max(0, start), min(size, start + shape.numel())
             if low < high:
@@ -145,14 +145,14 @@ def _part(shape: torch.Size, ranks: int) -> int:
 
 
 class _Move(NamedTuple):
-    """From the layouts of the ranks that saved to this rank's, `here`, whose flat tensors have these sizes."""
+    """Moves numbers from the layouts `before` to this rank's, `here`, whose flat tensors have these sizes."""
 
     here: Layout
     sizes: Sequence[int]
     before: Sequence[Layout]
 
     def flat(self, saved: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """This rank's flat tensors, of those of each rank that saved; 0 where no parameter is."""
+        """This rank's flat tensors, from every rank's that saved; 0 where no parameter is."""
         own = [torch.zeros(size, dtype=saved[0][0].dtype) for size in self.sizes]
         for name, piece in self.here.items():
             left = piece.length

@@ -148,7 +148,7 @@ class Recipe:
         """Restore a value of `state`."""
 
     def redistributed(self, states: Sequence[Any]) -> Any:
-        """This rank's state on other ranks than those that wrote these states, in their order; nothing may be lost.
+        """This rank's state in a run that goes on with another number of ranks, whose states these are; loses nothing.
 
         A recipe that keeps a state says how they share it. ValueError otherwise.
         """

@@ -206,7 +206,7 @@ class Rollouts:
         return [vars(batch) for batch in (*(whole for whole, *_ in ahead), *waiting)] or None
 
     def redistributed(self, states: Sequence[Any]) -> Any:
-        """This rank's state, of those that another number of ranks wrote: the same batches, divided anew."""
+        """This rank's share of the batches in the states of another number of ranks."""
         every = [[Drawn(**batch) for batch in state or []] for state in states]
         return [vars(_share(parts, self.rank, self.world)) for parts in zip(*every, strict=True)] or None
 
@@ -226,7 +226,7 @@ class Rollouts:
 
 
 def _share(parts: Sequence[Drawn], rank: int, world: int) -> Drawn:
-    """A rank's share of a batch of which each of `parts` is another rank's: its prompts are dealt out in turn."""
+    """A rank's share of a batch that other ranks have in `parts`: its prompts are dealt out in turn."""
     if len(counts := {len(part.indices) for part in parts}) > 1:
         raise ValueError(
             f"want {len(parts)} ranks, as the checkpoint's: its ranks have unequal shares of a batch that waits, "

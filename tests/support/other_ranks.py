@@ -128,7 +128,7 @@ def moved(config: Config) -> None:
 
 
 def on_two(folder: Path, name: str, again: bool) -> None:
-    """What two ranks do, first and after one rank has gone on."""
+    """The part of two ranks, at first and after one rank has gone on."""
     if again:
         train(of_case(folder, name, "parts", STEPS[2]), resume="newest")
         moved(of_case(folder, name, "moved", STEPS[1]))
@@ -141,9 +141,9 @@ def on_two(folder: Path, name: str, again: bool) -> None:
 
 
 def on_one(folder: Path, name: str) -> None:
-    """What one rank does between them."""
+    """The part of one rank between them."""
     train(of_case(folder, name, "alone"))
-    if "whole in the checkpoint" in name:  # from which the others take it, not from the model's files
+    if "whole in the checkpoint" in name:  # other ranks take it there, not from the files
         weights = torch.load(folder / "unsafe/pytorch_model.bin")
         write_unsafe(folder, {name: 2 * weight for name, weight in weights.items()})
     train(of_case(folder, name, "parts", STEPS[1]), resume="newest")

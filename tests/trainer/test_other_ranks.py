@@ -207,7 +207,7 @@ def test_each_group_has_its_moments_and_counts_its_own_steps() -> None:
     states = move.states(saved)
     assert states[0]["exp_avg"].tolist() == [1, 2, 3, 4]
     assert states[1]["exp_avg"].tolist() == [5, 6, 7, 1, 1, 1]
-    states[0]["step"] += 1  # as AdamW does
+    states[0]["step"] += 1  # AdamW does so
     assert [float(states[group]["step"]) for group in (0, 1)] == [10, 9]
     assert float(saved[0][0]["step"]) == 9
     assert move.states([{}, {}]) == {}, "no update was made before"
