@@ -52,12 +52,12 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "LoRA, ZeRO-3, whole in the checkpoint": sft(3) | {"model": OF_FILES | {"path": "unsafe", "lora": LORA}},
     "LoRA, nf4": sft(1) | {"model": {"dtype": "bfloat16", "lora": LORA | {"quantization": "nf4"}}},
     "sequences": sft(2, sequence_parallel=2) | {"model": {"dtype": "float32", "scratch": TWO_HEADS}},
-    "demonstrations that wait": rl("relift", 3, {"batch": 5}, train=SMALL_GROUPS),
+    "waiting": rl("relift", 3, {"batch": 5}, train=SMALL_GROUPS),
     "remembered rollouts": rl("exgrpo", 2, {"start": 0.0, "share": 0.5}),
     "a critic": rl("ppo", 3, {"critic_updates": 2, "lr": 1e-3, "warmup_steps": 0}),
     "a reward model": rl("prime", 2, {"lr": 1e-3}),
     "prefixes": rl("uft", 1, {"steps": 6}),
-    "unfinished responses": rl("rlplus", 2, rollout={"segment": 3}, model={"dtype": "bfloat16"}),
+    "unfinished": rl("rlplus", 2, rollout={"segment": 3}, model={"dtype": "bfloat16"}),
     "batches ahead": rl("rlplus", 2, rollout={"mode": "process"}, train={"overlap": 2}),
 }  # fmt: skip
 
