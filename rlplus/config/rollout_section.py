@@ -31,7 +31,11 @@ OWNED: dict[str, str] = {
     "gpu_memory_utilization": "it is rollout.gpu_memory_utilization",
     "kv_cache_memory_bytes": "it is rollout.kv_cache_memory_mb",
     "enable_sleep_mode": "it is rollout.sleep",
-    "enable_lora": "the engine gets merged weights, see model.lora",
+    "enable_lora": "it is rollout.lora",
+    "max_lora_rank": "it follows from model.lora.rank",
+    "max_loras": "the engine has one policy",
+    "max_cpu_loras": "the engine has one policy",
+    "lora_target_modules": "it follows from model.lora.target_modules",
     "tensor_parallel_size": "it is rollout.tensor_parallel_size",
     "pipeline_parallel_size": "an engine's GPUs are rollout.tensor_parallel_size; want rollout.mode server for more",
     "data_parallel_size": "an engine's GPUs are rollout.tensor_parallel_size; want rollout.mode server for more",
@@ -78,6 +82,9 @@ class RolloutConfig(Section):
     vllm: dict[str, Any] = {}
     """Further engine arguments of vLLM, by their names there, such as {quantization: fp8}; not those that the trainer
     sets. A server has its own from where you start it."""
+    lora: Literal["merged", "adapters"] = "merged"
+    """Form in which the engine gets a policy with model.lora. merged: whole weights, W + alpha / rank * B A. adapters:
+    A and B alone, which vLLM applies to the weights of model.path that it loaded, colocated or in a process."""
     share_weights: bool = False
     """Generate with the policy's own weights, of which the transformers engine then has no copy: colocated, with ZeRO 1
     and 2. Nothing is pushed."""
@@ -151,6 +158,11 @@ class RolloutConfig(Section):
             problems.append(
                 "share_weights: the trainer's weights are in its own process and modules: want engine transformers in "
                 f"mode colocated; got engine {self.engine} in mode {self.mode}"
+            )
+        if self.lora == "adapters" and (self.engine == "transformers" or self.mode == "server"):
+            problems.append(
+                "lora adapters: vLLM applies them, in mode colocated or process: want that, or lora merged; got engine "
+                f"{self.engine} in mode {self.mode}"
             )
         if self.tensor_parallel_size > 1 and self.engine == "transformers":
             problems.append(f"tensor_parallel_size {self.tensor_parallel_size} needs vLLM; got engine transformers")

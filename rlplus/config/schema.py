@@ -112,6 +112,7 @@ class Config(Sections):
         if self.train.sequence_parallel > 1 and self.model.attention == "eager":
             problems.append("train.sequence_parallel wants model.attention sdpa or flash_attention_2; got eager")
         problems += self._quantization_problems()
+        problems += self._adapter_problems()
         if self.rollout.share_weights and self.train.zero_stage == 3:
             problems.append(
                 "rollout.share_weights: ZeRO-3 leaves no rank the whole weights: want train.zero_stage 1 or 2; got 3"
@@ -138,6 +139,20 @@ class Config(Sections):
             )
         if self.train.compile:
             yield "model.lora.quantization: train.compile does not know its layers: want train.compile false"
+
+    def _adapter_problems(self) -> Iterator[str]:
+        """Problems of an engine that applies adapters to weights of its own."""
+        lora = self.model.lora
+        if self.rollout.lora == "merged":
+            return
+        if lora is None:
+            yield "rollout.lora adapters wants model.lora, which has them; got null"
+        elif lora.quantization is not None:
+            yield (
+                "rollout.lora adapters: the engine would generate with weights that are rounded for the trainer only, "
+                f"since vLLM 0.32 has no {lora.quantization}: want rollout.lora merged; got model.lora.quantization "
+                f"{lora.quantization}"
+            )
 
     def _evaluation_problems(self) -> Iterator[str]:
         """Contradictions of evaluation and validation with the rest."""

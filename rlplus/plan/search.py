@@ -101,7 +101,7 @@ def all_switches(config: Config, model: Model, cluster: Cluster) -> Iterator[lis
 
 def _sharing(rollout: RolloutConfig) -> Changes:
     """The switch to an engine without a copy of the weights, and off what it does not go with."""
-    names = ("sleep", "tensor_parallel_size", "gpu_memory_utilization", "vllm", "push_timeout_s")
+    names = ("sleep", "tensor_parallel_size", "gpu_memory_utilization", "vllm", "push_timeout_s", "lora")
     wanted = {"engine": "transformers", "share_weights": True}
     wanted |= {name: RolloutConfig.model_fields[name].get_default(call_default_factory=True) for name in names}
     return {f"rollout.{name}": value for name, value in wanted.items() if getattr(rollout, name) != value}

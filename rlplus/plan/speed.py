@@ -43,7 +43,7 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
         return {}
     flops, bandwidth = gpu.flops * GEMM_EFFICIENCY, gpu.bandwidth * MEMORY_EFFICIENCY
     link = gpu.link * LINK_EFFICIENCY if ranks <= NODE else min(gpu.link * LINK_EFFICIENCY, NETWORK)
-    train, weights = config.train, model.parameters * model.itemsize
+    train = config.train
 
     groups, prompt = train.prompts_per_step / ranks, config.data.max_prompt_length
     rollouts, demonstrations = _members(config)
@@ -87,9 +87,10 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
         seconds["learners"] = work / flops + _optimizer_bytes(config, learner, ranks, updates) / slow
         seconds["learners"] += _sent_bytes(config, learner, ranks, updates, micro_batches, 1) / link
     # Weights are handed over within a GPU, or through files in the host's memory.
-    handed_over = weights / bandwidth if config.rollout.mode == "colocated" else 2 * weights / PCIE
+    pushed = model.pushed(config)
+    handed_over = pushed / bandwidth if config.rollout.mode == "colocated" else 2 * pushed / PCIE
     if rollouts and not config.rollout.share_weights:  # otherwise there is no engine, or one for evaluations alone
-        gathered = _ring(weights, ranks) / link if train.zero_stage == 3 else 0
+        gathered = _ring(pushed, ranks) / link if train.zero_stage == 3 else 0
         seconds["sync"] = (handed_over + gathered) / max(1, train.overlap)  # once in so many steps
     total = sum(seconds.values())
     if train.overlap:

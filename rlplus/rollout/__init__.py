@@ -15,6 +15,7 @@ import torch.distributed as dist
 from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed, install_command
 from rlplus.rollout.custom_engine import Respond, Response, Sampler, Task, make_respond, respond
+from rlplus.rollout.engine_adapters import Adapters
 from rlplus.rollout.protocol import (
     DEFAULT_CACHE_MB,
     LOGIT_BYTES,
@@ -32,6 +33,7 @@ from rlplus.rollout.push import checked_weights, ranks_here
 __all__ = [
     "DEFAULT_CACHE_MB",
     "LOGIT_BYTES",
+    "Adapters",
     "Completion",
     "Request",
     "Respond",
@@ -65,14 +67,16 @@ def make_engine(
     seed: int,
     trust_remote_code: bool = False,
     config_path: str | None = None,
+    adapters: Adapters | None = None,
 ) -> RolloutEngine:
     """Start the engine that config names, or find the server, on the model in the folder model_path.
 
     dtype: "float32" or "bfloat16". max_model_len: tokens of a prompt and its response together. config_path: folder of
     the config.json to use in place of the model's own, for a run that changes, say, the rope (write it with
-    `model.config.save_pretrained`). Where torch.distributed is used, initialise it first and call this on all ranks:
-    each gets an engine of its own, or its part of one. ValueError: config.engine is not installed, or the ranks and
-    GPUs do not fit config.
+    `model.config.save_pretrained`). adapters: those that will be pushed in place of weights, for vLLM outside of a
+    server. Where torch.distributed is used, initialise it first and call this on all ranks:
+    each gets an engine of its own, or its part of one. ValueError: config.engine is not installed, the ranks and GPUs
+    do not fit config, or it cannot apply the adapters.
     """
     settings: dict[str, Any] = {
         "dtype": dtype,
@@ -89,6 +93,10 @@ def make_engine(
     logger.info("rollout engine: %s, %s (rollout.engine is %r)", name, config.mode, config.engine)
     config = config.model_copy(update={"engine": name})
     _check_devices(config)
+    if adapters is not None:
+        if name != "vllm":
+            raise ValueError(f"rollout.lora adapters needs vLLM, which is not installed: {_INSTALL}")
+        settings["adapters"] = adapters
     if config.mode == "process":
         from rlplus.rollout.process_engine import ProcessEngine
 

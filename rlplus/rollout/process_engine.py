@@ -56,6 +56,8 @@ class ProcessEngine:
     def __init__(self, config: RolloutConfig, model_path: str, **settings: Any) -> None:
         path = settings["config_path"] or model_path
         self._shapes, _ = parameter_shapes(path, trust_remote_code=settings["trust_remote_code"])
+        if (adapters := settings.get("adapters")) is not None:
+            self._shapes = adapters.shapes
         self._timeout_s, self._progress_s = config.push_timeout_s, config.progress_timeout_s
         inside = config.model_copy(update={"mode": "colocated"})
         self._settings = {"config": inside, "model_path": model_path, **settings}

@@ -5,13 +5,13 @@ Only vLLM's workers import this module, by the engine arguments RECEIVER: one na
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -19,15 +19,30 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rlplus import __version__
+from rlplus.rollout.adapter_receiver import AdapterReceiver
+from rlplus.rollout.engine_adapters import Adapters
 from rlplus.rollout.parcels import Parcel, shared_memory
 from rlplus.rollout.push import BACKEND, Expected, parameter_shapes
 from rlplus.rollout.worker_answers import Trainer
 
 logger = logging.getLogger(__name__)
 
+Weights = Iterable[tuple[str, Tensor]]
+
 
 class Extension:
-    """A base that vLLM gives its worker: its module registers the engine, it adds nothing."""
+    """A base that vLLM gives its worker. Its module registers the engine; its methods, for `collective_rpc`, take
+    adapters: vLLM drops those it has at the end of a transfer of weights."""
+
+    get_model: Callable[[], nn.Module]  # the worker's
+    _receiver: AdapterReceiver
+
+    def expect_adapters(self, adapters: Adapters) -> None:
+        self._receiver = AdapterReceiver(self.get_model(), adapters)
+
+    def load_adapters(self, number: int, weights: Weights | None = None, parcel: dict[str, Any] | None = None) -> None:
+        """weights: of this process; parcel: the fields of a `Parcel`."""
+        self._receiver.load(number, Parcel(**(parcel or {})) if weights is None else weights)
 
 
 @dataclass
@@ -44,7 +59,7 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """Some of a push's parameters: of this process, or the fields of a `Parcel`."""
 
-    weights: Iterable[tuple[str, Tensor]] | None = None
+    weights: Weights | None = None
     parcel: dict[str, Any] | None = None
 
 

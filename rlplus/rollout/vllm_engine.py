@@ -21,6 +21,7 @@ from rlplus.common.kept_sets import KeptSets
 from rlplus.config import RolloutConfig
 from rlplus.errors import hint
 from rlplus.rollout.clock import Clock
+from rlplus.rollout.engine_adapters import Adapters, lora_request, refusal
 from rlplus.rollout.parcels import Parcel
 from rlplus.rollout.protocol import (
     DEFAULT_CACHE_MB,
@@ -71,11 +72,13 @@ class VLLMEngine:
         seed: int,
         trust_remote_code: bool = False,
         config_path: str | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._vllm = import_vllm()
         self._cpu = _on_cpu()
         self._check_options(config.vllm)
-        self._most_kept = config.top_k
+        self._adapters, self._pushes, self._lora = adapters, 0, None
+        self._most_kept, self._tp = config.top_k, config.tensor_parallel_size
         if config.top_k:
             self._check_masks()
         if config.sleep and self._cpu:
@@ -83,16 +86,14 @@ class VLLMEngine:
         self._sleeps, self._asleep = config.sleep, False
         self._push_timeout_s = config.push_timeout_s
         self.clock = Clock("the generation", "rollout.progress_timeout_s", config.progress_timeout_s)
-        self._tp = config.tensor_parallel_size
         self._shared = dist.is_initialized() and self._tp > 1  # neighbouring ranks share it
         self._eos, self._max_model_len = eos_token_id, max_model_len
         self._failure: str | None = None
         self._foreign_group = dist.is_initialized()
         cache_mb = config.kv_cache_memory_mb or (DEFAULT_CACHE_MB if self._cpu else None)
         with _process_state_kept(), whole_model(), _no_future_warnings():
-            self._shapes, self._vocabulary = parameter_shapes(
-                config_path or model_path, trust_remote_code=trust_remote_code
-            )
+            path = config_path or model_path
+            self._shapes, self._vocabulary = parameter_shapes(path, trust_remote_code=trust_remote_code)
             settings: dict[str, Any] = {
                 "model": model_path,
                 "hf_config_path": config_path,
@@ -152,14 +153,22 @@ class VLLMEngine:
             raise ValueError(no_masks(self._most_kept, f"vLLM {self._vllm.__version__}, which has no such argument"))
 
     def _start(self, settings: dict[str, Any]) -> Any:
-        """vLLM's engine, which returns the tokens it kept if rollout.top_k asks for them."""
-        if not self._most_kept:
-            return self._vllm.LLM(**settings)
+        """vLLM's engine, which returns the tokens it kept if rollout.top_k asks for them, and expects the adapters."""
+        if self._most_kept:
+            settings["return_sampling_mask"] = True
+        if self._adapters is not None:
+            self._shapes = self._adapters.shapes
+            settings |= self._adapters.engine_arguments(settings["dtype"], cpu=self._cpu)
         try:
-            return self._vllm.LLM(**settings, return_sampling_mask=True)
+            llm = self._vllm.LLM(**settings)
+            if self._adapters is not None:
+                llm.collective_rpc("expect_adapters", args=(self._adapters,))
+            return llm
         except ValueError as error:
-            if REPLAY in str(error):
+            if self._most_kept and REPLAY in str(error):
                 raise ValueError(no_masks(self._most_kept, str(error))) from error
+            if self._adapters is not None and "LoRA" in str(error):
+                raise ValueError(refusal(str(error))) from error
             raise
 
     def _watch_tokens(self, core: Any) -> None:
@@ -213,7 +222,7 @@ class VLLMEngine:
         compiler = torch.compiler.set_stance("force_eager") if self._cpu else nullcontext()
         with _process_state_kept(), compiler, self.clock.running("the first token"):
             try:
-                return self._llm.generate(list(prompts), list(params), use_tqdm=False)
+                return self._llm.generate(list(prompts), list(params), use_tqdm=False, lora_request=self._lora)
             except BaseException:
                 # Requests left behind would hang the next call.
                 engine = self._llm.llm_engine
@@ -241,9 +250,18 @@ class VLLMEngine:
 
     def _load(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         with _process_state_kept(), self._update(weights, version) as update:
+            if self._adapters is not None:
+                self._load_adapters(update)
+                return
             self._llm.start_weight_update()
             self._llm.update_weights({"update_info": update})
             self._llm.finish_weight_update()
+
+    def _load_adapters(self, update: dict[str, Any]) -> None:
+        """Each push is an adapter with a name of its own, by which vLLM tells keys and values of several apart."""
+        self._pushes += 1
+        self._llm.collective_rpc("load_adapters", kwargs={"number": self._pushes} | update)
+        self._lora = lora_request(self._pushes)
 
     @contextmanager
     def _update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[dict[str, Any]]:
@@ -257,7 +275,8 @@ class VLLMEngine:
     def sleep(self) -> None:
         if self._sleeps and not self._asleep and self._failure is None:
             self._failure = "the engine is asleep: push weights before generating"
-            self._llm.sleep(level=2)  # weights and cache are dropped: the push brings new ones
+            # Weights and cache are dropped, as a push brings new ones; but for base weights, which it does not bring.
+            self._llm.sleep(level=2 if self._adapters is None else 1)
             self._asleep = True
 
     def close(self) -> None:

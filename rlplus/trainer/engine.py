@@ -75,7 +75,7 @@ class SyncedEngine:
         """
         if version != self._version:
             self._version = None
-            self.engine.push_weights(self.policy.weights(), version)
+            self.engine.push_weights(self.policy.pushed(), version)
             self._version = version
         if self._probed is None or (probe and version != self._probed):
             self.gap = self._probe()

@@ -140,11 +140,12 @@ def _load_data(
     """Examples, whose demonstrations the run's own reward accepts, and prompts; and notes of what was dropped."""
     weights = None if config.model.path is None or dist.get_rank() else weights_fingerprint(config.model.path)
     weights = agree.gathered(weights)[0]
-    lora = config.model.lora
-    if lora is not None and lora.quantization is not None and config.model.path is not None and weights is None:
+    lora, alone = config.model.lora, config.rollout.lora == "adapters"
+    if lora is not None and (lora.quantization or alone) and config.model.path is not None and weights is None:
+        key = "rollout.lora adapters" if alone else "model.lora.quantization"
         raise ValueError(
-            "model.lora.quantization: want model.path with safetensors, by which a resumed run knows its base; "
-            f"got {config.model.path} without"
+            f"{key}: want model.path with safetensors, by which a resumed run knows its base; got {config.model.path} "
+            "without"
         )
     examples, report = load_examples(
         config.data,
@@ -212,6 +213,7 @@ def _engine_starter(
         seed=config.train.seed,
         trust_remote_code=config.model.trust_remote_code,
         config_path=str(place),
+        adapters=policy.adapters(),
     )
 
 

@@ -34,7 +34,13 @@ def test_an_engine_of_its_own_has_gpus_of_its_own(capsys, gpus, parallel, ranks)
     assert share == pytest.approx(config.rollout.gpu_memory_utilization * 140 * 2**30, abs=2)
     token = 2 * 28 * 4 * 128 * 2 // parallel  # keys and values of 28 layers and 4 heads, in bf16
     assert plan.sequences == engine["kv cache"] // (token * config.max_generation_length)
-    assert plan.memory.host == 2 * plan.parameters  # the files of weights
+    assert plan.memory.host == 2 * plan.parameters  # the last push
+    adapters = make_plan(paper(*PROCESS, "model.lora={}", "rollout.lora=adapters"), make_cluster(8, "h200"))
+    merged = make_plan(paper(*PROCESS, "model.lora={}"), make_cluster(8, "h200"))
+    assert merged.memory.host == 2 * plan.parameters
+    assert 0 < adapters.memory.host < merged.memory.host / 50
+    share = adapters.memory.host / merged.memory.host
+    assert adapters.seconds["sync"] == pytest.approx(share * merged.seconds["sync"])
     assert plan.to_json()["engine_memory"] == engine
     show(plan, Console(width=200))
     assert f"{gpus} x h200 ({ranks} train, {gpus - ranks} generate), " in capsys.readouterr().out

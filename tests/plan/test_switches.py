@@ -12,6 +12,7 @@ from rlplus.plan.search import all_switches, with_changes
     [
         (),
         ("model.lora={rank: 16, quantization: nf4}",),
+        ("model.lora={rank: 16}", "rollout.lora=adapters"),
         ("rollout.tensor_parallel_size=2", "rollout.vllm={max_num_seqs: 8}", "rollout.push_timeout_s=30.0"),
         ("train.zero_stage=3", "train.shard_head=true"),
         ("train.zero_stage=3", "train.backend=reference"),

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +14,14 @@ from typing import Any
 import processes
 import pytest
 import torch
+from ordered_llm import OrderedLLM
 from rollout_models import EOS, PAD, PROMPTS, requests, save, start, tiny_model
 from torch import Tensor
 
 import rlplus.rollout.clock
 import rlplus.rollout.vllm_engine
 from rlplus.config import RolloutConfig
-from rlplus.rollout import RolloutEngine, RunFailed, Sampling, make_engine
+from rlplus.rollout import Adapters, RolloutEngine, RunFailed, Sampling, make_engine
 from rlplus.rollout.push import RECEIVER, watched
 
 SHAPES = {"first": torch.Size([2]), "second": torch.Size([3])}
@@ -194,100 +195,28 @@ def test_where_no_exception_can_be_raised_the_process_ends() -> None:
     assert "rank 5: the push of version 3 waited more than 0.2 s for the trainer to gather first " in done.stderr
 
 
-class OrderedLLM:
-    """vllm.LLM's methods as the engine uses them; AssertionError for one out of order, as a GPU would run out of memory
-    or compute with memory that is gone."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.settings, self.calls = settings, []
-        self.weights, self.cache, self.version, self.dirty = True, True, "", True
-        self.llm_engine = SimpleNamespace(
-            engine_core=SimpleNamespace(shutdown=lambda: None, get_output=lambda: None),
-            abort_request=lambda *_, **__: None,
-            output_processor=SimpleNamespace(request_states={}),
-        )
-
-    def generate(self, prompts: Any, params: Any, *, use_tqdm: bool) -> list[Any]:
-        assert self.weights
-        assert self.cache
-        assert not self.dirty, "generating with weights that were never loaded, or keys of old ones"
-        self.calls.append("generate")
-        return [
-            SimpleNamespace(
-                outputs=[
-                    SimpleNamespace(finish_reason="stop", token_ids=[EOS], logprobs=SimpleNamespace(logprobs=[-1.0]))
-                ]
-            )
-            for _ in prompts
-        ]
-
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
-        assert level == 2
-        assert self.weights
-        assert self.cache
-        self.weights = self.cache = False
-        self.dirty = True
-        self.calls.append("sleep")
-
-    def wake_up(self, tags: list[str] | None = None) -> bool:
-        assert tags in (["weights"], ["kv_cache"])
-        if tags == ["weights"]:
-            assert not self.weights
-            assert not self.cache
-            self.weights = True
-        else:
-            assert self.calls[-1] == "finish", "the cache comes back after the weights are loaded"
-            self.cache = True
-        self.calls.append(f"wake_up {tags[0]}")
-        return self.weights and self.cache
-
-    def init_weight_transfer_engine(self, request: Any) -> None:
-        assert set(request) == {"init_info"}
-        self.shapes = request["init_info"]["shapes"]
-
-    def start_weight_update(self) -> None:
-        assert self.weights, "loading into weights that are asleep"
-        self.calls.append("start")
-
-    def update_weights(self, request: Any) -> None:
-        assert self.calls[-1] == "start"
-        came = {name: weight.shape for name, weight in request["update_info"]["weights"]}
-        assert came == self.shapes
-        self.calls.append("update")
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        assert self.calls[-1] == "update"
-        assert weight_version is None, "the version says that the cache of keys is new, too"
-        self.calls.append("finish")
-
-    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        assert reset_connector, "older keys outside of the GPU"
-        assert self.cache, "resetting a cache that is asleep"
-        self.dirty = False
-        self.calls.append("reset_prefix_cache")
-        return True
-
-    def update_weight_version(self, new_version: str) -> None:
-        self.version = new_version
-
-    def get_weight_version(self) -> str:
-        return self.version
-
-
 @pytest.fixture
-def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RolloutEngine, OrderedLLM, Any]]:
-    """The engine as on CUDA, with a recording vLLM; and the weights to push."""
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Starts an engine of a model in a folder as on CUDA, with a recording vLLM."""
     module = SimpleNamespace(LLM=OrderedLLM, SamplingParams=lambda **settings: SimpleNamespace(**settings))
     monkeypatch.setattr(rlplus.rollout.vllm_engine, "import_vllm", lambda: module)
     monkeypatch.setattr(rlplus.rollout.vllm_engine, "_on_cpu", lambda: False)
     monkeypatch.setattr(rlplus.rollout, "_choose", lambda engine: engine)
-    model = tiny_model(tied=True)
-    save(model, tmp_path)
-    config = RolloutConfig(engine="vllm", max_response_length=8, sleep=True)
-    engine = make_engine(
-        config, str(tmp_path), dtype="float32", max_model_len=32, eos_token_id=EOS, pad_token_id=PAD, seed=0
-    )
-    yield engine, engine._llm, list(model.named_parameters())  # type: ignore[attr-defined]
+
+    def start(folder: Path, **settings: Any) -> Any:
+        save(tiny_model(tied=True), folder)
+        config = RolloutConfig(engine="vllm", max_response_length=8, sleep=True)
+        lengths = {"max_model_len": 32, "eos_token_id": EOS, "pad_token_id": PAD}
+        return make_engine(config, str(folder), seed=0, **lengths, **settings)
+
+    return start
+
+
+@pytest.fixture
+def recorded(on_cuda: Any, tmp_path: Path) -> Iterator[tuple[RolloutEngine, OrderedLLM, Any]]:
+    """Such an engine, its vLLM, and the weights to push."""
+    engine = on_cuda(tmp_path, dtype="float32")
+    yield engine, engine._llm, list(tiny_model(tied=True).named_parameters())
     engine.close()
 
 
@@ -320,6 +249,42 @@ def test_sleep_and_wake_in_order(recorded: tuple[RolloutEngine, OrderedLLM, Any]
         engine.push_weights(weights, 4)
 
 
+@pytest.mark.vllm
+def test_sleep_and_wake_with_adapters(on_cuda: Any, tmp_path: Path) -> None:
+    """The base weights, which no push brings, are kept in the host's memory."""
+    shapes = {f"model.layers.0.mlp.up_proj.lora_{which}.weight": torch.Size([4, 4]) for which in "AB"}
+    weights = [(name, torch.zeros(shape)) for name, shape in shapes.items()]
+    engine = on_cuda(tmp_path, dtype="bfloat16", adapters=Adapters(4, 8.0, shapes))
+    llm = engine._llm
+    assert (llm.settings["enable_lora"], llm.settings["max_lora_rank"]) == (True, 8)
+    load = ["load_adapters", "reset_prefix_cache", "generate"]
+    for version in range(2):
+        engine.push_weights(weights, version)
+        generate(engine)
+        engine.sleep()
+    waking = ["wake_up weights", "load_adapters", "wake_up kv_cache", "reset_prefix_cache", "generate"]
+    assert llm.calls == [*load, "sleep", *waking, "sleep"]
+    engine.close()
+
+
+@pytest.mark.vllm
+def test_adapters_that_vllm_cannot_apply_are_refused(
+    on_cuda: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = Adapters(4, 8.0, {"model.layers.0.mlp.up_proj.lora_A.weight": torch.Size([4, 4])})
+    with pytest.raises(ValueError, match=r"kernels on a GPU take bfloat16, .* float32; want rollout.lora merged"):
+        on_cuda(tmp_path, dtype="float32", adapters=adapters)
+
+    def refuse(_: OrderedLLM, **settings: Any) -> None:
+        raise ValueError("Qwen2ForCausalLM does not support LoRA yet.")  # vLLM's words
+
+    monkeypatch.setattr(OrderedLLM, "__init__", refuse)
+    with pytest.raises(ValueError, match=r"Qwen2.* does not support LoRA yet\.; want rollout.lora merged"):
+        on_cuda(tmp_path, dtype="bfloat16", adapters=adapters)
+    with pytest.raises(ValueError, match=r"^Qwen2ForCausalLM does not support LoRA yet\.$"):
+        on_cuda(tmp_path, dtype="bfloat16")
+
+
 def test_the_recording_can_fail(recorded: tuple[RolloutEngine, OrderedLLM, Any]) -> None:
     _, llm, _ = recorded
     llm.sleep(level=2)
@@ -344,7 +309,7 @@ def test_the_recorded_methods_are_vllms() -> None:
         assert [p.name for p in ours] == [p.name for p in theirs], name
         assert [p.default for p in ours] == [p.default for p in theirs], name
     assert list(inspect.signature(LLM.generate).parameters)[1:3] == ["prompts", "sampling_params"]
-    assert "use_tqdm" in inspect.signature(LLM.generate).parameters
+    assert {"use_tqdm", "lora_request"} <= inspect.signature(LLM.generate).parameters.keys()
     names = set(inspect.signature(EngineArgs).parameters)
     assert {"enable_sleep_mode", "tensor_parallel_size", "distributed_executor_backend", "logprobs_mode"} <= names
     assert RECEIVER.keys() <= names
