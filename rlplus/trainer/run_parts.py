@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -204,16 +205,17 @@ def _engine_starter(
     }
     if config.rollout.share_weights:
         return partial(SharedEngine, config.rollout, policy.engine.module.lm, **limits)
+    own: dict[str, Any] = {} if (adapters := policy.adapters()) is None else {"adapters": adapters}
     return partial(
         make_engine,
         config.rollout,
         model_path,
         **limits,
+        **own,
         dtype=config.model.dtype,
         seed=config.train.seed,
         trust_remote_code=config.model.trust_remote_code,
         config_path=str(place),
-        adapters=policy.adapters(),
     )
 
 

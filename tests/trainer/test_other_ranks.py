@@ -30,8 +30,9 @@ from rlplus.trainer import train
 from rlplus.trainer.ranks import initialize_distributed
 from rlplus.trainer.rollouts import Drawn, _share
 
-QUICK = ["waiting", "unfinished"]
-BY_CONVERTER = [*QUICK, "ZeRO-1", "ZeRO-3", "LoRA, ZeRO-2"]  # DeepSpeed's confuses the parameters that are "in turns"
+QUICK = ["unfinished"]
+# DeepSpeed's converter confuses the parameters that are "in turns".
+BY_CONVERTER = [*QUICK, "waiting", "ZeRO-1", "ZeRO-3", "LoRA, ZeRO-2"]
 CHECKPOINT = Path(f"checkpoints/step-{STEPS[0]:06d}")
 
 
