@@ -76,7 +76,8 @@ def make_base(
         if (made / NOTE).is_file() and read_text(made / NOTE) == note:
             if made != folder:
                 shutil.rmtree(folder, ignore_errors=True)
-                shutil.copytree(made, folder)
+                shutil.copytree(made, folder, ignore=shutil.ignore_patterns(NOTE))
+                write_text(folder / NOTE, note)
             return False
     tokenizer = make_tokenizer(base.task)
     with torch.random.fork_rng():

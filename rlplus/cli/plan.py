@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         with_first_model,
     )
 
-    if "run" in read_yaml(Path(args.config)):
+    if "run" in read_yaml(Path(args.config).expanduser()):
         return _plan_comparison(args)
     stages = load_stages(args.config, args.overrides)
     path = stages[0].model.path
@@ -85,7 +85,7 @@ def _plan_comparison(args: argparse.Namespace) -> int:
     from rlplus.compare.planned_runs import lines, plan_comparison
     from rlplus.plan import make_cluster
 
-    path = Path(args.config)
+    path = Path(args.config).expanduser()
     comparison = load_comparison(path)
     runner = Runner(comparison, path.parent / comparison.run, path.parent, overrides=args.overrides)
     try:

@@ -120,7 +120,9 @@ class Search(Section):
         if len(rates) - len(self.rates) == self.further or chosen not in (rates[0], rates[-1]):
             return None
         neighbour = rates[1] if chosen == rates[0] else rates[-2]
-        return float(f"{chosen * chosen / neighbour:.2g}")
+        further = float(f"{chosen * chosen / neighbour:.2g}")
+        beyond = further < rates[0] or further > rates[-1]  # neighbours may be nearer than two digits show
+        return further if beyond and scores[neighbour] < scores[chosen] else None
 
 
 def best_rate(scores: Mapping[float, float]) -> float:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from statistics import fmean
@@ -143,8 +143,15 @@ class Runner:
         """The runs with which a search begins, by setting and method; empty without a search."""
         if (search := self.comparison.search) is None:
             return {}
-        found = self._searches(self.all())
-        return {each: [run for run in self._tries(*each, search.rates) if run.method == each[1]] for each in found}
+        found: dict[tuple[str, str], dict[Run, None]] = {}
+        for setting, part in self._searches(self.all()):
+            method = self._searched(part)
+            for run in self._tries(setting, method, search.rates):
+                if run.method == method:
+                    found.setdefault((setting, method), {})[run] = None
+                elif self._searched(run.method) != run.method:  # another's rate: no try of its own starts the method
+                    found.setdefault((setting, run.method), {})[replace(run, rate=search.rates[0])] = None
+        return {each: [*runs] for each, runs in found.items()}
 
     def finished(self) -> dict[Run, dict[str, Evaluation]]:
         """The evaluations, by the name of the test set, of the reported runs that are finished."""

@@ -106,6 +106,7 @@ def lines(planned: list[PlannedRuns]) -> Iterator[RenderableType]:
     known = sum(each for each in hours if each is not None)
     more = "" if None not in hours else ", and what is unknown"
     yield f"Together {sum(e.runs + e.tries for e in planned)} runs, {known:.0f} hours{more}: one run at a time."
-    yield f"Not in it: evaluations, validations, and further rates of a search. Assumed: {', '.join(ASSUMPTIONS)}."
+    yield "Not in it: evaluations, validations, further rates of a search, and ends before train.steps."
+    yield f"Assumed: {', '.join(ASSUMPTIONS)}."
     for each in planned:
         yield from (f"{each.method} does not fit: {problem}" for problem in each.plan.memory.problems)

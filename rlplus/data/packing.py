@@ -1,7 +1,7 @@
 """Samples -> packed rows without padding between sequences, grouped into micro-batches under a token budget."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, repeat
 from math import ceil, isnan, nan
 from typing import Any, Self, TypeVar
@@ -67,7 +67,7 @@ class Sample:
     kept: KeptSets | None = None
     teacher_prompt: Sequence[int] | None = None
     segments: Sequence[tuple[int, int]] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] | None = None
 
     @property
     def length(self) -> int:

@@ -58,7 +58,11 @@ def check_sharded_head(lm: PreTrainedModel, vocabulary: int, ranks: int) -> None
 def check_resharding(train: TrainConfig, saved: int, now: int) -> None:
     """ValueError if `now` ranks cannot take over what `saved` ranks have written."""
     zero = train.deepspeed.get("zero_optimization", {})
-    found = [name for name in ("elastic_checkpoint", "mics_shard_size", "parameter_alignment") if zero.get(name)]
+    found = [
+        name
+        for name in ("elastic_checkpoint", "mics_shard_size", "parameter_alignment")
+        if zero.get(name) not in (None, False, -1)
+    ]
     found += [name for name in ("offload_optimizer", "offload_param") if (zero.get(name) or {}).get("device") == "nvme"]
     got = f"train.deepspeed.zero_optimization.{found[0]}" if found else ""
     if train.optimizer == "adamw8bit":

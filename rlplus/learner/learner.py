@@ -24,7 +24,7 @@ from rlplus.learner.learning_rate import Optimization, learning_rate
 from rlplus.learner.packed_model import PackedModel
 from rlplus.learner.pretrained import in_shards, load_model, restore_buffers
 from rlplus.learner.quantized import check_installed, quantize
-from rlplus.learner.sequence import SequenceGroup, check_attention
+from rlplus.learner.sequence import SequenceGroup, check_both_ways
 
 
 class Learner:
@@ -80,16 +80,15 @@ class Learner:
 
     def check_attention(self) -> None:
         """ValueError if packed sequences attend to each other, or not to their own past. Collective."""
-        model, masks = self.engine.module, self.engine.module.masks
         self.engine.eval()
-        for model.masks in (True, False) if masks is None else (masks,):  # each way that micro-batches may take
-            check_attention(
-                lambda batch: self.engine(batch.to(self.device), lambda hidden, *_, **__: hidden),
-                self.model_config.vocab_size,
-                self.config.train.sequence_parallel,
-                self.config.model.attention,
-            )
-        model.masks = masks
+        check_both_ways(
+            self.engine.module,
+            self.engine,
+            self.device,
+            self.model_config.vocab_size,
+            self.config.train.sequence_parallel,
+            self.config.model.attention,
+        )
         self.engine.train()
 
     def nonfinite(self) -> str:

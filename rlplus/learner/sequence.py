@@ -121,6 +121,18 @@ def probe_batch(vocabulary: int, parallel: int, ends: int = 0) -> MicroBatch:
     return batch.shard(dist.get_rank() % parallel, parallel) if parallel > 1 else batch
 
 
+def check_both_ways(
+    model: Any, call: Callable[..., Tensor], device: torch.device, vocabulary: int, parallel: int, attention: str
+) -> None:
+    """`check_attention` for each way in which a `PackedModel` may keep sequences apart. call: it, or what wraps it."""
+    masks = model.masks
+    for model.masks in (True, False) if masks is None else (masks,):
+        check_attention(
+            lambda batch: call(batch.to(device), lambda hidden, *_, **__: hidden), vocabulary, parallel, attention
+        )
+    model.masks = masks
+
+
 @torch.no_grad()
 def check_attention(hidden: Callable[[MicroBatch], Tensor], vocabulary: int, parallel: int, attention: str) -> None:
     """ValueError unless each sequence of a packed row attends to its own past and not to the other. Collective.

@@ -14,6 +14,7 @@ from rlplus.learner.adapters import without_adapters
 from rlplus.learner.packed_model import PackedModel
 from rlplus.learner.policy import Policy, without_ranks
 from rlplus.learner.pretrained import existing_model, load_model, positions, weights_fingerprint
+from rlplus.learner.sequence import check_both_ways
 from rlplus.loss import Objective, PolicyLoss, linear_divergence, linear_logprob, token_loss
 
 KEY = "algorithm.recipe.teacher"
@@ -43,6 +44,7 @@ class Teacher:
         if (rows := len(lm.get_output_embeddings().weight)) < self.rows:
             raise ValueError(f"{KEY}: want a head with at least the policy's {self.rows} rows; {path} has {rows}")
         self.model = PackedModel(lm, None).to(policy.device).eval().requires_grad_(False)
+        check_both_ways(self.model, self.model, policy.device, self.rows, 1, part.attention)
         self.fingerprint = weights_fingerprint(path)
 
     @torch.no_grad()

@@ -116,7 +116,7 @@ def count_activations(
         return _Head.apply(hidden, weight.detach() if head_in_shards else weight)
 
     batch = _batch(rows, -(-length // ranks))
-    if attention == "sdpa" and length >= LONG_ROW and ranks == 1 and not compiled and _without_windows(lm):
+    if attention == "sdpa" and length >= LONG_ROW and ranks == 1 and not compiled and _without_windows(lm, length):
         attention = "flash_attention_2"  # the same tensors
     with meter:
         mask = _mask(lm, rows, length, attention)  # alive from the first layer's forward to its backward
@@ -128,9 +128,13 @@ def count_activations(
     return Activations(head=at_head, backward=meter.peak)
 
 
-def _without_windows(lm: PreTrainedModel) -> bool:
-    """Whether the model can attend to packed sequences one by one, and needs no mask for that."""
-    return bool(lm._supports_attention_backend) and "sliding_attention" not in getattr(lm.config, "layer_types", ())
+def _without_windows(lm: PreTrainedModel, length: int) -> bool:
+    """Whether the model attends to the packed sequences of such rows one by one, without a mask of its own."""
+    config = lm.config.get_text_config(decoder=True)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    local = {*(getattr(config, "layer_types", None) or [])} - {"full_attention", "linear_attention"}
+    masked = length >= (window or 0) if local else window is not None and length >= window
+    return bool(lm._supports_attention_backend) and not masked
 
 
 def count_inference(lm: PreTrainedModel, *, rows: int, length: int, attention: str) -> int:

@@ -76,7 +76,7 @@ def tally_samples(tally: Tally, samples: Sequence[Sample]) -> None:
     for sample in rollouts:
         if sample.kept is not None:
             tally.mean("batch/kept_tokens", len(sample.kept.tokens), sum(count > 0 for count in sample.kept.counts))
-        for name, value in sample.metrics.items():
+        for name, value in (sample.metrics or {}).items():
             tally.mean(f"environment/{name}", value)
     tally.mean("response_length/clipped", sum(sample.truncated for sample in rollouts), len(rollouts))
     if rollouts:

@@ -140,23 +140,25 @@ def test_runs_searches_resumes_and_reports(tmp_path: Path, path: Path, output: P
 
 def test_a_search_goes_beyond_its_rates_until_the_best_is_inside(tmp_path: Path, output: Path, launcher: str) -> None:
     data = json.loads(json.dumps(FILE))
-    data["search"] |= {"rates": [1.2e-2, 6e-3], "further": 5, "seeds": 2}
+    data["search"] |= {"rates": [6e-3, 3e-3], "further": 5, "seeds": 2}
     run_comparison(written(tmp_path, data), output, presets=["GRPO"], seeds=1, launcher=launcher)
     results = Results.load(output / "results.json")
-    # All rates but 3e-3 are worth the same, and of equals the least is taken: 6e-3, the end; so 3e-3; 1.5e-3 is worse.
-    assert list(results.rates["one"]["GRPO"]) == ["0.0015", "0.003", "0.006", "0.012"]
-    assert sorted(calls(tmp_path)) == ["eval"] * (4 * 2 + 2) + ["train"] * (4 * 2 + 1)
+    assert list(results.rates["one"]["GRPO"]) == ["0.0015", "0.003", "0.006"]
+    assert sorted(calls(tmp_path)) == ["eval"] * (3 * 2 + 2) + ["train"] * (3 * 2 + 1)
     assert {one.rate for one in results.outcomes if one.method == "GRPO"} == {3e-3}
-    data["search"]["further"] = 1
+    data["search"]["further"] = 0
     run_comparison(written(tmp_path, data), output, presets=["GRPO"], seeds=1, launcher=launcher, only_report=True)
-    assert list(Results.load(output / "results.json").rates["one"]["GRPO"]) == ["0.003", "0.006", "0.012"]
+    assert list(Results.load(output / "results.json").rates["one"]["GRPO"]) == ["0.003", "0.006"]
 
 
 def test_the_rate_of_a_search_is_the_best_over_all_its_seeds_and_problems() -> None:
     search = Search.model_validate({"rates": [1e-4, 3e-4, 1e-3], "further": 2, "seeds": 3, "seed": 1010})
     assert list(search.seed_numbers) == [1010, 1011, 1012]
     assert search.next_rate({1e-4: 0.1, 3e-4: 0.3, 1e-3: 0.2}) is None
-    assert search.next_rate({1e-4: 0.3, 3e-4: 0.3, 1e-3: 0.2}) == 3.3e-5
+    assert search.next_rate({1e-4: 0.4, 3e-4: 0.3, 1e-3: 0.2}) == 3.3e-5
+    assert search.next_rate({1e-4: 0.3, 3e-4: 0.3, 1e-3: 0.2}) is None, "one that is inside is as good"
+    for close in ({1e-3: 0.1, 1.02e-3: 0.2}, {9e-4: 0.1, 1.01e-3: 0.2, 1.02e-3: 0.3}):
+        assert search.model_copy(update={"rates": [*close]}).next_rate(close) is None, "0.001 is not beyond"
     assert search.next_rate({1e-4: 0.1, 3e-4: 0.3, 1e-3: 0.4}) == 3.3e-3
     assert search.next_rate({1e-4: 0.1, 3e-4: 0.3, 1e-3: 0.4, 3.3e-3: 0.5, 1.1e-2: 0.6}) is None, "two were allowed"
     common: dict[str, Any] = dict(

@@ -105,6 +105,25 @@ def test_the_plan_of_a_comparison_counts_every_run_once(
     assert "GRPO does not fit: " in capsys.readouterr().out
 
 
+def test_tries_of_a_method_with_another_ones_rate_are_what_others_start_from(tmp_path: Path, model: str) -> None:
+    methods = {
+        "X": {"preset": "sft"},
+        "Z": {"preset": "sft", "searched_as": "X"},
+        "Y": {"preset": "grpo", "after": "Z"},
+    }
+    studies = {"One": {"settings": ["all"], "methods": ["X", "Z", "Y"], "seeds": 1}}
+    path = write(tmp_path / "compare.yaml", COMPARISON | {"methods": methods, "studies": studies})
+    comparison = load_comparison(path)
+    planned = plan_comparison(
+        comparison, Runner(comparison, run_file(tmp_path, model), tmp_path), make_cluster(1, "24g")
+    )
+    assert {each.method: (each.runs, each.tries, each.tried_steps) for each in planned} == {
+        "X": (1, 3 * 2, 9),
+        "Z": (1, 2, 9),  # once a seed, at the rate of X
+        "Y": (1, 3 * 2, 9),
+    }
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -169,6 +170,15 @@ def test_micro_batch_moves_as_a_whole() -> None:
     assert len(tensors) == 10
     assert all(tensor.device.type == "meta" for tensor in tensors)
     assert moved.tokens == batch.tokens == 5
+
+
+def test_a_sample_of_an_older_checkpoint_has_every_field() -> None:
+    """Pickled before a field was added, it has the class's value of it."""
+    old = Sample([1], [2], 0, False, False, None)
+    for each in fields(Sample):
+        if each.name not in ("prompt", "response", "group", "external", "truncated", "engine_logprob"):
+            del vars(old)[each.name]
+    assert old == Sample([1], [2], 0, False, False, None)
 
 
 # Packed sequences must not see each other

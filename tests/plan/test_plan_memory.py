@@ -18,7 +18,7 @@ from plan_cases import (
 )
 from torch import nn
 from trainer_runs import run_config
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen2Config, Qwen2ForCausalLM
 
 from rlplus.data import Sample, byte_tokenizer, pack
 from rlplus.learner import make_micro_batches
@@ -133,6 +133,18 @@ def test_activations_are_those_that_autograd_saves(length, checkpointing):
     )
     assert planned.head == pytest.approx(at_head, rel=0.1)
     assert planned.backward == pytest.approx(meter.peak, rel=0.1)
+
+
+@pytest.mark.parametrize("family", [MistralConfig, Gemma2Config])
+def test_rows_longer_than_a_sliding_window_are_charged_with_its_mask(family):
+    sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
+    length, counts = LONG_ROW + 76, {}
+    for window in (512, length, length + 1):
+        config = family(**sizes, num_key_value_heads=2, vocab_size=64, sliding_window=window)
+        counts[window] = count_activations(
+            meta_model(config, "float32"), rows=1, length=length, attention="sdpa", checkpointing=True
+        ).backward
+    assert counts[512] == counts[length] > counts[length + 1] + length * length
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
