@@ -112,6 +112,8 @@ class Prefix(RecipeOptions):
             )
         if self.members is not None and self.members > group:
             yield f"want members at most rollout.group_size {group}; got {self.members}"
+        if config.rollout.environment is not None:
+            yield "it does not support rollout.environment"
 
 
 class EntropyWeights(RecipeOptions):

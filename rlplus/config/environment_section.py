@@ -1,8 +1,8 @@
 """The section about an environment of a library, which makes the responses with the engine."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from rlplus.common.section import Count, Seconds, Section, Text
 
@@ -25,6 +25,9 @@ class EnvironmentConfig(Section):
     """openenv: the field of an observation that holds the text that the policy reads, such as echoed_message."""
     max_turns: Count = 10
     """openenv: actions that a response may take; one that took as many ends, whatever the environment says."""
+    unfinished: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """openenv: the reward of an episode that was cut before its end, by max_turns or for want of room, if none of its
+    steps had a reward."""
     max_turn_tokens: Count | None = None
     """Tokens of a turn; a longer one is cut there, and its end token is inserted. None = the response's room."""
     timeout_s: Seconds = 300.0
@@ -38,7 +41,7 @@ class EnvironmentConfig(Section):
                 raise ValueError(f"library openenv: want name as http://HOST:PORT; got {self.name!r}")
             if self.action is None or self.observation is None:
                 raise ValueError("library openenv: want action and observation, the names of the fields with text")
-        others = ("arguments",) if self.library == "openenv" else ("action", "observation", "max_turns")
+        others = ("arguments",) if self.library == "openenv" else ("action", "observation", "max_turns", "unfinished")
         for key in others:
             if getattr(self, key) != fields[key].default:
                 raise ValueError(f"{key} is not for library {self.library}: leave it out")

@@ -196,7 +196,8 @@ class CheckpointConfig(Section):
 class EvaluationConfig(Section):
     """pass@k on problems, in training and by `rlplus eval`.
 
-    Rows with the same benchmark, prompt and answer are one problem, whose samples add up.
+    Rows that have the same benchmark, prompt and answer, and the same `row` where data.columns has it, are one problem,
+    whose samples add up.
     """
 
     data: DataConfig | None = None

@@ -1,6 +1,5 @@
 """The problems of an evaluation, from its data or from the benchmarks that it names."""
 
-import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -115,7 +114,7 @@ def _has(row: Row, column: str) -> bool:
 
 
 def distinct(examples: Sequence[Example]) -> list[Example]:
-    """The first example of each benchmark, prompt and answer, in order, with `rows` counting all of them.
+    """The first example of each benchmark, prompt, answer and column `row`, in order; `rows` counts all of them.
 
     Public benchmark files repeat their problems (AIME 2024 eight times, AMC four times). Counted as separate problems,
     such rows would make an interval too narrow by the square root of that.
@@ -123,7 +122,7 @@ def distinct(examples: Sequence[Example]) -> list[Example]:
     # Beside an environment's row prompt and answer are not the whole problem.
     merged: dict[tuple[object, ...], Example] = {}
     for example in examples:
-        key = (example.benchmark, example.prompt, example.answer, json.dumps(example.columns.get(ROW)))
+        key = (example.benchmark, example.prompt, example.answer, repr(example.columns.get(ROW)))
         first = merged.get(key)
         merged[key] = example if first is None else replace(first, rows=first.rows + example.rows)
     return list(merged.values())

@@ -257,6 +257,13 @@ def test_tokens_without_an_advantage_cannot_lose_it(tmp_path: Path) -> None:
             run_config(tmp_path, algorithm=algorithm)
 
 
+@pytest.mark.parametrize("preset", ["uft", "prefix-rft"])
+def test_prefixes_are_refused_beside_an_environment(preset: str, tmp_path: Path) -> None:
+    rollout = {"environment": {"library": "verifiers", "name": "games"}}
+    with pytest.raises(ValueError, match=r"recipe prefix: it does not support rollout\.environment"):
+        run_config(tmp_path, algorithm={"preset": preset}, rollout=rollout, data={"columns": ["row"]})
+
+
 def test_a_prefix_that_is_not_trained_is_as_a_prompt(run: Run, tmp_path: Path) -> None:
     """The same update as if it stood in the prompt; what the rollout itself leaves out stays out."""
     found = []

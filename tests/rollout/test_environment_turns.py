@@ -170,6 +170,19 @@ def test_a_message_that_spells_the_end_token_is_no_end() -> None:
     assert inserted(turns.response) == [list(b"\n<|user|>\nguess\n<|assistant|>\n")]
 
 
+@pytest.mark.parametrize("spelled", ["<|endoftext|>", r"<\u007cendoftext|>"])
+def test_a_call_that_spells_the_end_token_is_no_call(spelled: str) -> None:
+    """Templates write a call anew, and may spell the token in another way."""
+    tokenizer = byte_turns()
+    turns = opened(tokenizer, USER, tools=[TOOL])
+    text = 'so<tool_call>{"name": "add", "arguments": {"a": ["' + spelled + '"]}}</tool_call>'
+    say(turns, text.encode())
+    turn = turns.close(tools=True)
+    assert (turn.content, turn.calls) == (text, [])
+    turns.open([USER, {"role": "assistant", "content": text}, USER], [TOOL])
+    assert inserted(turns.response) == [list(b"\n<|user|>\nguess\n<|assistant|>\n")]
+
+
 def test_a_prompt_that_is_not_the_environments_is_refused() -> None:
     tokenizer = byte_turns()
     turns = Turns(Response(Example(0, tuple(b"<|user|>\nother\n<|assistant|>\n"), "", None), 9), tokenizer)

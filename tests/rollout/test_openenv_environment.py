@@ -9,6 +9,7 @@ import pytest
 from chat_templates import byte_turns
 from openenv_server import Answer, countdown, observation, serving
 from said_texts import END, Saying
+from websockets.asyncio.client import connect
 
 from rlplus.cli import main
 from rlplus.config import DataConfig, EnvironmentConfig
@@ -63,6 +64,35 @@ def test_max_turns_and_the_room_end_an_episode(address: str) -> None:
     assert (bytes(short.tokens[:-1]), short.reward) == (b"abc", pytest.approx(0.3))
     (long,) = rolled(configured(address), [["a" * (ROOM - 10)]], [example()])
     assert (long.truncated, long.reward) == (True, pytest.approx((ROOM - 10) / 10))
+
+
+def at_the_end(memory: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
+    """The countdown, whose last step alone has a reward."""
+    told = countdown(memory, message)
+    told["data"]["reward"] = 1.0 if told["data"]["done"] else None
+    return told
+
+
+def test_an_episode_that_is_cut_without_a_reward_has_that_of_unfinished_ones() -> None:
+    with serving(at_the_end) as address:
+        (whole,) = rolled(configured(address), [["a"], ["b"], ["c"]], [example()])
+        (room,) = rolled(configured(address), [["a" * (ROOM - 10)]], [example()])
+        (turn,) = rolled(configured(address, max_turns=1), [["a"]], [example()])
+        (filled,) = rolled(configured(address, unfinished=-0.5), [["a" * ROOM]], [example()])
+    assert [one.reward for one in (whole, room, turn, filled)] == [1.0, 0.0, 0.0, -0.5]
+
+
+def test_timeout_s_is_the_only_limit_of_time(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """websockets gives up after 10 s of connecting, and after 20 s without a pong, if it is not told otherwise."""
+    seen: list[dict[str, Any]] = []
+
+    def noting(*args: Any, **options: Any) -> Any:
+        seen.append(options)
+        return connect(*args, **options)
+
+    monkeypatch.setattr("rlplus.rollout.environments.openenv_environment.connect", noting)
+    load_environment(configured(address))
+    assert [(options["open_timeout"], options["ping_timeout"]) for options in seen] == [(None, None)]
 
 
 def test_problems_are_first_observations_of_seeds(address: str, tmp_path: Path) -> None:

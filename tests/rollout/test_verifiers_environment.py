@@ -242,6 +242,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "nan": ({"kind": "echo", "rewards": ("late_reward",)}, "want a finite reward; got nan"),
     "a part's reward": ({"kind": "group", "rewards": ("broken_reward",)}, "broken_reward raised ZeroDivisionError"),
+    "a group's part's": ({"kind": "toolbox", "rewards": ("broken_reward",)}, "broken_reward raised ZeroDivisionError"),
 }
 
 
@@ -304,13 +305,6 @@ def test_a_run_keeps_its_signals() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     make_respond(None, byte_turns(), TOKENS, configured("echo"))
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-
-
-def test_problems_that_differ_in_their_rows_are_counted_apart_in_an_evaluation() -> None:
-    from rlplus.data import distinct
-
-    same = [Example(i, (1,), "x", None, columns={"row": {"info": i % 2}}) for i in range(4)]
-    assert [example.rows for example in distinct(same)] == [2, 2]
 
 
 def test_rewards_of_the_environment_count_in_an_evaluation(tmp_path: Path) -> None:

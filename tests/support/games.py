@@ -8,6 +8,7 @@ import verifiers
 from datasets import Dataset
 
 ROWS = [{"question": f"say {i}", "answer": str(i), "info": {"level": i}} for i in range(4)]
+TESTS = [{"question": "say 9", "answer": "9", "info": {"level": 0}}]
 
 
 def digits(completion: Any, answer: str, info: dict[str, int]) -> float:
@@ -84,6 +85,10 @@ KINDS: dict[str, Any] = {
     "tools": lambda **made: verifiers.ToolEnv(tools=[add], max_turns=3, **made),
     "strict": lambda **made: verifiers.ToolEnv(tools=[add], max_turns=3, stop_errors=[Exception], **made),
     "group": lambda **made: verifiers.EnvGroup([Echo(max_turns=2, **made), verifiers.SingleTurnEnv(**made)]),
+    "toolbox": lambda **made: verifiers.EnvGroup(
+        [verifiers.EnvGroup([verifiers.SingleTurnEnv(**made), verifiers.ToolEnv(tools=[add], max_turns=3, **made)])]
+    ),
+    "tested": lambda **made: verifiers.SingleTurnEnv(eval_dataset=Dataset.from_list(TESTS), **made),
 }
 
 

@@ -75,7 +75,7 @@ class OpenEnvEnvironment:
             response.reward = reward
 
     async def _rollout(self, response: Response, ask: Ask[Sequence[Message], Turn | None]) -> float:
-        """One episode; -> the sum of its rewards."""
+        """One episode; -> the sum of its rewards. RunFailed if it came to its end without one."""
         async with self._session() as session:
             observed = await self._observed(session, "reset", response.task.columns[ROW])
             messages: list[Message] = [{"role": "user", "content": observed.text}]
@@ -94,6 +94,8 @@ class OpenEnvEnvironment:
                     {"role": "user", "content": observed.text},
                 ]
         given = [reward for reward in rewards if reward is not None]
+        if not given and not observed.done:
+            return self.config.unfinished
         if not given or not math.isfinite(sum(given)):
             raise RunFailed(f"want at least one finite reward in an episode; got {rewards}")
         return sum(given)
@@ -102,7 +104,10 @@ class OpenEnvEnvironment:
     async def _session(self) -> AsyncIterator[ClientConnection]:
         """A connection, which has an environment of its own. RunFailed if the server is not reached or breaks off."""
         try:
-            async with connect(self._address, max_size=LARGEST_MESSAGE) as session:
+            # timeout_s is the only limit: an environment may block its server's loop while it computes
+            async with connect(
+                self._address, max_size=LARGEST_MESSAGE, open_timeout=None, ping_timeout=None
+            ) as session:
                 yield session
                 await session.send(json.dumps({"type": "close"}))
         except (TimeoutError, OSError, WebSocketException) as error:

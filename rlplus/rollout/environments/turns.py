@@ -67,6 +67,8 @@ class Turns:
         tokens, cut = self.response.tokens[self._start :], self.response.truncated or not self.response.ended
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
         content, calls = parse_calls(text) if tools else (text, [])
+        if any(self.tokenizer.eos_token in json.dumps(call, ensure_ascii=False) for call in calls):
+            content, calls = text, []  # a rendering of the call would hide where the turn ends
         self._turn = Turn(content, calls, len(tokens), cut)
         return self._turn
 

@@ -62,14 +62,17 @@ class VerifiersEnvironment:
         if self.environment.requires_group_rollouts:
             raise ValueError(f"rollout.environment {config.name}: rewards of a group as a whole are not supported")
         self._failures: list[tuple[str, Exception]] = []
-        for environment in (self.environment, *getattr(self.environment, "envs", ())):  # a group's parts
+        for environment in _parts(self.environment):
             _watch_rewards(environment.rubric, self._failures)
         self._together = Together(config.timeout_s)
 
     def problems(self, *, held_out: bool, count: int | None) -> Iterator[dict[str, Any]]:
-        """The rows of `get_dataset`, or with held_out of `get_eval_dataset`."""
+        """The rows of `get_dataset`, or with held_out of `get_eval_dataset`, which falls back to the former."""
         number = -1 if count is None else count
         rows = self.environment.get_eval_dataset(number) if held_out else self.environment.get_dataset(number)
+        if held_out and self.environment.eval_dataset is None:
+            raise ValueError(f"the environment {self.name} has no problems of its own for evaluations")
+        tools = [self._tools(row) for row in rows]
         for index, row in enumerate(rows):
             try:
                 json.dumps(row)
@@ -80,14 +83,17 @@ class VerifiersEnvironment:
                 "answer": str(row.get("answer") or "-"),
                 ROW: row,
             }
-            if tools := self._tools(row):
-                problem["tools"] = tools
+            if any(tools):  # a column has a value in every row
+                problem["tools"] = tools[index]
             yield problem
 
     def _tools(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         info = row.get("info") or {}
         info = json.loads(info) if isinstance(info, str) else info
-        return [_tool(tool) for tool in info.get("tool_defs", self.environment.tool_defs) or ()]
+        environment, route = self.environment, info.get("env_id") or row.get("task")
+        for name in route if isinstance(route, list) else [route]:  # groups pass a row on, by its route
+            environment = getattr(environment, "env_map", {}).get(str(name), environment)
+        return [_tool(tool) for tool in info.get("tool_defs", environment.tool_defs) or ()]
 
     def __call__(self, sampler: Sampler, responses: list[Response]) -> None:
         turns = [Turns(response, sampler.tokenizer) for response in responses]
@@ -207,6 +213,13 @@ def _tool(tool: Any) -> dict[str, Any]:
     given = tool if isinstance(tool, Mapping) else tool.model_dump()
     function = {key: given[key] for key in ("name", "description", "parameters")}
     return {"type": "function", "function": function}
+
+
+def _parts(environment: Any) -> Iterator[Any]:
+    """The environment, and those of a group."""
+    yield environment
+    for part in getattr(environment, "envs", ()):
+        yield from _parts(part)
 
 
 def _watch_rewards(rubric: Any, failures: list[tuple[str, Exception]]) -> None:
