@@ -6,7 +6,7 @@ with a permutation test over the seeds, corrected by Holm for all differences of
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -48,10 +48,7 @@ def rows_of(results: Results, title: str) -> list[Row]:
             rows.append(Row(setting, method, mean, found, difference, None))
             raw.append(None if method in (BASE, study.compared_with) else permutation_p(right - against))
     corrected = iter(holm([p for p in raw if p is not None]))
-    return [
-        row if p is None else Row(row.setting, row.method, row.pass_at_1, row.found, row.difference, next(corrected))
-        for row, p in zip(rows, raw, strict=True)
-    ]
+    return [row if p is None else replace(row, p=next(corrected)) for row, p in zip(rows, raw, strict=True)]
 
 
 def _finished(results: Results, study: Study, setting: str, method: str) -> list[Outcome]:

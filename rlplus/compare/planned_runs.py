@@ -9,8 +9,8 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from rlplus.compare.config import BASE, Comparison
-from rlplus.compare.launches import Run, Runner
-from rlplus.config import Config, with_first_model
+from rlplus.compare.launches import Runner
+from rlplus.config import with_first_model
 from rlplus.plan import Cluster, Plan, make_plan, show_bytes
 from rlplus.plan.speed import ASSUMPTIONS
 
@@ -63,20 +63,13 @@ def plan_comparison(comparison: Comparison, runner: Runner, cluster: Cluster) ->
     tried = runner.searches()
     found = []
     for setting, method in dict.fromkeys((*tried, *reported)):
-        *_, run = runner.chain(setting, 0, method)
+        chain = runner.chain(setting, 0, method)
+        configs = [runner.config_of(run) for run in (chain[0], chain[-1])]
         tries = tried.get((setting, method), [])
         steps = runner.config_of(tries[0]).train.steps if tries else None
-        plan = make_plan(_config(runner, run), cluster)
+        plan = make_plan(with_first_model(configs)[-1], cluster)  # its own model is yet to be trained
         found.append(PlannedRuns(setting, method, reported[setting, method], len(tries), steps, plan))
     return found
-
-
-def _config(runner: Runner, run: Run) -> Config:
-    """The run's configuration with the model that its chain begins with, which has the same shape."""
-    first = run
-    while first.before is not None:
-        first = first.before
-    return with_first_model([runner.config_of(first), runner.config_of(run)])[-1]
 
 
 def lines(planned: list[PlannedRuns]) -> Iterator[RenderableType]:
@@ -109,4 +102,5 @@ def lines(planned: list[PlannedRuns]) -> Iterator[RenderableType]:
     yield "Not in it: evaluations, validations, further rates of a search, and ends before train.steps."
     yield f"Assumed: {', '.join(ASSUMPTIONS)}."
     for each in planned:
-        yield from (f"{each.method} does not fit: {problem}" for problem in each.plan.memory.problems)
+        where = f" in {each.setting}" if several else ""
+        yield from (f"{each.method}{where} does not fit: {problem}" for problem in each.plan.memory.problems)

@@ -102,7 +102,7 @@ def test_the_plan_of_a_comparison_counts_every_run_once(
         ("SFT+GRPO", 2, None),
     ]
     assert main(["plan", str(path), "--gpus", "1", "--gpu", "1g"]) == 1
-    assert "GRPO does not fit: " in capsys.readouterr().out
+    assert "GRPO in short does not fit: " in capsys.readouterr().out
 
 
 def test_tries_of_a_method_with_another_ones_rate_are_what_others_start_from(tmp_path: Path, model: str) -> None:
