@@ -20,7 +20,7 @@ from rlplus.learner.pretrained import (
     with_overrides,
 )
 from rlplus.plan.cluster import GIB, GPUS, Cluster, gpus_a_rank, make_cluster, this_cluster
-from rlplus.plan.memory import MOMENTS, Memory, estimate_memory, sequence_bytes
+from rlplus.plan.memory import MOMENTS, Memory, checkpoint_bytes, estimate_memory, sequence_bytes
 from rlplus.plan.planned_model import Model, packed_shape
 from rlplus.plan.search import Remedy, find_remedies
 from rlplus.plan.speed import ASSUMPTIONS, estimate_seconds
@@ -36,7 +36,7 @@ class Plan:
 
     seconds: a step's time by phase, empty if unknown. remedies: only if the run does not fit. note: if the model's
     architecture is the copy that comes with a shipped configuration, the reason; and that rollout.vllm is not counted.
-    steps: None if the data decide it.
+    steps: None if the data decide it. checkpoint: bytes of one on the disk; checkpoints: the most there at a time.
     """
 
     cluster: Cluster
@@ -50,6 +50,8 @@ class Plan:
     seconds: dict[str, float]
     remedies: tuple[Remedy, ...]
     steps: int | None
+    checkpoint: int
+    checkpoints: int
     note: str
 
     @property
@@ -71,6 +73,8 @@ class Plan:
             "memory": {moment: parts | {"total": memory.total(moment)} for moment, parts in memory.parts.items()},
             "engine_memory": memory.engine,
             "host": memory.host,
+            "checkpoint": self.checkpoint,
+            "checkpoints": self.checkpoints,
             "full_sequences_in_cache": self.sequences,
             "seconds": self.seconds,
             "assumed": list(ASSUMPTIONS) if self.seconds else [],
@@ -111,6 +115,8 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
         estimate_seconds(config, model, memory, trainer),
         () if memory.fits else tuple(find_remedies(config, model, trainer)),
         config.train.steps,
+        checkpoint_bytes(config, model),
+        config.checkpoint.keep + 1 + (config.validation.every > 0),  # one being written; the best, however old
         note,
     )
 

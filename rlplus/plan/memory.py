@@ -171,6 +171,18 @@ def model_states(config: Config, model: Model, cluster: Cluster) -> States:
     )
 
 
+def checkpoint_bytes(config: Config, model: Model) -> int:
+    """Bytes of one checkpoint: of each learner AdamW's states, see `model_states`, and below stage 3 what is trained of
+    its weights, which at stage 3 are rounded from the fp32 ones. Frozen weights stay in the model's own files."""
+    states = 4 + ADAM_BYTES[config.train.optimizer]
+
+    def bytes_of(learner: Model) -> int:
+        stage = int(deepspeed_config(config, learner.trainable)["zero_optimization"]["stage"])
+        return int((states + (learner.itemsize if stage < 3 else 0)) * learner.trainable)
+
+    return sum(map(bytes_of, model.learners))
+
+
 def _gradient_bytes(settings: dict[str, Any], weight_bytes: int) -> int:
     """Bytes of a number of an accumulated gradient: 4, or a weight's. settings: DeepSpeed's configuration."""
     name = (settings.get("data_types") or {}).get("grad_accum_dtype")

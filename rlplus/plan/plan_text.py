@@ -46,6 +46,8 @@ def _lines(plan: Plan, data_refused: bool) -> Iterator[RenderableType]:
         yield f"A GPU that generates: {total} of {capacity} ({parts})"
     if plan.memory.host:
         yield f"and {show_bytes(plan.memory.host)} of each node's memory"
+    disk = show_bytes(plan.checkpoints * plan.checkpoint)
+    yield f"A checkpoint takes {show_bytes(plan.checkpoint)} of the disk; up to {plan.checkpoints} at a time, {disk}."
     if plan.sequences:
         yield f"The cache holds {plan.sequences} sequences of full length at a time."
     if plan.seconds:
