@@ -48,11 +48,11 @@ OWNED: dict[str, str] = {
 class RolloutConfig(Section):
     """The engine that samples responses."""
 
-    engine: Literal["auto", "vllm", "transformers"] = "auto"
-    """Library that samples. auto: vllm when it is installed, else transformers."""
+    engine: Literal["auto", "vllm", "sglang", "transformers"] = "auto"
+    """Library that samples. auto: vllm when it is installed, else transformers. sglang: with mode server only."""
     mode: Literal["colocated", "process", "server"] = "colocated"
     """Place of the engine. colocated: in the trainer's process, on its GPU. process: in a process of its own, on GPUs
-    of its own, started again when it dies. server: a vLLM server that you started, see server_url."""
+    of its own, started again when it dies. server: a server of vLLM or SGLang that you started, see server_url."""
     group_size: Count = 8
     """Members of a group. Where a demonstration takes a rollout's place (rlplus*, luffy, grpo-sft, chord), a prompt
     that has one gets group_size - 1 rollouts; with other presets, group_size."""
@@ -104,10 +104,12 @@ class RolloutConfig(Section):
     """A generation without a new token for longer hangs: an engine's process is then started again, as one that dies;
     in the other modes the run stops."""
     transfer: Literal["memory", "nccl", "ipc"] = "memory"
-    """Way of the weights to a server. memory: on the trainer's machine, checksummed. nccl: from GPU to GPU, on any
+    """Way of the weights to a vLLM server. memory: on the trainer's machine, checksummed. nccl: from GPU to GPU, on any
     machine. ipc: on the ranks' own GPUs. The last two are vLLM's, and have not run."""
     server_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
     """Address of the server, such as http://localhost:8000."""
+    weights_folder: str | None = None
+    """Folder that the trainer and an SGLang server can both read, through which weights go: room for one model."""
     function: Reference | None = None
     """A function, as "module:name" or "file.py:name", that makes the responses with the engine: tools, several turns,
     environments; see rlplus.rollout.custom_engine. In evaluations, too."""
@@ -118,6 +120,20 @@ class RolloutConfig(Section):
     def waiting(self) -> int:
         """Batches that wait for their last segment, once the first one has been drawn."""
         return -(-self.max_response_length // self.segment) - 1 if self.segment else 0
+
+    def _sglang_problems(self) -> list[str]:
+        if self.engine != "sglang":
+            return [f"weights_folder is for engine sglang; got {self.engine}"] if self.weights_folder else []
+        problems = []
+        if self.mode != "server":
+            problems.append(f"engine sglang is a server that you started: want mode server; got {self.mode}")
+        if self.weights_folder is None:
+            problems.append("engine sglang takes weights from weights_folder: want a folder that both can read")
+        if self.transfer != "memory":
+            problems.append(f"transfer {self.transfer} is vLLM's; engine sglang takes weights from weights_folder")
+        if self.top_k:
+            problems.append(f"engine sglang samples from the whole vocabulary here: want top_k 0; got {self.top_k}")
+        return problems
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -142,9 +158,10 @@ class RolloutConfig(Section):
         if (self.mode == "server") != (self.server_url is not None):
             problems.append(f"mode server and server_url belong together; got {self.mode}, {self.server_url}")
         if self.mode == "server" and self.engine == "transformers":
-            problems.append("mode server is a vLLM server: want engine auto or vllm; got transformers")
+            problems.append("mode server is one of vLLM or SGLang: want engine auto, vllm or sglang; got transformers")
         if self.mode == "server" and self.tensor_parallel_size > 1:
             problems.append("a server has its own --tensor-parallel-size: leave tensor_parallel_size out")
+        problems += self._sglang_problems()
         if not self.top_k and (self.top_p < 1 or self.min_p):
             problems.append(
                 f"top_p {self.top_p:g} and min_p {self.min_p:g} want top_k, which bounds how many tokens are kept for "

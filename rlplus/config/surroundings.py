@@ -18,8 +18,9 @@ MAY_CHANGE = {
     "train.steps", "train.epochs", "train.generated_tokens", "train.max_nonfinite", "train.collective_timeout_s",
     "reward.workers", "reward.timeout_s", "reward.memory_mb", "reward.on_failure",
     "rollout.push_bucket_mb", "rollout.push_timeout_s", "rollout.transfer", "rollout.progress_timeout_s",
-    "rollout.server_url", "rollout.max_logprob_gap", "rollout.sleep", "rollout.gpu_memory_utilization",
-    "rollout.kv_cache_memory_mb", "rollout.enforce_eager", "rollout.environment.timeout_s",
+    "rollout.server_url", "rollout.weights_folder", "rollout.max_logprob_gap", "rollout.sleep",
+    "rollout.gpu_memory_utilization", "rollout.kv_cache_memory_mb", "rollout.enforce_eager",
+    "rollout.environment.timeout_s",
     # Help for a run that was out of memory: these change a step's results by rounding only.
     "train.memory", "train.max_scratch_mb", "train.tokens_per_micro_batch", "model.gradient_checkpointing",
     "rollout.share_weights", "rollout.lora", "train.sequence_parallel",

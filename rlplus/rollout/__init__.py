@@ -2,7 +2,7 @@
 
 Two engines: `vllm` (the real one) and `transformers` (embedded, for small models and machines without vLLM). They keep
 a copy of the model, which `push_weights` brings up to date. Where they run, `rollout.mode` says: in the trainer's
-process, in a process of their own, or (vLLM) in a server that the user started.
+process, in a process of their own, or (vLLM) in a server that the user started. A third one, `sglang`, is a server's.
 """
 
 import logging
@@ -85,6 +85,10 @@ def make_engine(
         "trust_remote_code": trust_remote_code,
         "config_path": config_path,
     }
+    if config.engine == "sglang":
+        from rlplus.rollout.sglang_engine import SGLangEngine
+
+        return SGLangEngine(config, model_path, **settings)
     if config.mode == "server":
         from rlplus.rollout.server_engine import ServerEngine
 

@@ -5,11 +5,8 @@ does not ask for it on the development endpoints: anyone who can reach the port 
 listens on this machine alone unless it is told otherwise.
 """
 
-import logging
 import math
-import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -20,10 +17,11 @@ from rlplus.common.kept_sets import KeptSets
 from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
 from rlplus.rollout.clock import rank
+from rlplus.rollout.http_engine import HttpEngine
 from rlplus.rollout.library_push import LibraryPush
-from rlplus.rollout.protocol import Completion, Request, Sampling, check_logprobs, check_requests
-from rlplus.rollout.push import BACKEND, EXTENSION, parameter_shapes, watched
-from rlplus.rollout.server_http import PATIENCE_S, RESTART, Refused, Requests, parsed, split
+from rlplus.rollout.protocol import Completion, Request, Sampling
+from rlplus.rollout.push import BACKEND, EXTENSION
+from rlplus.rollout.server_http import PATIENCE_S, RESTART, Requests, parsed
 from rlplus.rollout.server_push import Control, MemoryPush
 from rlplus.rollout.vllm_engine import check_sampling, no_masks, prompt_seeds
 
@@ -35,14 +33,11 @@ FP32_HEAD = """ --hf-overrides '{"head_dtype": "float32"}'"""
 WEIGHTS = ' --weight-transfer-config \'{"backend": "%s"}\''
 PICKLED = "VLLM_ALLOW_INSECURE_SERIALIZATION=1 "  # vLLM asks for it where descriptions of GPU memory come by HTTP
 GENERATE = "/inference/v1/generate"
-CONNECTIONS = 64  # prompts at a time from each rank; the server batches what it has
 TOKENS = "vllm:generation_tokens_total"  # a name in /metrics: grows with every token of every request
 NO_LOGPROB = -9999.0  # the server writes it for NaN and for -inf
 
-logger = logging.getLogger(__name__)
 
-
-class ServerEngine:
+class ServerEngine(HttpEngine):
     """One server for all ranks. ValueError if none answers, or if it was not started so that logprobs are exact."""
 
     def __init__(
@@ -56,21 +51,18 @@ class ServerEngine:
         trust_remote_code: bool = False,
         config_path: str | None = None,
     ) -> None:
-        assert config.server_url is not None
-        self._http = Requests(split(config.server_url))
-        self._url = self._http.url.geturl()
-        self._shapes, self._vocabulary = parameter_shapes(
-            config_path or model_path, trust_remote_code=trust_remote_code
+        super().__init__(
+            "vllm",
+            config,
+            model_path,
+            max_model_len=max_model_len,
+            eos_token_id=eos_token_id,
+            trust_remote_code=trust_remote_code,
+            config_path=config_path,
         )
-        self._max_model_len, self._eos = max_model_len, eos_token_id
-        self._timeout_s, self._progress_s = config.push_timeout_s, config.progress_timeout_s
-        self._version: int | None = None
-        self._failure: str | None = "the server may hold any weights: push before generating"
-        self._closed = self._broken = False
-        self._generating: Requests | None = None
-        self.name = f"vllm at {self._url}"
         self._most_kept = config.top_k
         self._backend = BACKEND if config.transfer == "memory" else config.transfer
+        self.may_mix = self._backend != BACKEND  # vLLM's own ways do not repair a model
         serve = SERVE.format(model=model_path, dtype=dtype, length=max_model_len) + WEIGHTS % self._backend
         ways = {"memory": f"{serve} --worker-extension-cls {EXTENSION}", "ipc": PICKLED + serve}
         serve = ways.get(config.transfer, serve)
@@ -143,15 +135,11 @@ class ServerEngine:
             problems.append("on the CPU vLLM fails on a seeded prompt in two parts: --no-enable-chunked-prefill")
         return problems, int(scheduler["max_num_seqs"])
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
-        http = self._generating = Requests(self._http.url)  # set first, so that no `close` misses it
-        if self._failure:
-            raise RuntimeError(self._failure)
-        check_requests(requests, sampling, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
+    def _params(self, requests: Sequence[Request], sampling: Sampling) -> list[dict[str, Any]]:
         check_sampling(sampling, self._most_kept)
         if (most := max((request.n for request in requests), default=0)) > self._most:
             raise ValueError(f"want at most {self._most} responses a prompt (the server's --max-num-seqs); got {most}")
-        params = [
+        return [
             {
                 "n": request.n if sampling.temperature else 1,
                 "temperature": sampling.temperature,
@@ -167,44 +155,6 @@ class ServerEngine:
             }
             for request, seed in zip(requests, prompt_seeds(requests, sampling.seed), strict=True)
         ]
-        pool = ThreadPoolExecutor(CONNECTIONS)
-        activity.rollouts.begin(sum(r.n if sampling.temperature else 1 for r in requests if r.n))
-        try:
-            asked = [pool.submit(self._ask, http, r.prompt, p) for r, p in zip(requests, params, strict=True) if r.n]
-            self._await(asked)
-            answers = iter([future.result() for future in asked])
-        except OSError as error:
-            if self._closed:
-                raise RuntimeError(self._failure) from error
-            if isinstance(error, Refused) and error.status < 500:  # the request's fault: it would be refused again
-                raise RunFailed(f"{self.name} refused: {error}") from error
-            raise RunFailed(f"{self.name} did not answer: {error}") from error
-        finally:
-            http.hang_up()  # the server drops what it still works on, where we would wait for it in the next line
-            pool.shutdown(cancel_futures=True)
-        groups = [next(answers) if request.n else [] for request in requests]
-        return check_logprobs(
-            groups if sampling.temperature else [group * r.n for group, r in zip(groups, requests, strict=True)]
-        )
-
-    def _await(self, asked: list[Future[list[Completion]]]) -> None:
-        """Return when all are answered, raise when one fails; OSError when the server makes no progress any more.
-
-        An answer may take as long as it takes to generate, so its tokens are what has a limit.
-        """
-        left, tokens, since = set(asked), -1.0, time.monotonic()
-        while left:
-            done, left = wait(left, min(PATIENCE_S, self._progress_s / 2), FIRST_EXCEPTION)
-            for future in done:
-                future.result()
-            before, tokens = tokens, tokens if done else self._tokens()
-            if done or tokens != before:
-                since = time.monotonic()
-            elif time.monotonic() - since >= self._progress_s:
-                raise OSError(
-                    f"no answer and no token for {self._progress_s:g} s (rollout.progress_timeout_s): it hangs. "
-                    f"{RESTART}"
-                )
 
     def _tokens(self) -> float:
         """Generated by the server so far, for whomever; OSError where it does not tell."""
@@ -214,7 +164,7 @@ class ServerEngine:
             raise OSError(f"want {TOKENS} in GET /metrics, which --disable-log-stats leaves out; got none")
         return sum(map(float, counts))
 
-    def _ask(self, http: "Requests", prompt: Sequence[int], params: dict[str, Any]) -> list[Completion]:
+    def _ask(self, http: Requests, prompt: Sequence[int], params: dict[str, Any]) -> list[Completion]:
         answer = parsed(http.send("POST", GENERATE, {"token_ids": list(prompt), "sampling_params": params}))
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -241,42 +191,12 @@ class ServerEngine:
         kept = None if mask is None else KeptSets.of(mask)
         return Completion(choice["token_ids"], finite, choice["finish_reason"] == "length", kept=kept)
 
-    def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        if self._closed:
-            raise RuntimeError(self._failure)
-        if self._broken:
-            raise RunFailed(f"{self.name} holds a mixture of two models after a push that failed. {RESTART}")
-        self._failure = f"the push of version {version} failed half-way: push a whole model before generating"
-        self._broken = self._backend != BACKEND  # vLLM's own engines do not repair a model
-        failed = ""
-        with watched(weights, self._shapes, version=version, timeout_s=self._timeout_s) as checked:
-            try:
-                if self._push is not None:
-                    self._push.send(checked, version)
-            except (RunFailed, ValueError):  # the clock's, and the trainer's own mistakes
-                raise
-            except OSError as error:
-                failed = str(error)
-            except Exception as error:  # whatever it is: the other ranks wait for word of it
-                failed = repr(error)
-            for _ in checked:  # the other ranks gather with this one
-                pass
-        if dist.is_initialized():
-            failed = max(agree.gathered(failed))  # which also keeps the others from generating too early
-        if failed:
-            raise RunFailed(f"{self.name} did not take the weights of version {version}: {failed}")
-        self._version, self._failure, self._broken = version, None, False
-
-    def sleep(self) -> None:
-        """Stays awake: it has its GPUs to itself."""
-
-    def close(self) -> None:
-        """The server stays, with the last weights; what another thread asks of it ends."""
-        if self._closed:
-            return
-        self._closed, self._failure = True, "the engine is closed"
-        if self._generating is not None:
-            self._generating.hang_up()
+    def _send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         if self._push is not None:
-            self._push.close()
-            logger.info("%s goes on, with the weights of version %s: this run pushes no more", self.name, self._version)
+            self._push.send(weights, version)
+
+    def _stop_pushing(self) -> bool:
+        if self._push is None:
+            return False
+        self._push.close()
+        return True

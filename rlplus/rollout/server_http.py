@@ -1,4 +1,4 @@
-"""HTTP to a vLLM server."""
+"""HTTP to a server of vLLM or SGLang."""
 
 import errno
 import http.client
@@ -16,18 +16,20 @@ PATIENCE_S = 60.0  # limit for a connection and for what a server always answers
 
 
 RESTART = "Start it again, and the run with --resume"
-HINTS = {
-    401: "Is VLLM_API_KEY that of the server?",
-    403: "Does a proxy before the server want something else?",
-    404: "Was it started with VLLM_SERVER_DEV_MODE=1?",
-}
+KEYS = {"vllm": "VLLM_API_KEY", "sglang": "SGLANG_API_KEY"}  # environment variables with a server's key
+NOT_FOUND = {"vllm": "Was it started with VLLM_SERVER_DEV_MODE=1?", "sglang": "Is it a server of SGLang 0.5?"}
 
 
 class Refused(OSError):
     """The server answered, but not with 200."""
 
-    def __init__(self, request: str, status: int, text: bytes) -> None:
-        hint = HINTS.get(status, f"Its log says more. {RESTART}, if it has died" if status >= 500 else "")
+    def __init__(self, request: str, status: int, text: bytes, library: str = "vllm") -> None:
+        hints = {
+            401: f"Is {KEYS[library]} that of the server?",
+            403: "Does a proxy before the server want something else?",
+            404: NOT_FOUND[library],
+        }
+        hint = hints.get(status, f"Its log says more. {RESTART}, if it has died" if status >= 500 else "")
         super().__init__(f"{request} was answered with {status}: {_reason(text)}{hint and '. '}{hint}")
         self.status = status
 
@@ -35,9 +37,9 @@ class Refused(OSError):
 class Requests:
     """HTTP to one server from several threads, until `hang_up` ends what is under way and whatever comes after."""
 
-    def __init__(self, url: SplitResult) -> None:
-        self.url = url
-        self._headers = {"Content-Type": "application/json"} | _authorization()
+    def __init__(self, url: SplitResult, library: str = "vllm") -> None:
+        self.url, self.library = url, library
+        self._headers = {"Content-Type": "application/json"} | _authorization(KEYS[library])
         self._lock = threading.Lock()
         self._under_way: set[socket.socket] = set()
         self._over = False
@@ -60,13 +62,14 @@ class Requests:
         except (http.client.HTTPException, OSError) as error:
             limit = f"{timeout_s:g} s{setting and ', '}{setting}" if timeout_s else ""
             limit = limit if connected else f"{PATIENCE_S:g} s"
-            raise OSError(f"{method} {path}: {type(error).__name__} {error}. {_advice(error, limit)}") from error
+            advice = _advice(error, limit, self.library)
+            raise OSError(f"{method} {path}: {type(error).__name__} {error}. {advice}") from error
         finally:
             with self._lock:
                 self._under_way.discard(connected)
             connection.close()
         if response.status != 200:
-            raise Refused(f"{method} {path}", response.status, answer)
+            raise Refused(f"{method} {path}", response.status, answer, self.library)
         return answer
 
     def _begin(self, connected: socket.socket, timeout_s: float | None) -> None:
@@ -105,15 +108,15 @@ def split(url: str) -> SplitResult:
     return parts._replace(path=parts.path.rstrip("/"))
 
 
-def _authorization() -> dict[str, str]:
-    """The header with the server's key. ValueError where VLLM_API_KEY cannot be in one."""
-    key = os.environ.get("VLLM_API_KEY", "")
+def _authorization(variable: str) -> dict[str, str]:
+    """The header with the server's key. ValueError where the variable's value cannot be in one."""
+    key = os.environ.get(variable, "")
     if not (key.isascii() and key.isprintable()):
-        raise ValueError("want VLLM_API_KEY of printable ASCII; got other characters, such as the end of a line")
+        raise ValueError(f"want {variable} of printable ASCII; got other characters, such as the end of a line")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _advice(error: OSError | http.client.HTTPException, limit: str) -> str:
+def _advice(error: OSError | http.client.HTTPException, limit: str, library: str) -> str:
     """Advice to the user about a request without an answer, by its cause."""
     if isinstance(error, socket.gaierror):
         return "Is the host in rollout.server_url right?"
@@ -124,7 +127,7 @@ def _advice(error: OSError | http.client.HTTPException, limit: str) -> str:
     if isinstance(error, (ConnectionError, http.client.IncompleteRead)):
         return f"It has ended, or nothing listens there. {RESTART}"
     if isinstance(error, http.client.HTTPException):
-        return "Is it a vLLM server, and http rather than https?"
+        return f"Is it a server of {library}, and http rather than https?"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "That is this machine's limit of open files (ulimit -n)"
     return "Can this machine reach the host in rollout.server_url (its network, a firewall)?"
@@ -138,7 +141,8 @@ def parsed(text: bytes) -> Any:
 
 
 def _reason(text: bytes) -> str:
-    """vLLM's message in an answer of its own, else the answer."""
+    """The server's message in an answer of its own, else the answer."""
     with suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(text)["error"]["message"])[:500]
+        answer = json.loads(text)
+        return str(answer["message"] if "message" in answer else answer["error"]["message"])[:500]
     return text.decode(errors="replace")[:500]

@@ -69,7 +69,7 @@ def test_unknown_key_names_the_nearest(minimal: Path, override: str, line: str) 
         ("train.zero_stage=4", "train.zero_stage: want 1, 2 or 3; got 4 (int)"),
         (
             "rollout.engine=vlm",
-            "rollout.engine: want 'auto', 'vllm' or 'transformers'; got 'vlm' (str); nearest: vllm",
+            "rollout.engine: want 'auto', 'vllm', 'sglang' or 'transformers'; got 'vlm' (str); nearest: vllm",
         ),
         (
             "reward.kind=mathverify",

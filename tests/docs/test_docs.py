@@ -252,6 +252,10 @@ def check_vllm(words: Sequence[str], folder: Path) -> None:
     check_options(words, ROOT / "rlplus/rollout/server_engine.py")
 
 
+def check_sglang(words: Sequence[str], folder: Path) -> None:
+    check_options(words, ROOT / "rlplus/rollout/sglang_engine.py")
+
+
 def nothing(words: Sequence[str], folder: Path) -> None:
     """A program of the system."""
 
@@ -259,7 +263,7 @@ def nothing(words: Sequence[str], folder: Path) -> None:
 PROGRAMS: dict[str, Callable[[list[str], Path], None]] = {
     "rlplus": check_rlplus, "torchrun": check_torchrun, "deepspeed": check_deepspeed, "pip": check_pip,
     "python": check_python, "python3": check_python, "rlplus-bench": check_bench, "make": check_make,
-    "pytest": check_pytest, "vllm": check_vllm, "source": nothing,
+    "pytest": check_pytest, "vllm": check_vllm, "sglang": check_sglang, "source": nothing,
 }  # fmt: skip
 
 

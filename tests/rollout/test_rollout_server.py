@@ -14,6 +14,7 @@ import torch
 from rollout_models import EOS, PROMPTS, requests, save, tiny_model
 from servers import FINISHING, INIT, PUSH, STARTING, FakeServer, ask, connect
 
+import rlplus.rollout.http_engine
 import rlplus.rollout.server_engine
 from rlplus.common import activity
 from rlplus.common.kept_sets import KeptSets
@@ -267,7 +268,8 @@ def test_a_server_that_hangs_and_one_that_is_slow(
     is stopped; and one that still generates when nothing has been answered for longer than the limit."""
     engine = holding(fake, tmp_path, 3, 9)
     with monkeypatch.context() as patch:
-        patch.setattr(rlplus.rollout.server_engine, "PATIENCE_S", 0.2)
+        for module in (rlplus.rollout.http_engine, rlplus.rollout.server_engine):
+            patch.setattr(module, "PATIENCE_S", 0.2)
         fake.silent = True
         with pytest.raises(RunFailed, match=r"did not answer: GET /metrics: TimeoutError .* longer than 0.2 s. Start"):
             ask(engine)

@@ -16,7 +16,7 @@ CAUSES = [
     (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), f"It has ended, or nothing listens there. {RESTART}"),
     (http.client.RemoteDisconnected("closed"), f"It has ended, or nothing listens there. {RESTART}"),
     (http.client.IncompleteRead(b""), f"It has ended, or nothing listens there. {RESTART}"),
-    (http.client.BadStatusLine("\x15"), "Is it a vLLM server, and http rather than https?"),
+    (http.client.BadStatusLine("\x15"), "Is it a server of vllm, and http rather than https?"),
     (ssl.SSLCertVerificationError(1, "self-signed"), "with a certificate that this machine trusts (SSL_CERT_FILE)?"),
     (PermissionError(errno.EACCES, "denied"), "Can this machine reach the host in rollout.server_url"),
     (OSError(errno.EHOSTUNREACH, "No route"), "Can this machine reach the host in rollout.server_url"),
@@ -42,7 +42,7 @@ def test_an_error_says_what_to_do_by_its_cause(monkeypatch: pytest.MonkeyPatch, 
 def test_a_request_without_a_limit_ends_where_its_machine_is_gone() -> None:
     """By keep-alive: with ETIMEDOUT, which is a TimeoutError, too."""
     gone = OSError(errno.ETIMEDOUT, "Connection timed out")
-    assert server_http._advice(gone, "") == f"Its machine is gone. {RESTART}"
+    assert server_http._advice(gone, "", "vllm") == f"Its machine is gone. {RESTART}"
 
 
 def test_a_limit_names_its_setting() -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from servers import Server, metric
 from trainer_runs import metrics, run_config
 
+import rlplus.rollout.http_engine
 import rlplus.rollout.server_engine
 from rlplus import checkpoint
 from rlplus.config import Config
@@ -175,7 +176,7 @@ def test_a_server_that_hangs_ends_the_run(
 ) -> None:
     """SIGSTOP: its connections stay, but it does not even say that it is well. Then a server that dies in a push."""
     with monkeypatch.context() as patch:
-        patch.setattr(rlplus.rollout.server_engine, "wait", lambda left, _, when: wait(left, 3.0, when))
+        patch.setattr(rlplus.rollout.http_engine, "wait", lambda left, _, when: wait(left, 3.0, when))
 
         def stop() -> None:
             patch.setattr(

@@ -1,0 +1,193 @@
+"""Rollouts by an SGLang server that the user started: token ids over HTTP, weights through a folder that both can read.
+
+What the server must be started with stands in SERVE. The key of SGLANG_API_KEY, where it is set, is sent along. Anyone
+who can reach the port can replace the weights; SGLang listens on this machine alone unless it is told otherwise.
+"""
+
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlplus.common import activity
+from rlplus.config import RolloutConfig
+from rlplus.errors import RunFailed
+from rlplus.rollout.clock import rank
+from rlplus.rollout.http_engine import HttpEngine
+from rlplus.rollout.protocol import Completion, Request, Sampling
+from rlplus.rollout.server_http import PATIENCE_S, Requests, parsed
+from rlplus.rollout.server_push import TIMEOUT
+from rlplus.rollout.vllm_engine import prompt_seeds
+
+SERVE = (
+    "sglang serve --model-path {model} --skip-tokenizer-init --enable-metrics --dtype {dtype} --context-length {length}"
+)
+FP32_HEAD = " --enable-fp32-lm-head"
+# Names in /metrics: the tokens of requests that have ended, and those in the cache, which grow with those under way.
+TOKENS = ("sglang:generation_tokens_total", "sglang:num_used_tokens")
+SHARD_BYTES = 2 * 2**30
+
+
+class SGLangEngine(HttpEngine):
+    """One server for all ranks. ValueError if none answers, or if it was not started so that logprobs are exact.
+
+    SGLang ends a response at each end token of the model's own files. Where that is not the run's, the response goes on
+    in another request, so that a response ends as with the other engines.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_path: str,
+        *,
+        dtype: str,
+        max_model_len: int,
+        eos_token_id: int,
+        trust_remote_code: bool = False,
+        config_path: str | None = None,
+    ) -> None:
+        super().__init__(
+            "sglang",
+            config,
+            model_path,
+            max_model_len=max_model_len,
+            eos_token_id=eos_token_id,
+            trust_remote_code=trust_remote_code,
+            config_path=config_path,
+        )
+        assert config.weights_folder is not None
+        self._folder = Path(config.weights_folder).absolute() / "rlplus-weights"
+        self._fp32_head = config.head_dtype == "float32" != dtype
+        serve = SERVE.format(model=model_path, dtype=dtype, length=max_model_len)
+        self._check_server(dtype, serve + FP32_HEAD if self._fp32_head else serve)
+
+    def _check_server(self, dtype: str, serve: str) -> None:
+        want = f"want at {self._url} a server started with: {serve}"
+        try:
+            info = parsed(self._http.send("GET", "/server_info", timeout_s=PATIENCE_S))
+            problems = self._problems(info, dtype)
+            self._tokens()
+        except OSError as error:
+            raise ValueError(f"{want}; {error}") from error
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{want}, SGLang 0.5; what is there tells nothing of {error}") from error
+        if problems:
+            raise ValueError(f"{want}; {'; '.join(problems)}")
+
+    def _problems(self, info: dict[str, Any], dtype: str) -> list[str]:
+        """The settings that keep the server from being exact."""
+        problems = []
+        if not info["skip_tokenizer_init"]:
+            problems.append("it has a tokenizer, and with it stop strings and limits of its own")
+        if info["dtype"] != dtype:
+            problems.append(f"its dtype is {info['dtype']}")
+        if self._fp32_head and not info["enable_fp32_lm_head"]:
+            problems.append(f"its logits are {dtype}, which the trainer's are not (or want rollout.head_dtype model)")
+        if info["context_length"] is None or info["context_length"] < self._max_model_len:
+            problems.append(f"its --context-length is {info['context_length']}")
+        return problems
+
+    def _params(self, requests: Sequence[Request], sampling: Sampling) -> list[dict[str, Any]]:
+        if sampling.top_k:
+            raise ValueError(f"want top_k 0, the whole vocabulary, from an SGLang server; got {sampling.top_k}")
+        common = {
+            "temperature": sampling.temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": [self._eos, *sampling.stop],
+        }
+        return [  # seeds count where the server runs with --enable-deterministic-inference
+            common | {"max_new_tokens": request.max_tokens, "sampling_seed": seed, "n": request.n}
+            for request, seed in zip(requests, prompt_seeds(requests, sampling.seed), strict=True)
+        ]
+
+    def _ask(self, http: Requests, prompt: Sequence[int], params: dict[str, Any]) -> list[Completion]:
+        greedy, limit, seed = not params["temperature"], params["max_new_tokens"], params["sampling_seed"]
+        responses = [Completion([], [], True) for _ in range(1 if greedy else params["n"])]
+        left = list(range(len(responses)))
+        while left:
+            body = {
+                "input_ids": [[*prompt, *responses[i].tokens] for i in left],
+                "sampling_params": [
+                    params | {"n": 1, "max_new_tokens": limit - len(responses[i].tokens), "sampling_seed": seed + i}
+                    for i in left
+                ],
+                "return_logprob": True,
+            }
+            answers = parsed(http.send("POST", "/generate", body))
+            try:
+                if len(answers) != len(left):
+                    raise RunFailed(f"want {len(left)} responses from {self.name}; got {len(answers)}")
+                for i, answer in zip(left, answers, strict=True):
+                    responses[i] = self._continued(responses[i], answer, params["stop_token_ids"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise RunFailed(f"want an answer of SGLang 0.5 from {self.name}; got {str(answers)[:500]}") from error
+            left = [i for i in left if responses[i].truncated and len(responses[i].tokens) < limit]
+        activity.rollouts.add(len(responses), sum(len(each.tokens) for each in responses))
+        return responses
+
+    def _continued(self, before: Completion, answer: dict[str, Any], stops: Sequence[int]) -> Completion:
+        """A response with the tokens of an answer; `truncated` until it has come to a stop token of the run."""
+        meta = answer["meta_info"]
+        if (ended := meta["finish_reason"]["type"]) not in ("stop", "length"):
+            raise RunFailed(f"{self.name} ended a response with {ended}: want stop or length")
+        versions = {span["version"] for span in meta["weight_versions"]}
+        if versions != {str(self._version)}:
+            raise RunFailed(
+                f"{self.name} generated with the weights of {sorted(versions)}; want those of {self._version}. "
+                "Does another run push to this server, or was it started again?"
+            )
+        drawn = meta["output_token_logprobs"]  # (logprob, token, no text); `output_ids` lack a stop token
+        if not drawn:
+            raise RunFailed(f"{self.name} answered without a token")
+        tokens = [token for _, token, _ in drawn]
+        logprob = [-math.inf if value is None else value for value, _, _ in drawn]  # JSON has no infinity
+        stopped = ended == "stop" and tokens[-1] in stops
+        return Completion(before.tokens + tokens, before.logprob + logprob, not stopped)
+
+    def _tokens(self) -> float:
+        text = self._http.send("GET", "/metrics", timeout_s=PATIENCE_S).decode(errors="replace")
+        counts = [float(line.split()[-1]) for line in text.splitlines() if line.startswith(TOKENS)]
+        if not any(line.startswith(f"{TOKENS[1]}{{") for line in text.splitlines()):
+            raise OSError(f"want {TOKENS[1]} in GET /metrics, which --enable-metrics turns on; got none")
+        return sum(counts)
+
+    def _send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        if rank() > 0:
+            return
+        shutil.rmtree(self._folder, ignore_errors=True)  # left by a run that was killed
+        self._folder.mkdir(parents=True)
+        for number, shard in enumerate(_shards(weights)):
+            save_file(shard, self._folder / f"model-{number:05d}.safetensors")
+        body = {"model_path": str(self._folder), "weight_version": str(version)}
+        limit_s = self._timeout_s / 2
+        answer = self._http.send("POST", "/update_weights_from_disk", body, timeout_s=limit_s, setting=TIMEOUT)
+        if not parsed(answer).get("success"):
+            raise OSError(f"POST /update_weights_from_disk: {answer.decode(errors='replace')[:500]}")
+        shutil.rmtree(self._folder)
+
+    def _stop_pushing(self) -> bool:
+        if rank() > 0:
+            return False
+        shutil.rmtree(self._folder, ignore_errors=True)  # left by a push that failed
+        return True
+
+
+def _shards(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Copies in this machine's memory, about SHARD_BYTES at a time."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, weight in weights:
+        if shard and size + weight.nbytes > SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = torch.empty_like(weight, device="cpu", memory_format=torch.contiguous_format).copy_(weight)
+        size += weight.nbytes
+    yield shard
