@@ -104,7 +104,7 @@ RULES: tuple[Rule, ...] = (
         "train.deepspeed.gradient_clipping takes its place",
     ),
     (
-        "rollout.top_k rollout.segment "
+        "rollout.top_k rollout.routing_replay rollout.segment "
         "train.generated_tokens train.overlap algorithm.normalize_std algorithm.advantage algorithm.advantage_k "
         "algorithm.refill algorithm.shaping algorithm.reward_kl_coef "
         "algorithm.objective.internal algorithm.ratio_level algorithm.mismatch_level algorithm.top_entropy "

@@ -65,6 +65,9 @@ class RolloutConfig(Section):
     """Share of the probability of those top_k tokens that the likeliest ones of them, which are kept, reach."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Least probability of a token that is kept, as a share of the likeliest one's."""
+    routing_replay: bool = False
+    """For mixtures of experts: the policy's logprobs and gradients are those with the experts that the engine chose for
+    each token. It returns them, in a byte for each layer and chosen expert of a token, or 2 beyond 255 experts."""
     max_response_length: Count
     """Longest response; sampling ends there."""
     segment: Count | None = None
@@ -169,6 +172,11 @@ class RolloutConfig(Section):
             )
         if self.top_k == 1:
             problems.append("top_k 1 keeps one token, whose probability is 1: nothing is learned; want 0, or 2 or more")
+        if self.routing_replay and (self.mode == "server" or self.engine == "vllm"):
+            problems.append(
+                "routing_replay: the transformers engine returns the experts that it chose: want engine transformers, "
+                f"in mode colocated or process; got engine {self.engine} in mode {self.mode}"
+            )
         if self.sleep and (self.mode != "colocated" or self.engine == "transformers"):
             problems.append(f"sleep is for vLLM in mode colocated; got engine {self.engine} in mode {self.mode}")
         if self.share_weights and (self.engine != "transformers" or self.mode != "colocated"):

@@ -119,6 +119,8 @@ class Config(Sections):
             )
         if self.train.shard_head and self.rollout.top_k:
             problems.append(f"train.shard_head has the whole vocabulary only; got rollout.top_k {self.rollout.top_k}")
+        if self.train.compile and self.rollout.routing_replay:
+            problems.append("rollout.routing_replay: hooks on routers were not compiled: want train.compile false")
         problems += self._refill_problems()
         problems += self._option_problems()
         problems += self._learner_problems()

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlplus.common.chosen_experts import Experts, placed
 from rlplus.common.kept_sets import KeptSets
 
 Value = TypeVar("Value", bool, float)
@@ -42,6 +43,8 @@ class Sample:
     value, returns  of the state before each response token: a learner's value, and its target; None = unknown
     kept            the tokens that each response token was sampled from (rollout.top_k): its policy is the softmax over
                     these, in every logprob above and in the loss; None = the whole vocabulary
+    experts         with rollout.routing_replay the experts (tokens, layers, k) that the engine chose for the first
+                    tokens of prompt and response, see `rlplus.common.chosen_experts`; None = unknown
     teacher_prompt  the prompt under which a teacher sees the response, if it is another one
     segments        with rollout.segment the sampled parts of the response, in order: the version of the weights that
                     sampled it, and its number of tokens
@@ -65,6 +68,7 @@ class Sample:
     detail: str = ""
     grade: float | None = None
     kept: KeptSets | None = None
+    experts: Experts | None = None
     teacher_prompt: Sequence[int] | None = None
     segments: Sequence[tuple[int, int]] = ()
     metrics: Mapping[str, float] | None = None
@@ -107,6 +111,7 @@ class MicroBatch:
     tokens: prompt and response tokens, without padding
     old_logprob, ref_logprob, entropy_weight (N,) float32: set by the trainer where the objective needs them
     kept_counts (N,), kept_tokens int32: the tokens that each was sampled from, see `Sample.kept`; None if none has any
+    experts (R, L, layers, k): the experts that are replayed, see `RoutingReplay.use`; None if no sample has any
     whole_position_ids: in a shard, the position_ids of the whole micro-batch; else None
     lengths: of the sequences in each row, and of the padding at its end; empty in a shard
     forward_only: no token has a gradient; it counts in the statistics of the update alone
@@ -131,6 +136,7 @@ class MicroBatch:
     entropy_weight: Tensor | None = None
     kept_counts: Tensor | None = None
     kept_tokens: Tensor | None = None
+    experts: Tensor | None = None
     whole_position_ids: Tensor | None = None
     lengths: tuple[tuple[int, ...], ...] = ()
     forward_only: bool = False
@@ -152,6 +158,8 @@ class MicroBatch:
     def as_one_row(self) -> Self:
         """The same tokens as one row (1, R * L)."""
         one = {name: getattr(self, name).reshape(1, -1) for name in ("input_ids", "position_ids")}
+        if self.experts is not None:
+            one["experts"] = self.experts.flatten(0, 1)[None]
         return replace(self, **one, lengths=(tuple(chain(*self.lengths)),) if self.lengths else ())
 
     def shard(self, index: int, count: int) -> Self:
@@ -179,6 +187,7 @@ class MicroBatch:
             self,
             input_ids=self.input_ids[:, part],
             position_ids=self.position_ids[:, part],
+            experts=None if self.experts is None else self.experts[:, part],
             whole_position_ids=self.position_ids,
             lengths=(),
             tokens=rows * width,
@@ -288,6 +297,9 @@ def _check(index: int, sample: Sample, weight: Tensor, row_length: int) -> None:
             raise ValueError(f"sample {index}: want {response} {name}; got {len(values)}")
     if sample.kept is not None and len(sample.kept) != response:
         raise ValueError(f"sample {index}: want {response} kept sets; got {len(sample.kept)}")
+    if sample.experts is not None and len(sample.experts) > len(sample.prompt) + response:
+        tokens = len(sample.prompt) + response
+        raise ValueError(f"sample {index}: want the experts of {tokens} tokens at most; got {len(sample.experts)}")
 
 
 def _micro_batch(
@@ -321,9 +333,11 @@ def _micro_batch(
     values = {name: [getattr(sample, name) for sample in chosen] for name in ("value", "returns")}
     learned: dict[str, Any] = {n: joined(given, torch.float32) for n, given in values.items() if None not in given}
     learned |= _joined_sets(chosen)
+    if known := [(place, s.experts) for place, s in zip(starts, chosen, strict=True) if s.experts is not None]:
+        learned["experts"] = torch.from_numpy(placed(known, len(rows) * width)).unflatten(0, (len(rows), width))
     if all(sample.teacher_prompt is not None for sample in chosen):
         asked = {
-            index: replace(sample, prompt=sample.teacher_prompt or (), teacher_prompt=None)
+            index: replace(sample, prompt=sample.teacher_prompt or (), teacher_prompt=None, experts=None)
             for index, sample in zip(order, chosen, strict=True)
         }
         learned["teacher"] = _micro_batch(rows, asked, token_weight, pad_id, multiple)

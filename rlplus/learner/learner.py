@@ -57,7 +57,10 @@ class Learner:
         if train.compile:
             _compile_layers(lm)
         sharded = train.shard_head and own is None  # the policy's; models beside it gather theirs
-        model = PackedModel(lm, self.group, gathers_head=not sharded, masks=train.compile or None).train()
+        replay = config.rollout.routing_replay and own is None  # they never sampled, and route as they like
+        model = PackedModel(
+            lm, self.group, gathers_head=not sharded, masks=train.compile or None, replay=replay
+        ).train()
         parameters = [p for p in model.parameters() if p.requires_grad]
         count = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
         check_eight_bit(train, count, dist.get_world_size())
@@ -120,6 +123,8 @@ class Learner:
                 self.engine.backward(out.loss)
             outputs.append(out._replace(loss=out.loss.detach()))
             activity.micro_batches.add()
+        if self.engine.module.replay is not None:
+            self.engine.module.replay.use(None)
         if self.device.type == "cuda":  # else the optimizer, which reads the norm, would be charged for it
             torch.cuda.synchronize()
         return outputs

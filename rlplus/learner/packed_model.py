@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from rlplus.data import MicroBatch
 from rlplus.learner.packed_attention import LONG_ROW, Spans, register, takes_spans
+from rlplus.learner.routing_replay import RoutingReplay
 from rlplus.loss.causal_lm import body_of, logit_transform
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class PackedModel(nn.Module):
     `group`: the ranks that share each micro-batch with this one; it is then called with this rank's shard.
     gathers_head: False where the op has the head's rows itself (`ShardedHead`): ZeRO-3 gathers a weight that is as much
     as looked at. masks: whether sequences of a row are kept apart by a mask, or, where the model allows it, by an
-    attention for each; None = by the length of the rows.
+    attention for each; None = by the length of the rows. replay: whether a micro-batch's experts are replayed.
     """
 
     def __init__(
@@ -34,9 +35,11 @@ class PackedModel(nn.Module):
         *,
         gathers_head: bool = True,
         masks: bool | None = None,
+        replay: bool = False,
     ) -> None:
         super().__init__()
         self.lm, self.group, self.gathers_head, self.masks = lm, group, gathers_head, masks
+        self.replay = RoutingReplay(lm) if replay else None
         register()
         self.transform = logit_transform(lm)
         lm.get_output_embeddings().forward = MethodType(_fused_head, lm.get_output_embeddings())
@@ -53,7 +56,11 @@ class PackedModel(nn.Module):
             # With a mask transformers looks for no restarts in the positions, and of one without holes it makes none of
             # its own, but for sliding windows.
             inputs |= {"attention_mask": torch.ones_like(batch.input_ids), "spans": spans}
+        if self.replay is not None:
+            self.replay.use(batch.experts)
         body = body_of(self.lm)(**inputs)
+        if self.replay is not None and not torch.is_grad_enabled():
+            self.replay.use(None)
         if spans is not None and not spans.taken:
             raise ValueError(
                 f"want a model that hands on its arguments to transformers' sdpa, or model.attention eager; "

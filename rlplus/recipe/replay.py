@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from rlplus.algorithm import Replay
 from rlplus.common import agree
+from rlplus.common.chosen_experts import Experts
 from rlplus.common.kept_sets import KeptSets
 from rlplus.config import Config
 from rlplus.data import Example, Sample
@@ -20,12 +21,14 @@ class Remembered(NamedTuple):
     """A correct rollout: token ids, the engine's logprobs of them when they were sampled, and the grader's reward.
 
     kept: the tokens that each was sampled from, over which author and policy are renormalised; None = all.
+    experts: those that the engine's routers chose, with rollout.routing_replay.
     """
 
     response: Sequence[int]
     logprob: Sequence[float]
     reward: float
     kept: KeptSets | None = None
+    experts: Experts | None = None
 
     @property
     def entropy(self) -> float:
@@ -87,6 +90,7 @@ class ReplayRecipe(Recipe):
                 sample = Sample(
                     example.prompt, rollout.response, 0, True, False, None, rollout.reward,
                     behavior_logprob=rollout.logprob, scored=True, kept=rollout.kept,
+                    experts=rollout.experts,
                 )  # fmt: skip
                 asks[i] = Ask(asks[i].rollouts - 1, False, replayed=sample)
         return asks
@@ -151,7 +155,9 @@ def _judged(group: Sequence[Sample]) -> tuple[int, int, Remembered | None]:
     right = [sample for sample in group if sample.reward >= 1]
     wrong = len(group) - len(right)
     rollouts = [
-        Remembered(array("i", sample.response), array("f", sample.engine_logprob), sample.reward, sample.kept)
+        Remembered(
+            array("i", sample.response), array("f", sample.engine_logprob), sample.reward, sample.kept, sample.experts
+        )
         for sample in right
         if wrong and sample.engine_logprob is not None  # else it is a replayed one, which is remembered already
     ]

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
+from rlplus.common.chosen_experts import Experts, joined
 from rlplus.common.kept_sets import KeptSets
 from rlplus.config import EnvironmentConfig
 from rlplus.errors import RunFailed
@@ -50,6 +51,7 @@ class Response:
     reward     None: the run's reward grades the text
     metrics    further numbers about it by name, whose means a step logs as environment/NAME
     kept       with rollout.top_k the tokens that were kept for each token that is trained on; else none
+    experts    with rollout.routing_replay those that the engine chose, for the tokens before the last sampled one
     """
 
     task: Task
@@ -62,6 +64,7 @@ class Response:
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     kept: KeptSets = field(default_factory=KeptSets)
+    experts: Experts | None = None
 
     @property
     def room(self) -> int:
@@ -113,6 +116,8 @@ class Sampler:
             response.logprob += completion.logprob
             if completion.kept is not None:
                 response.kept.extend(completion.kept)
+            if completion.experts is not None:
+                response.experts = joined(response.experts, completion.experts)
             stopped = not completion.truncated and completion.tokens[-1] in stop
             response.truncated = response.room == 0 and (completion.truncated or stopped)
             response.ended = response.truncated or not (completion.truncated or stopped)
@@ -188,7 +193,7 @@ def _by_function(function: RolloutFunction, name: str, tokenizer: PreTrainedToke
 
 def _completion(r: Response, sampling: Sampling) -> Completion:
     kept = r.kept if sampling.top_k else None
-    return Completion(r.tokens, r.logprob, r.truncated, r.trained, r.reward, kept, r.metrics)
+    return Completion(r.tokens, r.logprob, r.truncated, r.trained, r.reward, kept, r.experts, r.metrics)
 
 
 def _fault(response: Response, vocabulary: int) -> str | None:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rlplus.common.chosen_experts import Experts, fault
 from rlplus.common.kept_sets import KeptSets
 from rlplus.common.section import MIN_TEMPERATURE
 from rlplus.config import RolloutConfig
@@ -33,6 +34,7 @@ class Sampling:
     temperature: 0 decodes greedily. seed: the same one gives the same tokens for the same requests and weights; ranks
     that generate at the same time need different ones. stop: further token ids that end a response as the end token
     does. top_k, top_p, min_p: see `RolloutConfig`; top_k 0 draws from the whole vocabulary.
+    experts: whether the responses have the experts that were chosen (rollout.routing_replay).
     """
 
     temperature: float
@@ -41,11 +43,19 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    experts: bool = False
 
     @classmethod
     def of_training(cls, config: RolloutConfig, seed: int) -> "Sampling":
         """The settings of a run's rollouts."""
-        return cls(config.temperature, seed, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p)
+        return cls(
+            config.temperature,
+            seed,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            experts=config.routing_replay,
+        )
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,8 @@ class Completion:
     logprob: each token's, in nats, under log_softmax(logits / temperature), the distribution it was drawn from; after
     greedy decoding (temperature 0) under log_softmax(logits); with `Sampling.top_k` the softmax is over kept tokens.
     kept: the tokens that were kept for each token, itself among them; None where all were.
+    experts: of all tokens of prompt and response but the last, see `rlplus.common.chosen_experts`, with
+    `Sampling.experts`; None where nobody asked.
     truncated: max_tokens ended it and no stop token.
     trained, reward: a rollout function's (`rollout.function`). Whether each token was sampled: only these are trained
     on, and the others' logprobs are not read; None = all were. The reward; None = the run's reward grades the text.
@@ -67,6 +79,7 @@ class Completion:
     trained: list[bool] | None = None
     reward: float | None = None
     kept: KeptSets | None = None
+    experts: Experts | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -79,7 +92,7 @@ class RolloutEngine(Protocol):
         """The responses to each request, each with noise of its own.
 
         They are sampled from the whole distribution, or with `Sampling.top_k` from the kept tokens, which they then
-        have as `Completion.kept`.
+        have as `Completion.kept`. With `Sampling.experts` they have `Completion.experts`.
         ValueError, before anything is generated: a prompt that is empty, has a token id outside the vocabulary or
         leaves no room for max_tokens; n below 0; a temperature between 0 and 0.01; sampling that it cannot do.
         """
@@ -154,6 +167,21 @@ def check_kept(completions: list[list[Completion]], sampling: Sampling, engine: 
                 raise RunFailed(
                     f"want the tokens that top_k {sampling.top_k}, top_p {sampling.top_p:g}, min_p {sampling.min_p:g} "
                     f"kept, for each sampled token of a response to prompt {index}, itself among them; the {engine} "
+                    f"engine gave {what}"
+                )
+    return completions
+
+
+def check_experts(
+    completions: list[list[Completion]], requests: Sequence[Request], sampling: Sampling, engine: str
+) -> list[list[Completion]]:
+    """Return the completions; RunFailed if one lacks experts that the trainer is to replay."""
+    for request, group in zip(requests, completions, strict=True):
+        for c in group if sampling.experts else ():
+            if what := fault(c.experts, len(request.prompt), len(c.tokens), c.trained):
+                raise RunFailed(
+                    "want the experts of each layer (rollout.routing_replay) for all tokens of a prompt of "
+                    f"{len(request.prompt)} tokens and its response of {len(c.tokens)} but the last; the {engine} "
                     f"engine gave {what}"
                 )
     return completions

@@ -3,7 +3,7 @@
 import gc
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from rlplus.common.kept_sets import KeptSets
 from rlplus.config import RolloutConfig
 from rlplus.rollout.attention import attend_without_copies
 from rlplus.rollout.clock import Clock
+from rlplus.rollout.expert_routing import Recorder
 from rlplus.rollout.protocol import (
     DEFAULT_CACHE_MB,
     LOGIT_BYTES,
@@ -128,6 +129,7 @@ class TransformersEngine:
         self._vocabulary = self._model.get_input_embeddings().num_embeddings
         self._cache_bytes = (config.kv_cache_memory_mb or DEFAULT_CACHE_MB) * 2**20
         self._bytes_per_token = _cache_bytes_per_token(model.config, self._model.dtype)
+        self._recorder = Recorder(self._model) if config.routing_replay else None
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
         if self._failure:
@@ -151,6 +153,14 @@ class TransformersEngine:
                     completions[owner].append(sample)
         return check_logprobs(completions)
 
+    def _listening(self, sampling: Sampling, prompts: list[Sequence[int]]) -> AbstractContextManager[Recorder | None]:
+        """Gives the recorder of sequences behind these prompts, if their experts are asked for."""
+        if not sampling.experts:
+            return nullcontext()
+        if self._recorder is None:
+            raise ValueError("want an engine that was made with rollout.routing_replay for its experts")
+        return self._recorder.listening([*map(len, prompts)])
+
     def _generate_batch(self, batch: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """A response to each request. Equal prompts are processed once."""
         prompts, limits = [request.prompt for request in batch], [request.max_tokens for request in batch]
@@ -162,14 +172,16 @@ class TransformersEngine:
         width = max(map(len, prompts))
         ids = [[self._pad] * (width - len(p)) + list(p) for p in distinct.values()]
         mask = [[0] * (width - len(p)) + [1] * len(p) for p in distinct.values()]
-        completions: list[Completion] = self._model.generate(
-            torch.tensor(ids, device=self._device),
-            attention_mask=torch.tensor(mask, device=self._device),
-            generation_config=GenerationConfig(max_new_tokens=max(limits), pad_token_id=self._pad, use_cache=True),
-            custom_generate=partial(
-                self._decode, copies=[place[key] for key in keys], limits=limits, sampling=sampling
-            ),
-        )
+        copies = [place[key] for key in keys]
+        with self._listening(sampling, prompts) as recorder:
+            completions: list[Completion] = self._model.generate(
+                torch.tensor(ids, device=self._device),
+                attention_mask=torch.tensor(mask, device=self._device),
+                generation_config=GenerationConfig(max_new_tokens=max(limits), pad_token_id=self._pad, use_cache=True),
+                custom_generate=partial(
+                    self._decode, copies=copies, limits=limits, sampling=sampling, recorder=recorder
+                ),
+            )
         return completions
 
     def _decode(
@@ -180,6 +192,7 @@ class TransformersEngine:
         copies: list[int],
         limits: Sequence[int],
         sampling: Sampling,
+        recorder: Recorder | None,
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
@@ -195,6 +208,8 @@ class TransformersEngine:
         kept = [KeptSets() for _ in copies]
         rows, live = list(range(len(copies))), set(range(len(copies)))  # rows of the batch, and those not ended
         logits = _forward(model, ids, None, inputs)
+        if recorder is not None:
+            recorder.begin(len(ids), copies)
         if copies != rows:
             ids, logits = ids[copies], logits[copies]
             _select(copies, inputs, ids.device)
@@ -217,8 +232,14 @@ class TransformersEngine:
             self.clock.at("the next token")
             if not live:
                 return [
-                    Completion(t, p, truncated=t[-1] not in stops, kept=each if sampling.top_k else None)
-                    for t, p, each in zip(tokens, logprobs, kept, strict=True)
+                    Completion(
+                        t,
+                        p,
+                        truncated=t[-1] not in stops,
+                        kept=each if sampling.top_k else None,
+                        experts=recorder.taken(row, len(t)) if recorder is not None else None,
+                    )
+                    for row, (t, p, each) in enumerate(zip(tokens, logprobs, kept, strict=True))
                 ]
             ids = torch.cat([ids, token[:, None]], dim=1)
             if len(live) < len(rows) and not model._is_stateful:
@@ -226,6 +247,8 @@ class TransformersEngine:
                 ids, rows = ids[going], [rows[i] for i in going]
                 _select(going, inputs, ids.device)
             logits = _forward(model, ids, 1, inputs)
+            if recorder is not None:
+                recorder.add(rows)
 
     def push_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         if self._model is None:

@@ -10,7 +10,7 @@ from rlplus.data import Sample
 from rlplus.errors import SharedFailure
 from rlplus.learner import Policy, forward_batches
 from rlplus.reward import GraderFailed
-from rlplus.rollout import Completion, Request, RolloutEngine, RunFailed, Sampling, check_kept
+from rlplus.rollout import Completion, Request, RolloutEngine, RunFailed, Sampling, check_experts, check_kept
 from rlplus.trainer.ranks import set_timeouts
 from rlplus.trainer.stop import Answer, StepGivenUp, StopSignal
 
@@ -93,9 +93,16 @@ class SyncedEngine:
         rollout = self.config.rollout
         requests = [Request(prompt, 1, min(PROBE_TOKENS, rollout.max_response_length)) for prompt in prompts]
         sampling = Sampling.of_training(rollout, seed=0)
-        answers = self._agreed(lambda: check_kept(self.engine.generate(requests, sampling), sampling, self.engine.name))
+        answers = self._agreed(
+            lambda: check_experts(
+                check_kept(self.engine.generate(requests, sampling), sampling, self.engine.name),
+                requests,
+                sampling,
+                self.engine.name,
+            )
+        )
         samples = [
-            Sample(prompt, c.tokens, group, False, c.truncated, c.logprob, kept=c.kept)
+            Sample(prompt, c.tokens, group, False, c.truncated, c.logprob, kept=c.kept, experts=c.experts)
             for group, (prompt, (c,)) in enumerate(zip(prompts, answers, strict=True))
         ]
         parallel = self.config.train.sequence_parallel

@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 from rlplus.algorithm import Shaping
 from rlplus.common import agree
+from rlplus.common.chosen_experts import joined
 from rlplus.common.kept_sets import KeptSets
 from rlplus.config import Config
 from rlplus.data import Example, Sample
 from rlplus.errors import SharedFailure
 from rlplus.recipe import Ask, demonstration
 from rlplus.reward import Score, Scorer
-from rlplus.rollout import Completion, Request, Respond, RolloutEngine, Sampling, check_kept
+from rlplus.rollout import Completion, Request, Respond, RolloutEngine, Sampling, check_experts, check_kept
 
 
 def begin(examples: Sequence[Example], asks: Sequence[Ask]) -> list[Sample]:
@@ -69,7 +70,8 @@ def generate(
     tasks = [_behind(example, sample.response) for (example, sample, _), *_ in asked]
     requests = [Request(t.prompt, len(same), same[0].tokens) for t, same in zip(tasks, asked, strict=True)]
     sampling = Sampling.of_training(config.rollout, seed)
-    answers = iter(check_kept(respond(engine, tasks, requests, sampling), sampling, engine.name))
+    given = check_kept(respond(engine, tasks, requests, sampling), sampling, engine.name)
+    answers = iter(check_experts(given, requests, sampling, engine.name))
     samples = []
     for same in alike:
         if same[0].tokens:
@@ -110,6 +112,8 @@ def _continued(sample: Sample, c: Completion, version: int | None) -> Sample:
         else:
             sample.kept.extend(so_far)
         sample.kept.extend(c.kept)
+    if c.experts is not None:
+        sample.experts = joined(sample.experts, c.experts)
     if version is not None:
         sample.segments = [*sample.segments, (version, new)]
     return sample
