@@ -96,6 +96,10 @@ def _copy(last: Path, place: Path) -> Config:
             "want a run without model.lora.quantization, whose frozen weights have no counterpart in float64; got "
             f"{config.model.lora.quantization}"
         )
+    if config.rollout.routing_replay:
+        raise ValueError(
+            "want a run without rollout.routing_replay, whose experts have no product in float64; got true"
+        )
     recipe = config.algorithm.resolve().recipe
     if loss := recipe.own_loss:
         raise ValueError(f"want a run whose loss is its objective's; the loss of this one is its recipe's, {loss}")
