@@ -27,6 +27,7 @@ OWNED: dict[str, str] = {
     "logits_processors": SAMPLED,
     "logprobs_mode": "ratios need the logprobs of the distribution that is sampled from",
     "return_sampling_mask": "it follows from rollout.top_k",
+    "enable_return_routed_experts": "it follows from rollout.routing_replay",
     "enforce_eager": "it is rollout.enforce_eager",
     "gpu_memory_utilization": "it is rollout.gpu_memory_utilization",
     "kv_cache_memory_bytes": "it is rollout.kv_cache_memory_mb",
@@ -172,10 +173,9 @@ class RolloutConfig(Section):
             )
         if self.top_k == 1:
             problems.append("top_k 1 keeps one token, whose probability is 1: nothing is learned; want 0, or 2 or more")
-        if self.routing_replay and (self.mode == "server" or self.engine == "vllm"):
+        if self.routing_replay and self.mode == "server":
             problems.append(
-                "routing_replay: the transformers engine returns the experts that it chose: want engine transformers, "
-                f"in mode colocated or process; got engine {self.engine} in mode {self.mode}"
+                "routing_replay: a server's experts are not read: want mode colocated or process; got server"
             )
         if self.sleep and (self.mode != "colocated" or self.engine == "transformers"):
             problems.append(f"sleep is for vLLM in mode colocated; got engine {self.engine} in mode {self.mode}")

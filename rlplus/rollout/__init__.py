@@ -98,8 +98,6 @@ def make_engine(
     name = _choose(config.engine)
     logger.info("rollout engine: %s, %s (rollout.engine is %r)", name, config.mode, config.engine)
     config = config.model_copy(update={"engine": name})
-    if config.routing_replay and name != "transformers":
-        raise ValueError(f"rollout.routing_replay: want rollout.engine transformers; got {name}")
     _check_devices(config)
     if adapters is not None:
         if name != "vllm":

@@ -23,7 +23,8 @@ from rlplus.rollout.protocol import Completion, Request, Sampling
 from rlplus.rollout.push import BACKEND, EXTENSION
 from rlplus.rollout.server_http import PATIENCE_S, RESTART, Requests, parsed
 from rlplus.rollout.server_push import Control, MemoryPush
-from rlplus.rollout.vllm_engine import check_sampling, no_masks, prompt_seeds
+from rlplus.rollout.vllm_engine import prompt_seeds
+from rlplus.rollout.vllm_returns import check_sampling, no_masks
 
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve {model} --host 127.0.0.1 --tokens-only --skip-tokenizer-init "

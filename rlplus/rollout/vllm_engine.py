@@ -33,6 +33,7 @@ from rlplus.rollout.protocol import (
     whole_model,
 )
 from rlplus.rollout.push import RECEIVER, parameter_shapes, watched
+from rlplus.rollout.vllm_returns import EXPERTS, MASKS, check_arguments, check_sampling, no_experts, no_masks
 
 REPLAY = "sampling distribution replay"  # the words of vLLM's messages about the tokens it kept
 CPU_BATCHED_TOKENS = 4096  # vLLM's own default there, of which a whole prompt must not be more
@@ -79,8 +80,8 @@ class VLLMEngine:
         self._check_options(config.vllm)
         self._adapters, self._pushes, self._lora = adapters, 0, None
         self._most_kept, self._tp = config.top_k, config.tensor_parallel_size
-        if config.top_k:
-            self._check_masks()
+        self._replays = config.routing_replay
+        check_arguments(config, [field.name for field in fields(self._vllm.EngineArgs)], self._vllm.__version__)
         if config.sleep and self._cpu:
             raise ValueError("rollout.sleep gives GPU memory back: vLLM has it on CUDA only, and this is its CPU build")
         self._sleeps, self._asleep = config.sleep, False
@@ -126,7 +127,7 @@ class VLLMEngine:
         if self._failure:
             raise RuntimeError(self._failure)
         check_requests(requests, sampling, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
-        check_sampling(sampling, self._most_kept)
+        check_sampling(sampling, self._most_kept, self._replays)
         params = self._sampling_params(requests, sampling)
         asked = [({"prompt_token_ids": list(r.prompt)}, p) for r, p in zip(requests, params, strict=True) if r.n]
         outputs = iter(self._run_together(asked) if self._shared else self._run(asked))
@@ -147,15 +148,12 @@ class VLLMEngine:
                     f"rollout.vllm.{name}: leave it out, on the CPU vLLM fails on a seeded prompt in two parts"
                 )
 
-    def _check_masks(self) -> None:
-        """ValueError for a vLLM that does not return the tokens it kept."""
-        if "return_sampling_mask" not in [field.name for field in fields(self._vllm.EngineArgs)]:
-            raise ValueError(no_masks(self._most_kept, f"vLLM {self._vllm.__version__}, which has no such argument"))
-
     def _start(self, settings: dict[str, Any]) -> Any:
-        """vLLM's engine, which returns the tokens it kept if rollout.top_k asks for them, and expects the adapters."""
+        """vLLM's engine, which returns tokens it kept and experts it chose if asked to, and expects the adapters."""
         if self._most_kept:
-            settings["return_sampling_mask"] = True
+            settings[MASKS] = True
+        if self._replays:
+            settings[EXPERTS] = True
         if self._adapters is not None:
             self._shapes = self._adapters.shapes
             settings |= self._adapters.engine_arguments(settings["dtype"], cpu=self._cpu)
@@ -167,6 +165,8 @@ class VLLMEngine:
         except ValueError as error:
             if self._most_kept and REPLAY in str(error):
                 raise ValueError(no_masks(self._most_kept, str(error))) from error
+            if self._replays and "AuxOutput" in str(error):
+                raise ValueError(no_experts(str(error))) from error
             if self._adapters is not None and "LoRA" in str(error):
                 raise ValueError(refusal(str(error))) from error
             raise
@@ -290,23 +290,6 @@ class VLLMEngine:
         gc.collect()
 
 
-def no_masks(top_k: int, reason: str) -> str:
-    """The message of an engine that does not return the tokens it kept."""
-    return (
-        f"rollout.top_k {top_k} needs the tokens that vLLM kept, from which it sampled: want vLLM 0.32 on a GPU, whose "
-        f"Model Runner V2 returns them (return_sampling_mask), rollout.engine transformers, or top_k 0; got {reason}"
-    )
-
-
-def check_sampling(sampling: Sampling, most_kept: int) -> None:
-    """ValueError for sampling that vLLM refuses. most_kept: rollout.top_k as the engine was started with."""
-    if bool(sampling.top_k) != bool(most_kept):
-        raise ValueError(
-            f"want top_k in all requests to a vLLM that returns the tokens it kept, and in none to another: it was "
-            f"started with rollout.top_k {most_kept}; got {sampling.top_k}"
-        )
-
-
 def prompt_seeds(requests: Sequence[Request], seed: int) -> list[int]:
     """One seed per request. vLLM seeds the j-th response to a prompt with seed + j, so prompts' seeds differ by n."""
     # Hashed: calls with consecutive seeds would share most of theirs. 32 bits: the CPU generator reads no more.
@@ -320,7 +303,10 @@ def _completion(sample: Any) -> Completion:
     mask = getattr(sample, "sampling_mask", None)
     kept = None if mask is None else KeptSets.of(mask.token_ids)
     tokens, logprob = list(sample.token_ids), list(sample.logprobs.logprobs)
-    return Completion(tokens, logprob, sample.finish_reason == "length", kept=kept)
+    experts = getattr(sample, "routed_experts", None)
+    if experts is not None:
+        experts = experts.astype(np.int16)  # in vLLM's uint8 every number may be an expert's, and none is left
+    return Completion(tokens, logprob, sample.finish_reason == "length", kept=kept, experts=experts)
 
 
 def _on_cpu() -> bool:

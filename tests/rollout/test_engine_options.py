@@ -5,8 +5,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_runs import changed
+from mixtures import mixture
 from plan_cases import paper
 from rollout_models import EOS, MAX_MODEL_LEN, PAD, PROMPTS, gap, requests, save, tiny_model
 from trainer_runs import run_config
@@ -113,6 +115,40 @@ def test_the_cpus_vllm_says_that_it_returns_no_kept_tokens(tmp_path: Path) -> No
     message = r"rollout.top_k 8 needs the tokens that vLLM kept.*rollout.engine transformers.*requires Model Runner V2"
     with pytest.raises(ValueError, match=r"(?s)" + message):
         start(tmp_path, rollout={"top_k": 8})
+
+
+def test_routing_replay_asks_for_the_experts(
+    tmp_path: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the engine's interface: vLLM returns them on a GPU only, as uint8 in which 255 may be an expert's number."""
+    engine = start(tmp_path, rollout={"routing_replay": True})
+    assert asked["enable_return_routed_experts"] is True
+    monkeypatch.setattr(engine._vllm, "SamplingParams", lambda **_: None, raising=False)
+    experts = np.arange(248, 256, dtype=np.uint8).reshape(2, 2, 2)
+    logprobs = SimpleNamespace(logprobs=[-0.5, 0.0])
+    sampled = SimpleNamespace(token_ids=[3, 1], logprobs=logprobs, finish_reason="stop", routed_experts=experts)
+    monkeypatch.setattr(engine, "_run", lambda requests: [SimpleNamespace(outputs=[sampled])])
+    ((got,),) = engine.generate(requests([[5]], [1], 4), Sampling(1.0, 0, experts=True))
+    assert got.experts.dtype == np.int16
+    assert got.experts.tolist() == experts.tolist()
+    engine.close()
+    engine = start(tmp_path)
+    assert "enable_return_routed_experts" not in asked
+    with pytest.raises(ValueError, match=r"want an engine that was made with rollout\.routing_replay"):
+        engine.generate(requests([[5]], [1], 4), Sampling(1.0, 0, experts=True))
+    engine.close()
+    module = rlplus.rollout.vllm_engine.import_vllm()
+    monkeypatch.setattr(module, "EngineArgs", make_dataclass("EngineArgs", ["seed"]))
+    with pytest.raises(ValueError, match=r"routing_replay needs the experts .*; got vLLM 9\.9, which has no such"):
+        start(tmp_path, rollout={"routing_replay": True})
+
+
+@pytest.mark.vllm
+def test_the_cpus_vllm_says_that_it_returns_no_experts(tmp_path: Path) -> None:
+    mixture(max_position_embeddings=MAX_MODEL_LEN).save_pretrained(tmp_path)
+    message = r"routing_replay needs the experts that vLLM chose.*rollout.engine transformers.*requires Model Runner V2"
+    with pytest.raises(ValueError, match=r"(?s)" + message):
+        start(tmp_path, rollout={"routing_replay": True})
 
 
 def test_whatever_the_trainer_sets_is_refused_with_a_reason(tmp_path: Path, asked: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from recipe_cases import draw_rewards
 from torch import Tensor
 from trainer_runs import metrics, run_config
 
+from rlplus.common.chosen_experts import fault
 from rlplus.config import Config
 from rlplus.data import MicroBatch, Sample, pack
 from rlplus.learner.packed_model import PackedModel
@@ -122,6 +123,9 @@ def test_every_pass_of_the_policy_takes_the_engines_choice(
         for layer, module in enumerate(experts):
             module.register_forward_hook(lambda _, args, __, layer=layer: taken.append((layer, args[1], batch_of[0])))
         train_step(run)
+        with torch.no_grad():
+            lm.model(torch.tensor([[5, 9, 12]]))  # would replay other tokens' experts, if any were left
+        del taken[-len(experts) :]
     assert len(taken) > 3 * 6, "old logprobs, and each update's passes twice"
     unknown = other = 0
     for layer, got, given in taken:
@@ -150,6 +154,20 @@ def test_the_reference_routes_for_itself(tmp_path: Path, lora: Any) -> None:
         assert torch.equal(run.policy.logprob(batch, reference=True), reference)
         batch.experts = None
         assert torch.equal(run.policy.logprob(batch), own), "nothing is left of them"
+
+
+def test_a_replayed_rollout_has_its_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the step in which it was sampled, as its logprobs are."""
+    seen: list[Sample] = []
+
+    def score(samples: Any, *rest: Any) -> None:
+        draw_rewards(samples, *rest)
+        seen.extend(sample for sample in samples if sample.demonstration)
+
+    monkeypatch.setattr("rlplus.trainer.step.score", score)
+    train(config(tmp_path, algorithm=REPLAYED, train={"steps": 6}))
+    assert seen
+    assert all(fault(sample.experts, len(sample.prompt), len(sample.response)) is None for sample in seen)
 
 
 def test_an_engine_without_experts_ends_the_run_before_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,10 +201,9 @@ def test_verify_refuses_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"rollout": {"engine": "vllm"}}, "routing_replay: the transformers engine returns .*; got engine vllm"),
         (
             {"rollout": {"engine": "auto", "mode": "server", "server_url": "http://localhost:1"}},
-            "routing_replay: .*; got engine auto in mode server",
+            "routing_replay: a server's experts are not read: want mode colocated or process; got server",
         ),
         ({"train": {"compile": True}}, "routing_replay: .* want train.compile false"),
         ({"algorithm": {"preset": "sft"}}, "routing_replay .*no effect, .*: the preset generates nothing"),
