@@ -83,7 +83,7 @@ class Policy(Learner):
             return logprob
         assert self.config.model.lora, "want a policy with a reference"
         with without_adapters(self.engine.module):
-            return self.statistics(replace(batch, experts=None))[0]  # as a frozen copy, which replays nothing
+            return self.statistics(replace(batch, experts=None))[0]  # a frozen copy replays nothing either
 
     @torch.no_grad()
     def statistics(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -25,8 +25,8 @@ def _sigmoid(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
     return share * router.routed_scaling_factor
 
 
-# By class of transformers, whose forward returns logits (N, experts), weights (N, k) and the experts' numbers (N, k):
-# the weights of given experts from the logits.
+# The weights of given experts from the logits. Keys are classes of transformers, whose forward returns logits
+# (N, experts), weights (N, k) and the experts' numbers (N, k).
 WEIGHTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "MixtralTopKRouter": _softmax,
     "OlmoeTopKRouter": _softmax,
@@ -55,7 +55,7 @@ class Recorder:
         self._routers = routers_of(lm)
         self._dtype = small_type(max(router.num_experts for router in self._routers))
         self._lengths: Sequence[int] = ()
-        self._layers: list[Tensor] = []  # of the last forward pass
+        self._layers: list[Tensor] = []  # the last forward pass's
         self._rows: list[list[Experts]] = []
 
     @contextmanager

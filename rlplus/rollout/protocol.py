@@ -66,7 +66,7 @@ class Completion:
     greedy decoding (temperature 0) under log_softmax(logits); with `Sampling.top_k` the softmax is over kept tokens.
     kept: the tokens that were kept for each token, itself among them; None where all were.
     experts: of all tokens of prompt and response but the last, see `rlplus.common.chosen_experts`, with
-    `Sampling.experts`; None where nobody asked.
+    `Sampling.experts`; else None.
     truncated: max_tokens ended it and no stop token.
     trained, reward: a rollout function's (`rollout.function`). Whether each token was sampled: only these are trained
     on, and the others' logprobs are not read; None = all were. The reward; None = the run's reward grades the text.

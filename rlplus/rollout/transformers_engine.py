@@ -231,15 +231,10 @@ class TransformersEngine:
             activity.rollouts.add(before - len(live), before)
             self.clock.at("the next token")
             if not live:
+                experts = [recorder.taken(row, len(t)) if recorder else None for row, t in enumerate(tokens)]
                 return [
-                    Completion(
-                        t,
-                        p,
-                        truncated=t[-1] not in stops,
-                        kept=each if sampling.top_k else None,
-                        experts=recorder.taken(row, len(t)) if recorder is not None else None,
-                    )
-                    for row, (t, p, each) in enumerate(zip(tokens, logprobs, kept, strict=True))
+                    Completion(t, p, t[-1] not in stops, kept=each if sampling.top_k else None, experts=chosen)
+                    for t, p, each, chosen in zip(tokens, logprobs, kept, experts, strict=True)
                 ]
             ids = torch.cat([ids, token[:, None]], dim=1)
             if len(live) < len(rows) and not model._is_stateful:

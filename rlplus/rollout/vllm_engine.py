@@ -305,7 +305,7 @@ def _completion(sample: Any) -> Completion:
     tokens, logprob = list(sample.token_ids), list(sample.logprobs.logprobs)
     experts = getattr(sample, "routed_experts", None)
     if experts is not None:
-        experts = experts.astype(np.int16)  # in vLLM's uint8 every number may be an expert's, and none is left
+        experts = experts.astype(np.int16)  # every number of vLLM's uint8 may be an expert's: none is left
     return Completion(tokens, logprob, sample.finish_reason == "length", kept=kept, experts=experts)
 
 

@@ -62,6 +62,7 @@ IGNORED: list[tuple[str, list[str], list[str] | None]] = [
     ("algorithm.normalize_std=false", ["algorithm.preset=ppo"], ["algorithm.preset=grpo"]),
     ("algorithm.objective.internal=clip", ["algorithm.preset=sft"], []),
     ("rollout.top_k=20", ["algorithm.preset=sft"], []),
+    ("rollout.routing_replay=true", ["algorithm.preset=sft"], []),
     ("rollout.segment=20", ["algorithm.preset=sft"], []),
     ("algorithm.objective.mismatch_cap=2", ["algorithm.preset=sft"], []),
     ("algorithm.objective.external=shaped", ["algorithm.preset=grpo"], []),

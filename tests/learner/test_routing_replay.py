@@ -99,7 +99,7 @@ def exact_gradients(model: Any, samples: list[Sample]) -> tuple[float, dict[str,
     ("family", "way"), quick.only([(f, "masks") for f in FAMILIES], [(f, w) for f in FAMILIES for w in WAYS])
 )
 def test_a_replayed_choice_has_the_loss_and_the_gradients_of_float64(family: str, way: str) -> None:
-    """Of all weights, the routers' among them; rows that mix samples with experts and demonstrations without."""
+    """All weights', the routers' among them; rows mix samples with experts and demonstrations without."""
     model = mixture(family)
     samples = samples_of(model)
     want, exact = exact_gradients(model, samples)
@@ -241,7 +241,7 @@ def test_a_router_with_other_weights_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_choice_of_a_plain_model_is_clear_here() -> None:
-    """What the other tests rest on: the same choice in float32 and float64."""
+    """So that float32 and float64 choose alike, which the other tests rest on."""
     for family in FAMILIES:
         _, margin = chosen_by(mixture(family), [5, 9, 12, 30, 31, 22, 8, 2, 40])
         assert float(margin.min()) > 1e-4

@@ -44,7 +44,7 @@ def check(model: Any, groups: list[list[Completion]]) -> None:
 
 @pytest.mark.parametrize("family", quick.first(2, FAMILIES))
 def test_the_experts_are_those_of_a_plain_pass(tmp_path: Path, family: str) -> None:
-    """Of prompts of several lengths in one batch, several copies, and responses that end at several lengths."""
+    """Prompts of several lengths in one batch, several copies, and responses that end at several lengths."""
     model = mixture(family)
     model.save_pretrained(tmp_path)
     engine = engine_of(tmp_path)

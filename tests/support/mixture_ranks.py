@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def gradients(folder: Path, name: str) -> tuple[dict[str, Tensor], int]:
-    """Of all parameters, and the number of replayed rows of the rank's micro-batches."""
+    """All parameters' gradients, and the number of replayed rows of the rank's micro-batches."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = Config.model_validate(
         {
