@@ -16,7 +16,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -51,11 +51,13 @@ def replacing(path: Path, *, sealed: bool = False) -> Iterator[IO[bytes]]:
         if not direct:
             new.replace(place)
             flush(place.parent)
-    except OSError as error:
-        raise OSError(f"could not write {path}: {error.strerror or error}") from error
-    finally:
-        if not direct and place.parent.is_dir():
-            new.unlink(missing_ok=True)
+    except BaseException as error:
+        if not direct:
+            with suppress(OSError):  # the first error is the one to show
+                new.unlink()
+        if isinstance(error, OSError):
+            raise OSError(f"could not write {path}: {error.strerror or error}") from error
+        raise
 
 
 def write_text(path: Path, text: str, *, sealed: bool = False) -> None:
@@ -65,15 +67,30 @@ def write_text(path: Path, text: str, *, sealed: bool = False) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flush a file's contents, or a folder's list of names, to the disk."""
+    """Flush a file's contents, or a folder's list of names, to the disk. OSError names it, which Python's does not."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
         if error.errno != errno.EINVAL or not path.is_dir():  # network file systems without lists to flush
-            raise
+            raise OSError(f"could not flush {path} to the disk: {error.strerror}") from error
     finally:
         os.close(descriptor)
+
+
+def flush_all(folder: Path) -> None:
+    """Flush all that is in a folder, the lists of names in it, and its own name."""
+    for path in (*folder.rglob("*"), folder, folder.parent):
+        if path.is_file() or path.is_dir():  # no pipe, and no link to nothing
+            flush(path)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those that it is in, unless they exist. New names are on the disk when this returns."""
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in reversed(new):
+        flush(each.parent)
 
 
 def remove_unfinished(folder: Path, names: str) -> None:
@@ -117,19 +134,22 @@ def locked(file: Path, refusal: str) -> Iterator[None]:
 
     The operating system releases the lock of a process that was killed. On a file system without locks: a warning.
     """
-    with file.open("a+", encoding="utf-8") as stream:
+    with file.open("a+b", buffering=0) as stream:  # a buffer would fail a second time, at the end
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             stream.seek(0)
-            raise ValueError(f"{refusal}. It is held by {stream.read().strip() or 'an unknown process'}") from None
+            holder = stream.read().decode(errors="replace").strip() or "an unknown process"
+            raise ValueError(f"{refusal}. It is held by {holder}") from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
             logger.warning("no locks in %s (%s): nothing keeps others out of it", file.parent, error)
-        stream.truncate(0)
-        stream.write(_this_process() + "\n")
-        stream.flush()
+        try:
+            stream.truncate(0)
+            stream.write(f"{_this_process()}\n".encode())
+        except OSError as error:
+            raise OSError(f"could not write {file}: {error.strerror}") from error
         yield
 
 
@@ -137,10 +157,11 @@ def claimed(folder: Path, mark: str, what: str) -> Path:
     """The folder, created if needed. Files of an earlier one with this mark may be replaced, others may not."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"want a folder as output; got the file {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     if not (folder / mark).exists() and any(folder.iterdir()):
         raise ValueError(f"want an empty folder, or an earlier {what}'s, as output; got {folder}, which is neither")
     (folder / mark).touch()
+    flush(folder)  # without its mark a folder with files is refused
     return folder
 
 

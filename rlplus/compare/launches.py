@@ -18,7 +18,7 @@ from threading import Lock
 from typing import Any
 
 from rlplus.common.commands import ending_with_this_process
-from rlplus.common.durable import UNSEALED, write_text
+from rlplus.common.durable import UNSEALED, flush, make_folder, write_text
 from rlplus.common.textfiles import file_name
 from rlplus.compare.config import BASE, Comparison, Overrides, best_rate
 from rlplus.compare.prepared import MODEL, TEST, TRAIN, VALIDATION, Preparation, checked_options, find_function
@@ -254,8 +254,9 @@ class Runner:
         if folder.exists() and ((was := read_asked(folder)) is None or trained_part(was) != trained_part(asked)):
             self.say(f"{run.title}: made again, since its configuration has changed")
             shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         (folder / FINISHED).unlink(missing_ok=True)
+        flush(folder)  # or the new identity might reach the disk beside it
         text = json.dumps(asked | {"checksum": UNSEALED}, indent=1, default=lambda config: config.model_dump())
         write_text(folder / ASKED, text + "\n", sealed=True)
         overrides = self.overrides(run)
@@ -264,6 +265,7 @@ class Runner:
         model = folder / MODEL if run.method != BASE else self._start(run) or self.config_of(run).model.path
         self._command(run, "eval", ["--model", str(model), "--output", str(folder), "--overwrite"], overrides)
         (folder / FINISHED).touch()
+        flush(folder)
         return True
 
     def _is_finished(self, run: Run) -> bool:

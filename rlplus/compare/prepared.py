@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from rlplus.common.durable import write_text
+from rlplus.common.durable import flush_all, make_folder, write_text
 from rlplus.common.textfiles import read_text
 from rlplus.config import problem_lines
 from rlplus.errors import RunFailed
@@ -43,10 +43,11 @@ class Preparation:
         """Call the function on an empty folder. RunFailed if it leaves a file out."""
         function = find_function(self.prepare)
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
+        make_folder(self.folder)
         function(self.folder, self.seed, **checked_options(function, self.options))
         if missing := [name for name in (MODEL, TRAIN, VALIDATION, TEST) if not (self.folder / name).exists()]:
             raise RunFailed(f"{self.title}: {self.prepare} has not written {', '.join(missing)} into {self.folder}")
+        flush_all(self.folder)
         write_text(self.folder / NOTE, self._note())  # last: without it the files are incomplete
 
     def _note(self) -> str:

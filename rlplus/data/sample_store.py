@@ -15,7 +15,7 @@ from types import MappingProxyType
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlplus.common.durable import UNSEALED, is_sealed, remove_unfinished, replacing
+from rlplus.common.durable import UNSEALED, is_sealed, make_folder, remove_unfinished, replacing
 from rlplus.config import SAMPLES as SAMPLES
 from rlplus.errors import printable
 
@@ -135,7 +135,7 @@ def write_kept(path: Path, samples: Iterable[KeptSample], facts: Mapping[str, st
     """
     schema = _SCHEMA.with_metadata(dict(facts) | {_CHECKSUM: UNSEALED})
     if not path.parent.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
     rows = (vars(sample) | {"detail": printable(sample.detail)} for sample in samples)  # may hold anything
     options = {"compression": "zstd", "write_page_checksum": True}  # ours checks the whole file
     with replacing(path, sealed=True) as file, pq.ParquetWriter(file, schema, **options) as writer:

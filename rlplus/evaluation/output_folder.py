@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rlplus.common import agree
+from rlplus.common.durable import make_folder
 from rlplus.data import SAMPLES
 from rlplus.evaluation.asked import Asked, differences
 from rlplus.evaluation.partial_samples import asked_in, facts_of
@@ -18,7 +19,7 @@ def held(output: Path) -> AbstractContextManager[None]:
 
     Training may go on in the folder: its files have other names.
     """
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
     refusal = f"another evaluation is writing into {output}: wait for its end, or give another --output"
     return agree.locked(output / ".lock-evaluation", refusal)
 

@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from rlplus.common.durable import UNSEALED, is_sealed, write_text
+from rlplus.common.durable import UNSEALED, is_sealed, make_folder, write_text
 from rlplus.common.textfiles import file_name, read_text
 from rlplus.config import RESULTS as RESULTS
 from rlplus.evaluation.estimates import Array, Estimate, bootstrap, pass_at_k
@@ -187,7 +187,7 @@ def _pairs(first: Sequence[Evaluation], second: Sequence[Evaluation]) -> list[tu
 
 def save_results(folder: Path, results: Mapping[str, Evaluation]) -> list[Path]:
     """Write evaluation-<benchmark>.json for each benchmark, in place of an earlier one; the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     paths = [folder / f"{RESULTS}-{file_part(name)}.json" for name in results]
     for path, result in zip(paths, results.values(), strict=True):
         result.save(path)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rlplus import __version__, checkpoint
 from rlplus.common import agree
-from rlplus.common.durable import write_text
+from rlplus.common.durable import flush_all, make_folder, write_text
 from rlplus.common.textfiles import read_text
 from rlplus.config import STARTS, Config, recorded_config
 from rlplus.config.surroundings import MAY_CHANGE, surroundings
@@ -41,7 +41,7 @@ class RunFolder:
         self.fixed: dict[str, Any] = {"config": config.model_dump(mode="json"), "surroundings": self.surroundings}
         if not agree.largest(self.path.is_dir()):  # a mistyped folder is not created
             find_checkpoint(self.path, resume)
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         refusal = (
             f"another run is writing into {self.path}: wait for its end, or choose another output_dir. Ranks whose "
             "launcher was killed go on training: look for them"
@@ -70,9 +70,9 @@ class RunFolder:
     def begin(self, devices: Sequence[str]) -> None:
         """Mark the folder, on rank 0, as this run's, which continues from `last`, on these devices."""
         step = self.state.get("step", 0)
-        if self.last is not None:
-            checkpoint.point_to(self.last)  # which may be an older one
         self._exported.unlink(missing_ok=True)
+        if self.last is not None:
+            checkpoint.point_to(self.last)  # which may be an older one; it flushes that removal, too
         write_text(self.path / "config.yaml", self.config.to_yaml())
         drop_kept(self.path / SAMPLES, after=step)
         self.notes += note_start(self.path / STARTS, step, self.surroundings, devices)
@@ -86,7 +86,8 @@ class RunFolder:
         checkpoint.save(engines, self.checkpoints, step, fixed, kept, rank_state, best, frozen=unknown)
 
     def note_result(self, step: int) -> None:
-        """Record, on rank 0, that the model of this step was written."""
+        """Record, on rank 0, that the model of this step was written. It is on the disk before that is."""
+        flush_all(self.model)
         write_text(self._exported, checkpoint.name_of(step))
 
 

@@ -1,6 +1,7 @@
 """Durable files: whole or as before, on the disk before they have their name, sealed against damage, and locked."""
 
 import ast
+import errno
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import processes
 import pytest
 
 from rlplus.common import durable
-from rlplus.common.durable import UNSEALED, is_sealed, locked, remove_unfinished, replacing, write_text
+from rlplus.common.durable import UNSEALED, is_sealed, locked, make_folder, remove_unfinished, replacing, write_text
 
 PACKAGE, EXPERIMENTS = (Path(__file__).parents[2] / name for name in ("rlplus", "experiments"))
 
@@ -120,6 +121,20 @@ def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
             assert file.read_text().startswith(f"process {os.getpid()} on ")
 
 
+def test_errors_name_what_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a full or failing disk come without a name from Python."""
+    (lock := tmp_path / ".lock").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"could not write .*/\.lock: "), locked(lock, "here"):
+        pass
+
+    def fails(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match=f"could not flush {tmp_path} to the disk: Input/output error"):
+        make_folder(tmp_path / "new")
+
+
 ALLOWED = {
     "common/durable.py": "it is the module",
     "reward/grading_worker.py": "a descriptor that it has been given",
@@ -127,6 +142,7 @@ ALLOWED = {
     "sandbox/jail/programs.py": "pipes and descriptors that it has been given",
     "sandbox/sandbox.py": "a pipe to the program's process",
     "trainer/metrics.py": "metrics.jsonl grows by a flushed line; a cut last one is dropped",
+    "trainer/board.py": "TensorBoard's log grows; a lost end is only not shown",
     "trainer/reporter.py": "progress.json, renamed, every few seconds; a lost one is made again",
     "config/commented_yaml.py": "a file that must be new, and which nothing reads before a person does",
     "compare/launches.py": "the output of a command, while it runs",
