@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rlplus.common import agree
-from rlplus.common.durable import flush, remove_unfinished, write_text
+from rlplus.common.durable import flush, flush_all, make_folder, remove_unfinished, write_text
 from rlplus.common.textfiles import read_text
 
 SAVING = "saving"
@@ -95,7 +95,7 @@ def save(
     if agree.largest(main and _is_saved(final)):  # one rank's view: a network file system may show others less
         return final
     whole = state | {"step": step, "world_size": dist.get_world_size(), "rank_state": rank_state is not None}
-    _together(lambda: _clear(saving, final) if main else None, step, saving)
+    _together(lambda: _clear(saving, final, [*engines]) if main else None, step, saving)
     _together(lambda: _write(engines, saving, rank_state, frozen), step, saving)  # each rank flushes what it wrote
     _together(lambda: _publish(folder, final, whole, keep, spared) if main else None, step, saving)
     return final
@@ -117,12 +117,18 @@ def _together(action: Callable[[], None], step: int, saving: Path) -> None:
         raise OSError(f"could not write the checkpoint of step {step} under {saving}: {what}") from failure
 
 
-def _clear(saving: Path, final: Path) -> None:
-    saving.parent.mkdir(parents=True, exist_ok=True)
+def _clear(saving: Path, final: Path, engines: Sequence[str]) -> None:
+    """Remove leftovers, and make the engines' folders.
+
+    DeepSpeed would make them, and leave its save when it cannot, before a barrier in which the other ranks wait.
+    """
+    make_folder(saving.parent)
     remove_unfinished(saving.parent, "latest|exported")
     for leftover in (saving, final):  # `final` without a pointer: the process died between rename and pointer
         if leftover.exists():
             shutil.rmtree(leftover)
+    for name in engines:
+        (saving / name).mkdir(parents=True)
 
 
 def _write(engines: Mapping[str, Any], saving: Path, rank_state: Any, frozen: bool) -> None:
@@ -202,9 +208,9 @@ def _publish(folder: Path, final: Path, state: dict[str, Any], keep: int, spared
     text = json.dumps(state | {"files": _archives(saving)})
     write_text(saving / "state.json", text)
     write_text(saving / "state.crc32", f"{zlib.crc32(text.encode()):08x}")
-    for path in (*saving.rglob("*"), saving):
-        flush(path)
+    flush_all(saving)
     saving.rename(final)
+    flush(folder)  # or the pointer might reach the disk without what it names
     point_to(final)
     # Later checkpoints are leftovers that nothing points to (see `_clear`); do not count them.
     steps = (path for path in folder.glob("step-*") if NAME.fullmatch(path.name))
