@@ -24,7 +24,7 @@ from rlplus.evaluation.output_folder import check_folder, held, others_in
 from rlplus.evaluation.partial_samples import Answer, Call, Graded, KeptCalls, added
 from rlplus.evaluation.results import RESULTS, Evaluation, file_part, join
 from rlplus.evaluation.scorers import Scorers, reward_of
-from rlplus.learner import check_positions, existing_model
+from rlplus.learner import check_positions, existing_model, write_pretrained
 from rlplus.reward import Score, Scorer
 from rlplus.rollout import Completion, Request, Respond, RolloutEngine, Sampling, make_engine, make_respond, respond
 
@@ -213,7 +213,7 @@ def _evaluate_model(
     progress(0, own)
     respond = make_respond(config.rollout.function, tokenizer, model_config.vocab_size, config.rollout.environment)
     with TemporaryDirectory() as folder, Scorers(config, config.evaluation) as scorers:
-        model_config.save_pretrained(folder)
+        write_pretrained(model_config, folder)
         # Nothing trains beside it, so it is always in this process and awake; and samples from the whole vocabulary.
         alone = {"mode": "colocated", "server_url": None, "sleep": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         if config.rollout.engine == "sglang":  # always a server

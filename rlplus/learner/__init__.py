@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from rlplus.learner.learner import Learner
     from rlplus.learner.learning_rate import Optimization
     from rlplus.learner.policy import Policy
-    from rlplus.learner.pretrained import check_positions, existing_model, prepare_model, weights_fingerprint
+    from rlplus.learner.pretrained import (
+        check_positions,
+        existing_model,
+        prepare_model,
+        weights_fingerprint,
+        write_pretrained,
+    )
     from rlplus.learner.prime_model import ProcessModel
     from rlplus.learner.teacher import SelfTeacher, Teacher, accumulate_divergence
     from rlplus.learner.value_model import ValueModel
@@ -37,6 +43,7 @@ __all__ = [
     "prepare_model",
     "say_dropout",
     "weights_fingerprint",
+    "write_pretrained",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -47,7 +54,13 @@ __getattr__, __dir__ = lazy_names(
         "learner": ("Learner",),
         "learning_rate": ("Optimization",),
         "policy": ("Policy",),
-        "pretrained": ("check_positions", "existing_model", "prepare_model", "weights_fingerprint"),
+        "pretrained": (
+            "check_positions",
+            "existing_model",
+            "prepare_model",
+            "weights_fingerprint",
+            "write_pretrained",
+        ),
         "prime_model": ("ProcessModel",),
         "teacher": ("SelfTeacher", "Teacher", "accumulate_divergence"),
         "value_model": ("ValueModel",),

@@ -53,7 +53,7 @@ def prepare_model(config: ModelConfig, folder: Path, seed: int) -> tuple[str, Pr
     if dist.get_rank() == 0:
         tokenizer = byte_tokenizer()
         write_model(make_scratch_model(config.scratch, tokenizer, seed), path)
-        tokenizer.save_pretrained(path)
+        write_pretrained(tokenizer, path)
     agree.barrier()
     if config.overrides:
         return path, existing_model(path, config.trust_remote_code, config.overrides)
@@ -192,14 +192,29 @@ def weights_fingerprint(path: str) -> str | None:
 def write_model(lm: PreTrainedModel, folder: str, state: dict[str, Tensor] | None = None) -> None:
     """Write a Hugging Face folder of the model, or of the weights in `state`, with the permissions of the umask.
 
-    OSError when the disk is full.
+    OSError, which names the folder, when the disk is full.
     """
-    try:
+    with _named("the model", folder):
         lm.save_pretrained(folder, state_dict=state)
-    except SafetensorError as error:  # no OSError, and it does not say where
-        raise OSError(f"could not write the model to {folder}: {error}") from error
     for file in Path(folder).glob("*.safetensors"):
         shutil.copymode(Path(folder) / "config.json", file)  # safetensors' own is 0600, whatever the umask
+
+
+def write_pretrained(part: PreTrainedTokenizerBase | PretrainedConfig, folder: str) -> None:
+    """Write a tokenizer or a model's configuration into a Hugging Face folder; OSError names that."""
+    with _named("the configuration" if isinstance(part, PretrainedConfig) else "the tokenizer", folder):
+        part.save_pretrained(folder)
+
+
+@contextmanager
+def _named(what: str, folder: str) -> Iterator[None]:
+    """OSError with the folder for failed writes, of which the libraries do not say where, nor all raise OSError."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError | SafetensorError) and type(error) is not Exception:  # tokenizers raises that
+            raise
+        raise OSError(f"could not write {what} to {folder}: {error}") from error
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from rlplus.common import agree
 from rlplus.common.durable import write_text
 from rlplus.config import Config
 from rlplus.data import Example, PromptSampler, response_text
-from rlplus.learner import Learner, Policy
+from rlplus.learner import Learner, Policy, write_pretrained
 from rlplus.recipe import Recipe
 from rlplus.reward import Scorer
 from rlplus.rollout import Respond, RunFailed
@@ -136,7 +136,7 @@ class Run:
         agree.phase("export")
         self.policy.export(str(model))
         if self.rank == 0:
-            self.tokenizer.save_pretrained(str(model))
+            write_pretrained(self.tokenizer, str(model))
             write_text(model / "README.md", model_card(self.config, step, self.progress.best))
             self.folder.note_result(step)
         agree.barrier()  # the next stage reads it on every rank

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from trainer_runs import run_config
 
 from rlplus.config import Config
+from rlplus.data import byte_tokenizer
 from rlplus.evaluation import evaluate_model
+from rlplus.learner import write_pretrained
 from rlplus.trainer import open_run
 
 NAME = "model.layers.1.self_attn.q_proj.weight"
@@ -116,3 +118,10 @@ def test_both_ranks_refuse_missing_tensors(tmp_path: Path) -> None:
         _, error = process.communicate(timeout=processes.PATIENCE_S)
     assert process.returncode
     assert error.count(f"lacks {NAME}") == 2, error[-4000:]
+
+
+def test_a_tokenizer_that_cannot_be_written_is_an_error_with_its_folder(tmp_path: Path) -> None:
+    """transformers' own has no name, and that of the package tokenizers is a plain Exception."""
+    (tmp_path / "tokenizer.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"could not write the tokenizer to {tmp_path}: No space left on device"):
+        write_pretrained(byte_tokenizer(), str(tmp_path))
