@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from rlplus.common import agree
 from rlplus.common.durable import write_text
 from rlplus.common.textfiles import read_text
 from rlplus.data import SAMPLES, KeptSample, MicroBatch, Sample, write_kept
 from rlplus.loss import PolicyLoss, exploration_weight
+from rlplus.trainer.board import Board
 from rlplus.trainer.out_of_memory import naming_phase
 from rlplus.trainer.progress import Progress
 from rlplus.trainer.reporter import RECENT, Reporter
@@ -170,7 +170,7 @@ class RunLog:
         kept = [line for line, line_step in before.items() if line_step <= step]
         self._tracked = max(before.values(), default=0) if step else 0  # a run that begins anew is one of its own
         write_text(self.path, "".join(f"{line}\n" for line in kept))
-        self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1, max_queue=1000)  # or a step waits
+        self.board = Board(folder / "tensorboard", step + 1)
         reporter.follow(progress, [json.loads(line) for line in kept[-RECENT - 1 :]])
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
@@ -184,8 +184,7 @@ class RunLog:
                 os.fsync(file.fileno())  # a step's line reaches the disk before its checkpoint
         except OSError as error:  # the error itself does not name the file
             raise OSError(f"could not write the metrics of step {step} to {self.path}: {error}") from error
-        for name, value in metrics.items():
-            self.board.add_scalar(name, value, step)
+        self.board.add(step, metrics)
         if step > self._tracked:
             for track in self.trackers:
                 track(step, metrics)
@@ -202,10 +201,6 @@ class RunLog:
 
     def say(self, message: str) -> None:
         self.reporter.say(message)
-
-    def close(self) -> None:
-        if self.enabled:
-            self.board.close()
 
 
 def _step_of(line: str, path: Path) -> int:

@@ -16,7 +16,15 @@ from rlplus.common import agree
 from rlplus.common.terminal import Terminal
 from rlplus.config import Config, check_trackers
 from rlplus.data import PromptSampler, load_examples, load_tokenizer, response_text
-from rlplus.learner import Learner, Policy, check_positions, prepare_model, say_dropout, weights_fingerprint
+from rlplus.learner import (
+    Learner,
+    Policy,
+    check_positions,
+    prepare_model,
+    say_dropout,
+    weights_fingerprint,
+    write_pretrained,
+)
 from rlplus.learner.learner import this_device
 from rlplus.learner.resharding import load_resharded
 from rlplus.loss.tuning import kind_of, using
@@ -195,7 +203,7 @@ def _engine_starter(
     place: Path,
 ) -> Callable[[], RolloutEngine]:
     """A function that starts the engine. The model configuration, which it reads, is written to `place`."""
-    model_config.save_pretrained(str(place))
+    write_pretrained(model_config, str(place))
     if not config.needs_engine:
         return NoEngine
     limits = {
@@ -221,6 +229,4 @@ def _engine_starter(
 
 def _open_log(config: Config, folder: RunFolder, progress: Progress, reporter: Reporter, stack: ExitStack) -> RunLog:
     trackers = open_trackers(config, folder.path, resumed=folder.last is not None, stack=stack)
-    log = RunLog(folder.path, progress, reporter, trackers)
-    stack.callback(log.close)
-    return log
+    return RunLog(folder.path, progress, reporter, trackers)
