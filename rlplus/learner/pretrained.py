@@ -194,6 +194,8 @@ def write_model(lm: PreTrainedModel, folder: str, state: dict[str, Tensor] | Non
 
     OSError, which names the folder, when the disk is full.
     """
+    for unfinished in Path(folder).glob(".tmp??????"):  # safetensors', of a process that died
+        unfinished.unlink(missing_ok=True)
     with _named("the model", folder):
         lm.save_pretrained(folder, state_dict=state)
     for file in Path(folder).glob("*.safetensors"):

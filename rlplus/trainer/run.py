@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlplus import checkpoint
 from rlplus.common import agree
-from rlplus.common.durable import write_text
+from rlplus.common.durable import remove_unfinished, write_text
 from rlplus.config import Config
 from rlplus.data import Example, PromptSampler, response_text
 from rlplus.learner import Learner, Policy, write_pretrained
@@ -137,6 +137,7 @@ class Run:
         self.policy.export(str(model))
         if self.rank == 0:
             write_pretrained(self.tokenizer, str(model))
+            remove_unfinished(model, r"README\.md")
             write_text(model / "README.md", model_card(self.config, step, self.progress.best))
             self.folder.note_result(step)
         agree.barrier()  # the next stage reads it on every rank

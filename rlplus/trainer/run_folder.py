@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rlplus import __version__, checkpoint
 from rlplus.common import agree
-from rlplus.common.durable import flush_all, make_folder, write_text
+from rlplus.common.durable import flush_all, make_folder, remove_unfinished, write_text
 from rlplus.common.textfiles import read_text
 from rlplus.config import STARTS, Config, recorded_config
 from rlplus.config.surroundings import MAY_CHANGE, surroundings
@@ -73,6 +73,7 @@ class RunFolder:
         self._exported.unlink(missing_ok=True)
         if self.last is not None:
             checkpoint.point_to(self.last)  # which may be an older one; it flushes that removal, too
+        remove_unfinished(self.path, r"config\.yaml|run\.json|metrics\.jsonl")
         write_text(self.path / "config.yaml", self.config.to_yaml())
         drop_kept(self.path / SAMPLES, after=step)
         self.notes += note_start(self.path / STARTS, step, self.surroundings, devices)

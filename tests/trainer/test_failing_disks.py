@@ -67,7 +67,7 @@ def check_failure(place: Path, done: Watched, truth: Truth, path: Path) -> None:
         message = done.said.rpartition("rlplus train: ")[2].replace("\n", " ")
         assert done.status == 2
         assert f"{place}" in message
-        assert re.search("No space left on device|Input/output error|os error", message)
+        assert re.search("No space left on device|Input/output error|as on a full disk", message)
     check_run(config, [call.path for call in done.calls if call.kind == "mark"], Truth(done.calls))
     if done.status:
         train(config, resume="auto")
