@@ -113,9 +113,7 @@ def _together(action: Callable[[], None], step: int, saving: Path) -> None:
         action()
     except (OSError, RuntimeError) as error:
         failure = error
-        if "inline_container" in str(
-            error
-        ):  # of torch.save, which says where in its source, and not what the disk said
+        if "inline_container" in str(error):  # torch.save says where in its source, and not what the disk said
             failure = OSError(f"torch.save failed, as on a full disk: {error}")
     if what := agree.failures(failure):
         raise OSError(f"could not write the checkpoint of step {step} under {saving}: {what}") from failure
