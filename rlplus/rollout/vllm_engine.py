@@ -81,7 +81,7 @@ class VLLMEngine:
         self._adapters, self._pushes, self._lora = adapters, 0, None
         self._most_kept, self._tp = config.top_k, config.tensor_parallel_size
         self._replays = config.routing_replay
-        check_arguments(config, [field.name for field in fields(self._vllm.EngineArgs)], self._vllm.__version__)
+        check_arguments(config, self._vllm)
         if config.sleep and self._cpu:
             raise ValueError("rollout.sleep gives GPU memory back: vLLM has it on CUDA only, and this is its CPU build")
         self._sleeps, self._asleep = config.sleep, False

@@ -1,6 +1,8 @@
 """The tokens that vLLM kept and the experts it chose: how it is asked for them, and refused where it gives none."""
 
-from collections.abc import Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Any
 
 from rlplus.config import RolloutConfig
 from rlplus.rollout.protocol import Sampling
@@ -24,13 +26,14 @@ def no_experts(reason: str) -> str:
     )
 
 
-def check_arguments(config: RolloutConfig, names: Sequence[str], version: str) -> None:
-    """ValueError for a vLLM of that version, with arguments of these names, that lacks one that the run needs."""
-    why = f"vLLM {version}, which has no such argument"
-    if config.top_k and MASKS not in names:
-        raise ValueError(no_masks(config.top_k, why))
-    if config.routing_replay and EXPERTS not in names:
-        raise ValueError(no_experts(why))
+def check_arguments(config: RolloutConfig, vllm: Any) -> None:
+    """ValueError for a vLLM, the module, that lacks an argument that the run needs."""
+    for wanted, argument, refusal in (
+        (config.top_k, MASKS, partial(no_masks, config.top_k)),
+        (config.routing_replay, EXPERTS, no_experts),
+    ):
+        if wanted and argument not in [field.name for field in fields(vllm.EngineArgs)]:
+            raise ValueError(refusal(f"vLLM {vllm.__version__}, which has no such argument"))
 
 
 def check_sampling(sampling: Sampling, most_kept: int, replays: bool = False) -> None:

@@ -122,7 +122,7 @@ def test_a_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_errors_name_what_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a full or failing disk come without a name from Python."""
+    """Errors of a full or failing disk come without a name from Python."""
     (lock := tmp_path / ".lock").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"could not write .*/\.lock: "), locked(lock, "here"):
         pass

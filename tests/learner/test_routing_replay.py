@@ -231,7 +231,7 @@ def test_experts_of_more_tokens_than_a_sample_has_are_refused() -> None:
 
 
 def test_a_router_with_other_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as that of a later transformers."""
+    """As a later transformers might have it."""
     model = mixture()
     for router in routers_of(model):
         forward = router.forward

@@ -1,4 +1,4 @@
-"""Experts that the transformers engine returns: those of a plain pass over prompt and response."""
+"""Experts that the transformers engine returns: the same as in a plain pass over prompt and response."""
 
 import dataclasses
 from pathlib import Path

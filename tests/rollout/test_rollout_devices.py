@@ -14,7 +14,10 @@ from rlplus.config import RolloutConfig
     [
         ({"mode": "server"}, "mode server and server_url belong together; got server, None"),
         ({"server_url": "http://x"}, "belong together; got colocated, http://x"),
-        ({"mode": "server", "server_url": "http://x", "engine": "transformers"}, "is a vLLM server: want engine"),
+        (
+            {"mode": "server", "server_url": "http://x", "engine": "transformers"},
+            "one of vLLM or SGLang: want engine",
+        ),
         ({"mode": "server", "server_url": "http://x", "tensor_parallel_size": 2}, "own --tensor-parallel-size"),
         ({"mode": "process", "sleep": True}, "sleep is for vLLM in mode colocated; got engine auto in mode process"),
         ({"engine": "transformers", "sleep": True}, "sleep is for vLLM in mode colocated; got engine transformers"),

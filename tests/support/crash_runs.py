@@ -38,7 +38,7 @@ def noise(path: str) -> bool:
 
 
 def write_config(folder: Path, output: Path) -> Path:
-    """Of a run of three steps, each with samples and a checkpoint, of which one is kept."""
+    """A run of three steps, each with samples and a checkpoint, of which one is kept."""
     sections = {"checkpoint": {"every": 1, "keep": 1}, "log": {"samples_every": 1, "sample_groups": 1}}
     config = run_config(folder, train={"steps": STEPS}, **sections).model_copy(update={"output_dir": str(output)})
     (path := folder / "run.yaml").write_text(config.to_yaml())
@@ -106,7 +106,7 @@ def numbers(marks: Sequence[str], word: str) -> list[int]:
 
 
 class Truth:
-    """What an undisturbed run wrote, at the moments of its marks."""
+    """The files that an undisturbed run wrote, at the moments of its marks."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         disk = Disk()
@@ -135,7 +135,7 @@ def read(folder: Path) -> Files:
 
 
 def check_run(config: Config, marks: Sequence[str], truth: Truth) -> None:
-    """What a resumed run finds before its first step, in the code that finds it: all that was promised, and whole."""
+    """A resumed run finds all that was promised before its first step, and whole, in the code that looks for it."""
     saved, word = max(numbers(marks, "saved")), (marks or ["begun"])[-1].split()[0]
     folder = Path(config.output_dir)
     with ExitStack() as stack:
@@ -177,7 +177,7 @@ def evaluate(folder: str, model: str, data: str) -> int:
 
 
 def check_evaluation(place: Path, marks: Sequence[str], truth: Files) -> None:
-    """All samples and results that are there are those of the whole evaluation, and all that was promised is there."""
+    """All samples and results that are there belong to the whole evaluation, and all that was promised is there."""
     found = {path: content for path, content in read(place).items() if path.endswith((".parquet", ".json"))}
     assert found.items() <= truth.items()
     for first in numbers(marks, "kept")[1:]:
@@ -215,7 +215,7 @@ def prepare(folder: Path, seed: int) -> None:
 
 
 def write_comparison(folder: Path) -> Path:
-    """Of a base model and two methods, one after the other; with the stand-in's script beside it."""
+    """A base model and two methods, one after the other; with the stand-in's script beside it."""
     (folder / "command.py").write_text(COMMAND)
     studies = {"Methods": {"settings": ["one"], "methods": ["SFT", "SFT+GRPO"], "seeds": 1}}
     methods = {name: FILE["methods"][name] for name in ("SFT", "SFT+GRPO")}

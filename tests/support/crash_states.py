@@ -1,7 +1,7 @@
-"""What a crash of the machine may leave of a folder: a small model of a file system's durability, and its states.
+"""States in which a crash of the machine may leave a folder, by a small model of a file system's durability.
 
 Files and folders are nodes, each with a list of changes. A folder's are its names: one that is made, renamed (which is
-atomic) or removed. What fsync of a node has flushed stays; fsync of a file flushes no name, and that of a folder no
+atomic) or removed. What fsync of a node has flushed stays; fsync of a file flushes no name, and a folder's no
 contents. Of the later changes
     a file keeps any first ones, the next one whole, half or as zeros of its length;
     a folder keeps any first ones, or all but one, which the others have overtaken.
@@ -32,7 +32,7 @@ class _Node:
     digests: dict[Cut, str] = field(default_factory=dict)
 
     def cuts(self) -> list[Cut]:
-        """What a crash may leave; the first is what was flushed."""
+        """The states that a crash may leave; the first is what was flushed."""
         pending = range(self.flushed, len(self.changes))
         found = [(count, "") for count in (*pending, len(self.changes))]
         if self.folder:
@@ -144,7 +144,7 @@ class Disk:
         return node
 
     def crashes(self, most: int = 0) -> Iterator[tuple[str, list[Cut]]]:
-        """What a crash may leave now: a cut of each node. most: so many combinations at most are all enumerated."""
+        """The states that a crash may leave now: a cut of each node. most: up to so many combinations are enumerated."""
         cuts = [node.cuts() if not node.noise else [(len(node.changes), "")] for node in self.nodes]
         combinations = 1
         for each in cuts:
@@ -180,7 +180,7 @@ class Disk:
         return {path: None if self.nodes[n].folder else self.nodes[n].content(cuts[n]) for path, n in found.items()}
 
     def key(self, cuts: Sequence[Cut]) -> tuple[tuple[str, str], ...]:
-        """What tells states apart that may matter."""
+        """The parts of a state that may matter."""
         return tuple(
             sorted(
                 (path, "" if self.nodes[n].folder else self.nodes[n].digest(cuts[n]))
@@ -192,7 +192,7 @@ class Disk:
 
 @dataclass
 class Counts:
-    """Of an enumeration."""
+    """Counts of an enumeration."""
 
     calls: int = 0
     states: int = 0

@@ -178,7 +178,7 @@ class _Supervisor:
             ioctl(self.listener, _ANSWER, struct.pack("=Qqi", number, 0, -failure) + struct.pack("=I", not failure))
 
     def _call(self, name: str, pid: int, args: Sequence[int]) -> Call | None:
-        """What the call does in the folder; None for nothing."""
+        """The call's effect in the folder; None for nothing."""
         if name in ("write", "pwrite64", "writev", "sendfile", "fsync", "fdatasync", "ftruncate", "mmap"):
             return self._of_descriptor(name, pid, args)
         if name in ("unlink", "rmdir", "mkdir", "open", "creat"):
@@ -206,7 +206,7 @@ class _Supervisor:
         descriptor = args[4] if name == "mmap" else args[0]
         try:
             path = os.readlink(f"/proc/{pid}/fd/{descriptor & 0xFFFFFFFF}")
-        except FileNotFoundError:  # of an anonymous mapping
+        except FileNotFoundError:  # an anonymous mapping
             return None
         if not path.startswith(self.folder):
             return None

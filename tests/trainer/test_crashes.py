@@ -45,7 +45,7 @@ from rlplus.trainer import train
 from rlplus.trainer.ranks import initialize_distributed
 from rlplus.trainer.run_folder import RunFolder
 
-EACH = 6  # of the kinds of states, that is of sets of names, one in so many is resumed
+EACH = 6  # one in so many kinds of states, that is sets of names, is resumed
 MOST = 100  # combinations that are enumerated whole, where there are so few
 
 

@@ -19,7 +19,7 @@ from rlplus.config import load_config
 from rlplus.trainer import train
 from rlplus.trainer.ranks import initialize_distributed
 
-EACH = 6  # of the kinds of calls, that is of a call and a file, one in so many fails
+EACH = 6  # one in so many kinds of calls, that is a call and a file, fails
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ def test_a_disk_that_fails_for_one_of_two_ranks_ends_both(tmp_path: Path, rank: 
     for kind, name, nth in (chosen := made + second[rank :: 1 if rank else EACH // 2]):
         both = ranks(failing(kind, name, nth, errno.EIO))
         statuses = [one.status for one in both]
-        if statuses == [0, 0] and kind == "mkdir":  # of one that is there
+        if statuses == [0, 0] and kind == "mkdir":  # a folder that is there
             continue
         assert statuses == [2, 2], f"{kind} of {name}: {both[0].said[-2000:]}{both[1].said[-2000:]}"
         for one in both:
