@@ -144,7 +144,7 @@ class Disk:
         return node
 
     def crashes(self, most: int = 0) -> Iterator[tuple[str, list[Cut]]]:
-        """The states that a crash may leave now: a cut of each node. most: up to so many combinations are enumerated."""
+        """The states that a crash may leave now: a cut of each node. most: so many combinations are enumerated."""
         cuts = [node.cuts() if not node.noise else [(len(node.changes), "")] for node in self.nodes]
         combinations = 1
         for each in cuts:
