@@ -4,9 +4,10 @@ What the server must be started with stands in SERVE. The key of SGLANG_API_KEY,
 who can reach the port can replace the weights; SGLang listens on this machine alone unless it is told otherwise.
 """
 
+import logging
 import math
-import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ FP32_HEAD = " --enable-fp32-lm-head"
 # Names in /metrics: the tokens of requests that have ended, and those in the cache, which grow with those under way.
 TOKENS = ("sglang:generation_tokens_total", "sglang:num_used_tokens")
 SHARD_BYTES = 2 * 2**30
+
+logger = logging.getLogger(__name__)
 
 
 class SGLangEngine(HttpEngine):
@@ -162,8 +165,8 @@ class SGLangEngine(HttpEngine):
     def _send(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         if rank() > 0:
             return
-        shutil.rmtree(self._folder, ignore_errors=True)  # left by a run that was killed
-        self._folder.mkdir(parents=True)
+        self._clear()  # a run that was killed left its own
+        self._folder.mkdir(parents=True, exist_ok=True)
         for number, shard in enumerate(_shards(weights)):
             save_file(shard, self._folder / f"model-{number:05d}.safetensors")
         body = {"model_path": str(self._folder), "weight_version": str(version)}
@@ -171,12 +174,21 @@ class SGLangEngine(HttpEngine):
         answer = self._http.send("POST", "/update_weights_from_disk", body, timeout_s=limit_s, setting=TIMEOUT)
         if not parsed(answer).get("success"):
             raise OSError(f"POST /update_weights_from_disk: {answer.decode(errors='replace')[:500]}")
-        shutil.rmtree(self._folder)
+        self._clear()
+
+    def _clear(self) -> None:
+        for file in self._folder.glob("*.safetensors"):
+            file.unlink()
+        with suppress(OSError):  # not there; or NFS keeps a file that the server still maps, under another name
+            self._folder.rmdir()
 
     def _stop_pushing(self) -> bool:
         if rank() > 0:
             return False
-        shutil.rmtree(self._folder, ignore_errors=True)  # left by a push that failed
+        try:
+            self._clear()  # a push that failed left its own
+        except OSError as error:
+            logger.warning("the weights in %s stay there: %s", self._folder, error)
         return True
 
 

@@ -62,6 +62,10 @@ def test_weights_go_through_the_folder(fake: FakeSGLang, tmp_path: Path, monkeyp
     assert all(torch.equal(loaded[name], p) for name, p in model.named_parameters())
     assert fake.keys == {"Bearer secret"}
     assert not [*(tmp_path / "shared").iterdir()]
+    (tmp_path / "shared/rlplus-weights").mkdir()
+    (tmp_path / "shared/rlplus-weights/.nfs0001").touch()  # NFS leaves it while the server maps a deleted file
+    engine.push_weights(model.named_parameters(), 4)
+    assert fake.version == "4"
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         engine.generate(requests(PROMPTS, [1, 1, 1], 4), Sampling(1.0, 0))
