@@ -59,7 +59,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.rollout.mode == "server" and c.evaluation.data is None,
         "a server has its own from where you start it",
     ),
-    ("rollout.vllm", lambda c: c.rollout.mode == "server", "a server's engine arguments belong to its `vllm serve`"),
+    ("rollout.vllm", lambda c: c.rollout.mode == "server", "a server's engine arguments belong to where you start it"),
     (
         "rollout.transfer",
         lambda c: c.rollout.mode != "server",

@@ -133,6 +133,8 @@ class RolloutConfig(Section):
             problems.append(f"engine sglang is a server that you started: want mode server; got {self.mode}")
         if self.weights_folder is None:
             problems.append("engine sglang takes weights from weights_folder: want a folder that both can read")
+        elif not self.weights_folder.startswith("/"):
+            problems.append(f"weights_folder is read by a server, too: want it from / on; got {self.weights_folder!r}")
         if self.transfer != "memory":
             problems.append(f"transfer {self.transfer} is vLLM's; engine sglang takes weights from weights_folder")
         if self.top_k:

@@ -4,7 +4,6 @@ What the server must be started with stands in SERVE. The key of SGLANG_API_KEY,
 who can reach the port can replace the weights; SGLang listens on this machine alone unless it is told otherwise.
 """
 
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -32,8 +31,7 @@ FP32_HEAD = " --enable-fp32-lm-head"
 # Names in /metrics: the tokens of requests that have ended, and those in the cache, which grow with those under way.
 TOKENS = ("sglang:generation_tokens_total", "sglang:num_used_tokens")
 SHARD_BYTES = 2 * 2**30
-
-logger = logging.getLogger(__name__)
+SPARE = 6  # tokens of --context-length that SGLang keeps from prompt and response
 
 
 class SGLangEngine(HttpEngine):
@@ -64,9 +62,10 @@ class SGLangEngine(HttpEngine):
             config_path=config_path,
         )
         assert config.weights_folder is not None
-        self._folder = Path(config.weights_folder).absolute() / "rlplus-weights"
+        place = self._http.url.netloc.replace(":", "-")  # servers may share the folder
+        self._folder = Path(config.weights_folder) / f"rlplus-weights-{place}"
         self._fp32_head = config.head_dtype == "float32" != dtype
-        serve = SERVE.format(model=model_path, dtype=dtype, length=max_model_len)
+        serve = SERVE.format(model=model_path, dtype=dtype, length=max_model_len + SPARE)
         self._check_server(dtype, serve + FP32_HEAD if self._fp32_head else serve)
 
     def _check_server(self, dtype: str, serve: str) -> None:
@@ -91,8 +90,11 @@ class SGLangEngine(HttpEngine):
             problems.append(f"its dtype is {info['dtype']}")
         if self._fp32_head and not info["enable_fp32_lm_head"]:
             problems.append(f"its logits are {dtype}, which the trainer's are not (or want rollout.head_dtype model)")
-        if info["context_length"] is None or info["context_length"] < self._max_model_len:
+        if info["context_length"] is None or info["context_length"] < self._max_model_len + SPARE:
             problems.append(f"its --context-length is {info['context_length']}")
+        for name in ("allow_auto_truncate", "speculative_algorithm", "preferred_sampling_params"):
+            if info.get(name):
+                problems.append(f"it has --{name.replace('_', '-')} {info[name]}, with which responses are others")
         return problems
 
     def _params(self, requests: Sequence[Request], sampling: Sampling) -> list[dict[str, Any]]:
@@ -104,6 +106,8 @@ class SGLangEngine(HttpEngine):
             "top_k": -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
             "stop_token_ids": [self._eos, *sampling.stop],
         }
         return [  # seeds count where the server runs with --enable-deterministic-inference
@@ -139,8 +143,9 @@ class SGLangEngine(HttpEngine):
     def _continued(self, before: Completion, answer: dict[str, Any], stops: Sequence[int]) -> Completion:
         """A response with the tokens of an answer; `truncated` until it has come to a stop token of the run."""
         meta = answer["meta_info"]
-        if (ended := meta["finish_reason"]["type"]) not in ("stop", "length"):
-            raise RunFailed(f"{self.name} ended a response with {ended}: want stop or length")
+        ended, matched = meta["finish_reason"]["type"], meta["finish_reason"].get("matched")
+        if ended not in ("stop", "length") or isinstance(matched, str):  # a text: "NaN happened"
+            raise RunFailed(f"{self.name} ended a response with {ended}, {matched}: want stop or length")
         versions = {span["version"] for span in meta["weight_versions"]}
         if versions != {str(self._version)}:
             raise RunFailed(
@@ -152,8 +157,7 @@ class SGLangEngine(HttpEngine):
             raise RunFailed(f"{self.name} answered without a token")
         tokens = [token for _, token, _ in drawn]
         logprob = [-math.inf if value is None else value for value, _, _ in drawn]  # JSON has no infinity
-        stopped = ended == "stop" and tokens[-1] in stops
-        return Completion(before.tokens + tokens, before.logprob + logprob, not stopped)
+        return Completion(before.tokens + tokens, before.logprob + logprob, tokens[-1] not in stops)
 
     def _tokens(self) -> float:
         text = self._http.send("GET", "/metrics", timeout_s=PATIENCE_S).decode(errors="replace")
@@ -183,13 +187,8 @@ class SGLangEngine(HttpEngine):
             self._folder.rmdir()
 
     def _stop_pushing(self) -> bool:
-        if rank() > 0:
-            return False
-        try:
-            self._clear()  # a push that failed left its own
-        except OSError as error:
-            logger.warning("the weights in %s stay there: %s", self._folder, error)
-        return True
+        """After a push that failed its files stay: the server may still read them, and the next push removes them."""
+        return rank() == 0
 
 
 def _shards(weights: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

@@ -131,7 +131,7 @@ class VLLMEngine:
         params = self._sampling_params(requests, sampling)
         asked = [({"prompt_token_ids": list(r.prompt)}, p) for r, p in zip(requests, params, strict=True) if r.n]
         outputs = iter(self._run_together(asked) if self._shared else self._run(asked))
-        groups = [[_completion(sample) for sample in next(outputs).outputs] if r.n else [] for r in requests]
+        groups = [[_completion(s, sampling.experts) for s in next(outputs).outputs] if r.n else [] for r in requests]
         return check_logprobs(
             groups if sampling.temperature else [group * r.n for group, r in zip(groups, requests, strict=True)]
         )
@@ -297,13 +297,13 @@ def prompt_seeds(requests: Sequence[Request], seed: int) -> list[int]:
     return [first + before for before in accumulate((r.n for r in requests), initial=0)][: len(requests)]
 
 
-def _completion(sample: Any) -> Completion:
+def _completion(sample: Any, with_experts: bool) -> Completion:
     if sample.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"want responses that end with stop or length; vLLM ended one with {sample.finish_reason}")
     mask = getattr(sample, "sampling_mask", None)
     kept = None if mask is None else KeptSets.of(mask.token_ids)
     tokens, logprob = list(sample.token_ids), list(sample.logprobs.logprobs)
-    experts = getattr(sample, "routed_experts", None)
+    experts = getattr(sample, "routed_experts", None) if with_experts else None
     if experts is not None:
         experts = experts.astype(np.int16)  # every number of vLLM's uint8 may be an expert's: none is left
     return Completion(tokens, logprob, sample.finish_reason == "length", kept=kept, experts=experts)

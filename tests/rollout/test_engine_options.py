@@ -131,6 +131,8 @@ def test_routing_replay_asks_for_the_experts(
     ((got,),) = engine.generate(requests([[5]], [1], 4), Sampling(1.0, 0, experts=True))
     assert got.experts.dtype == np.int16
     assert got.experts.tolist() == experts.tolist()
+    ((got,),) = engine.generate(requests([[5]], [1], 4), Sampling(1.0, 0))
+    assert got.experts is None, "an evaluation asks for none"
     engine.close()
     engine = start(tmp_path)
     assert "enable_return_routed_experts" not in asked

@@ -51,7 +51,8 @@ def test_weights_go_through_the_folder(fake: FakeSGLang, tmp_path: Path, monkeyp
     with pytest.raises(RuntimeError, match="the server may hold any weights: push before generating"):
         engine.generate(requests(PROMPTS, [1, 1, 1], 4), Sampling(1.0, 0))
     monkeypatch.setattr(rlplus.rollout.sglang_engine, "SHARD_BYTES", 30_000)
-    killed = tmp_path / "shared/rlplus-weights/model-00099.safetensors"
+    folder = tmp_path / f"shared/rlplus-weights-{fake.url.removeprefix('http://').replace(':', '-')}"
+    killed = folder / "model-00099.safetensors"
     killed.parent.mkdir(parents=True)
     killed.write_bytes(b"what a killed run left")
     engine.push_weights(model.named_parameters(), 3)
@@ -62,8 +63,8 @@ def test_weights_go_through_the_folder(fake: FakeSGLang, tmp_path: Path, monkeyp
     assert all(torch.equal(loaded[name], p) for name, p in model.named_parameters())
     assert fake.keys == {"Bearer secret"}
     assert not [*(tmp_path / "shared").iterdir()]
-    (tmp_path / "shared/rlplus-weights").mkdir()
-    (tmp_path / "shared/rlplus-weights/.nfs0001").touch()  # NFS leaves it while the server maps a deleted file
+    folder.mkdir()
+    (folder / ".nfs0001").touch()  # NFS leaves it while the server maps a deleted file
     engine.push_weights(model.named_parameters(), 4)
     assert fake.version == "4"
     engine.close()
@@ -123,6 +124,12 @@ def test_a_response_ends_at_the_runs_own_end_tokens(
     assert all(p | neutral == p and p["stop_token_ids"] == [EOS, *stop] for p in params)
 
 
+def test_the_longest_prompt_has_its_whole_response(engine: RolloutEngine) -> None:
+    prompt = [7] * (MAX_MODEL_LEN - 5)
+    (group,) = engine.generate(requests([prompt], [2], 5), Sampling(1.0, 0))
+    assert [c.tokens for c in group] == [whole_response(prompt, 5)] * 2
+
+
 def test_a_greedy_response_is_asked_once(fake: FakeSGLang, engine: RolloutEngine) -> None:
     (group,) = engine.generate(requests(PROMPTS[:1], [4], 1), Sampling(0.0, 0))
     assert [c.tokens for c in group] == [whole_response(PROMPTS[0], 1)] * 4
@@ -134,7 +141,10 @@ def test_a_greedy_response_is_asked_once(fake: FakeSGLang, engine: RolloutEngine
     [
         ({"skip_tokenizer_init": False}, "it has a tokenizer, and with it stop strings"),
         ({"dtype": "auto"}, "its dtype is auto"),
-        ({"context_length": MAX_MODEL_LEN - 1}, f"its --context-length is {MAX_MODEL_LEN - 1}"),
+        ({"context_length": MAX_MODEL_LEN + 5}, f"its --context-length is {MAX_MODEL_LEN + 5}"),
+        ({"allow_auto_truncate": True}, "it has --allow-auto-truncate True"),
+        ({"speculative_algorithm": "EAGLE"}, "it has --speculative-algorithm EAGLE"),
+        ({"preferred_sampling_params": "{}"}, "it has --preferred-sampling-params {}"),
         ({"context_length": None}, "its --context-length is None"),
         ({"dtype": "bfloat16"}, "its logits are bfloat16, which the trainer's are not"),
     ],
@@ -202,9 +212,12 @@ def test_answers_that_are_not_this_runs(fake: FakeSGLang, engine: RolloutEngine)
         engine.generate(requests(PROMPTS, [1, 1, 1], 4), Sampling(1.0, 0))
 
     fake.finish = "abort"
-    with pytest.raises(RunFailed, match="ended a response with abort: want stop or length"):
+    with pytest.raises(RunFailed, match="ended a response with abort, None: want stop or length"):
         ask()
-    fake.finish, fake.version = "", "12"
+    fake.finish, fake.matched = "stop", "NaN happened"
+    with pytest.raises(RunFailed, match="ended a response with stop, NaN happened"):
+        ask()
+    fake.finish, fake.matched, fake.version = "", None, "12"
     with pytest.raises(RunFailed, match=r"generated with the weights of \['12'\]; want those of 1\. Does another run"):
         ask()
     for answer in ([], [{"meta_info": {}}], {"error": "no"}):
@@ -218,13 +231,14 @@ def test_answers_that_are_not_this_runs(fake: FakeSGLang, engine: RolloutEngine)
     [
         ({"mode": "colocated", "server_url": None}, "engine sglang is a server that you started: want mode server"),
         ({"weights_folder": None}, "takes weights from weights_folder: want a folder that both can read"),
+        ({"weights_folder": "~/w"}, "want it from / on; got '~/w'"),
         ({"transfer": "nccl"}, "transfer nccl is vLLM's"),
         ({"top_k": 8}, "want top_k 0; got 8"),
         ({"engine": "vllm"}, "weights_folder is for engine sglang; got vllm"),
     ],
 )
 def test_settings_that_do_not_go_together(changes: dict[str, Any], message: str) -> None:
-    good = {"engine": "sglang", "mode": "server", "server_url": "http://a", "weights_folder": "w"}
+    good = {"engine": "sglang", "mode": "server", "server_url": "http://a", "weights_folder": "/w"}
     assert RolloutConfig(max_response_length=4, **good).engine == "sglang"  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         RolloutConfig(max_response_length=4, **good | changes)  # type: ignore[arg-type]

@@ -39,9 +39,10 @@ class FakeSGLang:
             "skip_tokenizer_init": True,
             "dtype": "float32",
             "enable_fp32_lm_head": False,
-            "context_length": MAX_MODEL_LEN,
+            "context_length": MAX_MODEL_LEN + 6,
         }
         self.version, self.finish = "default", ""
+        self.matched: str | None = None
         self.odd: dict[str, tuple[int, Any]] = {}
         self.asked: list[Any] = []
         self.loaded: list[dict[str, Any]] = []  # each file's weights
@@ -84,6 +85,9 @@ class FakeSGLang:
             return 200, {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
         if path == "/generate":
             self.asked.append(body)
+            for ids, params in zip(body["input_ids"], body["sampling_params"], strict=True):
+                assert len(ids) < self.info["context_length"] - 6, "SGLang refuses the input"
+                assert params["max_new_tokens"] <= self.info["context_length"] - 2 - len(ids), "SGLang cuts it"
             return 200, [self.generated(*each) for each in zip(body["input_ids"], body["sampling_params"], strict=True)]
         return 404, {"detail": "Not Found"}
 
@@ -94,7 +98,7 @@ class FakeSGLang:
         return {
             "output_ids": tokens[:-1] if reason == "stop" else tokens,
             "meta_info": {
-                "finish_reason": {"type": reason},
+                "finish_reason": {"type": reason, "matched": self.matched},
                 "weight_versions": [{"version": self.version, "start": 0, "end": len(tokens)}],
                 "output_token_logprobs": [[-token / 8, token, None] for token in tokens],
             },
@@ -108,9 +112,10 @@ class RealSGLang(Server):
         super().__init__(model, log, length)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        exact = f"--skip-tokenizer-init --enable-metrics --dtype float32 --context-length {length}"  # SERVE, with fp32
+        exact = f"--skip-tokenizer-init --enable-metrics --dtype float32 --context-length {length + 6}"  # SERVE
         on_cpu = "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-overlap-schedule"
         place = ["--model-path", str(model), "--port", str(self.port), "--api-key", key, "--max-total-tokens", "8192"]
         self.command = [python, "-m", "sglang.launch_server", *place, *exact.split(), *on_cpu.split()]
         self.environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": ""}
+        self.environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
         assert sys.executable != python, "SGLang wants other versions of what rlplus needs"
