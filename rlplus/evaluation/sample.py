@@ -216,7 +216,7 @@ def _evaluate_model(
         write_pretrained(model_config, folder)
         # Nothing trains beside it, so it is always in this process and awake; and samples from the whole vocabulary.
         alone = {"mode": "colocated", "server_url": None, "sleep": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        alone |= {"routing_replay": False}
+        alone["routing_replay"] = False  # nothing is recorded for a trainer
         if config.rollout.engine == "sglang":  # always a server
             alone |= {"engine": "auto", "weights_folder": None}
         engine = make_engine(

@@ -55,6 +55,10 @@ class RoutingReplay:
     def _check(self, layer: int, router: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         """ValueError if the weights that we compute of a router's own choice are not the router's, to the last bit."""
         logits, weights, own = output
+        if not logits.numel():
+            return
+        if not logits.isfinite().all():
+            raise ValueError(f"want finite logits of the router in layer {layer}: the policy or its input is broken")
         kind = type(router).__name__
         if not torch.equal(WEIGHTS[kind](router, logits, own).to(weights.dtype), weights):
             raise ValueError(f"want a {kind} whose weights are those of transformers 5.19; got others in layer {layer}")

@@ -25,24 +25,24 @@ logger = logging.getLogger(__name__)
 class HttpEngine(ABC):
     """One server for all ranks, which the user started.
 
-    library: "vllm" or "sglang". may_mix: whether a push that fails may leave a mixture of two models.
+    library: "vllm" or "sglang".
     """
 
-    may_mix = False
+    library: str
 
     def __init__(
         self,
-        library: str,
         config: RolloutConfig,
         model_path: str,
         *,
+        dtype: str,
         max_model_len: int,
         eos_token_id: int,
-        trust_remote_code: bool,
-        config_path: str | None,
+        trust_remote_code: bool = False,
+        config_path: str | None = None,
     ) -> None:
         assert config.server_url is not None
-        self._http = Requests(split(config.server_url), library)
+        self._http = Requests(split(config.server_url), self.library)
         self._url = self._http.url.geturl()
         self._shapes, self._vocabulary = parameter_shapes(
             config_path or model_path, trust_remote_code=trust_remote_code
@@ -53,12 +53,14 @@ class HttpEngine(ABC):
         self._failure: str | None = "the server may hold any weights: push before generating"
         self._closed = self._broken = False
         self._generating: Requests | None = None
-        self.name = f"{library} at {self._url}"
+        self._needs_restart = False  # a failed push ends it; else the next whole push replaces what is left
+        self._fp32_head = config.head_dtype == "float32" != dtype
+        self.name = f"{self.library} at {self._url}"
+        self._begin(config, model_path, dtype)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
-        http = self._generating = Requests(
-            self._http.url, self._http.library
-        )  # set first, so that no `close` misses it
+        http = Requests(self._http.url, self.library)
+        self._generating = http  # set first, so that no `close` misses it
         if self._failure:
             raise RuntimeError(self._failure)
         check_requests(requests, sampling, max_model_len=self._max_model_len, vocabulary=self._vocabulary)
@@ -103,6 +105,10 @@ class HttpEngine(ABC):
                 )
 
     @abstractmethod
+    def _begin(self, config: RolloutConfig, model_path: str, dtype: str) -> None:
+        """Check the server, and agree with it on how weights come; ValueError where it is not as the run needs it."""
+
+    @abstractmethod
     def _params(self, requests: Sequence[Request], sampling: Sampling) -> list[dict[str, Any]]:
         """The request besides each prompt; ValueError for sampling that the server cannot do."""
 
@@ -128,7 +134,7 @@ class HttpEngine(ABC):
         if self._broken:
             raise RunFailed(f"{self.name} holds a mixture of two models after a push that failed. {RESTART}")
         self._failure = f"the push of version {version} failed half-way: push a whole model before generating"
-        self._broken = self.may_mix
+        self._broken = self._needs_restart
         failed = ""
         with watched(weights, self._shapes, version=version, timeout_s=self._timeout_s) as checked:
             try:

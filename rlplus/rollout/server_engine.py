@@ -41,33 +41,15 @@ NO_LOGPROB = -9999.0  # the server writes it for NaN and for -inf
 class ServerEngine(HttpEngine):
     """One server for all ranks. ValueError if none answers, or if it was not started so that logprobs are exact."""
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        model_path: str,
-        *,
-        dtype: str,
-        max_model_len: int,
-        eos_token_id: int,
-        trust_remote_code: bool = False,
-        config_path: str | None = None,
-    ) -> None:
-        super().__init__(
-            "vllm",
-            config,
-            model_path,
-            max_model_len=max_model_len,
-            eos_token_id=eos_token_id,
-            trust_remote_code=trust_remote_code,
-            config_path=config_path,
-        )
+    library = "vllm"
+
+    def _begin(self, config: RolloutConfig, model_path: str, dtype: str) -> None:
         self._most_kept = config.top_k
         self._backend = BACKEND if config.transfer == "memory" else config.transfer
-        self.may_mix = self._backend != BACKEND  # vLLM's own ways do not repair a model
-        serve = SERVE.format(model=model_path, dtype=dtype, length=max_model_len) + WEIGHTS % self._backend
+        self._needs_restart = self._backend != BACKEND  # vLLM's own ways do not repair a model
+        serve = SERVE.format(model=model_path, dtype=dtype, length=self._max_model_len) + WEIGHTS % self._backend
         ways = {"memory": f"{serve} --worker-extension-cls {EXTENSION}", "ipc": PICKLED + serve}
         serve = ways.get(config.transfer, serve)
-        self._fp32_head = config.head_dtype == "float32" != dtype
         if self._fp32_head:
             serve += FP32_HEAD
         self._check_server(dtype, f"{serve} --return-sampling-mask" if config.top_k else serve)

@@ -41,31 +41,13 @@ class SGLangEngine(HttpEngine):
     in another request, so that a response ends as with the other engines.
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        model_path: str,
-        *,
-        dtype: str,
-        max_model_len: int,
-        eos_token_id: int,
-        trust_remote_code: bool = False,
-        config_path: str | None = None,
-    ) -> None:
-        super().__init__(
-            "sglang",
-            config,
-            model_path,
-            max_model_len=max_model_len,
-            eos_token_id=eos_token_id,
-            trust_remote_code=trust_remote_code,
-            config_path=config_path,
-        )
+    library = "sglang"
+
+    def _begin(self, config: RolloutConfig, model_path: str, dtype: str) -> None:
         assert config.weights_folder is not None
         place = self._http.url.netloc.replace(":", "-")  # servers may share the folder
         self._folder = Path(config.weights_folder) / f"rlplus-weights-{place}"
-        self._fp32_head = config.head_dtype == "float32" != dtype
-        serve = SERVE.format(model=model_path, dtype=dtype, length=max_model_len + SPARE)
+        serve = SERVE.format(model=model_path, dtype=dtype, length=self._max_model_len + SPARE)
         self._check_server(dtype, serve + FP32_HEAD if self._fp32_head else serve)
 
     def _check_server(self, dtype: str, serve: str) -> None:

@@ -240,6 +240,16 @@ def test_a_router_with_other_weights_is_refused(monkeypatch: pytest.MonkeyPatch)
         gradients(model, batches_of(samples_of(model)), replay=True)
 
 
+def test_a_router_of_broken_weights_is_said_to_be_broken() -> None:
+    """Not to be another version's: NaN is unlike itself."""
+    model = mixture()
+    batches = batches_of(samples_of(model))
+    with torch.no_grad():
+        routers_of(model)[0].weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="want finite logits of the router in layer 0"):
+        gradients(model, batches, replay=True)
+
+
 def test_the_choice_of_a_plain_model_is_clear_here() -> None:
     """So that float32 and float64 choose alike, which the other tests rest on."""
     for family in FAMILIES:

@@ -30,3 +30,11 @@ def test_a_checkpoint_takes_what_is_planned(tmp_path, case):
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     assert 0 <= size - plan.checkpoint <= 0.03 * plan.checkpoint + 300_000, (size, plan.checkpoint)
     assert plan.checkpoints == 2
+
+
+@pytest.mark.parametrize(("every", "checkpoints"), [(0, 4), (5, 5)])
+def test_as_many_checkpoints_as_can_be_there(tmp_path, every, checkpoints):
+    """The kept ones and the one being written; and the best one of the validations."""
+    validation = {"every": every, "data": {"path": "validation.jsonl", "max_prompt_length": 8}} if every else {}
+    config = run_config(tmp_path, checkpoint={"every": 1, "keep": 3}, validation=validation)
+    assert make_plan(config, CPU).checkpoints == checkpoints
