@@ -4,12 +4,11 @@ import json
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import processes
 import pytest
-from trainer_runs import environment, run_config, write_task
+from trainer_runs import by_torchrun, environment, run_config, write_task
 
 from rlplus.cli import main
 from rlplus.config import ScratchModel
@@ -144,9 +143,8 @@ def test_two_processes_share_an_evaluation(tmp_path):
     config_file = tmp_path / "run.yaml"
     config_file.write_text(run_config(tmp_path, evaluation=evaluation).to_yaml())
     folder = write_tiny(tmp_path / "tiny")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     output = tmp_path / "result"
-    command = [*launch, "-m", "rlplus", "eval", str(config_file), "--model", folder, "--output", str(output)]
+    command = by_torchrun("-m", "rlplus", "eval", config_file, "--model", folder, "--output", output)
     done = processes.run(command, env=environment())
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("written to") == 1

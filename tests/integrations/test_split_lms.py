@@ -1,6 +1,5 @@
 """`fuse_head` on two ranks: tensor parallelism's split head is used as it is, FSDP's is gathered by its hooks."""
 
-import sys
 from typing import Any
 
 import processes
@@ -9,7 +8,7 @@ import torch
 from causal_lms import make
 from fused_heads import TARGETS, close
 from split_lms import MODELS, results, save_models
-from trainer_runs import environment
+from trainer_runs import on_ranks
 
 SPLIT = {"plan": [27, 27], "bias": [27, 26], "softcap": [27, 26], "softcap under FSDP": [27, 26]}
 
@@ -19,9 +18,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """By rank: the results of all cases."""
     folder = tmp_path_factory.mktemp("split")
     save_models(folder)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = processes.run([*launch, str(processes.SUPPORT / "split_lms.py"), str(folder)], env=environment())
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_ranks(processes.SUPPORT / "split_lms.py", folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

@@ -1,6 +1,5 @@
 """Gradients of bf16 models over many micro-batches: nothing is lost, whatever ZeRO does with them."""
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 import torch
 from accumulation import CASES, Accumulated, accumulate, make_models
 from torch import Tensor
-from trainer_runs import environment
+from trainer_runs import on_ranks
 from transformers import Qwen2ForCausalLM
 
 from rlplus.learner.pretrained import restore_buffers
@@ -43,10 +42,7 @@ def alone(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path) -> dict[str, Accumulated]:
-    script = processes.SUPPORT / "accumulation.py"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = processes.run([*launch, str(script), str(folder)], env=environment())
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_ranks(processes.SUPPORT / "accumulation.py", folder)
     return {name: Accumulated(*found) for name, found in torch.load(folder / "two.pt").items()}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import processes
 import pytest
-from trainer_runs import environment
+from trainer_runs import by_torchrun, environment
 
 PROGRAM = processes.SUPPORT / "long_context.py"
 VOCABULARY, TOKENS = 151_936, 16_384
@@ -24,8 +24,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 def call(*arguments: object, ranks: int = 1) -> str:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-    done = processes.run([sys.executable, *launch, str(PROGRAM), *map(str, arguments)], env=environment())
+    command = by_torchrun(PROGRAM, *arguments) if ranks > 1 else [sys.executable, str(PROGRAM), *map(str, arguments)]
+    done = processes.run(command, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

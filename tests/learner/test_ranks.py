@@ -1,6 +1,5 @@
 """Two ranks compute what one does: ZeRO 1, 2, 3, offloading, samples shared out, sequence parallelism, adapters."""
 
-import sys
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from rank_cases import (
     run_learner,
     statistics_by_sample,
 )
-from trainer_runs import environment
+from trainer_runs import on_ranks
 
 from rlplus.data import read_kept
 from rlplus.kernels.tiling import PROGRAMS, Tiling
@@ -49,10 +48,7 @@ def alone(folder: Path) -> Results:
 
 
 def on_two_ranks(folder: Path, output: str, names: list[str]) -> Results:
-    script = processes.SUPPORT / "rank_cases.py"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = processes.run([*launch, str(script), str(folder), output, *names], env=environment())
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_ranks(processes.SUPPORT / "rank_cases.py", folder, output, *names)
     results: Results = torch.load(folder / f"{output}.pt")
     return results
 

@@ -1,6 +1,5 @@
 """Two ranks replay what one does: samples that move between them, ZeRO-3 with checkpointing, sequence parallelism."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from mixture_ranks import CASES, gradients
 from mixtures import write_mixture
 from rank_cases import all_samples
-from trainer_runs import environment
+from trainer_runs import on_ranks
 
 from rlplus.trainer.ranks import initialize_distributed
 
@@ -32,10 +31,7 @@ def alone(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> dict[str, Any]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    script = str(processes.SUPPORT / "mixture_ranks.py")
-    done = processes.run([*launch, script, str(folder), *PARALLEL], env=environment())
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_ranks(processes.SUPPORT / "mixture_ranks.py", folder, *PARALLEL)
     results: dict[str, Any] = torch.load(folder / "gradients.pt")
     return results
 

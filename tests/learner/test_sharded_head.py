@@ -1,16 +1,14 @@
 """A head that stays in ZeRO-3's shards: refusals, memory, and a run; `test_ranks.py` has the numbers of an update."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import torch
 from engine_runs import same, torchrun
 from plan_cases import QWEN_7B, make_plan, paper
-from trainer_runs import environment, metrics, run_config
+from trainer_runs import metrics, on_ranks, run_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlplus.data import byte_tokenizer
@@ -139,9 +137,7 @@ def test_no_rank_ever_has_the_whole_head(tmp_path: Path) -> None:
         paths[-1].write_text(config.to_yaml())
     script = tmp_path / "peaks.py"
     script.write_text(PEAKS)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = processes.run([*launch, str(script), str(tmp_path / "peaks.pt"), *map(str, paths)], env=environment())
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_ranks(script, tmp_path / "peaks.pt", *paths)
     whole, shards = torch.load(tmp_path / "peaks.pt")
     saved = 1.5 * 4 * V * H  # the weight, and half of its gradient
     assert whole - shards == pytest.approx(saved, rel=0.1)

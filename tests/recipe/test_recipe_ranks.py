@@ -1,12 +1,11 @@
 """Two ranks compute the same as one: the same demonstrations at the same time, with the same loss and gradient."""
 
-import sys
 from pathlib import Path
 
 import processes
 import pytest
 from recipe_ranks import CASES, train_all
-from trainer_runs import environment, metrics
+from trainer_runs import metrics, on_ranks
 
 OWN = {
     "relift": "sft/updates",
@@ -25,10 +24,7 @@ OWN = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    script = processes.SUPPORT / "recipe_ranks.py"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = processes.run([*launch, str(script), str(folder), "two"], env=environment())
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_ranks(processes.SUPPORT / "recipe_ranks.py", folder, "two")
     train_all(folder, "one")
     return folder
 

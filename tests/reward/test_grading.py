@@ -1,6 +1,5 @@
 """Rewards in a run: demonstrations are graded once, failures of the grader are masked, ranks share the work."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from math import isnan, nan
@@ -10,9 +9,9 @@ from typing import Any
 import pytest
 import quick
 from engine_runs import same
-from processes import SUPPORT, run
+from processes import SUPPORT
 from reward_graders import decode, example, reward_config
-from trainer_runs import environment, metrics, run_config
+from trainer_runs import metrics, on_ranks, run_config
 
 import rlplus
 import rlplus.trainer.run_parts
@@ -104,10 +103,7 @@ dist.destroy_process_group()
 def test_two_ranks_share_the_demonstrations_and_agree_on_every_verdict(tmp_path: Path) -> None:
     script = tmp_path / "two_ranks.py"
     script.write_text(RANKS)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    here = environment() | {"PYTHONPATH": str(Path(rlplus.__file__).parents[1])}
-    done = run([*launch, str(script), str(SUPPORT)], env=here)
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_ranks(script, SUPPORT)
 
 
 # Grading in a run

@@ -2,12 +2,10 @@
 
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
 
-import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +19,7 @@ from rollout_models import (
     start,
     tiny_model,
 )
+from trainer_runs import on_ranks
 
 import rlplus.rollout
 from rlplus.config import RolloutConfig
@@ -88,13 +87,10 @@ def test_the_choice_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 
 def run_ranks(path: Path, kind: str, ranks: int) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     for tied in (False, True):
         save(tiny_model(tied), path / str(tied))
-    here = os.environ | {"PYTHONPATH": os.pathsep.join([str(processes.ROOT), str(processes.SUPPORT)])}
-    done = processes.run([*launch, __file__, kind, str(path)], env=here)
-    assert done.returncode == 0, done.stdout + done.stderr
-    reports = [json.loads(line.split("REPORT ")[1]) for line in done.stdout.splitlines() if "REPORT" in line]
+    said = on_ranks(__file__, kind, path, ranks=ranks)
+    reports = [json.loads(line.split("REPORT ")[1]) for line in said.splitlines() if "REPORT" in line]
     assert len(reports) == ranks
     for report in reports:
         assert report["gaps"] == pytest.approx([0] * len(report["gaps"]), abs=1e-5)

@@ -1,7 +1,6 @@
 """Helpers for tests of runs whose engine breaks or runs ahead."""
 
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ import processes
 import pytest
 import torch
 from safetensors.torch import load_file
+from trainer_runs import by_torchrun
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlplus.config import Config
@@ -84,8 +84,7 @@ def launched(config: Config, *options: str) -> Iterator[subprocess.Popen[str]]:
     """`rlplus train` on two ranks, with pipes."""
     path = Path(f"{config.output_dir}.yaml")
     path.write_text(config.to_yaml())
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launch, "-m", "rlplus", "train", str(path), *options]
+    command = by_torchrun("-m", "rlplus", "train", path, *options)
     with processes.started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         yield process
 

@@ -7,6 +7,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import processes
+
 from rlplus.config import Config
 
 
@@ -55,6 +57,19 @@ def environment() -> dict[str, str]:
     launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     clean = {name: value for name, value in os.environ.items() if name not in launcher}
     return clean | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def by_torchrun(*command: object, ranks: int = 2) -> list[str]:
+    """The command line. `command` begins with a script, with -m or with an option of torchrun."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    return [*launch, *map(str, command)]
+
+
+def on_ranks(*command: object, ranks: int = 2, **variables: str) -> str:
+    """What the ranks print; AssertionError, with their errors, if one fails."""
+    done = processes.run(by_torchrun(*command, ranks=ranks), env=environment() | variables)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done.stdout
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:

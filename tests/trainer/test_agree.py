@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
-from trainer_runs import environment, run_config
+from trainer_runs import environment, on_ranks, run_config
 
 import rlplus
 from rlplus.trainer import open_run
@@ -58,11 +58,7 @@ store.set("rank 0 gave up", "")
 def on_two_ranks(folder: Path, text: str, *arguments: str) -> str:
     script = folder / "two_ranks.py"
     script.write_text(text)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    here = environment() | {"PYTHONPATH": str(Path(rlplus.__file__).parents[1])}
-    done = processes.run([*launch, str(script), *arguments], env=here)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return on_ranks(script, *arguments)
 
 
 def test_two_ranks_agree_and_name_the_one_that_is_late_with_its_phase(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Checkpoints: exact resume, and never a half-written one, whenever the process is killed."""
 
 import json
-import os
 import signal
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ import processes
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_runs import environment, metrics, run_config, write_state
+from trainer_runs import environment, metrics, on_ranks, run_config, write_state
 
 from rlplus import __version__, checkpoint
 from rlplus.trainer import train
@@ -211,12 +210,10 @@ def test_a_disk_that_is_full_for_one_rank_is_an_error_on_both(tmp_path, rank):
     config = run_config(tmp_path, train={"steps": 1})
     (tmp_path / "run.yaml").write_text(config.to_yaml())
     (tmp_path / "script.py").write_text(ONE_FULL_DISK)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(tmp_path / "script.py"), str(tmp_path / "run.yaml"), rank]
-    done = processes.run(command, env=os.environ | {"DS_ACCELERATOR": "cpu"})
+    said = on_ranks(tmp_path / "script.py", tmp_path / "run.yaml", rank)
     for listener in (0, 1):
-        assert f"rank {listener} says: could not write the checkpoint of step 1" in done.stdout, done.stderr[-3000:]
-    assert done.stdout.count(f"rank {rank}: [Errno 28] No space left on device") == 2
+        assert f"rank {listener} says: could not write the checkpoint of step 1" in said
+    assert said.count(f"rank {rank}: [Errno 28] No space left on device") == 2
     assert checkpoint.latest(tmp_path / "run/checkpoints") is None
 
 

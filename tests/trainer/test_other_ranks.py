@@ -2,7 +2,6 @@
 
 import io
 import json
-import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import is_dataclass, replace
@@ -18,7 +17,7 @@ from deepspeed.checkpoint import ds_to_universal
 from engine_runs import changed, model
 from other_ranks import CASES, STEPS, fixed_rollouts, on_one, write_cases
 from recipe_cases import drawn_batch, recipe_of
-from trainer_runs import environment, metrics, run_config, write_state
+from trainer_runs import metrics, on_ranks, run_config, write_state
 
 from rlplus.config import Config, TrainConfig
 from rlplus.data import Sample
@@ -36,21 +35,15 @@ BY_CONVERTER = [*QUICK, "waiting", "ZeRO-1", "ZeRO-3", "LoRA, ZeRO-2"]
 CHECKPOINT = Path(f"checkpoints/step-{STEPS[0]:06d}")
 
 
-def on_two(folder: Path, when: str, names: Sequence[str]) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launch, str(processes.SUPPORT / "other_ranks.py"), str(folder), when, *names]
-    done = processes.run(command, env=environment())
-    assert done.returncode == 0, done.stderr[-6000:]
-
-
 def run_all(folder: Path, names: Sequence[str]) -> Path:
+    script = processes.SUPPORT / "other_ranks.py"
     write_cases(folder)
     initialize_distributed()
-    on_two(folder, "first", names)
+    on_ranks(script, folder, "first", *names)
     with fixed_rollouts():
         for name in names:
             on_one(folder, name)
-    on_two(folder, "again", names)
+    on_ranks(script, folder, "again", *names)
     return folder
 
 

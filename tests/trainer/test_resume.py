@@ -4,17 +4,15 @@ import os
 import re
 import shutil
 import signal
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import quick
 import torch
 from engine_runs import changed, same
-from trainer_runs import environment, metrics, run_config
+from trainer_runs import metrics, on_ranks, run_config
 
 from rlplus import checkpoint
 from rlplus.cli import main
@@ -269,9 +267,7 @@ def launched(config: Config, folder: Path, *options: str) -> None:
     path, script = Path(f"{config.output_dir}.yaml"), folder / "dies.py"
     path.write_text(config.to_yaml())
     script.write_text(DIES_ONCE)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *options]
-    done = processes.run([*launch, str(script), str(folder / "died"), str(path)], env=environment())
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_ranks(*options, script, folder / "died", path)
 
 
 @pytest.mark.slow

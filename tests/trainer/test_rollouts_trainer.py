@@ -1,6 +1,5 @@
 """A run and its engine: the probe after a push, engines that fail in mid-run."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import processes
 import pytest
 import torch
 from engine_runs import fail, same, torchrun
-from trainer_runs import environment, metrics, run_config
+from trainer_runs import by_torchrun, environment, metrics, run_config
 from transformers import AutoTokenizer
 
 import rlplus.rollout.process_engine
@@ -256,9 +255,7 @@ def test_a_gather_that_waits_for_an_absent_rank_is_named_and_ended(tmp_path):
     path, script = tmp_path / "run.yaml", tmp_path / "absent.py"
     path.write_text(config.to_yaml())
     script.write_text(ABSENT)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launch, str(script), str(path)]
-    done = processes.run(command, env=environment())
+    done = processes.run(by_torchrun(script, path), env=environment())
     assert done.returncode != 0
     wanted = "rank 0: the push of version 0 waited more than 3 s for the trainer to gather model.embed_tokens.weight"
     assert wanted in done.stderr, done.stderr[-4000:]
@@ -294,9 +291,7 @@ def test_an_engine_that_fails_on_one_rank_is_everybodys(tmp_path, overlap):
     path, script = tmp_path / "run.yaml", tmp_path / "one_fails.py"
     path.write_text(config.to_yaml())
     script.write_text(ONE_FAILS)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launch, str(script), str(path)]
-    done = processes.run(command, env=environment())
+    done = processes.run(by_torchrun(script, path), env=environment())
     if overlap:
         assert done.returncode != 0
         said = "EngineFailed: the rollout engine failed: rank 1: RuntimeError('CUDA error: an illegal memory access was"

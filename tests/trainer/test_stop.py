@@ -12,7 +12,7 @@ import processes
 import pytest
 import quick
 from engine_runs import fail, same
-from trainer_runs import environment, metrics, run_config
+from trainer_runs import by_torchrun, environment, metrics, on_ranks, run_config
 
 import rlplus
 from rlplus.config import Config
@@ -260,20 +260,13 @@ def test_a_signal_to_one_rank_gives_up_the_step_of_all(tmp_path, zero_stage):
     path, script = tmp_path / "parts.yaml", tmp_path / "signalled.py"
     path.write_text(config.to_yaml())
     script.write_text(ONE_IS_SIGNALLED)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-
-    def run(*command: str) -> str:
-        done = processes.run([*launch, *command], env=environment())
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout
-
-    assert run(str(script), str(path)).count("interrupted by 15") == 2
+    assert on_ranks(script, path).count("interrupted by 15") == 2
     folder = Path(config.output_dir)
     assert newest(folder) == "step-000001"
-    run("-m", "rlplus", "train", str(path), "--resume")
+    on_ranks("-m", "rlplus", "train", path, "--resume")
     whole = run_config(tmp_path, "whole", train=section)
     (tmp_path / "whole.yaml").write_text(whole.to_yaml())
-    run("-m", "rlplus", "train", str(tmp_path / "whole.yaml"))
+    on_ranks("-m", "rlplus", "train", tmp_path / "whole.yaml")
     assert same(Path(whole.output_dir), folder)
     assert metrics(Path(whole.output_dir)) == metrics(folder)
 
@@ -284,8 +277,7 @@ def test_torchrun_waits_as_long_as_it_is_told(tmp_path):
     config = run_config(tmp_path, train={"steps": 100_000})
     path, folder = tmp_path / "run.yaml", Path(config.output_dir)
     path.write_text(config.to_yaml())
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launch, "--shutdown-timeout", "300", "-m", "rlplus", "train", str(path)]
+    command = by_torchrun("--shutdown-timeout", 300, "-m", "rlplus", "train", path)
     lines = folder / "metrics.jsonl"
     with processes.started(command, env=environment(), stderr=subprocess.PIPE) as process:
         processes.wait_until(lambda: lines.exists() and lines.read_text().count("\n") >= 3, process)

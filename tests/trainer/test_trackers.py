@@ -9,10 +9,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import processes
 import pytest
 from engine_runs import changed
-from trainer_runs import environment, metrics, run_config
+from trainer_runs import environment, metrics, on_ranks, run_config
 
 from rlplus.cli import TRAIN, main
 from rlplus.trainer import train
@@ -228,9 +227,6 @@ def test_one_rank_of_several_tracks(tmp_path: Path, name: str) -> None:
     (tmp_path / "started").mkdir()
     path = tmp_path / "run.yaml"
     path.write_text(run_config(tmp_path, log={name: "p"}, train={"steps": 1}).to_yaml())
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    variables = environment() | {"STARTED": str(tmp_path / "started")}
-    variables["PYTHONPATH"] = f"{tmp_path}:{variables['PYTHONPATH']}"
-    done = processes.run([*launch, "-m", "rlplus", "train", str(path)], env=variables)
-    assert done.returncode == 0, done.stderr[-4000:]
+    here = f"{tmp_path}:{environment()['PYTHONPATH']}"
+    on_ranks("-m", "rlplus", "train", path, STARTED=str(tmp_path / "started"), PYTHONPATH=here)
     assert [file.name for file in (tmp_path / "started").iterdir()] == ["0"]
