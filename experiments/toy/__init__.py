@@ -3,7 +3,6 @@
 `task` has the family of tasks, `base_model` the base model, which knows a skill and seldom uses it.
 """
 
-import json
 import random
 from pathlib import Path
 from typing import Any, Literal
@@ -11,8 +10,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from experiments.toy.base_model import ToyBase, make_base
-from experiments.toy.task import Demonstrator, Problem, Task
-from rlplus.common.durable import write_text
+from experiments.toy.task import Demonstrator, Problem, Task, write_rows
 from rlplus.common.textfiles import read_text
 
 PLAIN_BASE, PLAIN_AUTHOR = ToyBase(), Demonstrator()  # every dial as in the demo
@@ -39,11 +37,13 @@ def prepare(
     tests, tuning = _held_out(task, seed, with_further=validation == "all")
     held_out = frozenset(problem for problems in (*tests.values(), *tuning.values()) for problem in problems)
     for name, sets in (("validation.jsonl", tuning), ("test.jsonl", tests)):
-        _write(folder / name, [_row(problem) | {SET: name} for name, problems in sets.items() for problem in problems])
+        write_rows(
+            folder / name, [_row(problem) | {SET: name} for name, problems in sets.items() for problem in problems]
+        )
     same = [each / "model" for each in folder.parent.parent.glob(f"*/{folder.name}") if _same_problems(each, folder)]
     make_base(folder / "model", base, seed, held_out, Console(quiet=True), same)
     train = task.draw_many(rng, next(iter(tests)), problems, easy_for_each_hard=3, exclude=held_out)
-    _write(folder / "train.jsonl", [_demonstrated(each, demonstrator, rng) for each in train])
+    write_rows(folder / "train.jsonl", [_demonstrated(each, demonstrator, rng) for each in train])
 
 
 def _held_out(
@@ -81,7 +81,3 @@ def _demonstrated(problem: Problem, demonstrator: Demonstrator, rng: random.Rand
     response = demonstrator.response(problem, rng)
     logprobs = [round(logprob, 4) for logprob in demonstrator.logprobs(problem, response)]
     return _row(problem) | {"demonstration": response, "behavior_logprob": logprobs}
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))

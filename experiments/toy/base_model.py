@@ -96,7 +96,9 @@ def make_base(
     return True
 
 
-def make_model(tokenizer: PreTrainedTokenizerBase, hidden: int = 64) -> Qwen3ForCausalLM:
+def make_model(
+    tokenizer: PreTrainedTokenizerBase, hidden: int = 64, layers: int = 2, positions: int = 128
+) -> Qwen3ForCausalLM:
     """Random weights, 140,000 at width 64.
 
     Qwen3, because vLLM on CPUs needs heads of width 32, and Qwen2's are hidden / heads.
@@ -106,11 +108,11 @@ def make_model(tokenizer: PreTrainedTokenizerBase, hidden: int = 64) -> Qwen3For
             vocab_size=len(tokenizer),
             hidden_size=hidden,
             intermediate_size=3 * hidden,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=4,
             head_dim=32,
-            max_position_embeddings=128,
+            max_position_embeddings=positions,
             rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # short texts: no slow waves needed
             tie_word_embeddings=True,
             initializer_range=0.12,  # the usual 0.02 learns nothing in this time

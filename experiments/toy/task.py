@@ -11,10 +11,10 @@ A model this small can add two numbers at once, but not five: those need the scr
 import json
 import math
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -186,7 +186,11 @@ def draw_splits(seed: int) -> tuple[list[Problem], list[Problem]]:
 
 def write_jsonl(path: Path, problems: Iterable[Problem]) -> None:
     """Write one row per problem, with the columns prompt, answer and demonstration."""
-    rows = ({"prompt": p.prompt, "answer": p.answer, "demonstration": p.demonstration} for p in problems)
+    write_rows(path, ({"prompt": p.prompt, "answer": p.answer, "demonstration": p.demonstration} for p in problems))
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a line of JSON for each row."""
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 

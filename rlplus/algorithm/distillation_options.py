@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from string import Formatter
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from rlplus.algorithm.recipe_base import RecipeOptions
-from rlplus.common.section import Fraction, PathText
+from rlplus.common.section import Fraction, PathText, Text
 
 
 def _demonstration_template(template: str) -> str:
@@ -74,14 +74,38 @@ class Distill(Distillation):
     name: Literal["distill"] = "distill"
     teacher: PathText | None = None
     """Hugging Face folder or hub name of the teacher, with the policy's tokenizer. Every rank holds a whole copy."""
+    teacher_url: Text | None = None
+    """In place of teacher: a vLLM server of it on any machine, such as http://localhost:8001, started with
+    vllm serve MODEL. It is asked about each step's responses once; the key in VLLM_API_KEY is sent along."""
+    teacher_topk: Annotated[int, Field(ge=1, le=1024)] = 20
+    """Number of the likeliest tokens at each place that the server tells for a divergence, which is then one of these
+    tokens and all others as one. More than 20 want vllm serve --max-logprobs."""
+
+    @model_validator(mode="after")
+    def _check_teacher(self) -> Self:
+        topk = Distill.model_fields["teacher_topk"].default
+        if self.teacher_topk != topk and (self.teacher_url is None or not self.own_loss):
+            raise ValueError("teacher_topk belongs to teacher_url with a divergence")
+        return self
 
     @property
     def teacher_model(self) -> str | None:
         return self.teacher
 
+    @property
+    def topk(self) -> int:
+        return self.teacher_topk if self.teacher_url is not None and self.own_loss else 0
+
     def problems(self, config: Any) -> Iterator[str]:
-        if self.teacher is None:
-            yield "want algorithm.recipe.teacher, a Hugging Face folder or hub name; got none"
+        if (self.teacher is None) == (self.teacher_url is None):
+            got = "none" if self.teacher is None else "both"
+            one = "a Hugging Face folder or hub name, or teacher_url, the address of a server"
+            yield f"want algorithm.recipe.teacher, {one}; got {got}"
+        if self.teacher_url is not None and config.rollout.temperature != 1:
+            yield (
+                "a server tells logprobs at temperature 1: want rollout.temperature 1 with teacher_url; got "
+                f"{config.rollout.temperature:g}"
+            )
         yield from super().problems(config)
 
 

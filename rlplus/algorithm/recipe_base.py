@@ -47,6 +47,11 @@ class RecipeOptions(Section):
         return None
 
     @property
+    def topk(self) -> int:
+        """Number of a teacher's likeliest tokens that are all that is known of it; 0 = it is a model here, or none."""
+        return 0
+
+    @property
     def initial_teacher(self) -> bool:
         """Whether the model that the run starts from is a teacher."""
         return False

@@ -46,6 +46,8 @@ class Sample:
     experts         with rollout.routing_replay the experts (tokens, layers, k) that the engine chose for the first
                     tokens of prompt and response, see `rlplus.common.chosen_experts`; None = unknown
     teacher_prompt  the prompt under which a teacher sees the response, if it is another one
+    teacher_topk    a teacher's k likeliest tokens at each place of the response and their logprobs, int32 and float32
+                    (tokens, k); None = not asked
     segments        with rollout.segment the sampled parts of the response, in order: the version of the weights that
                     sampled it, and its number of tokens
     """
@@ -70,6 +72,7 @@ class Sample:
     kept: KeptSets | None = None
     experts: Experts | None = None
     teacher_prompt: Sequence[int] | None = None
+    teacher_topk: tuple[Tensor, Tensor] | None = None
     segments: Sequence[tuple[int, int]] = ()
     metrics: Mapping[str, float] | None = None
 
@@ -116,6 +119,7 @@ class MicroBatch:
     lengths: of the sequences in each row, and of the padding at its end; empty in a shard
     forward_only: no token has a gradient; it counts in the statistics of the update alone
     teacher: the same response tokens in the same order behind the prompts of a teacher, if samples have any
+    teacher_topk: a teacher's tokens (N, k) int32 and their logprobs float32, if all samples have them
     """
 
     input_ids: Tensor
@@ -141,6 +145,7 @@ class MicroBatch:
     lengths: tuple[tuple[int, ...], ...] = ()
     forward_only: bool = False
     teacher: "MicroBatch | None" = None
+    teacher_topk: tuple[Tensor, Tensor] | None = None
 
     @property
     def kept(self) -> tuple[Tensor, Tensor] | None:
@@ -153,7 +158,11 @@ class MicroBatch:
         """A copy with every tensor on the device."""
         tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
-        return replace(self, **moved, teacher=None if self.teacher is None else self.teacher.to(device))
+        if self.teacher is not None:
+            moved["teacher"] = self.teacher.to(device)
+        if self.teacher_topk is not None:
+            moved["teacher_topk"] = tuple(each.to(device, non_blocking=True) for each in self.teacher_topk)
+        return replace(self, **moved)
 
     def as_one_row(self) -> Self:
         """The same tokens as one row (1, R * L)."""
@@ -341,6 +350,9 @@ def _micro_batch(
             for index, sample in zip(order, chosen, strict=True)
         }
         learned["teacher"] = _micro_batch(rows, asked, token_weight, pad_id, multiple)
+    topk = [sample.teacher_topk for sample in chosen if sample.teacher_topk is not None]
+    if len(topk) == len(chosen):
+        learned["teacher_topk"] = tuple(torch.cat(parts) for parts in zip(*topk, strict=True))
     return MicroBatch(
         input_ids=input_ids.view(len(rows), width),
         position_ids=position_ids.view(len(rows), width),

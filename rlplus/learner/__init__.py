@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         write_pretrained,
     )
     from rlplus.learner.prime_model import ProcessModel
+    from rlplus.learner.served_teacher import ServedTeacher
     from rlplus.learner.teacher import SelfTeacher, Teacher, accumulate_divergence
     from rlplus.learner.value_model import ValueModel
 
@@ -30,6 +31,7 @@ __all__ = [
     "Policy",
     "ProcessModel",
     "SelfTeacher",
+    "ServedTeacher",
     "Teacher",
     "ValueModel",
     "accumulate_divergence",
@@ -62,6 +64,7 @@ __getattr__, __dir__ = lazy_names(
             "write_pretrained",
         ),
         "prime_model": ("ProcessModel",),
+        "served_teacher": ("ServedTeacher",),
         "teacher": ("SelfTeacher", "Teacher", "accumulate_divergence"),
         "value_model": ("ValueModel",),
     },

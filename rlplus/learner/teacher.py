@@ -20,7 +20,8 @@ from rlplus.loss import Objective, PolicyLoss, linear_divergence, linear_logprob
 KEY = "algorithm.recipe.teacher"
 STATISTICS = Objective("reinforce", "none", gamma=0.0)  # whose surrogate clips nothing
 
-# Arguments of `linear_divergence` that begin with teacher_; the head's are the policy's where they are missing.
+# Arguments of `linear_divergence` that begin with teacher_; the head's are the policy's where they are missing, unless
+# the teacher's likeliest tokens stand for all of them.
 Teach = Callable[[MicroBatch], dict[str, Any]]
 
 
@@ -39,6 +40,7 @@ class Teacher:
             raise ValueError(
                 f"{KEY}: want a model with {longest} positions, for prompt and response; {path} has {places}"
             )
+        self.name = path
         self.policy, self.rows = policy, policy.model_config.get_text_config(decoder=True).vocab_size
         lm = load_model(part, path, model_config)
         if (rows := len(lm.get_output_embeddings().weight)) < self.rows:
@@ -74,7 +76,7 @@ class SelfTeacher:
     A policy with a copy of that model or with adapters has the latter.
     """
 
-    fingerprint = None
+    name, fingerprint = "the policy", None
 
     def __init__(self, policy: Policy, initial: bool) -> None:
         self.policy, self.initial = policy, initial
@@ -138,7 +140,7 @@ def _loss_op(policy: Policy, teach: Teach, kind: dict[str, Any], batch: MicroBat
     def op(hidden: Tensor, head_weight: Tensor, **head: Any) -> PolicyLoss:
         with torch.no_grad():
             logprob, entropy = linear_logprob(hidden, head_weight, **head, **options)
-        teacher = _teachers(hidden, head_weight, **head) | given
+        teacher = given if "teacher_topk" in given else _teachers(hidden, head_weight, **head) | given
         out = linear_divergence(hidden, head_weight, **head, **teacher, token_weight=weight, **kind, **common)
         total = out.divergence.masked_fill(batch.token_weight == 0, 0.0).sum()
         stats = token_loss(logprob, entropy, constants, STATISTICS).stats

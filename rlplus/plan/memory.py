@@ -23,6 +23,7 @@ ENGINE_OVERHEAD = 2 * GIB  # vLLM's memory beyond weights and cache: activations
 LIVE_PARAMETERS = 1_000_000_000  # DeepSpeed's stage3_max_live_parameters, and its stage3_max_reuse_distance
 SUB_GROUP = 1_000_000_000  # DeepSpeed's sub_group_size: parameters that ZeRO-3 updates at a time
 
+TOPK_PAIR = 16  # bytes of one of a teacher's likeliest tokens: number and logprob, and the number in int64
 KEPT_PAIR = 80  # bytes of a token and one of its kept tokens in the head: numbers, logits, slopes, sorted copies
 MOMENTS = ("generate", "head", "backward", "optimizer")
 """While the engine generates; in the head, where the forward pass ends; at most in the backward pass; in the update."""
@@ -213,7 +214,8 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
     half precision, 4 N H for a copy of the input in fp32. The policy's takes KEPT_PAIR for each of rollout.top_k
     tokens, the most that a sampler keeps for each token. A head in shards needs hidden states of all R ranks and their
     gradients, 2 b R N H; the gradient of its rows is there in the whole pass. With a divergence from a teacher the
-    hidden states of its tokens are beside it, and weights' gradients are summed as those of other layers.
+    hidden states of its tokens are beside it, or TOPK_PAIR for each of its likeliest tokens if only they are known, and
+    weights' gradients are summed as those of other layers.
     """
     N, H, V, b = head_tokens(config), model.hidden, model.vocabulary, model.itemsize
     own_loss = config.algorithm.resolve().recipe.own_loss
@@ -236,7 +238,9 @@ def head_memory(config: Config, model: Model, cluster: Cluster) -> int:
     else:
         accumulator = 0 if weight >= 4 * N * H else 4 * N * H
     beside = KEPT_PAIR * N * config.rollout.top_k if model.head is None else 0
-    if own_loss:
+    if topk := config.algorithm.resolve().recipe.topk:
+        beside += TOPK_PAIR * N * topk
+    elif own_loss:
         beside += b * N * (model if model.teacher is None else model.teacher).hidden
     return b * N * H + weight + accumulator + beside + head_scratch(config, model, cluster)
 

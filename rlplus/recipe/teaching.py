@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from rlplus.algorithm import Distill, SelfDistill
 from rlplus.config import Config
 from rlplus.data import MicroBatch, per_token
-from rlplus.learner import SelfTeacher, Teacher, accumulate_divergence, by_sample
+from rlplus.learner import SelfTeacher, ServedTeacher, Teacher, accumulate_divergence, by_sample
 from rlplus.loss import PolicyLoss
 from rlplus.recipe.plain import Batch, Recipe, Update
 
@@ -17,12 +18,12 @@ class DistillRecipe(Recipe):
     """A divergence from the teacher is the loss, or the teacher's logprobs give each sampled token its advantage.
 
     GKD (arXiv 2306.13649) with student data only has the first, Thinking Machines' on-policy distillation the second.
-    The teacher is a frozen model or, with `SelfDistill`, the policy itself that sees the demonstration (OPSD, arXiv
-    2601.18734; SDFT, arXiv 2601.19897).
+    The teacher is a frozen model, here or on a server, or with `SelfDistill` the policy itself that sees the
+    demonstration (OPSD, arXiv 2601.18734; SDFT, arXiv 2601.19897).
     """
 
     options: Distill | SelfDistill
-    teacher: Teacher | SelfTeacher
+    teacher: Teacher | ServedTeacher | SelfTeacher
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -32,11 +33,14 @@ class DistillRecipe(Recipe):
         self.teacher = self._teacher(model_path)
         self.pad_id = pad_id
 
-    def _teacher(self, model_path: str) -> Teacher | SelfTeacher:
-        if isinstance(self.options, SelfDistill):
-            return SelfTeacher(self.policy, self.options.initial_teacher)
-        assert self.options.teacher is not None, "want a checked configuration"
-        return Teacher(self.options.teacher, self.policy, model_path)
+    def _teacher(self, model_path: str) -> Teacher | ServedTeacher | SelfTeacher:
+        options = self.options
+        if isinstance(options, SelfDistill):
+            return SelfTeacher(self.policy, options.initial_teacher)
+        if options.teacher_url is not None:
+            return ServedTeacher(options.teacher_url, options.topk, self.policy, model_path)
+        assert options.teacher is not None, "want a checked configuration"
+        return Teacher(options.teacher, self.policy, model_path)
 
     def credit(self, batch: Batch) -> None:
         """Advantages of sampled tokens, log p_teacher - log p; with a divergence every token counts alike, 1."""
@@ -47,14 +51,18 @@ class DistillRecipe(Recipe):
         if self.options.own_loss:
             for sample in batch.samples:
                 sample.advantage = 1.0
+            if isinstance(self.teacher, ServedTeacher):
+                self.teacher.show(batch.samples)
             return
-        policy, samples = self.policy, batch.samples
-        own, teachers = (
-            by_sample(samples, ask, self.config, self.pad_id, policy.device)
-            for ask in (policy.logprob, self.teacher.logprob)
-        )
-        for sample, logprob, teacher in zip(samples, own, teachers, strict=True):
-            sample.advantage = (teacher.double() - logprob.double()).tolist()
+        samples, policy = batch.samples, self.policy
+
+        def asked(compute: Callable[[MicroBatch], Tensor]) -> list[Tensor]:
+            return by_sample(samples, compute, self.config, self.pad_id, policy.device)
+
+        own, teacher = asked(policy.logprob), self.teacher
+        teachers = teacher.logprobs(samples) if isinstance(teacher, ServedTeacher) else asked(teacher.logprob)
+        for sample, logprob, taught in zip(samples, own, teachers, strict=True):
+            sample.advantage = (taught.double() - logprob.double()).tolist()
             trained = [A for A, on in zip(sample.advantage, per_token(sample.trained, len(logprob)), strict=True) if on]
             self._add(-sum(trained), len(trained))
 
@@ -84,6 +92,5 @@ class DistillRecipe(Recipe):
     def restore(self, state: Any) -> None:
         if state != self.teacher.fingerprint:
             raise ValueError(
-                f"algorithm.recipe.teacher: want the teacher that the run began with; {self.options.teacher} has other "
-                "weights"
+                f"algorithm.recipe: want the teacher that the run began with; {self.teacher.name} has other weights"
             )

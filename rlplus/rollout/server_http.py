@@ -16,6 +16,7 @@ PATIENCE_S = 60.0  # limit for a connection and for what a server always answers
 
 
 RESTART = "Start it again, and the run with --resume"
+URL = "rollout.server_url"
 KEYS = {"vllm": "VLLM_API_KEY", "sglang": "SGLANG_API_KEY"}  # environment variables with a server's key
 NOT_FOUND = {"vllm": "Was it started with VLLM_SERVER_DEV_MODE=1?", "sglang": "Is it a server of SGLang 0.5?"}
 
@@ -35,10 +36,13 @@ class Refused(OSError):
 
 
 class Requests:
-    """HTTP to one server from several threads, until `hang_up` ends what is under way and whatever comes after."""
+    """HTTP to one server from several threads, until `hang_up` ends what is under way and whatever comes after.
 
-    def __init__(self, url: SplitResult, library: str = "vllm") -> None:
-        self.url, self.library = url, library
+    key: of the configuration, which has the URL.
+    """
+
+    def __init__(self, url: SplitResult, library: str = "vllm", key: str = URL) -> None:
+        self.url, self.library, self._key = url, library, key
         self._headers = {"Content-Type": "application/json"} | _authorization(KEYS[library])
         self._lock = threading.Lock()
         self._under_way: set[socket.socket] = set()
@@ -62,7 +66,7 @@ class Requests:
         except (http.client.HTTPException, OSError) as error:
             limit = f"{timeout_s:g} s{setting and ', '}{setting}" if timeout_s else ""
             limit = limit if connected else f"{PATIENCE_S:g} s"
-            advice = _advice(error, limit, self.library)
+            advice = _advice(error, limit, self.library, self._key)
             raise OSError(f"{method} {path}: {type(error).__name__} {error}. {advice}") from error
         finally:
             with self._lock:
@@ -97,14 +101,14 @@ class Requests:
                     socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
 
-def split(url: str) -> SplitResult:
+def split(url: str, key: str = URL) -> SplitResult:
     try:
         parts = urlsplit(url)
         good = bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
     except ValueError:  # the port
         good = False
     if not good or parts.query or parts.fragment:
-        raise ValueError(f"want rollout.server_url such as http://localhost:8000; got {url}")
+        raise ValueError(f"want {key} such as http://localhost:8000; got {url}")
     return parts._replace(path=parts.path.rstrip("/"))
 
 
@@ -116,10 +120,10 @@ def _authorization(variable: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _advice(error: OSError | http.client.HTTPException, limit: str, library: str) -> str:
+def _advice(error: OSError | http.client.HTTPException, limit: str, library: str, key: str = URL) -> str:
     """Advice to the user about a request without an answer, by its cause."""
     if isinstance(error, socket.gaierror):
-        return "Is the host in rollout.server_url right?"
+        return f"Is the host in {key} right?"
     if isinstance(error, ssl.SSLError):
         return "Does it speak https, with a certificate that this machine trusts (SSL_CERT_FILE)?"
     if isinstance(error, TimeoutError):
@@ -130,7 +134,7 @@ def _advice(error: OSError | http.client.HTTPException, limit: str, library: str
         return f"Is it a server of {library}, and http rather than https?"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "That is this machine's limit of open files (ulimit -n)"
-    return "Can this machine reach the host in rollout.server_url (its network, a firewall)?"
+    return f"Can this machine reach the host in {key} (its network, a firewall)?"
 
 
 def parsed(text: bytes) -> Any:

@@ -144,3 +144,15 @@ def test_a_teacher_is_counted():
     asked = sampled.seconds["old_logprob"] - whole.seconds["old_logprob"]  # the policy, for the advantages
     assert asked == pytest.approx(forward, rel=0.1)
     assert whole.seconds["forward and backward"] > sampled.seconds["forward and backward"]
+
+
+def test_a_teacher_on_a_server_takes_only_what_it_tells():
+    cluster, grpo = make_cluster(8, "h200"), "algorithm.preset=grpo"
+    recipe = "algorithm.recipe={name: distill, teacher_url: 'http://x', teacher_topk: %d, loss: reverse_kl}"
+    few, many = (make_plan(paper(grpo, recipe % k), cluster) for k in (20, 1024))
+    assert not {"teacher"} & {*many.memory.parts["head"], *many.seconds}
+    tokens = many.micro_batch[0] * many.micro_batch[1]
+    head = [plan.memory.parts["head"]["head"] for plan in (few, many)]
+    assert head[1] - head[0] == 16 * tokens * 1004
+    whole = make_plan(paper(grpo, "algorithm.recipe={name: distill, teacher: Qwen/Qwen2.5-Math-1.5B}"), cluster)
+    assert whole.memory.parts["head"]["head"] - head[0] == tokens * (2 * 1536 - 16 * 20)

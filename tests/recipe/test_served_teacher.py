@@ -1,0 +1,241 @@
+"""Distillation from a teacher on a server: a step in float64, resume, and servers that cannot teach."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recipe_cases import twenty_step_config, twenty_steps
+from servers import Server
+from teacher_servers import TeacherServer, serving
+from teachers import divergence, gradients, log_probabilities, make_teacher, rollouts, sampled, trained
+from tokenizers import AddedToken
+from torch import Tensor
+from trainer_runs import metrics, on_ranks, run_config
+from transformers import AutoModelForCausalLM
+from update_cases import packed
+
+from rlplus.config import Config
+from rlplus.data import byte_tokenizer
+from rlplus.errors import SharedFailure
+from rlplus.recipe import Batch, Update
+from rlplus.recipe.teaching import DistillRecipe
+from rlplus.trainer import open_run, train
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[TeacherServer]:
+    with serving(TeacherServer(make_teacher(tmp_path))) as teacher:
+        yield teacher
+
+
+def distill(folder: Path, url: str, output: str = "run", recipe: dict[str, Any] | None = None, **more: Any) -> Config:
+    algorithm = {"preset": "grpo", "reduction": "token"}
+    options = {"name": "distill", "teacher_url": url} | (recipe or {})
+    return run_config(folder, output, algorithm=algorithm | {"recipe": options}, **more)
+
+
+def opened(config: Config) -> None:
+    with open_run(config):
+        pass
+
+
+def classes(logp: Tensor, tokens: Tensor) -> Tensor:
+    """log of the probabilities of these tokens (T, k), and of all others as one."""
+    p = logp.exp()
+    rest = p.scatter(1, tokens, 0.0).sum(1, keepdim=True)
+    return torch.cat([p.gather(1, tokens), rest], 1).log()
+
+
+@pytest.mark.parametrize(("loss", "k"), [("reverse_kl", 3), ("forward_kl", 20), ("jsd", 3), ("sampled", 0)])
+def test_a_step_is_the_one_in_float64(tmp_path: Path, server: TeacherServer, loss: str, k: int) -> None:
+    """The divergence of the teacher's k likeliest tokens and all others as one, of the trained tokens alone."""
+    recipe = {"loss": loss} | ({"teacher_topk": k} if k == 3 else {})
+    with open_run(distill(tmp_path, server.url, recipe=recipe)) as run:
+        samples = rollouts()
+        run.recipe.credit(Batch([], samples, 0.0))
+        asked = server.asked[COMPLETIONS]
+        assert sorted(body["prompt"] for body in asked) == sorted([*s.prompt, *s.response] for s in samples)
+        assert {(body["prompt_logprobs"], body["max_tokens"]) for body in asked} == {(k, 1)}
+        value, got = gradients(run, Update(samples, run.recipe.algorithm), packed(run, samples))
+        path = str(run.folder.path / "scratch")
+        student = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+        total, tokens = torch.zeros((), dtype=torch.float64), 0
+        for sample in samples:
+            logp = log_probabilities(student, sample.prompt, sample.response, 1.0)
+            with torch.no_grad():
+                logq = log_probabilities(server.lm, sample.prompt, sample.response, 1.0)
+            if loss == "sampled":
+                own = sampled(logp, sample)
+                each = -(sampled(logq, sample) - own).detach() * (own - own.detach()).exp()
+            else:
+                likeliest = logq.topk(k).indices
+                each = divergence(classes(logp, likeliest), classes(logq, likeliest), loss)
+            total, tokens = total + each[trained(sample)].sum(), tokens + int(trained(sample).sum())
+        (total / tokens).backward()
+        assert value == pytest.approx(float(total.detach()) / tokens, rel=1e-4)
+        for name, p in student.named_parameters():
+            bound = {"rtol": 1e-3, "atol": 2e-6 * float(p.grad.abs().max())}
+            torch.testing.assert_close(got[name].double(), p.grad, msg=name, **bound)
+    assert len(server.asked[COMPLETIONS]) == len(samples), "each response is asked about once"
+
+
+def test_a_run_resumes_bit_for_bit_and_with_no_other_teacher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: TeacherServer
+) -> None:
+    algorithm = {"preset": "grpo", "recipe": {"name": "distill", "teacher_url": server.url}}
+    rows = twenty_steps(tmp_path, monkeypatch, algorithm, DistillRecipe)
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    server.path = tmp_path / "another"
+    with pytest.raises(ValueError, match=rf"want the teacher that the run began with; the teacher at {server.url} has"):
+        train(twenty_step_config(tmp_path, "parts", algorithm, steps=21), resume="newest")
+
+
+def test_a_server_that_fails_ends_the_run_which_goes_on_from_there(tmp_path: Path, server: TeacherServer) -> None:
+    whole = distill(tmp_path, server.url, "whole", train={"steps": 2})
+    parts = distill(tmp_path, server.url, "parts", train={"steps": 2})
+    train(whole)
+    answered, real = [0], server.answer
+
+    def failing(path: str, body: dict[str, Any]) -> Any:
+        answered[0] += path == COMPLETIONS
+        return (500, {"error": {"message": "out of memory"}}) if answered[0] > 16 + 3 else real(path, body)
+
+    server.answer = failing  # type: ignore[method-assign]
+    with pytest.raises(
+        SharedFailure, match=rf"the teacher at {server.url} did not answer: rank 0: POST {COMPLETIONS} .*"
+    ):
+        train(parts)
+    server.answer = real  # type: ignore[method-assign]
+    train(parts, resume="newest")
+    assert metrics(Path(parts.output_dir)) == metrics(Path(whole.output_dir))
+
+
+@pytest.mark.slow
+def test_two_ranks_ask_about_their_own_samples_and_fail_together(tmp_path: Path, server: TeacherServer) -> None:
+    config = distill(tmp_path, server.url, train={"steps": 2})
+    path = tmp_path / "run.yaml"
+    path.write_text(config.to_yaml())
+    on_ranks("-m", "rlplus", "train", path)
+    assert len(server.asked[COMPLETIONS]) == 2 * 16
+    assert all(row["distill/divergence"] > 0 for row in metrics(Path(config.output_dir)))
+    server.odd[COMPLETIONS] = (500, {"error": {"message": "out of memory"}})
+    with pytest.raises(AssertionError, match=r"did not answer: rank 0: .*; rank 1: .*out of memory"):
+        on_ranks("-m", "rlplus", "train", path, "train.steps=3", "--resume")
+
+
+ODD: list[tuple[str, Any, str]] = [
+    (
+        "/v1/models",
+        (404, {"message": "Not Found"}),
+        "want at {url} a server started with: vllm serve MODEL; GET /v1/mod",
+    ),
+    ("/v1/models", {"data": []}, "want at {url} a server .*, whose answers are vLLM's; got none of IndexError"),
+    ("/v1/models", {"data": [{"id": "teacher", "root": "x", "max_model_len": 16}]}, "want --max-model-len 17 or more"),
+    (
+        "/detokenize",
+        {"prompt": "other"},
+        "whose tokenizer has the policy's tokens; the teacher at {url} reads other texts",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "answer", "text"), ODD)
+def test_a_server_that_cannot_teach_is_refused(
+    tmp_path: Path, server: TeacherServer, path: str, answer: Any, text: str
+) -> None:
+    server.odd[path] = answer
+    with pytest.raises(ValueError, match=text.format(url=server.url)):
+        opened(distill(tmp_path, server.url))
+
+
+def test_no_server_is_an_error_with_the_key_and_what_to_start(tmp_path: Path) -> None:
+    url = "http://127.0.0.1:9"
+    with pytest.raises(ValueError, match=rf"teacher_url: want at {url} a server .*; GET /v1/models: Conn"):
+        opened(distill(tmp_path, url))
+    with pytest.raises(ValueError, match=r"want algorithm.recipe.teacher_url such as http://localhost:8000; got nowhe"):
+        opened(distill(tmp_path, "nowhere"))
+
+
+def test_other_tokens_are_found_by_reading_them(tmp_path: Path) -> None:
+    other, tokenizer = make_teacher(tmp_path, "other"), byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("<think>", special=True)])
+    with serving(TeacherServer(other, longest=64)) as server:
+        server.tokenizer = tokenizer
+        opened(distill(tmp_path, server.url))  # the teacher may know more tokens
+        read = server.tokenizer.decode
+        server.tokenizer = type("Other", (), {"decode": lambda _, tokens: read([*reversed(tokens)])})()
+        with pytest.raises(ValueError, match="reads other texts in those from 0 to 62"):
+            opened(distill(tmp_path, server.url, "other tokens"))
+
+
+PLACE = {"logprob": -0.5, "rank": 1}
+WRONG = [
+    ({"5": PLACE}, "1 likeliest tokens; want 2"),
+    ({"5": PLACE, "6": {"logprob": -0.1}}, "rivals that are none"),
+    ({"5": PLACE, "999": {"logprob": -3.0}}, "token 999; the policy's head has 258 rows"),
+    ({"5": {"logprob": math.nan}, "6": PLACE}, "rivals that are none"),
+    ({"7": PLACE, "6": {"logprob": -3.0}}, "got KeyError"),
+]
+
+
+@pytest.mark.parametrize(("place", "text"), WRONG)
+def test_an_answer_that_is_no_distribution_ends_the_run(
+    tmp_path: Path, server: TeacherServer, place: dict[str, Any], text: str
+) -> None:
+    with open_run(distill(tmp_path, server.url, recipe={"teacher_topk": 2})) as run:
+        (sample, *_) = rollouts()
+        sample.response = [5] * len(sample.response)
+        places = [None, *[place] * (len(sample.prompt) + len(sample.response) - 1)]
+        server.odd[COMPLETIONS] = {"choices": [{"prompt_logprobs": places}]}
+        with pytest.raises(SharedFailure, match=f"did not answer: rank 0: want vLLM's prompt_logprobs .*{text}"):
+            run.recipe.credit(Batch([], [sample], 0.0))
+        server.odd[COMPLETIONS] = {"choices": [{"prompt_logprobs": places[:-1]}]}
+        with pytest.raises(SharedFailure, match="did not answer: rank 0: want vLLM's prompt_logprobs"):
+            run.recipe.credit(Batch([], [sample], 0.0))
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"teacher": "x"}, {}, "a Hugging Face folder or hub name, or teacher_url, the address of a server; got both"),
+    ({}, {"rollout": {"temperature": 0.7}}, "want rollout.temperature 1 with teacher_url; got 0.7"),
+    ({"teacher_url": None, "teacher": "x", "teacher_topk": 5}, {}, "teacher_topk belongs to teacher_url with a div"),
+    ({"loss": "sampled", "teacher_topk": 5}, {}, "teacher_topk belongs to teacher_url with a divergence"),
+    ({"teacher_topk": 0}, {}, "greater than or equal to 1"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "sections", "text"), REFUSED)
+def test_settings_without_use_are_refused(
+    tmp_path: Path, recipe: dict[str, Any], sections: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        distill(tmp_path, "http://x", recipe=recipe, **sections)
+
+
+@pytest.mark.slow
+def test_the_real_server_tells_what_the_teacher_computes(tmp_path: Path) -> None:
+    """vLLM itself, in fp32, on the CPU."""
+    heads = {"hidden_size": 64, "initializer_range": 0.2}  # of width 32, which vLLM's attention wants there
+    teacher = make_teacher(tmp_path, **heads)
+    plain = dict.fromkeys(
+        ("tokens_only", "skip_tokenizer_init", "logprobs_mode", "weight_transfer_config", "worker_extension_cls")
+    )
+    with Server(teacher, tmp_path / "log", 64, **plain) as server:
+        lm = AutoModelForCausalLM.from_pretrained(str(teacher), dtype=torch.float64)
+        with open_run(distill(tmp_path, server.url)) as run:
+            samples = rollouts()
+            run.recipe.credit(Batch([], samples, 0.0))
+            own = run.recipe.teacher.logprobs(samples)
+            for sample, logprob in zip(samples, own, strict=True):
+                with torch.no_grad():
+                    logq = log_probabilities(lm, sample.prompt, sample.response, 1.0)
+                torch.testing.assert_close(logprob.double(), sampled(logq, sample), rtol=0, atol=2e-5)
+                want, (tokens, logprobs) = logq.topk(20), sample.teacher_topk
+                torch.testing.assert_close(logprobs.double(), want.values, rtol=0, atol=2e-5)
+                torch.testing.assert_close(logq.gather(1, tokens.long()), want.values, rtol=0, atol=2e-5)
+        rows = metrics(train(distill(tmp_path, server.url, "trained", recipe={"loss": "sampled"})))
+        assert all(row["actor/grad_norm"] > 0 for row in rows)
