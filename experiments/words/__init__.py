@@ -15,7 +15,7 @@ PLAIN_BASE = WordsBase()
 SET = "set"  # the column with the name of a test set
 TRAINED = range(2, MOST_STEPS)  # steps of the problems to train on; the base model has learned one step more
 SETS = {"trained": TRAINED, "longer": range(MOST_STEPS, MOST_STEPS + 1)}
-TRAIN_PROBLEMS, VALIDATION_PROBLEMS, TEST_PROBLEMS = 1024, 48, 96  # of each set
+TRAIN_PROBLEMS, VALIDATION_PROBLEMS, TEST_PROBLEMS = 1024, 48, 96  # the last two: in each set
 
 
 def prepare(folder: Path, seed: int, base: WordsBase = PLAIN_BASE, problems: int = TRAIN_PROBLEMS) -> None:

@@ -18,7 +18,7 @@ KEY = "algorithm.recipe.teacher_url"
 LIMIT = "rollout.progress_timeout_s"
 CONNECTIONS = 16  # responses at a time from each rank; the server batches what it has
 DECODED = 4096  # tokens at a time by which tokenizers are compared
-ROUNDING = 1e-3  # of probabilities' sum
+ROUNDING = 1e-3  # largest error of a sum of probabilities
 
 # vLLM's for each token of a prompt: by the number of a token, its logprob and more.
 Told = Mapping[str, Mapping[str, Any]]

@@ -249,7 +249,10 @@ def check_pytest(words: Sequence[str], folder: Path) -> None:
 
 
 def check_vllm(words: Sequence[str], folder: Path) -> None:
-    check_options(words, ROOT / "rlplus/rollout/server_engine.py")
+    """A server for rollouts, or one of a teacher, which needs nothing of ours."""
+    (place,) = importlib.util.find_spec("vllm").submodule_search_locations
+    ours = any(word.startswith("--worker-extension-cls") or word == "--tokens-only" for word in words)
+    check_options(words, ROOT / "rlplus/rollout/server_engine.py" if ours else Path(place, "engine/arg_utils.py"))
 
 
 def check_sglang(words: Sequence[str], folder: Path) -> None:

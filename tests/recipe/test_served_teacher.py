@@ -219,7 +219,7 @@ def test_settings_without_use_are_refused(
 @pytest.mark.slow
 def test_the_real_server_tells_what_the_teacher_computes(tmp_path: Path) -> None:
     """vLLM itself, in fp32, on the CPU."""
-    heads = {"hidden_size": 64, "initializer_range": 0.2}  # of width 32, which vLLM's attention wants there
+    heads = {"hidden_size": 64, "initializer_range": 0.2}  # heads are 32 wide, as vLLM wants them there
     teacher = make_teacher(tmp_path, **heads)
     plain = dict.fromkeys(
         ("tokens_only", "skip_tokenizer_init", "logprobs_mode", "weight_transfer_config", "worker_extension_cls")
