@@ -72,13 +72,8 @@ def make_base(
     one of them already has it. Raises RunFailed if the skill was not learned within `max_clean_steps`.
     """
     note = json.dumps({"seed": seed} | asdict(base), indent=1) + "\n"
-    for made in (folder, *others):
-        if (made / NOTE).is_file() and read_text(made / NOTE) == note:
-            if made != folder:
-                shutil.rmtree(folder, ignore_errors=True)
-                shutil.copytree(made, folder, ignore=shutil.ignore_patterns(NOTE))
-                write_text(folder / NOTE, note)
-            return False
+    if is_there(folder, others, note):
+        return False
     tokenizer = make_tokenizer(base.task)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -94,6 +89,18 @@ def make_base(
     tokenizer.save_pretrained(folder)
     write_text(folder / NOTE, note)  # last: a folder without it is incomplete
     return True
+
+
+def is_there(folder: Path, others: Sequence[Path], note: str) -> bool:
+    """Whether the folder has the model of this note, if need be by a copy of another folder."""
+    for made in (folder, *others):
+        if (made / NOTE).is_file() and read_text(made / NOTE) == note:
+            if made != folder:
+                shutil.rmtree(folder, ignore_errors=True)
+                shutil.copytree(made, folder, ignore=shutil.ignore_patterns(NOTE))
+                write_text(folder / NOTE, note)
+            return True
+    return False
 
 
 def make_model(

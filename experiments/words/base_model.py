@@ -7,7 +7,6 @@ step, and seldom does.
 
 import json
 import random
-import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,10 +17,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase, Qwen3ForCausalLM
 
-from experiments.toy.base_model import NOTE, make_model
+from experiments.toy.base_model import NOTE, is_there, make_model
 from experiments.words.problems import ANSWER, FEWEST_STEPS, MOST_STEPS, Problem, draw, make_tokenizer
 from rlplus.common.durable import write_text
-from rlplus.common.textfiles import read_text
 from rlplus.learner.pretrained import write_model
 
 POSITIONS = 256
@@ -32,7 +30,8 @@ WARMUP = 100  # steps
 class WordsBase:
     """The dials of a base model.
 
-    worked_share: the share of worked solutions in the second phase; slip: the share of their steps with a wrong result.
+    worked_share: the share of worked solutions in the second phase; slip: the share of their steps whose result is
+    redrawn. Those behind a slip may be wrong, too, as divisions of a wrong number are rounded down.
     """
 
     seed: int = 0
@@ -62,10 +61,8 @@ def make_base(folder: Path, base: WordsBase, held_out: Collection[str], others: 
     others: folders of models with the same `held_out`, to copy if one is the same base. -> whether it was trained.
     """
     note = json.dumps(asdict(base), indent=1) + "\n"
-    for made in others:
-        if (made / NOTE).is_file() and read_text(made / NOTE) == note:
-            shutil.copytree(made, folder)
-            return False
+    if is_there(folder, others, note):
+        return False
     tokenizer = make_tokenizer()
     with torch.random.fork_rng():
         torch.manual_seed(base.seed)

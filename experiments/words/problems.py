@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 MOST = 99  # the largest number
 ANSWER = "#### "  # as in GSM8K
 PAD, EOS = "<pad>", "<eos>"
-VOCABULARY = 512  # tokens at most; 438 hold every word
+VOCABULARY = 512  # tokens at most; 433 hold every word
 FEWEST_STEPS, MOST_STEPS = 2, 5
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {

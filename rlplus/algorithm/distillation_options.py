@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from rlplus.algorithm.recipe_base import RecipeOptions
-from rlplus.common.section import Fraction, PathText, Text
+from rlplus.common.section import Fraction, PathText
 
 
 def _demonstration_template(template: str) -> str:
@@ -74,12 +74,12 @@ class Distill(Distillation):
     name: Literal["distill"] = "distill"
     teacher: PathText | None = None
     """Hugging Face folder or hub name of the teacher, with the policy's tokenizer. Every rank holds a whole copy."""
-    teacher_url: Text | None = None
+    teacher_url: Annotated[str, Field(pattern=r"^https?://")] | None = None
     """In place of teacher: a vLLM server of it on any machine, such as http://localhost:8001, started with
-    vllm serve MODEL. It is asked about each step's responses once; the key in VLLM_API_KEY is sent along."""
-    teacher_topk: Annotated[int, Field(ge=1, le=1024)] = 20
-    """Number of the likeliest tokens at each place that the server tells for a divergence, which is then one of these
-    tokens and all others as one. More than 20 want vllm serve --max-logprobs."""
+    vllm serve MODEL. It is asked about each step's responses once; the key in TEACHER_API_KEY is sent along."""
+    teacher_topk: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Number of the likeliest tokens at each place that a divergence has of the server's model, which is then one of
+    these tokens and all others as one. More than 16 want vllm serve --max-logprobs of 1.25 times as many."""
 
     @model_validator(mode="after")
     def _check_teacher(self) -> Self:
@@ -91,6 +91,10 @@ class Distill(Distillation):
     @property
     def teacher_model(self) -> str | None:
         return self.teacher
+
+    @property
+    def teacher_server(self) -> str | None:
+        return self.teacher_url
 
     @property
     def topk(self) -> int:

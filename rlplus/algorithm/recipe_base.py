@@ -47,8 +47,13 @@ class RecipeOptions(Section):
         return None
 
     @property
+    def teacher_server(self) -> str | None:
+        """The address of a server with a frozen teacher."""
+        return None
+
+    @property
     def topk(self) -> int:
-        """Number of a teacher's likeliest tokens that are all that is known of it; 0 = it is a model here, or none."""
+        """Number of the likeliest tokens that such a server tells for a loss of the recipe's own; 0 = none."""
         return 0
 
     @property

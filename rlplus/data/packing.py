@@ -306,6 +306,8 @@ def _check(index: int, sample: Sample, weight: Tensor, row_length: int) -> None:
             raise ValueError(f"sample {index}: want {response} {name}; got {len(values)}")
     if sample.kept is not None and len(sample.kept) != response:
         raise ValueError(f"sample {index}: want {response} kept sets; got {len(sample.kept)}")
+    if any(len(part) != response for part in sample.teacher_topk or ()):
+        raise ValueError(f"sample {index}: want a teacher's tokens at {response} places; got others")
     if sample.experts is not None and len(sample.experts) > len(sample.prompt) + response:
         tokens = len(sample.prompt) + response
         raise ValueError(f"sample {index}: want the experts of {tokens} tokens at most; got {len(sample.experts)}")
@@ -350,8 +352,7 @@ def _micro_batch(
             for index, sample in zip(order, chosen, strict=True)
         }
         learned["teacher"] = _micro_batch(rows, asked, token_weight, pad_id, multiple)
-    topk = [sample.teacher_topk for sample in chosen if sample.teacher_topk is not None]
-    if len(topk) == len(chosen):
+    if topk := [sample.teacher_topk for sample in chosen if sample.teacher_topk is not None]:
         learned["teacher_topk"] = tuple(torch.cat(parts) for parts in zip(*topk, strict=True))
     return MicroBatch(
         input_ids=input_ids.view(len(rows), width),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -12,16 +12,16 @@ from rlplus.common import agree
 from rlplus.data import MicroBatch, Sample, load_tokenizer
 from rlplus.errors import SharedFailure
 from rlplus.learner.policy import Policy
-from rlplus.rollout.server_http import PATIENCE_S, Requests, parsed, split
+from rlplus.rollout.server_http import PATIENCE_S, TEACHER, Requests, parsed, split
 
-KEY = "algorithm.recipe.teacher_url"
+KEY = TEACHER.url
 LIMIT = "rollout.progress_timeout_s"
 CONNECTIONS = 16  # responses at a time from each rank; the server batches what it has
 DECODED = 4096  # tokens at a time by which tokenizers are compared
-ROUNDING = 1e-3  # largest error of a sum of probabilities
+TOLERANCE = 1e-3  # of logprobs above 0, and of probabilities' sum above 1
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
-# vLLM's for each token of a prompt: by the number of a token, its logprob and more.
-Told = Mapping[str, Mapping[str, Any]]
+Told = Mapping[str, Mapping[str, Any]]  # vLLM's of a place: by the number of a token its logprob and more
 
 
 class ServedTeacher:
@@ -32,32 +32,38 @@ class ServedTeacher:
     """
 
     def __init__(self, url: str, k: int, policy: Policy, model_path: str) -> None:
-        self._k, self._timeout_s = k, policy.config.rollout.progress_timeout_s
-        self._http = Requests(split(url, KEY), key=KEY)
+        # More are asked for than used: in a larger head than the policy's, rows may be among them that are no token.
+        self._k, self._told = k, k + -(-k // 4)
+        self._timeout_s = policy.config.rollout.progress_timeout_s
+        self._url, self.name = split(url, TEACHER), f"the teacher at {url}"
         self._rows = policy.model_config.get_text_config(decoder=True).vocab_size
-        self.name = f"the teacher at {self._http.url.geturl()}"
-        want = f"want at {url} a server started with: vllm serve MODEL"
+        want = f"{KEY}: want at {url} a server started with: vllm serve MODEL"
+        http = Requests(self._url, TEACHER)
         try:
-            served = parsed(self._http.send("GET", "/v1/models", timeout_s=PATIENCE_S))["data"][0]
+            served = parsed(http.send("GET", "/v1/models", timeout_s=PATIENCE_S))["data"][0]
             self._model, self.fingerprint, longest = served["id"], str(served["root"]), int(served["max_model_len"])
-            differing = self._differing(load_tokenizer(policy.config.model, model_path), min(longest - 1, DECODED))
+            differing = self._differing(
+                http, load_tokenizer(policy.config.model, model_path), min(longest - 1, DECODED)
+            )
+            self._ask(http, [0, 0], 1)
         except OSError as error:
-            raise ValueError(f"{KEY}: {want}; {error}") from error
-        except (KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"{KEY}: {want}, whose answers are vLLM's; got none of {error!r}") from error
+            more = f" (and --max-logprobs {self._told})" if self._told > 20 else ""  # vLLM's default
+            raise ValueError(f"{want}{more}; {error}") from error
+        except MALFORMED as error:
+            raise ValueError(f"{want}; what is there does not answer as vLLM does: {error!r}") from error
         if differing:
             raise ValueError(f"{KEY}: want a teacher whose tokenizer has the policy's tokens; {self.name} {differing}")
         if longest <= (sample := policy.config.max_sample_length):
             got = f"want --max-model-len {sample + 1} or more, for prompt, response and a token; got {longest}"
             raise ValueError(f"{KEY}: {got}")
 
-    def _differing(self, tokenizer: Any, most: int) -> str:
-        """How the server's tokenizer differs, "" if it reads every token of this one alike. most: tokens at a time."""
+    def _differing(self, http: Requests, tokenizer: Any, most: int) -> str:
+        """How the server's tokenizer differs, "" if it reads the tokens of this one, `most` at a time, as the same."""
         known = sorted(tokenizer.get_vocab().values())
         for start in range(0, len(known), most):
             tokens = known[start : start + most]
             body = {"model": self._model, "tokens": tokens}
-            read = parsed(self._http.send("POST", "/detokenize", body, PATIENCE_S))["prompt"]
+            read = parsed(http.send("POST", "/detokenize", body, PATIENCE_S))["prompt"]
             if read != tokenizer.decode(tokens):
                 return f"reads other texts in those from {tokens[0]} to {tokens[-1]}"
         return ""
@@ -82,25 +88,29 @@ class ServedTeacher:
     def _asked(self, samples: Sequence[Sample]) -> list[tuple[Tensor, tuple[Tensor, Tensor]]]:
         """SharedFailure, on all ranks, if the server does not answer one of them, or not as vLLM does."""
         found, failure = [], None
-        pool = ThreadPoolExecutor(CONNECTIONS)
+        http, pool = Requests(self._url, TEACHER), ThreadPoolExecutor(CONNECTIONS)
         try:
-            found = [*pool.map(self._ask, samples)]
+            asked = [pool.submit(self._ask, http, [*s.prompt, *s.response], len(s.prompt)) for s in samples]
+            wait(asked, return_when=FIRST_EXCEPTION)
+            found = [each.result() for each in asked if each.done()]
         except (OSError, ValueError) as error:
             failure = error
         finally:
+            http.hang_up()  # nobody waits for what is still asked
             pool.shutdown(cancel_futures=True)
         if text := agree.failures(failure, clear=(OSError, ValueError)):
             raise SharedFailure(f"{self.name} did not answer: {text}")
         return found
 
-    def _ask(self, sample: Sample) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        tokens = [*sample.prompt, *sample.response]
-        body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": self._k}
-        answer = parsed(self._http.send("POST", "/v1/completions", body, self._timeout_s, LIMIT))
+    def _ask(self, http: Requests, tokens: Sequence[int], prompt: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Of the tokens behind the first `prompt` ones: their logprobs (T,), and the likeliest with theirs (T, k)."""
+        body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "temperature": 0}
+        body["prompt_logprobs"] = self._told
+        answer = parsed(http.send("POST", "/v1/completions", body, self._timeout_s, LIMIT))
         try:
-            told = answer["choices"][0]["prompt_logprobs"][len(sample.prompt) :]
-            read = [self._read(each, token) for each, token in zip(told, sample.response, strict=True)]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+            told = answer["choices"][0]["prompt_logprobs"][prompt:]
+            read = [self._read(each, token) for each, token in zip(told, tokens[prompt:], strict=True)]
+        except MALFORMED as error:
             raise ValueError(f"want vLLM's prompt_logprobs of {len(tokens)} tokens; got {error!r}") from error
         own, numbers, logprobs = zip(*read, strict=True)
         topk = (torch.tensor(numbers, dtype=torch.int32), torch.tensor(logprobs, dtype=torch.float32))
@@ -109,12 +119,12 @@ class ServedTeacher:
     def _read(self, told: Told, token: int) -> tuple[float, list[int], list[float]]:
         """A place: the token's own logprob, and the k likeliest tokens with theirs. vLLM adds the token to them."""
         known = {int(number): float(each["logprob"]) for number, each in told.items()}
-        own = known[token] if len(known) <= self._k else known.pop(token)
-        if len(known) != self._k:
-            raise ValueError(f"{len(known)} likeliest tokens; want {self._k}")
-        if not (math.isfinite(own) and own <= ROUNDING and sum(map(math.exp, known.values())) <= 1 + ROUNDING):
-            raise ValueError(f"logprobs of token {token} and its rivals that are none: {own}, {known}")
-        if known and not 0 <= min(known) <= max(known) < self._rows:
-            raise ValueError(f"token {max(known)}; the policy's head has {self._rows} rows")
-        order = sorted(known, key=lambda number: -known[number])
-        return own, order, [min(0.0, known[number]) for number in order]
+        own = known[token] if len(known) <= self._told else known.pop(token)
+        if len(known) != self._told:
+            raise ValueError(f"{len(known)} likeliest tokens; want {self._told}")
+        if not (math.isfinite(own) and own <= TOLERANCE and sum(map(math.exp, known.values())) <= 1 + TOLERANCE):
+            raise ValueError(f"numbers that are no logprobs: {own} of token {token}, {known}")
+        able = sorted((n for n in known if 0 <= n < self._rows), key=lambda n: -known[n])[: self._k]
+        if len(able) < self._k:
+            raise ValueError(f"{len(known)} tokens, of which the policy's head has {len(able)}; want {self._k}")
+        return own, able, [min(0.0, known[n]) for n in able]

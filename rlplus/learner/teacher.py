@@ -134,7 +134,8 @@ def accumulate_divergence(
 def _loss_op(policy: Policy, teach: Teach, kind: dict[str, Any], batch: MicroBatch) -> Callable[..., PolicyLoss]:
     options, constants, given = policy.head_options(batch), policy.constants(batch, STATISTICS), teach(batch)
     common = {name: options[name] for name in ("temperature", "max_scratch_mb")}
-    common["backend"] = "torch" if policy.backend == "cpp" else policy.backend  # which has no divergence
+    lacking = ("cpp", "triton") if "teacher_topk" in given else ("cpp",)  # which have no such divergence
+    common["backend"] = "torch" if policy.backend in lacking else policy.backend
     weight = batch.token_weight * dist.get_world_size()  # DeepSpeed averages gradients over ranks
 
     def op(hidden: Tensor, head_weight: Tensor, **head: Any) -> PolicyLoss:

@@ -98,6 +98,8 @@ def make_plan(config: Config, cluster: Cluster) -> Plan:
     """
     trainer = training_part(config, cluster)
     model, note = read_model(config)
+    if config.algorithm.resolve().recipe.teacher_server is not None:
+        note = "\n".join(filter(None, (note, "Not counted: the GPUs of the teacher's server, and the wait for it.")))
     if options := ", ".join(config.rollout.vllm):
         note = "\n".join(filter(None, (note, f"Not counted: what rollout.vllm changes ({options}).")))
     check_positions(config, model.lm.config)

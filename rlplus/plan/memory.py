@@ -272,9 +272,10 @@ def head_scratch(config: Config, model: Model, cluster: Cluster) -> int:
     if model.in_shards(config):
         tokens, vocabulary = tokens * cluster.gpus, vocabulary // cluster.gpus
     dtype, device = getattr(torch, config.model.dtype), "cpu" if cluster.cpu else "cuda"
-    backend = choose(config.train.backend, torch.device(device), dtype).backend
+    recipe = config.algorithm.resolve().recipe
+    backend = "torch" if recipe.topk else choose(config.train.backend, torch.device(device), dtype).backend
     logit: int = implementation(backend).scratch_per_logit(dtype, device)
-    if config.algorithm.resolve().recipe.own_loss:
+    if recipe.own_loss:
         logit *= 3
     if backend == "reference":
         return logit * vocabulary * tokens

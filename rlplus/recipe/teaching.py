@@ -91,6 +91,7 @@ class DistillRecipe(Recipe):
 
     def restore(self, state: Any) -> None:
         if state != self.teacher.fingerprint:
-            raise ValueError(
-                f"algorithm.recipe: want the teacher that the run began with; {self.teacher.name} has other weights"
-            )
+            other = f"{self.teacher.name} has other weights"
+            if isinstance(self.teacher, ServedTeacher):
+                other = f"{self.teacher.name} is {self.teacher.fingerprint}, not {state}"
+            raise ValueError(f"algorithm.recipe: want the teacher that the run began with; {other}")

@@ -15,7 +15,7 @@ from rlplus.config import RolloutConfig
 from rlplus.errors import RunFailed
 from rlplus.rollout.protocol import Completion, Request, Sampling, check_logprobs, check_requests
 from rlplus.rollout.push import parameter_shapes, watched
-from rlplus.rollout.server_http import PATIENCE_S, RESTART, Refused, Requests, split
+from rlplus.rollout.server_http import PATIENCE_S, RESTART, Kind, Refused, Requests, split
 
 CONNECTIONS = 64  # prompts at a time from each rank; the server batches what it has
 
@@ -23,12 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class HttpEngine(ABC):
-    """One server for all ranks, which the user started.
+    """One server for all ranks, which the user started."""
 
-    library: "vllm" or "sglang".
-    """
-
-    library: str
+    kind: Kind
 
     def __init__(
         self,
@@ -42,7 +39,7 @@ class HttpEngine(ABC):
         config_path: str | None = None,
     ) -> None:
         assert config.server_url is not None
-        self._http = Requests(split(config.server_url), self.library)
+        self._http = Requests(split(config.server_url), self.kind)
         self._url = self._http.url.geturl()
         self._shapes, self._vocabulary = parameter_shapes(
             config_path or model_path, trust_remote_code=trust_remote_code
@@ -55,11 +52,11 @@ class HttpEngine(ABC):
         self._generating: Requests | None = None
         self._needs_restart = False  # a failed push ends it; else the next whole push replaces what is left
         self._fp32_head = config.head_dtype == "float32" != dtype
-        self.name = f"{self.library} at {self._url}"
+        self.name = f"{self.kind.library} at {self._url}"
         self._begin(config, model_path, dtype)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Completion]]:
-        http = Requests(self._http.url, self.library)
+        http = Requests(self._http.url, self.kind)
         self._generating = http  # set first, so that no `close` misses it
         if self._failure:
             raise RuntimeError(self._failure)

@@ -21,7 +21,7 @@ from rlplus.rollout.http_engine import HttpEngine
 from rlplus.rollout.library_push import LibraryPush
 from rlplus.rollout.protocol import Completion, Request, Sampling
 from rlplus.rollout.push import BACKEND, EXTENSION
-from rlplus.rollout.server_http import PATIENCE_S, RESTART, Requests, parsed
+from rlplus.rollout.server_http import PATIENCE_S, RESTART, VLLM, Requests, parsed
 from rlplus.rollout.server_push import Control, MemoryPush
 from rlplus.rollout.vllm_engine import prompt_seeds
 from rlplus.rollout.vllm_returns import check_sampling, no_masks
@@ -41,7 +41,7 @@ NO_LOGPROB = -9999.0  # the server writes it for NaN and for -inf
 class ServerEngine(HttpEngine):
     """One server for all ranks. ValueError if none answers, or if it was not started so that logprobs are exact."""
 
-    library = "vllm"
+    kind = VLLM
 
     def _begin(self, config: RolloutConfig, model_path: str, dtype: str) -> None:
         self._most_kept = config.top_k

@@ -1,4 +1,4 @@
-"""HTTP to a server of vLLM or SGLang."""
+"""HTTP to a server of vLLM or SGLang, of rollouts or of a teacher."""
 
 import errno
 import http.client
@@ -8,6 +8,7 @@ import socket
 import ssl
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -16,19 +17,40 @@ PATIENCE_S = 60.0  # limit for a connection and for what a server always answers
 
 
 RESTART = "Start it again, and the run with --resume"
-URL = "rollout.server_url"
-KEYS = {"vllm": "VLLM_API_KEY", "sglang": "SGLANG_API_KEY"}  # environment variables with a server's key
-NOT_FOUND = {"vllm": "Was it started with VLLM_SERVER_DEV_MODE=1?", "sglang": "Is it a server of SGLang 0.5?"}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of server.
+
+    secret: the environment variable with its key. not_found: advice where it lacks a path. url: the configuration's key
+    of its address.
+    """
+
+    library: str
+    secret: str
+    not_found: str
+    url: str = "rollout.server_url"
+
+
+VLLM = Kind("vllm", "VLLM_API_KEY", "Was it started with VLLM_SERVER_DEV_MODE=1?")
+SGLANG = Kind("sglang", "SGLANG_API_KEY", "Is it a server of SGLang 0.5?")
+TEACHER = Kind(
+    "vllm",
+    "TEACHER_API_KEY",
+    "Is it the address without /v1, of the model that it had?",
+    "algorithm.recipe.teacher_url",
+)
 
 
 class Refused(OSError):
     """The server answered, but not with 200."""
 
-    def __init__(self, request: str, status: int, text: bytes, library: str = "vllm") -> None:
+    def __init__(self, request: str, status: int, text: bytes, kind: Kind = VLLM) -> None:
         hints = {
-            401: f"Is {KEYS[library]} that of the server?",
+            401: f"Is {kind.secret} that of the server?",
             403: "Does a proxy before the server want something else?",
-            404: NOT_FOUND[library],
+            404: kind.not_found,
         }
         hint = hints.get(status, f"Its log says more. {RESTART}, if it has died" if status >= 500 else "")
         super().__init__(f"{request} was answered with {status}: {_reason(text)}{hint and '. '}{hint}")
@@ -36,14 +58,11 @@ class Refused(OSError):
 
 
 class Requests:
-    """HTTP to one server from several threads, until `hang_up` ends what is under way and whatever comes after.
+    """HTTP to one server from several threads, until `hang_up` ends what is under way and whatever comes after."""
 
-    key: of the configuration, which has the URL.
-    """
-
-    def __init__(self, url: SplitResult, library: str = "vllm", key: str = URL) -> None:
-        self.url, self.library, self._key = url, library, key
-        self._headers = {"Content-Type": "application/json"} | _authorization(KEYS[library])
+    def __init__(self, url: SplitResult, kind: Kind = VLLM) -> None:
+        self.url, self.kind = url, kind
+        self._headers = {"Content-Type": "application/json"} | _authorization(kind.secret)
         self._lock = threading.Lock()
         self._under_way: set[socket.socket] = set()
         self._over = False
@@ -66,14 +85,14 @@ class Requests:
         except (http.client.HTTPException, OSError) as error:
             limit = f"{timeout_s:g} s{setting and ', '}{setting}" if timeout_s else ""
             limit = limit if connected else f"{PATIENCE_S:g} s"
-            advice = _advice(error, limit, self.library, self._key)
+            advice = _advice(error, limit, self.kind)
             raise OSError(f"{method} {path}: {type(error).__name__} {error}. {advice}") from error
         finally:
             with self._lock:
                 self._under_way.discard(connected)
             connection.close()
         if response.status != 200:
-            raise Refused(f"{method} {path}", response.status, answer, self.library)
+            raise Refused(f"{method} {path}", response.status, answer, self.kind)
         return answer
 
     def _begin(self, connected: socket.socket, timeout_s: float | None) -> None:
@@ -101,14 +120,15 @@ class Requests:
                     socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
 
-def split(url: str, key: str = URL) -> SplitResult:
+def split(url: str, kind: Kind = VLLM) -> SplitResult:
     try:
         parts = urlsplit(url)
         good = bool(parts.hostname) and parts.port != 0 and "@" not in parts.netloc
-    except ValueError:  # the port
+        (parts.hostname or "").encode("idna")
+    except ValueError:  # the port, or a name that no host has
         good = False
     if not good or parts.query or parts.fragment:
-        raise ValueError(f"want {key} such as http://localhost:8000; got {url}")
+        raise ValueError(f"want {kind.url} such as http://localhost:8000; got {url}")
     return parts._replace(path=parts.path.rstrip("/"))
 
 
@@ -120,10 +140,10 @@ def _authorization(variable: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _advice(error: OSError | http.client.HTTPException, limit: str, library: str, key: str = URL) -> str:
+def _advice(error: OSError | http.client.HTTPException, limit: str, kind: Kind) -> str:
     """Advice to the user about a request without an answer, by its cause."""
     if isinstance(error, socket.gaierror):
-        return f"Is the host in {key} right?"
+        return f"Is the host in {kind.url} right?"
     if isinstance(error, ssl.SSLError):
         return "Does it speak https, with a certificate that this machine trusts (SSL_CERT_FILE)?"
     if isinstance(error, TimeoutError):
@@ -131,10 +151,10 @@ def _advice(error: OSError | http.client.HTTPException, limit: str, library: str
     if isinstance(error, (ConnectionError, http.client.IncompleteRead)):
         return f"It has ended, or nothing listens there. {RESTART}"
     if isinstance(error, http.client.HTTPException):
-        return f"Is it a server of {library}, and http rather than https?"
+        return f"Is it a server of {kind.library}, and http rather than https?"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "That is this machine's limit of open files (ulimit -n)"
-    return f"Can this machine reach the host in {key} (its network, a firewall)?"
+    return f"Can this machine reach the host in {kind.url} (its network, a firewall)?"
 
 
 def parsed(text: bytes) -> Any:

@@ -20,7 +20,7 @@ from rlplus.errors import RunFailed
 from rlplus.rollout.clock import rank
 from rlplus.rollout.http_engine import HttpEngine
 from rlplus.rollout.protocol import Completion, Request, Sampling
-from rlplus.rollout.server_http import PATIENCE_S, Requests, parsed
+from rlplus.rollout.server_http import PATIENCE_S, SGLANG, Requests, parsed
 from rlplus.rollout.server_push import TIMEOUT
 from rlplus.rollout.vllm_engine import prompt_seeds
 
@@ -41,7 +41,7 @@ class SGLangEngine(HttpEngine):
     in another request, so that a response ends as with the other engines.
     """
 
-    library = "sglang"
+    kind = SGLANG
 
     def _begin(self, config: RolloutConfig, model_path: str, dtype: str) -> None:
         assert config.weights_folder is not None

@@ -124,9 +124,10 @@ class Step:
             run.recipe.fit(batch, partial(run.count_nonfinite, model=" and ".join(run.recipe.learners)))
 
     def _learners(self) -> AbstractContextManager[None]:
-        """The phase "learners", if the recipe has models that the advantages come from."""
+        """The phase "learners", if the recipe asks models that the advantages or the loss come from."""
         options = self.run.recipe.options
-        return self.tally.time("learners") if options.own_advantages and not options.own_loss else nullcontext()
+        asks = options.own_advantages and (not options.own_loss or options.topk)
+        return self.tally.time("learners") if asks else nullcontext()
 
     def pack(self, update: Update) -> Work:
         """The update, with the step's external_coef, and its micro-batches: none if no rank has a token with a loss."""

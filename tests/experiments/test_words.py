@@ -79,6 +79,7 @@ def test_the_second_phase_has_few_worked_solutions_and_bare_answers(problems: li
 
 def test_the_tokenizer_gives_back_every_text_and_has_a_token_for_each_digit(problems: list[Problem]) -> None:
     tokenizer = make_tokenizer()
+    assert len(tokenizer) == 433
     for problem in problems[:200]:
         for text in (problem.prompt, problem.worked(), problem.demonstration):
             tokens = tokenizer(text).input_ids
@@ -148,6 +149,11 @@ def test_the_comparison_is_as_it_was_fixed(tmp_path: Path) -> None:
     (study,), search = comparison.studies.values(), comparison.search
     assert search is not None
     assert (study.seed_numbers, search.seed_numbers, search.share) == (range(5), range(1000, 1001), 1.0)
+    assert (search.rates, search.further) == ([1e-4, 3e-4, 1e-3], 2)
+    presets = {name: comparison.methods[name].preset for name in study.methods[1:]}
+    assert [*presets.values()] == ["grpo-official", "grpo-official", "rlplus-official-omega", "rlplus-official"]
+    evaluation = runner.config_of(runner.chain("words", 0, "GRPO")[-1]).evaluation
+    assert (evaluation.samples, evaluation.k) == (32, [1, 2, 4, 8, 16, 32])
     for method in study.methods[1:]:
         train = runner.config_of(runner.chain("words", 0, method)[-1]).train
         assert (train.prompts_per_step, train.prompts_per_update, train.generated_tokens) == (16, 8, 300_000)

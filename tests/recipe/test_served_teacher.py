@@ -20,6 +20,7 @@ from update_cases import packed
 from rlplus.config import Config
 from rlplus.data import byte_tokenizer
 from rlplus.errors import SharedFailure
+from rlplus.learner.teacher import _loss_op
 from rlplus.recipe import Batch, Update
 from rlplus.recipe.teaching import DistillRecipe
 from rlplus.trainer import open_run, train
@@ -51,16 +52,17 @@ def classes(logp: Tensor, tokens: Tensor) -> Tensor:
     return torch.cat([p.gather(1, tokens), rest], 1).log()
 
 
-@pytest.mark.parametrize(("loss", "k"), [("reverse_kl", 3), ("forward_kl", 20), ("jsd", 3), ("sampled", 0)])
+@pytest.mark.parametrize(("loss", "k"), [("reverse_kl", 3), ("forward_kl", 16), ("jsd", 3), ("sampled", 0)])
 def test_a_step_is_the_one_in_float64(tmp_path: Path, server: TeacherServer, loss: str, k: int) -> None:
     """The divergence of the teacher's k likeliest tokens and all others as one, of the trained tokens alone."""
     recipe = {"loss": loss} | ({"teacher_topk": k} if k == 3 else {})
     with open_run(distill(tmp_path, server.url, recipe=recipe)) as run:
         samples = rollouts()
         run.recipe.credit(Batch([], samples, 0.0))
-        asked = server.asked[COMPLETIONS]
+        first, *asked = server.asked[COMPLETIONS]
+        assert first["prompt"] == [0, 0], "whether it answers is known before the first step"
         assert sorted(body["prompt"] for body in asked) == sorted([*s.prompt, *s.response] for s in samples)
-        assert {(body["prompt_logprobs"], body["max_tokens"]) for body in asked} == {(k, 1)}
+        assert {(body["prompt_logprobs"], body["max_tokens"]) for body in asked} == {(math.ceil(1.25 * k), 1)}
         value, got = gradients(run, Update(samples, run.recipe.algorithm), packed(run, samples))
         path = str(run.folder.path / "scratch")
         student = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
@@ -81,18 +83,21 @@ def test_a_step_is_the_one_in_float64(tmp_path: Path, server: TeacherServer, los
         for name, p in student.named_parameters():
             bound = {"rtol": 1e-3, "atol": 2e-6 * float(p.grad.abs().max())}
             torch.testing.assert_close(got[name].double(), p.grad, msg=name, **bound)
-    assert len(server.asked[COMPLETIONS]) == len(samples), "each response is asked about once"
+    assert len(server.asked[COMPLETIONS]) == 1 + len(samples), "each response is asked about once"
 
 
 def test_a_run_resumes_bit_for_bit_and_with_no_other_teacher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: TeacherServer
 ) -> None:
-    algorithm = {"preset": "grpo", "recipe": {"name": "distill", "teacher_url": server.url}}
+    algorithm: dict[str, Any] = {"preset": "grpo", "recipe": {"name": "distill", "teacher_url": server.url}}
     rows = twenty_steps(tmp_path, monkeypatch, algorithm, DistillRecipe)
     assert all(row["actor/grad_norm"] > 0 for row in rows)
-    server.path = tmp_path / "another"
-    with pytest.raises(ValueError, match=rf"want the teacher that the run began with; the teacher at {server.url} has"):
+    with serving(TeacherServer(server.path)) as moved:
+        algorithm["recipe"]["teacher_url"] = moved.url
         train(twenty_step_config(tmp_path, "parts", algorithm, steps=21), resume="newest")
+        moved.path = tmp_path / "another"
+        with pytest.raises(ValueError, match=rf"the run began with; the teacher at {moved.url} is \S+another, not \S+"):
+            train(twenty_step_config(tmp_path, "parts", algorithm, steps=22), resume="newest")
 
 
 def test_a_server_that_fails_ends_the_run_which_goes_on_from_there(tmp_path: Path, server: TeacherServer) -> None:
@@ -103,7 +108,7 @@ def test_a_server_that_fails_ends_the_run_which_goes_on_from_there(tmp_path: Pat
 
     def failing(path: str, body: dict[str, Any]) -> Any:
         answered[0] += path == COMPLETIONS
-        return (500, {"error": {"message": "out of memory"}}) if answered[0] > 16 + 3 else real(path, body)
+        return (500, {"error": {"message": "out of memory"}}) if answered[0] > 1 + 16 + 3 else real(path, body)
 
     server.answer = failing  # type: ignore[method-assign]
     with pytest.raises(
@@ -121,8 +126,12 @@ def test_two_ranks_ask_about_their_own_samples_and_fail_together(tmp_path: Path,
     path = tmp_path / "run.yaml"
     path.write_text(config.to_yaml())
     on_ranks("-m", "rlplus", "train", path)
-    assert len(server.asked[COMPLETIONS]) == 2 * 16
-    assert all(row["distill/divergence"] > 0 for row in metrics(Path(config.output_dir)))
+    assert len(server.asked[COMPLETIONS]) == 2 * (16 + 1)
+    alone = metrics(train(distill(tmp_path, server.url, "alone", train={"steps": 2})))
+    both = metrics(Path(config.output_dir))
+    assert [row["distill/divergence"] for row in both] == pytest.approx(
+        [r["distill/divergence"] for r in alone], rel=1e-4
+    )
     server.odd[COMPLETIONS] = (500, {"error": {"message": "out of memory"}})
     with pytest.raises(AssertionError, match=r"did not answer: rank 0: .*; rank 1: .*out of memory"):
         on_ranks("-m", "rlplus", "train", path, "train.steps=3", "--resume")
@@ -134,7 +143,12 @@ ODD: list[tuple[str, Any, str]] = [
         (404, {"message": "Not Found"}),
         "want at {url} a server started with: vllm serve MODEL; GET /v1/mod",
     ),
-    ("/v1/models", {"data": []}, "want at {url} a server .*, whose answers are vLLM's; got none of IndexError"),
+    ("/v1/models", {"data": []}, "want at {url} a server .*; what is there does not answer as vLLM does: IndexError"),
+    (
+        COMPLETIONS,
+        (400, {"error": {"message": "greater than max allowed: 10"}}),
+        "want at {url} .*greater than max allow",
+    ),
     ("/v1/models", {"data": [{"id": "teacher", "root": "x", "max_model_len": 16}]}, "want --max-model-len 17 or more"),
     (
         "/detokenize",
@@ -157,8 +171,10 @@ def test_no_server_is_an_error_with_the_key_and_what_to_start(tmp_path: Path) ->
     url = "http://127.0.0.1:9"
     with pytest.raises(ValueError, match=rf"teacher_url: want at {url} a server .*; GET /v1/models: Conn"):
         opened(distill(tmp_path, url))
-    with pytest.raises(ValueError, match=r"want algorithm.recipe.teacher_url such as http://localhost:8000; got nowhe"):
-        opened(distill(tmp_path, "nowhere"))
+    with pytest.raises(
+        ValueError, match=r"want algorithm.recipe.teacher_url such as http://localhost:8000; got http://a..b:8"
+    ):
+        opened(distill(tmp_path, "http://a..b:8"))
 
 
 def test_other_tokens_are_found_by_reading_them(tmp_path: Path) -> None:
@@ -175,17 +191,20 @@ def test_other_tokens_are_found_by_reading_them(tmp_path: Path) -> None:
 
 PLACE = {"logprob": -0.5, "rank": 1}
 WRONG = [
-    ({"5": PLACE}, "1 likeliest tokens; want 2"),
-    ({"5": PLACE, "6": {"logprob": -0.1}}, "rivals that are none"),
-    ({"5": PLACE, "999": {"logprob": -3.0}}, "token 999; the policy's head has 258 rows"),
-    ({"5": {"logprob": math.nan}, "6": PLACE}, "rivals that are none"),
-    ({"7": PLACE, "6": {"logprob": -3.0}}, "got KeyError"),
+    ({"5": PLACE}, "1 likeliest tokens; want 3"),
+    ({"5": PLACE, "6": {"logprob": -0.6}, "7": {"logprob": -2.0}}, "numbers that are no logprobs"),
+    ({"5": PLACE, "999": {"logprob": -3.0}, "998": {"logprob": -3.0}}, "3 tokens, of which the policy's head has 1"),
+    ({"5": {"logprob": math.nan}, "6": PLACE, "7": {"logprob": -3.0}}, "numbers that are no logprobs"),
+    ({"7": PLACE, "6": {"logprob": -3.0}, "8": {"logprob": -3.0}}, "got KeyError"),
+    ({"5": {"logprob": -1.0}, "6": {"logprob": 800.0}, "7": PLACE}, "got OverflowError"),
+    (None, "got AttributeError"),
+    ([1], "got AttributeError"),
 ]
 
 
 @pytest.mark.parametrize(("place", "text"), WRONG)
 def test_an_answer_that_is_no_distribution_ends_the_run(
-    tmp_path: Path, server: TeacherServer, place: dict[str, Any], text: str
+    tmp_path: Path, server: TeacherServer, place: Any, text: str
 ) -> None:
     with open_run(distill(tmp_path, server.url, recipe={"teacher_topk": 2})) as run:
         (sample, *_) = rollouts()
@@ -199,12 +218,42 @@ def test_an_answer_that_is_no_distribution_ends_the_run(
             run.recipe.credit(Batch([], [sample], 0.0))
 
 
+def test_rows_of_the_servers_head_that_are_no_token_are_passed_over(tmp_path: Path, server: TeacherServer) -> None:
+    with open_run(distill(tmp_path, server.url, recipe={"teacher_topk": 2})) as run:
+        (sample, *_) = rollouts()
+        sample.response = [7] * len(sample.response)
+        place = {"300": {"logprob": -0.5}, "5": {"logprob": -2.0}, "6": {"logprob": -2.5}, "7": {"logprob": -9.0}}
+        places = [None, *[place] * (len(sample.prompt) + len(sample.response) - 1)]
+        server.odd[COMPLETIONS] = {"choices": [{"prompt_logprobs": places}]}
+        run.recipe.credit(Batch([], [sample], 0.0))
+        tokens, logprobs = sample.teacher_topk
+        assert tokens.tolist() == [[5, 6]] * len(sample.response)
+        assert logprobs.tolist() == [[-2.0, -2.5]] * len(sample.response)
+        assert run.recipe.teacher.logprobs([sample])[0].tolist() == [-9.0] * len(sample.response)
+
+
+def test_a_backend_without_such_a_divergence_is_not_asked_for_it(tmp_path: Path, server: TeacherServer) -> None:
+    """On a GPU the policy's is triton."""
+    with open_run(distill(tmp_path, server.url)) as run:
+        samples = rollouts()
+        run.recipe.credit(Batch([], samples, 0.0))
+        found = []
+        for backend in ("torch", "cpp", "triton"):
+            run.policy.backend = backend
+            batches = packed(run, samples)
+            operation = _loss_op(run.policy, run.recipe.teacher.head, {"kind": "reverse_kl", "beta": None}, batches[0])
+            run.policy.backend = "torch"
+            found.append(float(run.policy.engine(batches[0], operation).loss.detach()))
+        assert found == [found[0]] * 3
+
+
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"teacher": "x"}, {}, "a Hugging Face folder or hub name, or teacher_url, the address of a server; got both"),
     ({}, {"rollout": {"temperature": 0.7}}, "want rollout.temperature 1 with teacher_url; got 0.7"),
     ({"teacher_url": None, "teacher": "x", "teacher_topk": 5}, {}, "teacher_topk belongs to teacher_url with a div"),
     ({"loss": "sampled", "teacher_topk": 5}, {}, "teacher_topk belongs to teacher_url with a divergence"),
     ({"teacher_topk": 0}, {}, "greater than or equal to 1"),
+    ({"teacher_url": "nowhere"}, {}, "teacher_url\n  String should match pattern"),
 ]
 
 
@@ -234,7 +283,7 @@ def test_the_real_server_tells_what_the_teacher_computes(tmp_path: Path) -> None
                 with torch.no_grad():
                     logq = log_probabilities(lm, sample.prompt, sample.response, 1.0)
                 torch.testing.assert_close(logprob.double(), sampled(logq, sample), rtol=0, atol=2e-5)
-                want, (tokens, logprobs) = logq.topk(20), sample.teacher_topk
+                want, (tokens, logprobs) = logq.topk(16), sample.teacher_topk
                 torch.testing.assert_close(logprobs.double(), want.values, rtol=0, atol=2e-5)
                 torch.testing.assert_close(logq.gather(1, tokens.long()), want.values, rtol=0, atol=2e-5)
         rows = metrics(train(distill(tmp_path, server.url, "trained", recipe={"loss": "sampled"})))

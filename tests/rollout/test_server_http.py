@@ -42,7 +42,7 @@ def test_an_error_says_what_to_do_by_its_cause(monkeypatch: pytest.MonkeyPatch, 
 def test_a_request_without_a_limit_ends_where_its_machine_is_gone() -> None:
     """By keep-alive: with ETIMEDOUT, which is a TimeoutError, too."""
     gone = OSError(errno.ETIMEDOUT, "Connection timed out")
-    assert server_http._advice(gone, "", "vllm") == f"Its machine is gone. {RESTART}"
+    assert server_http._advice(gone, "", server_http.VLLM) == f"Its machine is gone. {RESTART}"
 
 
 def test_a_limit_names_its_setting() -> None:

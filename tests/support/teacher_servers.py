@@ -47,6 +47,10 @@ class TeacherServer:
         return rows
 
 
+class Listening(ThreadingHTTPServer):
+    request_queue_size = 64  # all that ranks ask at a time
+
+
 @contextmanager
 def serving(teacher: TeacherServer) -> Iterator[TeacherServer]:
     class Handler(BaseHTTPRequestHandler):
@@ -68,7 +72,7 @@ def serving(teacher: TeacherServer) -> Iterator[TeacherServer]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Listening(("127.0.0.1", 0), Handler)
     teacher.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

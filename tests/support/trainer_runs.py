@@ -68,7 +68,7 @@ def by_torchrun(*command: object, ranks: int = 2) -> list[str]:
 def on_ranks(*command: object, ranks: int = 2, **variables: str) -> str:
     """Run it; -> the output of all ranks. AssertionError, with what they said, if one fails."""
     done = processes.run(by_torchrun(*command, ranks=ranks), env=environment() | variables)
-    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return done.stdout
 
 
