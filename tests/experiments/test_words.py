@@ -92,11 +92,12 @@ def test_the_tokenizer_gives_back_every_text_and_has_a_token_for_each_digit(prob
 def test_all_seeds_share_the_base_model_and_the_tests_and_none_of_them_is_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: set[str] = set()
+    seen, excluded = set[str](), set[str]()
 
     def noting(rng: random.Random, steps: int, exclude: set[str]) -> Problem:
         problem = draw(rng, steps, exclude)
         seen.add(problem.prompt)
+        excluded.update(exclude)
         return problem
 
     monkeypatch.setattr(base_model, "draw", noting)
@@ -111,7 +112,9 @@ def test_all_seeds_share_the_base_model_and_the_tests_and_none_of_them_is_traine
     rows = {name: [json.loads(line) for line in text.splitlines()] for name, text in files[0].items()}
     prompts = [row["prompt"] for each in rows.values() for row in each]
     assert len(set(prompts)) == len(prompts) == 400 + 96 + 192
-    assert not seen & {row["prompt"] for name in (VALIDATION, TEST) for row in rows[name]}
+    held_out = {row["prompt"] for name in (VALIDATION, TEST) for row in rows[name]}
+    assert excluded == held_out, "a draw would hardly ever meet one of them by chance"
+    assert not seen & held_out
     assert [row[SET] for row in rows[TEST]] == ["trained"] * 96 + ["longer"] * 96
 
 

@@ -1,10 +1,13 @@
 """Distillation from a teacher on a server: a step in float64, resume, and servers that cannot teach."""
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 from recipe_cases import twenty_step_config, twenty_steps
@@ -13,7 +16,7 @@ from teacher_servers import TeacherServer, serving
 from teachers import divergence, gradients, log_probabilities, make_teacher, rollouts, sampled, trained
 from tokenizers import AddedToken
 from torch import Tensor
-from trainer_runs import metrics, on_ranks, run_config
+from trainer_runs import by_torchrun, environment, metrics, on_ranks, run_config
 from transformers import AutoModelForCausalLM
 from update_cases import packed
 
@@ -120,21 +123,47 @@ def test_a_server_that_fails_ends_the_run_which_goes_on_from_there(tmp_path: Pat
     assert metrics(Path(parts.output_dir)) == metrics(Path(whole.output_dir))
 
 
+RANKS = """
+import sys
+import torch.distributed as dist
+from rlplus.config import load_config
+from rlplus.recipe import Batch, Update
+from rlplus.trainer import open_run
+from rlplus.trainer.ranks import initialize_distributed
+from teachers import rollouts
+from update_cases import packed
+
+initialize_distributed()
+with open_run(load_config(sys.argv[1])) as run:
+    samples = rollouts()
+    if dist.get_world_size() > 1:  # one rank has almost all, and they are shared out
+        samples = samples[1:] if dist.get_rank() == 0 else samples[:1]
+    run.recipe.credit(Batch([], samples, 0.0))
+    run.recipe.accumulate(Update(samples, run.recipe.algorithm), packed(run, samples))
+    print("TOTAL", *run.recipe.metrics()["distill/divergence"], flush=True)
+dist.barrier()
+"""
+
+
 @pytest.mark.slow
 def test_two_ranks_ask_about_their_own_samples_and_fail_together(tmp_path: Path, server: TeacherServer) -> None:
-    config = distill(tmp_path, server.url, train={"steps": 2})
-    path = tmp_path / "run.yaml"
-    path.write_text(config.to_yaml())
-    on_ranks("-m", "rlplus", "train", path)
-    assert len(server.asked[COMPLETIONS]) == 2 * (16 + 1)
-    alone = metrics(train(distill(tmp_path, server.url, "alone", train={"steps": 2})))
-    both = metrics(Path(config.output_dir))
-    assert [row["distill/divergence"] for row in both] == pytest.approx(
-        [r["distill/divergence"] for r in alone], rel=1e-4
-    )
-    server.odd[COMPLETIONS] = (500, {"error": {"message": "out of memory"}})
-    with pytest.raises(AssertionError, match=r"did not answer: rank 0: .*; rank 1: .*out of memory"):
-        on_ranks("-m", "rlplus", "train", path, "train.steps=3", "--resume")
+    path, script = tmp_path / "run.yaml", tmp_path / "ranks.py"
+    path.write_text(distill(tmp_path, server.url).to_yaml())
+    script.write_text(RANKS)
+    found = []
+    for ranks in (1, 2):
+        said = on_ranks(script, path, ranks=ranks)
+        parts = [line.split()[1:] for line in said.splitlines() if line.startswith("TOTAL")]
+        assert len(parts) == ranks
+        found.append([sum(map(float, column)) for column in zip(*parts, strict=True)])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    prompts = [tuple(body["prompt"]) for body in server.asked[COMPLETIONS] if body["prompt"] != [0, 0]]
+    assert set(Counter(prompts).values()) == {2}, "each sample once in each run"
+    failed, real = (500, {"error": {"message": "out of memory"}}), server.answer
+    server.answer = lambda path, body: failed if body.get("prompt", [0, 0]) != [0, 0] else real(path, body)  # type: ignore[method-assign]
+    done = processes.run(by_torchrun("-m", "rlplus", "train", path), env=environment())
+    assert done.returncode != 0
+    assert re.search("did not answer: rank 0: .*out of memory.*; rank 1: .*out of memory", done.stderr)
 
 
 ODD: list[tuple[str, Any, str]] = [
