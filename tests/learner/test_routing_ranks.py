@@ -36,6 +36,7 @@ def two(folder: Path) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PARALLEL)
 def test_two_ranks_are_one(name: str, two: dict[str, Any], alone: Any) -> None:
     """`test_routing_replay.py` compares one rank's passes with float64."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import quick
 import torch
-from recipe_cases import twenty_step_config, twenty_steps
+from recipe_cases import resumed, resumed_config
 from teachers import divergence, gradients, log_probabilities, make_teacher, rollouts, sampled, trained
 from tokenizers import AddedToken
 from trainer_runs import metrics, run_config
@@ -194,12 +194,12 @@ def test_a_run_resumes_bit_for_bit_and_with_no_other_teacher(
 ) -> None:
     teacher = make_teacher(tmp_path)
     algorithm = {"preset": "grpo", "recipe": {"name": "distill", "teacher": str(teacher)} | LOSSES[loss]}
-    rows = twenty_steps(tmp_path, monkeypatch, algorithm, DistillRecipe)
+    rows = resumed(tmp_path, monkeypatch, algorithm, DistillRecipe)
     assert all(row["actor/grad_norm"] > 0 and row["mismatch/mean"] < 1e-5 for row in rows)
     shutil.rmtree(teacher)
     make_teacher(tmp_path, seed=8)
     with pytest.raises(ValueError, match=r"want the teacher that the run began with; \S+teacher has other weights"):
-        train(twenty_step_config(tmp_path, "parts", algorithm, steps=21), resume="newest")
+        train(resumed_config(tmp_path, "parts", algorithm, steps=21), resume="newest")
 
 
 @pytest.mark.parametrize("loss", quick.only(("reverse",), KINDS))

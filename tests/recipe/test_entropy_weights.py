@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import quick
 import torch
-from recipe_cases import drawn_batch, tokens_of, twenty_steps
+from recipe_cases import drawn_batch, resumed, tokens_of
 from teachers import gradients
 from torch import Tensor
 from trainer_runs import run_config
@@ -188,7 +188,7 @@ def test_a_step_is_not_verified_with_other_weights(tmp_path: Path) -> None:
 
 
 def test_a_run_weighs_and_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = twenty_steps(tmp_path, monkeypatch, {"preset": "srft"}, EntropyWeightsRecipe)
+    rows = resumed(tmp_path, monkeypatch, {"preset": "srft"}, EntropyWeightsRecipe, steps=8)
     for row in rows:
         assert 0 < row["weights/supervised"] < 0.5 * 0.1  # an untrained model's entropy is near log 258
         assert row["actor/loss_external"] > 0

@@ -12,10 +12,10 @@ from recipe_cases import (
     drawn_batch,
     packed_updates,
     recipe_of,
+    resumed,
     sampled_loss,
     shown,
     tokens_of,
-    twenty_steps,
 )
 from torch import Tensor
 from trainer_runs import run_config
@@ -106,7 +106,7 @@ def test_a_run_goes_through_the_gate_and_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any]
 ) -> None:
     """The prompts that no rollout solved, all of which have a demonstration, and no others."""
-    rows = twenty_steps(tmp_path, monkeypatch, algorithm, GateRecipe)
+    rows = resumed(tmp_path, monkeypatch, algorithm, GateRecipe, steps=10)
     for row in rows:
         assert row["gate/demonstrated"] == row["batch/solve_none"]
         assert (row.get("actor/prob_external", 0.0) > 0) == (row["batch/solve_none"] > 0)

@@ -12,10 +12,10 @@ from recipe_cases import (
     drawn_batch,
     packed_updates,
     recipe_of,
+    resumed,
     sampled_loss,
     shown,
     tokens_of,
-    twenty_steps,
 )
 from torch import Tensor
 from trainer_runs import run_config
@@ -102,7 +102,7 @@ def test_relift_is_its_two_losses(run: Run, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_interleaves_its_updates_and_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The buffer grows by the prompts that no rollout solved and shrinks by updates of five."""
-    rows = twenty_steps(tmp_path, monkeypatch, RELIFT, InterleavedRecipe)
+    rows = resumed(tmp_path, monkeypatch, RELIFT, InterleavedRecipe)
     waiting = 0.0
     for row in rows:
         waiting += 4 * row["batch/solve_none"] - 5 * row["sft/updates"]

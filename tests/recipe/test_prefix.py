@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import whole_groups
-from recipe_cases import check_gradient, drawn_batch, recipe_of, tokens_of, twenty_steps
+from recipe_cases import check_gradient, drawn_batch, recipe_of, resumed, tokens_of
 from torch import Tensor
 from trainer_runs import run_config
 from update_cases import packed
@@ -294,7 +294,7 @@ def test_a_prefix_that_is_not_trained_is_as_a_prompt(run: Run, tmp_path: Path) -
 
 def test_a_run_of_prefix_rft_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = {"preset": "prefix-rft", "recipe": {"steps": 12}}
-    rows = twenty_steps(tmp_path, monkeypatch, algorithm, PrefixRecipe)
+    rows = resumed(tmp_path, monkeypatch, algorithm, PrefixRecipe)
     shares = [row["prefix/share"] for row in rows]
     assert sum(shares[:4]) / 4 > 0.8 > sum(shares[8:]) / 12 > 0.2
     assert all(row["actor/prob_external"] > 0 for row in rows)
@@ -302,7 +302,7 @@ def test_a_run_of_prefix_rft_resumes_bit_for_bit(tmp_path: Path, monkeypatch: py
 
 def test_a_run_samples_behind_prefixes_and_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Much of a demonstration at first, then less, and nothing after step 12."""
-    rows = twenty_steps(tmp_path, monkeypatch, {"preset": "uft", "recipe": {"steps": 12}}, PrefixRecipe)
+    rows = resumed(tmp_path, monkeypatch, {"preset": "uft", "recipe": {"steps": 12}}, PrefixRecipe)
     shares = [row["prefix/share"] for row in rows]
     assert sum(shares[:4]) / 4 > 0.7 > sum(shares[4:8]) / 4 > 0.3 > sum(shares[8:12]) / 4
     for row, share in zip(rows, shares, strict=True):

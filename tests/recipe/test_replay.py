@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engine_runs import whole_groups
-from recipe_cases import check_gradient, packed_updates, recipe_of, sampled_loss, tokens_of, twenty_steps
+from recipe_cases import check_gradient, packed_updates, recipe_of, resumed, sampled_loss, tokens_of
 from torch import Tensor
 from trainer_runs import run_config
 
@@ -195,7 +195,7 @@ def test_what_is_replayed_is_neither_sampled_nor_graded_again(run: Run) -> None:
 @pytest.mark.slow
 def test_a_run_replays_and_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of four prompts at most, as far as any wait; each with one external member, which was right."""
-    rows = twenty_steps(tmp_path, monkeypatch, EXGRPO, ReplayRecipe)
+    rows = resumed(tmp_path, monkeypatch, EXGRPO, ReplayRecipe)
     assert {row["replay/share"] for row in rows} == {0.0, 0.25, 0.5}
     for row in rows:
         assert ("reward/external" in row) == (row["replay/share"] > 0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from recipe_cases import twenty_steps
+from recipe_cases import resumed
 from teachers import divergence, gradients, log_probabilities, rollouts, sampled, trained
 from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM
@@ -194,7 +194,7 @@ def test_settings_without_use_are_refused(tmp_path: Path, sections: dict[str, An
 @pytest.mark.parametrize("loss", ["reverse_kl", "sampled"])
 def test_a_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
     recipe = {"name": "self-distill", "template": TEMPLATE, "loss": loss}
-    rows = twenty_steps(tmp_path, monkeypatch, {"preset": "grpo", "recipe": recipe}, DistillRecipe)
+    rows = resumed(tmp_path, monkeypatch, {"preset": "grpo", "recipe": recipe}, DistillRecipe)
     assert all(row["actor/grad_norm"] > 0 and row["mismatch/mean"] < 1e-5 for row in rows)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import processes
 import pytest
 import torch
-from recipe_cases import twenty_step_config, twenty_steps
+from recipe_cases import resumed, resumed_config
 from servers import Server
 from teacher_servers import TeacherServer, serving
 from teachers import divergence, gradients, log_probabilities, make_teacher, rollouts, sampled, trained
@@ -93,14 +93,14 @@ def test_a_run_resumes_bit_for_bit_and_with_no_other_teacher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: TeacherServer
 ) -> None:
     algorithm: dict[str, Any] = {"preset": "grpo", "recipe": {"name": "distill", "teacher_url": server.url}}
-    rows = twenty_steps(tmp_path, monkeypatch, algorithm, DistillRecipe)
+    rows = resumed(tmp_path, monkeypatch, algorithm, DistillRecipe, steps=8)
     assert all(row["actor/grad_norm"] > 0 for row in rows)
     with serving(TeacherServer(server.path)) as moved:
         algorithm["recipe"]["teacher_url"] = moved.url
-        train(twenty_step_config(tmp_path, "parts", algorithm, steps=21), resume="newest")
+        train(resumed_config(tmp_path, "parts", algorithm, steps=9), resume="newest")
         moved.path = tmp_path / "another"
         with pytest.raises(ValueError, match=rf"the run began with; the teacher at {moved.url} is \S+another, not \S+"):
-            train(twenty_step_config(tmp_path, "parts", algorithm, steps=22), resume="newest")
+            train(resumed_config(tmp_path, "parts", algorithm, steps=10), resume="newest")
 
 
 def test_a_server_that_fails_ends_the_run_which_goes_on_from_there(tmp_path: Path, server: TeacherServer) -> None:

@@ -93,30 +93,30 @@ def draw_rewards(samples: Sequence[Sample], *_: Any) -> None:
         sample.reward = float(sample.demonstration or sum(sample.response) % 7 == 0)
 
 
-def twenty_step_config(folder: Path, output: str, algorithm: dict[str, Any], steps: int = 20) -> Config:
+def resumed_config(folder: Path, output: str, algorithm: dict[str, Any], steps: int = 20) -> Config:
     train_section = {"steps": steps, "prompts_per_update": 2, "lr": 1e-4}
     rollout = {"engine": "transformers", "group_size": 3, "max_response_length": 8}
     return run_config(folder, output, algorithm=algorithm, train=train_section, rollout=rollout)
 
 
-def twenty_steps(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any], kind: type[Recipe]
+def resumed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any], kind: type[Recipe], steps: int = 20
 ) -> list[dict[str, float]]:
-    """The metrics of a run. One that is killed in step 8 and resumed has the same metrics and model, bit for bit.
+    """The metrics of a run. One that is killed in step 5 and resumed has the same metrics and model, bit for bit.
 
     SIGTERM comes when the recipe has changed its state and before the policy changes.
     """
     monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
-    whole = train(twenty_step_config(folder, "whole", algorithm))
+    whole = train(resumed_config(folder, "whole", algorithm, steps))
     rows = metrics(whole)
-    assert len(rows) == 20
-    config = twenty_step_config(folder, "parts", algorithm)
+    assert len(rows) == steps
+    config = resumed_config(folder, "parts", algorithm, steps)
     updates, calls = kind.updates, [0]
 
     def killing(recipe: Recipe, batch: Batch) -> Any:
         made = updates(recipe, batch)
         calls[0] += 1
-        if calls[0] == 8:
+        if calls[0] == 5:
             os.kill(os.getpid(), signal.SIGTERM)
         return made
 
@@ -124,7 +124,7 @@ def twenty_steps(
         patch.setattr(kind, "updates", killing)
         with pytest.raises(Interrupted):
             train(config)
-    assert (Path(config.output_dir) / "checkpoints/latest").read_text() == "step-000007"
+    assert (Path(config.output_dir) / "checkpoints/latest").read_text() == "step-000004"
     train(config, resume="newest")
     assert same(whole, Path(config.output_dir))
     assert metrics(Path(config.output_dir)) == rows

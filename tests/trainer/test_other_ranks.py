@@ -11,7 +11,6 @@ from typing import Any
 
 import processes
 import pytest
-import quick
 import torch
 from deepspeed.checkpoint import ds_to_universal
 from engine_runs import changed, model
@@ -29,40 +28,27 @@ from rlplus.trainer import train
 from rlplus.trainer.ranks import initialize_distributed
 from rlplus.trainer.rollouts import Drawn, _share
 
-QUICK = ["unfinished"]
 # DeepSpeed's converter confuses the parameters that are "in turns".
-BY_CONVERTER = [*QUICK, "waiting", "ZeRO-1", "ZeRO-3", "LoRA, ZeRO-2"]
+BY_CONVERTER = ["unfinished", "waiting", "ZeRO-1", "ZeRO-3", "LoRA, ZeRO-2"]
 CHECKPOINT = Path(f"checkpoints/step-{STEPS[0]:06d}")
 
 
-def run_all(folder: Path, names: Sequence[str]) -> Path:
-    script = processes.SUPPORT / "other_ranks.py"
+@pytest.fixture(scope="module")
+def every(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    script, folder = processes.SUPPORT / "other_ranks.py", tmp_path_factory.mktemp("cases")
     write_cases(folder)
     initialize_distributed()
-    on_ranks(script, folder, "first", *names)
+    on_ranks(script, folder, "first", *CASES)
     with fixed_rollouts():
-        for name in names:
+        for name in CASES:
             on_one(folder, name)
-    on_ranks(script, folder, "again", *names)
+    on_ranks(script, folder, "again", *CASES)
     return folder
 
 
-@pytest.fixture(scope="module")
-def quickly(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_all(tmp_path_factory.mktemp("quick"), QUICK)
-
-
-@pytest.fixture(scope="module")
-def slowly(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    able = [name for name in CASES if name not in QUICK]
-    return run_all(tmp_path_factory.mktemp("slow"), able)
-
-
 @pytest.fixture
-def runs(request: pytest.FixtureRequest) -> Path:
-    name: str = request.getfixturevalue("name")
-    folder: Path = request.getfixturevalue("quickly" if name in QUICK else "slowly")
-    return folder / name
+def runs(every: Path, name: str) -> Path:
+    return every / name
 
 
 def unequal(one: Any, other: Any, where: str) -> list[str]:
@@ -83,7 +69,8 @@ def read(file: Path) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("name", quick.only(QUICK, CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_no_bit_changes_on_the_way_over_one_rank(name: str, runs: Path) -> None:
     """Two ranks write, one takes it over and writes, two take that over and write: the same, without a step."""
     first, last = runs / "first" / CHECKPOINT, runs / "moved" / CHECKPOINT
@@ -114,7 +101,8 @@ def apart(first: Path, second: Path) -> tuple[float, float]:
     return max(relative(row[name], again[name]) for row, again in rows for name in row), max(weights)
 
 
-@pytest.mark.parametrize("name", quick.only(QUICK, CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_it_ends_as_a_run_that_had_two_ranks_all_the_time(name: str, runs: Path) -> None:
     """But for rounding, which a run on one rank measures: the sums of its gradients have another order, too."""
     rounding, found = (apart(runs / "whole", runs / other) for other in ("alone", "parts"))
@@ -125,7 +113,8 @@ def test_it_ends_as_a_run_that_had_two_ranks_all_the_time(name: str, runs: Path)
     assert steps == [1.0] * STEPS[-1]
 
 
-@pytest.mark.parametrize("name", quick.only(QUICK, BY_CONVERTER))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BY_CONVERTER)
 def test_one_rank_has_what_deepspeeds_converter_reads(name: str, runs: Path, tmp_path: Path) -> None:
     """On one rank the flat tensors are the parameters one after the other, at every stage."""
     of_two, of_one = (runs / kind / CHECKPOINT / "policy" for kind in ("first", "one"))

@@ -63,7 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
 WAITING = ("replay", "segments", "overlap")
 
 
-@pytest.mark.parametrize("name", quick.only(["replay", "segments", "shared weights, adapters"], CASES))
+@pytest.mark.parametrize("name", quick.only(["segments"], CASES))
 def test_a_run_resumes_bit_for_bit(tmp_path: Path, name: str) -> None:
     case = {section: dict(values) for section, values in CASES[name].items()}
     steps = case.pop("train", {}) | {"prompts_per_update": 2, "steps": 4}
@@ -81,7 +81,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path: Path, name: str) -> None:
     assert max(gaps) < 1e-4
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", quick.only(["bfloat16"], ["float32", "bfloat16"]))
 def test_the_mismatch_is_rounding(tmp_path: Path, engines: dict[str, str], dtype: str) -> None:
     """An engine in bf16: without replay some tokens have other experts, and logprobs off by more than rounding."""
     engines["dtype"] = "bfloat16"
