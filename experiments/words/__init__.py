@@ -1,6 +1,6 @@
 """Word problems as a comparison uses them: `prepare` makes the base model and the data of a setting and a seed.
 
-`problems` has the problems, `base_model` the base model, which can solve them step by step and seldom does.
+`word_problems` has the problems, `words_base` the base model, which can solve them step by step and seldom does.
 """
 
 import random
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.toy.task import write_rows
-from experiments.words.base_model import WordsBase, make_base
-from experiments.words.problems import MOST_STEPS, Problem, draw_many
+from experiments.words.word_problems import MOST_STEPS, Problem, draw_many
+from experiments.words.words_base import WordsBase, make_base
 
 PLAIN_BASE = WordsBase()
 SET = "set"  # the column with the name of a test set

@@ -18,7 +18,7 @@ KEY = TEACHER.url
 LIMIT = "rollout.progress_timeout_s"
 CONNECTIONS = 16  # responses at a time from each rank; the server batches what it has
 DECODED = 4096  # tokens at a time by which tokenizers are compared
-TOLERANCE = 1e-3  # of logprobs above 0, and of probabilities' sum above 1
+TOLERANCE = 1e-3  # largest logprob above 0, and largest excess of a sum of probabilities over 1
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 Told = Mapping[str, Mapping[str, Any]]  # vLLM's of a place: by the number of a token its logprob and more
@@ -96,14 +96,14 @@ class ServedTeacher:
         except (OSError, ValueError) as error:
             failure = error
         finally:
-            http.hang_up()  # nobody waits for what is still asked
+            http.hang_up()  # what is still asked is not waited for
             pool.shutdown(cancel_futures=True)
         if text := agree.failures(failure, clear=(OSError, ValueError)):
             raise SharedFailure(f"{self.name} did not answer: {text}")
         return found
 
     def _ask(self, http: Requests, tokens: Sequence[int], prompt: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Of the tokens behind the first `prompt` ones: their logprobs (T,), and the likeliest with theirs (T, k)."""
+        """Logprobs (T,) of the tokens behind the first `prompt` ones, and the likeliest there with theirs (T, k)."""
         body = {"model": self._model, "prompt": tokens, "max_tokens": 1, "temperature": 0}
         body["prompt_logprobs"] = self._told
         answer = parsed(http.send("POST", "/v1/completions", body, self._timeout_s, LIMIT))

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from experiments.toy.base_model import NOTE
-from experiments.words import SET, base_model, prepare
-from experiments.words.base_model import WordsBase, careless
-from experiments.words.problems import Problem, draw, draw_many, make_tokenizer
+from experiments.words import SET, prepare, words_base
+from experiments.words.word_problems import Problem, draw, draw_many, make_tokenizer
+from experiments.words.words_base import WordsBase, careless
 from rlplus.compare import Runner, load_comparison
 from rlplus.compare.prepared import TEST, TRAIN, VALIDATION
 from rlplus.config import load_config
@@ -100,7 +100,7 @@ def test_all_seeds_share_the_base_model_and_the_tests_and_none_of_them_is_traine
         excluded.update(exclude)
         return problem
 
-    monkeypatch.setattr(base_model, "draw", noting)
+    monkeypatch.setattr(words_base, "draw", noting)
     folders = [tmp_path / "words" / f"seed-{seed}" for seed in (3, 4)]
     for seed, folder in zip((3, 4), folders, strict=True):
         prepare(folder, seed, replace(TINY, batch=60), problems=400)
