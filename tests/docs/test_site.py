@@ -56,7 +56,8 @@ def test_it_builds_without_warnings_and_asks_no_other_server(site: Path) -> None
     assert "arithmatex" not in text
     assert not re.findall(r'(?:src|<link[^>]* href)="https?://', text)
     for name in (f"compare/{path.stem}.html" for path in RESULTS):
-        assert "Difference from RL-PLUS, points" in (comparison := (site / name).read_text()), name
+        comparison = (site / name).read_text()
+        assert "Difference from RL-PLUS, points" in comparison, name
         several = ">trained, pass@1<" in comparison  # test sets, as in most
         assert (">all, pass@1<" in comparison) == several, "all test sets together, beside each of them"
 
