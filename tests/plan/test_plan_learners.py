@@ -156,3 +156,9 @@ def test_a_teacher_on_a_server_takes_only_what_it_tells():
     assert head[1] - head[0] == 16 * tokens * 1004
     whole = make_plan(paper(grpo, "algorithm.recipe={name: distill, teacher: Qwen/Qwen2.5-Math-1.5B}"), cluster)
     assert whole.memory.parts["head"]["head"] - head[0] == tokens * (2 * 1536 - 16 * 20)
+    here, there = (
+        make_plan(paper(grpo, f"algorithm.recipe={{name: distill, loss: sampled, {teacher}}}"), cluster)
+        for teacher in ("teacher: Qwen/Qwen2.5-Math-1.5B", "teacher_url: 'http://x'")
+    )
+    assert there.seconds["old_logprob"] == here.seconds["old_logprob"], "the policy is asked, wherever the teacher is"
+    assert "the teacher's server" in there.note

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from update_cases import packed
 
 from rlplus.config import Config
+from rlplus.config.surroundings import surroundings
 from rlplus.data import byte_tokenizer
 from rlplus.errors import SharedFailure
 from rlplus.learner.teacher import _loss_op
@@ -96,7 +97,11 @@ def test_a_run_resumes_bit_for_bit_and_with_no_other_teacher(
     rows = resumed(tmp_path, monkeypatch, algorithm, DistillRecipe, steps=8)
     assert all(row["actor/grad_norm"] > 0 for row in rows)
     with serving(TeacherServer(server.path)) as moved:
+        before = surroundings(resumed_config(tmp_path, "parts", algorithm))
         algorithm["recipe"]["teacher_url"] = moved.url
+        assert surroundings(resumed_config(tmp_path, "parts", algorithm)) == before, (
+            "another address is no other preset"
+        )
         train(resumed_config(tmp_path, "parts", algorithm, steps=9), resume="newest")
         moved.path = tmp_path / "another"
         with pytest.raises(ValueError, match=rf"the run began with; the teacher at {moved.url} is \S+another, not \S+"):
