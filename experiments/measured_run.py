@@ -79,7 +79,13 @@ def write_settings(folder: Path, tiny: bool) -> Path:
         "reward": {"kind": "math_verify"},
         "rollout": {"engine": "transformers", "group_size": 8, "max_response_length": response, **cache},
         "algorithm": {"preset": "rlplus"},
-        "train": {"steps": STEPS, "prompts_per_step": prompts, "tokens_per_micro_batch": micro, "lr": 1e-5},
+        "train": {
+            "steps": STEPS,
+            "prompts_per_step": prompts,
+            "tokens_per_micro_batch": micro,
+            "lr": 1e-5,
+            "deterministic": True,
+        },
         "checkpoint": {"every": 2},
     }
     write_text(file, yaml.safe_dump(sections))

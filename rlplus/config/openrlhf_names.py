@@ -15,6 +15,8 @@ NAMES = {
     "init_kl_coef": "algorithm.reward_kl_coef",
     "eps_clip": "algorithm.objective.clip_low",
     "adam_offload": "train.offload_optimizer",
+    "full_determinism": "train.deterministic",
+    "train.full_determinism_enable": "train.deterministic",
     "prompt_data": "data.path",
     "input_key": "data.prompt",
     "label_key": "data.answer",
@@ -210,7 +212,7 @@ WITHOUT = {
         "logger.logging_steps logger.tensorboard_dir logger.wandb.group logger.wandb.key logger.wandb.org "
         "logger.wandb.run_name logging_steps use_tensorboard wandb_group wandb_org wandb_run_name perf"
     ),
-    "train.seed seeds everything": "train.full_determinism_enable train.seed full_determinism",
+    "train.seed seeds everything": "train.seed",
     "the reference is placed by the run": "ref.offload ref_reward_offload",
     "checkpointing has no further settings": (
         "actor.gradient_checkpointing_reentrant gradient_checkpointing_use_reentrant"

@@ -69,6 +69,9 @@ class TrainConfig(Section):
     attention heads."""
     compile: bool = False
     """torch.compile the model's layers."""
+    deterministic: bool = False
+    """Compute updates with torch's deterministic algorithms, so that a GPU gives the same bits again; takes longer. An
+    operation that has none is an error. A CPU gives the same bits without it."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # numpy's range of seeds
     """Seed of the data's order, of sampling and of new weights."""
     deepspeed: dict[str, Any] = {}

@@ -55,6 +55,7 @@ NAMES = {
     "activation_checkpointing": "model.gradient_checkpointing",
     "bf16": "model.dtype",
     "torch_compile": "train.compile",
+    "full_determinism": "train.deterministic",
     "steps_per_generation": "train.prompts_per_step",
     "use_vllm": "rollout.engine",
     "vllm_server_host": "rollout.server_url",
@@ -141,7 +142,7 @@ WITHOUT = {
         "ddp_static_graph ddp_backend"
     ),
     "train.collective_timeout_s limits how long ranks wait": "ddp_timeout",
-    "train.seed seeds everything": "data_seed full_determinism",
+    "train.seed seeds everything": "data_seed",
     "train.compile has no further settings": "torch_compile_backend torch_compile_mode",
     "checkpointing and Liger's kernels have no further settings": (
         "gradient_checkpointing_kwargs activation_checkpointing_kwargs liger_kernel_config"

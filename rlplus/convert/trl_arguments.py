@@ -258,6 +258,8 @@ def _optimizer(draft: Draft) -> None:
     draft.take("train.seed", "seed")
     if draft.get("torch_compile"):
         draft.set("train.compile", True, "torch_compile")
+    if draft.get("full_determinism"):
+        draft.set("train.deterministic", True, "full_determinism")
     if isinstance(zero := draft.get("deepspeed"), dict) and isinstance(zero.get("zero_optimization"), dict):
         draft.set("train.zero_stage", zero["zero_optimization"].get("stage", 1), "deepspeed")
     elif zero is not None:

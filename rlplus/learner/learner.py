@@ -117,10 +117,11 @@ class Learner:
             if before_each is not None:
                 before_each()
             self.engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
-            with torch.set_grad_enabled(not batch.forward_only):
-                out = self.engine(batch, op(batch))
-            if not batch.forward_only:
-                self.engine.backward(out.loss)
+            with _deterministic(self.config.train.deterministic):
+                with torch.set_grad_enabled(not batch.forward_only):
+                    out = self.engine(batch, op(batch))
+                if not batch.forward_only:
+                    self.engine.backward(out.loss)
             outputs.append(out._replace(loss=out.loss.detach()))
             activity.micro_batches.add()
         if self.engine.module.replay is not None:
@@ -190,6 +191,19 @@ def _norm_limit(optimizer: Any, limit: float) -> Iterator[list[float]]:
         yield above
     finally:
         delattr(optimizer, name)
+
+
+@contextmanager
+def _deterministic(on: bool) -> Iterator[None]:
+    """torch's deterministic algorithms; RuntimeError from torch for an operation that has none."""
+    if not on:
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def this_device() -> torch.device:

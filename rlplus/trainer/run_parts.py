@@ -1,6 +1,7 @@
 """How a run begins: its parts are made, and restored from a checkpoint if it resumes."""
 
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -72,6 +73,8 @@ def open_run(config: Config, resume: str | None = None) -> Iterator[Run]:
 
 def _made(config: Config, resume: str | None, stack: ExitStack) -> Run:
     check_trackers(config)
+    if config.train.deterministic:  # cuBLAS reads it when it starts; torch wants it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     initialize_distributed(config.train.collective_timeout_s)
     rank, world = dist.get_rank(), dist.get_world_size()
     if (each := config.train.prompts_per_update or config.train.prompts_per_step) % world:

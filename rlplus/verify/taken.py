@@ -136,7 +136,10 @@ def accumulate(run: Run, taken: Taken, chosen: Sequence[int]) -> Accumulated:
 
     a = taken.update.algorithm
     whole = {kind for kind, share in ((False, a.top_entropy), (True, a.external_top_entropy)) if share == 1}
-    kept = [(b.advantage != 0) | torch.tensor([*map(whole.__contains__, b.external.tolist())]) for b in seen]
+    kept = [
+        (b.advantage != 0) | torch.tensor([*map(whole.__contains__, b.external.tolist())], device=b.advantage.device)
+        for b in seen
+    ]
     parameters = dict(run.policy.engine.module.lm.named_parameters())
     with deepspeed.zero.GatheredParameters([*parameters.values()]):
         weights = {name: p.detach().cpu().clone() for name, p in parameters.items()}

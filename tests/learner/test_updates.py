@@ -1,6 +1,8 @@
 """Parts of an update and of a run's state that change a number only where they are switched on."""
 
+import os
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,6 +82,29 @@ def test_the_gradient_is_clipped_to_its_norm(run: Run) -> None:
     with torch.no_grad():
         for name, p in run.policy.engine.module.named_parameters():
             p.copy_(before[name])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_algorithms_are_for_updates_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with open_run(run_config(tmp_path, train={"deterministic": deterministic})) as run:
+        batches = micro_batches(run, batch_of_samples())
+
+        def op(batch: MicroBatch) -> Any:
+            real = run.policy._loss_op(run.recipe.algorithm.objective, batch)
+
+            def loss(*inputs: Any, **options: Any) -> Any:
+                torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))  # one of torch's that has no such form
+                return real(*inputs, **options)
+
+            return loss
+
+        with pytest.raises(RuntimeError, match="put_.* deterministic") if deterministic else nullcontext():
+            run.policy.backward(batches, op)
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert (os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8") is deterministic
 
 
 def test_the_official_bonus_is_a_mean_over_all_response_tokens(run: Run) -> None:

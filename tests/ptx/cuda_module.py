@@ -114,4 +114,5 @@ def functions(gpu: Device) -> dict[str, Any]:
         "mem_get_info": lambda *_: (MEMORY - gpu.allocated, MEMORY),
         "set_sync_debug_mode": debug, "get_sync_debug_mode": lambda: gpu.sync_debug,
         "manual_seed": nothing, "manual_seed_all": nothing, "get_rng_state": lambda *_: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
     }  # fmt: skip

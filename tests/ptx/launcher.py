@@ -24,6 +24,7 @@ from .checked_memory import POISON, Memory
 from .executor import Executor, Options
 from .program import Program
 
+new_tensor = torch.tensor  # DeepSpeed and simulate.py replace torch.tensor
 SWIZZLES = (16, 32, 64, 128)  # bytes, by the number that tensor maps have
 
 
@@ -80,7 +81,7 @@ class Poisoned(TorchFunctionMode):
 def poison(x: torch.Tensor) -> torch.Tensor:
     """Fill the storage with POISON."""
     if x.untyped_storage().nbytes() and x.is_contiguous():
-        storage = torch.tensor([], dtype=torch.uint8).set_(x.untyped_storage())
+        storage = new_tensor([], dtype=torch.uint8).set_(x.untyped_storage())
         storage[: len(storage) // 2 * 2].view(torch.int16).fill_(POISON - 65536)
     return x
 

@@ -16,8 +16,8 @@ from .executor import Options
 
 BASE = torch._C.TensorBase
 OLD = {name: getattr(Tensor, name) for name in ("to", "tolist", "numpy")}
-OLD_TENSOR, OLD_AS_TENSOR, OLD_GENERATOR, OLD_AUTOCAST = (
-    torch.tensor, torch.as_tensor, torch.Generator, torch.autocast.__init__,
+OLD_TENSOR, OLD_AS_TENSOR, OLD_GENERATOR, OLD_AUTOCAST, OLD_FUTURE = (
+    torch.tensor, torch.as_tensor, torch.Generator, torch.autocast.__init__, torch.futures.Future.__init__,
 )  # fmt: skip
 
 
@@ -39,6 +39,9 @@ def simulated(arch: int = 90, compute: bool = True, options: Options | None = No
         for name, value in torch_functions().items():
             put(torch, name, value)
         put(torch.autocast, "__init__", _autocast)
+        put(torch.futures.Future, "__init__", lambda self, *, devices=None: OLD_FUTURE(self))
+        for name in ("range_push", "range_pop"):
+            put(torch.cuda.nvtx, name, lambda *_: 0)
         for name, value in functions(gpu).items():
             put(torch.cuda, name, value)
         put(launcher, "Poisoned", contextlib.nullcontext)  # the device fills memory itself
@@ -113,7 +116,7 @@ def tensor_methods(gpu: Device) -> dict[str, Any]:
         "device": property(lambda x: CUDA if gpu.has(x) else BASE.device.__get__(x)),
         "is_cuda": property(lambda x: gpu.has(x) or BASE.is_cuda.__get__(x)),
         "is_cpu": property(lambda x: not gpu.has(x) and BASE.is_cpu.__get__(x)),
-        "get_device": lambda x: 0 if gpu.has(x) else -1,
+        "record_stream": lambda x, stream: None, "get_device": lambda x: 0 if gpu.has(x) else -1,
         "is_pinned": lambda x, *_: storage_of(x)._cdata in gpu.pinned,
         "to": to, "tolist": tolist, "numpy": numpy,
         "cpu": lambda x, **_: moved(gpu, x, CPU, None, False, False, None),
@@ -138,5 +141,5 @@ def _tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
     return x if device is None else x.to(device)
 
 
-def _autocast(self: Any, kind: str, *args: Any, **kwargs: Any) -> None:
-    OLD_AUTOCAST(self, "cpu" if kind == "cuda" else kind, *args, **kwargs)
+def _autocast(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+    OLD_AUTOCAST(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)

@@ -1,5 +1,7 @@
 """The simulated device: what it runs and refuses; test_ptx_device.py runs this with `-p ptx.device_plugin`."""
 
+from typing import Any
+
 import pytest
 import torch
 import triton
@@ -65,6 +67,31 @@ def test_a_kernel_runs_on_its_tensors_and_gradients_flow(device: Device) -> None
         double[(3,)](out, torch.randn(300), 300, 128)
 
 
+class Second(torch.autograd.Function):
+    """Two results, one of which gets no gradient: autograd makes zeros for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.clone(), x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        assert first.is_cuda
+        return first + second
+
+
+def test_a_gradient_that_autograd_makes_is_on_the_device() -> None:
+    leaf = on_gpu(4).requires_grad_()
+    Second.apply(leaf)[1].sum().backward()
+    assert torch.equal(leaf.grad.cpu(), torch.ones(4))
+
+
+def test_an_operation_of_others_has_its_results_on_the_device() -> None:
+    with torch.profiler.record_function("named"):
+        x = on_gpu(4)
+    assert x.is_cuda
+
+
 def test_a_finding_of_the_executor_is_kept(device: Device) -> None:
     x = on_gpu(300)
     double[(3,)](torch.empty(299, device="cuda"), x, 300, 128)
@@ -80,6 +107,7 @@ WAITS = {
     "a mask": lambda x: x[x > 0],
     "a number from the host": lambda x: torch.randn(3).to("cuda"),
     "indices from the host": lambda x: x[torch.tensor([0, 1])],
+    "a mask from the host": lambda x: x[torch.tensor([True, False, True, False, False])],
 }  # fmt: skip
 
 

@@ -1,0 +1,113 @@
+"""python simulated_runs.py FOLDER CASE...: train on a simulated GPU (ptx), verify and resume; test_simulated_gpu.py.
+
+CASE: a preset, a name of SETTINGS, or "settings" for all of these.
+
+Tensors claim to be on cuda:0, DeepSpeed's accelerator is CUDA's, and the kernels are those compiled for sm_90, so a
+tensor in the wrong place is an error, as on a GPU.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cuda"
+os.environ.pop("TRITON_INTERPRET", None)
+
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # imported before anything of torch is replaced
+import deepspeed.runtime.zero.partition_parameters as partitions
+import peft  # noqa: F401
+import torch
+from engine_runs import same
+from ptx.device import Device
+from ptx.simulate import simulated
+from teachers import make_teacher
+from trainer_runs import run_config
+from transformers import AutoModelForCausalLM
+
+import rlplus.trainer.step
+from rlplus.algorithm import ALGORITHMS
+from rlplus.data import Sample
+from rlplus.trainer import train
+from rlplus.verify import verify_run
+
+Sections = dict[str, dict[str, Any]]
+SETTINGS: dict[str, Sections] = {
+    "kernels": {"train": {"backend": "triton"}},
+    "bfloat16": {"model": {"dtype": "bfloat16"}, "train": {"backend": "triton"}},
+    "eager": {"model": {"attention": "eager"}},
+    "lora": {"model": {"lora": {"rank": 4}}},
+    "segments": {"rollout": {"segment": 4}},
+    "top entropy": {"algorithm": {"preset": "rlplus", "top_entropy": 0.5, "objective": {"entropy_coef": 0.01}}},
+    "reference": {"algorithm": {"preset": "rlplus", "objective": {"kl_coef": 0.1}}},
+    "least memory": {"train": {"memory": "least", "backend": "triton"}},
+    "deterministic": {"train": {"deterministic": True}},
+    "zero 3": {"train": {"zero_stage": 3}},
+    "eight bits": {"train": {"optimizer": "adamw8bit"}},
+}
+LENGTHS: dict[str, Sections] = {
+    "prefix-rft": {"rollout": {"max_response_length": 12}},
+}
+
+
+def main(folder: Path, cases: Sequence[str]) -> None:
+    rlplus.trainer.step.score = draw_rewards  # type: ignore[attr-defined]
+    teacher = make_teacher(folder)
+    AutoModelForCausalLM.from_pretrained(teacher)  # transformers finds functions of torch at its first load
+    with gpu() as device:
+        for name in cases:
+            (own := folder / name.replace(" ", "-")).mkdir()
+            check(own, sections(name, teacher))
+            if bool(device.launches) != ("triton" in str(SETTINGS.get(name))):
+                raise AssertionError(f"{name}: kernels ran {dict(device.launches)}")
+            device.reset()
+            print(f"{name}: as on a GPU", flush=True)
+
+
+@contextmanager
+def gpu() -> Iterator[Device]:
+    """The simulated device, also for DeepSpeed, which puts back the `torch.tensor` that it saw first."""
+    with simulated(90) as device:
+        old, partitions._orig_torch_tensor = partitions._orig_torch_tensor, torch.tensor
+        yield device
+        partitions._orig_torch_tensor = old
+
+
+def sections(name: str, teacher: Path) -> Sections:
+    if name in SETTINGS:
+        return SETTINGS[name]
+    algorithm: dict[str, Any] = {"preset": name}
+    if ALGORITHMS[name].recipe.name == "distill":
+        algorithm["recipe"] = ALGORITHMS[name].recipe.model_dump() | {"teacher": str(teacher)}
+    if name == "opsd":
+        algorithm["recipe"] = {"name": "self-distill", "template": "{prompt}{demonstration}"}
+    return {"algorithm": algorithm} | LENGTHS.get(name, {})
+
+
+def check(folder: Path, changes: Sections) -> None:
+    """Two steps; the third in float64, where the loss is an objective's; the second again, with the same bits."""
+    config = run_config(folder, **(changes | {"checkpoint": {"every": 1}}))
+    update = {"prompts_per_update": 2, "backend": changes.get("train", {}).get("backend", "torch")}
+    config = config.model_copy(update={"train": config.train.model_copy(update=update)})
+    whole = train(config)
+    recipe = config.algorithm.resolve().recipe
+    if not recipe.own_loss and not recipe.weighs_tokens and (wrong := verify_run(whole).wrong):
+        raise AssertionError(f"{wrong[0]}")
+    again = shutil.copytree(whole, folder / "again")
+    shutil.rmtree(again / "model")
+    train(config.model_copy(update={"output_dir": str(again)}), resume="step-000001")
+    if not same(whole, again):
+        raise AssertionError("a resumed run has other weights")
+
+
+def draw_rewards(samples: Sequence[Sample], *_: Any) -> None:
+    """Rewards that an untrained model gets now and then."""
+    for sample in samples:
+        sample.reward = float(sample.demonstration or sum(sample.response) % 3 == 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [*SETTINGS] if sys.argv[2:] == ["settings"] else sys.argv[2:])
