@@ -101,7 +101,7 @@ def test_deterministic_algorithms_are_for_updates_alone(
 
             return loss
 
-        with pytest.raises(RuntimeError, match="put_.* deterministic") if deterministic else nullcontext():
+        with pytest.raises(RuntimeError, match=r"put_.* deterministic") if deterministic else nullcontext():
             run.policy.backward(batches, op)
         assert not torch.are_deterministic_algorithms_enabled()
         assert (os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8") is deterministic

@@ -248,7 +248,7 @@ class Device(TorchDispatchMode):
 
 
 def _differentiated() -> list[Tensor]:
-    """The outputs that are differentiated, if autograd's C++ asks, which makes zeros for missing gradients on the CPU."""
+    """The outputs that are differentiated, if autograd's C++ asks, which makes zeros for gradients on the CPU."""
     frame = sys._getframe(3)
     while frame.f_back and frame.f_code.co_filename.endswith(("torch/_compile.py", "_dynamo/eval_frame.py")):
         frame = frame.f_back
