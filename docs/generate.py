@@ -280,6 +280,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/paper-study.md": {
         "settings": partial(settings_beside, PAPER),
         "one-rate": partial(settings_beside, "one-rate.json"),
+        "one-rate-more": partial(settings_beside, "one-rate-more.json"),
         "comparisons": comparisons,
     },
     "docs/theory.md": {name: partial(theory.table, rows) for name, rows in theory.TABLES.items()},
