@@ -153,6 +153,8 @@ class Device(TorchDispatchMode):
     def _execute(self, func: Any, name: str, args: Any, kwargs: Any, on: bool) -> Any:
         if on and name in vendor.GEMMS:
             return vendor.gemm(func, name, args, kwargs, self.compute)
+        if on and name == "histc" and not args[0].is_floating_point():  # which CUDA has for integers, too
+            return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
         return func(*args, **kwargs)
 
     def _place(self, name: str, inputs: list[Tensor], on: list[bool], kwargs: dict[str, Any]) -> bool:
