@@ -1,5 +1,7 @@
-"""Attention to packed sequences one by one: gradients as for each alone, no mask, and only where it is worth it."""
+"""Attention to each packed sequence on its own: gradients as for each alone, no mask, and only where it is worth it."""
 
+import random
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +68,11 @@ def test_gradients_are_those_of_each_sequence_alone(family: str, changes: dict[s
 
 
 def test_long_rows_have_no_mask_and_no_products_between_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, bool]] = []
+    seen: list[tuple[int, int, bool]] = []
     plain = torch.nn.functional.scaled_dot_product_attention
 
     def watched(query: Tensor, *args: Any, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
-        seen.append((query.shape[2], attn_mask is None))
+        seen.append((len(query), query.shape[2], attn_mask is None))
         return plain(query, *args, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
@@ -79,7 +81,23 @@ def test_long_rows_have_no_mask_and_no_products_between_sequences(monkeypatch: p
         long, short = packed(samples((500, 300, 224)), LONG_ROW), packed(samples((40, 20)), 64)
         for batch in (long, short):
             PackedModel(model, None)(batch, negative_logprob(batch))
-    assert seen == [(500, True), (300, True), (224, True), (60, False)]
+    assert seen == [(1, 500, True), (2, 300, True), (1, 60, False)]
+
+
+def test_groups_hold_every_token_once_and_little_padding() -> None:
+    generator = random.Random(0)
+    for _ in range(50):
+        rows = tuple(tuple(generator.randint(1, 900) for _ in range(generator.randint(1, 9))) for _ in range(3))
+        groups, back = packed_attention.Spans(rows).places(torch.device("cpu"))
+        everywhere = torch.cat([places.flatten() for places in groups])
+        count = sum(map(sum, rows))
+        assert torch.equal(everywhere[back], torch.arange(count))
+        assert len(everywhere) <= 1.25 * count + 64 * sum(map(len, rows))
+        lengths = sorted((length for row in rows for length in row), reverse=True)
+        assert torch.cat([places[:, -1] - places[:, 0] + 1 for places in groups]).tolist() == lengths
+        assert len(groups) <= 7, "the longest of each group is at most four fifths of the one before, less 64"
+        starts = {start for row in [[length for row in rows for length in row]] for start in accumulate(row, initial=0)}
+        assert {int(start) for places in groups for start in places[:, 0]} == starts - {count}
 
 
 def test_lengths_cover_every_row_and_are_those_of_the_positions() -> None:
