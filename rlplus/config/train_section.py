@@ -70,8 +70,9 @@ class TrainConfig(Section):
     compile: bool = False
     """torch.compile the model's layers."""
     deterministic: bool = False
-    """Compute updates with torch's deterministic algorithms, so that a GPU gives the same bits again; takes longer. An
-    operation that has none is an error. A CPU gives the same bits without it."""
+    """Forward and backward passes of updates by torch's deterministic algorithms, and flash-attn's, for the same bits
+    again on a GPU, where it has not run yet; takes longer. An operation of torch that has none is an error; kernels of
+    other packages are not looked at."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0  # numpy's range of seeds
     """Seed of the data's order, of sampling and of new weights."""
     deepspeed: dict[str, Any] = {}

@@ -47,6 +47,7 @@ NAMES = {
     "custom_reward_function.path": "reward.function",
     "custom_reward_function.name": "reward.function",
     "data.seed": "train.seed",
+    "fsdp_config.full_determinism": "train.deterministic",
     "data.filter_overlong_prompts": "data.max_dropped_share",
     "data.gen_batch_size": "algorithm.refill",
     "optim.lr_scheduler_type": "train.lr_schedule",

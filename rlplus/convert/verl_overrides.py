@@ -253,6 +253,8 @@ def _train(draft: Draft) -> None:
     draft.set("train.zero_stage", 3, note="verl's FSDP shards the weights")
     if draft.given("data.seed"):
         draft.take("train.seed", "data.seed")
+    if draft.get(name := f"{A}fsdp_config.full_determinism"):
+        draft.set("train.deterministic", True, name)
     gpus = draft.count("trainer.n_gpus_per_node") * draft.count("trainer.nnodes")
     draft.comments["train"] = f"for torchrun on {gpus} GPUs in all"
 

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 NAME = "sdpa"  # the name is kept: transformers treats some names specially
-PADDED = 1.25, 64  # a group's longest sequence has at most so many times a shorter one's tokens, and so many more
-LONG_ROW = 1024  # tokens of a row from which it is done; in shorter ones a mask costs less than many small calls
+PADDED = 1.25  # times the products of a group's sequences that it has with its padding, at most; so for its tokens, too
+LONG_ROW = 1024  # tokens of a row from which it is done; in shorter ones a mask costs no more
 
 
 @dataclass
@@ -29,33 +29,43 @@ class Spans:
 
     rows: tuple[tuple[int, ...], ...]
     taken: int = 0
-    _places: tuple[list[Tensor], Tensor] | None = None
+    _places: "_Places | None" = None
 
     @cached_property
     def _groups(self) -> list[list[tuple[int, int]]]:
         """Sequences of about the same length: first token, counted over all rows, and length, the longest first."""
-        lengths = [length for row in self.rows for length in row]
+        lengths, products = [length for row in self.rows for length in row], 0
         groups: list[list[tuple[int, int]]] = []
         for start, length in sorted(zip(accumulate(lengths, initial=0), lengths, strict=False), key=lambda s: -s[1]):
-            if not groups or groups[-1][0][1] > PADDED[0] * length + PADDED[1]:
+            if not groups or (len(groups[-1]) + 1) * groups[-1][0][1] ** 2 > PADDED * (products + length**2):
                 groups.append([])
+                products = 0
             groups[-1].append((start, length))
+            products += length**2
         return groups
 
-    def places(self, device: torch.device) -> tuple[list[Tensor], Tensor]:
-        """The places of each group's tokens (sequences, longest), counted over all rows, where a shorter sequence
-        repeats its last one; and for each row's token (tokens,) its place, counted over all groups."""
+    def places(self, device: torch.device) -> "_Places":
+        """The same for every layer."""
         if self._places is None:
-            groups, back, count = [], torch.empty(sum(map(sum, self.rows)), dtype=torch.long), 0
+            each, shapes, back, count = [], [], torch.empty(sum(map(sum, self.rows)), dtype=torch.long), 0
             for group in self._groups:
                 start, length = torch.tensor(group).T[:, :, None]
-                groups.append(start + torch.minimum(torch.arange(group[0][1]), length - 1))
-                for number, (first, own) in enumerate(group):
-                    begin = count + number * group[0][1]
-                    back[first : first + own] = torch.arange(begin, begin + own)
-                count += groups[-1].numel()
-            self._places = [places.to(device) for places in groups], back.to(device)
+                each.append((start + torch.minimum(torch.arange(group[0][1]), length - 1)).flatten())
+                shapes.append((len(group), group[0][1]))
+                for first, own in group:
+                    back[first : first + own] = torch.arange(count, count + own)
+                    count += group[0][1]
+            self._places = _Places(torch.cat(each).to(device), tuple(shapes), back.to(device))
         return self._places
+
+
+class _Places(NamedTuple):
+    """Every group's tokens as places among the tokens of all rows, one group after the other: shapes are (sequences,
+    longest), and a shorter sequence repeats its last token. back: the place among these of each row's token."""
+
+    tokens: Tensor
+    shapes: tuple[tuple[int, int], ...]
+    back: Tensor
 
 
 def takes_spans(lm: PreTrainedModel) -> bool:
@@ -96,16 +106,20 @@ def attend_apart(
 
     attention_mask, such as a sliding window's: (R or 1, heads or 1, L, L), of which each sequence gets its square.
     """
-    if attention_mask is not None:
+    causal = getattr(module, "is_causal", True) if options.get("is_causal") is None else options["is_causal"]
+    if attention_mask is not None or not causal:
         return _one_by_one(core, spans, module, (query, key, value), attention_mask, *args, **options)
-    groups, back = spans.places(query.device)
-    tokens = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    tokens, shapes, back = spans.places(query.device)
+    whole = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    if len(back) != len(whole[0]):
+        raise ValueError(f"want lengths of {len(whole[0])} tokens, the rows'; got {len(back)}")
+    # One selection and `split`: in the backward pass a selection for each group would make zeros of the whole's size.
+    groups = zip(*(x.index_select(0, tokens).split([n * longest for n, longest in shapes]) for x in whole), strict=True)
     found = []
-    for places in groups:  # a causal attention never comes to the padding, which is at the end
-        parts = (x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2) for x in tokens)
-        found.append(core(module, *parts, None, *args, **options)[0].flatten(0, 1))
-    together = found[0] if len(found) == 1 else torch.cat(found)
-    return together.index_select(0, back).unflatten(0, (len(query), -1))
+    for shape, parts in zip(shapes, groups, strict=True):  # the padding is at the end, where no token attends to it
+        own = (part.unflatten(0, shape).transpose(1, 2) for part in parts)
+        found.append(core(module, *own, None, *args, **options)[0].flatten(0, 1))
+    return torch.cat(found).index_select(0, back).unflatten(0, (len(query), -1))
 
 
 def _one_by_one(
@@ -113,17 +127,19 @@ def _one_by_one(
     spans: Spans,
     module: Any,
     inputs: tuple[Tensor, Tensor, Tensor],
-    mask: Tensor,
+    mask: Tensor | None,
     *args: Any,
     **options: Any,
 ) -> Tensor:
-    masks, rows = mask.expand(len(inputs[0]), -1, -1, -1).unbind(), []
+    rows, count = [], len(inputs[0])
+    masks = [None] * count if mask is None else mask.expand(count, -1, -1, -1).unbind()
     # Not by slices: in the backward pass each of them would be padded with zeros to the size of the whole.
-    for lengths, square, *qkv in zip(spans.rows, masks, *(x.unbind() for x in inputs), strict=True):
+    for lengths, whole, *qkv in zip(spans.rows, masks, *(x.unbind() for x in inputs), strict=True):
         apart, begin = [], 0
         for parts in zip(*(each.split(lengths, 1) for each in qkv), strict=True):
             own = slice(begin, begin := begin + parts[0].shape[1])
             each = (part[None] for part in parts)
-            apart.append(core(module, *each, square[None, :, own, own], *args, **options)[0])
+            square = None if whole is None else whole[None, :, own, own]
+            apart.append(core(module, *each, square, *args, **options)[0])
         rows.append(torch.cat(apart, 1))
     return torch.cat(rows)

@@ -25,7 +25,7 @@ class PackedModel(nn.Module):
     `group`: the ranks that share each micro-batch with this one; it is then called with this rank's shard.
     gathers_head: False where the op has the head's rows itself (`ShardedHead`): ZeRO-3 gathers a weight that is as much
     as looked at. masks: whether sequences of a row are kept apart by a mask, or, where the model allows it, by an
-    attention for each; None = by the length of the rows. replay: whether a micro-batch's experts are replayed.
+    attention of their own; None = by the length of the rows. replay: whether a micro-batch's experts are replayed.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PackedModel(nn.Module):
         return self.lm.get_output_embeddings()(hidden, op) if self.gathers_head else op(hidden, None)
 
     def _spans(self, batch: MicroBatch) -> Spans | None:
-        """The sequences of a micro-batch, if their attentions are to be computed one by one."""
+        """The sequences of a micro-batch, if each is to have an attention of its own."""
         if not takes_spans(self.lm) or all(len(row) == 1 for row in batch.lengths):
             return None
         masks = batch.input_ids.shape[1] < LONG_ROW if self.masks is None else self.masks

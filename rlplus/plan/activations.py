@@ -129,7 +129,7 @@ def count_activations(
 
 
 def _without_windows(lm: PreTrainedModel, length: int) -> bool:
-    """Whether the model attends to the packed sequences of such rows one by one, without a mask of its own."""
+    """Whether the model attends to each packed sequence of such rows on its own, without a mask."""
     config = lm.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     local = {*(getattr(config, "layer_types", None) or [])} - {"full_attention", "linear_attention"}

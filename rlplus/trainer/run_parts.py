@@ -73,8 +73,9 @@ def open_run(config: Config, resume: str | None = None) -> Iterator[Run]:
 
 def _made(config: Config, resume: str | None, stack: ExitStack) -> Run:
     check_trackers(config)
-    if config.train.deterministic:  # cuBLAS reads it when it starts; torch wants it
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts; torch wants it
+        os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # transformers hands it on to flash-attn
     initialize_distributed(config.train.collective_timeout_s)
     rank, world = dist.get_rank(), dist.get_world_size()
     if (each := config.train.prompts_per_update or config.train.prompts_per_step) % world:

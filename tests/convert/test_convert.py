@@ -90,7 +90,7 @@ CASES: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
             "model.attention": "flash_attention_2", "model.gradient_checkpointing": False,
             "train.lr_schedule": "cosine", "train.lr_min_ratio": 0.1, "train.warmup_ratio": 0.05,
             "train.weight_decay": 0.1, "train.betas": [0.9, 0.99], "train.grad_clip": 0.2, "train.seed": 7,
-            "log.wandb": "huggingface",
+            "log.wandb": "huggingface", "train.deterministic": True,
         }, {"LoraConfig's lora_dropout", "deepspeed"}, {"data.path"},
     ),
     "trl_rewards.py": (
@@ -146,7 +146,7 @@ CASES: dict[str, tuple[dict[str, Any], set[str], set[str]]] = {
         {
             "data.path": ["a.parquet", "b.parquet"], "algorithm.advantage": "leave-one-out",
             "train.lr_schedule": "cosine", "train.lr_min_ratio": 0.1, "train.warmup_ratio": 0.03, "train.seed": 3,
-            "reward.function": "rewards.py:grade", "rollout.engine": "vllm",
+            "reward.function": "rewards.py:grade", "rollout.engine": "vllm", "train.deterministic": True,
         }, {f"{R}name"}, {"reward.function"},
     ),
     "verl_reinforce.sh": (

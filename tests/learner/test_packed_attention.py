@@ -10,7 +10,7 @@ import torch
 from causal_lms import make
 from torch import Tensor
 from trainer_runs import run_config
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from rlplus.data import MicroBatch, Sample, pack
 from rlplus.learner import packed_attention
@@ -78,26 +78,51 @@ def test_long_rows_have_no_mask_and_no_products_between_sequences(monkeypatch: p
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     model = make("Qwen2", {"num_hidden_layers": 1, "max_position_embeddings": 512})
     with torch.no_grad():
-        long, short = packed(samples((500, 300, 224)), LONG_ROW), packed(samples((40, 20)), 64)
+        long, short = packed(samples((500, 280, 244)), LONG_ROW), packed(samples((40, 20)), 64)
         for batch in (long, short):
             PackedModel(model, None)(batch, negative_logprob(batch))
-    assert seen == [(1, 500, True), (2, 300, True), (1, 60, False)]
+    assert seen == [(1, 500, True), (2, 280, True), (1, 60, False)]
 
 
 def test_groups_hold_every_token_once_and_little_padding() -> None:
     generator = random.Random(0)
-    for _ in range(50):
-        rows = tuple(tuple(generator.randint(1, 900) for _ in range(generator.randint(1, 9))) for _ in range(3))
-        groups, back = packed_attention.Spans(rows).places(torch.device("cpu"))
-        everywhere = torch.cat([places.flatten() for places in groups])
-        count = sum(map(sum, rows))
-        assert torch.equal(everywhere[back], torch.arange(count))
-        assert len(everywhere) <= 1.25 * count + 64 * sum(map(len, rows))
-        lengths = sorted((length for row in rows for length in row), reverse=True)
-        assert torch.cat([places[:, -1] - places[:, 0] + 1 for places in groups]).tolist() == lengths
-        assert len(groups) <= 7, "the longest of each group is at most four fifths of the one before, less 64"
-        starts = {start for row in [[length for row in rows for length in row]] for start in accumulate(row, initial=0)}
-        assert {int(start) for places in groups for start in places[:, 0]} == starts - {count}
+    for most in [900] * 50 + [20] * 20:
+        rows = tuple(tuple(generator.randint(1, most) for _ in range(generator.randint(1, 9))) for _ in range(3))
+        tokens, shapes, back = packed_attention.Spans(rows).places(torch.device("cpu"))
+        lengths, count = [length for row in rows for length in row], sum(map(sum, rows))
+        assert torch.equal(tokens[back], torch.arange(count))
+        assert len(tokens) == sum(n * longest for n, longest in shapes) <= 1.25 * count
+        assert sum(n * longest**2 for n, longest in shapes) <= 1.25 * sum(length**2 for length in lengths)
+        groups = tokens.split([n * longest for n, longest in shapes])
+        found = [s for group, shape in zip(groups, shapes, strict=True) for s in group.view(shape)]
+        assert [int(s[-1] - s[0]) + 1 for s in found] == sorted(lengths, reverse=True)
+        assert {int(s[0]) for s in found} == set(accumulate(lengths[:-1], initial=0))
+    same = packed_attention.Spans(((40, 40), (80,), (40, 40))).places(torch.device("cpu"))
+    assert same.shapes == ((1, 80), (4, 40))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_module_that_is_not_causal_sees_no_padding(causal: bool) -> None:
+    query, key, value = torch.randn(3, 1, 2, 9, 8, dtype=torch.float64).unbind()
+    module = torch.nn.Identity()
+    module.is_causal = causal
+    core = AttentionInterface()["sdpa"]
+    out = packed_attention.attend_apart(getattr(core, "__wrapped__", core), spans_of(5, 4), module, query, key, value)
+    for part in (slice(0, 5), slice(5, 9)):
+        scores = query[:, :, part] @ key[:, :, part].mT / 8**0.5
+        if causal:
+            scores += torch.full(scores.shape[-2:], -torch.inf, dtype=torch.float64).triu(1)
+        torch.testing.assert_close(out[:, part], (scores.softmax(-1) @ value[:, :, part]).transpose(1, 2))
+
+
+def spans_of(*lengths: int) -> packed_attention.Spans:
+    return packed_attention.Spans((lengths,))
+
+
+def test_lengths_of_other_rows_are_refused() -> None:
+    query, key, value = torch.randn(3, 1, 2, 9, 8).unbind()
+    with pytest.raises(ValueError, match="want lengths of 9 tokens, the rows'; got 8"):
+        packed_attention.attend_apart(None, spans_of(5, 3), None, query, key, value)
 
 
 def test_lengths_cover_every_row_and_are_those_of_the_positions() -> None:

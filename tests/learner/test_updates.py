@@ -88,7 +88,9 @@ def test_the_gradient_is_clipped_to_its_norm(run: Run) -> None:
 def test_deterministic_algorithms_are_for_updates_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
+        monkeypatch.setenv(name, "")  # so that what the run sets is taken back
+        monkeypatch.delenv(name)
     with open_run(run_config(tmp_path, train={"deterministic": deterministic})) as run:
         batches = micro_batches(run, batch_of_samples())
 
@@ -96,6 +98,7 @@ def test_deterministic_algorithms_are_for_updates_alone(
             real = run.policy._loss_op(run.recipe.algorithm.objective, batch)
 
             def loss(*inputs: Any, **options: Any) -> Any:
+                assert torch.utils.deterministic.fill_uninitialized_memory is not deterministic
                 torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))  # one of torch's that has no such form
                 return real(*inputs, **options)
 
@@ -104,6 +107,8 @@ def test_deterministic_algorithms_are_for_updates_alone(
         with pytest.raises(RuntimeError, match=r"put_.* deterministic") if deterministic else nullcontext():
             run.policy.backward(batches, op)
         assert not torch.are_deterministic_algorithms_enabled()
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        assert (os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1") is deterministic
         assert (os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8") is deterministic
 
 

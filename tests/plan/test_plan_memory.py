@@ -93,8 +93,10 @@ def test_an_update_takes_what_is_planned(tmp_path, stage, dtype, shard_head):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("length", [192, 1152])
-def test_activations_are_those_that_autograd_saves(length, checkpointing):
+@pytest.mark.parametrize(
+    ("length", "shares"), [(192, (1, 1, 1)), (1152, (1, 1, 1)), (1152, (32, 20, 13, 8, 8, 6, 3, 3, 2, 1))]
+)
+def test_activations_are_those_that_autograd_saves(length, shares, checkpointing):
     """Through real attention on packed rows: bytes given to saved_tensors_hooks, and the most alive in the backward."""
     config = thin_model()
     torch.manual_seed(0)
@@ -104,7 +106,8 @@ def test_activations_are_those_that_autograd_saves(length, checkpointing):
     model = PackedModel(lm, None)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    samples = [Sample([1], [2] * (length // 3 - 1), 0, False, False, None, advantage=1.0) for _ in range(6)]
+    lengths = 2 * [length * share // sum(shares) for share in shares]
+    samples = [Sample([1], [2] * (n - 1), 0, False, False, None, advantage=1.0) for n in lengths]
     weights = [torch.ones(len(s.response)) for s in samples]
     (batch,) = pack(samples, weights, row_length=length, tokens_per_micro_batch=2 * length, pad_id=0)
     parameters = {p.data_ptr() for p in model.parameters()}

@@ -130,7 +130,7 @@ class Device(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         on = [self.has(x) for x in inputs]
         pin, there = kwargs.pop("pin_memory", None), self._place(name, inputs, on, kwargs)
-        self._check(func, name, inputs, on)
+        self._check(func, name, args, inputs, on)
         if any(on) and (name in SYNCING or _chosen_by_mask(name, args)):
             self.sync(name)
         if (name == "_to_copy" and there != any(on)) or (name == "copy_" and on[0] != on[1]):
@@ -198,14 +198,14 @@ class Device(TorchDispatchMode):
         if self.capture is not None:
             self.capture.append(again)
 
-    def _check(self, func: Any, name: str, inputs: list[Tensor], on: list[bool]) -> None:
+    def _check(self, func: Any, name: str, args: Any, inputs: list[Tensor], on: list[bool]) -> None:
         """Tensors of two devices: only numbers, and indices, which are copied."""
         if not any(on) or all(on) or name in ("copy_", "_to_copy"):
             return
         for i, (x, there) in enumerate(zip(inputs, on, strict=True)):
             if there or (x.ndim == 0 and i and not x.requires_grad):
                 continue
-            if name in INDEXED and i:  # masks too: their places are found on the host
+            if name in INDEXED and any(x is each for each in args[1]):  # masks too: places are found on the host
                 self.sync(f"{name} with indices from the host")
                 continue
             got = [f"{tuple(x.shape)} {'cuda' if o else 'cpu'}" for x, o in zip(inputs, on, strict=True)]

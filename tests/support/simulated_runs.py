@@ -74,6 +74,9 @@ def main(folder: Path, cases: Sequence[str]) -> None:
         for name in cases:
             (own := folder / name.replace(" ", "-")).mkdir()
             check(own, sections(name, teacher))
+            device.flush()
+            if device.findings:
+                raise AssertionError(f"{name}: {dict(device.findings)}")
             if bool(device.launches) != ("triton" in str(SETTINGS.get(name))):
                 raise AssertionError(f"{name}: kernels ran {dict(device.launches)}")
             device.reset()

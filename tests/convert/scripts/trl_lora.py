@@ -18,6 +18,7 @@ args = GRPOConfig(
     report_to="wandb",
     deepspeed="ds_zero2.json",
     seed=7,
+    full_determinism=True,
     model_init_kwargs={"attn_implementation": "flash_attention_2", "dtype": "bfloat16"},
 )
 GRPOTrainer("Qwen/Qwen2.5-7B", accuracy_reward, args=args, peft_config=peft_config).train()
