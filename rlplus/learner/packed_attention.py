@@ -7,7 +7,7 @@ of about the same length are one call, padded at their ends, because a call for 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import wraps
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -20,6 +20,15 @@ PADDED = 1.25  # times the products of a group's sequences that it has with its 
 LONG_ROW = 1024  # tokens of a row from which it is done; in shorter ones a mask costs no more
 
 
+class _Places(NamedTuple):
+    """Every group's tokens as places among the tokens of all rows, one group after the other: shapes are (sequences,
+    longest), and a shorter sequence repeats its last token. back: the place among these of each row's token."""
+
+    tokens: Tensor
+    shapes: tuple[tuple[int, int], ...]
+    back: Tensor
+
+
 @dataclass
 class Spans:
     """The lengths of the sequences in each row, padding at its end included; they add up to the row's length.
@@ -29,43 +38,36 @@ class Spans:
 
     rows: tuple[tuple[int, ...], ...]
     taken: int = 0
-    _places: "_Places | None" = None
+    _places: _Places | None = None
 
-    @cached_property
-    def _groups(self) -> list[list[tuple[int, int]]]:
-        """Sequences of about the same length: first token, counted over all rows, and length, the longest first."""
-        lengths, products = [length for row in self.rows for length in row], 0
-        groups: list[list[tuple[int, int]]] = []
-        for start, length in sorted(zip(accumulate(lengths, initial=0), lengths, strict=False), key=lambda s: -s[1]):
-            if not groups or (len(groups[-1]) + 1) * groups[-1][0][1] ** 2 > PADDED * (products + length**2):
-                groups.append([])
-                products = 0
-            groups[-1].append((start, length))
-            products += length**2
-        return groups
-
-    def places(self, device: torch.device) -> "_Places":
+    def places(self, device: torch.device) -> _Places:
         """The same for every layer."""
         if self._places is None:
-            each, shapes, back, count = [], [], torch.empty(sum(map(sum, self.rows)), dtype=torch.long), 0
-            for group in self._groups:
+            found, shapes, back = [], [], torch.empty(sum(map(sum, self.rows)), dtype=torch.long)
+            count = 0
+            for group in _groups([length for row in self.rows for length in row]):
                 start, length = torch.tensor(group).T[:, :, None]
-                each.append((start + torch.minimum(torch.arange(group[0][1]), length - 1)).flatten())
-                shapes.append((len(group), group[0][1]))
-                for first, own in group:
-                    back[first : first + own] = torch.arange(count, count + own)
-                    count += group[0][1]
-            self._places = _Places(torch.cat(each).to(device), tuple(shapes), back.to(device))
+                column = torch.arange(group[0][1])
+                each, real = start + torch.minimum(column, length - 1), column < length
+                back[each[real]] = count + real.flatten().nonzero().flatten()
+                found.append(each.flatten())
+                shapes.append((len(group), len(column)))
+                count += each.numel()
+            self._places = _Places(torch.cat(found).to(device), tuple(shapes), back.to(device))
         return self._places
 
 
-class _Places(NamedTuple):
-    """Every group's tokens as places among the tokens of all rows, one group after the other: shapes are (sequences,
-    longest), and a shorter sequence repeats its last token. back: the place among these of each row's token."""
-
-    tokens: Tensor
-    shapes: tuple[tuple[int, int], ...]
-    back: Tensor
+def _groups(lengths: list[int]) -> list[list[tuple[int, int]]]:
+    """Sequences of about the same length: first token, counted over all rows, and length, the longest first."""
+    groups: list[list[tuple[int, int]]] = []
+    products = 0
+    for start, length in sorted(zip(accumulate(lengths, initial=0), lengths, strict=False), key=lambda s: -s[1]):
+        if not groups or (len(groups[-1]) + 1) * groups[-1][0][1] ** 2 > PADDED * (products + length**2):
+            groups.append([])
+            products = 0
+        groups[-1].append((start, length))
+        products += length**2
+    return groups
 
 
 def takes_spans(lm: PreTrainedModel) -> bool:

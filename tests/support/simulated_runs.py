@@ -1,6 +1,6 @@
 """python simulated_runs.py FOLDER CASE...: train on a simulated GPU (ptx), verify and resume; test_simulated_gpu.py.
 
-CASE: a preset, a name of SETTINGS, or "settings" for all of these.
+CASE: a preset, a name of SETTINGS or OPTIONAL, or "settings" for all of SETTINGS.
 
 Tensors claim to be on cuda:0, DeepSpeed's accelerator is CUDA's, and the kernels are those compiled for sm_90, so a
 tensor in the wrong place is an error, as on a GPU.
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ["DS_ACCELERATOR"] = "cuda"
 os.environ.pop("TRITON_INTERPRET", None)
@@ -57,10 +58,16 @@ SETTINGS: dict[str, Sections] = {
     "validation": {
         "validation": {"every": 1, "samples": 3, "k": [1, 2], "data": {"path": "TASK", "max_prompt_length": 8}}
     },
-    "eight bits": {"train": {"optimizer": "adamw8bit"}},
 }
-LENGTHS: dict[str, Sections] = {
-    "prefix-rft": {"rollout": {"max_response_length": 12}},
+OPTIONAL: dict[str, Sections] = {"eight bits": {"train": {"optimizer": "adamw8bit"}}}  # needs bitsandbytes
+SHORT: dict[str, Sections] = {  # presets that do not fit into the tiny task as they are
+    "prefix-rft": {"algorithm": {"preset": "prefix-rft"}, "rollout": {"max_response_length": 12}},
+    "opsd": {
+        "algorithm": {
+            "preset": "opsd",
+            "recipe": ALGORITHMS["opsd"].recipe.model_dump() | {"template": "{prompt}{demonstration}"},
+        }
+    },
 }
 
 
@@ -86,15 +93,13 @@ def main(folder: Path, cases: Sequence[str]) -> None:
 @contextmanager
 def gpu() -> Iterator[Device]:
     """The simulated device, also for DeepSpeed, which puts back the `torch.tensor` that it saw first."""
-    with simulated(90) as device:
-        old, partitions._orig_torch_tensor = partitions._orig_torch_tensor, torch.tensor
+    with simulated(90) as device, patch.object(partitions, "_orig_torch_tensor", torch.tensor):
         yield device
-        partitions._orig_torch_tensor = old
 
 
 def sections(name: str, teacher: Path) -> Sections:
-    if name in SETTINGS:
-        text = json.dumps(SETTINGS[name])
+    if name in SETTINGS | OPTIONAL:
+        text = json.dumps((SETTINGS | OPTIONAL)[name])
         for what, path in {"MIXTURE": teacher.parent / "mixture", "TASK": teacher.parent / "task.jsonl"}.items():
             text = text.replace(what, str(path))
         found: Sections = json.loads(text)
@@ -102,9 +107,7 @@ def sections(name: str, teacher: Path) -> Sections:
     algorithm: dict[str, Any] = {"preset": name}
     if ALGORITHMS[name].recipe.name == "distill":
         algorithm["recipe"] = ALGORITHMS[name].recipe.model_dump() | {"teacher": str(teacher)}
-    if name == "opsd":
-        algorithm["recipe"] = {"name": "self-distill", "template": "{prompt}{demonstration}"}
-    return {"algorithm": algorithm} | LENGTHS.get(name, {})
+    return SHORT.get(name, {"algorithm": algorithm})
 
 
 def check(folder: Path, changes: Sections) -> None:
@@ -125,7 +128,7 @@ def check(folder: Path, changes: Sections) -> None:
 
 
 def draw_rewards(samples: Sequence[Sample], *_: Any) -> None:
-    """Rewards that an untrained model gets now and then."""
+    """As in recipe_cases.py, but often enough that the step which is verified has an update."""
     for sample in samples:
         sample.reward = float(sample.demonstration or sum(sample.response) % 3 == 0)
 

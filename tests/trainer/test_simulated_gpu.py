@@ -36,5 +36,10 @@ def test_presets(tmp_path: Path, first: int) -> None:
 
 @pytest.mark.slow
 def test_settings(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes", reason="train.optimizer adamw8bit needs bitsandbytes, which is not installed")
     run(tmp_path, "settings")
+
+
+@pytest.mark.slow
+def test_moments_of_eight_bits(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="train.optimizer adamw8bit needs bitsandbytes, which is not installed")
+    run(tmp_path, "eight bits")
