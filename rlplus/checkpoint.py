@@ -310,7 +310,7 @@ def read_rank_state(checkpoint: Path, rank: int) -> Any:
     if not read_state(checkpoint)["rank_state"]:
         return None
     try:
-        return torch.load(file, weights_only=False)
+        return torch.load(file, map_location="cpu", weights_only=False)
     except Exception as error:  # unpickling damaged data can raise anything
         raise ValueError(f"{checkpoint} is damaged, {file.name} cannot be read: {error!r}") from error
 

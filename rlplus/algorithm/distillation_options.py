@@ -121,18 +121,32 @@ class SelfDistill(Distillation):
     """
 
     name: Literal["self-distill"] = "self-distill"
-    teacher: Literal["policy", "initial"] = "policy"
+    teacher: Literal["policy", "initial", "average"] = "policy"
     """Weights of the teacher: "policy", as they are in the update; "initial", as the run began: with model.lora the
-    model without its adapters, else a copy on every rank."""
+    model without its adapters, else a copy on every rank; "average", the moving average of the policy's in such a copy,
+    in fp32 divided over the ranks, with model.lora of the adapters."""
+    teacher_update_rate: Annotated[float, Field(gt=0, le=1)] = 0.05
+    """Share of the policy in the average, after each of its updates: average + rate * (policy - average)."""
     template: Annotated[str, AfterValidator(_demonstration_template)] = (
         "{prompt}\n\nHere is a solution, for your eyes only:\n\n{demonstration}\n\n"
         "Understand it first. Then answer in your own words, as if you had found it yourself."
     )
     """Text or last message of the teacher's prompt: str.format with {prompt}, the data's own, and {demonstration}."""
 
+    @model_validator(mode="after")
+    def _check_rate(self) -> Self:
+        rate = SelfDistill.model_fields["teacher_update_rate"].default
+        if self.teacher_update_rate != rate and not self.averaged_teacher:
+            raise ValueError(f"teacher_update_rate belongs to teacher average; got {self.teacher}")
+        return self
+
     @property
-    def initial_teacher(self) -> bool:
-        return self.teacher == "initial"
+    def copied_teacher(self) -> bool:
+        return self.teacher != "policy"
+
+    @property
+    def averaged_teacher(self) -> bool:
+        return self.teacher == "average"
 
     @property
     def demonstration_prompt(self) -> str:
@@ -141,4 +155,9 @@ class SelfDistill(Distillation):
     def problems(self, config: Any) -> Iterator[str]:
         if config.data.demonstration is None:
             yield "want data.demonstration, which the teacher sees; got none"
+        if self.averaged_teacher:
+            if config.algorithm.resolve().objective.kl_coef:
+                yield "its teacher average does not support algorithm.objective.kl_coef"
+            if config.model.lora is not None and config.train.zero_stage == 3:
+                yield "its teacher average does not support model.lora with train.zero_stage 3"
         yield from super().problems(config)

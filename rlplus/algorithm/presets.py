@@ -95,7 +95,7 @@ class Algorithm:
     @property
     def needs_reference(self) -> bool:
         """Whether the model that the run starts from is needed, for its logprobs or as a teacher."""
-        return bool(self.objective.kl_coef or self.reward_kl_coef or self.recipe.initial_teacher)
+        return bool(self.objective.kl_coef or self.reward_kl_coef or self.recipe.copied_teacher)
 
     @property
     def demonstrates(self) -> bool:

@@ -57,8 +57,13 @@ class RecipeOptions(Section):
         return 0
 
     @property
-    def initial_teacher(self) -> bool:
-        """Whether the model that the run starts from is a teacher."""
+    def copied_teacher(self) -> bool:
+        """Whether the teacher is a copy of the model that the run starts from."""
+        return False
+
+    @property
+    def averaged_teacher(self) -> bool:
+        """Whether this copy follows the policy."""
         return False
 
     @property

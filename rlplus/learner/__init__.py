@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rlplus.learner.dropout import say_dropout
     from rlplus.learner.learner import Learner
     from rlplus.learner.learning_rate import Optimization
+    from rlplus.learner.moving_average import MovingAverage
     from rlplus.learner.policy import Policy
     from rlplus.learner.pretrained import (
         check_positions,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Learner",
+    "MovingAverage",
     "Optimization",
     "Policy",
     "ProcessModel",
@@ -55,6 +57,7 @@ __getattr__, __dir__ = lazy_names(
         "dropout": ("say_dropout",),
         "learner": ("Learner",),
         "learning_rate": ("Optimization",),
+        "moving_average": ("MovingAverage",),
         "policy": ("Policy",),
         "pretrained": (
             "check_positions",

@@ -158,11 +158,15 @@ class Policy(Learner):
         """(name, tensor) of every parameter under its Hugging Face name; all ranks call it and exhaust it."""
         return self._gathered(list(merged_weights(self.engine.module.lm)))
 
-    def pushed(self) -> Iterator[tuple[str, Tensor]]:
-        """`weights`, or with rollout.lora adapters these alone: what the engine of the run takes."""
-        if self.config.rollout.lora == "merged":
+    def trained(self) -> Iterator[tuple[str, Tensor]]:
+        """`weights`, or with model.lora the adapters alone, in the same way."""
+        if self.config.model.lora is None:
             return self.weights()
         return self._gathered(list(adapter_weights(self.engine.module.lm)))
+
+    def pushed(self) -> Iterator[tuple[str, Tensor]]:
+        """`weights`, or with rollout.lora adapters these alone: what the engine of the run takes."""
+        return self.weights() if self.config.rollout.lora == "merged" else self.trained()
 
     def adapters(self) -> Adapters | None:
         """Those that are pushed; None where weights are."""

@@ -1,9 +1,9 @@
 """Distillation: a frozen teacher, and the update of a policy by its divergence from it over the whole vocabulary."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlplus.data import MicroBatch, load_tokenizer
 from rlplus.learner.adapters import without_adapters
+from rlplus.learner.moving_average import MovingAverage
 from rlplus.learner.packed_model import PackedModel
 from rlplus.learner.policy import Policy, without_ranks
 from rlplus.learner.pretrained import existing_model, load_model, positions, weights_fingerprint
@@ -71,29 +72,46 @@ class Teacher:
 
 
 class SelfTeacher:
-    """The policy as its own teacher, or with `initial` the model that it began as: it sees the prompts of the teacher.
+    """The policy as its own teacher, which sees the prompts of the teacher.
 
-    A policy with a copy of that model or with adapters has the latter.
+    weights: the "policy"'s own; or "initial", those that it began as, or their "average" since then, which moves by
+    `rate` whenever `update` is called. The latter two are a copy, `policy.reference`, or with adapters other ones.
     """
 
     name, fingerprint = "the policy", None
 
-    def __init__(self, policy: Policy, initial: bool) -> None:
-        self.policy, self.initial = policy, initial
+    def __init__(
+        self, policy: Policy, weights: Literal["policy", "initial", "average"] = "policy", rate: float = 0.0
+    ) -> None:
+        self.policy, self.weights = policy, weights
+        self.average = MovingAverage(policy, rate) if weights == "average" else None
 
     def logprob(self, batch: MicroBatch) -> Tensor:
         """log p (N,) of the batch's targets at the policy's temperature."""
-        return self.policy.logprob(_seen(batch), reference=self.initial)
+        if self._copied:
+            return self.policy.logprob(_seen(batch), reference=True)
+        with self._adapted():
+            return self.policy.logprob(_seen(batch))
 
     @torch.no_grad()
     def head(self, batch: MicroBatch) -> dict[str, Any]:
         """A `Teach`: hidden states, and the head where it is not the policy's."""
         policy, batch = self.policy, _seen(batch)
-        if self.initial and policy.reference is not None:
+        if self._copied and policy.reference is not None:
             given: dict[str, Any] = policy.reference(batch, _teachers)
             return given
-        with without_adapters(policy.engine.module) if self.initial else nullcontext():
+        with self._adapted():
             return {"teacher_hidden": policy.engine(batch, lambda hidden, *_, **__: hidden)}
+
+    @property
+    def _copied(self) -> bool:
+        return self.weights != "policy" and self.policy.reference is not None
+
+    def _adapted(self) -> AbstractContextManager[None]:
+        """The policy as the teacher, but for a copy."""
+        if self.average is not None:
+            return self.average.as_adapters()
+        return without_adapters(self.policy.engine.module) if self.weights == "initial" else nullcontext()
 
 
 def _seen(batch: MicroBatch) -> MicroBatch:

@@ -80,6 +80,8 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
     references += algorithm.recipe.references
     if references:
         always["references"] = references * model.parameters * model.itemsize
+    if algorithm.recipe.averaged_teacher:
+        always["moving average"] = _moving_average(config, model, cluster)
     if model.teacher is not None:
         always["teacher"] = model.teacher.parameters * model.teacher.itemsize
     staying = sum(states.gradients for _, states in learners if states.gradients_stay)
@@ -110,6 +112,12 @@ def estimate_memory(config: Config, model: Model, cluster: Cluster) -> Memory:
     if config.needs_engine and config.rollout.mode == "process":  # the last push, for an engine that is started again
         host += model.pushed(config)
     return Memory(dict(zip(parts, shown, strict=True)), alone, capacity, cache, host, tuple(problems))
+
+
+def _moving_average(config: Config, model: Model, cluster: Cluster) -> int:
+    """Bytes per rank of the policy's average as a teacher: fp32 in shards; of adapters a copy, as well."""
+    T = model.trainable
+    return 4 * -(-T // cluster.gpus) + (model.itemsize * T if config.model.lora else 0)
 
 
 @dataclass(frozen=True)
@@ -174,14 +182,16 @@ def model_states(config: Config, model: Model, cluster: Cluster) -> States:
 
 def checkpoint_bytes(config: Config, model: Model) -> int:
     """Bytes of one checkpoint: of each learner AdamW's states, see `model_states`, and below stage 3 what is trained of
-    its weights, which at stage 3 are rounded from the fp32 ones. Frozen weights stay in the model's own files."""
+    its weights, which at stage 3 are rounded from the fp32 ones; and 4 T of a policy whose average is its teacher.
+    Frozen weights stay in the model's own files."""
     states = 4 + ADAM_BYTES[config.train.optimizer]
 
     def bytes_of(learner: Model) -> int:
         stage = int(deepspeed_config(config, learner.trainable)["zero_optimization"]["stage"])
         return int((states + (learner.itemsize if stage < 3 else 0)) * learner.trainable)
 
-    return sum(map(bytes_of, model.learners))
+    average = 4 * model.trainable if config.algorithm.resolve().recipe.averaged_teacher else 0
+    return sum(map(bytes_of, model.learners)) + average
 
 
 def _gradient_bytes(settings: dict[str, Any], weight_bytes: int) -> int:

@@ -77,6 +77,9 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
         seconds["teacher"] = _teacher_flop(config, teacher, groups * rollouts) / flops
     updates += recipe.extra_updates
     seconds["communication"] = _sent_bytes(config, model, ranks, updates, micro_batches, passes) / link
+    if recipe.averaged_teacher:  # gathered at stage 3, and the average is, too
+        moved = model.itemsize * model.trainable * (2 if train.zero_stage == 3 else 1)
+        seconds["communication"] += updates * _ring(moved, ranks) / link
     slow = PCIE if train.offload_optimizer == "cpu" else bandwidth
     seconds["optimizer"] = _optimizer_bytes(config, model, ranks, updates) / slow
     for learner in model.learners[1:]:

@@ -141,7 +141,7 @@ class Recipe:
         return {}
 
     def state(self) -> Any:
-        """This rank's state between steps, for a checkpoint; later steps must not modify the returned value."""
+        """This rank's state between steps, for a checkpoint; until a step's first update it must stay as it is."""
         return None
 
     def restore(self, state: Any) -> None:

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from rlplus.algorithm import Distill, SelfDistill
 from rlplus.config import Config
 from rlplus.data import MicroBatch, per_token
-from rlplus.learner import SelfTeacher, ServedTeacher, Teacher, accumulate_divergence, by_sample
+from rlplus.learner import MovingAverage, SelfTeacher, ServedTeacher, Teacher, accumulate_divergence, by_sample
 from rlplus.loss import PolicyLoss
 from rlplus.recipe.plain import Batch, Recipe, Update
 
@@ -36,7 +36,7 @@ class DistillRecipe(Recipe):
     def _teacher(self, model_path: str) -> Teacher | ServedTeacher | SelfTeacher:
         options = self.options
         if isinstance(options, SelfDistill):
-            return SelfTeacher(self.policy, options.initial_teacher)
+            return SelfTeacher(self.policy, options.teacher, options.teacher_update_rate)
         if options.teacher_url is not None:
             return ServedTeacher(options.teacher_url, options.topk, self.policy, model_path)
         assert options.teacher is not None, "want a checked configuration"
@@ -76,6 +76,10 @@ class DistillRecipe(Recipe):
         self._add(*(float(sum(out.stats[name] for out in outputs)) for name in ("divergence", "tokens")))
         return outputs
 
+    def saw(self, update: Update, outputs: Sequence[PolicyLoss], grad_norm: float | None) -> None:
+        if (average := self._average) is not None:
+            average.update()
+
     def _add(self, total: float, tokens: float) -> None:
         self._divergence = [self._divergence[0] + total, self._divergence[1] + tokens]
 
@@ -83,14 +87,22 @@ class DistillRecipe(Recipe):
         total, tokens = self._divergence
         return {"distill/divergence": (total, tokens)}
 
+    @property
+    def _average(self) -> MovingAverage | None:
+        return self.teacher.average if isinstance(self.teacher, SelfTeacher) else None
+
     def state(self) -> Any:
-        return self.teacher.fingerprint
+        average = self._average
+        return self.teacher.fingerprint if average is None else average.parts
 
     def redistributed(self, states: Sequence[Any]) -> Any:
-        return states[0]
+        average = self._average
+        return states[0] if average is None else average.redistributed(states)
 
     def restore(self, state: Any) -> None:
-        if state != self.teacher.fingerprint:
+        if (average := self._average) is not None:
+            average.restore(state)
+        elif state != self.teacher.fingerprint:
             other = f"{self.teacher.name} has other weights"
             if isinstance(self.teacher, ServedTeacher):
                 other = f"{self.teacher.name} is {self.teacher.fingerprint}, not {state}"

@@ -54,6 +54,26 @@ def test_the_reward_model_of_prime_is_counted_with_its_reference():
     assert 1 < prime.seconds["learners"] / prime.seconds["forward and backward"] < 3
 
 
+def test_the_average_of_the_policy_is_a_reference_and_fp32_in_shards():
+    data = "data.demonstration=solution"
+    made = {
+        (teacher, stage): make_plan(
+            paper("algorithm.preset=grpo", data, f"train.zero_stage={stage}", "algorithm.recipe.name=self-distill",
+                  f"algorithm.recipe.teacher={teacher}", "rollout.max_response_length=2048"),
+            make_cluster(8, "h200"),
+        )
+        for teacher in ("initial", "average") for stage in (2, 3)
+    }  # fmt: skip
+    for stage in (2, 3):
+        initial, average = (made[teacher, stage].memory.parts["generate"] for teacher in ("initial", "average"))
+        assert average["moving average"] == pytest.approx(made["average", stage].parameters * 4 / 8)
+        assert {k: v for k, v in average.items() if k != "moving average"} == initial
+    sent = {k: plan.seconds["communication"] for k, plan in made.items()}
+    once = sent["average", 2] - sent["initial", 2]
+    assert once > 0
+    assert sent["average", 3] - sent["initial", 3] == pytest.approx(2 * once)
+
+
 def test_a_kl_penalty_in_the_reward_takes_a_reference_and_two_forward_passes():
     ppo, penalized = (
         make_plan(paper("algorithm.preset=ppo", f"algorithm.reward_kl_coef={coef}"), make_cluster(8, "h200"))

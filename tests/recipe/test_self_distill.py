@@ -1,7 +1,11 @@
 """On-policy self-distillation: prompts that show demonstrations, a step in float64, and runs with it."""
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +18,14 @@ from update_cases import packed
 
 from rlplus.config import Config, DataConfig
 from rlplus.data import Example, Sample, byte_tokenizer, load_examples, pack
+from rlplus.learner.moving_average import MovingAverage, _part
 from rlplus.recipe import Batch, Update
 from rlplus.recipe.teaching import DistillRecipe
 from rlplus.trainer import Run, open_run, train
 from rlplus.trainer.prompt_pool import select_prompts
 
 TEMPLATE = "{prompt}{demonstration}"
+RATE = 0.3
 LORA = {"rank": 4, "alpha": 8.0}
 
 
@@ -27,6 +33,25 @@ def self_distill(folder: Path, output: str = "run", recipe: Any = None, **sectio
     chosen = {"name": "self-distill", "template": TEMPLATE} | (recipe or {})
     algorithm = {"preset": "grpo", "reduction": "token", "recipe": chosen}
     return run_config(folder, output, algorithm=algorithm, **sections)
+
+
+def move(lm: torch.nn.Module, generator: torch.Generator, size: float = 0.05) -> dict[str, torch.Tensor]:
+    """Add noise to what trains; returns it in float64."""
+    weights = {name: p.data for name, p in lm.named_parameters() if p.requires_grad}
+    for weight in weights.values():
+        weight.add_(size * torch.randn(weight.shape, generator=generator))
+    return {name: weight.double() for name, weight in weights.items()}
+
+
+@contextmanager
+def whose(lm: torch.nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]:
+    """The model has these weights inside."""
+    own = {name: lm.get_parameter(name).data.clone() for name in weights}
+    for values in (weights, own):
+        for name, value in values.items():
+            lm.get_parameter(name).data.copy_(value)
+        if values is weights:
+            yield
 
 
 def seen(samples: list[Sample], run: Run) -> list[Example]:
@@ -45,20 +70,31 @@ def seen(samples: list[Sample], run: Run) -> list[Example]:
         pytest.param("policy", "sampled", {}, marks=pytest.mark.slow),
         pytest.param("initial", "reverse_kl", {}, marks=pytest.mark.slow),
         ("initial", "jsd", {"lora": LORA}),
+        ("average", "jsd", {}),
+        pytest.param("average", "sampled", {}, marks=pytest.mark.slow),
+        ("average", "sampled", {"lora": LORA}),
+        pytest.param("average", "reverse_kl", {"lora": LORA}, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_is_the_one_in_float64(tmp_path: Path, teacher: str, loss: str, model: dict[str, Any]) -> None:
-    """With a policy that has moved away from the model that it began as."""
+    """With a policy that has moved away from the model that it began as, and from an average."""
     scratch = run_config(tmp_path).model.scratch
     assert scratch is not None
     sections = {"rollout": {"temperature": 0.8}, "model": {"scratch": scratch.model_dump()} | model}
-    with open_run(self_distill(tmp_path, recipe={"teacher": teacher, "loss": loss}, **sections)) as run:
+    recipe = {"teacher": teacher, "loss": loss} | ({"teacher_update_rate": RATE} if teacher == "average" else {})
+    with open_run(self_distill(tmp_path, recipe=recipe, **sections)) as run:
         generator = torch.Generator().manual_seed(2)
         lm = run.policy.engine.module.lm
-        with torch.no_grad():
-            for p in lm.parameters():
-                if p.requires_grad:
-                    p.add_(0.05 * torch.randn(p.shape, generator=generator))
+        before = move(lm, generator, 0.0)
+        if teacher == "average":
+            after = move(lm, generator)
+            averages = {name: weight + RATE * (after[name] - weight) for name, weight in before.items()}
+            run.recipe.saw(Update([], run.recipe.algorithm), [], None)
+            move(lm, generator)
+            with whose(lm, averages):
+                frozen_weights = {name: weight.detach().double() for name, weight in run.policy.weights()}
+        else:
+            move(lm, generator)
         samples = rollouts()
         batch = Batch(seen(samples, run), samples, 0.0)
         run.recipe.credit(batch)
@@ -69,6 +105,8 @@ def test_a_step_is_the_one_in_float64(tmp_path: Path, teacher: str, loss: str, m
         student, frozen = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for _ in range(2))
         weights = {name: weight.detach().double() for name, weight in run.policy.weights()}
         student.load_state_dict(weights, strict=False)
+        if teacher == "average":
+            frozen.load_state_dict(frozen_weights, strict=False)
         asked = student if teacher == "policy" else frozen
         total, tokens = torch.zeros((), dtype=torch.float64), 0
         for sample in samples:
@@ -181,6 +219,12 @@ def test_prompts_without_a_demonstration_are_left_out(tmp_path: Path) -> None:
         ({"recipe": {"template": "{prompt}{demonstration"}}, "want a str.format template, braces doubled"),
         ({"recipe": {"template": "{prompt}{demonstration}{x}"}}, "want a str.format template, braces doubled"),
         ({"recipe": {"teacher": "else"}}, "policy"),
+        ({"recipe": {"teacher_update_rate": 0.1}}, "teacher_update_rate belongs to teacher average; got policy"),
+        ({"recipe": {"teacher": "average", "teacher_update_rate": 0}}, "teacher_update_rate"),
+        (
+            {"recipe": {"teacher": "average"}, "model": {"scratch": {}, "lora": LORA}, "train": {"zero_stage": 3}},
+            "its teacher average does not support model.lora with train.zero_stage 3",
+        ),
         ({"train": {"tokens_per_micro_batch": 46}}, "have 47 tokens together"),
     ],
 )
@@ -190,17 +234,61 @@ def test_settings_without_use_are_refused(tmp_path: Path, sections: dict[str, An
         self_distill(tmp_path, **sections)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", ["reverse_kl", "sampled"])
-def test_a_run_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
-    recipe = {"name": "self-distill", "template": TEMPLATE, "loss": loss}
-    rows = resumed(tmp_path, monkeypatch, {"preset": "grpo", "recipe": recipe}, DistillRecipe)
+@pytest.mark.parametrize(
+    ("loss", "teacher", "steps"),
+    [
+        pytest.param("reverse_kl", "policy", 20, marks=pytest.mark.slow),
+        pytest.param("sampled", "policy", 20, marks=pytest.mark.slow),
+        pytest.param("sampled", "average", 20, marks=pytest.mark.slow),
+        ("reverse_kl", "average", 6),
+    ],
+)
+def test_a_run_resumes_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, teacher: str, steps: int
+) -> None:
+    recipe = {"name": "self-distill", "template": TEMPLATE, "loss": loss, "teacher": teacher}
+    rows = resumed(tmp_path, monkeypatch, {"preset": "grpo", "recipe": recipe}, DistillRecipe, steps)
     assert all(row["actor/grad_norm"] > 0 and row["mismatch/mean"] < 1e-5 for row in rows)
+
+
+def test_the_average_of_a_model_in_bf16_loses_no_small_changes(tmp_path: Path) -> None:
+    """In bf16 a change of a 500th part of a weight would be none."""
+    recipe = {"teacher": "average", "teacher_update_rate": 0.002}
+    with open_run(self_distill(tmp_path, recipe=recipe, model={"scratch": {}, "dtype": "bfloat16"})) as run:
+        lm, average = run.policy.engine.module.lm, run.recipe.teacher.average
+        first = move(lm, torch.Generator(), 0.0)
+        second = move(lm, torch.Generator().manual_seed(1), 0.5)
+        for _ in range(100):
+            average.update()
+        for name, copied in run.policy.reference.lm.named_parameters():
+            expected = second[name] + 0.998**100 * (first[name] - second[name])
+            torch.testing.assert_close(average.parts[name], expected.flatten().float(), rtol=1e-4, atol=1e-5)
+            assert torch.equal(copied.flatten(), average.parts[name].bfloat16())
+
+
+def test_the_average_is_divided_among_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {"a": torch.arange(7.0).view(7, 1), "b": torch.arange(2.0)}
+
+    def parts(ranks: int, found: Callable[[], dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda *_: ranks)
+        made = []
+        for rank in range(ranks):
+            monkeypatch.setattr("torch.distributed.get_rank", lambda *_, rank=rank: rank)
+            made.append(found())
+        return made
+
+    for before, after in ((1, 3), (3, 2), (5, 1)):
+        saved = parts(before, lambda: {n: _part(w, torch.distributed.get_rank()) for n, w in whole.items()})
+        new = parts(after, partial(MovingAverage.redistributed, SimpleNamespace(parts=whole), saved))
+        for name, weight in whole.items():
+            assert torch.equal(torch.cat([part[name] for part in new]), weight.flatten())
+            sizes = [len(part[name]) for part in new]
+            assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("teacher", ["policy", "initial"])
+@pytest.mark.parametrize("teacher", ["policy", "initial", "average"])
 def test_a_run_in_shards(tmp_path: Path, stage: int, teacher: str) -> None:
     """The forward passes of the teacher stand between the policy's: the metrics are those of ZeRO-1."""
     found = []

@@ -27,6 +27,7 @@ STEPS = (2, 4, 6)  # where the number of ranks changes, and the end
 LORA = {"rank": 4, "alpha": 8}
 SMALL_GROUPS = {"deepspeed": {"zero_optimization": {"sub_group_size": 5000}}}
 OF_FILES = {"path": "untied", "scratch": None, "dtype": "float32"}
+AVERAGE = {"name": "self-distill", "template": "{prompt}{demonstration}", "teacher": "average"}
 TWO_HEADS = {"hidden_size": 32, "layers": 1, "heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
 
 
@@ -57,6 +58,8 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "a critic": rl("ppo", 3, {"critic_updates": 2, "lr": 1e-3, "warmup_steps": 0}),
     "a reward model": rl("prime", 2, {"lr": 1e-3}),
     "prefixes": rl("uft", 1, {"steps": 6}),
+    "an average": rl("grpo", 3, AVERAGE, model={"dtype": "bfloat16"}),
+    "LoRA, an average": rl("grpo", 2, AVERAGE, model={"dtype": "float32", "lora": LORA}),
     "unfinished": rl("rlplus", 2, rollout={"segment": 3}, model={"dtype": "bfloat16"}),
     "batches ahead": rl("rlplus", 2, rollout={"mode": "process"}, train={"overlap": 2}),
 }  # fmt: skip

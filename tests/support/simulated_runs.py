@@ -37,6 +37,7 @@ from rlplus.data import Sample
 from rlplus.trainer import train
 from rlplus.verify import verify_run
 
+AVERAGE = {"name": "self-distill", "teacher": "average", "template": "{prompt}{demonstration}"}
 Sections = dict[str, dict[str, Any]]
 SETTINGS: dict[str, Sections] = {
     "kernels": {"train": {"backend": "triton"}},
@@ -55,6 +56,8 @@ SETTINGS: dict[str, Sections] = {
     "deterministic": {"train": {"deterministic": True}},
     "zero 3": {"train": {"zero_stage": 3}},
     "routing": {"model": {"path": "MIXTURE", "scratch": None}, "rollout": {"routing_replay": True}},
+    "average": {"algorithm": {"preset": "grpo", "recipe": AVERAGE | {"loss": "sampled"}}},
+    "lora, average": {"algorithm": {"preset": "grpo", "recipe": AVERAGE}, "model": {"lora": {"rank": 4}}},
     "validation": {
         "validation": {"every": 1, "samples": 3, "k": [1, 2], "data": {"path": "TASK", "max_prompt_length": 8}}
     },
