@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlplus.common import agree
 from rlplus.learner.adapters import adapter_weights
 from rlplus.learner.policy import Policy
 
@@ -62,8 +63,7 @@ class MovingAverage:
         whole = self._rounded[name]
         _part(whole, dist.get_rank()).copy_(self.parts[name])
         for rank in range(dist.get_world_size()):
-            if len(part := _part(whole, rank)):
-                dist.broadcast(part, src=rank)
+            agree.share(_part(whole, rank), rank)
 
 
 def _part(whole: Tensor, rank: int) -> Tensor:

@@ -77,9 +77,6 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
         seconds["teacher"] = _teacher_flop(config, teacher, groups * rollouts) / flops
     updates += recipe.extra_updates
     seconds["communication"] = _sent_bytes(config, model, ranks, updates, micro_batches, passes) / link
-    if recipe.averaged_teacher:  # gathered at stage 3, and the average is, too
-        moved = model.itemsize * model.trainable * (2 if train.zero_stage == 3 else 1)
-        seconds["communication"] += updates * _ring(moved, ranks) / link
     slow = PCIE if train.offload_optimizer == "cpu" else bandwidth
     seconds["optimizer"] = _optimizer_bytes(config, model, ranks, updates) / slow
     for learner in model.learners[1:]:
@@ -142,6 +139,8 @@ def _sent_bytes(
         parameters -= learner.vocabulary * learner.hidden
         states = learner.itemsize * micro_batches * (1 + passes) + 2 * 4 * micro_batches
         states *= ranks * head_tokens(config) * learner.hidden
+    if config.algorithm.resolve().recipe.averaged_teacher:  # the average after each update; at stage 3 the policy, too
+        states += learner.itemsize * learner.trainable * updates * (2 if stage == 3 else 1)
     return _ring(parameters * (weights + gradient * (updates if stage == 1 else micro_batches)) + states, ranks)
 
 
