@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rlplus.algorithm.recipe_base import RecipeOptions
+from rlplus.algorithm.recipe_base import RESPONSE_MARK, RecipeOptions
 from rlplus.common.section import Fraction, PathText
 
 
@@ -114,10 +114,11 @@ class Distill(Distillation):
 
 
 class SelfDistill(Distillation):
-    """On-policy self-distillation: the teacher is the policy itself, with the demonstration in its prompt (OPSD, SDFT).
+    """On-policy self-distillation: the teacher is the policy itself, whose prompt shows a demonstration (OPSD, SDFT) or
+    a correct response of the group (SDPO).
 
-    Prompts without a demonstration are left out. Rewards are measured, and not trained on. Demonstrations are not
-    graded.
+    Prompts without a demonstration are left out. Rewards choose the response that is shown; otherwise they are
+    measured, and not trained on. Demonstrations are not graded.
     """
 
     name: Literal["self-distill"] = "self-distill"
@@ -132,12 +133,19 @@ class SelfDistill(Distillation):
         "Understand it first. Then answer in your own words, as if you had found it yourself."
     )
     """Text or last message of the teacher's prompt: str.format with {prompt}, the data's own, and {demonstration}."""
+    shows: Literal["demonstration", "response"] = "demonstration"
+    """What {demonstration} is: the data's demonstration; or the first other response of the group whose reward is at
+    least shown_reward, as tokens (SDPO). Responses of groups without such another one are not trained on."""
+    shown_reward: float = 1.0
+    """Least reward of a response that is shown."""
 
     @model_validator(mode="after")
-    def _check_rate(self) -> Self:
+    def _check_unread(self) -> Self:
         rate = SelfDistill.model_fields["teacher_update_rate"].default
         if self.teacher_update_rate != rate and not self.averaged_teacher:
             raise ValueError(f"teacher_update_rate belongs to teacher average; got {self.teacher}")
+        if self.shown_reward != SelfDistill.model_fields["shown_reward"].default and self.shows != "response":
+            raise ValueError(f"shown_reward belongs to shows response; got {self.shows}")
         return self
 
     @property
@@ -150,10 +158,15 @@ class SelfDistill(Distillation):
 
     @property
     def demonstration_prompt(self) -> str:
+        if self.shows == "response":
+            return self.template.replace("{demonstration}", RESPONSE_MARK)
         return self.template
 
     def problems(self, config: Any) -> Iterator[str]:
-        if config.data.demonstration is None:
+        if self.shows == "response":
+            if config.rollout.group_size < 2:
+                yield f"it shows other responses: want rollout.group_size >= 2; got {config.rollout.group_size}"
+        elif config.data.demonstration is None:
             yield "want data.demonstration, which the teacher sees; got none"
         if self.averaged_teacher:
             if config.algorithm.resolve().objective.kl_coef:

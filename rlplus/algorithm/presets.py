@@ -185,6 +185,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "gkd": _rollouts_only("gkd", "token", recipe=Distill(loss="jsd")),
     "opd": _rollouts_only("opd", "token", recipe=Distill(loss="sampled")),
     "opsd": _rollouts_only("opsd", "token", recipe=SelfDistill(teacher="initial", loss="jsd")),
+    "sdpo": _rollouts_only("sdpo", "token", recipe=SelfDistill(teacher="average", loss="jsd", shows="response")),
     "sft": Algorithm(OBJECTIVES["sft"], demonstrations="only"),
     "dft": Algorithm(OBJECTIVES["dft"], demonstrations="only"),
 }

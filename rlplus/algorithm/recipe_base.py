@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from rlplus.common.section import Section
 
+RESPONSE_MARK = "\ufdd0"  # no character of any text
 HeadKind = Literal["language", "value"]
 
 
@@ -68,7 +69,10 @@ class RecipeOptions(Section):
 
     @property
     def demonstration_prompt(self) -> str:
-        """The form of a prompt that shows a teacher the demonstration, which has to be known then; empty without."""
+        """The form of a prompt that shows a teacher the demonstration, which has to be known then; empty without.
+
+        With RESPONSE_MARK it shows another response of the group instead.
+        """
         return ""
 
     @property

@@ -6,6 +6,7 @@ from typing import Self
 import yaml
 from pydantic import model_validator
 
+from rlplus.algorithm import RESPONSE_MARK
 from rlplus.common.section import MANY
 from rlplus.config.environment_section import ROW
 from rlplus.config.ignored import ignored_keys
@@ -46,8 +47,12 @@ class Config(Sections):
     def max_training_prompt(self) -> int:
         """Longest prompt in training; with a teacher that sees demonstrations its prompt, a token of it for a byte."""
         template = self.algorithm.resolve().recipe.demonstration_prompt
-        shown = self.max_demonstration_length + len(template.encode()) if template else 0
-        return self.data.max_prompt_length + shown
+        if not template:
+            return self.data.max_prompt_length
+        if RESPONSE_MARK in template:
+            prefix = (self.data.response_prefix or "").encode()
+            return self.data.max_prompt_length + len(template.encode()) + len(prefix) + self.rollout.max_response_length
+        return self.data.max_prompt_length + len(template.encode()) + self.max_demonstration_length
 
     @property
     def max_sample_length(self) -> int:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rlplus.data.examples import Example, LoadReport, load_examples, read_examples
     from rlplus.data.packing import MicroBatch, Sample, balance, pack, per_token
     from rlplus.data.problems import distinct, found_columns, load_problems, read_problems
+    from rlplus.data.prompts import with_response
     from rlplus.data.sample_store import (
         SAMPLES,
         KeptSample,
@@ -51,6 +52,7 @@ __all__ = [
     "response_text",
     "token_texts",
     "variants",
+    "with_response",
     "write_kept",
 ]
 
@@ -70,6 +72,7 @@ __getattr__, __dir__ = lazy_names(
         "examples": ("Example", "LoadReport", "load_examples", "read_examples"),
         "packing": ("MicroBatch", "Sample", "balance", "pack", "per_token"),
         "problems": ("distinct", "found_columns", "load_problems", "read_problems"),
+        "prompts": ("with_response",),
         "sampler": ("PromptSampler", "variants"),
         "tokenizer": ("byte_tokenizer", "load_tokenizer", "response_text", "token_texts"),
     },

@@ -11,8 +11,18 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlplus.algorithm import RESPONSE_MARK
 from rlplus.config import DataConfig
-from rlplus.data.prompts import Prompt, Tools, encode_prompts, make_prompt, make_tools, with_demonstration
+from rlplus.data.prompts import (
+    RESPONSE_ID,
+    Prompt,
+    Tools,
+    encode_around_response,
+    encode_prompts,
+    make_prompt,
+    make_tools,
+    with_demonstration,
+)
 from rlplus.data.row_files import MissingColumn, Row, get_column, read_rows, row_names
 
 CHUNK = 1000  # rows tokenised together, on all cores
@@ -25,7 +35,8 @@ class Example:
     benchmark: the value of the column `data.benchmark`; empty without one. rows: the number of equal rows that this one
     represents. demonstration_reward: the demonstration's grade by the run's reward; NaN before. behavior_logprob: of
     each of the demonstration's tokens under its author; None if unknown. columns: the values of `data.columns`, by the
-    last part of their names. teacher_prompt: token ids of the prompt in which a teacher sees the demonstration.
+    last part of their names. teacher_prompt: token ids of the prompt in which a teacher sees the demonstration, or
+    with RESPONSE_ID once a response.
     """
 
     index: int
@@ -155,7 +166,7 @@ def read_examples(
 ) -> tuple[list[Example], LoadReport]:
     """Read and tokenise the data; a row with several demonstrations gives an example for each, see `variants`.
 
-    teacher_template: for `Example.teacher_prompt`; empty without.
+    teacher_template: for `Example.teacher_prompt`; empty without. With RESPONSE_MARK it shows a response.
     layout: converts a row of a file, with all of its columns, into one that `config` describes. wanted: whether to read
     the rows of a benchmark; the others count for nothing. section: name of `config` in messages.
     A prompt string is tokenised with the tokenizer's default special tokens, chat messages through its template with
@@ -174,7 +185,8 @@ def read_examples(
         prompts = encode_prompts([(r.where, r.prompt, r.tools) for r in chunk], tokenizer, config.response_prefix)
         demonstrations = _encode_demonstrations(chunk, tokenizer)
         shown = [(r.where, r.teacher_prompt, r.tools) for r in chunk if r.teacher_prompt is not None]
-        teachers = iter(encode_prompts(shown, tokenizer, config.response_prefix) if shown else [])
+        encode = encode_around_response if RESPONSE_MARK in teacher_template else encode_prompts
+        teachers = iter(encode(shown, tokenizer, config.response_prefix) if shown else [])
         for row, prompt, demonstration in zip(chunk, prompts, demonstrations, strict=True):
             if not prompt:
                 raise ValueError(f"{row.where}: want a prompt of at least one token; got {row.prompt!r}")
@@ -207,10 +219,17 @@ def read_examples(
                     row.benchmark,
                     behavior_logprob=_behavior_logprob(config, row, demonstration),
                     columns=row.columns,
-                    teacher_prompt=None if demonstration is None or teacher_prompt is None else tuple(teacher_prompt),
+                    teacher_prompt=_teachers(teacher_prompt, demonstration),
                 )
             )
     return examples, report
+
+
+def _teachers(prompt: Sequence[int] | None, demonstration: Sequence[int] | None) -> tuple[int, ...] | None:
+    """The prompt, unless the demonstration that it shows was too long."""
+    if prompt is None or (demonstration is None and RESPONSE_ID not in prompt):
+        return None
+    return tuple(prompt)
 
 
 def _naming_key(rows: Iterator[_Parsed], config: DataConfig, section: str) -> Iterator[_Parsed]:
@@ -259,8 +278,8 @@ def _parse_rows(
         for text, behavior in zip(texts, _behavior_logprobs(config, where, row, value, len(texts)), strict=True):
             demonstration, noted = _shaped(config, text, answer)
             shown = None
-            if teacher_template and demonstration is not None:
-                shown = make_prompt(config, where, with_demonstration(question, teacher_template, demonstration))
+            if RESPONSE_MARK in teacher_template or (teacher_template and demonstration is not None):
+                shown = make_prompt(config, where, with_demonstration(question, teacher_template, demonstration or ""))
             yield _Parsed(
                 index, where, prompt, tools, answer, demonstration, noted, benchmark, behavior, further, shown
             )

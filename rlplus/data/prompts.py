@@ -7,10 +7,12 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from rlplus.algorithm import RESPONSE_MARK
 from rlplus.config import DataConfig
 
 Prompt = str | list[dict[str, str]]
 Tools = list[dict[str, Any]]
+RESPONSE_ID = -1  # no token: the place of a response
 
 # Copies of eval_scripts/generate_vllm.py of github.com/ElliottYan/LUFFY, to the letter: simplerl's braces too.
 TEMPLATES = {
@@ -92,9 +94,40 @@ def encode_prompts(
     plain = [prompt for _, prompt, _ in prompts if isinstance(prompt, str)]
     texts = iter(tokenizer(plain).input_ids if plain else [])
     encoded = [
-        next(texts) if isinstance(prompt, str) else _encode_chat(where, prompt, tools, tokenizer)
+        next(texts) if isinstance(prompt, str) else list(_in_chat(where, prompt, tools, tokenizer))
         for where, prompt, tools in prompts
     ]
+    return _ending(encoded, tokenizer, prefix)
+
+
+def encode_around_response(
+    prompts: Sequence[tuple[str, Prompt, Tools | None]], tokenizer: PreTrainedTokenizerBase, prefix: str | None
+) -> list[list[int]]:
+    """`encode_prompts` of prompts with one RESPONSE_MARK each: RESPONSE_ID stands in its place, behind the prefix."""
+    encoded = []
+    for where, prompt, tools in prompts:
+        plain = isinstance(prompt, str)
+        text = prompt if isinstance(prompt, str) else _in_chat(where, prompt, tools, tokenizer, tokenize=False)
+        parts = text.split(RESPONSE_MARK)
+        if len(parts) != 2:
+            raise ValueError(
+                f"{where}: want a prompt with one place for the response that a teacher sees, "
+                f"{{demonstration}} of algorithm.recipe.template; got {len(parts) - 1} from the chat template"
+            )
+        before = tokenizer([parts[0] + (prefix or "")], add_special_tokens=plain).input_ids[0]
+        behind = tokenizer([parts[1]], add_special_tokens=False).input_ids[0]
+        (whole,) = _ending([[*before, *behind]], tokenizer, prefix)
+        encoded.append([*before, RESPONSE_ID, *whole[len(before) :]])
+    return encoded
+
+
+def with_response(prompt: Sequence[int], response: Sequence[int]) -> list[int]:
+    """A prompt of `encode_around_response` with the response in its place."""
+    place = prompt.index(RESPONSE_ID)
+    return [*prompt[:place], *response, *prompt[place + 1 :]]
+
+
+def _ending(encoded: list[list[int]], tokenizer: PreTrainedTokenizerBase, prefix: str | None) -> list[list[int]]:
     if prefix is None:
         return encoded
     end = tokenizer([prefix], add_special_tokens=False).input_ids[0]
@@ -105,14 +138,21 @@ def encode_prompts(
     return [ids if not ids or tokenizer.decode(ids[-longest:]).endswith(prefix) else [*ids, *end] for ids in encoded]
 
 
-def _encode_chat(
-    where: str, messages: list[dict[str, str]], tools: Tools | None, tokenizer: PreTrainedTokenizerBase
-) -> list[int]:
+def _in_chat(
+    where: str,
+    messages: list[dict[str, str]],
+    tools: Tools | None,
+    tokenizer: PreTrainedTokenizerBase,
+    tokenize: bool = True,
+) -> Any:
+    """Token ids of the messages in the chat template, or its text."""
     if tokenizer.chat_template is None:
         raise ValueError(
             f"{where}: chat messages need a chat template, and the tokenizer of {tokenizer.name_or_path!r} has none"
         )
     try:
-        return list(tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False))
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, return_dict=False, tokenize=tokenize
+        )
     except TemplateError as error:
         raise ValueError(f"{where}: the chat template refuses these messages: {error}") from error

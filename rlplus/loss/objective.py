@@ -187,7 +187,8 @@ OBJECTIVES: dict[str, Objective] = {
     "cispo": _rollouts("cispo", clip_high=4.0),  # ScaleRL has at most 5 (arXiv 2510.13786)
     "sapo": _rollouts("sapo"),
     "dppo": _rollouts("dppo"),
-    **dict.fromkeys(("gkd", "opd", "opsd"), _rollouts("ratio")),  # read where the recipe's loss is "sampled"
+    # Read where the recipe's loss is "sampled".
+    **dict.fromkeys(("gkd", "opd", "opsd", "sdpo"), _rollouts("ratio")),
     "sft": _NLL,
     "dft": Objective(external="dft", gamma=0.0),
 }

@@ -24,6 +24,7 @@ from rlplus.recipe.prefix import PrefixRecipe
 from rlplus.recipe.prime import ProcessRewardRecipe
 from rlplus.recipe.refill import refill_batch
 from rlplus.recipe.replay import ReplayRecipe
+from rlplus.recipe.self_teaching import SelfDistillRecipe
 from rlplus.recipe.teaching import DistillRecipe
 
 __all__ = ["Ask", "Batch", "Recipe", "Update", "demonstration", "make_recipe", "refill_batch", "set_advantages"]
@@ -38,7 +39,7 @@ _RECIPES: dict[type[RecipeOptions], type[Recipe]] = {
     ProcessReward: ProcessRewardRecipe,
     Replay: ReplayRecipe,
     Distill: DistillRecipe,
-    SelfDistill: DistillRecipe,
+    SelfDistill: SelfDistillRecipe,
 }
 
 

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from rlplus.algorithm import Distill, SelfDistill
+from rlplus.algorithm import Distill
 from rlplus.config import Config
 from rlplus.data import MicroBatch, per_token
-from rlplus.learner import MovingAverage, SelfTeacher, ServedTeacher, Teacher, accumulate_divergence, by_sample
+from rlplus.learner import SelfTeacher, ServedTeacher, Teacher, accumulate_divergence, by_sample
 from rlplus.loss import PolicyLoss
 from rlplus.recipe.plain import Batch, Recipe, Update
 
@@ -18,11 +18,10 @@ class DistillRecipe(Recipe):
     """A divergence from the teacher is the loss, or the teacher's logprobs give each sampled token its advantage.
 
     GKD (arXiv 2306.13649) with student data only has the first, Thinking Machines' on-policy distillation the second.
-    The teacher is a frozen model, here or on a server, or with `SelfDistill` the policy itself that sees the
-    demonstration (OPSD, arXiv 2601.18734; SDFT, arXiv 2601.19897).
+    The teacher is a frozen model, here or on a server.
     """
 
-    options: Distill | SelfDistill
+    options: Distill
     teacher: Teacher | ServedTeacher | SelfTeacher
 
     def __init__(self, config: Config) -> None:
@@ -30,24 +29,16 @@ class DistillRecipe(Recipe):
         self._divergence = [0.0, 0.0]  # sum over the step's tokens on this rank, and their number
 
     def build(self, model_path: str, model_config: PretrainedConfig, pad_id: int) -> None:
-        self.teacher = self._teacher(model_path)
-        self.pad_id = pad_id
-
-    def _teacher(self, model_path: str) -> Teacher | ServedTeacher | SelfTeacher:
-        options = self.options
-        if isinstance(options, SelfDistill):
-            return SelfTeacher(self.policy, options.teacher, options.teacher_update_rate)
+        options, self.pad_id = self.options, pad_id
         if options.teacher_url is not None:
-            return ServedTeacher(options.teacher_url, options.topk, self.policy, model_path)
+            self.teacher = ServedTeacher(options.teacher_url, options.topk, self.policy, model_path)
+            return
         assert options.teacher is not None, "want a checked configuration"
-        return Teacher(options.teacher, self.policy, model_path)
+        self.teacher = Teacher(options.teacher, self.policy, model_path)
 
     def credit(self, batch: Batch) -> None:
         """Advantages of sampled tokens, log p_teacher - log p; with a divergence every token counts alike, 1."""
         self._divergence = [0.0, 0.0]
-        if self.options.demonstration_prompt:
-            for sample in batch.samples:
-                sample.teacher_prompt = batch.examples[sample.group].teacher_prompt
         if self.options.own_loss:
             for sample in batch.samples:
                 sample.advantage = 1.0
@@ -76,10 +67,6 @@ class DistillRecipe(Recipe):
         self._add(*(float(sum(out.stats[name] for out in outputs)) for name in ("divergence", "tokens")))
         return outputs
 
-    def saw(self, update: Update, outputs: Sequence[PolicyLoss], grad_norm: float | None) -> None:
-        if (average := self._average) is not None:
-            average.update()
-
     def _add(self, total: float, tokens: float) -> None:
         self._divergence = [self._divergence[0] + total, self._divergence[1] + tokens]
 
@@ -87,22 +74,14 @@ class DistillRecipe(Recipe):
         total, tokens = self._divergence
         return {"distill/divergence": (total, tokens)}
 
-    @property
-    def _average(self) -> MovingAverage | None:
-        return self.teacher.average if isinstance(self.teacher, SelfTeacher) else None
-
     def state(self) -> Any:
-        average = self._average
-        return self.teacher.fingerprint if average is None else average.parts
+        return self.teacher.fingerprint
 
     def redistributed(self, states: Sequence[Any]) -> Any:
-        average = self._average
-        return states[0] if average is None else average.redistributed(states)
+        return states[0]
 
     def restore(self, state: Any) -> None:
-        if (average := self._average) is not None:
-            average.restore(state)
-        elif state != self.teacher.fingerprint:
+        if state != self.teacher.fingerprint:
             other = f"{self.teacher.name} has other weights"
             if isinstance(self.teacher, ServedTeacher):
                 other = f"{self.teacher.name} is {self.teacher.fingerprint}, not {state}"

@@ -57,7 +57,7 @@ PRESETS: dict[str, tuple[dict[str, Any], str, bool, str]] = {
     "cispo": ({"internal": "cispo", "clip_high": 4.0}, "token", True, "none"),
     "sapo": ({"internal": "sapo"}, "sequence", True, "none"),
     "dppo": ({"internal": "dppo"}, "token", False, "none"),
-    **dict.fromkeys(("gkd", "opd", "opsd"), ({}, "token", True, "none")),
+    **dict.fromkeys(("gkd", "opd", "opsd", "sdpo"), ({}, "token", True, "none")),
     "sft": ({"external": "nll"}, "token", True, "only"),
     "dft": ({"external": "dft"}, "token", True, "only"),
 }
@@ -101,6 +101,9 @@ RECIPES = {
     "gkd": Distill(loss="jsd", beta=0.5),
     "opd": Distill(loss="sampled"),
     "opsd": SelfDistill(teacher="initial", loss="jsd", beta=0.5),
+    "sdpo": SelfDistill(
+        teacher="average", teacher_update_rate=0.05, loss="jsd", beta=0.5, shows="response", shown_reward=1.0
+    ),
 }
 
 

@@ -20,7 +20,7 @@ from rlplus.config import Config, DataConfig
 from rlplus.data import Example, Sample, byte_tokenizer, load_examples, pack
 from rlplus.learner.moving_average import MovingAverage, _part
 from rlplus.recipe import Batch, Update
-from rlplus.recipe.teaching import DistillRecipe
+from rlplus.recipe.self_teaching import SelfDistillRecipe
 from rlplus.trainer import Run, open_run, train
 from rlplus.trainer.prompt_pool import select_prompts
 
@@ -96,7 +96,7 @@ def test_a_step_is_the_one_in_float64(tmp_path: Path, teacher: str, loss: str, m
         else:
             move(lm, generator)
         samples = rollouts()
-        batch = Batch(seen(samples, run), samples, 0.0)
+        batch = run.recipe.collect(lambda: Batch(seen(samples, run), samples, 0.0))
         run.recipe.credit(batch)
         batches = packed(run, samples)
         assert len(batches) >= 2
@@ -247,7 +247,7 @@ def test_a_run_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, teacher: str, steps: int
 ) -> None:
     recipe = {"name": "self-distill", "template": TEMPLATE, "loss": loss, "teacher": teacher}
-    rows = resumed(tmp_path, monkeypatch, {"preset": "grpo", "recipe": recipe}, DistillRecipe, steps)
+    rows = resumed(tmp_path, monkeypatch, {"preset": "grpo", "recipe": recipe}, SelfDistillRecipe, steps)
     assert all(row["actor/grad_norm"] > 0 and row["mismatch/mean"] < 1e-5 for row in rows)
 
 

@@ -37,7 +37,8 @@ from rlplus.data import Sample
 from rlplus.trainer import train
 from rlplus.verify import verify_run
 
-AVERAGE = {"name": "self-distill", "teacher": "average", "template": "{prompt}{demonstration}"}
+SHOWN = "{prompt}{demonstration}"
+AVERAGE = {"name": "self-distill", "teacher": "average", "template": SHOWN}
 Sections = dict[str, dict[str, Any]]
 SETTINGS: dict[str, Sections] = {
     "kernels": {"train": {"backend": "triton"}},
@@ -65,12 +66,9 @@ SETTINGS: dict[str, Sections] = {
 OPTIONAL: dict[str, Sections] = {"eight bits": {"train": {"optimizer": "adamw8bit"}}}  # needs bitsandbytes
 SHORT: dict[str, Sections] = {  # presets that do not fit into the tiny task as they are
     "prefix-rft": {"algorithm": {"preset": "prefix-rft"}, "rollout": {"max_response_length": 12}},
-    "opsd": {
-        "algorithm": {
-            "preset": "opsd",
-            "recipe": ALGORITHMS["opsd"].recipe.model_dump() | {"template": "{prompt}{demonstration}"},
-        }
-    },
+} | {
+    name: {"algorithm": {"preset": name, "recipe": ALGORITHMS[name].recipe.model_dump() | {"template": SHOWN}}}
+    for name in ("opsd", "sdpo")
 }
 
 
