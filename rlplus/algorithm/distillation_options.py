@@ -134,8 +134,8 @@ class SelfDistill(Distillation):
     )
     """Text or last message of the teacher's prompt: str.format with {prompt}, the data's own, and {demonstration}."""
     shows: Literal["demonstration", "response"] = "demonstration"
-    """What {demonstration} is: the data's demonstration; or the first other response of the group whose reward is at
-    least shown_reward, as tokens (SDPO). Responses of groups without such another one are not trained on."""
+    """Meaning of {demonstration}: the data's demonstration; or "response", the first other one of the group whose
+    reward is at least shown_reward, as tokens (SDPO). Responses without such another one are not trained on."""
     shown_reward: float = 1.0
     """Least reward of a response that is shown."""
 

@@ -13,16 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlplus.algorithm import RESPONSE_MARK
 from rlplus.config import DataConfig
-from rlplus.data.prompts import (
-    RESPONSE_ID,
-    Prompt,
-    Tools,
-    encode_around_response,
-    encode_prompts,
-    make_prompt,
-    make_tools,
-    with_demonstration,
-)
+from rlplus.data.prompts import Prompt, Tools, encode_prompts, make_prompt, make_tools, with_demonstration
 from rlplus.data.row_files import MissingColumn, Row, get_column, read_rows, row_names
 
 CHUNK = 1000  # rows tokenised together, on all cores
@@ -35,8 +26,7 @@ class Example:
     benchmark: the value of the column `data.benchmark`; empty without one. rows: the number of equal rows that this one
     represents. demonstration_reward: the demonstration's grade by the run's reward; NaN before. behavior_logprob: of
     each of the demonstration's tokens under its author; None if unknown. columns: the values of `data.columns`, by the
-    last part of their names. teacher_prompt: token ids of the prompt in which a teacher sees the demonstration, or
-    with RESPONSE_ID once a response.
+    last part of their names. teacher_prompt: token ids of a teacher's prompt, with the demonstration or RESPONSE_ID.
     """
 
     index: int
@@ -177,7 +167,7 @@ def read_examples(
     if a row is malformed.
     """
     report = LoadReport(config.max_prompt_length, max_demonstration_length)
-    examples: list[Example] = []
+    examples, of_responses = list[Example](), RESPONSE_MARK in teacher_template
     # One int object for each id: long demonstrations of a large data set would fill gigabytes with copies.
     shared: dict[int, int] = {}
     rows, last = _naming_key(_parse_rows(config, layout, wanted, teacher_template), config, section), -1
@@ -185,12 +175,11 @@ def read_examples(
         prompts = encode_prompts([(r.where, r.prompt, r.tools) for r in chunk], tokenizer, config.response_prefix)
         demonstrations = _encode_demonstrations(chunk, tokenizer)
         shown = [(r.where, r.teacher_prompt, r.tools) for r in chunk if r.teacher_prompt is not None]
-        encode = encode_around_response if RESPONSE_MARK in teacher_template else encode_prompts
-        teachers = iter(encode(shown, tokenizer, config.response_prefix) if shown else [])
+        teachers = iter(encode_prompts(shown, tokenizer, config.response_prefix, of_responses))
         for row, prompt, demonstration in zip(chunk, prompts, demonstrations, strict=True):
             if not prompt:
                 raise ValueError(f"{row.where}: want a prompt of at least one token; got {row.prompt!r}")
-            teacher_prompt = None if row.teacher_prompt is None else next(teachers)
+            teacher_prompt = None if row.teacher_prompt is None else tuple(next(teachers))
             counted, last = row.index == last, row.index
             if not counted:
                 report.rows += 1
@@ -219,17 +208,10 @@ def read_examples(
                     row.benchmark,
                     behavior_logprob=_behavior_logprob(config, row, demonstration),
                     columns=row.columns,
-                    teacher_prompt=_teachers(teacher_prompt, demonstration),
+                    teacher_prompt=None if demonstration is None and not of_responses else teacher_prompt,
                 )
             )
     return examples, report
-
-
-def _teachers(prompt: Sequence[int] | None, demonstration: Sequence[int] | None) -> tuple[int, ...] | None:
-    """The prompt, unless the demonstration that it shows was too long."""
-    if prompt is None or (demonstration is None and RESPONSE_ID not in prompt):
-        return None
-    return tuple(prompt)
 
 
 def _naming_key(rows: Iterator[_Parsed], config: DataConfig, section: str) -> Iterator[_Parsed]:
@@ -244,15 +226,9 @@ def _naming_key(rows: Iterator[_Parsed], config: DataConfig, section: str) -> It
 def _parse_rows(
     config: DataConfig, layout: Callable[[Row], Row] | None, wanted: Callable[[str], bool], teacher_template: str
 ) -> Iterator[_Parsed]:
-    names = (
-        config.prompt,
-        config.answer,
-        config.demonstration,
-        config.behavior_logprob,
-        config.benchmark,
-        config.tools,
-    )
-    columns = [name for name in (*names, *config.columns) if name is not None]
+    c = config
+    names = (c.prompt, c.answer, c.demonstration, c.behavior_logprob, c.benchmark, c.tools, *c.columns)
+    columns = [name for name in names if name is not None]
     row: Row = {}
     demonstration_seen = config.demonstration is None
     for index, (where, row) in enumerate(read_rows(config.paths, None if layout else columns, config.limit)):

@@ -88,54 +88,59 @@ def _is_message(value: Any) -> bool:
 
 
 def encode_prompts(
-    prompts: Sequence[tuple[str, Prompt, Tools | None]], tokenizer: PreTrainedTokenizerBase, prefix: str | None
+    prompts: Sequence[tuple[str, Prompt, Tools | None]],
+    tokenizer: PreTrainedTokenizerBase,
+    prefix: str | None,
+    around_response: bool = False,
 ) -> list[list[int]]:
-    """Token ids of (place, prompt, tools), ending in the prefix. ValueError, with the place, for what does not fit."""
-    plain = [prompt for _, prompt, _ in prompts if isinstance(prompt, str)]
+    """Token ids of (place, prompt, tools), ending in the prefix. ValueError, with the place, for what does not fit.
+
+    around_response: each prompt has RESPONSE_MARK once, in whose place RESPONSE_ID stands, behind the prefix.
+    """
+    plain = [] if around_response else [prompt for _, prompt, _ in prompts if isinstance(prompt, str)]
     texts = iter(tokenizer(plain).input_ids if plain else [])
-    encoded = [
-        next(texts) if isinstance(prompt, str) else list(_in_chat(where, prompt, tools, tokenizer))
-        for where, prompt, tools in prompts
-    ]
-    return _ending(encoded, tokenizer, prefix)
+    end = [] if prefix is None else tokenizer([prefix], add_special_tokens=False).input_ids[0]
+    if prefix is not None and not end:
+        raise ValueError(f"want data.response_prefix of at least one token; got {prefix!r}")
 
+    def ending(ids: list[int]) -> list[int]:
+        # A chat template may end in the prefix itself, in any tokens, each of at least one byte.
+        if prefix is None or not ids or tokenizer.decode(ids[-len(prefix.encode()) :]).endswith(prefix):
+            return ids
+        return [*ids, *end]
 
-def encode_around_response(
-    prompts: Sequence[tuple[str, Prompt, Tools | None]], tokenizer: PreTrainedTokenizerBase, prefix: str | None
-) -> list[list[int]]:
-    """`encode_prompts` of prompts with one RESPONSE_MARK each: RESPONSE_ID stands in its place, behind the prefix."""
     encoded = []
     for where, prompt, tools in prompts:
-        plain = isinstance(prompt, str)
-        text = prompt if isinstance(prompt, str) else _in_chat(where, prompt, tools, tokenizer, tokenize=False)
-        parts = text.split(RESPONSE_MARK)
-        if len(parts) != 2:
-            raise ValueError(
-                f"{where}: want a prompt with one place for the response that a teacher sees, "
-                f"{{demonstration}} of algorithm.recipe.template; got {len(parts) - 1} from the chat template"
-            )
-        before = tokenizer([parts[0] + (prefix or "")], add_special_tokens=plain).input_ids[0]
-        behind = tokenizer([parts[1]], add_special_tokens=False).input_ids[0]
-        (whole,) = _ending([[*before, *behind]], tokenizer, prefix)
-        encoded.append([*before, RESPONSE_ID, *whole[len(before) :]])
+        if around_response:
+            before, behind = _around_response(where, prompt, tools, tokenizer, prefix)
+            encoded.append([*before, RESPONSE_ID, *ending([*before, *behind])[len(before) :]])
+        elif isinstance(prompt, str):
+            encoded.append(ending(next(texts)))
+        else:
+            encoded.append(ending(list(_in_chat(where, prompt, tools, tokenizer))))
     return encoded
 
 
+def _around_response(
+    where: str, prompt: Prompt, tools: Tools | None, tokenizer: PreTrainedTokenizerBase, prefix: str | None
+) -> tuple[list[int], list[int]]:
+    """Token ids before the place of a response, with the prefix, and behind it."""
+    plain = isinstance(prompt, str)
+    text = prompt if isinstance(prompt, str) else _in_chat(where, prompt, tools, tokenizer, tokenize=False)
+    parts = text.split(RESPONSE_MARK)
+    if len(parts) != 2:
+        raise ValueError(
+            f"{where}: want a prompt with one place for the response that a teacher sees, "
+            f"{{demonstration}} of algorithm.recipe.template; got {len(parts) - 1}"
+        )
+    before = tokenizer([parts[0] + (prefix or "")], add_special_tokens=plain).input_ids[0]
+    return before, tokenizer([parts[1]], add_special_tokens=False).input_ids[0]
+
+
 def with_response(prompt: Sequence[int], response: Sequence[int]) -> list[int]:
-    """A prompt of `encode_around_response` with the response in its place."""
+    """The prompt with the response in the place of RESPONSE_ID."""
     place = prompt.index(RESPONSE_ID)
     return [*prompt[:place], *response, *prompt[place + 1 :]]
-
-
-def _ending(encoded: list[list[int]], tokenizer: PreTrainedTokenizerBase, prefix: str | None) -> list[list[int]]:
-    if prefix is None:
-        return encoded
-    end = tokenizer([prefix], add_special_tokens=False).input_ids[0]
-    if not end:
-        raise ValueError(f"want data.response_prefix of at least one token; got {prefix!r}")
-    # A chat template may end in the prefix itself, in any tokens, each of at least one byte.
-    longest = len(prefix.encode())
-    return [ids if not ids or tokenizer.decode(ids[-longest:]).endswith(prefix) else [*ids, *end] for ids in encoded]
 
 
 def _in_chat(

@@ -11,7 +11,7 @@ from trainer_runs import run_config
 
 from rlplus.config import Config, DataConfig
 from rlplus.data import Example, Sample, byte_tokenizer, load_examples
-from rlplus.data.prompts import RESPONSE_ID, encode_around_response, with_response
+from rlplus.data.prompts import RESPONSE_ID, encode_prompts, with_response
 from rlplus.recipe import Batch
 from rlplus.recipe.self_teaching import SelfDistillRecipe
 from rlplus.trainer import open_run
@@ -91,10 +91,8 @@ def test_a_chat_template_that_does_not_show_the_place_once_is_refused(template: 
     tokenizer.chat_template = template
     message = [{"role": "user", "content": "\ufdd0"}]
     number = template.count("2") * 2
-    with pytest.raises(
-        ValueError, match=rf"row 3: want a prompt with one place for the response .*; got {number} from"
-    ):
-        encode_around_response([("row 3", message, None)], tokenizer, None)
+    with pytest.raises(ValueError, match=rf"row 3: want a prompt with one place for the response .*; got {number}$"):
+        encode_prompts([("row 3", message, None)], tokenizer, None, around_response=True)
 
 
 @pytest.mark.parametrize(
