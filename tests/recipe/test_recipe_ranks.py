@@ -18,7 +18,7 @@ OWN = {
     "distill": "distill/divergence",
     "sampled": "distill/divergence",
     "self": "distill/divergence",
-    "sdpo": "distill/shown",
+    "sdpo": "distill/divergence",
 }
 
 

@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "distill": {"preset": "grpo", "recipe": {"name": "distill", "loss": "jsd"}},
     "sampled": {"preset": "grpo", "recipe": {"name": "distill", "loss": "sampled"}},
     "self": {"preset": "grpo", "recipe": {"name": "self-distill", "template": "{prompt}{demonstration}"}},
-    "sdpo": {"preset": "sdpo", "recipe": {"template": "{prompt}{demonstration}"}},
+    "sdpo": {"preset": "sdpo", "recipe": {"template": "{prompt}{demonstration}", "shown_reward": 0.0}},
 }
 
 

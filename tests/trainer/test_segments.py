@@ -10,6 +10,7 @@ import pytest
 import quick
 import torch
 from engine_runs import fail, same, torchrun
+from teachers import make_teacher
 from trainer_runs import metrics, run_config
 from transformers import AutoModelForCausalLM
 
@@ -40,13 +41,18 @@ def lottery(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def make(config: Any, *rest: Any, **settings: Any) -> TransformersEngine:
         settings.pop("seed")
-        return TransformersEngine(config, *rest, **settings | {"eos_token_id": Often()})
+        return TransformersEngine(config, *rest, **settings)
 
     def draw_rewards(samples: Any, examples: Any, scorer: Any, decode: Any) -> None:
         for sample in samples:
             if not sample.scored:
                 sample.reward = float(sample.demonstration or sum(sample.response) % 2)
 
+    def begin(engine: TransformersEngine, config: Any, model: Any, length: int, end: Any, pad: int) -> None:
+        begun(engine, config, model, length, Often(), pad)
+
+    begun = TransformersEngine._begin  # also a `SharedEngine`'s
+    monkeypatch.setattr(TransformersEngine, "_begin", begin)
     monkeypatch.setattr("rlplus.trainer.run_parts.make_engine", make)
     monkeypatch.setattr("rlplus.trainer.step.score", draw_rewards)
 
@@ -102,7 +108,7 @@ def check_logprobs(folder: Path, samples: list[Sample], history: list[dict[str, 
 @pytest.mark.parametrize("overlap", quick.first(1, [0, 2]))
 def test_each_token_has_the_version_and_the_logprob_of_the_policy_that_sampled_it(tmp_path, batches, overlap):
     """Over 6 steps, and the metrics follow from the responses' final lengths alone."""
-    mode = {"mode": "process", "push_folder": str(tmp_path / "push")} if overlap else {}
+    mode = {"mode": "process"} if overlap else {}
     config = segmented(tmp_path, "run", 6, train={"overlap": overlap}, rollout=mode)
     history = []
     with open_run(config) as run:
@@ -134,10 +140,20 @@ def test_each_token_has_the_version_and_the_logprob_of_the_policy_that_sampled_i
     assert max(row.get("mismatch/probe", 0.0) for row in metrics(run.folder.path)) < 1e-5
 
 
-@pytest.mark.parametrize("preset", quick.first(1, ["rlplus", "grpo", "superrl"]))
-def test_a_step_on_mixed_versions_is_exact(tmp_path, preset):
+@pytest.mark.parametrize(
+    "algorithm",
+    quick.first(
+        1,
+        [
+            *({"preset": preset} for preset in ("rlplus", "grpo", "superrl")),
+            {"preset": "sdpo", "recipe": {"template": "{prompt}{demonstration}", "loss": "sampled"}},
+        ],
+    ),
+    ids=str,
+)
+def test_a_step_on_mixed_versions_is_exact(tmp_path, algorithm):
     """Loss and gradients of every parameter against float64, with old logprobs of up to three policies."""
-    config = segmented(tmp_path, "run", 3, algorithm={"preset": preset})
+    config = segmented(tmp_path, "run", 3, algorithm=algorithm)
     verified = verify_run(train(config), sequences=99)
     assert verified.rows
     assert not verified.wrong
@@ -191,15 +207,33 @@ def killed_at_each_step(config: Config, monkeypatch: pytest.MonkeyPatch) -> Path
 
 OVERLAP = {"train": {"overlap": 2}, "rollout": {"mode": "process"}}
 RECIPES = ["dapo", "ppo", "prime", "exgrpo", "relift", "superrl", "uft"]
+SHOWN = {"template": "{prompt}{demonstration}"}
+TAUGHT = [
+    {"preset": "sdpo", "recipe": SHOWN | {"loss": "sampled"}},
+    {"preset": "opsd", "recipe": SHOWN},
+    {"preset": "opd"},
+    {"preset": "gkd"},
+]
 
 
 @pytest.mark.parametrize(
     "sections",
-    quick.first(1, [{}, OVERLAP, *({"algorithm": {"preset": preset}} for preset in RECIPES)]),
+    quick.first(
+        1,
+        [
+            {},
+            OVERLAP,
+            {"rollout": {"share_weights": True}},
+            *({"algorithm": {"preset": preset}} for preset in RECIPES),
+            *({"algorithm": algorithm} for algorithm in TAUGHT),
+        ],
+    ),
     ids=str,
 )
 def test_a_run_killed_in_every_step_ends_bit_for_bit_as_one_that_was_not(tmp_path, monkeypatch, sections):
     sections = {"checkpoint": {"every": 1}} | sections
+    if sections.get("algorithm", {}).get("preset") in ("opd", "gkd"):
+        sections["algorithm"] = sections["algorithm"] | {"recipe": {"teacher": str(make_teacher(tmp_path))}}
     whole = train(segmented(tmp_path, "whole", 5, **sections))
     broken = killed_at_each_step(segmented(tmp_path, "broken", 5, **sections), monkeypatch)
     assert same(whole, broken)
