@@ -304,13 +304,13 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def read_rank_state(checkpoint: Path, rank: int) -> Any:
-    """A rank's `rank_state`; None if there was none."""
+def read_rank_state(checkpoint: Path, rank: int, mapped: bool = False) -> Any:
+    """A rank's `rank_state`; None if there was none. mapped: tensors stay in the file until they are read."""
     file = checkpoint / f"rank-{rank}.pt"
     if not read_state(checkpoint)["rank_state"]:
         return None
     try:
-        return torch.load(file, map_location="cpu", weights_only=False)
+        return torch.load(file, map_location="cpu", weights_only=False, mmap=mapped)
     except Exception as error:  # unpickling damaged data can raise anything
         raise ValueError(f"{checkpoint} is damaged, {file.name} cannot be read: {error!r}") from error
 

@@ -24,7 +24,7 @@ from rlplus.algorithm.options import (
     recipe_options,
 )
 from rlplus.algorithm.presets import ALGORITHMS, Algorithm, algorithm
-from rlplus.algorithm.recipe_base import RESPONSE_MARK, HeadKind, RecipeOptions
+from rlplus.algorithm.recipe_base import HeadKind, RecipeOptions
 from rlplus.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ALGORITHMS",
     "RECIPES",
-    "RESPONSE_MARK",
     "Algorithm",
     "AnyRecipe",
     "Critic",

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rlplus.algorithm.recipe_base import RESPONSE_MARK, RecipeOptions
+from rlplus.algorithm.recipe_base import RecipeOptions
 from rlplus.common.section import Fraction, PathText
 
 
@@ -117,15 +117,15 @@ class SelfDistill(Distillation):
     """On-policy self-distillation: the teacher is the policy itself, whose prompt shows a demonstration (OPSD, SDFT) or
     a correct response of the group (SDPO).
 
-    Prompts without a demonstration are left out. Rewards choose the response that is shown; otherwise they are
-    measured, and not trained on. Demonstrations are not graded.
+    Without shows response, prompts without a demonstration are left out, and demonstrations are not graded. Rewards
+    choose the response that is shown; otherwise they are measured, and not trained on.
     """
 
     name: Literal["self-distill"] = "self-distill"
     teacher: Literal["policy", "initial", "average"] = "policy"
     """Weights of the teacher: "policy", as they are in the update; "initial", as the run began: with model.lora the
-    model without its adapters, else a copy on every rank; "average", the moving average of the policy's in such a copy,
-    in fp32 divided over the ranks, with model.lora of the adapters."""
+    model without its adapters, else a copy on every rank; "average", the policy's moving average: such a copy, and
+    beside it the average in fp32, which the ranks divide; with model.lora of the adapters alone."""
     teacher_update_rate: Annotated[float, Field(gt=0, le=1)] = 0.05
     """Share of the policy in the average, after each of its updates: average + rate * (policy - average)."""
     template: Annotated[str, AfterValidator(_demonstration_template)] = (
@@ -136,7 +136,7 @@ class SelfDistill(Distillation):
     shows: Literal["demonstration", "response"] = "demonstration"
     """Meaning of {demonstration}: the data's demonstration; or "response", the first other one of the group whose
     reward is at least shown_reward, as tokens (SDPO). Responses without such another one are not trained on."""
-    shown_reward: float = 1.0
+    shown_reward: Annotated[float, Field(allow_inf_nan=False)] = 1.0
     """Least reward of a response that is shown."""
 
     @model_validator(mode="after")
@@ -144,8 +144,11 @@ class SelfDistill(Distillation):
         rate = SelfDistill.model_fields["teacher_update_rate"].default
         if self.teacher_update_rate != rate and not self.averaged_teacher:
             raise ValueError(f"teacher_update_rate belongs to teacher average; got {self.teacher}")
-        if self.shown_reward != SelfDistill.model_fields["shown_reward"].default and self.shows != "response":
+        if self.shown_reward != SelfDistill.model_fields["shown_reward"].default and not self.shows_responses:
             raise ValueError(f"shown_reward belongs to shows response; got {self.shows}")
+        places = [name for _, name, _, _ in Formatter().parse(self.template)].count("demonstration")
+        if self.shows_responses and places > 1:
+            raise ValueError(f"template: want {{demonstration}} once, with shows response; got it {places} times")
         return self
 
     @property
@@ -158,19 +161,29 @@ class SelfDistill(Distillation):
 
     @property
     def demonstration_prompt(self) -> str:
-        if self.shows == "response":
-            return self.template.replace("{demonstration}", RESPONSE_MARK)
         return self.template
 
+    @property
+    def shows_responses(self) -> bool:
+        return self.shows == "response"
+
+    @property
+    def no_update(self) -> str:
+        if not self.shows_responses:
+            return super().no_update
+        return f"no response has another of its group beside it whose reward is at least {self.shown_reward:g}"
+
     def problems(self, config: Any) -> Iterator[str]:
-        if self.shows == "response":
+        if self.shows_responses:
+            if (own := config.rollout.function or config.rollout.environment) is not None:
+                yield f"it shows responses of one turn: want no rollout.function and environment; got {own}"
             if config.rollout.group_size < 2:
                 yield f"it shows other responses: want rollout.group_size >= 2; got {config.rollout.group_size}"
         elif config.data.demonstration is None:
             yield "want data.demonstration, which the teacher sees; got none"
         if self.averaged_teacher:
-            if config.algorithm.resolve().objective.kl_coef:
-                yield "its teacher average does not support algorithm.objective.kl_coef"
+            if config.algorithm.resolve().objective.kl_coef and not self.own_loss and config.model.lora is None:
+                yield "its teacher average is in the place of the reference of algorithm.objective.kl_coef: want 0"
             if config.model.lora is not None and config.train.zero_stage == 3:
                 yield "its teacher average does not support model.lora with train.zero_stage 3"
         yield from super().problems(config)

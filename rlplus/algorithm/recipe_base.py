@@ -5,7 +5,6 @@ from typing import Any, ClassVar, Literal
 
 from rlplus.common.section import Section
 
-RESPONSE_MARK = "\ufdd0"  # no character of any text
 HeadKind = Literal["language", "value"]
 
 
@@ -59,21 +58,28 @@ class RecipeOptions(Section):
 
     @property
     def copied_teacher(self) -> bool:
-        """Whether the teacher is a copy of the model that the run starts from."""
+        """Whether the teacher begins as the model that the run starts from, and is not the policy as it is now."""
         return False
 
     @property
     def averaged_teacher(self) -> bool:
-        """Whether this copy follows the policy."""
+        """Whether this teacher follows the policy, by an average that a checkpoint has."""
         return False
 
     @property
     def demonstration_prompt(self) -> str:
-        """The form of a prompt that shows a teacher the demonstration, which has to be known then; empty without.
-
-        With RESPONSE_MARK it shows another response of the group instead.
-        """
+        """The form of a prompt that shows a teacher the demonstration, or another response; empty without."""
         return ""
+
+    @property
+    def shows_responses(self) -> bool:
+        """Whether this prompt shows another response of the group. Otherwise the demonstration has to be known."""
+        return False
+
+    @property
+    def no_update(self) -> str:
+        """Why a step may have no token with a gradient."""
+        return "the rewards in each group are equal"
 
     @property
     def trains_demonstrations(self) -> bool:

@@ -6,7 +6,6 @@ from typing import Self
 import yaml
 from pydantic import model_validator
 
-from rlplus.algorithm import RESPONSE_MARK
 from rlplus.common.section import MANY
 from rlplus.config.environment_section import ROW
 from rlplus.config.ignored import ignored_keys
@@ -45,14 +44,20 @@ class Config(Sections):
 
     @property
     def max_training_prompt(self) -> int:
-        """Longest prompt in training; with a teacher that sees demonstrations its prompt, a token of it for a byte."""
-        template = self.algorithm.resolve().recipe.demonstration_prompt
-        if not template:
-            return self.data.max_prompt_length
-        if RESPONSE_MARK in template:
-            prefix = (self.data.response_prefix or "").encode()
-            return self.data.max_prompt_length + len(template.encode()) + len(prefix) + self.rollout.max_response_length
-        return self.data.max_prompt_length + len(template.encode()) + self.max_demonstration_length
+        """Longest prompt; if a teacher sees more in it, the teacher's, with a token per byte of the template."""
+        recipe, longest = self.algorithm.resolve().recipe, self.data.max_prompt_length
+        if not (template := recipe.demonstration_prompt):
+            return longest
+        longest += len(template.encode())
+        if recipe.shows_responses:
+            return longest + len((self.data.response_prefix or "").encode()) + self.rollout.max_response_length
+        return longest + self.max_demonstration_length
+
+    @property
+    def teachers(self) -> str:
+        """Where the longest prompt in training is a teacher's, its length, for messages; else empty."""
+        longest = self.max_training_prompt
+        return f" of the teacher ({longest} tokens)" if longest > self.data.max_prompt_length else ""
 
     @property
     def max_sample_length(self) -> int:
@@ -280,14 +285,14 @@ class Config(Sections):
         if self.max_sample_length > budget * parallel:
             ranks = f" on each of {parallel} ranks" if parallel > 1 else ""
             yield (
-                f"the longest prompt and response have {self.max_sample_length} tokens together: "
+                f"the longest prompt{self.teachers} and response have {self.max_sample_length} tokens together: "
                 f"want train.tokens_per_micro_batch at least that; got {budget}{ranks}"
             )
         longest = max(self.max_sample_length, self.max_generation_length)
         scratch = self.model.scratch
         if scratch is not None and longest > scratch.max_position_embeddings:
             yield (
-                f"the longest prompt and response have {longest} tokens together: "
+                f"the longest prompt{self.teachers} and response have {longest} tokens together: "
                 f"want model.scratch.max_position_embeddings at least that; got {scratch.max_position_embeddings}"
             )
         prompts, group = self.train.prompts_per_step, self.rollout.group_size

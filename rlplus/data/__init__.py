@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from rlplus.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from rlplus.data.examples import Example, LoadReport, load_examples, read_examples
+    from rlplus.data.examples import Example, load_examples, read_examples
+    from rlplus.data.load_report import LoadReport
     from rlplus.data.packing import MicroBatch, Sample, balance, pack, per_token
     from rlplus.data.problems import distinct, found_columns, load_problems, read_problems
     from rlplus.data.prompts import with_response
@@ -69,7 +70,8 @@ __getattr__, __dir__ = lazy_names(
             "read_kept",
             "write_kept",
         ),
-        "examples": ("Example", "LoadReport", "load_examples", "read_examples"),
+        "examples": ("Example", "load_examples", "read_examples"),
+        "load_report": ("LoadReport",),
         "packing": ("MicroBatch", "Sample", "balance", "pack", "per_token"),
         "problems": ("distinct", "found_columns", "load_problems", "read_problems"),
         "prompts": ("with_response",),

@@ -11,9 +11,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlplus.algorithm import RESPONSE_MARK
 from rlplus.config import DataConfig
-from rlplus.data.prompts import Prompt, Tools, encode_prompts, make_prompt, make_tools, with_demonstration
+from rlplus.data.load_report import LoadReport
+from rlplus.data.prompts import (
+    RESPONSE_MARK,
+    Prompt,
+    Tools,
+    encode_prompts,
+    make_prompt,
+    make_tools,
+    with_demonstration,
+)
 from rlplus.data.row_files import MissingColumn, Row, get_column, read_rows, row_names
 
 CHUNK = 1000  # rows tokenised together, on all cores
@@ -42,82 +50,6 @@ class Example:
 
 
 @dataclass
-class LoadReport:
-    """Counts of what was kept and dropped. `first` names the first place of each kind of loss.
-
-    plain: rows whose prompt is text, not chat messages.
-    prompt_lengths, demonstration_lengths: tokens of each, also of those that are dropped for their length.
-    """
-
-    max_prompt_length: int
-    max_demonstration_length: int
-    rows: int = 0
-    kept: int = 0
-    plain: int = 0
-    prompts_too_long: int = 0
-    answers_missing: int = 0
-    demonstrations: int = 0
-    demonstrations_missing: int = 0
-    demonstrations_unmatched: int = 0
-    demonstrations_too_long: int = 0
-    demonstrations_unprefixed: int = 0
-    first: dict[str, str] = field(default_factory=dict)
-    prompt_lengths: list[int] = field(default_factory=list)
-    demonstration_lengths: list[int] = field(default_factory=list)
-
-    def count(self, what: str, where: str) -> None:
-        setattr(self, what, getattr(self, what) + 1)
-        self.first.setdefault(what, where)
-
-    @property
-    def dropped_share(self) -> float:
-        """Share of the rows that were dropped."""
-        return (self.prompts_too_long + self.answers_missing) / max(1, self.rows)
-
-    @property
-    def dropped_demonstration_share(self) -> float:
-        """Share of the demonstrations of kept rows that were dropped."""
-        dropped = self.demonstrations_unmatched + self.demonstrations_too_long
-        return dropped / max(1, self.demonstrations + dropped)
-
-    def summary(self) -> str:
-        """One line, for logs and errors."""
-        labels = {
-            "prompts_too_long": f"prompts longer than {self.max_prompt_length} tokens",
-            "answers_missing": "rows without an answer, or not matched by answer_pattern",
-            "demonstrations_too_long": f"demonstrations longer than {self.max_demonstration_length} tokens",
-            "demonstrations_unmatched": "demonstrations not matched by demonstration_pattern",
-            "demonstrations_missing": "rows without a demonstration",
-            "demonstrations_unprefixed": "demonstrations that did not start with data.response_prefix, kept whole",
-        }
-        losses = [
-            f"{getattr(self, name)} {labels[name]} (first: {self.first[name]})" for name in labels if name in self.first
-        ]
-        kept = f"{self.rows} rows, {self.kept} kept, {self.demonstrations} demonstrations"
-        return "; ".join([kept, *losses])
-
-    def refusal(self, config: DataConfig, *, whole: bool = False) -> str | None:
-        """The reason for which these data are refused, with the counts: too much is dropped, or nothing is left.
-
-        whole: nothing may be dropped, whatever `max_dropped_share` allows.
-        """
-        most = 0.0 if whole else config.max_dropped_share
-        files = ", ".join(config.paths)
-        shares = [("rows", self.dropped_share), ("demonstrations", self.dropped_demonstration_share)]
-        for what, share in shares:
-            if share > most:
-                return (
-                    f"{files}: {share:.1%} of the {what} would be dropped, "
-                    f"{'a benchmark' if whole else 'data.max_dropped_share'} allows {most:.1%}: {self.summary()}"
-                )
-        if not self.kept:
-            return f"{files}: want at least one row; got {self.summary()}"
-        if config.demonstration is not None and not self.demonstrations:
-            return f"{files}: want demonstrations in column {config.demonstration!r}; got {self.summary()}"
-        return None
-
-
-@dataclass
 class _Parsed:
     index: int
     where: str
@@ -133,12 +65,10 @@ class _Parsed:
 
 
 def load_examples(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, max_demonstration_length: int, teacher_template: str = ""
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, **settings: Any
 ) -> tuple[list[Example], LoadReport]:
     """`read_examples`, and ValueError where the report refuses them."""
-    examples, report = read_examples(
-        config, tokenizer, max_demonstration_length=max_demonstration_length, teacher_template=teacher_template
-    )
+    examples, report = read_examples(config, tokenizer, **settings)
     if refusal := report.refusal(config):
         raise ValueError(refusal)
     return examples, report
@@ -150,13 +80,14 @@ def read_examples(
     *,
     max_demonstration_length: int,
     teacher_template: str = "",
+    shows_responses: bool = False,
     layout: Callable[[Row], Row] | None = None,
     wanted: Callable[[str], bool] = lambda benchmark: True,
     section: str = "data",
 ) -> tuple[list[Example], LoadReport]:
     """Read and tokenise the data; a row with several demonstrations gives an example for each, see `variants`.
 
-    teacher_template: for `Example.teacher_prompt`; empty without. With RESPONSE_MARK it shows a response.
+    teacher_template: for `Example.teacher_prompt`; empty without. shows_responses: it shows a response.
     layout: converts a row of a file, with all of its columns, into one that `config` describes. wanted: whether to read
     the rows of a benchmark; the others count for nothing. section: name of `config` in messages.
     A prompt string is tokenised with the tokenizer's default special tokens, chat messages through its template with
@@ -167,15 +98,18 @@ def read_examples(
     if a row is malformed.
     """
     report = LoadReport(config.max_prompt_length, max_demonstration_length)
-    examples, of_responses = list[Example](), RESPONSE_MARK in teacher_template
+    examples: list[Example] = []
     # One int object for each id: long demonstrations of a large data set would fill gigabytes with copies.
     shared: dict[int, int] = {}
-    rows, last = _naming_key(_parse_rows(config, layout, wanted, teacher_template), config, section), -1
+    rows, last = (
+        _naming_key(_parse_rows(config, layout, wanted, teacher_template, shows_responses), config, section),
+        -1,
+    )
     while chunk := list(islice(rows, CHUNK)):
         prompts = encode_prompts([(r.where, r.prompt, r.tools) for r in chunk], tokenizer, config.response_prefix)
         demonstrations = _encode_demonstrations(chunk, tokenizer)
         shown = [(r.where, r.teacher_prompt, r.tools) for r in chunk if r.teacher_prompt is not None]
-        teachers = iter(encode_prompts(shown, tokenizer, config.response_prefix, of_responses))
+        teachers = iter(encode_prompts(shown, tokenizer, config.response_prefix, shows_responses))
         for row, prompt, demonstration in zip(chunk, prompts, demonstrations, strict=True):
             if not prompt:
                 raise ValueError(f"{row.where}: want a prompt of at least one token; got {row.prompt!r}")
@@ -208,7 +142,7 @@ def read_examples(
                     row.benchmark,
                     behavior_logprob=_behavior_logprob(config, row, demonstration),
                     columns=row.columns,
-                    teacher_prompt=None if demonstration is None and not of_responses else teacher_prompt,
+                    teacher_prompt=None if demonstration is None and not shows_responses else teacher_prompt,
                 )
             )
     return examples, report
@@ -224,7 +158,11 @@ def _naming_key(rows: Iterator[_Parsed], config: DataConfig, section: str) -> It
 
 
 def _parse_rows(
-    config: DataConfig, layout: Callable[[Row], Row] | None, wanted: Callable[[str], bool], teacher_template: str
+    config: DataConfig,
+    layout: Callable[[Row], Row] | None,
+    wanted: Callable[[str], bool],
+    teacher_template: str,
+    shows_responses: bool,
 ) -> Iterator[_Parsed]:
     c = config
     names = (c.prompt, c.answer, c.demonstration, c.behavior_logprob, c.benchmark, c.tools, *c.columns)
@@ -254,8 +192,9 @@ def _parse_rows(
         for text, behavior in zip(texts, _behavior_logprobs(config, where, row, value, len(texts)), strict=True):
             demonstration, noted = _shaped(config, text, answer)
             shown = None
-            if RESPONSE_MARK in teacher_template or (teacher_template and demonstration is not None):
-                shown = make_prompt(config, where, with_demonstration(question, teacher_template, demonstration or ""))
+            told = RESPONSE_MARK if shows_responses else demonstration
+            if teacher_template and told is not None:
+                shown = make_prompt(config, where, with_demonstration(question, teacher_template, told))
             yield _Parsed(
                 index, where, prompt, tools, answer, demonstration, noted, benchmark, behavior, further, shown
             )

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from rlplus.config import BENCHMARKS, ROW, DataConfig, EvaluationConfig, ValidationConfig, benchmark_name
-from rlplus.data.examples import Example, LoadReport, read_examples
+from rlplus.data.examples import Example, read_examples
+from rlplus.data.load_report import LoadReport
 from rlplus.data.row_files import Row, get_column, read_rows, row_names
 
 logger = logging.getLogger(__name__)

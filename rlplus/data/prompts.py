@@ -7,12 +7,12 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rlplus.algorithm import RESPONSE_MARK
 from rlplus.config import DataConfig
 
 Prompt = str | list[dict[str, str]]
 Tools = list[dict[str, Any]]
-RESPONSE_ID = -1  # no token: the place of a response
+RESPONSE_MARK = "\ufdd0"  # no character of any text: the place of a response
+RESPONSE_ID = -1  # and no token
 
 # Copies of eval_scripts/generate_vllm.py of github.com/ElliottYan/LUFFY, to the letter: simplerl's braces too.
 TEMPLATES = {
@@ -113,7 +113,7 @@ def encode_prompts(
     for where, prompt, tools in prompts:
         if around_response:
             before, behind = _around_response(where, prompt, tools, tokenizer, prefix)
-            encoded.append([*before, RESPONSE_ID, *ending([*before, *behind])[len(before) :]])
+            encoded.append([*before, RESPONSE_ID, *(ending(behind) or end)])
         elif isinstance(prompt, str):
             encoded.append(ending(next(texts)))
         else:
@@ -130,8 +130,8 @@ def _around_response(
     parts = text.split(RESPONSE_MARK)
     if len(parts) != 2:
         raise ValueError(
-            f"{where}: want a prompt with one place for the response that a teacher sees, "
-            f"{{demonstration}} of algorithm.recipe.template; got {len(parts) - 1}"
+            f"{where}: want one place for the response that a teacher sees, {{demonstration}} of "
+            f"algorithm.recipe.template, in the prompt that the chat template makes; got {len(parts) - 1}"
         )
     before = tokenizer([parts[0] + (prefix or "")], add_special_tokens=plain).input_ids[0]
     return before, tokenizer([parts[1]], add_special_tokens=False).input_ids[0]

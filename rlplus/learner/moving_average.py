@@ -37,13 +37,16 @@ class MovingAverage:
 
     def restore(self, parts: Mapping[str, Tensor]) -> None:
         """Continue with this rank's `parts` of another time. Collective."""
+        if parts is self.parts:
+            return
         for name, part in self.parts.items():
             part.copy_(parts[name])
             self._spread(name)
 
     def redistributed(self, ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """This rank's parts, from those of each rank of another number."""
-        return {name: _part(torch.cat([parts[name] for parts in ranks]), dist.get_rank()) for name in self.parts}
+        joined = ((name, torch.cat([parts[name] for parts in ranks])) for name in self.parts)
+        return {name: _part(whole, dist.get_rank()).clone() for name, whole in joined}
 
     @contextmanager
     def as_adapters(self) -> Iterator[None]:
@@ -68,5 +71,5 @@ class MovingAverage:
 
 def _part(whole: Tensor, rank: int) -> Tensor:
     """A rank's part of the numbers in a row; parts of all ranks, which differ by at most one number, are the whole."""
-    world = dist.get_world_size()
-    return whole.view(-1)[whole.numel() * rank // world : whole.numel() * (rank + 1) // world]
+    numbers, world = whole.view(-1), dist.get_world_size()
+    return numbers[len(numbers) * rank // world : len(numbers) * (rank + 1) // world]

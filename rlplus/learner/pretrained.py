@@ -319,9 +319,10 @@ def check_positions(config: Config, model_config: PretrainedConfig, *, trains: b
     if places is not None and longest > places:
         evaluates = not trains or config.max_generation_length > config.max_sample_length
         whose, section = (" of an evaluation", "evaluation.data") if evaluates else ("", "data")
+        teachers = "" if evaluates else config.teachers
         raise ValueError(
-            f"the longest prompt and response{whose} have {longest} tokens together, the model has {places} positions: "
-            f"lower {section}.max_prompt_length or rollout.max_response_length, or raise "
+            f"the longest prompt{teachers} and response{whose} have {longest} tokens together, the model has "
+            f"{places} positions: lower {section}.max_prompt_length or rollout.max_response_length, or raise "
             "model.overrides.max_position_embeddings (and the rope with it)"
         )
 

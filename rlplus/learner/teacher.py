@@ -75,7 +75,8 @@ class SelfTeacher:
     """The policy as its own teacher, which sees the prompts of the teacher.
 
     weights: the "policy"'s own; or "initial", those that it began as, or their "average" since then, which moves by
-    `rate` whenever `update` is called. The latter two are a copy, `policy.reference`, or with adapters other ones.
+    `rate` at each `average.update()`. The latter two are in `policy.reference`; with adapters they are the policy
+    without these, or with averages of these.
     """
 
     name, fingerprint = "the policy", None

@@ -70,11 +70,13 @@ def plan_data(config: Config) -> DataPlan:
     """
     initialize_distributed()
     tokenizer = load_tokenizer(config.model)
+    recipe = config.algorithm.resolve().recipe
     loaded, report = read_examples(
         config.data,
         tokenizer,
         max_demonstration_length=config.max_demonstration_length,
-        teacher_template=config.algorithm.resolve().recipe.demonstration_prompt,
+        teacher_template=recipe.demonstration_prompt,
+        shows_responses=recipe.shows_responses,
     )
     reports, reasons = {"data": report}, [report.refusal(config.data)]
     for key, section in config.evaluations_read.items():

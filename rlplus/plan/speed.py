@@ -72,10 +72,10 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
     again = 1 if config.model.gradient_checkpointing else 0
     gemms = 4 if head_mode(config, model, cluster) == "least" or algorithm.recipe.own_loss else 3
     seconds["forward and backward"] = ((3 + again) * forward + gemms * head) / flops
-    recipe, micro_batches = algorithm.recipe, tokens / train.tokens_per_micro_batch
+    recipe, more = algorithm.recipe, groups * (rollouts + demonstrations) * (config.max_training_prompt - prompt)
     if teacher is not None:
         seconds["teacher"] = _teacher_flop(config, teacher, groups * rollouts) / flops
-    updates += recipe.extra_updates
+    updates, micro_batches = updates + recipe.extra_updates, (tokens + more) / train.tokens_per_micro_batch
     seconds["communication"] = _sent_bytes(config, model, ranks, updates, micro_batches, passes) / link
     slow = PCIE if train.offload_optimizer == "cpu" else bandwidth
     seconds["optimizer"] = _optimizer_bytes(config, model, ranks, updates) / slow

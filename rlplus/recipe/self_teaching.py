@@ -1,6 +1,7 @@
 """On-policy self-distillation: the policy that sees a demonstration, or a correct response, is the teacher."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from rlplus.recipe.teaching import DistillRecipe
 class SelfDistillRecipe(DistillRecipe):
     """The teacher's prompt shows the data's demonstration (OPSD, arXiv 2601.18734; SDFT, arXiv 2601.19897).
 
-    Or it shows a correct response of the group (SDPO, arXiv 2601.20802), and samples without one are not trained on.
+    Or it shows a correct response of the group (SDPO, arXiv 2601.20802), and samples without one have no update.
     """
 
     options: SelfDistill  # type: ignore[assignment]
@@ -34,19 +35,18 @@ class SelfDistillRecipe(DistillRecipe):
         self.end_id = load_tokenizer(self.config.model, model_path).eos_token_id
 
     def collect(self, draw: Callable[[], Batch]) -> Batch:
-        """The step's batch with the prompts of the teacher; without samples that would see no other's response."""
+        """The step's batch with the prompts of the teacher, where it has one."""
         batch = super().collect(draw)
-        if self.options.shows == "response":
-            shown = [*self._with_responses(batch)]
-            self._shown = {"distill/shown": (len(shown), len(batch.samples))}
-            batch.samples = shown
+        if self.options.shows_responses:
+            self._show_responses(batch)
+            self._shown = {"distill/shown": (len(_taught(batch).samples), len(batch.samples))}
             return batch
         for sample in batch.samples:
             sample.teacher_prompt = batch.examples[sample.group].teacher_prompt
         return batch
 
-    def _with_responses(self, batch: Batch) -> Iterator[Sample]:
-        """The samples whose groups have another that can be shown; their teacher's prompts have the first such."""
+    def _show_responses(self, batch: Batch) -> None:
+        """Set the prompts of the samples whose groups have another one that can be shown, the first such."""
         groups: dict[int, list[Sample]] = {}
         for sample in batch.samples:
             if sample.reward >= self.options.shown_reward:
@@ -58,7 +58,12 @@ class SelfDistillRecipe(DistillRecipe):
                 if response[-1:] == [self.end_id]:
                     del response[-1]
                 sample.teacher_prompt = with_response(prompt, response)
-                yield sample
+
+    def credit(self, batch: Batch) -> None:
+        super().credit(_taught(batch))
+
+    def updates(self, batch: Batch) -> list[Update]:
+        return super().updates(_taught(batch))
 
     def saw(self, update: Update, outputs: Sequence[PolicyLoss], grad_norm: float | None) -> None:
         if self.teacher.average is not None:
@@ -76,3 +81,8 @@ class SelfDistillRecipe(DistillRecipe):
     def restore(self, state: Mapping[str, Tensor] | None) -> None:
         if self.teacher.average is not None and state is not None:
             self.teacher.average.restore(state)
+
+
+def _taught(batch: Batch) -> Batch:
+    """The samples with a teacher's prompt."""
+    return replace(batch, samples=[sample for sample in batch.samples if sample.teacher_prompt is not None])

@@ -115,9 +115,10 @@ class Progress:
         if self.idle < IDLE_STEPS or self.idle & (self.idle - 1):
             return None
         clipped, masked = (metrics.get(name, 0.0) for name in ("response_length/clipped", "reward/masked"))
-        rewards = f"mean {metrics['reward/mean']:.3g}" if "reward/mean" in metrics else "none"
+        reason = self.config.algorithm.resolve().recipe.no_update
+        rewards = f"mean reward {metrics['reward/mean']:.3g}" if "reward/mean" in metrics else "no reward"
         return (
-            f"step {self.step}: no update in {self.idle} steps: the rewards in each group are equal ({rewards} in "
+            f"step {self.step}: no update in {self.idle} steps: {reason} ({rewards} in "
             f"this step; {masked:.0%} of the responses not graded, {clipped:.0%} cut off), so no sample has a "
             "gradient. Check the reward on a response of the model, the prompts' format, "
             "rollout.max_response_length, and whether the problems are much too hard or too easy"

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rlplus.algorithm import RESPONSE_MARK
 from rlplus.config import Config
 from rlplus.data import Example, PromptSampler, variants
 from rlplus.reward import DemonstrationReport, RewardOrStatus, Scorer, grade_demonstrations, keep_passed
@@ -48,7 +47,7 @@ def select_prompts(
     if algorithm.needs_demonstrations:
         verdicts = verdicts or grade_demonstrations(examples, scorer, decode)
         kept, graded = keep_passed(examples, verdicts)
-    template = algorithm.recipe.demonstration_prompt
-    if not algorithm.generates or (template and RESPONSE_MARK not in template):
+    shows = algorithm.recipe.demonstration_prompt and not algorithm.recipe.shows_responses
+    if not algorithm.generates or shows:
         kept = [example for example in kept if example.demonstration is not None]
     return Prompts(kept, variants(kept, config.data.demonstration_choice), list(verdicts), graded)

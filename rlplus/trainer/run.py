@@ -157,7 +157,9 @@ def restore(parts: Mapping[str, Any], folder: RunFolder) -> None:
     states = dict.fromkeys(OF_RANK)
     if ranks == dist.get_world_size():
         states |= checkpoint.read_rank_state(folder.last, dist.get_rank()) or {}
-    elif found := [each for rank in range(ranks) if (each := checkpoint.read_rank_state(folder.last, rank))]:
+    elif found := [
+        each for rank in range(ranks) if (each := checkpoint.read_rank_state(folder.last, rank, mapped=True))
+    ]:
         states |= {name: parts[name].redistributed([each[name] for each in found]) for name in OF_RANK}
     states |= {"progress": folder.state, "sampler": folder.state["sampler"]}
     for name in STATE:

@@ -160,11 +160,13 @@ def _load_data(
             f"{key}: want model.path with safetensors, by which a resumed run knows its base; got {config.model.path} "
             "without"
         )
+    recipe = config.algorithm.resolve().recipe
     examples, report = load_examples(
         config.data,
         tokenizer,
         max_demonstration_length=config.max_demonstration_length,
-        teacher_template=config.algorithm.resolve().recipe.demonstration_prompt,
+        teacher_template=recipe.demonstration_prompt,
+        shows_responses=recipe.shows_responses,
     )
     folder.set_inputs(weights, examples)
     selected = select_prompts(config, examples, scorer, decode, folder.state.get("verdicts", []))

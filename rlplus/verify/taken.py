@@ -70,7 +70,7 @@ def take(run: Run) -> Taken:
         if has_gradient(micro_batches):
             return Taken(batch, update, [*micro_batches], _places(update.samples, micro_batches), step)
     raise ValueError(
-        f"step {run.progress.step + 1} has no update to verify: the rewards in each group are equal. Choose another "
+        f"step {run.progress.step + 1} has no update to verify: {run.recipe.options.no_update}. Choose another "
         "checkpoint with --step"
     )
 

@@ -14,6 +14,13 @@ CASES = {
     "fp32": {"model": {"dtype": "float32"}},
     "adapters": {"model": {"dtype": "bfloat16", "lora": {"rank": 64}}},
     "eight bits": {"model": {"dtype": "bfloat16"}, "train": {"optimizer": "adamw8bit"}},
+    "average": {
+        "model": {"dtype": "bfloat16"},
+        "algorithm": {
+            "preset": "grpo",
+            "recipe": {"name": "self-distill", "template": "{prompt}{demonstration}", "teacher": "average"},
+        },
+    },
     "values": {"model": {"dtype": "bfloat16"}, "algorithm": {"preset": "ppo"}},
 }
 

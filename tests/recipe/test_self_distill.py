@@ -31,7 +31,7 @@ LORA = {"rank": 4, "alpha": 8.0}
 
 def self_distill(folder: Path, output: str = "run", recipe: Any = None, **sections: Any) -> Config:
     chosen = {"name": "self-distill", "template": TEMPLATE} | (recipe or {})
-    algorithm = {"preset": "grpo", "reduction": "token", "recipe": chosen}
+    algorithm = {"preset": "grpo", "reduction": "token", "recipe": chosen, "objective": chosen.pop("objective", {})}
     return run_config(folder, output, algorithm=algorithm, **sections)
 
 
@@ -225,7 +225,11 @@ def test_prompts_without_a_demonstration_are_left_out(tmp_path: Path) -> None:
             {"recipe": {"teacher": "average"}, "model": {"scratch": {}, "lora": LORA}, "train": {"zero_stage": 3}},
             "its teacher average does not support model.lora with train.zero_stage 3",
         ),
-        ({"train": {"tokens_per_micro_batch": 46}}, "have 47 tokens together"),
+        ({"train": {"tokens_per_micro_batch": 46}}, r"prompt of the teacher \(39 tokens\) and response have 47 tokens"),
+        (
+            {"recipe": {"teacher": "average", "loss": "sampled", "objective": {"kl_coef": 0.1}}},
+            "its teacher average is in the place of the reference of algorithm.objective.kl_coef: want 0",
+        ),
     ],
 )
 def test_settings_without_use_are_refused(tmp_path: Path, sections: dict[str, Any], text: str) -> None:

@@ -27,17 +27,20 @@ def sdpo(folder: Path, recipe: dict[str, Any] | None = None, **sections: Any) ->
 
 
 def test_the_first_other_response_with_the_reward_is_shown_without_its_end(tmp_path: Path) -> None:
-    """Others are left out: in a group without such a response, and the only one of its group."""
-    rewards = [(0.0, 0.5, 1.0, 1.0), (0.0, 0.5, 1.0), (0.0, 0.9)]
+    """Others have no update: in a group without such a response, and the only one of its group."""
+    rewards = [(0.0, 0.5, 1.0, 1.0), (0.0, 0.5, 1.0), (0.0, 0.9), (1.0,)]
     samples = [
         Sample((5, group), [10 * group + place, *([] if place == 2 else [END])], group, False, place == 2, None, reward)
         for group, of_group in enumerate(rewards)
         for place, reward in enumerate(of_group)
     ]
-    examples = [Example(group, (5, group), "", None, teacher_prompt=(7, RESPONSE_ID, group)) for group in range(3)]
+    examples = [Example(group, (5, group), "", None, teacher_prompt=(7, RESPONSE_ID, group)) for group in range(4)]
     with open_run(sdpo(tmp_path)) as run:
         batch = run.recipe.collect(lambda: Batch(examples, [replace(sample) for sample in samples], 0.0))
-        found = [(tuple(sample.response[:1]), tuple(sample.teacher_prompt)) for sample in batch.samples]
+        assert len(batch.samples) == len(samples)
+        run.recipe.credit(batch)
+        (update,) = run.recipe.updates(batch)
+        found = [(tuple(sample.response[:1]), tuple(sample.teacher_prompt)) for sample in update.samples]
         assert found == [
             ((0,), (7, 2, 0)),
             ((1,), (7, 2, 0)),
@@ -46,13 +49,13 @@ def test_the_first_other_response_with_the_reward_is_shown_without_its_end(tmp_p
             ((10,), (7, 12, 1)),
             ((11,), (7, 12, 1)),
         ]
-        assert run.recipe.metrics()["distill/shown"] == (6, 9)
-        batch = run.recipe.collect(lambda: Batch(examples, [replace(sample) for sample in samples[-2:]], 0.0))
-        assert batch.samples == []
+        assert run.recipe.metrics()["distill/shown"] == (6, 10)
+        assert [sample.advantage for sample in batch.samples] == [1, 1, 1, 1, 1, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("prefix", [None, "<think>"])
-def test_a_response_stands_where_a_demonstration_would(tmp_path: Path, prefix: str | None) -> None:
+@pytest.mark.parametrize("template", ["{prompt} Hint: {demonstration}!", "{prompt} {demonstration}"])
+def test_a_response_stands_where_a_demonstration_would(tmp_path: Path, template: str, prefix: str | None) -> None:
     """Text, and chat messages: the same tokens as if the response had been part of the text."""
     chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "3+3="}]
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": chat, "answer": "6"}]
@@ -60,13 +63,12 @@ def test_a_response_stands_where_a_demonstration_would(tmp_path: Path, prefix: s
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = [row | {"demonstration": f"{prefix or ''}so {{4}}."} for row in rows]
     (tmp_path / "shown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shown))
-    tokenizer, template = byte_tokenizer(), "{prompt} Hint: {demonstration}!"
-    recipe = {"template": template}
+    tokenizer, recipe = byte_tokenizer(), {"template": template}
     given = {"path": str(path), "demonstration": None, "response_prefix": prefix, "max_prompt_length": 70}
     config = sdpo(tmp_path, recipe, data=given,
                   train={"tokens_per_micro_batch": 256}, model={"scratch": LONG})  # fmt: skip
     read = load_examples(config.data, tokenizer, max_demonstration_length=99,
-                         teacher_template=config.algorithm.resolve().recipe.demonstration_prompt)[0]  # fmt: skip
+                         teacher_template=template, shows_responses=True)[0]  # fmt: skip
     data = DataConfig.model_validate({"path": str(tmp_path / "shown.jsonl"), "demonstration": "demonstration"})
     expected = load_examples(data, tokenizer, max_demonstration_length=99, teacher_template=template)[0]
     response = tokenizer("so {4}.").input_ids
@@ -91,7 +93,7 @@ def test_a_chat_template_that_does_not_show_the_place_once_is_refused(template: 
     tokenizer.chat_template = template
     message = [{"role": "user", "content": "\ufdd0"}]
     number = template.count("2") * 2
-    with pytest.raises(ValueError, match=rf"row 3: want a prompt with one place for the response .*; got {number}$"):
+    with pytest.raises(ValueError, match=rf"row 3: want one place for the response .*; got {number}$"):
         encode_prompts([("row 3", message, None)], tokenizer, None, around_response=True)
 
 
@@ -103,7 +105,16 @@ def test_a_chat_template_that_does_not_show_the_place_once_is_refused(template: 
             {"recipe": {"shows": "demonstration", "shown_reward": 0.5}},
             "shown_reward belongs to shows response; got demonstration",
         ),
-        ({"train": {"tokens_per_micro_batch": 34}}, "have 35 tokens together"),
+        ({"recipe": {"shown_reward": float("nan")}}, "(?s)shown_reward.*finite number"),
+        (
+            {"recipe": {"template": TEMPLATE * 2}},
+            r"template: want \{demonstration\} once, with shows response; got it 2 times",
+        ),
+        ({"rollout": {"function": "turns.py:play"}}, "want no rollout.function and environment; got turns.py:play"),
+        (
+            {"train": {"tokens_per_micro_batch": 46}},
+            r"prompt of the teacher \(39 tokens\) and response have 47 tokens",
+        ),
     ],
 )
 def test_settings_without_use_are_refused(tmp_path: Path, sections: dict[str, Any], text: str) -> None:

@@ -99,9 +99,7 @@ def test_a_run_that_trains_nothing_says_so(tmp_path: Path, capsys: Any) -> None:
     train(run_config(tmp_path, "grpo", algorithm={"preset": "grpo"}, train={"steps": 9}))
     told = " ".join(capsys.readouterr().err.split())
     for steps in (4, 8):
-        text = (
-            f"step {steps}: no update in {steps} steps: the rewards in each group are equal (mean 0 in this step; 0% of"
-        )
+        text = f"no update in {steps} steps: the rewards in each group are equal (mean reward 0 in this step; 0% of"
         assert told.count(text) == 1, told
     assert told.count("no update in") == 2
     assert "(no step had an update: it is the one that the run began with)" in told
