@@ -1,4 +1,4 @@
-"""What was kept and dropped of the rows of data, and whether that is too much."""
+"""Counts of the rows of data that were kept and dropped, and whether too many were."""
 
 from dataclasses import dataclass, field
 

@@ -115,7 +115,7 @@ def test_a_run_without_any_reward_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("rlplus.trainer.step.score", mask)
     train(run_config(tmp_path, algorithm={"preset": "grpo"}, train={"steps": 4}))
     told = " ".join(capsys.readouterr().err.split())
-    assert "in each group are equal (none in this step; 100% of the responses not graded, " in told
+    assert "in each group are equal (no reward in this step; 100% of the responses not graded, " in told
 
 
 def test_a_run_that_trains_says_no_such_thing(tmp_path: Path, capsys: Any) -> None:
