@@ -35,7 +35,8 @@ demo: setup  ## train a small model with GRPO and RL-PLUS, compare them, write a
 	@$(BIN)/python -m experiments.demo
 
 test: setup  ## run the quick tests, in up to four processes
-	@$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist worksteal
+	@# One more than there are cores: some tests wait.
+	@PYTEST_XDIST_AUTO_NUM_WORKERS=$$(($$(nproc) + 1)) $(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 4 --dist worksteal
 
 test-slow: setup  ## run the slow tests
 	@$(BIN)/python -m pytest -m slow
