@@ -34,10 +34,11 @@ class EntropyWeightsRecipe(Recipe):
         objective = self.algorithm.objective
         self._reinforced = replace(objective, kl_coef=0.0, entropy_coef=0.0, mismatch_cap=None, mismatch_low=0.0)
         self._taken = replace(objective, external="proxy", external_coef=1.0, gamma=0.0)
-        self._weights: dict[str, list[float]] = {}  # their sum and number on this rank
+        self._weights: dict[str, Tensor] = {}  # (2,), their sum and number on this rank
 
     def credit(self, batch: Batch) -> None:
-        self._weights = {"positive": [0.0, 0.0], "supervised": [0.0, 0.0]}
+        none = torch.zeros(2, dtype=torch.float64, device=self.policy.device)
+        self._weights = {"positive": none, "supervised": none}
         super().credit(batch)
         if self.options.signs:
             for sample in batch.samples:
@@ -75,8 +76,8 @@ class EntropyWeightsRecipe(Recipe):
         positive = torch.where(right, o.positive * (o.positive_exponent * entropy).exp(), 1.0)
         weight = torch.where(external, o.supervised * (o.supervised_exponent * entropy).exp(), 0.0)
         for name, values, where in (("positive", positive, right), ("supervised", weight, external)):
-            self._weights[name][0] += float(values[where].double().sum())
-            self._weights[name][1] += int(where.sum())
+            sums = torch.stack([values.double().masked_fill(~where, 0.0).sum(), where.sum()])
+            self._weights[name] = self._weights[name] + sums  # read once a step: each time the host would wait
         weight = weight / max(demonstrated, 1)
         slope = self._external(batch, logprob, entropy).dlogprob - weight
         advantage = torch.where(external, -slope / batch.token_weight, positive * batch.advantage)
@@ -97,4 +98,5 @@ class EntropyWeightsRecipe(Recipe):
         return out._replace(loss=out.loss + (loss - out.stats["loss_external"]), stats=stats)
 
     def metrics(self) -> dict[str, tuple[float, float]]:
-        return {f"weights/{name}": (total, tokens) for name, (total, tokens) in self._weights.items()}
+        sums = {name: each.tolist() for name, each in self._weights.items()}
+        return {f"weights/{name}": (total, tokens) for name, (total, tokens) in sums.items()}
