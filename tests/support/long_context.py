@@ -10,7 +10,6 @@ and batch with whole logits, as `log_softmax(lm_head(hidden))`. RSS is the proce
 
 import json
 import math
-import resource
 import sys
 import time
 from pathlib import Path
@@ -94,6 +93,12 @@ def naive_update(policy: Policy, batch: MicroBatch) -> None:
     policy.engine.step()
 
 
+def peak_rss() -> int:
+    """Bytes of this program's own peak; getrusage's counts the process's before it became this program."""
+    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
 def main() -> None:
     folder, kind, tokens, sequences, preset = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5]), sys.argv[5]
     initialize_distributed()
@@ -102,7 +107,7 @@ def main() -> None:
     policy = Policy(config, str(folder), AutoConfig.from_pretrained(folder))
     samples = make_samples(tokens, sequences, algorithm.demonstrates)
     (batch,) = make_micro_batches(samples if dist.get_rank() == 0 else [], algorithm, config, 0, policy.device)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    before = peak_rss()
     start, result = time.perf_counter(), dict[str, float]()
     if kind == "fused":
         (out,) = policy.accumulate([batch], algorithm.objective)
@@ -111,7 +116,7 @@ def main() -> None:
         result = {"loss": float(out.loss), "logprob": float(out.logprob.double().sum())}
     else:
         naive_update(policy, batch)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_rss()
     result |= {
         "tokens": batch.tokens,
         "rows": len(batch.target),

@@ -69,7 +69,10 @@ def test_killed_twenty_times_a_run_ends_as_if_it_never_had_been(tmp_path):
         with start(path, "--resume=auto") as process:
             began = time.monotonic()
             if kill % 3 == 2:
-                time.sleep(draw.uniform(0.2, 1.2 * start_up))
+                until, most = began + draw.uniform(0.2, 1.2 * start_up), max(before, steps_logged(folder)) + 12
+                processes.wait_until(
+                    lambda until=until, most=most: time.monotonic() > until or steps_logged(folder) >= most, process
+                )
                 moments.append("any time")
             else:
                 goal = max(before, steps_logged(folder)) + draw.randint(1, 6)  # lines of lost steps are still there
