@@ -289,10 +289,11 @@ class Config(Sections):
                 f"want train.tokens_per_micro_batch at least that; got {budget}{ranks}"
             )
         longest = max(self.max_sample_length, self.max_generation_length)
+        whose = self.teachers if longest == self.max_sample_length else ""
         scratch = self.model.scratch
         if scratch is not None and longest > scratch.max_position_embeddings:
             yield (
-                f"the longest prompt{self.teachers} and response have {longest} tokens together: "
+                f"the longest prompt{whose} and response have {longest} tokens together: "
                 f"want model.scratch.max_position_embeddings at least that; got {scratch.max_position_embeddings}"
             )
         prompts, group = self.train.prompts_per_step, self.rollout.group_size

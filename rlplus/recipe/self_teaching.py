@@ -32,7 +32,8 @@ class SelfDistillRecipe(DistillRecipe):
     def build(self, model_path: str, model_config: PretrainedConfig, pad_id: int) -> None:
         self.teacher = SelfTeacher(self.policy, self.options.teacher, self.options.teacher_update_rate)
         self.pad_id = pad_id
-        self.end_id = load_tokenizer(self.config.model, model_path).eos_token_id
+        if self.options.shows_responses:
+            self.end_id = load_tokenizer(self.config.model, model_path).eos_token_id
 
     def collect(self, draw: Callable[[], Batch]) -> Batch:
         """The step's batch with the prompts of the teacher, where it has one."""
@@ -79,7 +80,8 @@ class SelfDistillRecipe(DistillRecipe):
         return None if self.teacher.average is None else self.teacher.average.redistributed(states)
 
     def restore(self, state: Mapping[str, Tensor] | None) -> None:
-        if self.teacher.average is not None and state is not None:
+        if self.teacher.average is not None:
+            assert state is not None, "want the average that the checkpoint has"
             self.teacher.average.restore(state)
 
 
