@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from rlplus.config import Config
 from rlplus.data import Sample
 from rlplus.recipe import Batch
+from rlplus.rollout import RolloutEngine, make_engine
 from rlplus.rollout.transformers_engine import TransformersEngine
 from rlplus.trainer import Interrupted, open_run, train
 from rlplus.trainer.loop import train_step
@@ -37,9 +38,11 @@ class Often:
 
 @pytest.fixture(autouse=True)
 def lottery(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine in this process, whose responses end often, and rewards that an untrained model gets, too."""
+    """The transformers engine in this process, whose responses end often, and rewards that an untrained model gets."""
 
-    def make(config: Any, *rest: Any, **settings: Any) -> TransformersEngine:
+    def make(config: Any, *rest: Any, **settings: Any) -> RolloutEngine:
+        if config.engine == "vllm":
+            return make_engine(config, *rest, **settings)
         settings.pop("seed")
         return TransformersEngine(config, *rest, **settings)
 
@@ -237,6 +240,30 @@ def test_a_run_killed_in_every_step_ends_bit_for_bit_as_one_that_was_not(tmp_pat
     whole = train(segmented(tmp_path, "whole", 5, **sections))
     broken = killed_at_each_step(segmented(tmp_path, "broken", 5, **sections), monkeypatch)
     assert same(whole, broken)
+    assert metrics(whole) == metrics(broken)
+    assert metrics(whole)[-1]["batch/waiting"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("sections", [{}, OVERLAP])
+def test_vllm_continues_responses(tmp_path, monkeypatch, batches, sections):
+    """A token's logprob is by the weights of its version, in float64; a run that is killed resumes bit for bit."""
+    engine = {"engine": "vllm", "kv_cache_memory_mb": 16} | sections.get("rollout", {})
+    sections = sections | {"rollout": engine, "model": {"dtype": "float32"}, "checkpoint": {"every": 1}}
+    config, history = segmented(tmp_path, "whole", 4, **sections), []
+    with open_run(config) as run:
+        for _ in range(4):
+            history.append({name: p.clone() for name, p in run.policy.weights()})
+            train_step(run)
+    for number, samples in enumerate(batches):
+        rollouts = [sample for sample in samples if not sample.demonstration]
+        assert any(len(sample.segments) > 1 for sample in rollouts) == (number > 0)
+        for sample in rollouts:
+            assert sum(tokens for _, tokens in sample.segments) == len(sample.response) <= LENGTH
+        check_logprobs(run.folder.path, samples, history)
+    whole = run.folder.path
+    broken = killed_at_each_step(segmented(tmp_path, "broken", 4, **sections), monkeypatch)
     assert metrics(whole) == metrics(broken)
     assert metrics(whole)[-1]["batch/waiting"] > 0
 
