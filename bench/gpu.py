@@ -108,7 +108,14 @@ def tests(cpu: bool) -> tuple[Part, Part]:
     pytest = [sys.executable, "-m", "pytest", "-q", "--durations=10", "-p", "no:cacheprovider"]
     if not cpu:
         pytest += ["-n", "10"] if find_spec("xdist") else []
-    files = ("test_gemm_kernel", "test_kernels", "test_row_kernels", "test_token_kernel", "test_scale_kernel")
+    files = (
+        "test_gemm_kernel",
+        "test_kernels",
+        "test_row_kernels",
+        "test_own_tokens",
+        "test_token_kernel",
+        "test_scale_kernel",
+    )
     kernels = [*(f"tests/kernels/{name}.py" for name in files), "tests/loss/test_exponentials.py"]
     # The rehearsal imports all of them, including the GPU tests.
     chosen = ["tests/kernels/test_gpu.py", *kernels, "-k", "test_gemm_kernel and same_inputs"] if cpu else kernels

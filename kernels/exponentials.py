@@ -3,11 +3,11 @@
 With E, rho, s and t of linear_logprob.py, S = 1 + s, a = dloss / dlogprob, h = dloss / dentropy, and the derivative of
 z by x folded into E,
 
-    dlogits = -(a / S) E / temperature                       E[y] = -s
+    dlogits = -(a / S) E / temperature, but for the target's element
     with h:  = (1 / S) (-a E - h E (log(E / S) + entropy)) / temperature
 
-`close_rows` changes the few elements of E that this needs and leaves the factor of each row to the backward GEMMs.
-Where the exponentials were not kept, `row_gradient` computes the gradient from fp32 logits.
+`close_rows` computes 1 / S with its factors, which the backward GEMMs apply by rows, and the target's element, which
+own_tokens.py applies. Where the exponentials were not kept, `row_gradient` computes the gradient from fp32 logits.
 """
 
 import triton
@@ -64,22 +64,23 @@ def row_exponentials(
 
 
 def close_rows(
-    factor: Tensor, values: Tensor, exponentials: Tensor, V: int, target: Tensor, temperature: float,
+    factor: Tensor, own: Tensor, values: Tensor, exponentials: Tensor, V: int, target: Tensor, temperature: float,
     row_temperature: Tensor | None = None, entropy: bool = False, block: Block = DEFAULT.gradient,
 ) -> None:  # fmt: skip
-    """Make of exponentials (n, W) what times factor (n,) fp32, which is filled, is the gradient of the logits.
+    """Make of exponentials (n, W) what times factor (n,) fp32 is the gradient of the logits, but for the target's
+    element, own (n,) fp32. Both are filled.
 
-    Rows whose DLOGPROB and DENTROPY are 0 become zeros, whatever they were. values as `finish_rows` left them, with the
-    two filled in. entropy: whether a DENTROPY may be other than 0; only without a softcap, and every element of such a
-    row is rounded twice.
+    Rows whose DLOGPROB and DENTROPY are 0 become zeros, whatever they were, and so is own where the target is no token.
+    values as `finish_rows` left them, with the two filled in. entropy: whether a DENTROPY may be other than 0; only
+    without a softcap, and every element of such a row is rounded twice.
     """
     check(values, target, row_temperature)
     check_rows("exponentials", exponentials, len(target), V)
     if len(target):
         grid = (len(target), triton.cdiv(V, block.BLOCK_V) if entropy else 1)
         _close_kernel[grid](
-            factor, values, exponentials, target, exponentials.stride(0), V, exponentials.shape[1], 1 / temperature,
-            row_temperature, entropy, **block._asdict(), **FUSION,
+            factor, own, values, exponentials, target, exponentials.stride(0), V, exponentials.shape[1],
+            1 / temperature, row_temperature, entropy, **block._asdict(), **FUSION,
         )  # fmt: skip
 
 
@@ -170,40 +171,34 @@ def _row_kernel(
 
 @triton.jit
 def _close_kernel(
-    factor, values, exponentials, target, stride, V, W, inv_temperature, row_temperature,
+    factor, own, values, exponentials, target, stride, V, W, inv_temperature, row_temperature,
     ENTROPY_BONUS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     known, row = values + n * WIDTH, exponentials + n * stride
     a, h, y = tl.load(known + DLOGPROB), tl.load(known + DENTROPY), tl.load(target + n)
     logprob, logsum, entropy = tl.load(known + LOGPROB), tl.load(known + LOGSUM), tl.load(known + ENTROPY)
-    inverse = _exp(-logsum) * _at_rows(inv_temperature, row_temperature, n, True)
+    inv_temperature = _at_rows(inv_temperature, row_temperature, n, True)
+    inverse, mine = _exp(-logsum) * inv_temperature, -a * _expm1(logprob) * tl.load(known + SLOPE)
     first, idle = tl.program_id(1) * BLOCK_V, (a == 0) & (h == 0)
     if idle:
         for start in range(first, V, BLOCK_V * tl.num_programs(1)):
             v = start + tl.arange(0, BLOCK_V)
             tl.store(row + v, tl.zeros((BLOCK_V,), exponentials.dtype.element_ty), v < W)
-    else:
-        # S (1 - p): s, with all its digits also where the reference is not z[y].
-        own = _expm1(logprob) * _exp(logsum) * tl.load(known + SLOPE)
-        if ENTROPY_BONUS:
-            if h != 0:
-                v = first + tl.arange(0, BLOCK_V)
-                e = tl.load(row + v, v < W, 0.0).to(tl.float32)
-                bonus = h * (_floor(_log2(e) * LN_2) + (entropy - logsum))
-                own = -a * own - h * _exp(logprob + logsum) * (logprob + entropy)
-                value = tl.where(v == y, own, -e * (a + bonus))
-                tl.store(row + v, value.to(exponentials.dtype.element_ty), v < W)
-            else:
-                inverse *= -a
-                if (y >= first) & (y < tl.minimum(first + BLOCK_V, V)):
-                    tl.store(row + y, own.to(exponentials.dtype.element_ty))
-        else:
+    elif ENTROPY_BONUS:
+        if h == 0:
             inverse *= -a
-            if (y >= 0) & (y < V):
-                tl.store(row + y, own.to(exponentials.dtype.element_ty))
+        else:
+            v = first + tl.arange(0, BLOCK_V)
+            e = tl.load(row + v, v < W, 0.0).to(tl.float32)
+            bonus = h * (_floor(_log2(e) * LN_2) + (entropy - logsum))
+            tl.store(row + v, (-e * (a + bonus)).to(exponentials.dtype.element_ty), v < W)
+            mine -= h * _exp(logprob) * (logprob + entropy)
+    else:
+        inverse *= -a
     if tl.program_id(1) == 0:
         tl.store(factor + n, tl.where(idle, 0.0, inverse))
+        tl.store(own + n, tl.where(idle | (y < 0) | (y >= V), 0.0, mine * inv_temperature))
 
 
 @triton.jit

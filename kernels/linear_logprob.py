@@ -91,8 +91,8 @@ def linear_exponentials(
     """Fill partial (ceil(V / BLOCK_V), PARTIALS, n) fp32, and exponentials (n, W) unless they are None.
 
     exponentials, of any floating dtype (with TMA a tile of them must fit into shared memory), W >= V, contiguous in W,
-    get E times the derivative of z by x, 0 for the target, in whose place `exponentials.close_rows` puts what its
-    gradient needs; the columns past V anything. hidden (n, H), weight (V, H): bf16, fp16 or fp32, contiguous in H;
+    get E times the derivative of z by x, 0 for the target, whose gradient `exponentials.close_rows` computes; the
+    columns past V anything. hidden (n, H), weight (V, H): bf16, fp16 or fp32, contiguous in H;
     slow, but right, where their rows are not a multiple of 16 bytes apart. values as `target_logits` left them; the
     others as there.
 

@@ -37,7 +37,7 @@ from ptx.launcher import Run
 
 from rlplus import Objective
 from rlplus.kernels import linear_logprob as kernels
-from rlplus.kernels import policy_loss, scale
+from rlplus.kernels import own_tokens, policy_loss, scale
 from rlplus.kernels.tiling import FP32_TILE, GRADIENT, STATISTICS, TILES, Block, Tile
 from rlplus.loss import MISMATCH_STATS, STATS, TokenConstants, token_loss
 from rlplus.loss.backends import token_arguments
@@ -279,4 +279,31 @@ def test_scaling_rounds_once(launch: list[Run], dtype: torch.dtype, shape: tuple
         x, by = torch.randn(shape).to(dtype), torch.tensor(factor, dtype=torch.promote_types(dtype, F32))
         want = (x.to(by.dtype) * by).to(dtype)
         assert torch.equal(scale.scale_(x, by), want)
+    check_launches(launch)
+
+
+@ARCHES
+@pytest.mark.parametrize(
+    ("dtype", "n", "V", "H"),
+    [(BF16, 20, 2, 1100), *(pytest.param(dtype, n, V, H, marks=slow) for dtype, (n, V, H) in itertools.product(
+        (BF16, F16, F32), [(1, 1, 1), (40, 3, 513), (7, 200, 4096)]))],
+)  # fmt: skip
+def test_own_elements_are_added_in_fp32(launch: list[Run], dtype: torch.dtype, n: int, V: int, H: int) -> None:
+    """To products with the weight, and to the gradient of the weight in the inputs' dtype, of one row without any."""
+    hidden, weight = torch.randn(n, H).to(dtype), torch.randn(V, H).to(dtype)
+    product, factor, own, target = torch.randn(n, H), torch.randn(n), torch.randn(n), torch.randint(V, (n,))
+    if n > 1:
+        hidden[0], own[0], target[0] = math.nan, 0.0, -100
+    on = own != 0
+    row = own[:, None].double() * weight[target.where(on, 0)].double()
+    want, before = factor[:, None].double() * product.double() + row, weight.double()
+    total, size = before.clone(), before.abs()
+    own_tokens.finish_hidden(product, factor, own, weight, target)
+    assert ((product - want).abs() <= 4 * EPS * (want.abs() + row.abs())).all()
+    own_tokens.add_to_weight(weight, own, hidden, target)
+    for out, a, x in ((total, own, hidden), (size, own.abs(), hidden.abs())):
+        out.index_add_(0, target[on], a[on].double()[:, None] * x[on].double())
+    rounding = 0.0 if dtype == F32 else torch.finfo(dtype).eps / 2
+    tiny = 2.0**-25 if dtype == F16 else 0.0
+    assert ((weight - total).abs() <= (n * EPS + rounding) * size + tiny).all()
     check_launches(launch)

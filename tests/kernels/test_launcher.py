@@ -69,10 +69,14 @@ def test_every_launch_has_the_intended_arguments(stub: Path) -> None:
          ["partial", "exponentials", *rows, "bias", 9024, 9024, 9000, 9024, 3 * 4096, INVERSE, 3.0, "row_temperature"]),
         ("_row_kernel", [5, 1, 1], [256, 1, 1], ["partial", *rows, 9024, 0, 9000, 9024, 3 * 4096, INVERSE]),
         *(("_close_kernel", grid, [256, 1, 1],
-           ["factor", "values", "exponentials", "target", 9024, 9000, 9024, INVERSE]) for grid in ([5, 1, 1], blocks)),
+           ["factor", "own", "values", "exponentials", "target", 9024, 9000, 9024, INVERSE])
+          for grid in ([5, 1, 1], blocks)),
         ("_gradient_kernel", blocks, [256, 1, 1], ["dlogits", *rows, 9024, 9024, 9000, 9024, INVERSE]),
         ("_token_loss_kernel", [1, 1, 1], [128, 1, 1], ["values", "sums", "constants", *numbers, 5]),
         ("_scale_kernel", [5, 1, 1], [256, 1, 1], ["x", "by", 5, 9024, 18048]),
+        ("_own_hidden_kernel", [5, 2, 1], [128, 1, 1], ["product", "factor", "own", "weight", "target", 1500, 1500]),
+        ("_own_weight_kernel", [5, 3, 1], [128, 1, 1],
+         ["dweight", "own", "hidden", "token", "order", 5, 9000, 1500, 1500, 3000, 2]),
         # 66 tiles of 128 x 128, eight programs where there is no GPU
         ("_tile_kernel", [8, 1, 1], [256, 1, 1],
          ["partial", "exponentials", *own, 200, 4097, 144, 4160, 144, 288, 4160, INVERSE]),

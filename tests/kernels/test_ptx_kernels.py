@@ -17,7 +17,9 @@ from ptx import nested
 
 HERE = Path(__file__).parent
 KERNELS, BITS, PAIRS = (HERE / f"compiled_{name}.py" for name in ("kernels", "invariance", "divergence"))
-INTERPRETED = [HERE / f"test_{name}.py" for name in ("kernels", "gemm_kernel", "token_kernel", "scale_kernel")]
+INTERPRETED = [
+    HERE / f"test_{name}.py" for name in ("kernels", "gemm_kernel", "token_kernel", "scale_kernel", "own_tokens")
+]
 INTERPRETED += [HERE.parent / "loss" / f"test_{name}.py" for name in ("exponentials", "logit_transform")]
 
 

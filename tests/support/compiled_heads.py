@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from head_rows import DENTROPY, DLOGPROB, ENTROPY, LOGPROB, REFERENCE, WIDTH, begun
+from head_rows import DENTROPY, DLOGPROB, ENTROPY, LOGPROB, REFERENCE, WIDTH, begun, with_own
 from ptx.launcher import Run, findings_of
 from torch import Tensor
 
@@ -193,9 +193,10 @@ def closed(
     block: Block = DEFAULT.gradient,
 ) -> Tensor:  # fmt: skip
     """The gradient of the logits (n, V) that exponentials stand for, which are closed on the way."""
-    factor, own = torch.empty(len(target)), transform.row_temperature
-    exponentials.close_rows(factor, values, e, V, target, transform.temperature, own, entropy, block)
-    return e[:, :V].float() * factor[:, None]
+    factor, own = torch.empty(2, len(target))
+    rest = (transform.temperature, transform.row_temperature)
+    exponentials.close_rows(factor, own, values, e, V, target, *rest, entropy, block)
+    return with_own(e[:, :V].float() * factor[:, None], own, target)
 
 
 def row_gradient(

@@ -66,6 +66,16 @@ WAYS = {"row": in_one, "parts of rows": in_parts, "blocks": by_blocks}
 
 def closed(values: Tensor, e: Tensor, V: int, target: Tensor, *rest: Any, entropy: bool = False) -> Tensor:
     """The gradient of the logits (n, V) that exponentials stand for, which are closed on the way."""
-    factor = values.new_full((len(values),), torch.nan)
-    exponentials.close_rows(factor, values, e, V, target, *rest, entropy=entropy)
-    return e[:, :V].float() * factor[:, None]
+    factor, own = values.new_full((2, len(values)), torch.nan)
+    exponentials.close_rows(factor, own, values, e, V, target, *rest, entropy=entropy)
+    return with_own(e[:, :V].float() * factor[:, None], own, target)
+
+
+def with_own(gradient: Tensor, own: Tensor, target: Tensor) -> Tensor:
+    """gradient (n, V), in which the targets' elements are 0, and these elements (n,)."""
+    known = (target >= 0) & (target < gradient.shape[1])
+    at = known.nonzero().squeeze(1), target[known]
+    assert not gradient[at].any()
+    assert not own[~known].any()
+    gradient[at] = own[known]
+    return gradient

@@ -37,7 +37,7 @@ from sass import MMA, after_mma, parse
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from rlplus.kernels import divergence_rows, exponentials, linear_logprob, policy_loss, scale
+from rlplus.kernels import divergence_rows, exponentials, linear_logprob, own_tokens, policy_loss, scale
 from rlplus.kernels.row_values import WIDTH
 from rlplus.kernels.tiling import FP32_TILE, GRADIENT, STATISTICS, TILES, Block, Tile
 from rlplus.loss.objective import KL_ESTIMATORS
@@ -130,7 +130,7 @@ def close_launches() -> Iterator[Launch]:
         stored, target = torch.empty(2, W, dtype=dtype), torch.zeros(2, dtype=torch.int64)
         for bonus in (False, True):
             where = f"{name(dtype)}, V {V} in {W}{transforms(None, own)}{', entropy bonus' * bonus}"
-            args = (torch.empty(2), torch.empty(2, WIDTH.value), stored, V, target, 1.0, own, bonus)
+            args = (*torch.empty(2, 2), torch.empty(2, WIDTH.value), stored, V, target, 1.0, own, bonus)
             yield where, bonus and W % 16 == 0, partial(exponentials.close_rows, *args)
 
 
@@ -217,6 +217,22 @@ def other_launches() -> Iterator[Launch]:
         yield where, False, partial(linear_logprob.finish_rows, *args)
 
 
+def own_launches() -> Iterator[Launch]:
+    """Rows of whole blocks and of others; the gradient of the weight in the dtype of the inputs, or fp32."""
+    for dtype, H in product((torch.bfloat16, torch.float32), (4096, 1001)):
+        one, target = torch.empty(200), torch.zeros(200, dtype=torch.int64)
+        hidden, weight, where = (
+            torch.empty(200, H, dtype=dtype),
+            torch.empty(4097, H, dtype=dtype),
+            f"{name(dtype)}, H {H}",
+        )
+        yield where, H % 16 == 0, partial(own_tokens.finish_hidden, torch.empty(200, H), one, one, weight, target)
+        totals = (weight, weight.float()) if dtype == torch.bfloat16 else (weight,)
+        for total in totals:
+            to = f", to {name(total.dtype)}" * (total.dtype != dtype)
+            yield where + to, H % 16 == 0, partial(own_tokens.add_to_weight, total, one, hidden, target)
+
+
 def divergence_launches() -> Iterator[Launch]:
     """Rows of 4097 logits in rows of 4160 columns: each kind, and the options of both heads."""
     n, V, W = 2, 4097, 4160
@@ -266,7 +282,9 @@ def compile_all(arch: int, only: list[str] | None) -> Iterator[Row]:
     """One row of the table for each launch, or each of these variants."""
     with compiling(arch) as compiled:
         launches = (row_launches(), close_launches(), target_launches(), gemm_launches(arch), candidate_launches())
-        for variant, aligned, start in chain(*launches, divergence_launches(), token_launches(), other_launches()):
+        for variant, aligned, start in chain(
+            *launches, divergence_launches(), token_launches(), other_launches(), own_launches()
+        ):
             if only is None or variant in only:
                 start()
             while compiled:

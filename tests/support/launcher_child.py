@@ -24,7 +24,7 @@ from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from rlplus.kernels import exponentials, linear_logprob, policy_loss, scale  # noqa: E402
+from rlplus.kernels import exponentials, linear_logprob, own_tokens, policy_loss, scale  # noqa: E402
 from rlplus.kernels.tiling import TILES  # noqa: E402
 
 STREAM = 4242
@@ -99,12 +99,14 @@ def launch_rows() -> None:
     exponentials.row_exponentials(one, e, *rest, *transform)
     exponentials.row_exponentials(one, None, *rest, None, 0.8, carry=True)
     for entropy in (False, True):
-        exponentials.close_rows(torch.empty(n), values, e, V, target, 0.8, entropy=entropy)
+        exponentials.close_rows(*torch.empty(2, n), values, e, V, target, 0.8, entropy=entropy)
     exponentials.row_gradient(e, *rest, None, 0.8)
     numbers = policy_loss.Coefficients(*(1.0 + 0.5 * i for i in range(len(policy_loss.Coefficients._fields))))
     choices = policy_loss.Choices("clip", "mis", "k3", "truncate")
     policy_loss.token_loss(values, torch.empty(n, 8), numbers, policy_loss.Given(True, False, True), choices)
     scale.scale_(torch.empty(n, 2 * W)[:, :W], torch.ones(()))
+    own_tokens.finish_hidden(torch.empty(n, 1500), *torch.empty(2, n), torch.empty(V, 1500), target)
+    own_tokens.add_to_weight(torch.empty(V, 1500), torch.ones(n), torch.empty(n, 3000)[:, ::2], target)
 
 
 def launch_gemm() -> None:

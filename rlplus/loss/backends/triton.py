@@ -3,8 +3,9 @@ interpreter.
 
 Rows whose gradient is 0 whatever the policy says are set apart first, and pass the first GEMM alone. The others come in
 chunks: our first GEMM stores exponentials in the dtype of the inputs (rlplus/kernels/linear_logprob.py), the objective
-gives each row a slope, one element of each row is patched, and the vendor's GEMMs take the exponentials to dhidden and
-dweight, with the slopes as factors of rows. A row of a chunk takes 2 V bytes of scratch and 10 H or more.
+gives each row a slope, and the vendor's GEMMs take the exponentials to dhidden and dweight, with the slopes as factors
+of rows. The element of the target, which has most of a row's gradient, stays in fp32 and is added beside the GEMMs
+(rlplus/kernels/own_tokens.py). A row of a chunk takes 2 V bytes of scratch and 10 H or more.
 
 Other inputs have fp32 logits from the vendor's GEMM between: with a tiling that says so bf16, whose exponentials one
 more kernel makes; always fp16, whose range exponentials leave, and a softcap with an entropy bonus, which needs what
@@ -24,7 +25,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from rlplus.kernels import elementwise
+from rlplus.kernels import elementwise, own_tokens
 from rlplus.kernels import exponentials as row_kernels
 from rlplus.kernels import linear_logprob as linear_kernels
 from rlplus.kernels import policy_loss as token_kernels
@@ -249,15 +250,17 @@ class _Work:
 
     def differentiate(
         self, head: Head, values: Tensor, kept: Tensor | None, scale: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """-> dlogits (n, V), a factor (n,) of its rows or None. kept: which of the chunk's rows these are, None = all;
-        scale: of the slopes of fp16."""
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """-> dlogits (n, V), and None; or exponentials, their factors (n,) and the targets' own elements (n,).
+
+        kept: which of the chunk's rows these are, None = all; scale: of the slopes of fp16."""
         n, (V, _), block = len(values), head.weight.shape, self.tiling.gradient
         if self.exponentials is not None:
             e = self.exponentials[:n] if kept is None else self.exponentials[kept]
-            factor, rest = values.new_empty(n), (head.target.contiguous(), head.temperature, _rest(head)[-1])
-            row_kernels.close_rows(factor, values, e, V, *rest, self.way.bonus, block)
-            return e[:, :V], factor
+            factor, own = values.new_empty(2, n)
+            rest = (head.target.contiguous(), head.temperature, _rest(head)[-1])
+            row_kernels.close_rows(factor, own, values, e, V, *rest, self.way.bonus, block)
+            return e[:, :V], (factor, own)
         assert self.logits is not None
         assert self.dlogits is not None
         if scale is not None:
@@ -282,6 +285,7 @@ class _Gradients:
         # The first chunk writes the weight's gradient: zeros would be written and read once more.
         self.head, self.weight_grad, self.dweight = head, weight_grad, weight_grad
         self.needs_weight = needs[1] or weight_grad is not None
+        self.own: Tensor | None = None  # (N,): the gradients of the targets' logits that are not in the products
         self.grads = Gradients.zeros(head, [needs[0], False, needs[2]])
         half = gradient_dtype(head) == torch.float16 and (any(needs) or weight_grad is not None)
         self.scale = fp16_scale(*weights) if half else None
@@ -299,11 +303,15 @@ class _Gradients:
             head, values, live = head.rows(kept), values[kept], live[kept]
             if not len(kept):
                 return
-        dlogits, factor = work.differentiate(head, values, kept, self.scale)
+        dlogits, closed = work.differentiate(head, values, kept, self.scale)
+        factor = None if closed is None else closed[0]
+        if closed is not None:
+            self.own = closed[1].new_zeros(len(self.head.target)) if self.own is None else self.own
+            self.own[rows] = closed[1]
         if self.grads.hidden.numel():
             gradient = dhidden(dlogits, head)
-            if factor is not None:
-                gradient *= factor[:, None]
+            if closed is not None:
+                own_tokens.finish_hidden(gradient, *closed, head.weight, head.target.contiguous())
             if self.scale is not None:
                 gradient /= self.scale
             self.grads.hidden[rows] = gradient.to(self.grads.hidden.dtype)
@@ -333,6 +341,11 @@ class _Gradients:
         if self.scale is not None:
             total.div_(self.scale)
             self.grads.bias.div_(self.scale)
+        if self.own is not None and self.needs_weight:
+            own_tokens.add_to_weight(total, self.own, self.head.hidden, self.head.target)
+        if self.own is not None and self.grads.bias.numel():
+            one = self.own.new_ones(len(self.own), 1)
+            own_tokens.add_to_weight(self.grads.bias[:, None], self.own, one, self.head.target)
         return self.grads._replace(weight=total).finish(self.head, self.weight_grad)
 
 
