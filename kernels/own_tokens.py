@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rlplus.kernels.elementwise import FUSION
 
-HIDDEN = {"BLOCK_H": 1024, "num_warps": 4, **FUSION}
-WEIGHT = {"BLOCK_N": 8, "BLOCK_H": 512, "num_warps": 4, **FUSION}
+HIDDEN = {"BLOCK_C": 1024, "num_warps": 4, **FUSION}
+WEIGHT = {"BLOCK_N": 8, "BLOCK_C": 512, "num_warps": 4, **FUSION}
 
 
 def finish_hidden(product: Tensor, factor: Tensor, own: Tensor, weight: Tensor, target: Tensor) -> None:
@@ -25,7 +25,7 @@ def finish_hidden(product: Tensor, factor: Tensor, own: Tensor, weight: Tensor, 
         got = ", ".join(str(tuple(x.shape)) for x in (product, factor, own, weight, target))
         raise ValueError(f"want product (n, H), contiguous, factor and own (n,), weight (V, H), target (n,); got {got}")
     if n:
-        grid = (n, triton.cdiv(H, HIDDEN["BLOCK_H"]))
+        grid = (n, triton.cdiv(H, HIDDEN["BLOCK_C"]))
         _own_hidden_kernel[grid](product, factor, own, weight, target, H, weight.stride(), **HIDDEN)
 
 
@@ -41,15 +41,15 @@ def add_to_weight(dweight: Tensor, own: Tensor, hidden: Tensor, target: Tensor) 
         raise ValueError(f"want dweight (V, H), own (n,), hidden (n, H), target (n,); got {got}")
     if n:
         token, order = target.where(own != 0, V).sort(stable=True)
-        grid, strides = (n, triton.cdiv(H, WEIGHT["BLOCK_H"])), (*dweight.stride(), *hidden.stride())
+        grid, strides = (n, triton.cdiv(H, WEIGHT["BLOCK_C"])), (*dweight.stride(), *hidden.stride())
         _own_weight_kernel[grid](dweight, own, hidden, token, order, (n, V, H), strides, **WEIGHT)
 
 
 @triton.jit
-def _own_hidden_kernel(product, factor, own, weight, target, H, strides, BLOCK_H: tl.constexpr):
+def _own_hidden_kernel(product, factor, own, weight, target, H, strides, BLOCK_C: tl.constexpr):
     stride_v, stride_w = strides
     n = tl.program_id(0).to(tl.int64)
-    h = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
+    h = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
     scale, mine, at = tl.load(factor + n), tl.load(own + n), product + n * H + h
     y = tl.where(mine == 0, 0, tl.load(target + n))
     row = tl.load(weight + y * stride_v + h * stride_w, h < H, 0.0).to(tl.float32)
@@ -58,7 +58,7 @@ def _own_hidden_kernel(product, factor, own, weight, target, H, strides, BLOCK_H
 
 @triton.jit
 def _own_weight_kernel(
-    dweight, own, hidden, token, order, sizes, strides, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr
+    dweight, own, hidden, token, order, sizes, strides, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
 ):  # fmt: skip
     N, V, H = sizes
     stride_v, stride_w, stride_n, stride_h = strides
@@ -66,8 +66,8 @@ def _own_weight_kernel(
     y = tl.load(token + start)
     # The program of a token's first row takes all of them.
     if (y < V) & (y != tl.load(token + start - 1, start > 0, -1)):
-        h = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
-        total, more = tl.zeros((BLOCK_N, BLOCK_H), tl.float32), True
+        h = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
+        total, more = tl.zeros((BLOCK_N, BLOCK_C), tl.float32), True
         while more:
             i = start + tl.arange(0, BLOCK_N)
             here = tl.load(token + i, i < N, V) == y

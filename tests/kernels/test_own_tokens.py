@@ -11,9 +11,9 @@ from rlplus.kernels import own_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COMPILED = isinstance(own_tokens._own_weight_kernel, JITFunction)  # the interpreter truncates to bf16
-WIDE, TALL = own_tokens.HIDDEN["BLOCK_H"], own_tokens.WEIGHT["BLOCK_N"]
+WIDE, TALL = own_tokens.HIDDEN["BLOCK_C"], own_tokens.WEIGHT["BLOCK_N"]
 SHAPES = pytest.mark.parametrize(
-    ("n", "V", "H"), [(1, 1, 1), (TALL + 1, 1, 3), (40, 3, own_tokens.WEIGHT["BLOCK_H"] + 1), (7, 200, WIDE + 1)]
+    ("n", "V", "H"), [(1, 1, 1), (TALL + 1, 1, 3), (40, 3, own_tokens.WEIGHT["BLOCK_C"] + 1), (7, 200, WIDE + 1)]
 )
 
 
