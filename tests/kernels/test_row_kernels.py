@@ -71,6 +71,18 @@ def test_both_gradients_of_rows_are_the_closed_form_and_sum_to_0(entropy: bool) 
         assert (got.sum(1).abs() <= 16 * EPS * got.abs().sum(1)).all()
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+def test_what_is_no_token_has_no_element_of_its_own(entropy: bool) -> None:
+    """Also where a slope says that it has: it would be added outside of the weight."""
+    target = torch.tensor([-100, 20, 3], device=DEVICE)
+    e = torch.empty(3, 20, device=DEVICE)
+    values = statistics(torch.randn(3, 20, device=DEVICE), target, kept=e)
+    values[:, DLOGPROB], values[:, DENTROPY] = 0.5, 0.1 * entropy
+    factor, own = torch.empty(2, 3, device=DEVICE)
+    row_kernels.close_rows(factor, own, values, e, 20, target, 1.0, entropy=entropy)
+    assert (own != 0).tolist() == [False, False, True]
+
+
 @pytest.mark.parametrize("gap", [39.0, 41.0, 90.0, 200.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_whose_token_is_next_to_impossible_beside_others(gap: float, dtype: torch.dtype) -> None:
