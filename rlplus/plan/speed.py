@@ -86,7 +86,7 @@ def estimate_seconds(config: Config, model: Model, memory: Memory, cluster: Clus
         updates = recipe.learner_updates(updates)
         seconds["learners"] = work / flops + _optimizer_bytes(config, learner, ranks, updates) / slow
         seconds["learners"] += _sent_bytes(config, learner, ranks, updates, micro_batches, 1) / link
-    # Weights are handed over within a GPU, or through files in the host's memory.
+    # Weights are handed over within a GPU, or through the host's memory.
     pushed = model.pushed(config)
     handed_over = pushed / bandwidth if config.rollout.mode == "colocated" else 2 * pushed / PCIE
     if rollouts and not config.rollout.share_weights:  # otherwise there is no engine, or one for evaluations alone

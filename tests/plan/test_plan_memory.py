@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import quick
 import torch
+from engine_runs import changed
 from plan_cases import (
     CPU,
     QLORA,
@@ -281,8 +282,13 @@ def test_weights_of_4_bits_are_counted():
     assert thin.weight_bytes == pytest.approx(sum(sizes), rel=1e-3)
     assert thin.dequantized == 2 * largest
     cluster = make_cluster(1, "rtx5090")
-    plans = [make_plan(config, cluster) for config in (quantized, paper("model.lora={}", *QLORA, VLLM))]
+    whole = paper("model.lora={}", *QLORA, VLLM)
+    plans = [make_plan(config, cluster) for config in (quantized, whole)]
     assert [plan.fits for plan in plans] == [True, False]
     assert [round(plan.memory.parts["head"]["weights"] / GIB, 1) for plan in plans] == [5.2, 14.2]
     assert [round(plan.memory.total("backward") / GIB, 1) for plan in plans] == [11.6, 20.5]
     assert round(plans[0].memory.peak / GIB, 1) == 27.8
+    default = [
+        make_plan(changed(config, "train", max_scratch_mb=None), cluster).memory for config in (quantized, whole)
+    ]
+    assert [round(max(m.total("head"), m.total("backward")) / GIB, 1) for m in default] == [12.0, 20.9]
