@@ -1,8 +1,10 @@
 """Responses in segments: mixed versions and their logprobs, the same responses, resuming, and what waits."""
 
+import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from rlplus.data import Sample
 from rlplus.recipe import Batch
 from rlplus.rollout import RolloutEngine, make_engine
 from rlplus.rollout.transformers_engine import TransformersEngine
-from rlplus.trainer import Interrupted, open_run, train
+from rlplus.trainer import Interrupted, evaluator, open_run, train, validator
 from rlplus.trainer.loop import train_step
 from rlplus.trainer.step import Step
 from rlplus.verify import verify_run
@@ -188,8 +190,8 @@ class Killed(BaseException):
     """The run does not catch it, as if its process were gone."""
 
 
-def killed_at_each_step(config: Config, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The run, killed in each step after its updates, before its checkpoint, and resumed."""
+def killed_at_each_step(config: Config, monkeypatch: pytest.MonkeyPatch, **evaluations: Any) -> Path:
+    """The run, killed in each step after its updates and evaluations, before its checkpoint, and resumed."""
     end, steps = Step.end, config.train.steps
     for last in range(1, steps + 1):
 
@@ -200,11 +202,8 @@ def killed_at_each_step(config: Config, monkeypatch: pytest.MonkeyPatch) -> Path
 
         with monkeypatch.context() as patch:
             patch.setattr(Step, "end", killed)
-            if last < steps:
-                with pytest.raises(Killed):
-                    train(config, resume="auto")
-            else:
-                train(config, resume="auto")
+            with pytest.raises(Killed) if last < steps else nullcontext():
+                train(config, resume="auto", **evaluations)
     return Path(config.output_dir)
 
 
@@ -242,6 +241,33 @@ def test_a_run_killed_in_every_step_ends_bit_for_bit_as_one_that_was_not(tmp_pat
     assert same(whole, broken)
     assert metrics(whole) == metrics(broken)
     assert metrics(whole)[-1]["batch/waiting"] > 0
+
+
+@pytest.mark.parametrize("sections", quick.first(1, [{}, OVERLAP]))
+def test_evaluations_between_the_segments_of_a_response_change_nothing(tmp_path, monkeypatch, sections):
+    """Validation after each step, evaluation after each second one: bits and metrics as without, resumed ones too."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({"prompt": f"{i}-1=", "answer": f"{i - 1}"}) + "\n" for i in range(5)))
+    (tmp_path / "parity.py").write_text("def reward(text, answer):\n    return float(len(text) % 2)\n")
+    reward = {"kind": None, "pattern": None, "function": f"{tmp_path / 'parity.py'}:reward"}
+    sections = {"checkpoint": {"every": 1}, "reward": reward} | sections
+    problems = {"data": {"path": str(held_out), "max_prompt_length": 8}, "samples": 3, "k": [1]}
+    evaluated = sections | {"validation": {"every": 1} | problems, "evaluation": {"every": 2} | problems}
+    plain = train(segmented(tmp_path, "plain", 5, **sections))
+    config = segmented(tmp_path, "whole", 5, **evaluated)
+    evaluations = {"evaluate": evaluator(config), "validate": validator(config)}
+    whole = train(config, **evaluations)
+    broken = killed_at_each_step(segmented(tmp_path, "broken", 5, **evaluated), monkeypatch, **evaluations)
+    rows = metrics(whole)
+    evaluation = [{name for name in row if name.startswith(("validation/", "val/"))} for row in rows]
+    assert ["validation/reward" in names for names in evaluation] == [True] * 5
+    assert ["val/held_out/pass@1" in names for names in evaluation] == [False, True, False, True, False]
+    assert len({row["validation/reward"] for row in rows}) > 1
+    assert [{k: v for k, v in row.items() if k not in evaluation[0] | evaluation[1]} for row in rows] == metrics(plain)
+    assert metrics(broken) == rows
+    assert same(plain, whole)
+    assert same(plain, broken)
+    assert metrics(plain)[-1]["batch/waiting"] > 0
 
 
 @pytest.mark.slow
