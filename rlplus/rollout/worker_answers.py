@@ -37,7 +37,7 @@ class Answers:
                     "they all on this machine? Was the server started again? Its log says more"
                 )
             *lines, self._text = (self._text + os.read(self._read, 2**16)).split(b"\n")
-            answers += map(json.loads, lines)
+            answers += map(_read, lines)
         if others := {answer["call"] for answer in answers} - {call}:
             raise OSError(f"want its workers' answers to {call}; got one to {others.pop()}: does another program push?")
         return answers
@@ -54,6 +54,15 @@ class Answers:
             os.close(self._read)
             os.close(self.fd)
         self.fd = -1
+
+
+def _read(line: bytes) -> dict[str, Any]:
+    """An answer. OSError for anything else: another program of this user may write to the pipe."""
+    with suppress(ValueError):
+        answer = json.loads(line)
+        if isinstance(answer, dict) and all(isinstance(answer.get(name), str) for name in ("call", "failure")):
+            return answer
+    raise OSError(f"want a worker's answer, JSON with call and failure, in this process's pipe; got {line[:MOST]!r}")
 
 
 class Trainer:

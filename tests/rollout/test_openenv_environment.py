@@ -134,6 +134,41 @@ FAULTS: dict[str, tuple[Answer, str]] = {
     "closes": (lambda memory, message: None, "the server at ws://127.0.0.1:.*/ws failed: ConnectionClosed"),
 }  # fmt: skip
 
+HAS_DATA = "want a message whose data is an object from the server; got "
+A_TEXT = r"want text in the field 'text' \(rollout.environment.observation\) of an observation; got "
+A_REWARD = "want a finite number or null as the reward of a reset; got "
+MALFORMED: dict[str, str] = {
+    "<html>": "want JSON from the server; got '<html>'$",
+    "": "want JSON from the server; got ''$",
+    "x" * 9_999: "want JSON from the server; got 'x{499}$",
+    "[1]": HAS_DATA + r"\[1\]$",
+    "null": HAS_DATA + "None$",
+    '{"type": "observation"}': HAS_DATA + r"\{'type': 'observation'\}$",
+    '{"type": "observation", "data": null}': HAS_DATA + r"\{'type': 'observation', 'data': None\}$",
+    '{"type": "error", "data": "full"}': HAS_DATA + r"\{'type': 'error', 'data': 'full'\}$",
+    '{"data": {}}': A_TEXT + "None$",
+    '{"data": {"observation": ["go 0"]}}': A_TEXT + r"\['go 0'\]$",
+    '{"data": {"observation": {"text": 3}}}': A_TEXT + r"\{'text': 3\}$",
+    '{"data": {"observation": {"text": "go 0"}, "reward": "high"}}': A_REWARD + "'high'$",
+    '{"data": {"observation": {"text": "go 0"}, "reward": [1.0]}}': A_REWARD + r"\[1.0\]$",
+    '{"data": {"observation": {"text": "go 0"}, "reward": NaN}}': A_REWARD + "nan$",
+    '{"data": {"observation": {"text": "go 0"}, "reward": 1e999}}': A_REWARD + "inf$",
+    '{"data": {"observation": {"text": "go 0"}, "reward": 1%s}}' % ("0" * 400): A_REWARD + "10{400}$",
+    '{"data": {"observation": {"text": "go 0"}, "done": "false"}}':
+        "want true or false as done of a reset; got 'false'$",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("told", MALFORMED, ids=lambda text: text[:60])
+def test_malformed_messages_fail_a_run_and_the_making_of_problems(told: str) -> None:
+    """The error names the server, what was wanted and what came. Connecting alone, at the start, gets no message."""
+    with serving(lambda memory, message: told) as address:
+        message = f"^rollout.environment {address}: {MALFORMED[told]}"
+        with pytest.raises(RunFailed, match=message):
+            rolled(configured(address), [["a"], ["b"], ["c"]], [example()])
+        with pytest.raises(RunFailed, match=message):
+            list(load_environment(configured(address)).problems(held_out=False, count=1))
+
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_failures_of_a_server_fail_the_run(name: str) -> None:

@@ -109,6 +109,40 @@ def test_a_failure_of_any_worker_fails_the_push(fake: FakeServer, tmp_path: Path
     engine.close()
 
 
+@pytest.mark.parametrize("line", [b"{", b"\xff", b"[]", b"null", b'{"call": "update_weights"}', b'{"failure": ""}'])
+def test_what_is_no_answer_is_told_to_the_other_ranks(
+    fake: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes
+) -> None:
+    """They wait for word of this rank: a ValueError of its own would leave them there."""
+    model = tiny_model(tied=False)
+    save(model, tmp_path)
+    engine: Any = connect(fake.url, tmp_path)
+    tell, told = fake.tell, []
+
+    def write(path: str, **more: Any) -> None:
+        if path == "/update_weights":
+            assert fake.trainer is not None
+            os.write(fake.trainer._pipe, line + b"\n")
+        else:
+            tell(path, **more)
+
+    def gathered(failure: str) -> list[str]:
+        told.append(failure)
+        return [failure, ""]
+
+    fake.tell = write  # type: ignore[method-assign]
+    with monkeypatch.context() as patch:
+        patch.setattr("rlplus.rollout.http_engine.dist.is_initialized", lambda: True)
+        patch.setattr("rlplus.rollout.http_engine.agree.gathered", gathered)
+        with pytest.raises(RunFailed, match="weights of version 1: want a worker's answer, JSON with call and failure"):
+            engine.push_weights(model.named_parameters(), 1)
+    assert told == [f"want a worker's answer, JSON with call and failure, in this process's pipe; got {line!r}"]
+    fake.tell = tell  # type: ignore[method-assign]
+    engine.push_weights(model.named_parameters(), 2)
+    assert len(ask(engine)) == 3
+    engine.close()
+
+
 def test_an_answer_that_comes_late_has_no_reader(fake: FakeServer, tmp_path: Path) -> None:
     model = tiny_model(tied=False)
     save(model, tmp_path)

@@ -8,8 +8,8 @@ from typing import Any
 
 from websockets.sync.server import ServerConnection, serve
 
-Answer = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any] | None]
-"""A session's own memory and a message -> the server's message; None closes the connection."""
+Answer = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any] | str | None]
+"""A session's own memory and a message -> the server's message, or its text; None closes the connection."""
 
 
 def observation(text: str, reward: float | None = None, *, done: bool = False) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def serving(answer: Answer = countdown) -> Iterator[str]:
             told = answer(memory, message)
             if told is None:
                 return
-            connection.send(json.dumps(told))
+            connection.send(told if isinstance(told, str) else json.dumps(told))
 
     with serve(session, "127.0.0.1", 0) as server:
         thread = threading.Thread(target=server.serve_forever)

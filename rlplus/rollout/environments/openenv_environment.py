@@ -5,6 +5,7 @@ The server has the package openenv; here its messages are JSON over a WebSocket,
 
 import json
 import math
+import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -23,6 +24,7 @@ except ImportError as error:
     raise ValueError(f"rollout.environment: OpenEnv wants websockets: {install_command('environments')}") from error
 
 LARGEST_MESSAGE = 100 * 2**20  # bytes, as in OpenEnv's client
+LONGEST = 500  # characters of what came, in a message
 
 
 class Observed(NamedTuple):
@@ -54,7 +56,10 @@ class OpenEnvEnvironment:
         if count is None:
             raise ValueError("an OpenEnv server has no list of problems: want -n, how many seeds to reset it with")
         for seed in range(2**30 if held_out else 0, (2**30 if held_out else 0) + count):
-            (first,) = self._together.run([partial(self._first, seed)], lambda asked: {})
+            try:
+                (first,) = self._together.run([partial(self._first, seed)], lambda asked: {})
+            except RunFailed as error:
+                raise RunFailed(f"rollout.environment {self.config.name}: {error}") from error
             yield {"prompt": [{"role": "user", "content": first.text}], "answer": "-", ROW: {"seed": seed}}
 
     async def _first(self, seed: int, _: Any) -> Observed:
@@ -117,18 +122,37 @@ class OpenEnvEnvironment:
         """The answer to a message. RunFailed if it is an error, or no observation with a text."""
         with suppress(ConnectionClosed):  # a server that is full says so first, then closes
             await session.send(json.dumps({"type": kind, "data": data}))
-        answer = json.loads(await session.recv())
+        answer = _message(await session.recv())
         if answer.get("type") == "error":
-            told = answer.get("data", {})
+            told = answer["data"]
             full = told.get("code") == "CAPACITY_REACHED"
             hint = "; want it started with max_concurrent_envs of at least a step's responses" if full else ""
             raise RunFailed(f"the server refused {kind} {data}: {told.get('message')} ({told.get('code')}){hint}")
-        result = answer.get("data", {})
-        observation, field = result.get("observation", {}), self.config.observation
-        if not isinstance(text := observation.get(field), str):
+        observation, field = answer["data"].get("observation"), self.config.observation
+        text = observation.get(field) if isinstance(observation, dict) else None
+        if not isinstance(text, str):
             raise RunFailed(
                 f"want text in the field {field!r} (rollout.environment.observation) of an observation; got "
-                f"{observation}"
+                f"{_short(observation)}"
             )
-        reward = result.get("reward")
-        return Observed(text, None if reward is None else float(reward), bool(result.get("done")))
+        reward, done = (answer["data"].get(name) for name in ("reward", "done"))
+        if not (reward is None or (isinstance(reward, (int, float)) and abs(reward) <= sys.float_info.max)):
+            raise RunFailed(f"want a finite number or null as the reward of a {kind}; got {_short(reward)}")
+        if not (done is None or isinstance(done, bool)):
+            raise RunFailed(f"want true or false as done of a {kind}; got {_short(done)}")
+        return Observed(text, None if reward is None else float(reward), bool(done))
+
+
+def _message(text: str | bytes) -> dict[str, Any]:
+    """A server's message, with data. RunFailed for anything else."""
+    try:
+        answer = json.loads(text)
+    except ValueError as error:
+        raise RunFailed(f"want JSON from the server; got {_short(text)}") from error
+    if not (isinstance(answer, dict) and isinstance(answer.get("data"), dict)):
+        raise RunFailed(f"want a message whose data is an object from the server; got {_short(answer)}")
+    return answer
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:LONGEST]
