@@ -58,10 +58,15 @@ def same_weights(one: Path, other: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_killed_twenty_times_a_run_ends_as_if_it_never_had_been(tmp_path):
-    """SIGKILL: 14 times some random steps and milliseconds into training, 6 times at a random time from the start."""
+@pytest.mark.parametrize("segment", [None, 3])
+def test_killed_twenty_times_a_run_ends_as_if_it_never_had_been(tmp_path, segment):
+    """SIGKILL: 14 times some random steps and milliseconds into training, 6 times at a random time from the start.
+
+    With segments two batches wait unfinished in each checkpoint.
+    """
     draw, every, kills = random.Random(0), 3, 20
-    config = run_config(tmp_path, "killed", train={"steps": 200}, checkpoint={"every": every})
+    rollout = {"segment": segment}
+    config = run_config(tmp_path, "killed", train={"steps": 200}, checkpoint={"every": every}, rollout=rollout)
     path, folder = write_config(config, tmp_path), Path(config.output_dir)
     lost, moments, start_up = [], [], 0.0
     for kill in range(kills):
@@ -93,6 +98,7 @@ def test_killed_twenty_times_a_run_ends_as_if_it_never_had_been(tmp_path):
     assert finished.returncode == 0, error[-3000:]
     whole = train(config.model_copy(update={"output_dir": str(tmp_path / "whole")}))
     assert metrics(folder) == metrics(whole)
+    assert all((row.get("batch/waiting", 0) > 0) == (segment is not None) for row in metrics(whole))
     assert same_weights(folder, whole)
     assert {p.name for p in (folder / "checkpoints").iterdir() if p.is_dir()} == {"step-000198", "step-000200"}
 
