@@ -1,6 +1,7 @@
 """`rollout.share_weights`: the trainer's own weights generate, and a run is the one whose engine has a copy of them."""
 
 import gc
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from engine_runs import fail, same, torchrun
 from pydantic import ValidationError
+from torch import nn
 from trainer_runs import metrics, run_config
 from transformers import DynamicCache
 
@@ -15,6 +17,7 @@ from rlplus.config import Config
 from rlplus.rollout import Request, Sampling
 from rlplus.rollout.shared_engine import SharedEngine
 from rlplus.trainer import open_run, train
+from rlplus.trainer.loop import train_step
 
 LORA = {"rank": 4, "alpha": 8.0}
 NF4 = LORA | {"quantization": "nf4"}
@@ -80,6 +83,35 @@ def test_adapters_are_trained_as_with_a_copy(tmp_path: Path, lora: dict[str, Any
     assert calls == [2]
     assert metrics(parts) == rows
     assert same(parts, whole)
+
+
+def frozen(lm: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of what adapters do not train: weights of 4 bits with their scales, and all others."""
+    weights = {name: p.detach().clone() for name, p in lm.named_parameters() if not p.requires_grad}
+    states = {name: p.quant_state for name, p in lm.named_parameters() if hasattr(p, "quant_state")}
+    return weights | {f"{name} scales": torch.cat([s.absmax.float(), s.state2.absmax]) for name, s in states.items()}
+
+
+def test_bfloat16_adapters_train_on_weights_of_4_bits_that_stay(tmp_path: Path) -> None:
+    """As the configuration for 24 GB has them. Forward passes in eval mode, the engine's, leave the weights, too."""
+    pytest.importorskip("bitsandbytes", reason="model.lora.quantization needs bitsandbytes, which is not installed")
+    with open_run(config_of(tmp_path, "run", share=True, lora=NF4, dtype="bfloat16")) as run:
+        lm = run.policy.engine.module.lm
+        before = frozen(lm)
+        adapters = {name: p.detach().clone() for name, p in lm.named_parameters() if p.requires_grad}
+        for _ in range(3):
+            train_step(run)
+        after, trained = frozen(lm), dict(lm.named_parameters())
+    assert {before[name].dtype for name in before} == {torch.uint8, torch.bfloat16, torch.float32}
+    assert len([name for name in before if name.endswith(" scales")]) == 7
+    assert before.keys() == after.keys()
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+    assert len(adapters) == 14
+    assert all(not torch.equal(adapter, trained[name]) for name, adapter in adapters.items())
+    assert all(bool(trained[name].isfinite().all()) for name in adapters)
+    rows = metrics(tmp_path / "run")
+    assert all(math.isfinite(row["actor/loss"]) and row["actor/grad_norm"] > 0 for row in rows)
+    assert max(row["mismatch/mean"] for row in rows) < 1e-2
 
 
 @pytest.mark.slow

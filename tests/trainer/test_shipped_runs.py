@@ -78,6 +78,7 @@ def test_gsm8k_trains_on_prepared_data(name: str, tmp_path: Path) -> None:
     model = shrunken_model(load_config(path).model.path, tmp_path / "base")
     files = [f"data.path={data / 'train.parquet'}", f"validation.data.path={data / 'validation.parquet'}"]
     changes = [*files, f"model.path={model}", f"output_dir={tmp_path / 'run'}", "train.epochs=2", "validation.every=2"]
+    changes.append(f"model.dtype={load_config(path).model.dtype}")  # its own: bfloat16
     if load_config(path).rollout.kv_cache_memory_mb:
         changes.append("rollout.kv_cache_memory_mb=16")
     assert main(["train", str(path), *SMALL, *changes]) == 0
